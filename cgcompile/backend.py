@@ -82,15 +82,10 @@ class Backend(Registry):
         self._unmet: UnmetOps | None = None
 
     def anticipate(self, model: Any) -> None:
-        """Start the processes that compile kernels for a GPU model; does not wait for them.
-
-        Args:
-            model: a module that will be traced, or a method of one.
-        """
+        """Start the processes that compile kernels for a GPU model or method; do not wait."""
         config, owner = self.config, getattr(model, "__self__", model)
-        if config.mode is CompilationMode.PIECEWISE and config.compiler != "inductor":
-            return
-        if not isinstance(owner, torch.nn.Module):
+        inductor = config.mode is not CompilationMode.PIECEWISE or config.compiler == "inductor"
+        if not inductor or not isinstance(owner, torch.nn.Module):
             return
         if any(tensor.is_cuda for tensor in (*owner.parameters(), *owner.buffers())):
             try:
@@ -116,13 +111,16 @@ class Backend(Registry):
         options: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> Callable[..., Any]:
-        """Compile one graph that Dynamo traced; ``torch.compile`` calls this.
+        """Compile one pre-grad graph of Dynamo; ``torch.compile`` calls this.
 
         Args:
-            gm: Dynamo's pre-grad graph.
+            gm: the graph.
             example_inputs: what it was traced with.
-            mode: must be left out: the settings are fixed.
-            options: must be left out: the settings are fixed.
+            mode: must be left out, like ``options``: the settings are fixed.
+
+        Raises:
+            ConfigError: ``mode`` or ``options`` of ``torch.compile``; or a mode that traces in
+                another way.
         """
         if mode is not None or options:
             raise ConfigError.settings_are_fixed()
@@ -140,10 +138,10 @@ class Backend(Registry):
     def compile_graph(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0
     ) -> Callable[..., Any]:
-        """Compile one traced graph in the mode of the settings.
+        """Compile one pre-grad graph of Dynamo in the mode of the settings.
 
         Args:
-            gm: a pre-grad graph of Dynamo.
+            gm: the graph.
             example_inputs: what it was traced with.
             frozen: how many of the last inputs keep their identity and address in all calls, so
                 that no guard checks them.
@@ -154,24 +152,24 @@ class Backend(Registry):
                 return gm.forward
             if config.mode is not CompilationMode.PIECEWISE:
                 return compat.compile_whole(gm, example_inputs, inductor_patches(config))
-        unmet = self._look_for_declared(gm)
+        unmet = self._unmet_ops(gm)
         with compat.new_sources() as sources:
             graph = _build(gm, config, self._pieces, frozen)
         compat.drop_sources_with(graph, sources)
         trace_code(graph.source, graph.artifacts, graph.compilation)
         if unmet is not None:
             for piece in graph.split.pieces:  # passes may have put the op in
-                unmet.look(piece.module)
-            graph.before_capture = unmet.tell
+                unmet.discard_met(piece.module)
+            graph.before_capture = unmet.warn_once
         self._register(graph)
         return graph
 
-    def _look_for_declared(self, gm: fx.GraphModule) -> UnmetOps | None:
+    def _unmet_ops(self, gm: fx.GraphModule) -> UnmetOps | None:
         """Note which declared splitting ops a graph has; None if none was declared."""
         if self._unmet is None and self.config.splitting_ops:
             self._unmet = UnmetOps(Boundaries(self.config.splitting_ops, builtin=False))
         if self._unmet is not None:
-            self._unmet.look(gm)
+            self._unmet.discard_met(gm)
         return self._unmet
 
 

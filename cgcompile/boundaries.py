@@ -174,11 +174,6 @@ class _Table:
             by_name = isinstance(op.target, str) or compat.is_op(op.target)
             (self.packets if by_name else self.called).setdefault(name, op)
 
-    def match_name(self, name: str, of_op: bool) -> SplittingOp | None:
-        """Return the entry of an ``aten::op`` that a function, a method or the op itself calls."""
-        entry = self.called.get(name)
-        return entry if entry or of_op else self.packets.get(name) or self._match_pattern(name)
-
     @staticmethod
     def _claim(table: dict[Any, SplittingOp], key: Any, op: SplittingOp) -> None:
         present = table.setdefault(key, op)
@@ -189,15 +184,22 @@ class _Table:
         yield from (*self.names.values(), *self.functions.values())
         yield from (*self.patterns, *self.predicates)
 
-    def match_call(self, function: Any) -> SplittingOp | None:
-        for name in compat.op_names(function):
-            entry = self.names.get(name) or self._match_pattern(name)
+    def match(self, function: Any, name: str | None) -> SplittingOp | None:
+        """Return the entry of a function or op; ``name`` is the ``aten::op`` that it calls."""
+        for op_name in compat.op_names(function):
+            entry = self.names.get(op_name) or self._match_pattern(op_name)
             if entry is not None:
                 return entry
         try:
-            return self.functions.get(function)
+            entry = self.functions.get(function)
         except TypeError:  # an unhashable callable has no entry
-            return None
+            entry = None
+        if entry is not None or name is None:
+            return entry
+        entry = self.called.get(name)
+        if entry is None and not compat.is_op(function):
+            entry = self.packets.get(name) or self._match_pattern(name)
+        return entry
 
     def _match_pattern(self, name: str) -> SplittingOp | None:
         return next((op for op in self.patterns if fnmatch.fnmatchcase(name, op.target)), None)
@@ -236,12 +238,10 @@ class Boundaries:
     @checked_but("entries")
     def __init__(self, entries: Iterable[Any] = (), *, builtin: bool = True) -> None:
         user, builtins = _Table(), _Table()
-        several = isinstance(entries, Iterable) and not isinstance(entries, str)
-        several = several and not isinstance(entries, torch.Tensor)
-        for entry in entries if several else items_of(entries):
-            user.add(
-                _resolved_entry(entry if isinstance(entry, SplittingOp) else SplittingOp(entry))
-            )
+        one = isinstance(entries, (str, torch.Tensor)) or not isinstance(entries, Iterable)
+        for entry in items_of(entries) if one else entries:
+            op = entry if isinstance(entry, SplittingOp) else SplittingOp(entry)
+            user.add(_resolved_entry(op))
         for op in BUILTIN_SPLITTING_OPS if builtin else ():
             builtins.add(op)  # not resolved: its package may not be installed
         self._tables = (user, builtins)
@@ -266,19 +266,17 @@ class Boundaries:
         """Return the entry that makes ``node`` a boundary, or None."""
         entry = None
         on_numbers = not isinstance(node.meta.get("example_value"), torch.Tensor)
-        if node.op == "call_function" and not (
+        if node.op == "call_method":
+            entry = self._find(None, compat.aten_name(node.target))
+        elif node.op == "call_function" and not (
             on_numbers and compat.is_python_operator(node.target)
         ):
             entry = self.match_call(node.target, _calls_in_place(node))
-        elif node.op == "call_method":
-            entry = self._match_name(compat.aten_name(node.target), of_op=False)
-        if entry is not None:
-            return entry
         matches = (table.match_predicate(node) for table in self._tables)
-        return next((op for op in matches if op is not None), None)
+        return entry or next((op for op in matches if op is not None), None)
 
-    def _match_name(self, name: str | None, of_op: bool) -> SplittingOp | None:
-        matches = (table.match_name(name, of_op) for table in self._tables if name is not None)
+    def _find(self, function: Any, name: str | None) -> SplittingOp | None:
+        matches = (table.match(function, name) for table in self._tables)
         return next((op for op in matches if op is not None), None)
 
     def match_call(self, function: Any, in_place: bool = False) -> SplittingOp | None:
@@ -290,14 +288,9 @@ class Boundaries:
         """
         require(is_flag(in_place), "in_place", "match_call", in_place, "bool")
         name = _aten_name(function)
-        name = f"{name}_" if in_place and name is not None else name
-        of_op = compat.is_op(function)
-        for table in self._tables:
-            entry = table.match_call(function)
-            if entry is None and name is not None:
-                entry = table.match_name(name, of_op)
-            if entry is not None:
-                return entry
+        entry = self._find(function, f"{name}_" if in_place and name is not None else name)
+        if entry is not None:
+            return entry
         unsafe = torch.Tag.cudagraph_unsafe
         if any(unsafe in overload.tags for overload in compat.op_overloads(function)):
             return SplittingOp(function, name=f"{target_name(function)} (tag cudagraph_unsafe)")
@@ -318,9 +311,7 @@ def _calls_in_place(node: fx.Node) -> bool:
     if _aten_name(node.target) is None or not any(arg is True for arg in node.args):
         return False
     names = compat.parameter_names(node.target) or ()
-    return any(
-        name == "inplace" and arg is True for name, arg in zip(names, node.args, strict=False)
-    )
+    return ("inplace", True) in zip(names, node.args, strict=False)
 
 
 class UnmetOps:
@@ -332,7 +323,7 @@ class UnmetOps:
         self._seen: set[str] = set()
         self._warned = False
 
-    def look(self, module: torch.nn.Module) -> None:
+    def discard_met(self, module: torch.nn.Module) -> None:
         """Remove the ops of a graph, and of graphs inside of its ops."""
         for inner in module.modules() if self._unmet else ():
             for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
@@ -344,7 +335,7 @@ class UnmetOps:
                     self._unmet = {name: of for name, of in self._unmet.items() if of != op}
                 self._seen.add(_aten_name(node.target) or target_name(node.target))
 
-    def tell(self) -> None:
+    def warn_once(self) -> None:
         """Warn once of those in no graph so far; called when the first graph is captured."""
         if self._warned:
             return
@@ -379,19 +370,16 @@ def _resolved(name: str) -> Any:
     known = {*ops, *packets, *higher}
     spelled = name if "::" in name or "." not in name else name.replace(".", "::", 1)
     # 'ns::op.default' is the overload that the dispatcher lists without a name.
-    canonical = spelled.removesuffix(".default") if spelled.endswith(".default") else spelled
-    if "*" in spelled:
-        if fnmatch.filter(known, spelled):
-            return spelled
-    elif canonical in known:
-        return spelled if canonical == spelled else f"{canonical}.default"
-    elif f"higher_order::{name}" in higher:
+    if spelled in known or spelled.removesuffix(".default") in known:
+        return spelled
+    if "*" in spelled and fnmatch.filter(known, spelled):
+        return spelled
+    if f"higher_order::{name}" in higher:
         return f"higher_order::{name}"
-    else:
-        function = _imported(name)
-        if function is not None:
-            return function
-    raise BoundaryError.unknown(name=name, known=sorted({*packets, *higher}))
+    function = None if "*" in spelled else _imported(name)
+    if function is None:
+        raise BoundaryError.unknown(name=name, known=sorted({*packets, *higher}))
+    return function
 
 
 def _imported(path: str) -> Any:

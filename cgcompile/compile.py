@@ -22,7 +22,7 @@ from cgcompile.graphs.guards import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.runtime.fast_path import ANOTHER
 from cgcompile.settings import checked, checked_but
-from cgcompile.tracing.trace_cache import GUARDS, SHAPES, Rules, Traces, Variant
+from cgcompile.tracing.trace_cache import GUARDS, SHAPES, CompiledTrace, Rules, Traces
 
 
 @checked_but("dynamic_dims")
@@ -47,24 +47,24 @@ def compile(
         config: the settings; environment and defaults if left out. Or a :class:`cgcompile.Backend`,
             to compile several models or layers with one: equal pieces are compiled once, and one
             handle counts, captures and releases.
-        dynamic_dims: which dimensions vary, by the name of the parameter: ``{"x": 0}``,
-            ``{"x": (0, 1)}``, or with names, ``{"x": {0: "tokens"}, "y": {0: "tokens"}}``;
-            dimensions of one name have one size in each call. Of a tuple, list or dict, those of
-            each tensor in it. ``Annotated[Tensor, cgcompile.DynamicDim(0)]`` on the parameter does
-            the same. All other sizes are constants of a trace.
+        dynamic_dims: the dimensions that vary, by parameter: ``{"x": 0}``, ``{"x": (0, 1)}``, or
+            ``{"x": {0: "tokens"}, "y": {0: "tokens"}}``; dimensions of one name have one size in
+            each call. Of a tuple, list or dict, those of each tensor in it.
+            ``Annotated[Tensor, cgcompile.DynamicDim(0)]`` on the parameter does the same. All other
+            sizes are constants of a trace.
         guards: what is checked at each call. ``"keep"`` (the default, but for DYNAMO_TRACE_ONCE):
             all that Dynamo assumed. ``"shape"``: the arguments (number, types, dtypes, devices,
             fixed sizes, which sizes are equal, layouts, values that are no tensors; objects must be
-            the same), autocast, and what it assumed of sizes. ``"none"``: the same of the
-            arguments and autocast alone; tensors of modules are bound, not looked up: changes in
-            place are seen, replaced ones need :meth:`CompiledModel.invalidate`, and what else the
-            model reads, such as its attributes, is as it was when traced.
-        check_guards: for debugging: check what was dropped as well, and raise where it fails.
-        dynamic_shapes: what a trace may assume of a dynamic size. ``"backed"``: that it is at
-            least 2, as in ``torch.compile``; 0 and 1 are traces of their own.
-            ``"backed_size_oblivious"``: that it is at least 1, and that it is not 1 where your code
-            compares with 1 or squeezes the dimension. ``"unbacked"``: nothing, but that it is not 1
-            where your code squeezes the dimension; code that branches on a size does not trace.
+            the same), autocast, and what it assumed of sizes. ``"none"``: the arguments and
+            autocast alone. Tensors of modules are bound, not looked up: changes in place are seen,
+            replaced ones need :meth:`CompiledModel.invalidate`; what else the model reads, such as
+            its attributes, stays as it was when traced.
+        check_guards: for debugging: check dropped guards as well, and raise where one fails.
+        dynamic_shapes: what a trace may assume of a dynamic size. ``"backed"``: at least 2, as in
+            ``torch.compile``; 0 and 1 are traces of their own. ``"backed_size_oblivious"``: at
+            least 1, and not 1 where your code compares with 1 or squeezes the dimension.
+            ``"unbacked"``: nothing, but that it is not 1 where your code squeezes the dimension;
+            code that branches on a size does not trace.
         **settings: single settings; they beat ``config``.
 
     Returns:
@@ -74,22 +74,12 @@ def compile(
         ConfigError: unknown or impossible settings, or something that cannot be compiled.
     """
     if model is None:
-        return functools.partial(
-            compile,
-            config=config,
-            dynamic_dims=dynamic_dims,
-            guards=guards,
-            check_guards=check_guards,
-            dynamic_shapes=dynamic_shapes,
-            **settings,
-        )
+        settings |= {"dynamic_dims": dynamic_dims, "guards": guards, "check_guards": check_guards}
+        return functools.partial(compile, config=config, dynamic_shapes=dynamic_shapes, **settings)
     check_compilable(model, "compile")
-    if isinstance(config, Backend):
-        if settings:
-            raise ConfigError.settings_are_fixed()
-        backend = config
-    else:
-        backend = Backend(config, **settings)
+    if isinstance(config, Backend) and settings:
+        raise ConfigError.settings_are_fixed()
+    backend = config if isinstance(config, Backend) else Backend(config, **settings)
     rules = _rules(backend.config, guards, check_guards, dynamic_shapes)
     return CompiledModel(model, backend, dynamic_dims, rules)
 
@@ -159,7 +149,7 @@ class CompiledModel(Transparent):
                 because="mode NONE and splitting='breakable' trace nothing",
                 instead="Leave them out, or use mode PIECEWISE with splitting='fx'.",
             )
-        self._compile_arguments = (dict(dynamic_dims or {}), rules)
+        self._trace_arguments = (dict(dynamic_dims or {}), rules)
         if self.wrapper is not None:
             backend.adopt(self.wrapper)
 
@@ -177,7 +167,7 @@ class CompiledModel(Transparent):
             return self.runnable(*args, **kwargs)  # a part of another compiled model
         traces = self._traces
         if traces is not None:
-            fast_path = traces.turn.short
+            fast_path = traces.fast_paths.call
             if fast_path is not None:
                 result = fast_path(args, kwargs)
                 if result is not ANOTHER:
@@ -189,7 +179,7 @@ class CompiledModel(Transparent):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, also in another process, is compiled again.
-        dims, rules = self._compile_arguments
+        dims, rules = self._trace_arguments
         return {"runnable": self.runnable, "settings": (self.backend.config, dims, rules)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -204,9 +194,9 @@ class CompiledModel(Transparent):
         return self.runnable
 
     @property
-    def asked(self) -> tuple[dict[str, Any], Rules]:
+    def trace_arguments(self) -> tuple[dict[str, Any], Rules]:
         """The dynamic dimensions and the rules, as passed to :func:`compile`."""
-        return self._compile_arguments
+        return self._trace_arguments
 
     @property
     def wrapper(self) -> CUDAGraphWrapper | None:
@@ -214,9 +204,9 @@ class CompiledModel(Transparent):
         return self._call if isinstance(self._call, CUDAGraphWrapper) else None
 
     @property
-    def traces(self) -> tuple[Variant, ...]:
+    def traces(self) -> tuple[CompiledTrace, ...]:
         """The traces, the most recently used one first."""
-        return () if self._traces is None else self._traces.made
+        return () if self._traces is None else self._traces.traces
 
     def freeze(self) -> None:
         """Forbid traces: a call that no trace serves is an error from now on."""

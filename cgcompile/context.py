@@ -12,11 +12,9 @@ ambient state of cgcompile.
 
 import difflib
 from asyncio import Task, _get_running_loop, current_task
-from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from functools import lru_cache
 from threading import get_ident
-from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -93,32 +91,24 @@ class ForwardContext:
         return context
 
 
-def _runtime_mode(value: Any) -> CUDAGraphMode:
+def _runtime_mode(name: Any) -> CUDAGraphMode:
     """Return a runtime mode by its name, as in settings."""
-    text = value.upper() if isinstance(value, str) else ""
-    for mode in _RUNTIME_MODES:
-        if mode.name == text:
-            return mode
-    raise ForwardContextError.runtime_mode(found=value)
+    mode = CUDAGraphMode.__members__.get(name.upper()) if isinstance(name, str) else None
+    if mode is None or mode not in _RUNTIME_MODES:
+        raise ForwardContextError.runtime_mode(found=name)
+    return mode
 
 
-_PARAMETERS = (
-    "attn_metadata",
-    "cudagraph_runtime_mode",
-    "batch_descriptor",
-    "num_tokens",
-    "num_unpadded_tokens",
-    "num_tokens_across_dp",
-    "slot_mapping",
-    "inputs_ready",
-)
+_STATE = ("additional", "is_synthetic", "ran_plain")  # attributes that are no parameters
+_PARAMETERS = tuple(name for name in ForwardContext.__slots__ if name not in _STATE)
 # Keywords of other engines and of our settings, with the parameter that they stand for.
 _MEANT = {
     "cudagraph_mode": "cudagraph_runtime_mode",
     "runtime_mode": "cudagraph_runtime_mode",
     "mode": "cudagraph_runtime_mode",
-    "descriptor": "batch_descriptor",
-    "batch_size": "batch_descriptor",
+    "batch_descriptor": "batch_descriptor=cgcompile.BatchDescriptor(num_tokens)",
+    "descriptor": "batch_descriptor=cgcompile.BatchDescriptor(num_tokens)",
+    "batch_size": "batch_descriptor=cgcompile.BatchDescriptor(num_tokens)",
     "vllm_config": "",
 }
 
@@ -128,10 +118,8 @@ def _refuse_near_misses(*names: str) -> None:
     """Raise for additional keywords that stand for a parameter: they would be ignored."""
     for name in names:
         near = difflib.get_close_matches(name, _PARAMETERS, n=1, cutoff=0.85)
-        meant = _MEANT.get(name, near[0] if near else None)
+        meant = _MEANT.get(name, _MEANT.get(near[0], near[0]) if near else None)
         if meant is not None:
-            if meant == "batch_descriptor":
-                meant = "batch_descriptor=cgcompile.BatchDescriptor(num_tokens)"
             raise ForwardContextError.near_miss(name=name, meant=meant)
 
 
@@ -177,14 +165,12 @@ loop = running_loop()
 if task is not (None if loop is None else current_task(loop)):
     return another
 """
-ENTERED_NAMES: Mapping[str, Any] = MappingProxyType(
-    {
-        "last_entered": _current.get,
-        "get_ident": get_ident,
-        "running_loop": _get_running_loop,
-        "current_task": current_task,
-    }
-)
+ENTERED_NAMES: dict[str, Any] = {
+    "last_entered": _current.get,
+    "get_ident": get_ident,
+    "running_loop": _get_running_loop,
+    "current_task": current_task,
+}
 
 
 def current_forward_context() -> ForwardContext | None:
@@ -209,29 +195,6 @@ def eager_region_is_open() -> bool:
     """Return whether this thread or task is inside of ``cgcompile.eager_region()``."""
     entry = entered()
     return entry is not None and entry[4]
-
-
-class EagerRegion:
-    """Context manager: run compiled graphs, wrappers and managers eager inside.
-
-    Opaque ops read the same :func:`current_forward_context` inside.
-    """
-
-    __slots__ = ("_tokens",)
-
-    def __init__(self) -> None:
-        self._tokens: _Tokens = None
-
-    def __enter__(self) -> None:
-        entry, loop = entered(), _get_running_loop()
-        task = None if loop is None else current_task(loop)
-        context = None if entry is None else entry[0]
-        self._tokens = _current.set((context, None, get_ident(), task, True)), self._tokens
-
-    def __exit__(self, *error: object) -> None:
-        assert self._tokens is not None
-        token, self._tokens = self._tokens
-        _current.reset(token)
 
 
 class override_forward_context:
@@ -261,16 +224,29 @@ class override_forward_context:
         self._tokens = token, self._tokens
         return context
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._tokens is None:
             raise ForwardContextError.not_entered()
         token, self._tokens = self._tokens
         _current.reset(token)
+
+
+class EagerRegion(override_forward_context):
+    """Context manager: run compiled graphs, wrappers and managers eager inside.
+
+    Opaque ops read the same :func:`current_forward_context` inside.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self._tokens = None
+
+    def __enter__(self) -> None:
+        entry, loop = entered(), _get_running_loop()
+        task = None if loop is None else current_task(loop)
+        context = None if entry is None else entry[0]
+        self._tokens = _current.set((context, None, get_ident(), task, True)), self._tokens
 
 
 class set_forward_context(override_forward_context):

@@ -45,14 +45,23 @@ class BatchDescriptor(_Fields):
         max_query_len: int | None = None,
         extra: tuple[Any, ...] = (),
     ) -> "BatchDescriptor":
-        counts = (num_tokens, num_reqs, num_active_loras, max_query_len)
-        if not _plainly_right(*counts):  # a step creates one: names are for errors only
-            num_tokens, num_reqs, num_active_loras, max_query_len = _checked_counts(*counts)
+        if not (  # a step creates one: what is only checked here costs little
+            type(num_tokens) is int
+            and num_tokens >= 0
+            and (num_reqs is None or (type(num_reqs) is int and num_reqs >= 1))
+            and type(uniform) is type(has_lora) is bool
+            and type(num_active_loras) is int
+            and num_active_loras >= 0
+            and (max_query_len is None or (type(max_query_len) is int and max_query_len >= 1))
+        ):
+            num_tokens = _count("num_tokens", num_tokens, 0)
+            num_reqs = None if num_reqs is None else _count("num_reqs", num_reqs, 1)
+            num_active_loras = _count("num_active_loras", num_active_loras, 0)
+            if max_query_len is not None:
+                max_query_len = _count("max_query_len", max_query_len, 1)
+            _check_flags(uniform=uniform, has_lora=has_lora)
         if type(extra) is not tuple or extra:
             _check_extra(extra)
-        flags: Any = type(uniform), type(has_lora)
-        if flags != _FLAGS:
-            _check_flags(uniform, has_lora)
         if uniform and (num_reqs is None or num_tokens % num_reqs):
             raise BatchError.descriptor_not_uniform(num_tokens=num_tokens, num_reqs=num_reqs)
         if num_active_loras and not has_lora:
@@ -79,47 +88,18 @@ class BatchDescriptor(_Fields):
         return self.num_tokens // self.num_reqs if self.uniform and self.num_reqs else None
 
 
-_FLAGS = (bool, bool)
+def _count(name: str, value: Any, least: int) -> int:
+    """Return a count as an int; it may be of another type of whole numbers."""
+    number = whole(value)
+    if number is None or number < least:
+        optional = " or None" if name in ("num_reqs", "max_query_len") else ""
+        expected = f"a whole number of at least {least}{optional}"
+        raise BatchError.descriptor_field(name=name, value=value, expected=expected)
+    return number
 
 
-def _plainly_right(
-    num_tokens: Any, num_reqs: Any, num_active_loras: Any, max_query_len: Any
-) -> bool:
-    return (
-        type(num_tokens) is int
-        and num_tokens >= 0
-        and (num_reqs is None or (type(num_reqs) is int and num_reqs >= 1))
-        and type(num_active_loras) is int
-        and num_active_loras >= 0
-        and (max_query_len is None or (type(max_query_len) is int and max_query_len >= 1))
-    )
-
-
-def _checked_counts(
-    num_tokens: Any, num_reqs: Any, num_active_loras: Any, max_query_len: Any
-) -> tuple[Any, ...]:
-    """Return the counts as ints; they may be of other types of whole numbers."""
-    counts = (
-        ("num_tokens", num_tokens, 0),
-        ("num_reqs", num_reqs, 1),
-        ("num_active_loras", num_active_loras, 0),
-        ("max_query_len", max_query_len, 1),
-    )
-    numbers = []
-    for name, value, least in counts:
-        optional = name in ("num_reqs", "max_query_len")
-        number = whole(value)
-        numbers.append(number)
-        if value is None and optional:
-            continue
-        if number is None or number < least:
-            expected = f"a whole number of at least {least}" + (" or None" if optional else "")
-            raise BatchError.descriptor_field(name=name, value=value, expected=expected)
-    return tuple(numbers)
-
-
-def _check_flags(uniform: Any, has_lora: Any) -> None:
-    for name, value in (("uniform", uniform), ("has_lora", has_lora)):
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
         if not is_flag(value):
             raise BatchError.descriptor_field(name=name, value=value, expected="bool")
 

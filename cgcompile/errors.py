@@ -1,14 +1,14 @@
 """Every error that cgcompile raises, with every message, in one tree.
 
 A message says what was expected, what was found (argument path, node and user source line where
-there is one) and what to do next. A message is a :class:`Template`, called with its fields by name:
+there is one) and what to do next. It is a :class:`Template`, called with its fields by name:
 ``raise CaptureError.refused(op="aten.item")``. Fields are plain values: this file imports nothing
-of cgcompile and nothing of torch. ``tests/test_errors.py`` has a snapshot of each message, and
-checks that each call in the library names exactly the fields of its template.
+of cgcompile and nothing of torch. ``tests/data/errors.txt`` has an example of each message.
 """
 
 import difflib
 import functools
+import re
 import string
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -38,22 +38,18 @@ def with_article(name: str) -> str:
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
-def _listed(values: Iterable[object], empty: str = "") -> str:
+def _list(values: Iterable[object], empty: str = "") -> str:
     return ", ".join(map(str, values)) or empty or "(none)"
+
+
+def _first(values: Sequence[object], count: str) -> str:
+    rest = len(values) - int(count)
+    return _list(values[: int(count)]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _close(known: Iterable[object], name: str) -> str:
     near = difflib.get_close_matches(name, list(map(str, known)), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-def _first(values: Sequence[object], count: str) -> str:
-    rest = len(values) - int(count)
-    return _listed(values[: int(count)]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _plural(values: Sequence[object], noun: str) -> str:
-    return f"{noun}{'s' * (len(values) > 1)} {_listed(values)}"
 
 
 def _if(value: object, texts: str) -> str:
@@ -62,7 +58,7 @@ def _if(value: object, texts: str) -> str:
     return other if absent else first
 
 
-# The words that a field of a template may have behind its colon; the rest of it is an argument.
+# What may follow the colon of a field: a word, and the argument of that word.
 _SPECS: dict[str, Callable[[Any, str], str]] = {
     "shown": lambda value, _: shown(value),
     "type": lambda value, _: type(value).__name__,
@@ -71,9 +67,9 @@ _SPECS: dict[str, Callable[[Any, str], str]] = {
     "error": lambda error, _: f"{type(error).__name__}: {error}",
     "address": lambda value, _: "missing" if value is None else f"at {value:#x}",
     "count": lambda values, _: str(len(values)),
-    "list": _listed,  # {names:list}, or {names:list nothing} with the text of an empty one
+    "list": _list,  # {names:list nothing}: with the text of an empty one
     "first": _first,  # {sizes:first 8}: so many, and how many more there are
-    "plural": _plural,  # {ranks:plural rank}: rank 1; ranks 1, 2
+    "plural": lambda values, noun: f"{noun}{'s' * (len(values) > 1)} {_list(values)}",
     "close": _close,  # {known:close {name}}: a question for each known name near to this one
     "if": _if,  # {value:if text|other}: the other text for None, False and what is empty
 }
@@ -82,36 +78,22 @@ _SPECS: dict[str, Callable[[Any, str], str]] = {
 class _Formatter(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         word, _, argument = format_spec.partition(" ")
-        if word in _SPECS:
-            return _SPECS[word](value, argument)
-        return format(value, format_spec)
-
-    def fields(self, text: str) -> set[str]:
-        """Return the names of all fields, also of those inside of the specs of others."""
-        names = set()
-        for _, name, spec, _ in self.parse(text):
-            if name is not None:
-                names |= {name.partition("[")[0], *self.fields(spec or "")}
-        return names
-
-
-_FORMATTER = _Formatter()
+        return _SPECS[word](value, argument) if word in _SPECS else format(value, format_spec)
 
 
 class Template:
     """The message of an error, as a constructor of the error class that has it as an attribute.
 
     Args:
-        message: what is wrong and what was found, with fields as in :meth:`str.format` and the
-            specs of this file.
-        hints: what to do; each becomes a line of its own, indented.
-        sets: fields that become attributes of the error as well.
+        text: what is wrong and what was found; on further lines, what to do. Fields are as in
+            :meth:`str.format`, with the specs of this file. Those that the error class lists in
+            ``attributes`` become attributes of the error as well.
     """
 
-    def __init__(self, message: str, *hints: str, sets: tuple[str, ...] = ()) -> None:
-        self._text = "\n  ".join((message, *hints))
-        self._sets = sets
-        self.fields = frozenset({*_FORMATTER.fields(self._text), *sets})
+    def __init__(self, text: str) -> None:
+        lines = (" ".join(line.split()) for line in text.strip().splitlines())
+        self._text = "\n  ".join(lines)
+        self.fields = frozenset(re.findall(r"\{(\w+)", self._text.replace("{{", "")))
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"{owner.__name__}.{name}"
@@ -124,8 +106,8 @@ class Template:
             expected = ", ".join(sorted(self.fields)) or "no fields"
             given = ", ".join(sorted(values)) or "no fields"
             raise TypeError(f"{self._name}() takes {expected}; it was given {given}")
-        error = kind(_FORMATTER.vformat(self._text, (), values))
-        for name in self._sets:
+        error = kind(_Formatter().vformat(self._text, (), values))
+        for name in self.fields & set(getattr(kind, "attributes", ())):
             setattr(error, name, values[name])
         return error
 
@@ -143,130 +125,102 @@ class ConfigError(CGCompileError, ValueError):
         if name == "level":  # vLLM's name of old
             hint = " vLLM's level is 'mode' here: level=3 is mode='PIECEWISE'."
         text = f"{where}: there is no setting {name!r}.{hint}"
-        return cls(f"{text}\n  Settings: {_listed(known)}.")
+        return cls(f"{text}\n  Settings: {_list(known)}.")
 
     bad_value = Template("{where}: {name} = {value:shown}; expected {expected}.")
-    backend_class = Template(
-        "backend=cgcompile.Backend is a class; expected one of its objects.",
-        "Use backend=cgcompile.Backend() or backend='cgcompile'.",
-    )
-    no_mapping = Template(
-        "{name} is {value:kind}; expected a mapping.",
-        "{is_config:if For a CompilationConfig: backend=cgcompile.Backend(config).|Give settings "
-        "by name: options={{'strict': True}}.}",
-    )
-    impossible = Template("{what} is impossible: {because}.", "{instead}")
-    unknown_torch_mode = Template(
-        "torch.compile(mode={mode!r}): this mode is not known.{known:close {mode}}",
-        "Modes: {known:list}. cgcompile's own settings go into options={{...}}.",
-    )
-    settings_are_fixed = Template(
-        "settings beside a cgcompile.Backend object: the settings of the object are fixed.",
-        "Give them to cgcompile.Backend(...), or use backend='cgcompile' with options.",
-    )
-    not_compiled_here = Template(
-        "cgcompile.runtime(): found {found:a}; expected a module that torch.compile returned for "
-        "this backend.",
-        "{knows_handle:if This one knows its handle by itself: model.backend.|For a function, "
-        "keep the object of backend=cgcompile.Backend(...).}",
-    )
-    captures_nothing = Template(
-        "cgcompile.{function}(): found {found:a}, which captures nothing; expected a compiled "
-        "model, its handle (a Backend), a wrapper or a manager.",
-        "Compile the model first: cgcompile.compile(model), or torch.compile(model, "
-        "backend='cgcompile'); of a function that torch.compile returned give the Backend object.",
-    )
-    unknown_inductor_option = Template(
-        "inductor_options: this torch has no Inductor setting {name!r}.{known:close {name}}",
-        "The names are those of torch._inductor.config.",
-    )
-    trace_once_needs_guards_dropped = Template(
-        "mode DYNAMO_TRACE_ONCE traces once and drops Dynamo's guards, but torch.compile gives a "
-        "backend no say over guards.",
-        "Use cgcompile.compile(model, mode='DYNAMO_TRACE_ONCE'), or drop them where torch.compile "
-        "takes them: options={{'mode': 'STOCK_TORCH_COMPILE', 'guard_filter_fn': "
-        "torch.compiler.skip_all_guards_unsafe}}.",
-    )
-    breakable_needs_no_trace = Template(
-        "splitting='breakable' in torch.compile(): it traces nothing, and torch.compile has "
-        "traced.",
-        "Use cgcompile.compile(model, splitting='breakable').",
-    )
-    unknown_parameter = Template(
-        "dynamic_dims: the function has no parameter {name!r}.{known:close {name}}",
-        "Parameters: {known:list}.",
-    )
-    not_compilable = Template(
-        "cgcompile.{function}(): found {found}; expected a module, a bound method of one, or a "
-        "function.",
-        "Of a class, compile its instances, or decorate its forward.",
-    )
-    padded_away = Template(
-        "compile_sizes: no step ever has size {size}: it is padded to {padded}, the next of "
-        "cudagraph_capture_sizes.",
-        "List {padded} instead, or add {size} to cudagraph_capture_sizes.",
-    )
-    unknown_pass = Template(
-        "disabled_passes: no pass {name!r} runs here.{known:close {name}}",
-        "What can be disabled: {known:list}.",
-    )
-    needed_pass = Template(
-        "disabled_passes: pass {name!r} cannot be disabled: without it a graph cannot be split.",
-        "What can be disabled: {known:list}.",
-    )
-    which_dimension = Template(
-        "cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints must speak of one "
-        "dynamic dimension of the inputs, but the graph has {dims:count} of them.",
-        "Set capture_dim to one of: {dims:list}.",
-    )
-    sizes_of_which = Template(
-        "sizes: they are sizes of one dynamic dimension of the inputs, and the graph has "
-        "{dims:count} of them.",
-        "Say which, beside sizes: capture_dim={dims[0]!r}. There are: {dims:list}.",
-    )
+    backend_class = Template("""
+        backend=cgcompile.Backend is a class; expected one of its objects.
+        Use backend=cgcompile.Backend() or backend='cgcompile'.""")
+    no_mapping = Template("""
+        {name} is {value:kind}; expected a mapping.
+        {is_config:if For a CompilationConfig: backend=cgcompile.Backend(config).|Give settings by \
+        name: options={{'strict': True}}.}""")
+    impossible = Template("""
+        {what} is impossible: {because}.
+        {instead}""")
+    unknown_torch_mode = Template("""
+        torch.compile(mode={mode!r}): this mode is not known.{known:close {mode}}
+        Modes: {known:list}. cgcompile's own settings go into options={{...}}.""")
+    settings_are_fixed = Template("""
+        settings beside a cgcompile.Backend object: the settings of the object are fixed.
+        Give them to cgcompile.Backend(...), or use backend='cgcompile' with options.""")
+    not_compiled_here = Template("""
+        cgcompile.runtime(): found {found:a}; expected a module that this backend compiled.
+        {knows_handle:if This one knows its handle by itself: model.backend.|For a function, keep \
+        the object of backend=cgcompile.Backend(...).}""")
+    captures_nothing = Template("""
+        cgcompile.{function}(): found {found:a}, which captures nothing; expected a compiled \
+        model, its handle (a Backend), a wrapper or a manager.
+        Compile the model first: cgcompile.compile(model), or torch.compile(model, \
+        backend='cgcompile'); of a function that torch.compile returned give the Backend object.""")
+    unknown_inductor_option = Template("""
+        inductor_options: this torch has no Inductor setting {name!r}.{known:close {name}}
+        The names are those of torch._inductor.config.""")
+    trace_once_needs_guards_dropped = Template("""
+        mode DYNAMO_TRACE_ONCE drops Dynamo's guards, but torch.compile lets no backend drop guards.
+        Use cgcompile.compile(model, mode='DYNAMO_TRACE_ONCE'), or drop them by options={{'mode': \
+        'STOCK_TORCH_COMPILE', 'guard_filter_fn': torch.compiler.skip_all_guards_unsafe}}.""")
+    breakable_needs_no_trace = Template("""
+        splitting='breakable' in torch.compile(): it traces nothing, and torch.compile has traced.
+        Use cgcompile.compile(model, splitting='breakable').""")
+    unknown_parameter = Template("""
+        dynamic_dims: the function has no parameter {name!r}.{known:close {name}}
+        Parameters: {known:list}.""")
+    not_compilable = Template("""
+        cgcompile.{function}(): found {found}; expected a module, a bound method of one, or a \
+        function.
+        Of a class, compile its instances, or decorate its forward.""")
+    padded_away = Template("""
+        compile_sizes: no step ever has size {size}: it is padded to {padded}, the next of \
+        cudagraph_capture_sizes.
+        List {padded} instead, or add {size} to cudagraph_capture_sizes.""")
+    unknown_pass = Template("""
+        disabled_passes: no pass {name!r} runs here.{known:close {name}}
+        What can be disabled: {known:list}.""")
+    needed_pass = Template("""
+        disabled_passes: pass {name!r} cannot be disabled: without it a graph cannot be split.
+        What can be disabled: {known:list}.""")
+    which_dimension = Template("""
+        cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints must speak of one \
+        dynamic dimension of the inputs, but the graph has {dims:count} of them.
+        Set capture_dim to one of: {dims:list}.""")
+    sizes_of_which = Template("""
+        sizes: they are sizes of one dynamic dimension of the inputs, and the graph has \
+        {dims:count} of them.
+        Say which, beside sizes: capture_dim={dims[0]!r}. There are: {dims:list}.""")
 
 
 class BoundaryError(CGCompileError, ValueError):
     """A splitting op that does not exist, or is declared twice with different meanings."""
 
-    unknown = Template(
-        "splitting op {name!r}: no operator, higher-order op or function has this "
-        "name.{known:close {name}}",
-        "Import the library that defines it first. Forms: 'ns::op', 'ns.op', 'ns::op.overload', "
-        "'ns::*', 'package.module.function'.",
-    )
-    not_an_op = Template(
-        "splitting op: found {found:shown}; expected a name, an op of torch.ops, a function, or a "
-        "cgcompile.SplittingOp (with predicate=... for a test on fx.Node).",
-    )
-    target_or_predicate = Template(
-        "SplittingOp: give either target= or predicate=, not both and not none.",
-    )
-    bad_support = Template(
-        "splitting op {name!r}: support = {found:shown}; expected a member of "
-        "cgcompile.AttentionCGSupport.",
-    )
-    bad_impl = Template(
-        "splitting op {name!r}: impl = {found:shown}; expected a function that takes the op's "
-        "arguments, or a mapping from device types ('cuda') to such functions.",
-    )
-    predicate_raised = Template(
-        "splitting op {name!r}: its predicate raised {error:error}",
-        "It was asked about node {node!r}; it must answer True or False for every node.",
-    )
-    declared_twice = Template(
-        "splitting op {name!r} is declared twice with different settings. Declare it once.",
-    )
+    unknown = Template("""
+        splitting op {name!r}: no operator, higher-order op or function has this name.{known:close \
+        {name}}
+        Import its library. Forms: 'ns::op', 'ns.op', 'ns::op.overload', 'ns::*', 'a.function'.""")
+    not_an_op = Template("""
+        splitting op: found {found:shown}; expected a name, an op of torch.ops, a function, or a \
+        cgcompile.SplittingOp (with predicate=... for a test on fx.Node).""")
+    target_or_predicate = Template("""
+        SplittingOp: give either target= or predicate=, not both and not none.""")
+    bad_support = Template("""
+        splitting op {name!r}: support = {found:shown}; expected an AttentionCGSupport.""")
+    bad_impl = Template("""
+        splitting op {name!r}: impl = {found:shown}; expected a function that takes the op's \
+        arguments, or a mapping from device types ('cuda') to such functions.""")
+    predicate_raised = Template("""
+        splitting op {name!r}: its predicate raised {error:error}
+        It was asked about node {node!r}; it must answer True or False for every node.""")
+    declared_twice = Template("""
+        splitting op {name!r} is declared twice with different settings. Declare it once.""")
 
 
 class ForwardContextError(CGCompileError, RuntimeError):
     """The forward context is missing, or was used where it cannot work."""
 
-    missing = Template(
-        "get_forward_context(): no forward context is set in this thread or task.",
-        "Wrap the call of the model: with cgcompile.set_forward_context(...): model(...). A new "
-        "thread or asyncio task starts with none.",
-    )
+    missing = Template("""
+        get_forward_context(): no forward context is set in this thread or task.
+        Wrap the call: with cgcompile.set_forward_context(...): model(...). A new thread or task \
+        has none.""")
 
     @classmethod
     def traced(cls, *, what: str) -> "ForwardContextError":  # Dynamo traces this, but no template
@@ -277,155 +231,123 @@ class ForwardContextError(CGCompileError, RuntimeError):
             "call of the compiled model."
         )
 
-    runtime_mode = Template(
-        "set_forward_context(cudagraph_runtime_mode={found:shown}): a step runs in one mode; "
-        "expected CUDAGraphMode.NONE, PIECEWISE or FULL.",
-        "Of a combined mode take decode_mode() or mixed_mode().",
-    )
-    near_miss = Template(
-        "set_forward_context({name}=...): there is no such parameter, and it would be kept as "
-        "data of your own.",
-        "{meant:if Use {meant}|Leave it out: there is no such object here}. Give data of your own "
-        "a name that is not near to a parameter's.",
-    )
-    batch_descriptor = Template(
-        "set_forward_context(batch_descriptor={found:shown}): expected a "
-        "cgcompile.BatchDescriptor, or None.",
-        "For a batch of n tokens: batch_descriptor=cgcompile.BatchDescriptor(n).",
-    )
-    no_context = Template(
-        "override_forward_context({found:shown}): expected a cgcompile.ForwardContext, or None.",
-        "set_forward_context(...) makes one from its arguments.",
-    )
-    unpadded = Template(
-        "set_forward_context(num_unpadded_tokens={found:shown}): expected a whole number from 0 "
-        "{most:if to {most}, the tokens of the batch descriptor|or more}.",
-        "It says how many rows of the batch are real; the rest is padding.",
-    )
-    not_entered = Template(
-        "set_forward_context: the context is left more often than it was entered.",
-        "Use it in a with statement; a context belongs to one thread or task at a time.",
-    )
+    runtime_mode = Template("""
+        set_forward_context(cudagraph_runtime_mode={found:shown}): a step runs in one mode; \
+        expected CUDAGraphMode.NONE, PIECEWISE or FULL.
+        Of a combined mode take decode_mode() or mixed_mode().""")
+    near_miss = Template("""
+        set_forward_context({name}=...): there is no such parameter; it would only be in \
+        ForwardContext.additional.
+        {meant:if Use {meant}|Leave it out}. Give your own data another name.""")
+    batch_descriptor = Template("""
+        set_forward_context(batch_descriptor={found:shown}): expected a \
+        cgcompile.BatchDescriptor, or None.
+        For a batch of n tokens: batch_descriptor=cgcompile.BatchDescriptor(n).""")
+    no_context = Template("""
+        override_forward_context({found:shown}): expected a cgcompile.ForwardContext, or None.
+        set_forward_context(...) makes one from its arguments.""")
+    unpadded = Template("""
+        set_forward_context(num_unpadded_tokens={found:shown}): expected a whole number from 0 \
+        {most:if to {most}, the tokens of the batch descriptor|or more}.
+        It says how many rows of the batch are real; the rest is padding.""")
+    not_entered = Template("""
+        set_forward_context: the context is left more often than it was entered.
+        Use it in a with statement; a context belongs to one thread or task at a time.""")
 
 
 class PassError(CGCompileError, RuntimeError):
     """A pass failed, or left a graph that is not valid."""
 
-    invalid = Template(
-        "pass {name!r} left an invalid graph: {problem}.",
-        "A pass may assume a valid graph and must leave one; see cgcompile.passes.base.",
-    )
-    changed_output = Template(
-        "pass {name!r} changed output {place} of {graph}: it is {found}; expected {expected}.",
-        "What takes the output was traced with what it was. Convert it back in the pass, or "
-        "change the model.",
-    )
-    raised = Template(
-        "pass {name!r} raised {error:error}",
-        "Mend the pass, or leave it out; dump_passes writes the graph that it was given.",
-    )
-    not_a_pass = Template(
-        "a pass must have a name, uuid() and __call__(gm) -> gm; found {found:shown}.",
-        "Wrap a plain function: cgcompile.passes.FunctionPass(name, function).",
-    )
+    invalid = Template("""
+        pass {name!r} left an invalid graph: {problem}.
+        A pass may assume a valid graph and must leave one; see cgcompile.passes.base.""")
+    changed_output = Template("""
+        pass {name!r} changed output {place} of {graph}: it is {found}; expected {expected}.
+        Its users were traced with it. Convert it back in the pass, or change the model.""")
+    raised = Template("""
+        pass {name!r} raised {error:error}
+        Mend the pass, or leave it out; dump_passes writes the graph that it was given.""")
+    not_a_pass = Template("""
+        a pass must have a name, uuid() and __call__(gm) -> gm; found {found:shown}.
+        Wrap a plain function: cgcompile.passes.FunctionPass(name, function).""")
 
 
 class SymbolError(CGCompileError, RuntimeError):
     """A size that is not what the compiled graph allows."""
 
-    free = Template(
-        "{where}: the size of {value!r} depends on {symbols:list}, which no input of the graph "
-        "gives.",
-        "Such a value cannot cross into a captured piece; please report this graph.",
-    )
-    specialised = Template(
-        "{where}: your compiler fixed the dynamic dimension {dim} to {size}, so that what it made "
-        "serves this size alone.",
-        "Look for a comparison of a size with a constant, or for int() of a size, or compile this "
-        "model without dynamic sizes (dynamic=False).",
-    )
-    size_refused = Template(
-        "{setting}: size {size} of {dim} is refused by the model's own guard {guard}{where}.",
-        "Leave it out, or round it to a size that the guard allows.",
-    )
+    free = Template("""
+        {where}: the size of {value!r} depends on {symbols:list}, which is no input of the graph.
+        Such a value cannot cross into a captured piece; please report this graph.""")
+    specialised = Template("""
+        {where}: your compiler fixed the dynamic dimension {dim} to {size}.
+        Look for a comparison of a size with a constant, or for int() of a size, or compile this \
+        model without dynamic sizes (dynamic=False).""")
+    size_refused = Template("""
+        {setting}: size {size} of {dim} is refused by the model's own guard {guard}{where}.
+        Leave it out, or round it to a size that the guard allows.""")
 
 
 class PieceCompileError(CGCompileError, RuntimeError):
     """A piece cannot be compiled, or does not return what its trace has."""
 
-    raised = Template(
-        "{piece}: compiler {compiler!r} raised {error:error}",
-        "The piece is from {where}. options={{'compiler': 'eager'}} runs it uncompiled; a "
-        "splitting op or cgcompile.eager_region() takes the op out of the piece.",
-    )
-    not_traced = Template(
-        "{piece}: running it on fake values of this size raised {error:error}",
-        "The piece is from {where}. Leave the size out of compile_sizes, or "
-        "compile_ranges_endpoints out, or take the op out of the piece with a splitting op.",
-    )
-    bad_outputs = Template(
-        "{piece}: what compiler {compiler!r} made must return a tuple or list of {expected} "
-        "outputs; found {found}.",
-        "Return all outputs of the graph, in order.",
-    )
-    unlike_traced = Template(
-        "{piece} ({where}): {op} returned {found}; traced was {traced}.",
-        "The function that was registered with register_fake must return the shapes and dtypes "
-        "that the op returns: correct it.",
-    )
-    not_callable = Template(
-        "{piece}: compiler {compiler!r} returned {found:shown}; expected a callable that takes "
-        "the inputs of the piece and returns the list of its outputs.",
-    )
+    raised = Template("""
+        {piece}: compiler {compiler!r} raised {error:error}
+        The piece is from {where}. options={{'compiler': 'eager'}} runs it uncompiled; a splitting \
+        op or cgcompile.eager_region() takes the op out of the piece.""")
+    not_traced = Template("""
+        {piece}: running it on fake values of this size raised {error:error}
+        The piece is from {where}. Leave the size out of compile_sizes, or \
+        compile_ranges_endpoints out, or take the op out of the piece with a splitting op.""")
+    bad_outputs = Template("""
+        {piece}: what compiler {compiler!r} made must return a tuple or list of {expected} \
+        outputs; found {found}.
+        Return all outputs of the graph, in order.""")
+    unlike_traced = Template("""
+        {piece} ({where}): {op} returned {found}; traced was {traced}.
+        Let the function under register_fake return the shapes and dtypes that the op returns.""")
+    not_callable = Template("""
+        {piece}: compiler {compiler!r} returned {found:shown}; expected a callable that takes the \
+        inputs of the piece and returns the list of its outputs.""")
 
 
 class TraceError(CGCompileError, RuntimeError):
     """A call that cannot become one graph."""
 
-    refused = Template(
-        "{name} does not become one graph: {why}",
-        "Change that line, put it into an op of your own, or take torch.compile(model, "
-        "backend='cgcompile'), which makes several graphs of it, or splitting='breakable', which "
-        "needs no trace.",
-    )
-    sizes_differ = Template(
-        "dynamic_dims: both are called {name!r}, but {one} and {other}.",
-        "Dimensions of one name have one size; give them two names, or none.",
-    )
-    no_such_dimension = Template(
-        "dynamic_dims: {path} has no dimension {dim}; its shape is {shape}.",
-        "Name a dimension that it has in every call.",
-    )
-    fixed = Template(
-        "{name}: {dim}, and the model fixes it to that, though it was to vary (dynamic_dims).",
-        "Look for a comparison with a constant, or int() of the size; or leave the dimension out.",
-    )
-    writes_globals = Template(
-        "{name} assigns to global names: {names}; a compiled call would not.",
-        "Keep that state in an object, or take torch.compile(model, backend='cgcompile').",
-    )
+    refused = Template("""
+        {name} does not become one graph: {why}
+        Change that line, put it into an op of your own, or take torch.compile(model, \
+        backend='cgcompile') (several graphs) or splitting='breakable' (no trace).""")
+    sizes_differ = Template("""
+        dynamic_dims: both are called {name!r}, but {one} and {other}.
+        Dimensions of one name have one size; give them two names, or none.""")
+    no_such_dimension = Template("""
+        dynamic_dims: {path} has no dimension {dim}; its shape is {shape}.
+        Name a dimension that it has in every call.""")
+    fixed = Template("""
+        {name}: {dim}, and the model fixes it to that, though it was to vary (dynamic_dims).
+        Look for a comparison with a constant, or int() of the size; or leave the dimension out.""")
+    writes_globals = Template("""
+        {name} assigns to global names: {names}; a compiled call would not.
+        Keep that state in an object, or take torch.compile(model, backend='cgcompile').""")
 
 
 class ArgumentsError(CGCompileError, TypeError):
     """Arguments that a model does not take."""
 
-    refused = Template(
-        "{name} takes {signature}, and cannot be called with these inputs: {why}.",
-        "Give the inputs of one call of the model, as it takes them.",
-    )
+    refused = Template("""
+        {name} takes {signature}, and cannot be called with these inputs: {why}.
+        Give the inputs of one call of the model, as it takes them.""")
 
 
 class RecompileError(CGCompileError, RuntimeError):
     """A call that no trace serves, where nothing may be traced any more or guards were dropped."""
 
-    closed = Template(
-        "{name} is frozen, and this call would be traced again: {why}.",
-        "Make such a call before freeze(), or mark what varies with dynamic_dims.",
-    )
-    dropped_guard = Template(
-        "{name}: a guard that was dropped does not hold, so the result would be wrong: {guard}",
-        "Keep guards (guards='keep'), or do not change this between calls.",
-    )
+    closed = Template("""
+        {name} is frozen, and this call would be traced again: {why}.
+        Make such a call before freeze(), or mark what varies with dynamic_dims.""")
+    dropped_guard = Template("""
+        {name}: a guard that was dropped does not hold, so the result would be wrong: {guard}
+        Keep guards (guards='keep'), or do not change this between calls.""")
 
 
 class CaptureError(CGCompileError, RuntimeError):
@@ -436,172 +358,127 @@ class CaptureError(CGCompileError, RuntimeError):
         field: the field that captured code rebinds, such as ``self.buf``; empty likewise.
     """
 
+    attributes: tuple[str, ...] = ("op", "field")
     op: str = ""
     field: str = ""
-    refused = Template(
-        "{op}: operation not permitted when stream is capturing. The host would read what the "
-        "device computes, but nothing is computed while a graph is recorded.",
-        "Keep the value on the device, or run the op outside of the graph: a splitting op or "
-        "cgcompile.eager_region().",
-        sets=("op",),
-    )
-    pageable = Template(
-        "{op} copies a tensor {shape} of Python data from pageable host memory: operation not "
-        "permitted when stream is capturing.",
-        "Create it once, outside of the step (register_buffer), or on the device (torch.full, "
-        "torch.arange); or run the op outside of the graph: a splitting op or "
-        "cgcompile.eager_region().",
-        sets=("op",),
-    )
-    replaces_memory = Template(
-        "capture of {what}: the step replaces the memory or layout of {name}, which exists before "
-        "the step, as .data = or set_() do. Replays would not: they read the memory of the first "
-        "step again.",
-        "Write in place (copy_, mul_). The tensor has the memory that it had before the capture.",
-    )
-    replaces_argument = Template(
-        "{op} replaces the memory of its argument {shape}: operation not permitted when stream is "
-        "capturing. Replays would not: they read the memory of the first step.",
-        "Write in place (copy_, mul_), or run the op outside of the graph: a splitting op or "
-        "cgcompile.eager_region().",
-        sets=("op",),
-    )
-    seeded = Template(
-        "{op}({after}): operation not permitted when stream is capturing; the seed was {before}. "
-        "A replay does not set the seed.",
-        "Seed before the step.",
-        sets=("op",),
-    )
-    ended_recording = Template(
-        "{op} ran in a segment that has ended: autograd's backward pass restored the state of "
-        "before an eager break.",
-        "Move the break out of the backward pass.",
-        sets=("op",),
-    )
-    break_in_backward = Template(
-        "eager break {name!r} ran inside of autograd's backward pass, which runs in threads of "
-        "its own, where no segment can end.",
-        "Call the break before or after backward(), or capture inference alone.",
-    )
-    nested = Template(
-        "{what}: a capture runs in this thread already, and captures do not nest.",
-        "Inside a capture call the plain function: its work becomes part of that graph.",
-    )
-    region_inside = Template(
-        "cgcompile.eager_region() inside of a capture: what runs in it would become part of the "
-        "graph. It takes code out of graphs where a model is traced.",
-        "Put the code into a function with @cgcompile.eager_break_during_capture and capture with "
-        "a breakable wrapper, or compile the model.",
-    )
-    no_segment = Template(
-        "{what}: no graph segment is being captured here.",
-        "Call it inside of the with block of the capture, and not inside of a break.",
-    )
-    no_device = Template(
-        "capture: device {found!r} has no graphs here.",
-        "Expected a CUDA device, or 'cpu' for the host recorder.",
-    )
-    no_ranges = Template(
-        "tracing_ranges(): this torch has no NVTX ({found}).",
-        "Expected a build with CUDA. torch.profiler shows the ranges without this context; for "
-        "another profiler give its own push= and pop=.",
-    )
-    twice = Template("{what}: this graph holds a recording already.", "{advice}")
-    empty = Template("replay() of a graph that holds no recording.", "Capture first.")
-    freed_input = Template(
-        "replay: {what} reads an input {shape} that was freed after the capture.",
-        "A graph reads the memory it saw: keep the captured buffers alive, and write new data "
-        "into them.",
-    )
-    opaque_result = Template(
-        "eager break {name!r} returned {found}: no graph could read it at the next replay.",
-        "Return dense tensors and plain values, in lists, tuples, dicts or dataclasses, or write "
-        "into a tensor that was passed in.",
-    )
-    under_transform = Template(
-        "eager break {name!r} ran inside of torch.func ({transform}), whose tensors exist only "
-        "there: no replay could give it any, or take any from it.",
-        "Put the transform into the break, or write the batch dimension out.",
-    )
-    rebinds = Template(
-        "capture of {what}: the step rebinds {field} (before: {before}; after: {after}); a replay "
-        "runs no Python and would not.",
-        "Write tensors in place (copy_, mul_, ...), count in a tensor, or rebind the field "
-        "outside of the step or in a function under eager_break_during_capture.",
-        "A number that no step reads may be kept in an object that is no module.",
-        sets=("field",),
-    )
-    math_attention = Template(
-        "scaled_dot_product_attention takes its math kernel here, and under no_grad arrives as "
-        "many small ops, so that it cannot be a break.",
-        "Call the model under torch.inference_mode(), where it arrives as one op; or put its "
-        "caller under cgcompile.eager_break_during_capture.",
-    )
-    no_breaks = Template(
-        "capture of {what}: splitting ops were declared ({names}), and none of them ran. "
-        "Attention that the graph holds would repeat this step's metadata for ever.",
-        "Check the names against the ops that really run, or declare none.",
-    )
-    inside_full = Template(
-        "splitting op {op!r} (support {support}) ran inside of a FULL graph for {batch}.",
-        "Capture this batch in mode PIECEWISE, or declare how far the op can go: SplittingOp(..., "
-        "support=AttentionCGSupport....).",
-        sets=("op",),
-    )
-    unjoined_stream = Template(
-        "the capture ended with unjoined work: a stream that forked from the capturing one is not "
-        "joined, so nothing says when a replay may go on.",
-        "Join it within forward, and before each break: "
-        "torch.cuda.current_stream().wait_stream(side). cgcompile.debug.doctor names the line.",
-    )
-    swallowed = Template(
-        "capture of {what}: {name} raised {error:type}, and the program went on: what came after "
-        "it was not recorded.",
-        "Let the exception pass through the capture, or handle it inside of the break.",
-    )
-    open_break = Template(
-        "capture of {what}: a function under no_graph raised, and the program went on: what came "
-        "after it was not recorded.",
-        "Let the exception pass through the capture, or handle it inside of the function.",
-    )
-    other_thread = Template(
-        "{name}: called with memory of the capture of {what}, from another thread than the one "
-        "that captures. Nothing would record it.",
-        "Call it in the thread that captures.",
-    )
-    escaped = Template(
-        "{op} is captured and reads a tensor that the eager break {name!r} made and did not "
-        "return: the next replay makes it anew, somewhere else.",
-        "Return the tensor from the break, or write into one that was passed in.",
-    )
-    writes_a_copy = Template(
-        "{op} is captured and writes a tensor that the eager break {name!r} returned and that the "
-        "program keeps: the graph would write a copy of it.",
-        "Pass the tensor in from outside of the break, or write it inside of the break.",
-    )
-    mode_in_between = Template(
-        "eager break: {found}, a dispatch mode of the program, was entered inside of the capture, "
-        "and a break cannot step out of it.",
-        "Enter it around the whole capture, or leave it before the break.",
-    )
-    release_inside = Template(
-        "graphs were to be released inside of a capture, which uses their memory.",
-        "Release them after the capture.",
-    )
-    mutates_arguments = Template(
-        "eager break {name!r} changed a list or dict that it was given, but it gets the same one "
-        "at every replay.",
-        "Return what it makes, or keep state in an object of its own.",
-    )
-    stale_copy = Template(
-        "eager break {name!r} returned a tensor that the program keeps, and it, or the copy of it "
-        "that graphs read, was written later in the step: one of the two is stale.",
-        "Pass the tensor in from outside of the break, or write it before it is returned.",
-    )
-    reentered = Template(
-        "a compiled graph was called from inside one of its own steps: its buffers hold that step.",
-        "Call another compiled model there, or the plain one.",
-    )
+    refused = Template("""
+        {op}: operation not permitted when stream is capturing. The host would read what the \
+        device has not computed.
+        Keep the value on the device, or run the op outside of the graph: a splitting op or \
+        cgcompile.eager_region().""")
+    pageable = Template("""
+        {op} copies a tensor {shape} of Python data from pageable host memory: operation not \
+        permitted when stream is capturing.
+        Create it once, outside of the step (register_buffer), or on the device (torch.full, \
+        torch.arange); or take the op out of the graph: a splitting op or \
+        cgcompile.eager_region().""")
+    replaces_memory = Template("""
+        capture of {what}: the step replaces the memory or layout of {name}, which exists before \
+        the step, as .data = or set_() do. Replays would not: they read the first memory.
+        Write in place (copy_, mul_). The tensor has the memory that it had before the capture.""")
+    replaces_argument = Template("""
+        {op} replaces the memory of its argument {shape}: operation not permitted when stream is \
+        capturing. Replays would not: they read the memory of the first step.
+        Write in place (copy_, mul_), or run the op outside of the graph: a splitting op or \
+        cgcompile.eager_region().""")
+    seeded = Template("""
+        {op}({after}): operation not permitted when stream is capturing; the seed was {before}.
+        A replay sets no seed. Seed before the step.""")
+    ended_recording = Template("""
+        {op} ran in a segment that has ended: autograd restored the state of before an eager break.
+        Move the break out of the backward pass.""")
+    break_in_backward = Template("""
+        eager break {name!r} ran in autograd's backward pass, in whose threads no segment can end.
+        Call the break before or after backward(), or capture inference alone.""")
+    nested = Template("""
+        {what}: a capture runs in this thread already, and captures do not nest.
+        Inside a capture call the plain function: its work becomes part of that graph.""")
+    region_inside = Template("""
+        cgcompile.eager_region() inside of a capture: what runs in it would become part of the \
+        graph. It takes code out of graphs where a model is traced.
+        Use @cgcompile.eager_break_during_capture and a breakable wrapper, or compile the model.""")
+    no_segment = Template("""
+        {what}: no graph segment is being captured here.
+        Call it inside of the with block of the capture, and not inside of a break.""")
+    no_device = Template("""
+        capture: device {found!r} has no graphs here.
+        Expected a CUDA device, or 'cpu' for the host recorder.""")
+    no_ranges = Template("""
+        tracing_ranges(): this torch has no NVTX ({found}).
+        Expected a build with CUDA. torch.profiler shows the ranges without this context; for \
+        another profiler give its own push= and pop=.""")
+    twice = Template("""
+        {what}: this graph holds a recording already.
+        {advice}""")
+    empty = Template("""
+        replay() of a graph that holds no recording.
+        Capture first.""")
+    freed_input = Template("""
+        replay: {what} reads an input {shape} that was freed after the capture.
+        A graph reads the memory it saw: keep captured buffers, and write new data into them.""")
+    opaque_result = Template("""
+        eager break {name!r} returned {found}: no graph could read it at the next replay.
+        Return dense tensors and plain values, in lists, tuples, dicts or dataclasses, or write \
+        into a tensor that was passed in.""")
+    under_transform = Template("""
+        eager break {name!r} ran inside of torch.func ({transform}), whose tensors exist only \
+        there: no replay could give it any, or take any from it.
+        Put the transform into the break, or write the batch dimension out.""")
+    rebinds = Template("""
+        capture of {what}: the step rebinds {field} (before: {before}; after: {after}).
+        A replay would not. Write tensors in place (copy_, mul_, ...), count in a tensor, or \
+        rebind the field outside of the step or in a function under eager_break_during_capture.
+        A number that no step reads may be kept in an object that is no module.""")
+    math_attention = Template("""
+        scaled_dot_product_attention takes its math kernel: under no_grad many ops, so no break.
+        Call the model under torch.inference_mode(), where it arrives as one op; or put its caller \
+        under cgcompile.eager_break_during_capture.""")
+    no_breaks = Template("""
+        capture of {what}: splitting ops were declared ({names}), and none of them ran. Attention \
+        that the graph holds would repeat this step's metadata for ever.
+        Check the names against the ops that really run, or declare none.""")
+    inside_full = Template("""
+        splitting op {op!r} (support {support}) ran inside of a FULL graph for {batch}.
+        Capture this batch in mode PIECEWISE, or declare SplittingOp(..., support=...).""")
+    unjoined_stream = Template("""
+        the capture ended with unjoined work: a stream that forked from the capturing one is not \
+        joined, so nothing says when a replay may go on.
+        Join it within forward, and before each break: \
+        torch.cuda.current_stream().wait_stream(side). cgcompile.debug.doctor names the line.""")
+    swallowed = Template("""
+        capture of {what}: {name} raised {error:type}, and the program went on, unrecorded.
+        Let the exception pass through the capture, or handle it inside of the break.""")
+    open_break = Template("""
+        capture of {what}: a function under no_graph raised, and the program went on, unrecorded.
+        Let the exception pass through the capture, or handle it inside of the function.""")
+    other_thread = Template("""
+        {name}: called with memory of the capture of {what}, from another thread than the one that \
+        captures. Nothing would record it.
+        Call it in the thread that captures.""")
+    escaped = Template("""
+        {op} is captured and reads a tensor that the eager break {name!r} made and did not return: \
+        the next replay makes it anew, somewhere else.
+        Return the tensor from the break, or write into one that was passed in.""")
+    writes_a_copy = Template("""
+        {op} is captured and writes a tensor that the eager break {name!r} returned and that the \
+        program keeps: the graph would write a copy of it.
+        Pass the tensor in from outside of the break, or write it inside of the break.""")
+    mode_in_between = Template("""
+        eager break: {found}, a dispatch mode of the program, was entered inside of the capture.
+        A break cannot leave it: enter it around the capture, or leave it before the break.""")
+    release_inside = Template("""
+        graphs were to be released inside of a capture, which uses their memory.
+        Release them after the capture.""")
+    mutates_arguments = Template("""
+        eager break {name!r} changed a list or dict that is its argument at every replay.
+        Return what it makes, or keep state in an object of its own.""")
+    stale_copy = Template("""
+        eager break {name!r} returned a tensor that the program keeps, and it, or the copy of it \
+        that graphs read, was written later in the step: one of the two is stale.
+        Pass the tensor in from outside of the break, or write it before it is returned.""")
+    reentered = Template("""
+        a compiled graph was called from inside one of its own steps: its buffers hold that step.
+        Call another compiled model there, or the plain one.""")
 
 
 class CaptureBusyError(CaptureError):
@@ -611,83 +488,61 @@ class CaptureBusyError(CaptureError):
         same_thread: whether the capture that runs is one of this thread.
     """
 
+    attributes = ("same_thread",)
     same_thread = False
-    busy = Template(
-        "capture of {what}: the capture of {running} runs in {same_thread:if this|another} "
-        "thread, and a process can run one at a time.",
-        "Capture one after the other; inside a capture call the plain function.",
-        sets=("same_thread",),
-    )
+    busy = Template("""
+        capture of {what}: the capture of {running} runs in {same_thread:if this|another} thread.
+        A process captures one at a time; inside a capture call the plain function.""")
 
 
 class GradientError(CGCompileError, RuntimeError):
     """Gradients were asked for where they would be wrong."""
 
-    of_a_capture = Template(
-        "{what}: a result of the captured step requires grad, and graphs have no gradients. The "
-        "step has run; nothing is kept.",
-        "Call it under torch.no_grad() or torch.inference_mode().",
-    )
-    recomputes = Template(
-        "this step needs gradients (grad mode is on and an input requires it), and the model uses "
-        "torch.utils.checkpoint: outside of its own compiler, torch would recompute with other "
-        "random numbers.",
-        "Call the model under torch.no_grad() or torch.inference_mode(), or train it with another "
-        "backend.",
-    )
+    of_a_capture = Template("""
+        {what}: a result of the captured step requires grad, and graphs have no gradients.
+        The step ran; nothing is kept. Call it under torch.no_grad() or torch.inference_mode().""")
+    recomputes = Template("""
+        this step needs gradients (grad mode is on and an input requires it), and the model uses \
+        torch.utils.checkpoint: torch would recompute with other random numbers.
+        Call the model under no_grad() or inference_mode(), or train it with another backend.""")
 
 
 class DispatchError(CGCompileError, RuntimeError):
     """A step could not run as the forward context or ``strict`` demands."""
 
-    no_descriptor = Template(
-        "{what}: the forward context asks for mode {mode} and has no batch descriptor, so nothing "
-        "says which graph to replay.",
-        "set_forward_context(..., batch_descriptor=BatchDescriptor(num_tokens=...)).",
-    )
-    bad_mode = Template(
-        "{where}(runtime_mode={mode}): a wrapper serves a runtime mode that has graphs.",
-        "Take CUDAGraphMode.PIECEWISE or CUDAGraphMode.FULL.",
-    )
-    no_such_rows = Template(
-        "the compiled step, {batch}: no input has {rows} rows; shapes of the inputs: "
-        "{shapes:list}.",
-        "num_tokens is the rows of the batch as it is given to the model, padding included. "
-        "Coverage and padding are counted in it.",
-    )
-    cannot_copy = Template(
-        "{what}: on_input_change='copy', but a wrapper does not know which inputs its runnable "
-        "writes.",
-        "Write into the same buffers, take 'raise', 'recapture' or 'eager', or compile the model: "
-        "its entry knows.",
-    )
-    other_breaks = Template(
-        "{what}: the plain step breaks at {now:list nothing}; recorded were {before:list none}.",
-        "Its Python takes another way than at capture: put what it depends on into the batch "
-        "descriptor (extra=...).",
-    )
-    nothing_verified = Template(
-        "verify: this call replays no graph, so there is nothing to compare: {why}.",
-        "Call the model until its step is captured, and verify then.",
-    )
-    strict = Template(
-        "{what} would run without a graph: {reason}: {detail}.",
-        "strict=True forbids that. Remove the cause, or set strict=False to count it.",
-    )
+    no_descriptor = Template("""
+        {what}: the forward context asks for mode {mode} and has no batch descriptor, so nothing \
+        says which graph to replay.
+        set_forward_context(..., batch_descriptor=BatchDescriptor(num_tokens=...)).""")
+    bad_mode = Template("""
+        {where}(runtime_mode={mode}): a wrapper serves a runtime mode that has graphs.
+        Take CUDAGraphMode.PIECEWISE or CUDAGraphMode.FULL.""")
+    no_such_rows = Template("""
+        the compiled step, {batch}: no input has {rows} rows; shapes of the inputs: {shapes:list}.
+        num_tokens is the number of rows that the model gets, padding included.""")
+    cannot_copy = Template("""
+        {what}: on_input_change='copy', but a wrapper cannot tell which inputs are written.
+        Write into the same buffers, take 'raise', 'recapture' or 'eager', or compile the model.""")
+    other_breaks = Template("""
+        {what}: the plain step breaks at {now:list nothing}; recorded were {before:list none}.
+        Its Python branches unlike at capture: add the cause to BatchDescriptor(extra=...).""")
+    nothing_verified = Template("""
+        verify: this call replays no graph, so there is nothing to compare: {why}.
+        Call the model until its step is captured, and verify then.""")
+    strict = Template("""
+        {what} would run without a graph: {reason}: {detail}.
+        strict=True forbids that. Remove the cause, or set strict=False to count it.""")
 
 
 class WeightsError(CGCompileError, ValueError):
     """New weights that do not fit the module."""
 
-    unknown = Template(
-        "update_weights(): the module has no parameter or buffer {name!r}.{known:close {name}}",
-        "Nothing was written.",
-    )
-    shape = Template(
-        "update_weights(): {name!r} is {found}; expected a tensor {expected}.",
-        "Nothing was written. A graph keeps the shapes of its weights: another shape needs "
-        "another model.",
-    )
+    unknown = Template("""
+        update_weights(): the module has no parameter or buffer {name!r}.{known:close {name}}
+        Nothing was written.""")
+    shape = Template("""
+        update_weights(): {name!r} is {found}; expected a tensor {expected}.
+        Nothing was written. Graphs keep the shapes of weights: others need another model.""")
 
 
 class GuardError(CGCompileError, RuntimeError):
@@ -697,557 +552,429 @@ class GuardError(CGCompileError, RuntimeError):
 class AddressChangedError(GuardError):
     """A tensor that a graph reads or writes lies elsewhere now."""
 
-    moved = Template(
-        "{what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.",
-        "A CUDA graph reads the address it saw at capture. Write into the same buffer each step, "
-        "or call without a forward context, where inputs are copied.",
-    )
-    moved_in_wrapper = Template(
-        "{what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.",
-        "A CUDA graph reads the address it saw at capture, and a wrapper copies no inputs. Write "
-        "into the same buffer each step, or set on_input_change to 'recapture' or 'eager'.",
-    )
-    grown = Template(
-        "a result lies at {now:#x} now, was at {before:#x} when captured.",
-        "A CUDA graph writes its results where it did at capture, and resize_() has moved that "
-        "memory. Clone a result before you let it grow; drop the graphs (clear_graphs()) and "
-        "capture again.",
-    )
-    metadata = Template(
-        "FULL, {batch}: metadata {path} is {now:address}, was at {before:#x} when captured.",
-        "A FULL graph reads metadata where it was at capture: let metadata() return views of the "
-        "buffers that it is given, or of others that stay. What no graph reads may be left out, "
-        "or the check with check_metadata=False.",
-    )
-    weight = Template(
-        "{what}, {batch}: weight {path!r} was replaced or moved after it was captured.",
-        "A CUDA graph reads the weights where they were. Write new values in place "
-        "(cgcompile.update_weights), or drop the graphs (clear_graphs()) and capture again.",
-    )
+    moved = Template("""
+        {what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.
+        A CUDA graph reads the address it saw at capture. Write into the same buffer each step, or \
+        call without a forward context, where inputs are copied.""")
+    moved_in_wrapper = Template("""
+        {what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.
+        A CUDA graph reads the address it saw at capture, and a wrapper copies no inputs. Write \
+        into the same buffer each step, or set on_input_change to 'recapture' or 'eager'.""")
+    grown = Template("""
+        a result lies at {now:#x} now, was at {before:#x} when captured.
+        A CUDA graph writes where it did at capture, and resize_() moved that memory. Clone a \
+        result before it grows; drop the graphs (clear_graphs()) and capture again.""")
+    metadata = Template("""
+        FULL, {batch}: metadata {path} is {now:address}, was at {before:#x} when captured.
+        A FULL graph reads metadata where it was at capture: let metadata() return views of its \
+        buffers, or of others that stay, or set check_metadata=False.""")
+    weight = Template("""
+        {what}, {batch}: weight {path!r} was replaced or moved after it was captured.
+        A CUDA graph reads the weights where they were. Write new values in place \
+        (cgcompile.update_weights), or drop the graphs (clear_graphs()) and capture again.""")
 
 
 class HostValueChangedError(GuardError):
     """A number, flag, layout or structure that a graph has recorded is another one now."""
 
-    changed = Template(
-        "{what}, {batch}: {path} is {now}, was {before} when captured.",
-        "A CUDA graph repeats the host values it saw at capture. Put what varies into the batch "
-        "descriptor (extra=...), into a tensor, or into the forward context.",
-    )
-    cpu_scalar = Template(
-        "{what}, {batch}: the 0-dim CPU tensor {path!r} is {now}, was {before} when captured.",
-        "A CUDA graph repeats the value that its kernels were launched with. Move the tensor to "
-        "the device of the model; a graph reads it there at each replay.",
-    )
-    other_arguments = Template(
-        "{what}, {batch}: called with {now}; it was {before} when captured.",
-        "Pass each argument the way it was passed at capture, by position or by name, in "
-        "containers of the same structure.",
-    )
+    changed = Template("""
+        {what}, {batch}: {path} is {now}, was {before} when captured.
+        A CUDA graph repeats the host values it saw at capture. Put what varies into the batch \
+        descriptor (extra=...), into a tensor, or into the forward context.""")
+    cpu_scalar = Template("""
+        {what}, {batch}: the 0-dim CPU tensor {path!r} is {now}, was {before} when captured.
+        A CUDA graph repeats the value that its kernels were launched with. Move the tensor to the \
+        device of the model; a graph reads it there at each replay.""")
+    other_arguments = Template("""
+        {what}, {batch}: called with {now}; it was {before} when captured.
+        Pass arguments as at capture, by position or name, in containers of equal structure.""")
 
 
 class SizesError(CGCompileError, ValueError):
     """Batch sizes to capture that cannot be, or that nothing says how to choose."""
 
     number = Template("{name} = {found:shown}; expected a whole number of at least {least}.")
-    not_a_size = Template(
-        "capture sizes: {found:shown} is none; expected whole numbers of at least 1.",
-        "A step without rows needs no graph.",
-    )
-    empty = Template(
-        "no capture sizes were given; expected at least one.",
-        "For steps without graphs take CUDAGraphMode.NONE.",
-    )
-    above = Template(
-        "capture sizes {sizes:first 8}: above the maximum of {maximum}, so that no batch needs "
-        "them and no buffer holds them.",
-        "Leave them out, or raise the maximum.",
-    )
-    no_multiple = Template(
-        "no capture size is possible: the maximum is {maximum}, and sizes must be multiples of "
-        "{multiple}.",
-        "Raise the maximum, or take a smaller query length or parallel size.",
-    )
-    bad_entry = Template(
-        "histogram: {{{batch!r}: {steps!r}}}; expected batch size: number of steps, whole numbers "
-        "of at least 1 and 0.",
-        "Leave idle steps out: they run nothing.",
-    )
-    no_steps = Template(
-        "fit_sizes(): the histogram holds no steps, so there is nothing to fit.",
-        "Count the batch sizes of real steps, or take capture_sizes().",
-    )
-    no_budget = Template(
-        "fit_sizes(): no budget was given; without one every observed batch size would get a "
-        "graph.",
-        "Give count=, or nbytes= and bytes_of=, or all three.",
-    )
-    bytes_unknown = Template(
-        "fit_sizes(nbytes={nbytes}): nothing says what a graph takes.",
-        "Give bytes_of=, a function from a size to the bytes of its graph.",
-    )
-    bad_measure = Template(
-        "fit_sizes(): {name}({size}) returned {found:shown}; expected {expected}.",
-    )
-    too_few_bytes = Template(
-        "fit_sizes(nbytes={nbytes}): the graph of size {size}, which alone would cover all "
-        "batches, takes {needed} bytes.",
-        "Raise nbytes, lower maximum, or give cost_without_graph=, so that large batches may run "
-        "without a graph.",
-    )
-    not_covered = Template(
-        "fit_sizes(): the largest candidate is {largest}, and batches of {batch} were observed.",
-        "Add a candidate, or give maximum={largest}: larger batches then run without a graph.",
-    )
+    not_a_size = Template("""
+        capture sizes: {found:shown} is none; expected whole numbers of at least 1.
+        A step without rows needs no graph.""")
+    empty = Template("""
+        no capture sizes were given; expected at least one.
+        For steps without graphs take CUDAGraphMode.NONE.""")
+    above = Template("""
+        capture sizes {sizes:first 8}: above the maximum of {maximum}; no batch needs them.
+        Leave them out, or raise the maximum.""")
+    no_multiple = Template("""
+        no capture size is possible: the maximum is {maximum}, and sizes must be multiples of \
+        {multiple}.
+        Raise the maximum, or take a smaller query length or parallel size.""")
+    bad_entry = Template("""
+        histogram: {{{batch!r}: {steps!r}}}; expected {{size: steps}}, whole numbers of at \
+        least 1 and 0.
+        Leave idle steps out: they run nothing.""")
+    no_steps = Template("""
+        fit_sizes(): the histogram holds no steps, so there is nothing to fit.
+        Count the batch sizes of real steps, or take capture_sizes().""")
+    no_budget = Template("""
+        fit_sizes(): no budget was given; without one every observed batch size would get a graph.
+        Give count=, or nbytes= and bytes_of=, or all three.""")
+    bytes_unknown = Template("""
+        fit_sizes(nbytes={nbytes}): nothing says what a graph takes.
+        Give bytes_of=, a function from a size to the bytes of its graph.""")
+    bad_measure = Template("""
+        fit_sizes(): {name}({size}) returned {found:shown}; expected {expected}.""")
+    too_few_bytes = Template("""
+        fit_sizes(nbytes={nbytes}): the graph of size {size}, which alone would cover all batches, \
+        takes {needed} bytes.
+        Raise nbytes, lower maximum, or run large batches without a graph: cost_without_graph=.""")
+    not_covered = Template("""
+        fit_sizes(): the largest candidate is {largest}, and batches of {batch} were observed.
+        Add a candidate, or give maximum={largest}: larger batches then run without a graph.""")
 
 
 class BatchError(CGCompileError, ValueError):
     """A batch or a descriptor that contradicts itself, or that no planned graph serves."""
 
     field = Template("dispatch: {name} = {value:shown}; expected {expected}.")
-    not_uniform = Template(
-        "dispatch(num_tokens={num_tokens}, num_reqs={num_reqs}, max_query_len={max_query_len}, "
-        "uniform_decode=True): requests of one length need num_tokens == num_reqs * max_query_len.",
-        "Give the numbers before padding, or uniform_decode=False.",
-    )
-    which_query_len = Template(
-        "dispatch(num_tokens={num_tokens}, uniform_decode=True): there are graphs for several "
-        "query lengths ({known:list}), and nothing says which one this is.",
-        "Give num_reqs or max_query_len.",
-    )
-    axes = Template(
-        "dispatch: extra = {extra!r}; expected a tuple with one hashable value per axis, each "
-        "comparable with the listed ones: {names:list}.",
-    )
-    not_planned = Template(
-        "no graph is planned for mode {mode} and {descriptor}.",
-        "Take modes and descriptors from plan().",
-    )
-    lengths_differ = Template(
-        "is_uniform_decode: {lengths} query lengths and {flags} flags of prefill; expected one of "
-        "each per request.",
-    )
+    not_uniform = Template("""
+        dispatch(num_tokens={num_tokens}, num_reqs={num_reqs}, max_query_len={max_query_len}, \
+        uniform_decode=True): requests of one length need num_tokens == num_reqs * max_query_len.
+        Give the numbers before padding, or uniform_decode=False.""")
+    which_query_len = Template("""
+        dispatch(num_tokens={num_tokens}, uniform_decode=True): there are graphs for several query \
+        lengths ({known:list}), and nothing says which one this is.
+        Give num_reqs or max_query_len.""")
+    axes = Template("""
+        dispatch: extra = {extra!r}; expected a tuple with one hashable value per axis, each \
+        comparable with the listed ones: {names:list}.""")
+    not_planned = Template("""
+        no graph is planned for mode {mode} and {descriptor}.
+        Take modes and descriptors from plan().""")
+    lengths_differ = Template("""
+        is_uniform_decode: {lengths} query lengths and {flags} flags of prefill; expected one of \
+        each per request.""")
     descriptor_field = Template("BatchDescriptor: {name} = {value:shown}; expected {expected}.")
-    descriptor_not_uniform = Template(
-        "BatchDescriptor(num_tokens={num_tokens}, num_reqs={num_reqs}, uniform=True): a uniform "
-        "batch needs num_reqs, and num_tokens must be a multiple of it.",
-        "The query length of each request is num_tokens // num_reqs, exactly.",
-    )
+    descriptor_not_uniform = Template("""
+        BatchDescriptor(num_tokens={num_tokens}, num_reqs={num_reqs}, uniform=True): a uniform \
+        batch needs num_reqs, and num_tokens must be a multiple of it.
+        The query length of each request is num_tokens // num_reqs, exactly.""")
 
 
 class InputBufferError(CGCompileError, ValueError):
     """A declared input buffer, or data for one, that cannot be."""
 
-    shape = Template(
-        "InputBuffer {name!r}: shape={shape!r}; expected sizes of which exactly one is 'tokens', "
-        "'reqs' or 'reqs+1'.",
-        "Name the dimension that grows with the batch.",
-    )
-    tail = Template(
-        "InputBuffer {name!r}: tail={tail!r}; expected a number that {dtype} has, or None.",
-        "It is what padded rows hold: token 0, slot -1, sequence length 0.",
-    )
-    dummy_value = Template(
-        "InputBuffer {name!r}: dummy_value={found!r}; expected a number that {dtype} has, "
-        "'num_tokens', or None.",
-        "It is what rows hold in warm-ups and captures: 'num_tokens' for sequence lengths.",
-    )
-    twice = Template("two input buffers are called {name!r}.", "Give each a name of its own.")
-    unknown = Template(
-        "no input buffer is called {name!r}; there are {known:list none}.",
-        "Declare it with an InputBuffer, so that it has an address of its own.",
-    )
-    missing = Template(
-        "input {name!r} is None, or left out.",
-        "Give its rows, or declare the buffer with optional=True: the model gets None then.",
-    )
-    value = Template(
-        "input {name!r} is {found}; expected {expected}.",
-        "Give the real rows ({counts} of the batch), unpadded, in the declared dtype.",
-    )
-    gradients = Template(
-        "input {name!r} requires grad, which a copy to a buffer that stays cannot give it.",
-        "Give it detached, or call the model itself to train.",
-    )
-    not_padded = Template(
-        "a batch of {real[0]} tokens and {real[1]} requests does not fit into {padded[0]} and "
-        "{padded[1]}, padded.",
-        "Tell the dispatcher num_reqs as it is.",
-    )
-    too_large = Template(
-        "a batch of {real[0]} tokens and {real[1]} requests; the buffers have room for {most[0]} "
-        "and {most[1]}.",
-        "Split the batch, or make the manager with a larger max_num_tokens or max_num_reqs.",
-    )
+    shape = Template("""
+        InputBuffer {name!r}: shape={shape!r}; expected sizes of which exactly one is 'tokens', \
+        'reqs' or 'reqs+1'.
+        Name the dimension that grows with the batch.""")
+    tail = Template("""
+        InputBuffer {name!r}: tail={tail!r}; expected a number that {dtype} has, or None.
+        It is what padded rows hold: token 0, slot -1, sequence length 0.""")
+    dummy_value = Template("""
+        InputBuffer {name!r}: dummy_value={found!r}; expected a number that {dtype} has, \
+        'num_tokens', or None.
+        It is what rows hold in warm-ups and captures: 'num_tokens' for sequence lengths.""")
+    twice = Template("""
+        two input buffers are called {name!r}.
+        Give each a name of its own.""")
+    unknown = Template("""
+        no input buffer is called {name!r}; there are {known:list none}.
+        Declare it with an InputBuffer, so that it has an address of its own.""")
+    missing = Template("""
+        input {name!r} is None, or left out.
+        Give its rows, or declare the buffer with optional=True: the model gets None then.""")
+    value = Template("""
+        input {name!r} is {found}; expected {expected}.
+        Give the real rows ({counts} of the batch), unpadded, in the declared dtype.""")
+    gradients = Template("""
+        input {name!r} requires grad, which a copy to a buffer that stays cannot give it.
+        Give it detached, or call the model itself to train.""")
+    not_padded = Template("""
+        a batch of {real[0]} tokens and {real[1]} requests does not fit into {padded[0]} and \
+        {padded[1]}, padded.
+        Tell the dispatcher num_reqs as it is.""")
+    too_large = Template("""
+        a batch of {real[0]} tokens and {real[1]} requests; the buffers have room for {most[0]} \
+        and {most[1]}.
+        Split the batch, or make the manager with a larger max_num_tokens or max_num_reqs.""")
 
 
 class ManagerError(CGCompileError, RuntimeError):
     """The manager was asked for something that it has not, or given what it cannot serve."""
 
-    no_graph = Template(
-        "No cudagraph for {num_tokens} tokens; captured FULL: {captured:list none}.",
-        "Ask get_cudagraph_size() for a size first, and capture() before.",
-    )
-    no_replay = Template(
-        "run_fullgraph: FULL, {batch} cannot be replayed here: gradients are asked for, or a "
-        "capture or an eager region is open.",
-        "Call it under torch.no_grad() or torch.inference_mode(), outside of captures and of "
-        "cgcompile.eager_region().",
-    )
-    other_thread = Template(
-        "{method}: another thread is inside of a call of this manager, whose buffers hold one "
-        "step.",
-        "Call a manager from one thread at a time: take a lock of your own around the step and "
-        "the reading of its results.",
-    )
-    capture_mode = Template(
-        "cannot capture in mode {mode}; expected PIECEWISE or FULL.",
-        "NONE has no graphs; pairs such as FULL_AND_PIECEWISE are captured one by one.",
-    )
-    twice = Template(
-        "{mode}, {batch}: captured already.",
-        "release() drops all graphs, so that they can be captured again.",
-    )
-    no_metadata = Template(
-        "FULL, {batch}: no attention metadata to capture with.",
-        "Attention is inside of a FULL graph, and what it reads is recorded: let metadata() "
-        "return it for every FULL descriptor.",
-    )
-    too_few_bytes = Template(
-        "max_graph_bytes={budget}: the largest graph of each kind, without which batches would "
-        "run plain, may take {needed} bytes.",
-        "Give as much, or lower the largest sizes; print(manager.plan()) shows what takes it.",
-    )
-    no_axis = Template(
-        "input {name!r} is optional, and the dispatcher has no axis of that name, exact and of "
-        "all graphs.",
-        "Graphs with and without it differ: axes=[Axis({name!r}, (False, True))].",
-    )
-    presence = Template(
-        "input {name!r}: the batch says {said!r} in extra; expected whether it is given.",
-        "Say True with a tensor, False with None.",
-    )
-    rows = Template(
-        "outputs={found:shown}; expected 'tokens' or 'reqs', or one of them for each output.",
-        "Say what the first dimension of what the model returns counts.",
-    )
-    count = Template(
-        "the model returned {found} tensors; outputs= names {declared}.",
-        "Name one for each tensor of the flattened result, or one for all.",
-    )
-    output = Template(
-        "the model returned {found}; expected a tensor with {size} rows ({rows} of the padded "
-        "batch).",
-        "Say with outputs= what the rows of results count: 'tokens' or 'reqs'.",
-    )
-    other_outputs = Template(
-        "the model returned other outputs (number, nesting, dtype or trailing sizes) than for the "
-        "first batch.",
-        "All sizes share one set of output buffers; return the same kinds of tensors from each "
-        "step.",
-    )
+    no_graph = Template("""
+        No cudagraph for {num_tokens} tokens; captured FULL: {captured:list none}.
+        Ask get_cudagraph_size() for a size first, and capture() before.""")
+    no_replay = Template("""
+        run_fullgraph: FULL, {batch} cannot be replayed here: gradients are asked for, or a \
+        capture or an eager region is open.
+        Call it under no_grad() or inference_mode(), outside of captures and of eager_region().""")
+    other_thread = Template("""
+        {method}: another thread is inside of a call of this manager, whose buffers hold one step.
+        Call a manager from one thread at a time: lock the step and the reading of its results.""")
+    capture_mode = Template("""
+        cannot capture in mode {mode}; expected PIECEWISE or FULL.
+        NONE has no graphs; pairs such as FULL_AND_PIECEWISE are captured one by one.""")
+    twice = Template("""
+        {mode}, {batch}: captured already.
+        release() drops all graphs, so that they can be captured again.""")
+    no_metadata = Template("""
+        FULL, {batch}: no attention metadata to capture with.
+        A FULL graph records what attention reads: let metadata() return it for every FULL \
+        descriptor.""")
+    too_few_bytes = Template("""
+        max_graph_bytes={budget}: the largest graph of each kind may take {needed} bytes.
+        Give as much, or lower the largest sizes; print(manager.plan()) shows what takes it.""")
+    no_axis = Template("""
+        input {name!r} is optional, and the dispatcher has no axis of that name, exact and of all \
+        graphs.
+        Graphs with and without it differ: axes=[Axis({name!r}, (False, True))].""")
+    presence = Template("""
+        input {name!r}: the batch says {said!r} in extra; expected whether it is given.
+        Say True with a tensor, False with None.""")
+    rows = Template("""
+        outputs={found:shown}; expected 'tokens' or 'reqs', or one of them for each output.
+        Say what the first dimension of what the model returns counts.""")
+    count = Template("""
+        the model returned {found} tensors; outputs= names {declared}.
+        Name one for each tensor of the flattened result, or one for all.""")
+    output = Template("""
+        the model returned {found}; expected a tensor with {size} rows (padded {rows}).
+        Say with outputs= what the rows of results count: 'tokens' or 'reqs'.""")
+    other_outputs = Template("""
+        the outputs differ from the first batch's in number, nesting, dtype or trailing sizes.
+        All sizes share one set of output buffers: return equal kinds of tensors at each step.""")
 
 
 class AgreementError(CGCompileError, RuntimeError):
     """Ranks that must run the same graph would not."""
 
-    tables = Template(
-        "the dispatchers of ranks {ranks:list} plan other graphs than that of rank 0.",
-        "Make them with equal arguments: mode, sizes, limits, query lengths, LoRA and axes.",
-    )
-    differs = Template(
-        "rank {rank} is about to run {found}; rank 0 {first}.",
-        "Let every rank call Agreement.dispatch() at each step, and run what it returns.",
-    )
-    no_group = Template(
-        "Agreement: torch.distributed has no process group, so there are no ranks to agree with.",
-        "Call torch.distributed.init_process_group() first, or leave the agreement out.",
-    )
-    backend = Template(
-        "the process group has backend {found:shown}, which takes no tensors of the CPU.",
-        "Give Agreement a group of its own: torch.distributed.new_group(backend='gloo').",
-    )
-    missing = Template(
-        "rank {rank} {does}, and waited for all ranks in vain; {missing:if not there: "
-        "{missing:plural rank}|no rank can be named}.",
-        "Every rank must take part in each step: one without work calls run(None). Look for what "
-        "ended or holds up the other; the group has to be made anew.",
-        "torch.distributed said: {said}",
-    )
-    gave_up = Template(
-        "rank {rank} raised an exception in plan() or in a capture.",
-        "Its own message says why; no rank has the graphs that it was at.",
-    )
-    out_of_step = Template(
-        "rank {rank} {found}; rank 0 {first}.",
-        "Let every rank make the same calls in the same order: capture(), then run() at each "
-        "step, with a batch or with None.",
-    )
-    other_dispatcher = Template(
-        "the agreement asks another dispatcher than the manager's.",
-        "Give both the same object: Agreement(dispatcher), CudaGraphManager(model, dispatcher, "
-        "agreement=...).",
-    )
+    tables = Template("""
+        the dispatchers of ranks {ranks:list} plan other graphs than that of rank 0.
+        Make them with equal arguments: mode, sizes, limits, query lengths, LoRA and axes.""")
+    differs = Template("""
+        rank {rank} is about to run {found}; rank 0 {first}.
+        Let every rank call Agreement.dispatch() at each step, and run what it returns.""")
+    no_group = Template("""
+        Agreement: torch.distributed has no process group, so there are no ranks to agree with.
+        Call torch.distributed.init_process_group() first, or leave the agreement out.""")
+    backend = Template("""
+        the process group has backend {found:shown}, which takes no tensors of the CPU.
+        Give Agreement a group of its own: torch.distributed.new_group(backend='gloo').""")
+    missing = Template("""
+        rank {rank} {does}, and waited for all ranks in vain; {missing:if not there: \
+        {missing:plural rank}|no rank can be named}.
+        Every rank must take part in each step: one without work calls run(None). Look for what \
+        ended or holds up the other; the group has to be made anew.
+        torch.distributed said: {said}""")
+    gave_up = Template("""
+        rank {rank} raised an exception in plan() or in a capture.
+        Its own message says why; no rank has the graphs that it was at.""")
+    out_of_step = Template("""
+        rank {rank} {found}; rank 0 {first}.
+        Let all ranks make the same calls: capture(), then run() at each step, with a batch or \
+        None.""")
+    other_dispatcher = Template("""
+        the agreement asks another dispatcher than the manager's.
+        Take one: Agreement(dispatcher), CudaGraphManager(model, dispatcher, agreement=...).""")
 
 
 class EncoderError(CGCompileError, ValueError):
     """A model, item, buffer, budget or capacity that encoder graphs cannot use."""
 
-    no_method = Template(
-        "{model} has no method {method}(), which encoder graphs need.",
-        "SupportsEncoderCudaGraph tells what it takes and returns; PatchEncoder has all of them "
-        "for flattened patches with a grid.",
-    )
-    older_protocol = Template(
-        "{model} has {found:list}, of an older protocol.",
-        "One method replaces the three: get_encoder_cudagraph_item_specs(mm_kwargs) returns "
-        "[EncoderItemSpec(input_size=..., output_tokens=...), ...], one for each item.",
-    )
-    no_range = Template(
-        "{model} has no get_encoder_cudagraph_budget_range(), and no token budgets are given.",
-        "Give token_budgets=, or let the method return (least, most) output tokens of a call.",
-    )
+    no_method = Template("""
+        {model} has no method {method}(), which encoder graphs need.
+        SupportsEncoderCudaGraph tells what it takes and returns; PatchEncoder has all of them for \
+        flattened patches with a grid.""")
+    older_protocol = Template("""
+        {model} has {found:list}, of an older protocol.
+        One method replaces the three: get_encoder_cudagraph_item_specs(mm_kwargs) returns \
+        [EncoderItemSpec(input_size=..., output_tokens=...), ...], one for each item.""")
+    no_range = Template("""
+        {model} has no get_encoder_cudagraph_budget_range(), and no token budgets are given.
+        Give token_budgets=, or let the method return (least, most) output tokens of a call.""")
     returned = Template("{method}() returned {found}; expected {expected}.")
-    columns = Template(
-        "{method}() returned tensors of {found:list} columns; out_hidden_size of "
-        "EncoderCudaGraphConfig is {expected}.",
-        "Set out_hidden_size to the columns of the result; of several tensors, to those of one of "
-        "them.",
-    )
-    no_keyword = Template(
-        "{method}() takes no {keyword}=, and the configuration has {why}.",
-        "Add the keyword argument {keyword} to the method: the manager gives it by name, so that "
-        "the method can tell the graphs apart.",
-    )
-    no_buffer = Template(
-        "the forward of an encoder raised KeyError: {key!r}; its buffers are "
-        "{known:list}.{known:close {key}}",
-        "If it is a buffer, add it to buffer_keys and to what both prepare methods return "
-        "(tables= or offsets= of PatchEncoder).",
-    )
-    modality = Template(
-        "an input {found:if of several modalities ({found:list})|of no known modality}: keys "
-        "{keys:list}; expected those of one of {known:list}.",
-        "Give each modality in a call of its own, or override get_input_modality().",
-    )
-    nothing_to_run_on = Template(
-        "encoder_eager_forward(): the replay buffers have None for {key!r}, so the forward that "
-        "graphs record cannot run on them as they are.",
-        "Override encoder_eager_forward(), or always give this buffer a value.",
-    )
-    item_number = Template(
-        "EncoderItemSpec: {name} = {found!r}; expected a whole number of at least 0.",
-        "Read grids from the host once per call: grid_thw.tolist().",
-    )
-    unknown_path = Template(
-        "item {item}: output tokens on path {path!r}, which the configuration does not have; "
-        "paths: {known:list}.{known:close {path}}",
-    )
-    no_path = Template(
-        "item {item}: {tokens} output tokens, and none of them on a path; paths: {known:list}.",
-        "Say how many each path makes: global_output_tokens and local_output_tokens, or "
-        "path_output_tokens={{...}}.",
-    )
-    no_axis = Template(
-        "item {item}: nothing is said for capture axis {axis!r}; it says {known:list}.",
-        "Give EncoderItemSpec(axes={{...}}) the value that the item needs at least.",
-    )
-    not_a_call = Template(
-        "a call of an encoder is a {found}; expected a mapping from names to inputs.",
-        'For images: {{"pixel_values": [rows, C], "image_grid_thw": [items, 3]}}.',
-    )
+    columns = Template("""
+        {method}() returned tensors of {found:list} columns; out_hidden_size of \
+        EncoderCudaGraphConfig is {expected}.
+        Set out_hidden_size to the columns of the result; of several tensors, to those of one of \
+        them.""")
+    no_keyword = Template("""
+        {method}() takes no {keyword}=, and the configuration has {why}.
+        Add the keyword argument {keyword} to the method, by which it can tell the graphs apart.""")
+    no_buffer = Template("""
+        the forward of an encoder raised KeyError: {key!r}; its buffers are \
+        {known:list}.{known:close {key}}
+        A buffer belongs into buffer_keys and both prepare methods (tables= or offsets= of \
+        PatchEncoder).""")
+    modality = Template("""
+        an input {found:if of several modalities ({found:list})|of no known modality}: keys \
+        {keys:list}; expected those of one of {known:list}.
+        Give each modality in a call of its own, or override get_input_modality().""")
+    nothing_to_run_on = Template("""
+        encoder_eager_forward(): the replay buffers have None for {key!r}, so the forward that \
+        graphs record cannot run on them as they are.
+        Override encoder_eager_forward(), or always give this buffer a value.""")
+    item_number = Template("""
+        EncoderItemSpec: {name} = {found!r}; expected a whole number of at least 0.
+        Read grids from the host once per call: grid_thw.tolist().""")
+    unknown_path = Template("""
+        item {item}: output tokens on path {path!r}, which the configuration does not have; paths: \
+        {known:list}.{known:close {path}}""")
+    no_path = Template("""
+        item {item}: {tokens} output tokens, and none of them on a path; paths: {known:list}.
+        Give global_output_tokens and local_output_tokens, or path_output_tokens={{...}}.""")
+    no_axis = Template("""
+        item {item}: nothing is said for capture axis {axis!r}; it says {known:list}.
+        Give EncoderItemSpec(axes={{...}}) the value that the item needs at least.""")
+    not_a_call = Template("""
+        a call of an encoder is a {found}; expected a mapping from names to inputs.
+        For images: {{"pixel_values": [rows, C], "image_grid_thw": [items, 3]}}.""")
 
     @classmethod
     def no_input(cls, *, name: str, known: Sequence[str]) -> "EncoderError":
         near = difflib.get_close_matches(name, list(map(str, known)), n=1)
         rename = f" Rename {near[0]!r} to {name!r}?" if near else ""
         return cls(
-            f"a call of an encoder has no {name!r}; it has {_listed(known)}.{rename}\n"
+            f"a call of an encoder has no {name!r}; it has {_list(known)}.{rename}\n"
             "  Patches of all items and the grid of each go together. inputs= of PatchEncoder says "
             "what they are called."
         )
 
-    rows = Template(
-        "{name!r} is a {found:type}; expected a tensor [rows, C].",
-        "Give all patches of all items, one after the other, in the order of the grids.",
-    )
-    grid = Template(
-        "{name!r}: item {item} is {found!r}; expected (t, h, w), whole numbers of at least 0, h "
-        "and w divisible by merge_size = {merge}.",
-        "A token is made of merge_size * merge_size patches: resize the image, or pad its patches.",
-    )
-    patches = Template(
-        "{name!r} has {found} rows; the grids of {grid!r} have {expected} patches.",
-        "Give all patches of all items, one after the other, in the order of the grids.",
-    )
-    no_value = Template(
-        "{where}: no value for buffer {key!r}; there are {known:list}.",
-        "Each of buffer_keys is written before a replay. None leaves a buffer as it is.",
-    )
-    unknown_buffer = Template(
-        "{where}: {key!r} is not among buffer_keys ({known:list}).{known:close {key}}",
-        "Add it to buffer_keys, or leave it out: it would never be refreshed.",
-    )
-    buffer_value = Template(
-        "buffer {key!r}: the value is {found}; expected {expected}.",
-        "Give real rows alone; the rows behind them are the manager's.",
-    )
-    buffer_layout = Template(
-        "buffer {key!r}: the value is {found}; expected {expected}.",
-        "Sizes behind the first must be those of the buffer, and the dtype must cast to its: give "
-        "such a value, or another buffer in prepare_encoder_cudagraph_capture_inputs() "
-        "(in_features=, PatchTable).",
-    )
-    no_offset_room = Template(
-        "buffer {key!r}: {entries} offsets fill it, so that none is left for the padding.",
-        "Capture offset buffers with max_frames_per_batch + 2 entries: padded rows are one "
-        "sequence at the end.",
-    )
-    no_offset_end = Template(
-        "prepare_encoder_cudagraph_capture_inputs(): buffer {key!r} is among offset_keys, and its "
-        "last entry is {last}; expected the number of rows, no entry above it.",
-        "Padding goes on to what the last entry is at capture. Rows behind it would be written by "
-        "no kernel.",
-    )
-    padding_failed = Template(
-        "buffer {key!r} {room}: its padding logic failed on a value {found}: {error}",
-        "It is called as logic(dst, src), and writes all of dst in place.",
-    )
-    buffer_moved = Template(
-        "buffer {key!r} {room}: its padding logic left {found} in its place.",
-        "A graph reads the shape and address that it recorded: write dst in place.",
-    )
+    rows = Template("""
+        {name!r} is {found:kind}; expected a tensor [rows, C].
+        Give all patches of all items, one after the other, in the order of the grids.""")
+    grid = Template("""
+        {name!r}: item {item} is {found!r}; expected (t, h, w), whole numbers of at least 0, \
+        h and w multiples of merge_size = {merge}.
+        A token is merge_size * merge_size patches: resize the image, or pad its patches.""")
+    patches = Template("""
+        {name!r} has {found} rows; the grids of {grid!r} have {expected} patches.
+        Give all patches of all items, one after the other, in the order of the grids.""")
+    no_value = Template("""
+        {where}: no value for buffer {key!r}; there are {known:list}.
+        Each of buffer_keys is written before a replay. None leaves a buffer as it is.""")
+    unknown_buffer = Template("""
+        {where}: {key!r} is not among buffer_keys ({known:list}).{known:close {key}}
+        Add it to buffer_keys, or leave it out: it would never be refreshed.""")
+    buffer_value = Template("""
+        buffer {key!r}: the value is {found}; expected {expected}.
+        Give real rows alone; the rows behind them are the manager's.""")
+    buffer_layout = Template("""
+        buffer {key!r}: the value is {found}; expected {expected}.
+        Sizes behind the first must be the buffer's, and the dtype must cast to its. Give such a \
+        value, or another buffer in prepare_encoder_cudagraph_capture_inputs() (in_features=, \
+        PatchTable).""")
+    no_offset_room = Template("""
+        buffer {key!r}: {entries} offsets fill it, so that none is left for the padding.
+        Capture offset buffers with max_frames_per_batch + 2 entries: the last one is padding.""")
+    no_offset_end = Template("""
+        prepare_encoder_cudagraph_capture_inputs(): buffer {key!r} is among offset_keys, and its \
+        last entry is {last}; expected the number of rows, no entry above it.
+        Padding extends to the last entry of the capture; no kernel writes rows behind it.""")
+    padding_failed = Template("""
+        buffer {key!r} {room}: its padding logic failed on a value {found}: {error}
+        It is called as logic(dst, src), and writes all of dst in place.""")
+    buffer_moved = Template("""
+        buffer {key!r} {room}: its padding logic left {found} in its place.
+        A graph reads the shape and address that it recorded: write dst in place.""")
     budget_number = Template("{name} = {found!r}; expected a whole number of at least {least}.")
-    not_a_budget = Template(
-        "encoder budgets: {found!r} is none; expected whole numbers of at least 1.",
-        "A budget is the number of output tokens of one graph.",
-    )
-    no_budgets = Template(
-        "encoder budgets: the list is empty; expected at least one.",
-        "Give budgets=None to have them generated from budget_range.",
-    )
-    budget_range = Template(
-        "budget_range = {found!r}; expected the least and the most output tokens of a graph.",
-        "Both must be positive whole numbers.",
-    )
-    range_order = Template(
-        "budget_range = ({least}, {most}): the least, {least}, is above the most, {most}.",
-        "Swap them, or raise the most: it is the largest budget that is captured.",
-    )
-    path_above_range = Template(
-        "path {path!r}: its budgets begin at {least} (min_token_budget), which is above {most}, "
-        "the largest budget of budget_range.",
-        "Raise the most of get_encoder_cudagraph_budget_range(), lower min_token_budget (with "
-        "enable_dual_path_graph: global_token_per_image or local_token_per_patch), or give "
-        "token_budgets=.",
-    )
-    items_above_range = Template(
-        "max_items = {max_items} is above {most}, the largest budget of budget_range.",
-        "Each item needs at least one token of every budget. Lower max_items, or raise the most "
-        "of budget_range.",
-    )
-    items_above_budget = Template(
-        "max_items = {max_items}; it must be <= the smallest token budget, {budget}.",
-        "Each item needs at least one token of every budget: a graph whose share per item is "
-        "empty cannot be captured. Lower max_items, or leave the small budgets out.",
-    )
-    ratio = Template(
-        "ratio = {found!r}; expected a finite number above 1.",
-        "It is how much larger each budget is than the one before.",
-    )
-    nothing_observed = Template(
-        "fitted_budgets(): nothing was observed, so there is nothing to fit.",
-        "Count the output tokens of real groups of items, or take generated_budgets().",
-    )
-    item_need = Template(
-        "item {item}: tokens={tokens!r}, frames={frames!r}; expected whole numbers of at least 0.",
-        "An item without part in a path has 0 tokens there.",
-    )
-    item_paths = Template(
-        "item {item}: {found} numbers of tokens; the capacity has {paths} paths.",
-        "Give one number per path, in the order of the paths.",
-    )
-    capacity = Template(
-        "{capacity!r}; expected the budgets of one path or more, each ascending from at least 1, "
-        "at least one item, and frames of at least 0 or None.",
-    )
-    cost = Template(
-        "Costs: {name} = {found!r}; expected a finite number of at least 0, in tokens.",
-        "Divide measured times by the time of one token more in a graph.",
-    )
+    not_a_budget = Template("""
+        encoder budgets: {found!r} is none; expected whole numbers of at least 1.
+        A budget is the number of output tokens of one graph.""")
+    no_budgets = Template("""
+        encoder budgets: the list is empty; expected at least one.
+        Give budgets=None to have them generated from budget_range.""")
+    budget_range = Template("""
+        budget_range = {found!r}; expected the least and the most output tokens of a graph.
+        Both must be positive whole numbers.""")
+    range_order = Template("""
+        budget_range = ({least}, {most}): the least, {least}, is above the most, {most}.
+        Swap them, or raise the most: it is the largest budget that is captured.""")
+    path_above_range = Template("""
+        path {path!r}: its budgets begin at {least} (min_token_budget), above the most, {most}.
+        Raise the most of get_encoder_cudagraph_budget_range(), lower min_token_budget (with \
+        enable_dual_path_graph: global_token_per_image or local_token_per_patch), or give \
+        token_budgets=.""")
+    items_above_range = Template("""
+        max_items = {max_items} is above {most}, the largest budget of budget_range.
+        Items need a token of every budget. Lower max_items, or raise the most of budget_range.""")
+    items_above_budget = Template("""
+        max_items = {max_items}; it must be <= the smallest token budget, {budget}.
+        Items need a token of every budget. Lower max_items, or leave the small budgets out.""")
+    ratio = Template("""
+        ratio = {found!r}; expected a finite number above 1.
+        It is how much larger each budget is than the one before.""")
+    nothing_observed = Template("""
+        fitted_budgets(): nothing was observed, so there is nothing to fit.
+        Count the output tokens of real groups of items, or take generated_budgets().""")
+    item_need = Template("""
+        item {item}: tokens={tokens!r}, frames={frames!r}; expected whole numbers of at least 0.
+        An item without part in a path has 0 tokens there.""")
+    item_paths = Template("""
+        item {item}: {found} numbers of tokens; the capacity has {paths} paths.
+        Give one number per path, in the order of the paths.""")
+    capacity = Template("""
+        {capacity!r}; expected the budgets of one path or more, each ascending from at least 1, at \
+        least one item, and frames of at least 0 or None.""")
+    cost = Template("""
+        Costs: {name} = {found!r}; expected a finite number of at least 0, in tokens.
+        Divide measured times by the time of one token more in a graph.""")
 
 
 class EncoderShardError(CGCompileError, RuntimeError):
     """Ranks that encode together do not fit each other."""
 
-    no_group = Template(
-        "Sharder: torch.distributed has no process group, so there are no ranks.",
-        "Call torch.distributed.init_process_group() first, or leave the sharder out.",
-    )
-    structure = Template(
-        "rank {rank}: results have another structure than those of the first call.",
-        "Ranks without items must know what the others send: return the same kind of result for "
-        "each item, or override Sharder.gather().",
-    )
-    failed = Template(
-        "rank {rank}: the share of another rank failed.",
-        "{shares}",
-        "Its own error says more. No rank has results of this call; the next one is not affected.",
-    )
+    no_group = Template("""
+        Sharder: torch.distributed has no process group, so there are no ranks.
+        Call torch.distributed.init_process_group() first, or leave the sharder out.""")
+    structure = Template("""
+        rank {rank}: results have another structure than those of the first call.
+        Return the same kind of result for each item, or override Sharder.gather().""")
+    failed = Template("""
+        rank {rank}: the share of another rank failed.
+        {shares}
+        Its own error says more. No rank has results of this call; the next one is not affected.""")
 
 
 class CommandError(CGCompileError, ValueError):
     """Words of the command line, its cache commands included, that cannot be carried out."""
 
-    target_form = Template(
-        "{target!r} is no target; expected module:function or path/to/file.py:function.",
-        "The function takes nothing and returns a model and its inputs: (model, args).",
-    )
-    no_module = Template(
-        "cannot import {name!r}: {why}.",
-        "Give a module that Python finds from here, or the path of a file: "
-        "path/to/file.py:function.",
-    )
-    no_function = Template(
-        "{module} has no function {name!r}.{known:close {name}}",
-        "Functions: {known:list}.",
-    )
-    takes_arguments = Template(
-        "{target} takes arguments, {signature}; expected a function that takes nothing.",
-        "Give one that makes the model and its inputs: def make(): return Model(), "
-        "(torch.randn(8, 16),)",
-    )
-    bad_result = Template(
-        "{target} returned {found}; expected a model and its inputs.",
-        "Return (model, args), (model, args, kwargs) or a dict with 'model', 'args' and 'kwargs'; "
-        "args is a tuple, or one tensor.",
-    )
-    no_inputs = Template(
-        "{target} returned a model without inputs, and {command} calls it.",
-        "Return (model, args) or (model, args, kwargs).",
-    )
+    target_form = Template("""
+        {target!r} is no target; expected module:function or path/to/file.py:function.
+        The function takes nothing and returns a model and its inputs: (model, args).""")
+    no_module = Template("""
+        cannot import {name!r}: {why}.
+        Give a module that Python finds here, or the path of a file: path/to/file.py:function.""")
+    no_function = Template("""
+        {module} has no function {name!r}.{known:close {name}}
+        Functions: {known:list}.""")
+    takes_arguments = Template("""
+        {target} takes arguments, {signature}; expected a function that takes nothing.
+        Let it make the model and inputs: def make(): return Model(), (torch.randn(8, 16),)""")
+    bad_result = Template("""
+        {target} returned {found}; expected a model and its inputs.
+        Return (model, args), (model, args, kwargs) or a dict of them; args is a tuple, \
+        or one tensor.""")
+    no_inputs = Template("""
+        {target} returned a model without inputs, and {command} calls it.
+        Return (model, args) or (model, args, kwargs).""")
     bad_setting = Template("--set {given}: expected key=value, such as --set compiler=eager.")
     bad_splitting_ops = Template("splitting_ops: {why}")
-    no_page = Template(
-        "--html {path}: no page can be written there: {why}.",
-        "Give the path of a file, such as page.html.",
-    )
-    settings_are_fixed = Template(
-        "--set for a model that {target} has compiled already: its settings are fixed.",
-        "Give them where it is compiled, or return the model before that.",
-    )
-    unknown_entry = Template(
-        "no entry of {folder} has a key that starts with {prefix!r}.",
-        "'cgcompile cache list' shows what is there; --dir names another folder.",
-    )
-    ambiguous_entry = Template(
-        "{keys:count} entries have a key that starts with {prefix!r}: {keys:list}.",
-        "Give more of the key.",
-    )
-    caching_is_off = Template(
-        "cache_dir is 'off': there is no cache folder to look at.",
-        "Name one with --dir, or unset CGCOMPILE_CACHE_DIR.",
-    )
+    no_page = Template("""
+        --html {path}: no page can be written there: {why}.
+        Give the path of a file, such as page.html.""")
+    settings_are_fixed = Template("""
+        --set for a model that {target} has compiled already: its settings are fixed.
+        Give them where it is compiled, or return the model before that.""")
+    unknown_entry = Template("""
+        no entry of {folder} has a key that starts with {prefix!r}.
+        'cgcompile cache list' shows what is there; --dir names another folder.""")
+    ambiguous_entry = Template("""
+        {keys:count} entries have a key that starts with {prefix!r}: {keys:list}.
+        Give more of the key.""")
+    caching_is_off = Template("""
+        cache_dir is 'off': there is no cache folder to look at.
+        Name one with --dir, or unset CGCOMPILE_CACHE_DIR.""")
 
 
 def stale_result(item: int, what: str, step: int) -> str:

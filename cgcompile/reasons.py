@@ -1,8 +1,7 @@
 """The reasons for which a step, or a piece of one, runs without a CUDA graph, and their counters.
 
-Without this file a fallback is silent. The rule: each fallback has a :class:`Reason`.
-``SplitGraph.text()`` prints the reasons of pieces; ``CompiledGraph.counters`` counts those of
-steps.
+The rule: each fallback has a :class:`Reason`. ``SplitGraph.text()`` prints those of pieces,
+``CompiledGraph.counters`` counts those of steps.
 """
 
 import enum
@@ -43,9 +42,7 @@ class Reason(enum.Enum):
     CAPTURE_FORBIDDEN = "capture_forbidden"  # an unknown shape while no capture is allowed
     CAPTURE_FAILED = "capture_failed"  # the device refused to capture an op of this shape
     NO_DEVICE = "no_capture_device"  # tensors on a device without graphs
-    ATTENTION_SUPPORT = (
-        "attention_support"  # FULL was requested; an op in the graph does not support it
-    )
+    ATTENTION_SUPPORT = "attention_support"  # FULL was requested; an op does not support it
     UNSUPPORTED_INPUT = "unsupported_input"  # a tensor subclass or a sparse tensor
     UNLISTED_SIZE = "unlisted_size"  # not one of cudagraph_capture_sizes
     TOO_MANY_SHAPES = "too_many_shapes"  # max_captured_shapes are captured already
@@ -58,9 +55,7 @@ class Reason(enum.Enum):
     # Of a batch: decided by the dispatcher, before the step runs.
     EMPTY_BATCH = "empty_batch"  # no tokens: there is nothing to run
     OVERSIZE = "oversize"  # more tokens or requests than any graph of the kind takes
-    MIXED_BATCH = (
-        "mixed_batch"  # only uniform decode has graphs, and this batch is not uniform decode
-    )
+    MIXED_BATCH = "mixed_batch"  # only uniform decode has graphs; this batch is another
     QUERY_LENGTH = "query_length"  # uniform decode of a length that has no graphs
     UNLISTED_VARIANT = "unlisted_variant"  # a LoRA count or a value of an axis without graphs
     MODE_EXCLUDED = "mode_excluded"  # the caller forbids the mode for this batch
@@ -85,10 +80,7 @@ VARYING = 8  # calls with a new number each, before calls with new numbers are a
 
 
 def varying_number(name: str, values: Sequence[Any], needs: str, advice: str = "") -> Fallback:
-    """Return the fallback of a call with a number that differs at each call.
-
-    ``values`` are those of the last calls, ``needs`` is what each would need of its own.
-    """
+    """Return the fallback of a number that differs at each call; each value ``needs`` its own."""
     last = ", ".join(map(str, values[-3:]))
     detail = (
         f"the number {name!r} differs at each call (now {last}), and each value would need "

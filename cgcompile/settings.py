@@ -1,8 +1,7 @@
-"""Checks of arguments, and the declaration and parsers of settings; the private half of ``config``.
+"""Checks of arguments, and the parsers of settings.
 
-A setting is a dataclass field whose metadata hold its parser and its documentation. The rule: a
-parser takes any value of a user, text included, and returns the setting or raises ``ValueError``
-with the text of what is expected.
+The rule: a parser takes any value of a user, text included, and returns the setting or raises
+``ValueError`` with the text of what is expected.
 """
 
 import enum
@@ -13,7 +12,6 @@ import math
 import operator
 import re
 import types
-import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from numbers import Real
@@ -63,11 +61,8 @@ def require_items(name: str, where: str, value: object, kind: type | None = None
     what = "items" if kind is None else f"{kind.__name__} objects"
     several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
     several = several and not hasattr(value, "data_ptr")  # a tensor is one item
-    holds = several and (kind is None or all(isinstance(each, kind) for each in value))  # type: ignore[attr-defined]
+    holds = several and (kind is None or all(isinstance(item, kind) for item in value))  # type: ignore[attr-defined]
     require(holds, name, where, value, f"a sequence of {what}")
-
-
-# ---------------------------------------------------------------- arguments and annotations
 
 
 # A table with a row for each number up to a size of a batch or a budget is at most so long.
@@ -131,32 +126,17 @@ def require_arguments(where: str, values: Mapping[str, Any], hints: Mapping[str,
             raise ConfigError.bad_value(name=name, where=where, value=value, expected=expected)
 
 
-def checked(function: F_) -> F_:
+def checked(function: F_, but: Collection[str] = (), last: bool = False) -> F_:
     """Decorate a function to check its arguments, see :func:`require_arguments`.
 
     It costs some microseconds: not for functions that a step calls.
     """
-    return _checking(function, frozenset(), False)
-
-
-def checked_but(*names: str) -> Callable[[F_], F_]:
-    """Like :func:`checked`, without parameters that the function checks itself."""
-    return lambda function: _checking(function, frozenset(names), False)
-
-
-def checked_last(function: F_) -> F_:
-    """Like :func:`checked`, for a function without effects whose own errors come first."""
-    return _checking(function, frozenset(), True)
-
-
-def _checking(function: F_, but: frozenset[str], last: bool) -> F_:
     signature = inspect.signature(function)
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     hints = {
         name: parameter.annotation
         for name, parameter in signature.parameters.items()
-        if parameter.kind not in several and parameter.annotation is not parameter.empty
-        if name not in but
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.annotation is not parameter.empty and name not in but
     }
     method = function.__name__ if "self" in signature.parameters else "__init__"
     qualname = function.__qualname__.removesuffix(".__init__")
@@ -172,18 +152,27 @@ def _checking(function: F_, but: frozenset[str], last: bool) -> F_:
         values = {name: bound[name] for name in bound if name in hints}
         if not last:
             require_arguments(where, values, hints)
-            return function(*args, **kwargs)
         try:
             result = function(*args, **kwargs)
-        except CGCompileError:
+        except Exception as error:
+            if last and not isinstance(error, CGCompileError):
+                require_arguments(where, values, hints)
             raise
-        except Exception:
+        if last:
             require_arguments(where, values, hints)
-            raise
-        require_arguments(where, values, hints)
         return result
 
     return cast(F_, call)
+
+
+def checked_but(*names: str) -> Callable[[F_], F_]:
+    """Like :func:`checked`, without parameters that the function checks itself."""
+    return lambda function: checked(function, names)
+
+
+def checked_last(function: F_) -> F_:
+    """Like :func:`checked`, for a function without effects whose own errors come first."""
+    return checked(function, last=True)
 
 
 def require_fields(record: Any, *, but: Iterable[str] = ()) -> None:
@@ -203,44 +192,34 @@ def _matches(value: Any, hint: Any) -> bool:
         return any(_matches(value, part) for part in parts)
     if origin is Literal:
         return isinstance(value, str) and value in parts
-    if origin is not None:
-        return _matches_container(value, origin, parts)
-    if hint is int:
-        return is_whole(value)
-    if hint is float:
-        return is_finite(value)
-    if hint is bool:
-        return is_flag(value)
-    if hint is Callable or hint is typing.Callable:
-        return callable(value)
-    try:
-        return isinstance(value, hint) and _fields_match(value, hint)
-    except TypeError:  # a protocol without isinstance
-        return True
-
-
-def _fields_match(value: Any, hint: Any) -> bool:
-    """Return whether the fields of a named tuple match; other classes check their own."""
-    if not (isinstance(value, tuple) and hasattr(hint, "_fields")):
-        return True
-    hints = getattr(hint, "__annotations__", {})
-    return all(_matches(getattr(value, name), kind) for name, kind in hints.items())
-
-
-def _matches_container(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
-    if origin is Callable:
+    if Callable in (origin, hint):
         return callable(value)
     if origin is type:
         return isinstance(value, type)
+    if origin is not None:
+        return _matches_container(value, origin, parts)
+    if hint in _NUMBERS:
+        return _NUMBERS[hint](value)
+    try:
+        if not isinstance(value, hint):
+            return False
+    except TypeError:  # a protocol without isinstance
+        return True
+    # The fields of a named tuple are checked here; other classes check their own.
+    fields_of = getattr(hint, "__annotations__", {}) if hasattr(hint, "_fields") else {}
+    return all(_matches(getattr(value, name), kind) for name, kind in fields_of.items())
+
+
+_NUMBERS: dict[Any, Callable[[object], bool]] = {int: is_whole, float: is_finite, bool: is_flag}
+
+
+def _matches_container(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
     if isinstance(value, (str, bytes)) or hasattr(value, "data_ptr"):
         return False  # not a list of items
-    if origin in (tuple, list):  # any sequence
-        if not isinstance(value, Sequence):
-            return False
-        if origin is tuple and parts[-1:] != (Ellipsis,):
-            return len(value) == len(parts) and all(map(_matches, value, parts))
-    elif not isinstance(value, origin):
+    if not isinstance(value, Sequence if origin in (tuple, list) else origin):
         return False
+    if origin is tuple and parts[-1:] != (Ellipsis,):
+        return len(value) == len(parts) and all(map(_matches, value, parts))
     if isinstance(value, Mapping) and len(parts) == 2:
         rows = value.items()
         return all(_matches(key, parts[0]) and _matches(item, parts[1]) for key, item in rows)
@@ -287,12 +266,17 @@ def one_of(*known: str) -> Parser:
     return parse
 
 
+def _number(value: Any) -> int | None:
+    """Return a whole number, also of text; None for anything else."""
+    try:
+        return int(value) if isinstance(value, str) else whole(value)
+    except ValueError:
+        return None
+
+
 def parse_count(least: int) -> Parser:
     def parse(value: Any) -> int:
-        try:
-            number = int(value) if isinstance(value, str) else whole(value)
-        except ValueError:
-            number = None
+        number = _number(value)
         if number is None or number < least:
             raise ValueError(f"a whole number of at least {least}")
         return number
@@ -316,15 +300,10 @@ def items_of(value: Any) -> tuple[Any, ...]:
 
 
 def parse_sizes(value: Any) -> tuple[int, ...]:
-    expected = "positive whole numbers, as a sequence or as text '1,2,4'"
-    items = items_of(value)
-    try:
-        sizes = [int(item) if isinstance(item, str) else whole(item) or 0 for item in items]
-    except ValueError:
-        raise ValueError(expected) from None
-    if not sizes or min(sizes) <= 0:
-        raise ValueError(expected)
-    return tuple(sorted(set(sizes)))
+    sizes = {_number(item) or 0 for item in items_of(value)}
+    if min(sizes, default=0) <= 0:
+        raise ValueError("positive whole numbers, as a sequence or as text '1,2,4'")
+    return tuple(sorted(sizes))
 
 
 def sizes_given(name: str, where: str, value: Any) -> tuple[int, ...]:
@@ -363,18 +342,16 @@ def sizes_meant(
         )
     numbers = [size for size in listed if isinstance(size, int)]
     for size in numbers:
-        sizes = captured if pads and captured is not None else ()
-        padded = next((larger for larger in sizes if larger >= size), size)
-        if padded != size:
+        padded = next((larger for larger in captured or () if larger >= size), size)
+        if pads and padded != size:
             raise ConfigError.padded_away(size=size, padded=padded)
     alias = captured if captured is not None and ALL_CAPTURE_SIZES in listed else ()
     return tuple(sorted({*numbers, *alias}))
 
 
 def parse_endpoints(value: Any) -> tuple[int, ...]:
-    items = items_of(value)
-    sizes = parse_sizes(items)
-    if [int(item) for item in items] != list(sizes):
+    sizes = parse_sizes(value)
+    if tuple(map(_number, items_of(value))) != sizes:
         raise ValueError("increasing whole numbers, as a sequence or as text '32,512'")
     return sizes
 
@@ -427,13 +404,12 @@ def parse_mapping(value: Any) -> tuple[tuple[str, Any], ...]:
 
 COMPILERS = ("inductor", "aot", "eager")
 
-PIECES, GRAPHS = "pieces", "graphs"  # what a setting may need: without it, it has no effect
 UNSET: Any = object()  # a setting without an argument
 
 
-def setting(default: Any, parse: Parser, doc: str, needs: str | None = None) -> Any:
-    """Declare a setting: its value is an argument, else the environment, else the default."""
-    metadata = {"parse": parse, "doc": doc, "default": default, "needs": needs}
+def setting(default: Any, parse: Parser, needs: str | None = None) -> Any:
+    """Declare a setting with its parser; without what it ``needs`` it has no effect."""
+    metadata = {"parse": parse, "default": default, "needs": needs}
     return field(default_factory=lambda: UNSET, metadata=metadata)
 
 

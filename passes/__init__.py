@@ -1,6 +1,6 @@
 """FX graph in, split graph out; independent of capture, compilation and serving.
 
-Read ``pipeline``, then its steps in order: ``normalize``, ``eliminate`` (with ``memory``),
+Read ``pipeline``, then its steps in order: ``normalize``, ``eliminate``,
 ``assign`` (with ``capturable`` and ``regions``), ``aliases``, ``partition``, ``split``.
 """
 

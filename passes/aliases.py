@@ -29,36 +29,25 @@ from cgcompile.passes.nodes import (
 from cgcompile.passes.regions import nodes_in_regions
 
 
-class ResolveAliases:
+def resolve_aliases(gm: fx.GraphModule) -> None:
     """Sink views into the pieces that use them, wherever a hazard needs it."""
-
-    name = "resolve_aliases"
-
-    def uuid(self) -> str:
-        return "resolve_aliases/3"
-
-    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        _use_written_arguments(gm)
-        in_region = nodes_in_regions(gm)
-        for members in _shared_storages(gm):
-            # A view created after an in-place change of layout would differ.
-            if any(changes_layout(user) for node in members for user in node.users):
-                continue
-            for node in reversed(members[1:]) if _endangered_pieces(gm, members) else ():
-                if is_view(gm, node) and node not in in_region:
-                    _sink(gm, node)
-        for members in _shared_storages(gm):
-            _leave_uncompiled(gm, _endangered_pieces(gm, members))
-        _close_gaps(gm)
-        return gm
+    _use_written_arguments(gm)
+    in_region = nodes_in_regions(gm)
+    for members in _shared_storages(gm):
+        # A view created after an in-place change of layout would differ.
+        if any(changes_layout(user) for node in members for user in node.users):
+            continue
+        for node in reversed(members[1:]) if _endangered_pieces(gm, members) else ():
+            if is_view(gm, node) and node not in in_region:
+                _sink(gm, node)
+    for members in _shared_storages(gm):
+        _leave_uncompiled(gm, _endangered_pieces(gm, members))
+    _close_gaps(gm)
 
 
 def _use_written_arguments(gm: fx.GraphModule) -> None:
-    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``.
-
-    Fake values show the end of the trace: where ``x.set_(y)`` ran, ``x`` shares the memory of ``y``
-    from there on, and not before.
-    """
+    """``y = x.add_(1)`` returns ``x`` itself: let later nodes use ``x``."""
+    # Fake values show the end of the trace: after ``x.set_(y)``, x shares the memory of y.
     moved: set[int] = set()
     for node in gm.graph.nodes:
         if changes_layout(node):

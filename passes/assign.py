@@ -81,23 +81,17 @@ class AssignPieces:
     def _support(self, node: fx.Node, why: Fallback | None) -> AttentionCGSupport:
         if why is None or why.reason is Reason.NO_KERNEL:
             return AttentionCGSupport.ALWAYS
-        if why.reason is not Reason.SPLITTING_OP:
-            return AttentionCGSupport.NEVER
-        item = is_container_item(node) and isinstance(node.args[0], fx.Node)
-        op = self._boundaries.match(node.args[0] if item else node)  # type: ignore[arg-type]
+        source = node.args[0] if is_container_item(node) else node
+        op = self._boundaries.match(source) if why.reason is Reason.SPLITTING_OP else None  # type: ignore[arg-type]
         return op.support if op is not None else AttentionCGSupport.NEVER
 
     def _compiles_alone(self, run: _Run, whys: dict[fx.Node, Fallback | None]) -> bool:
         """Return whether all ops of an eager run are registered with ``compiled``."""
-        matched = []
-        for node in run.nodes:
-            why = whys[node]
-            if is_container_item(node):
-                continue
-            if why is not None and why.reason is Reason.SPLITTING_OP:
-                matched.append(self._boundaries.match(node))
-            elif why is not None and why.reason is not Reason.NO_KERNEL:
-                return False
+        reasons = {n: whys[n].reason for n in run.nodes if whys[n] and not is_container_item(n)}  # type: ignore[union-attr]
+        if not set(reasons.values()) <= {Reason.SPLITTING_OP, Reason.NO_KERNEL}:
+            return False
+        ops = [n for n, reason in reasons.items() if reason is Reason.SPLITTING_OP]
+        matched = [self._boundaries.match(node) for node in ops]
         return bool(matched) and all(op is not None and op.compiled for op in matched)
 
     def _why_not_captured(self, gm: fx.GraphModule) -> dict[fx.Node, Fallback | None]:

@@ -1,18 +1,14 @@
 """A pass, the manager that runs a list of passes, and what it checks after each of them.
 
 A pass is a small object with a ``name``, a ``uuid()`` that changes when its effect does, and a
-``__call__(gm) -> gm``. It may assume a valid graph and must leave one. The manager checks after
-every pass that the graph is well formed (FX's own lint), that the inputs are those that Dynamo will
+``__call__(gm) -> gm``. It may assume a valid graph and must leave one. After each pass the manager
+checks that the graph is well formed (FX's own lint), that the inputs are those that Dynamo will
 pass, and that each output is what it was: Dynamo's code around the graph, and the pieces behind a
-piece, were traced with it.
+piece, were traced with it. Shape, dtype, device and layout of an output stay, always. Its strides
+stay where another piece takes it: that was compiled for them.
 
-A pass need not fill in fake values, nor consider the nodes behind those that it changes:
-:func:`fill_values` runs new nodes, and nodes whose arguments have another shape, dtype or the like,
-on the fake values of their arguments. Without that a pass that changes a dtype would go unnoticed.
-
-Shape, dtype, device and layout of an output stay, always. Strides stay where another piece takes
-the output: it was compiled for them, and Inductor's code asserts them. An output that only the
-caller gets may have other strides: no traced code depends on them.
+A pass need not fill in fake values: :func:`fill_values` runs new nodes, and nodes whose arguments
+have another shape, dtype or the like, on the fake values of their arguments.
 """
 
 import functools
@@ -25,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import sympy
 import torch
@@ -181,7 +177,7 @@ class PassManager:
 
     def uuid(self) -> str:
         """Return a hash over the uuids of the passes that run, in order."""
-        rows = "\n".join(each.uuid() for each in self.passes)
+        rows = "\n".join(graph_pass.uuid() for graph_pass in self.passes)
         return hashlib.sha256(rows.encode()).hexdigest()
 
     def __call__(
@@ -280,23 +276,12 @@ def _problem_in(gm: fx.GraphModule, expected: tuple[list[str], int]) -> str | No
 # ---------------------------------------------------------------- fake values
 
 
-class _Call(NamedTuple):
-    """What a node computed, and of what, before a pass."""
-
-    target: Any
-    args: Any
-    kwargs: Any
-    value: Any
-
-    def unchanged(self, node: fx.Node) -> bool:
-        """Return whether the node has the same target and arguments; FX replaces ``args`` whole."""
-        same = node.target == self.target and node.args is self.args
-        return same and (node.kwargs is self.kwargs or node.kwargs == self.kwargs)
+_Call = tuple[Any, Any, Any, Any]  # target, args, kwargs and value of a node before a pass
 
 
 def calls_of(gm: fx.GraphModule) -> dict[fx.Node, _Call]:
     """Return all nodes of a graph as they are, for :func:`fill_values` after a pass."""
-    return {n: _Call(n.target, n.args, n.kwargs, value(n)) for n in gm.graph.nodes}
+    return {n: (n.target, n.args, n.kwargs, value(n)) for n in gm.graph.nodes}
 
 
 def fill_values(gm: fx.GraphModule, before: Mapping[fx.Node, _Call]) -> str | None:
@@ -324,68 +309,59 @@ class _Filler:
         return nodes_in_regions(self._gm)
 
     def visit(self, node: fx.Node) -> str | None:
-        if node not in self._before and "example_value" not in node.meta:
-            try:
-                node.meta["example_value"] = self._run(node, grad=False)
-            except Exception as error:
+        old, new = value(node), node not in self._before and "example_value" not in node.meta
+        if not new and not (self._is_stale(node) and self._can_run(node)):
+            return None
+        grad = any(tensor.requires_grad for tensor in tensors(old))
+        try:
+            fake_mode = compat.fake_context(map(value, self._gm.graph.nodes))
+            with torch.set_grad_enabled(grad), fake_mode:
+                result = run_on_fakes(self._gm, node)
+        except Exception as error:
+            if new:
                 problem = "has no fake value, and running it on fakes failed"
                 return f"node {node.name!r} {problem}: {error}"
-            return None
-        return self._update(node) if self._is_stale(node) and self._can_run(node) else None
-
-    def _is_stale(self, node: fx.Node) -> bool:
-        """Return whether the value of a node may be that of another call."""
-        if not self._changed.isdisjoint(node.all_input_nodes):
-            return True
-        call = self._before.get(node)
-        if call is None:
-            return not self._rebuilt  # with a value of the pass's own
-        if call.unchanged(node):
-            return False
-        return node.target != call.target or not alike(
-            [self._old_value(leaf) for leaf in _leaves(call.args, call.kwargs)],
-            [self._new_value(leaf) for leaf in _leaves(node.args, node.kwargs)],
-        )
-
-    def _old_value(self, leaf: Any) -> Any:
-        call = self._before.get(leaf) if isinstance(leaf, fx.Node) else None
-        return self._new_value(leaf) if call is None or leaf.op == "get_attr" else call.value
-
-    def _new_value(self, leaf: Any) -> Any:
-        return _known_value(self._gm, leaf) if isinstance(leaf, fx.Node) else leaf
-
-    def _can_run(self, node: fx.Node) -> bool:
-        if not (tensors(value(node)) or is_symbolic_number(value(node))):
-            return False
-        if changes_layout(node):
-            return False  # it would change the fake value of its argument a second time
-        return node not in self._in_regions
-
-    def _update(self, node: fx.Node) -> str | None:
-        """Run a node that has a value, and replace the value if the result differs."""
-        old = value(node)
-        try:
-            new = self._run(node, any(tensor.requires_grad for tensor in tensors(old)))
-        except Exception as error:
             free = symbols_of([old, *map(value, node.all_input_nodes)])
             trusted = node not in self._before or not is_torchs(node)
             if trusted or any(map(compat.is_unbacked, free)):
                 return None  # it may need what only tracing has
             return f"node {node.name!r} fails on its new arguments: {error}"
-        if not alike([new], [old]):
-            node.meta["example_value"] = new
-            self._changed.add(node)
+        if new or not alike([result], [old]):
+            node.meta["example_value"] = result
+            if not new:
+                self._changed.add(node)
         return None
 
-    def _run(self, node: fx.Node, grad: bool) -> Any:
-        fake_mode = compat.fake_context(map(value, self._gm.graph.nodes))
-        with torch.set_grad_enabled(grad), fake_mode:
-            return run_on_fakes(self._gm, node)
+    def _is_stale(self, node: fx.Node) -> bool:
+        """Return whether the value of a node may be that of another call."""
+        if not self._changed.isdisjoint(node.all_input_nodes):
+            return True
+        if node not in self._before:
+            return not self._rebuilt  # with a value of the pass's own
+        target, args, kwargs, _ = self._before[node]
+        if node.target != target:
+            return True
+        if node.args is args and (node.kwargs is kwargs or node.kwargs == kwargs):
+            return False  # FX replaces ``args`` whole
+        old = [self._old_value(leaf) for leaf in _leaves(args, kwargs)]
+        return not alike(old, [_known_value(self._gm, n) for n in _leaves(node.args, node.kwargs)])
+
+    def _old_value(self, leaf: Any) -> Any:
+        call = self._before.get(leaf) if isinstance(leaf, fx.Node) else None
+        return _known_value(self._gm, leaf) if call is None or leaf.op == "get_attr" else call[3]
+
+    def _can_run(self, node: fx.Node) -> bool:
+        if not (tensors(value(node)) or is_symbolic_number(value(node))):
+            return False
+        # A change of layout would change the fake value of its argument a second time.
+        return not changes_layout(node) and node not in self._in_regions
 
 
-def _known_value(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """Return the fake value of a node, or the attribute that it reads."""
-    return attribute(gm, node) if node.op == "get_attr" else value(node)
+def _known_value(gm: fx.GraphModule, leaf: Any) -> Any:
+    """Return the fake value of a node, or the attribute that it reads; a constant as it is."""
+    if not isinstance(leaf, fx.Node):
+        return leaf
+    return attribute(gm, leaf) if leaf.op == "get_attr" else value(leaf)
 
 
 def _leaves(*arguments: Any) -> list[Any]:
@@ -433,9 +409,9 @@ def _autocast_at(gm: fx.GraphModule, node: fx.Node) -> Iterator[None]:
 
 
 def alike(some: list[Any], others: list[Any]) -> bool:
-    """Return whether values are the same as far as an op can tell that sees no data.
+    """Return whether values are the same without their data; sizes that depend on data are equal.
 
-    Sizes that depend on data count as equal: an op creates new symbols for them at each run.
+    An op creates new symbols for these at each run.
     """
     one, other = compat.tree_leaves(some), compat.tree_leaves(others)
     return len(one) == len(other) and all(map(_alike, one, other))
@@ -456,13 +432,12 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _equal_or_unbacked(one: Any, other: Any) -> bool:
-    if one == other:
-        return True
     free = getattr(one, "free_symbols", set()) | getattr(other, "free_symbols", set())
-    return any(map(compat.is_unbacked, free))
+    return one == other or any(map(compat.is_unbacked, free))
 
 
 # ---------------------------------------------------------------- outputs
+
 
 _UNKNOWN = object()  # of a node that has no fake value
 
@@ -470,59 +445,52 @@ _UNKNOWN = object()  # of a node that has no fake value
 def _outputs_of(gm: fx.GraphModule) -> tuple[Any, ...]:
     """Return the fake value of each output, in order."""
     leaves = compat.tree_leaves(gm.graph.output_node().args[0])
-    return tuple(_output(gm, leaf) for leaf in leaves)
-
-
-def _output(gm: fx.GraphModule, leaf: Any) -> Any:
-    if not isinstance(leaf, fx.Node):
-        return leaf
-    known = leaf.op == "get_attr" or "example_value" in leaf.meta
-    return _known_value(gm, leaf) if known else _UNKNOWN
+    return tuple(
+        _UNKNOWN
+        if isinstance(leaf, fx.Node) and leaf.op != "get_attr" and "example_value" not in leaf.meta
+        else _known_value(gm, leaf)
+        for leaf in leaves
+    )
 
 
 def _check_outputs(
     gm: fx.GraphModule, expected: Iterable[Any], strided: Collection[int], name: str, label: str
 ) -> None:
-    """Raise PassError for the first output that a pass changed.
-
-    Sizes are compared as expressions: two that are equal at all allowed sizes are equal. A size
-    that depends on data is equal to any other, and so is what is neither tensor nor number.
-    """
+    """Raise PassError for the first output that a pass changed."""
     symbols: Symbols | None = None
     for index, (after, before) in enumerate(zip(_outputs_of(gm), expected, strict=True)):
         if after is before or after is _UNKNOWN or before is _UNKNOWN:
             continue
         symbols = symbols or Symbols(gm)
-        if not _same_output(after, before, symbols, index in strided):
-            texts = [_output_text(each, symbols, index in strided) for each in (after, before)]
+        facts, others = _facts(after, index in strided), _facts(before, index in strided)
+        pairs = zip(facts[1], others[1], strict=False)
+        if facts[0] != others[0] or not all(_equal_numbers(*pair, symbols) for pair in pairs):
             raise PassError.changed_output(
-                name=name, graph=label, place=index, found=texts[0], expected=texts[1]
+                name=name,
+                graph=label,
+                place=index,
+                found=_output_text(after, symbols, index in strided),
+                expected=_output_text(before, symbols, index in strided),
             )
 
 
-def _same_output(one: Any, other: Any, symbols: Symbols, strided: bool) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if (one.dtype, one.layout, one.dim()) != (other.dtype, other.layout, other.dim()):
-            return False
-        if one.device != other.device or not _all_equal(one.shape, other.shape, symbols):
-            return False
-        if not strided or one.layout is not torch.strided:
-            return True
-        # The stride of a dimension of size 1 is never used.
-        used = [dim for dim, size in enumerate(one.shape) if type(size) is not int or size != 1]
-        strides, others = one.stride(), other.stride()
-        return _all_equal([strides[d] for d in used], [others[d] for d in used], symbols)
-    if is_integer(one) and is_integer(other):
-        return _equal_numbers(one, other, symbols)
-    return isinstance(one, torch.Tensor) is isinstance(other, torch.Tensor)
-
-
-def _all_equal(some: Iterable[Any], others: Iterable[Any], symbols: Symbols) -> bool:
-    return all(_equal_numbers(a, b, symbols) for a, b in zip(some, others, strict=True))
+def _facts(output: Any, strided: bool) -> tuple[Any, list[Any]]:
+    """Return what must stay of an output: plain properties, sizes and strides, None if unused."""
+    if not isinstance(output, torch.Tensor):
+        return None, [output] if is_integer(output) else []
+    numbers = [*output.shape]
+    if strided and output.layout is torch.strided:
+        pairs = zip(output.shape, output.stride(), strict=True)
+        numbers += [None if type(size) is int and size == 1 else stride for size, stride in pairs]
+    return (output.dtype, output.layout, output.device, output.dim()), numbers
 
 
 def _equal_numbers(one: Any, other: Any, symbols: Symbols) -> bool:
-    if one is other:
+    """Return whether numbers are equal at all allowed sizes, as far as some sizes tell.
+
+    A size that depends on data is equal to any other, and so is None.
+    """
+    if one is other or one is None or other is None:
         return True
     if not all(type(n) is int or hasattr(n.node, "expr") for n in (one, other)):
         return True  # a length of nested tensors, which has no expression

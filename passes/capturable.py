@@ -45,14 +45,11 @@ _CAPTURABLE_COLLECTIVES = {"nccl", "rccl", "fake"}
 
 
 class Capturability:
-    """The predicate for the nodes of one graph, whose computing nodes have fake values.
-
-    ``outer`` are the symbols of the inputs of the enclosing graph, for the body of an op.
-    """
+    """The predicate for the nodes of one graph, whose computing nodes have fake values."""
 
     def __init__(
         self, gm: fx.GraphModule, boundaries: Boundaries, outer: Set[sympy.Symbol] = frozenset()
-    ) -> None:
+    ) -> None:  # outer: the symbols of the enclosing graph, for the body of an op
         self._gm = gm
         self._boundaries = boundaries
         self._bound = outer | bound_symbols(gm).keys()
@@ -103,16 +100,13 @@ class Capturability:
     def _assigns_by_mask(node: fx.Node) -> bool:
         """``x[mask] = values`` counts the mask first, unless it fills in one number."""
         by_method = short_name(node.target) in ("index_put", "index_put_") and len(node.args) > 2
-        if node.target is operator.setitem or by_method:
-            index, new = node.args[1], node.args[2]
-        else:
+        if node.target is not operator.setitem and not by_method:
             return False
-        new_value = value(new) if isinstance(new, fx.Node) else new
-        one_number = not isinstance(new_value, torch.Tensor) or new_value.numel() == 1
-        entries = compat.tree_leaves(index)
-        masks = [value(e) for e in entries if isinstance(e, fx.Node)]
+        index, new = node.args[1], node.args[2]
+        new = value(new) if isinstance(new, fx.Node) else new
+        masks = [value(e) for e in compat.tree_leaves(index) if isinstance(e, fx.Node)]
         is_mask = any(m.dtype in (torch.bool, torch.uint8) for m in tensors(masks))
-        return is_mask and not one_number
+        return is_mask and isinstance(new, torch.Tensor) and new.numel() != 1
 
     def _collective(self, node: fx.Node) -> Fallback | None:
         if _is_collective(node.target) and "wait" in short_name(node.target):
@@ -152,8 +146,7 @@ class Capturability:
     def _cpu_scalars(self, node: fx.Node) -> Fallback | None:
         """Return why a node cannot take its 0-dim CPU tensors on the device instead, or None.
 
-        A kernel gets the value of such a tensor as a launch argument, which a graph bakes in. So a
-        captured piece reads a copy on the device, which must give the same result.
+        A kernel gets such a value as a launch argument, which would be baked in.
         """
         scalars = {
             argument: on_device(value(argument), self.device, self._gm.graph)
@@ -185,12 +178,10 @@ def _is_collective(op: Any) -> bool:
 
 
 def why_no_collective(op: Any, arguments: Iterable[Any], device_type: str) -> Fallback | None:
-    """Return why a graph cannot hold a collective; None if it can, or if ``op`` is none.
-
-    One of the arguments is the process group, which may have a backend for each type of device.
-    """
+    """Return why a graph cannot hold a collective; None if it can, or if ``op`` is none."""
     if not _is_collective(op):
         return None
+    # One of the arguments is the process group, with a backend for each type of device.
     backends = (compat.process_group_backend(argument, device_type) for argument in arguments)
     backend = next((backend for backend in backends if backend is not None), None)
     if backend in _CAPTURABLE_COLLECTIVES:
@@ -211,10 +202,7 @@ def why_not_on(
     *,
     from_python: bool,
 ) -> Fallback | None:
-    """Return why a graph on ``device``, which is not the CPU, cannot hold a call, or None.
-
-    The call is of a function with short name ``name``; ``from_python``: it copies Python data.
-    """
+    """Return why a graph on ``device``, not the CPU, cannot hold a call of ``name``, or None."""
     foreign = next((t for t in (*outputs, *inputs) if t.device not in (device, _CPU)), None)
     if foreign is not None:
         return Fallback(Reason.OTHER_DEVICE, f"{name} on {foreign.device}, graph on {device}")
@@ -238,10 +226,7 @@ _CPU = torch.device("cpu")
 
 
 def graph_device(gm: fx.GraphModule) -> torch.device:
-    """Return the device that most values of a graph are on; meta or CPU only if there is no other.
-
-    Meta counts as the device unless more values are on the CPU.
-    """
+    """Return the device of most values of a graph; meta or CPU only if there is no other."""
     counts = Counter(t.device for node in gm.graph.nodes for t in tensors(value(node)))
     others = {device: n for device, n in counts.items() if device.type not in ("cpu", "meta")}
     if others:

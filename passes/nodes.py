@@ -1,8 +1,7 @@
 """Properties of one node of Dynamo's pre-grad graph: its value, its writes, its source line.
 
-``node.meta["example_value"]`` is the fake value that Dynamo left; a node without one (a statement
-such as ``x[i] = y``) has the value None. :class:`Line` is the source line of a node, of a running
-frame or of an error: of the innermost frame outside of torch, of Python's library and of cgcompile.
+``node.meta["example_value"]`` is the fake value that Dynamo left; a statement (``x[i] = y``) has
+none. A source line is that of the innermost frame outside of torch, Python's library and cgcompile.
 """
 
 import inspect
@@ -92,11 +91,8 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 
 def user_line(node: fx.Node) -> tuple[str, str] | None:
-    """Return (where, code) of the innermost frame: ``("model.py:41 in forward", "q = ...")``.
-
-    Frames of torch, which ``torch.vmap`` brings, count only where there are no others.
-    """
-    innermost, users = None, False
+    """Return (where, code) of the innermost frame: ``("model.py:41 in forward", "q = ...")``."""
+    innermost, users = None, False  # frames of torch count only where there are no others
     lines = (node.meta.get("stack_trace") or "").splitlines()
     for frame, code in zip(lines, [*lines[1:], ""], strict=False):
         match = _FRAME.search(frame)
@@ -116,41 +112,35 @@ def _ascii(text: str) -> str:
 
 COMPUTING = ("call_function", "call_method", "call_module")
 
-_INPLACE_OPERATORS = {
-    operator.setitem,
-    operator.delitem,
-    operator.iadd,
-    operator.isub,
-    operator.imul,
-    operator.itruediv,
-    operator.ifloordiv,
-    operator.imod,
-    operator.ipow,
-    operator.iand,
-    operator.ior,
-    operator.ixor,
-    operator.ilshift,
-    operator.irshift,
-    operator.imatmul,
-}
-# Functions and methods whose result is a view, or at times their argument itself.
-_VIEWS = {"H", "T", "adjoint", "alias", "as_strided", "bfloat16", "bool", "broadcast_to", "chunk"}
-_VIEWS |= {"conj", "contiguous", "cpu", "cuda", "detach", "diagonal", "double", "dsplit", "expand"}
-_VIEWS |= {"expand_as", "flatten", "float", "getattr", "getitem", "half", "hsplit", "imag", "int"}
-_VIEWS |= {"lift_fresh", "long", "mH", "mT", "movedim", "moveaxis", "narrow", "permute"}
-_VIEWS |= {"positive", "ravel", "real", "reshape", "reshape_as", "resolve_conj", "resolve_neg"}
-_VIEWS |= {"select", "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t"}
-_VIEWS |= {"tensor_split", "to", "transpose", "type", "type_as", "unbind", "unflatten", "unfold"}
-_VIEWS |= {"unsafe_chunk", "unsafe_split", "unsqueeze", "view", "view_as", "view_as_complex"}
-_VIEWS |= {"view_as_real", "vsplit"}
-# Dropout that is off returns its argument.
-_VIEWS |= {"alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d"}
-_VIEWS |= {"feature_alpha_dropout", "feature_dropout"}
-_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"}
-_ALLOCATIONS |= {"new_empty_strided"}
+_INPLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
+_INPLACE_OPERATORS = {getattr(operator, name) for name in ("setitem", "delitem", *_INPLACE.split())}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Functions and methods whose result is a view, or at times their argument itself, such as dropout
+# that is off.
+_VIEWS = _words("""
+    H T adjoint alias alpha_dropout as_strided bfloat16 bool broadcast_to chunk conj contiguous cpu
+    cuda detach diagonal double dropout dropout1d dropout2d dropout3d dsplit expand expand_as
+    feature_alpha_dropout feature_dropout flatten float getattr getitem half hsplit imag int
+    lift_fresh long mH mT movedim moveaxis narrow permute positive ravel real reshape reshape_as
+    resolve_conj resolve_neg select slice split split_with_sizes squeeze swapaxes swapdims t
+    tensor_split to transpose type type_as unbind unflatten unfold unsafe_chunk unsafe_split
+    unsqueeze view view_as view_as_complex view_as_real vsplit
+""")
+_ALLOCATIONS = _words("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
 _RESTRIDES = {"as_strided", "as_strided_copy"}
-_RUN_ONCE_ON_THE_HOST = {"_log_api_usage_once", "lazy_load_decompositions", "_assert_scalar"}
-_RUN_ONCE_ON_THE_HOST |= {"sym_constrain_range", "sym_constrain_range_for_size", "_check"}
+_LAYOUT_CHANGES = _words("""
+    t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ resize_ resize_as_ set_
+    rename_ shallow_copy_data_
+""")  # the last is what ``x.data = y`` is in a graph
+_RUN_ONCE_ON_THE_HOST = _words("""
+    _log_api_usage_once lazy_load_decompositions _assert_scalar _check sym_constrain_range
+    sym_constrain_range_for_size
+""")
 
 
 def value(node: fx.Node) -> Any:
@@ -217,11 +207,7 @@ def bound_symbols(gm: fx.GraphModule) -> dict[sympy.Symbol, fx.Node]:
 
 
 def is_floating(node: fx.Node, bound: Set[sympy.Symbol]) -> bool:
-    """Return whether the node is arithmetic on sizes that inputs of the graph give.
-
-    Such a node can be computed anywhere, so it belongs to no piece: each piece that needs it
-    repeats it, and no size ever comes out of a captured piece.
-    """
+    """Return whether the node is arithmetic on sizes that inputs give: each piece repeats it."""
     numbers = compat.tree_leaves(value(node))
     return (
         node.op in COMPUTING
@@ -264,11 +250,9 @@ def attribute(gm: torch.nn.Module, node: fx.Node) -> Any:
 
 
 def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """Return the argument nodes whose tensors ``node`` writes.
+    """Return the argument nodes whose tensors ``node`` writes; where in doubt, too many.
 
-    Exact for operators with a schema; for torch functions and methods it follows torch's naming
-    rules (a trailing underscore, ``out=``, ``inplace=True``); a higher-order op whose body writes,
-    and a call that returns its argument's memory without being a known view, are taken to write.
+    Exact for ops with a schema; of torch functions and methods by torch's naming rules.
     """
     if node.op not in COMPUTING:
         return []
@@ -300,17 +284,14 @@ def written_storages(gm: fx.GraphModule) -> set[int]:
 
 
 def outreached_storages(gm: fx.GraphModule) -> set[int]:
-    """Return the storages of arguments that ``as_strided`` may read beyond the argument itself.
-
-    A copy of such an argument lacks what is read. An explicit offset counts from the start of the
-    storage, whose distance to the argument may differ at another call.
-    """
+    """Return the storages of inputs that ``as_strided`` may read beyond the input itself."""
     inputs = [value(node) for node in gm.graph.find_nodes(op="placeholder")]
     outreached: set[int] = set()
     for node in gm.graph.nodes:
         if node.op not in COMPUTING or short_name(node.target) not in _RESTRIDES:
             continue
         keys, views = storages(value(node.all_input_nodes[0])), tensors(value(node))
+        # An offset counts from the start of the storage; another call may pass another part of it.
         has_offset = len(node.args) > 3 or node.kwargs.get("storage_offset") is not None
         bases = [t for t in tensors(inputs) if not keys.isdisjoint(storages(t))]
         if has_offset or not all(_is_within(view, base) for view in views for base in bases):
@@ -336,9 +317,8 @@ def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
 def _written_by_function(node: fx.Node) -> list[fx.Node]:
     """Return the writes of a torch function, which has no schema, by torch's naming rules."""
     name = short_name(node.target)
-    if node.target in _INPLACE_OPERATORS or _is_inplace(name):
-        return _nodes(node.args[:1])
-    if given_argument(node, "inplace") is True:
+    by_name = node.target in _INPLACE_OPERATORS or _is_inplace(name)
+    if by_name or given_argument(node, "inplace") is True:
         return _nodes(node.args[:1])
     if given_argument(node, "out") is not None:
         return _nodes(given_argument(node, "out"))
@@ -363,11 +343,6 @@ def is_torchs(node: fx.Node) -> bool:
 def changes_layout(node: fx.Node) -> bool:
     """Return whether the node changes the shape, strides or storage of its argument in place."""
     return node.op in COMPUTING and short_name(node.target) in _LAYOUT_CHANGES
-
-
-_LAYOUT_CHANGES = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
-_LAYOUT_CHANGES |= {"as_strided_", "resize_", "resize_as_", "set_", "rename_"}
-_LAYOUT_CHANGES |= {"shallow_copy_data_"}  # what ``x.data = y`` is in a graph
 
 
 def _is_inplace(name: str) -> bool:
@@ -408,17 +383,13 @@ def given_argument(node: fx.Node, name: str) -> Any:
 
 
 _NORM = ["input", "weight", "bias", "running_mean", "running_var"]
-_BUILTIN_PARAMETERS = {
-    "batch_norm": [*_NORM, "training"],
-    "instance_norm": [*_NORM, "use_input_stats"],
-}
+_BUILTINS = {"batch_norm": [*_NORM, "training"], "instance_norm": [*_NORM, "use_input_stats"]}
 
 
 @cache
 def _position(function: Any, name: str) -> int | None:
     names: Any = compat.parameter_names(function)
-    if names is None:
-        names = _BUILTIN_PARAMETERS.get(short_name(function), [])
+    names = _BUILTINS.get(short_name(function), []) if names is None else names
     return names.index(name) if name in names else None
 
 
@@ -434,10 +405,7 @@ def _nodes(arguments: Any) -> list[fx.Node]:
 
 
 def is_view(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether the node is a known view, whose storages are those of its arguments.
-
-    Such a node may be repeated elsewhere.
-    """
+    """Return whether the node is a known view in its arguments' storages, and can be repeated."""
     if node.op not in COMPUTING or not is_known_view(node) or written(gm, node):
         return False
     own = storages(value(node))

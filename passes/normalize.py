@@ -2,9 +2,9 @@
 
 Two passes, run before the pieces are assigned:
 
-* :class:`BindSymbols`: sizes read off tensors become arithmetic on the graph's own size inputs. A
+* :func:`bind_symbols`: sizes read off tensors become arithmetic on the graph's own size inputs. A
   size that came out of a captured piece would be frozen at capture.
-* :class:`PullItems`: each item of a multi-value result (``chunk``, ``split``, ``topk``) is read
+* :func:`pull_items`: each item of a multi-value result (``chunk``, ``split``, ``topk``) is read
   right after it, so that tensors cross, never tuples.
 """
 
@@ -32,30 +32,21 @@ from cgcompile.passes.nodes import (
 
 # Calls that read a size and do nothing else; only such a node may be erased.
 _SIZE_READERS = {"size", "numel", "nelement", "stride", "storage_offset", "dim", "ndimension"}
-_SIZE_READERS |= {"len", "__len__", "getattr", "element_size"}
-_SIZE_READERS |= {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset"}
+_SIZE_READERS |= {"len", "__len__", "getattr", "element_size", *(f"sym_{n}" for n in _SIZE_READERS)}
 
 
-class BindSymbols:
+def bind_symbols(gm: fx.GraphModule) -> None:
     """Replace sizes that are read off tensors by arithmetic on the inputs that carry them."""
-
-    name = "bind_symbols"
-
-    def uuid(self) -> str:
-        return "bind_symbols/2"
-
-    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        binder, before = _Binder(gm), calls_of(gm)
-        for node in list(gm.graph.nodes):
-            if node.op == "placeholder":
-                binder.unite(node)
-            elif node.op in COMPUTING:
-                binder.visit(node)
-        problem = fill_values(gm, before)
-        if problem is not None:
-            raise PassError.invalid(name=self.name, problem=problem)
-        _lift_numbers(gm)
-        return gm
+    binder, before = _Binder(gm), calls_of(gm)
+    for node in list(gm.graph.nodes):
+        if node.op == "placeholder":
+            binder.unite(node)
+        elif node.op in COMPUTING:
+            binder.visit(node)
+    problem = fill_values(gm, before)
+    if problem is not None:
+        raise PassError.invalid(name="bind_symbols", problem=problem)
+    _lift_numbers(gm)
 
 
 def _lift_numbers(gm: fx.GraphModule) -> None:
@@ -71,7 +62,7 @@ def _lift_numbers(gm: fx.GraphModule) -> None:
 
 
 class _Binder:
-    """Replaces sizes, node by node in the order of the graph; see :class:`BindSymbols`."""
+    """Replace sizes, node by node in the order of the graph; see :func:`bind_symbols`."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._graph = gm.graph
@@ -148,22 +139,14 @@ def _replace_uses(old: fx.Node, new: Any) -> None:
         user.kwargs = fx.map_arg(user.kwargs, lambda argument: new if argument is old else argument)
 
 
-class PullItems:
+def pull_items(gm: fx.GraphModule) -> None:
     """Move each item of a multi-value result right behind the node that returns it."""
-
-    name = "pull_items"
-
-    def uuid(self) -> str:
-        return "pull_items/1"
-
-    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        last: dict[fx.Node, fx.Node] = {}
-        for node in list(gm.graph.nodes):
-            if node.op not in COMPUTING or not is_container_item(node):
-                continue
-            source = node.args[0]
-            anchor = last.get(source, source)
-            if source.op in COMPUTING and anchor.next is not node:
-                anchor.append(node)
-            last[source] = node
-        return gm
+    last: dict[fx.Node, fx.Node] = {}
+    for node in list(gm.graph.nodes):
+        if node.op not in COMPUTING or not is_container_item(node):
+            continue
+        source = node.args[0]
+        anchor = last.get(source, source)
+        if source.op in COMPUTING and anchor.next is not node:
+            anchor.append(node)
+        last[source] = node

@@ -102,16 +102,13 @@ class _Cutter:
         # The generated step calls pieces by these names; no value may hide one.
         taken = {"step", "returned_sizes", *(f"piece_{index}" for index in self._members)}
         names: dict[fx.Node, str] = {}
-        for node in self._gm.graph.nodes:
-            if node.op == "placeholder" and node in self._bound.values():
-                names[node] = identifier(f"s{len(names)}", taken)
+        for node in self._bound.values():
+            names[node] = identifier(f"s{len(names)}", taken)
         for node in self._gm.graph.nodes:
             if node not in names and node.op != "output":
                 source = dotted_source(node) if node.op == "placeholder" else None
                 names[node] = identifier(source or node.name, taken)
         return names
-
-    # -------------------------------------------------------------- the parts of the result
 
     def split(self) -> SplitGraph:
         pieces = tuple(self._piece(index, members) for index, members in self._members.items())
@@ -176,11 +173,9 @@ class _Cutter:
             capture=False,
             why=(Fallback(Reason.NO_KERNEL, "arithmetic on sizes"),),
             compiled=False,
-            uncompiled=None,
             inputs=inputs,
             outputs=tuple(self._names[node] for node in sizes),
             num_ops=len(sizes),
-            lines=(),
             same_as=len(self._members),
             support=AttentionCGSupport.ALWAYS,
         )
@@ -221,8 +216,6 @@ class _Cutter:
             user.op == "output" or ((p := placement(user)) is not None and p.piece != index)
             for user in node.users
         )
-
-    # -------------------------------------------------------------- one piece
 
     def _graph(
         self,
@@ -282,19 +275,12 @@ class _Cutter:
             else:
                 values[node] = None
 
-        for node in members:
-            for argument in node.all_input_nodes:
-                use(argument)
-        for node in outputs:
+        for node in (*(a for member in members for a in member.all_input_nodes), *outputs):
             use(node)
-        sizes = self._sizes_for(values)
+        symbols = symbols_of(list(map(value, values)))
+        sizes = [node for symbol, node in self._bound.items() if symbol in symbols]
         rest = [node for node in values if node not in sizes]
         return [*sizes, *rest], list(floating), list(bodies)
-
-    def _sizes_for(self, used: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return the size inputs that these values need, in the order of the graph's inputs."""
-        symbols = symbols_of(list(map(value, used)))
-        return [node for symbol, node in self._bound.items() if symbol in symbols]
 
 
 _CHECKPOINT = "tag_activation_checkpoint"

@@ -13,23 +13,23 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.errors import ConfigError
-from cgcompile.passes.aliases import ResolveAliases
+from cgcompile.passes.aliases import resolve_aliases
 from cgcompile.passes.assign import AssignPieces
-from cgcompile.passes.base import GraphPass, PassManager
+from cgcompile.passes.base import FunctionPass, PassManager
 from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
-from cgcompile.passes.normalize import BindSymbols, PullItems
+from cgcompile.passes.normalize import bind_symbols, pull_items
 from cgcompile.passes.partition import cut
 from cgcompile.passes.split import SplitGraph
 from cgcompile.settings import checked, parse_passes, parsed
 
 # Each pass is constructed from the registry of splitting ops, whether it needs it or not.
-PIPELINE: Mapping[str, Callable[[Boundaries], GraphPass]] = {
-    BindSymbols.name: lambda boundaries: BindSymbols(),
-    PullItems.name: lambda boundaries: PullItems(),
+PIPELINE: Mapping[str, Callable[[Boundaries], Any]] = {
+    "bind_symbols": lambda _: FunctionPass("bind_symbols", bind_symbols, "3"),
+    "pull_items": lambda _: FunctionPass("pull_items", pull_items, "2"),
     EliminateNoOps.name: EliminateNoOps,
     EliminateClones.name: EliminateClones,
     AssignPieces.name: AssignPieces,
-    ResolveAliases.name: lambda boundaries: ResolveAliases(),
+    "resolve_aliases": lambda _: FunctionPass("resolve_aliases", resolve_aliases, "4"),
 }
 OPTIONAL = (EliminateNoOps.name, EliminateClones.name)  # a split is right without these
 
@@ -88,7 +88,7 @@ def check_disabled(disabled: Collection[str], theirs: Iterable[Any]) -> None:
         ConfigError: names the pass, with close matches.
     """
     theirs = parsed("theirs", "passes", tuple(theirs), parse_passes)
-    choices = [*(str(each.name) for each in theirs), *OPTIONAL]
+    choices = [*(str(graph_pass.name) for graph_pass in theirs), *OPTIONAL]
     for name in disabled:
         if name in PIPELINE and name not in OPTIONAL:
             raise ConfigError.needed_pass(name=name, known=choices)
@@ -113,7 +113,5 @@ def _run_on_pieces(split: SplitGraph, manager: PassManager) -> SplitGraph:
             strided = {n for n, name in outputs if name in taken}
             changed[first.index] = manager(first.module, first.name, strided=strided)
             changed[first.index].recompile()  # a pass edits the graph, not the code made from it
-    pieces = tuple(
-        replace(piece, module=changed.get(piece.same_as, piece.module)) for piece in split.pieces
-    )
+    pieces = tuple(replace(p, module=changed.get(p.same_as, p.module)) for p in split.pieces)
     return replace(split, pieces=pieces)

@@ -19,17 +19,11 @@ from cgcompile import torch_compat as compat
 from cgcompile.passes.nodes import COMPUTING, short_name
 from cgcompile.reasons import Reason
 
-_CLOSED_BY = {
-    "_vmap_increment_nesting": "_vmap_decrement_nesting",
-    "_jvp_increment_nesting": "_jvp_decrement_nesting",
-    "_enter_dual_level": "_exit_dual_level",
-    "_saved_tensors_hooks_disable": "_saved_tensors_hooks_enable",
-}
-_LABEL = {
-    "_vmap_increment_nesting": "torch.vmap",
-    "_jvp_increment_nesting": "torch.func.jvp",
-    "_enter_dual_level": "forward-mode AD",
-    "_saved_tensors_hooks_disable": "disabled saved-tensor hooks",
+_PAIRS = {  # what opens a region: (what closes it, its label)
+    "_vmap_increment_nesting": ("_vmap_decrement_nesting", "torch.vmap"),
+    "_jvp_increment_nesting": ("_jvp_decrement_nesting", "torch.func.jvp"),
+    "_enter_dual_level": ("_exit_dual_level", "forward-mode AD"),
+    "_saved_tensors_hooks_disable": ("_saved_tensors_hooks_enable", "disabled saved-tensor hooks"),
 }
 # Each call sets the switch; Dynamo restores the first value at the end of a context.
 _SWITCHES = {
@@ -64,23 +58,20 @@ def nodes_in_regions(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def grad_mode_around(gm: fx.GraphModule) -> bool | None:
-    """Return the grad mode in which the graph starts and ends; None if it never sets it.
-
-    Dynamo restores the mode at the end of the graph: it is that of the last toggle.
-    """
+    """Return the grad mode that the graph starts in and, by its last toggle, ends in, or None."""
     toggles = [n for n in gm.graph.nodes if n.target is compat.SET_GRAD_ENABLED]
     return bool(toggles[-1].args[0]) if toggles else None
 
 
 def _paired_regions(gm: fx.GraphModule) -> list[Region]:
     regions: list[Region] = []
-    open_regions: list[tuple[str, int, str]] = []  # what closes it, where it began, its label
+    open_regions: list[tuple[int, str, str]] = []  # where it began, what closes it, its label
     for position, node in enumerate(gm.graph.nodes):
         name = short_name(node.target) if node.op == "call_function" else ""
-        if name in _CLOSED_BY:
-            open_regions.append((_CLOSED_BY[name], position, _LABEL[name]))
-        elif open_regions and name == open_regions[-1][0]:
-            _, first, label = open_regions.pop()
+        if name in _PAIRS:
+            open_regions.append((position, *_PAIRS[name]))
+        elif open_regions and name == open_regions[-1][1]:
+            first, _, label = open_regions.pop()
             regions.append(Region(first, position, label))
     return regions
 

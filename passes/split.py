@@ -66,13 +66,13 @@ class Piece:
     capture: bool
     why: tuple[Fallback, ...]
     compiled: bool
-    uncompiled: str | None
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     num_ops: int
-    lines: tuple[tuple[str, str], ...]
     same_as: int
     support: AttentionCGSupport
+    uncompiled: str | None = None
+    lines: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:

@@ -56,14 +56,7 @@ def identifier(text: str, taken: set[str]) -> str:
     return unique
 
 
-_DTYPES = {
-    "float": "f",
-    "bfloat": "bf",
-    "int": "i",
-    "uint": "u",
-    "complex": "c",
-    "bool": "b8",
-}
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "b8"}
 
 
 class Symbols:
@@ -138,8 +131,7 @@ class Symbols:
     def numbers_with(self, symbol: sympy.Symbol, size: int) -> dict[sympy.Symbol, int] | None:
         """Return a value for each symbol, ``size`` for one of them, that the guards allow, or None.
 
-        Preferably these are the values that the graph was traced with. None also means that no
-        values for the others were found, although the guards may allow some.
+        None also means that no values for the others were found.
         """
         guards = [guard for guard, _ in self._shapes.guards()]
         if not self._allows({symbol: size}, guards):

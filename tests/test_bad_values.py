@@ -68,48 +68,35 @@ BAD: dict[str, Callable[[], Any]] = {
     "module": lambda: nn.Linear(2, 2),
 }
 
+
+def words(text: str) -> set[str]:
+    return set(text.split())
+
+
 # Called by cgcompile alone, with its own values; a step must not pay for checking them.
+WRAPPERS = {"drop", "entries_of", "entry_of", "keep", "record", "replay_entry"}
 INTERNAL = {
     "Backend": {"adopt", "compile_graph", "recompile_limit_reached", "remember", "run_plain"},
-    "BreakableCUDAGraphWrapper": {
-        "drop",
-        "entries_of",
-        "entry_of",
-        "keep",
-        "record",
-        "replay_entry",
-    },
-    "CUDAGraphEntry": {"check", "result", "serves"},
-    "CUDAGraphWrapper": {"drop", "entries_of", "entry_of", "keep", "record", "replay_entry"},
+    "BreakableCUDAGraphWrapper": WRAPPERS,
+    "CUDAGraphEntry": {"check", "result"},
+    "CUDAGraphWrapper": WRAPPERS,
     "CudaGraphManager": {"capture_graph", "record", "run_dummy"},
     "ForwardContext": {"synthetic"},
-    "GraphPool": {
-        "add_keeper",
-        "add_owner",
-        "add_user",
-        "captures_into",
-        "holds",
-        "lends",
-        "owns",
-        "poison",
-        "retire",
-    },
+    "GraphPool": words("""
+        add_keeper add_owner add_user captures_into holds lends owns poison retire
+    """),
     "GraphSequence": {"fill", "replay"},
     "MemoryPlan": {"against"},
     "Profile": {"around"},
     "Axis": {"value_for"},
     "Costs": {"eager", "replay"},
     "PassRecord": {"text"},
-    "PatchEncoder": {
-        "encoder_cudagraph_forward",
-        "encoder_eager_forward",
-        "get_encoder_cudagraph_budget_range",
-        "get_encoder_cudagraph_item_specs",
-        "postprocess_encoder_output",
-        "prepare_encoder_cudagraph_capture_inputs",
-        "prepare_encoder_cudagraph_replay_buffers",
-        "select_encoder_cudagraph_items",
-    },
+    "PatchEncoder": words("""
+        encoder_cudagraph_forward encoder_eager_forward
+        get_encoder_cudagraph_budget_range get_encoder_cudagraph_item_specs
+        postprocess_encoder_output prepare_encoder_cudagraph_capture_inputs
+        prepare_encoder_cudagraph_replay_buffers select_encoder_cudagraph_items
+    """),
     "SplitGraph": {"passes_text", "text"},
     "Agreement": {"across", "dispatch", "check_alone", "largest", "without"},
     "Counters": {"why_plain"},
@@ -203,11 +190,6 @@ def entered(block: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# One valid call each: the callable and its arguments by name; ``*`` stands for one of *args.
-Call = tuple[Callable[..., Any], dict[str, Any]]
-Valid = Callable[[], Call]
-
-
 def grid_rows(grids: Any) -> torch.Tensor:
     return torch.zeros(len(grids), 2)
 
@@ -222,272 +204,206 @@ PATCHES = {"merge_size": 2, "in_features": 4, "out_hidden_size": 4}
 ENCODER = {"device": "cpu", "dtype": torch.float32, "token_budgets": [16], "config": CONFIG}
 IMAGES = {"pixel_values": torch.zeros(4, 3), "image_grid_thw": torch.tensor([[1, 2, 2]])}
 
-CALLS: dict[str, Valid] = {
-    "Backend": lambda: (cgcompile.Backend, {"config": CONFIG}),
-    "Backend.anticipate": lambda: (backend().anticipate, {"model": MODEL}),
-    "Backend.capture": lambda: (backend().capture, {"step": lambda batch: None, "batches": []}),
-    "Backend.invalidate": lambda: (backend().invalidate, {"reason": "other weights"}),
-    "BatchDescriptor": lambda: (cgcompile.BatchDescriptor, {"num_tokens": 2}),
-    "Boundaries": lambda: (cgcompile.boundaries.Boundaries, {"entries": ("aten::mm",)}),
-    "Boundaries.match": lambda: (cgcompile.boundaries.Boundaries().match, {"node": first_node()}),
-    "Boundaries.match_call": lambda: (
-        cgcompile.boundaries.Boundaries().match_call,
-        {"function": len},
-    ),
-    "BreakableCUDAGraphCapture": lambda: (cgcompile.BreakableCUDAGraphCapture, {"device": "cpu"}),
-    "BreakableCUDAGraphCapture.add_eager": lambda: (added, {"function": lambda: None}),
-    "BreakableCUDAGraphWrapper": lambda: (
-        cgcompile.BreakableCUDAGraphWrapper,
-        {"runnable": MODEL, "config": CONFIG},
-    ),
-    "CUDAGraphOptions": lambda: (cgcompile.CUDAGraphOptions, {}),
-    "CUDAGraphWrapper": lambda: (
-        cgcompile.CUDAGraphWrapper,
-        {"runnable": MODEL, "config": CONFIG, "runtime_mode": FULL},
-    ),
-    "CompilationConfig": lambda: (CompilationConfig, {}),
-    "CompilationConfig.resolve": lambda: (CompilationConfig.resolve, {}),
-    "CompiledModel.invalidate": lambda: (
-        cgcompile.compile(MODEL, CONFIG).invalidate,
-        {"reason": "other weights"},
-    ),
-    "Counters": lambda: (cgcompile.debug.Counters, {}),
-    "Bisection.to_json": lambda: (
-        cgcompile.debug.Bisection("m", "", (), "", None, (), 0).to_json,
-        {},
-    ),
-    "Difference.to_json": lambda: (cgcompile.debug.Difference().to_json, {}),
-    "Finding.to_json": lambda: (cgcompile.debug.Finding("k", "note", "m", "f", "-").to_json, {}),
-    "Profile.to_json": lambda: (cgcompile.debug.Profile().to_json, {}),
-    "Coverage.to_json": lambda: (cgcompile.coverage(manager()).to_json, {}),
-    "CudaGraphManager": lambda: (
-        serving.CudaGraphManager,
-        {
-            "model": MODEL,
-            "dispatcher": dispatcher(),
-            "inputs": [ROWS],
-            "device": "cpu",
-            "config": CONFIG,
-        },
-    ),
-    "CudaGraphManager.capture": lambda: (new_manager().capture, {}),
-    "CudaGraphManager.dispatched": lambda: (
-        manager().dispatched,
-        {"batch": serving.Batch(2, 2, {"input": X})},
-    ),
-    "CudaGraphManager.dummy_batch": lambda: (
-        manager().dummy_batch,
-        {"descriptor": DESCRIPTOR, "phase": "capture"},
-    ),
-    "CudaGraphManager.get_cudagraph_runtime_mode": lambda: (
-        manager().get_cudagraph_runtime_mode,
-        {"num_reqs": 2, "num_tokens": 2, "max_query_len": 1},
-    ),
-    "CudaGraphManager.get_cudagraph_size": lambda: (
-        manager().get_cudagraph_size,
-        {"num_tokens": 2},
-    ),
-    "CudaGraphManager.plan": lambda: (new_manager().plan, {}),
-    "CudaGraphManager.run": lambda: (
-        manager().run,
-        {"batch": serving.Batch(2, 2, {"input": X})},
-    ),
+# The objects whose methods are called.
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "Backend": backend,
+    "Boundaries": lambda: cgcompile.boundaries.Boundaries(),
+    "CompiledModel": lambda: cgcompile.compile(MODEL, CONFIG),
+    "Bisection": lambda: cgcompile.debug.Bisection("m", "", (), "", None, (), 0),
+    "Difference": lambda: cgcompile.debug.Difference(),
+    "Finding": lambda: cgcompile.debug.Finding("k", "note", "m", "f", "-"),
+    "Profile": lambda: cgcompile.debug.Profile(),
+    "Coverage": lambda: cgcompile.coverage(manager()),
+    "CudaGraphManager": manager,
+    "CudagraphDispatcher": dispatcher,
+    "Diagnosis": lambda: cgcompile.debug.Diagnosis("m", "cpu"),
+    "LoraCases": lambda: serving.LoraCases((1, 2)),
+    "EncoderCudaGraphManager": encoders,
+    "EncoderItemSpec": lambda: encoder.EncoderItemSpec(**ITEM),
+    "Explanation": explanation,
+    "HostStaging": lambda: cgcompile.serving.HostStaging(torch.zeros(4)),
+    "Overview": overview,
+    "SplittingOp": lambda: cgcompile.SplittingOp("aten::mm"),
+    "Verification": lambda: cgcompile.debug.Verification("m", ()),
+    "InputBuffer": lambda: serving.InputBuffer(**BUFFER),
+    "EncoderStatistics": lambda: encoder.EncoderStatistics(),
+    "PatchEncoder": patches,
+}
+# Calls of something else than the public name itself.
+SPECIAL: dict[str, Callable[[], Callable[..., Any]]] = {
+    "BreakableCUDAGraphCapture.add_eager": lambda: added,
+    "CudaGraphManager.capture": lambda: new_manager().capture,
+    "CudaGraphManager.plan": lambda: new_manager().plan,
     "CudaGraphManager.run, inputs": lambda: (
-        lambda inputs: manager().run(serving.Batch(2, 2, inputs)),
-        {"inputs": {"input": X}},
-    ),
-    "CudaGraphManager.run_fullgraph": lambda: (manager().run_fullgraph, {"num_tokens": 2}),
-    "CudagraphDispatcher": lambda: (
-        serving.CudagraphDispatcher,
-        {"mode": FULL, "sizes": (2, 4), "max_num_reqs": 4, "max_num_tokens": 8},
-    ),
-    "CudagraphDispatcher.captured": lambda: (
-        dispatcher().captured,
-        {"mode": FULL, "descriptor": DESCRIPTOR},
-    ),
-    "CudagraphDispatcher.dispatch": lambda: (dispatcher().dispatch, BATCH),
-    "CudagraphDispatcher.is_captured": lambda: (
-        dispatcher().is_captured,
-        {"mode": FULL, "descriptor": DESCRIPTOR},
-    ),
-    "CudagraphDispatcher.planned_size": lambda: (dispatcher().planned_size, {"num_tokens": 2}),
-    "CudagraphDispatcher.refused": lambda: (
-        dispatcher().refused,
-        {"mode": FULL, "descriptor": DESCRIPTOR, "why": "no memory"},
-    ),
-    "Diagnosis.of": lambda: (
-        cgcompile.debug.Diagnosis.of,
-        {"model": "m", "device": "cpu", "findings": []},
-    ),
-    "Diagnosis.of_error": lambda: (cgcompile.debug.Diagnosis.of_error, {"error": ValueError("x")}),
-    "Diagnosis.of_kind": lambda: (cgcompile.debug.Diagnosis("m", "cpu").of_kind, {"kind": "sync"}),
-    "Diagnosis.to_html": lambda: (
-        cgcompile.debug.Diagnosis("m", "cpu").to_html,
-        {"path": f"{folder()}/page.html"},
-    ),
-    "Diagnosis.to_json": lambda: (cgcompile.debug.Diagnosis("m", "cpu").to_json, {}),
-    "DynamicDim": lambda: (cgcompile.DynamicDim, {"dim": 0, "name": "tokens"}),
-    "EncoderCudaGraphConfig": lambda: (
-        encoder.EncoderCudaGraphConfig,
-        {"modalities": ("image",), "buffer_keys": ("x",), "out_hidden_size": 4},
-    ),
-    "EncoderCudaGraphManager": lambda: (
-        encoder.EncoderCudaGraphManager,
-        {"model": patches(), **ENCODER},
-    ),
-    "EncoderCudaGraphManager.capture": lambda: (encoders().capture, {}),
-    "EncoderCudaGraphManager.execute": lambda: (encoders().execute, {"mm_kwargs": IMAGES}),
-    "EncoderCudaGraphManager.graph_inputs": lambda: (
-        encoders().graph_inputs,
-        {"key": encoder.GraphKey("default", 16)},
-    ),
-    "EncoderCudaGraphManager.supports_modality": lambda: (
-        encoders().supports_modality,
-        {"modality": "image"},
-    ),
-    "EncoderCaptureAxis": lambda: (
-        encoder.EncoderCaptureAxis,
-        {"name": "frames", "values": (1, 2)},
-    ),
-    "EncoderCudaGraphPathConfig": lambda: (encoder.EncoderCudaGraphPathConfig, {}),
-    "EncoderItemSpec": lambda: (encoder.EncoderItemSpec, ITEM),
-    "EncoderItemSpec.tokens": lambda: (encoder.EncoderItemSpec(**ITEM).tokens, {}),
-    "Explanation.to_html": lambda: (explanation().to_html, {"path": f"{folder()}/page.html"}),
-    "Explanation.to_json": lambda: (explanation().to_json, {}),
-    "ForwardContext": lambda: (cgcompile.ForwardContext, {}),
-    "HostStaging": lambda: (cgcompile.serving.HostStaging, {"buffer": torch.zeros(4)}),
-    "HostStaging.fill": lambda: (
-        cgcompile.serving.HostStaging(torch.zeros(4)).fill,
-        {"rows": torch.ones(2)},
-    ),
-    "Overview.to_html": lambda: (overview().to_html, {"path": f"{folder()}/page.html"}),
-    "Overview.to_json": lambda: (overview().to_json, {}),
-    "SplittingOp": lambda: (cgcompile.SplittingOp, {"target": "aten::mm"}),
-    "SplittingOp.impl_for": lambda: (
-        cgcompile.SplittingOp("aten::mm").impl_for,
-        {"device_type": "cpu"},
-    ),
-    "Verification.to_html": lambda: (
-        cgcompile.debug.Verification("m", ()).to_html,
-        {"path": f"{folder()}/page.html"},
-    ),
-    "Verification.to_json": lambda: (cgcompile.debug.Verification("m", ()).to_json, {}),
-    "allow_capture": lambda: (entered(cgcompile.graphs.allow_capture), {"allowed": True}),
-    "bisect": lambda: (
-        cgcompile.debug.bisect,
-        {"model": MODEL, "inputs": (X,), "config": CONFIG, "sets": 1},
-    ),
-    "capture_all": lambda: (
-        cgcompile.capture_all,
-        {"step": lambda batch: None, "batches": [], "target": backend()},
-    ),
-    "compile": lambda: (cgcompile.compile, {"model": MODEL, "config": CONFIG}),
-    "coverage": lambda: (cgcompile.coverage, {"model": manager()}),
-    "doctor": lambda: (cgcompile.debug.doctor, {"model": MODEL, "*": X, "config": CONFIG}),
-    "eager_break_during_capture": lambda: (
-        cgcompile.eager_break_during_capture,
-        {"function": lambda: None},
-    ),
-    "explain": lambda: (cgcompile.explain, {"model": MODEL, "*": X, "config": CONFIG}),
-    "get_cudagraph_sizes": lambda: (
-        cgcompile.serving.get_cudagraph_sizes,
-        {"capture_sizes": (2, 4), "max_num_reqs": 4, "max_num_tokens": 8, "cudagraph_mode": FULL},
-    ),
-    "GraphPool": lambda: (cgcompile.GraphPool, {"device": "cpu"}),
-    "override_forward_context": lambda: (
-        entered(cgcompile.context.override_forward_context),
-        {"context": cgcompile.ForwardContext()},
-    ),
-    "profile": lambda: (entered(cgcompile.debug.profile), {"target": manager()}),
-    "report": lambda: (
-        cgcompile.debug.report,
-        {"target": manager(), "path": f"{folder()}/page.html"},
-    ),
-    "runtime": lambda: (cgcompile.runtime, {"compiled": torch.compile(MODEL, backend=backend())}),
-    "set_forward_context": lambda: (entered(cgcompile.set_forward_context), {}),
-    "timeline": lambda: (cgcompile.debug.timeline, {"target": manager()}),
-    "tracing_ranges": lambda: (
-        entered(cgcompile.debug.tracing_ranges),
-        {"push": len, "pop": lambda: None},
-    ),
-    "update_weights": lambda: (
-        cgcompile.update_weights,
-        {"module": MODEL, "state": MODEL.state_dict()},
-    ),
-    "verify": lambda: (
-        cgcompile.verify,
-        {"model": MODEL, "inputs": (X,), "config": CONFIG, "sets": 1},
-    ),
-    "Agreement": lambda: (serving.Agreement, {"dispatcher": dispatcher()}),
-    "Axis": lambda: (serving.Axis, {"name": "x", "values": (1, 2)}),
-    "Batch": lambda: (serving.Batch, {**BATCH, "inputs": {"input": X}}),
-    "DispatchStatistics": lambda: (serving.DispatchStatistics, {}),
-    "InputBuffer": lambda: (serving.InputBuffer, BUFFER),
-    "InputBuffer.dummy": lambda: (serving.InputBuffer(**BUFFER).dummy, BATCH),
-    "InputBuffer.rows": lambda: (serving.InputBuffer(**BUFFER).rows, BATCH),
-    "LoraCases": lambda: (serving.LoraCases, {"counts": (1, 2)}),
-    "LoraCases.count_for": lambda: (
-        serving.LoraCases((1, 2)).count_for,
-        {"has_lora": True, "active": 1},
-    ),
-    "LoraCases.shared": lambda: (serving.LoraCases.shared, {"max_loras": 2}),
-    "LoraCases.specialised": lambda: (serving.LoraCases.specialised, {"max_loras": 2}),
-    "StaticInputs": lambda: (
-        serving.StaticInputs,
-        {"specs": [ROWS], "max_num_tokens": 4, "max_num_reqs": 4, "device": "cpu"},
-    ),
-    "capture_sizes": lambda: (serving.capture_sizes, {"maximum": 16}),
-    "checked_sizes": lambda: (serving.checked_sizes, {"sizes": (1, 2)}),
-    "decode_sizes": lambda: (
-        serving.decode_sizes,
-        {"requests": (1, 2), "query_len": 1, "max_num_reqs": 2, "max_num_tokens": 4},
-    ),
-    "fit_sizes": lambda: (serving.fit_sizes, {"histogram": {1: 3, 4: 2}, "count": 2}),
-    "is_uniform_decode": lambda: (
-        serving.is_uniform_decode,
-        {"query_lens": [1, 1], "is_prefilling": [False, False]},
-    ),
-    "padding_share": lambda: (serving.padding_share, {"ladder": (2, 4), "histogram": {1: 3}}),
-    "round_sizes": lambda: (serving.round_sizes, {"sizes": (2, 4), "multiple": 2, "maximum": 8}),
-    "Costs": lambda: (encoder.Costs, {}),
-    "EncoderStatistics.tokens": lambda: (encoder.EncoderStatistics().tokens, {}),
-    "EncoderStatistics.waste": lambda: (encoder.EncoderStatistics().waste, {}),
-    "PatchEncoder": lambda: (encoder.PatchEncoder, {"forward": len, **PATCHES}),
-    "PatchEncoder.get_input_modality": lambda: (
-        patches().get_input_modality,
-        {"mm_kwargs": IMAGES},
-    ),
-    "PatchEncoder.grids": lambda: (patches().grids, {"mm_kwargs": IMAGES}),
-    "PatchOffsets": lambda: (encoder.PatchOffsets, {"make": grid_rows}),
-    "PatchTable": lambda: (encoder.PatchTable, {"make": grid_rows}),
-    "Sharder": lambda: (encoder.Sharder, {"group": None}),
-    "fitted_budgets": lambda: (encoder.fitted_budgets, {"observed": {4: 2, 9: 1}, "count": 2}),
-    "generated_budgets": lambda: (encoder.generated_budgets, {"least": 4, "most": 64}),
-    "pack": lambda: (
-        encoder.pack,
-        {"needs": NEEDS, "capacity": CAPACITY, "costs": COSTS},
-    ),
-    "resolve_budgets": lambda: (encoder.resolve_budgets, {"budget_range": (4, 64)}),
-    "resolve_frames": lambda: (
-        encoder.resolve_frames,
-        {"max_items": 2, "max_frames_per_video": 2},
-    ),
-    "shares_by_load": lambda: (encoder.shares_by_load, {"sizes": (3, 4), "ranks": 2}),
-    "smallest_budget": lambda: (encoder.smallest_budget, {"budgets": (4, 8), "tokens": 5}),
-    "supports_encoder_cudagraph": lambda: (
-        encoder.supports_encoder_cudagraph,
-        {"model": patches()},
-    ),
-    "EliminateClones": lambda: (passes.EliminateClones, {}),
-    "EliminateNoOps": lambda: (passes.EliminateNoOps, {}),
-    "FunctionPass": lambda: (passes.FunctionPass, {"name": "mine", "function": lambda gm: gm}),
-    "PassManager": lambda: (passes.PassManager, {"passes": ()}),
-    "check_disabled": lambda: (passes.check_disabled, {"disabled": (), "theirs": ()}),
-    "split_graph": lambda: (
-        passes.split_graph,
-        {"gm": graph(), "boundaries": cgcompile.boundaries.Boundaries()},
+        lambda inputs: manager().run(serving.Batch(2, 2, inputs))
     ),
 }
+ENTERED = {"allow_capture", "override_forward_context", "profile", "set_forward_context"}
+ENTERED |= {"tracing_ranges"}
+PLACES = (cgcompile, serving, encoder, passes, cgcompile.debug, cgcompile.graphs)
+PLACES += (cgcompile.boundaries, cgcompile.context)
+WITHOUT_ARGUMENTS = words("""
+    CUDAGraphOptions CompilationConfig CompilationConfig.resolve Counters Bisection.to_json
+    Difference.to_json Finding.to_json Profile.to_json Coverage.to_json CudaGraphManager.capture
+    CudaGraphManager.plan Diagnosis.to_json EncoderCudaGraphManager.capture
+    EncoderCudaGraphPathConfig EncoderItemSpec.tokens Explanation.to_json ForwardContext
+    Overview.to_json Verification.to_json set_forward_context DispatchStatistics Costs
+    EncoderStatistics.tokens EncoderStatistics.waste EliminateClones EliminateNoOps
+""")
+# The arguments of a valid call of each, by name; ``*`` stands for one of *args.
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    **dict.fromkeys(sorted(WITHOUT_ARGUMENTS), dict),
+    "Backend": lambda: {"config": CONFIG},
+    "Backend.anticipate": lambda: {"model": MODEL},
+    "Backend.capture": lambda: {"step": lambda batch: None, "batches": []},
+    "Backend.invalidate": lambda: {"reason": "other weights"},
+    "BatchDescriptor": lambda: {"num_tokens": 2},
+    "Boundaries": lambda: {"entries": ("aten::mm",)},
+    "Boundaries.match": lambda: {"node": first_node()},
+    "Boundaries.match_call": lambda: {"function": len},
+    "BreakableCUDAGraphCapture": lambda: {"device": "cpu"},
+    "BreakableCUDAGraphCapture.add_eager": lambda: {"function": lambda: None},
+    "BreakableCUDAGraphWrapper": lambda: {"runnable": MODEL, "config": CONFIG},
+    "CUDAGraphWrapper": lambda: {"runnable": MODEL, "config": CONFIG, "runtime_mode": FULL},
+    "CompiledModel.invalidate": lambda: {"reason": "other weights"},
+    "CudaGraphManager": lambda: {
+        "model": MODEL,
+        "dispatcher": dispatcher(),
+        "inputs": [ROWS],
+        "device": "cpu",
+        "config": CONFIG,
+    },
+    "CudaGraphManager.dispatched": lambda: {"batch": serving.Batch(2, 2, {"input": X})},
+    "CudaGraphManager.dummy_batch": lambda: {"descriptor": DESCRIPTOR, "phase": "capture"},
+    "CudaGraphManager.get_cudagraph_runtime_mode": lambda: {
+        "num_reqs": 2,
+        "num_tokens": 2,
+        "max_query_len": 1,
+    },
+    "CudaGraphManager.get_cudagraph_size": lambda: {"num_tokens": 2},
+    "CudaGraphManager.run": lambda: {"batch": serving.Batch(2, 2, {"input": X})},
+    "CudaGraphManager.run, inputs": lambda: {"inputs": {"input": X}},
+    "CudaGraphManager.run_fullgraph": lambda: {"num_tokens": 2},
+    "CudagraphDispatcher": lambda: {
+        "mode": FULL,
+        "sizes": (2, 4),
+        "max_num_reqs": 4,
+        "max_num_tokens": 8,
+    },
+    "CudagraphDispatcher.captured": lambda: {"mode": FULL, "descriptor": DESCRIPTOR},
+    "CudagraphDispatcher.dispatch": lambda: BATCH,
+    "CudagraphDispatcher.is_captured": lambda: {"mode": FULL, "descriptor": DESCRIPTOR},
+    "CudagraphDispatcher.planned_size": lambda: {"num_tokens": 2},
+    "CudagraphDispatcher.refused": lambda: {
+        "mode": FULL,
+        "descriptor": DESCRIPTOR,
+        "why": "no memory",
+    },
+    "Diagnosis.of": lambda: {"model": "m", "device": "cpu", "findings": []},
+    "Diagnosis.of_error": lambda: {"error": ValueError("x")},
+    "Diagnosis.of_kind": lambda: {"kind": "sync"},
+    "Diagnosis.to_html": lambda: {"path": f"{folder()}/page.html"},
+    "DynamicDim": lambda: {"dim": 0, "name": "tokens"},
+    "EncoderCudaGraphConfig": lambda: {
+        "modalities": ("image",),
+        "buffer_keys": ("x",),
+        "out_hidden_size": 4,
+    },
+    "EncoderCudaGraphManager": lambda: {"model": patches(), **ENCODER},
+    "EncoderCudaGraphManager.execute": lambda: {"mm_kwargs": IMAGES},
+    "EncoderCudaGraphManager.graph_inputs": lambda: {"key": encoder.GraphKey("default", 16)},
+    "EncoderCudaGraphManager.supports_modality": lambda: {"modality": "image"},
+    "EncoderCaptureAxis": lambda: {"name": "frames", "values": (1, 2)},
+    "EncoderItemSpec": lambda: ITEM,
+    "Explanation.to_html": lambda: {"path": f"{folder()}/page.html"},
+    "HostStaging": lambda: {"buffer": torch.zeros(4)},
+    "HostStaging.fill": lambda: {"rows": torch.ones(2)},
+    "Overview.to_html": lambda: {"path": f"{folder()}/page.html"},
+    "SplittingOp": lambda: {"target": "aten::mm"},
+    "SplittingOp.impl_for": lambda: {"device_type": "cpu"},
+    "Verification.to_html": lambda: {"path": f"{folder()}/page.html"},
+    "allow_capture": lambda: {"allowed": True},
+    "bisect": lambda: {"model": MODEL, "inputs": (X,), "config": CONFIG, "sets": 1},
+    "capture_all": lambda: {"step": lambda batch: None, "batches": [], "target": backend()},
+    "compile": lambda: {"model": MODEL, "config": CONFIG},
+    "coverage": lambda: {"model": manager()},
+    "doctor": lambda: {"model": MODEL, "*": X, "config": CONFIG},
+    "eager_break_during_capture": lambda: {"function": lambda: None},
+    "explain": lambda: {"model": MODEL, "*": X, "config": CONFIG},
+    "get_cudagraph_sizes": lambda: {
+        "capture_sizes": (2, 4),
+        "max_num_reqs": 4,
+        "max_num_tokens": 8,
+        "cudagraph_mode": FULL,
+    },
+    "GraphPool": lambda: {"device": "cpu"},
+    "override_forward_context": lambda: {"context": cgcompile.ForwardContext()},
+    "profile": lambda: {"target": manager()},
+    "report": lambda: {"target": manager(), "path": f"{folder()}/page.html"},
+    "runtime": lambda: {"compiled": torch.compile(MODEL, backend=backend())},
+    "timeline": lambda: {"target": manager()},
+    "tracing_ranges": lambda: {"push": len, "pop": lambda: None},
+    "update_weights": lambda: {"module": MODEL, "state": MODEL.state_dict()},
+    "verify": lambda: {"model": MODEL, "inputs": (X,), "config": CONFIG, "sets": 1},
+    "Agreement": lambda: {"dispatcher": dispatcher()},
+    "Axis": lambda: {"name": "x", "values": (1, 2)},
+    "Batch": lambda: {**BATCH, "inputs": {"input": X}},
+    "InputBuffer": lambda: BUFFER,
+    "InputBuffer.dummy": lambda: BATCH,
+    "InputBuffer.rows": lambda: BATCH,
+    "LoraCases": lambda: {"counts": (1, 2)},
+    "LoraCases.count_for": lambda: {"has_lora": True, "active": 1},
+    "LoraCases.shared": lambda: {"max_loras": 2},
+    "LoraCases.specialised": lambda: {"max_loras": 2},
+    "StaticInputs": lambda: {
+        "specs": [ROWS],
+        "max_num_tokens": 4,
+        "max_num_reqs": 4,
+        "device": "cpu",
+    },
+    "capture_sizes": lambda: {"maximum": 16},
+    "checked_sizes": lambda: {"sizes": (1, 2)},
+    "decode_sizes": lambda: {
+        "requests": (1, 2),
+        "query_len": 1,
+        "max_num_reqs": 2,
+        "max_num_tokens": 4,
+    },
+    "fit_sizes": lambda: {"histogram": {1: 3, 4: 2}, "count": 2},
+    "is_uniform_decode": lambda: {"query_lens": [1, 1], "is_prefilling": [False, False]},
+    "padding_share": lambda: {"ladder": (2, 4), "histogram": {1: 3}},
+    "round_sizes": lambda: {"sizes": (2, 4), "multiple": 2, "maximum": 8},
+    "PatchEncoder": lambda: {"forward": len, **PATCHES},
+    "PatchEncoder.get_input_modality": lambda: {"mm_kwargs": IMAGES},
+    "PatchEncoder.grids": lambda: {"mm_kwargs": IMAGES},
+    "PatchOffsets": lambda: {"make": grid_rows},
+    "PatchTable": lambda: {"make": grid_rows},
+    "Sharder": lambda: {"group": None},
+    "fitted_budgets": lambda: {"observed": {4: 2, 9: 1}, "count": 2},
+    "generated_budgets": lambda: {"least": 4, "most": 64},
+    "pack": lambda: {"needs": NEEDS, "capacity": CAPACITY, "costs": COSTS},
+    "resolve_budgets": lambda: {"budget_range": (4, 64)},
+    "resolve_frames": lambda: {"max_items": 2, "max_frames_per_video": 2},
+    "shares_by_load": lambda: {"sizes": (3, 4), "ranks": 2},
+    "smallest_budget": lambda: {"budgets": (4, 8), "tokens": 5},
+    "supports_encoder_cudagraph": lambda: {"model": patches()},
+    "FunctionPass": lambda: {"name": "mine", "function": lambda gm: gm},
+    "PassManager": lambda: {"passes": ()},
+    "check_disabled": lambda: {"disabled": (), "theirs": ()},
+    "split_graph": lambda: {"gm": graph(), "boundaries": cgcompile.boundaries.Boundaries()},
+}
+
+
+def valid_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A public callable and the arguments of a valid call of it."""
+    owner, _, method = name.partition(".")
+    if name in SPECIAL:
+        return SPECIAL[name](), CALLS[name]()
+    if method and owner in OBJECTS:
+        return getattr(OBJECTS[owner](), method), CALLS[name]()
+    value = next(getattr(place, owner) for place in PLACES if hasattr(place, owner))
+    value = getattr(value, method) if method else value
+    return entered(value) if name in ENTERED else value, CALLS[name]()
 
 
 def first_node() -> fx.Node:
@@ -556,9 +472,9 @@ def test_the_table_has_every_public_callable() -> None:
 def test_valid_calls_succeed(name: str) -> None:
     if name in REFUSED:
         with pytest.raises(CGCompileError):
-            called(*CALLS[name]())
+            called(*valid_call(name))
         return
-    function, arguments = CALLS[name]()
+    function, arguments = valid_call(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         called(function, arguments)
@@ -630,7 +546,7 @@ def complaint(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bad_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, arguments = CALLS[name]()
+    function, arguments = valid_call(name)
     names = [each.name for each in parameters(function) if each.kind is not each.VAR_POSITIONAL]
     complaints = []
     with warnings.catch_warnings():

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from lib.snapshots import assert_snapshot
 
 import cgcompile
 from cgcompile import CompilationConfig, CompilationMode, CUDAGraphMode
@@ -11,38 +12,15 @@ from cgcompile.errors import ConfigError
 
 
 def test_every_setting_is_documented() -> None:
-    for spec in dataclasses.fields(CompilationConfig):
-        assert spec.metadata["doc"]
+    for name in CompilationConfig.names():
+        assert f"        {name}: " in (CompilationConfig.__doc__ or "")
 
 
-def test_settings_are_a_decision() -> None:
-    assert CompilationConfig.names() == (
-        "mode",
-        "cudagraph_mode",
-        "compiler",
-        "on_compile_error",
-        "inductor_options",
-        "splitting",
-        "splitting_ops",
-        "builtin_splitting_ops",
-        "graph_passes",
-        "piece_passes",
-        "disabled_passes",
-        "cudagraph_capture_sizes",
-        "compile_sizes",
-        "compile_ranges_endpoints",
-        "capture_dim",
-        "dump_passes",
-        "cache_dir",
-        "capture_device",
-        "strict",
-        "on_input_change",
-        "poison",
-        "debug",
-        "num_warmups",
-        "max_captured_shapes",
-        "max_bindings",
-    )
+def test_settings_and_defaults_are_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CGCOMPILE_CACHE_DIR", raising=False)
+    config = CompilationConfig()
+    rows = [f"{name} = {getattr(config, name)!r}" for name in CompilationConfig.names()]
+    assert_snapshot("settings", "\n".join(rows))
 
 
 def test_frozen_and_hashable() -> None:
@@ -258,7 +236,10 @@ def test_a_variable_that_a_mode_would_ignore_is_ignored(
 def test_a_variable_that_a_mode_uses_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_CAPTURE_DEVICE", "host")
     monkeypatch.setenv("CGCOMPILE_CAPTURE_DIM", "x.size()[0]")
+    monkeypatch.setenv("CGCOMPILE_STRICT", "0")  # the default
+    assert CompilationConfig(mode="NONE").origins["strict"] == "default"
     config = CompilationConfig(mode="NONE", cudagraph_mode="FULL")
+    assert config.origins["strict"] == "environment"
     assert config.capture_device == "host"
     assert config.capture_dim is None
     assert CompilationConfig(compile_sizes=[2]).capture_dim == "x.size()[0]"

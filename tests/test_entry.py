@@ -76,35 +76,17 @@ def test_each_size_is_warmed_captured_and_replayed_in_turn(device: str, name: st
 
 
 @pytest.mark.parametrize("name", ["sdpa", "op_packet"])
-def test_tensors_of_the_caller_are_not_written_by_later_steps(device: str, name: str) -> None:
-    _, compiled, backend = compiled_case(name, device)
-    given = [marked(batch(device))] + [batch(device) for _ in range(4)]
-    kept = [each.clone() for each in given]
-    for x in given:
-        compiled(x)
-    assert_same(given, kept)
-    assert_counts(backend, 1, 3, {WARMING: 1})
-
-
-@pytest.mark.parametrize("name", ["sdpa", "op_packet"])
-def test_a_result_survives_later_steps_and_release(device: str, name: str) -> None:
+def test_inputs_and_results_are_the_callers(device: str, name: str) -> None:
     model, compiled, backend = compiled_case(name, device)
-    given = [marked(batch(device))] + [batch(device) for _ in range(4)]
-    found = [compiled(x) for x in given]
+    inputs = [marked(batch(device))] + [batch(device) for _ in range(4)]
+    kept = [x.clone() for x in inputs]
+    results = [compiled(x) for x in inputs]
+    assert_same(inputs, kept)
     assert_steps(compiled, model, device, size=3)
     backend.graphs[0].release()
-    assert_same(found, [model(x) for x in given])
-    assert len({each.data_ptr() for each in found}) == len(found)
+    assert_same(results, [model(x) for x in inputs])
+    assert len({result.data_ptr() for result in results}) == len(results)
     assert_counts(backend, 2, 4, {WARMING: 2})
-
-
-@pytest.mark.parametrize(("name", "mode"), [("sdpa", FULL), ("op_packet", PIECEWISE)])
-def test_one_graph_where_attention_allows_it_else_pieces(device: str, name: str, mode: Any) -> None:
-    model, compiled, backend = compiled_case(name, device)
-    start(compiled, model, device)
-    assert_steps(compiled, model, device)
-    assert modes(backend) == [mode]
-    assert_counts(backend, 1, 2, {WARMING: 1})
 
 
 @pytest.mark.parametrize("warmups", [0, 2])
@@ -243,12 +225,14 @@ def test_released_graphs_are_warmed_captured_and_replayed_again(device: str) -> 
 @pytest.mark.parametrize(
     ("name", "setting", "mode"),
     [
+        ("sdpa", "FULL_AND_PIECEWISE", FULL),  # one graph where attention allows it
+        ("op_packet", "FULL_AND_PIECEWISE", PIECEWISE),
         ("sdpa", "FULL", FULL),
         ("sdpa", "PIECEWISE", PIECEWISE),
         ("op_packet", "PIECEWISE", PIECEWISE),
     ],
 )
-def test_the_settings_say_which_graphs(device: str, name: str, setting: str, mode: Any) -> None:
+def test_modes_of_graphs(device: str, name: str, setting: str, mode: Any) -> None:
     model, compiled, backend = compiled_case(name, device, cudagraph_mode=setting)
     start(compiled, model, device)
     assert_steps(compiled, model, device)
@@ -587,7 +571,7 @@ def test_two_models_of_one_class_keep_their_weights_apart(device: str, name: str
             assert_steps(one, model, device, steps=1)
     assert_counts(backend, 2, 4, {WARMING: 2})
     (graph,) = backend.graphs
-    assert len(graph.bindings) == 2
+    assert len(graph.weight_sets) == 2
 
 
 class ReturnsItsBias(nn.Module):
@@ -608,10 +592,10 @@ def test_a_dead_model_takes_its_graphs_along(device: str, kind: Any) -> None:
     assert_steps(other, second, device)
     assert_steps(one, first, device)
     (graph,) = backend.graphs
-    assert len(graph.bindings) == 2
+    assert len(graph.weight_sets) == 2
     del other, second
     gc.collect()
-    assert len(graph.bindings) == 1
+    assert len(graph.weight_sets) == 1
     third = other_weights(made(kind, device))
     assert_steps(torch.compile(third, backend=backend), third, device)
     assert_steps(one, first, device)
@@ -634,11 +618,11 @@ def test_replaced_weights_are_another_binding(device: str) -> None:
     model, compiled, backend = compiled_case("sdpa", device)
     start(compiled, model, device)
     assert_steps(compiled, model, device)
-    (before,) = backend.graphs[0].bindings
+    (before,) = backend.graphs[0].weight_sets
     fresh = other_weights(build(CASES["sdpa"], device)).state_dict()
     model.load_state_dict(fresh, assign=True)
     assert_steps(compiled, model, device)
-    assert backend.graphs[0].bindings[-1] is not before
+    assert backend.graphs[0].weight_sets[-1] is not before
     assert_counts(backend, 2, 3, {WARMING: 2})
 
 
@@ -654,7 +638,7 @@ def test_layers_compiled_one_by_one(device: str) -> None:
         assert_same(found, x)
     assert_counts(backend, 3, 9, {WARMING: 3})
     (graph,) = backend.graphs
-    assert len(graph.bindings) == 3
+    assert len(graph.weight_sets) == 3
 
 
 def test_a_static_and_then_a_dynamic_compilation(device: str) -> None:

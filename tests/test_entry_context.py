@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lib.asserts import build
 from lib.cases import CASES, D
 from lib.entry import (
@@ -14,7 +13,6 @@ from lib.entry import (
     ByContext,
     Hook,
     Hooked,
-    Times,
     WithCache,
     assert_counts,
     assert_same,
@@ -27,7 +25,6 @@ from lib.entry import (
     made,
     marked,
 )
-from torch import nn
 
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, set_forward_context
 from cgcompile.errors import AddressChangedError, DispatchError, HostValueChangedError
@@ -179,48 +176,7 @@ def test_two_models_of_one_class_under_one_descriptor(device: str) -> None:
     assert len(backend.graphs) == 1
 
 
-def test_released_graphs_are_captured_again(device: str) -> None:
-    model, compiled, backend = compiled_case("sdpa", device)
-    buffers = Buffers(device)
-    check_steps(compiled, model, buffers, FULL, steps=3)
-    backend.release()
-    check_steps(compiled, model, buffers, FULL, steps=3)
-    assert_counts(backend, 2, 2, {WARMING: 2})
-
-
 # ------------------------------------------------------------------ refused steps
-
-
-@pytest.mark.parametrize(("name", "mode"), [("sdpa", FULL), ("op_packet", PIECEWISE)])
-def test_an_input_elsewhere_is_an_error_that_names_it(device: str, name: str, mode: Any) -> None:
-    model, compiled, backend = compiled_case(name, device)
-    buffers = Buffers(device)
-    check_steps(compiled, model, buffers, mode, steps=3)
-    elsewhere = batch(device)
-    with context(mode), pytest.raises(AddressChangedError, match=r"num_tokens=6: input . 'x'"):
-        compiled(elsewhere)
-    check_steps(compiled, model, buffers, mode, steps=2)
-    assert_counts(backend, 1, 3, {WARMING: 1}, failures=1)
-
-
-class Scales(nn.Module):
-    def forward(self, x, n):
-        return F.scaled_dot_product_attention(x, x, x) * n
-
-
-@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
-def test_another_number_is_an_error_that_names_it(device: str, mode: Any) -> None:
-    model, compiled, backend = compiled_model(Scales, device, dynamic=True)
-    buffers = Buffers(device)
-    for n in (3, 3, 3, 4, 3):
-        x = buffers.fill()
-        with context(mode):
-            if n == 3:
-                assert_same(compiled(x, n), model(x, n))
-                continue
-            with pytest.raises(HostValueChangedError, match="'n' is 4, was 3"):
-                compiled(x, n)
-    assert_counts(backend, 1, 2, {WARMING: 1}, failures=1)
 
 
 def test_another_size_under_one_descriptor_is_an_error(device: str) -> None:
@@ -231,18 +187,6 @@ def test_another_size_under_one_descriptor_is_an_error(device: str) -> None:
         compiled(buffers.fill(3))
     check_steps(compiled, model, buffers, FULL, steps=1)
     assert_counts(backend, 1, 2, {WARMING: 1}, failures=1)
-
-
-def test_a_number_that_a_boundary_alone_reads_may_change(device: str) -> None:
-    made(Times, device)  # defines the operators
-    settings = {"splitting_ops": ("cgentry::times",)}
-    model, compiled, backend = compiled_model(Times, device, dynamic=True, **settings)
-    buffers = Buffers(device)
-    for n in range(2, 7):
-        x = buffers.fill()
-        with context(PIECEWISE):
-            assert_same(compiled(x, n), model(x, n))
-    assert_counts(backend, 1, 3, {WARMING: 1})
 
 
 @pytest.mark.parametrize("mode", [FULL, PIECEWISE])

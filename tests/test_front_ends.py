@@ -502,7 +502,7 @@ def assert_same_breaks(ends: FrontEnds) -> None:
 
 def assert_graphs_of_wrappers(ends: FrontEnds) -> None:
     """A sequence of FX pieces holds the very graphs of the wrappers' entries, in order."""
-    (binding,) = ends.graph.bindings
+    (binding,) = ends.graph.weight_sets
     wrappers = list(binding.wrappers.values())
     captured = [piece.name for piece in ends.graph.split.pieces if piece.capture]
     assert [wrapper.name for wrapper in wrappers] == captured
@@ -540,7 +540,7 @@ def test_a_replay_goes_through_no_code_of_pieces(device: str, name: str) -> None
     with torch.no_grad():
         ends = FrontEnds(name, device)
         ends.steps(2)
-        graph, (binding,) = ends.graph, ends.graph.bindings
+        graph, (binding,) = ends.graph, ends.graph.weight_sets
         for place in ("_run", "_run_differentiable"):
             setattr(graph, place, refuse)
         for wrapper in (*binding.wrappers.values(), binding.full):

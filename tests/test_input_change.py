@@ -236,6 +236,14 @@ def test_recapture_is_bounded(device: str, mode: Any) -> None:
     assert_counts(backend, 2, 4, {WARMING: 2, Reason.TOO_MANY_SHAPES: 4})
 
 
+def test_recapture_of_addresses_that_never_repeat(device: str) -> None:
+    runs, backend = compiled_nested(device, PIECEWISE, on_input_change="recapture")
+    inputs = [Given.on(device) for _ in range(12)]  # held, so that all addresses differ
+    for given in inputs:
+        runs.check(given)
+    assert_counts(backend, 0, 0, {WARMING: 12})
+
+
 def test_a_recapture_that_fails_spares_what_was_captured(device: str, hook: Any) -> None:
     settings = {**HOOKED, "on_input_change": "recapture"}
     model, compiled, backend = compiled_model(Hooked, device, **settings)
@@ -258,7 +266,7 @@ def test_a_recapture_that_fails_spares_what_was_captured(device: str, hook: Any)
     hook(lambda x: torch.softmax(x, -1))
     check(first, 2)
     assert_counts(backend, 1, 3, {WARMING: 2}, failures=1)
-    (graph,), (binding,) = backend.graphs, backend.graphs[0].bindings
+    (graph,), (binding,) = backend.graphs, backend.graphs[0].weight_sets
     (recording,) = graph.recordings
     entries = [each.concrete_cudagraph_entries for each in binding.wrappers.values()]
     kept = [each[BatchDescriptor(ROWS)].graph for each in entries if each]
@@ -479,7 +487,13 @@ def test_a_wrapper_recaptures_for_each_set_of_addresses(device: str, kind: Kind)
         runs.check(second)
         runs.check(first, 2)
     assert_counters(wrapper, captures=2, replays=13)
-    assert list(wrapper.concrete_cudagraph_entries) == [BatchDescriptor(ROWS)]
+    last = []
+    for given in (second, second, first, first, second):
+        runs.check(given)
+        last += wrapper.concrete_cudagraph_entries.values()
+    assert last[0] is last[1] is last[4] is not last[2]
+    assert last[2] is last[3] is not last[0]
+    assert set(wrapper.entries_of(kind.mode, BatchDescriptor(ROWS))) == {last[0], last[2]}
 
 
 def test_a_wrapper_recaptures_no_more_than_allowed(device: str, kind: Kind) -> None:
@@ -896,20 +910,35 @@ def attending(way: str) -> SplittingOp:
     return SplittingOp("cgchange::attend", impl=impl_of(own_attention, way))
 
 
+def of_front_end(front_end: str, model: Any, *entries: SplittingOp) -> tuple[Any, Any]:
+    """Return (what runs the model, its counters)."""
+    if front_end == "pieces":
+        backend = backend_for(splitting_ops=entries)
+        return torch.compile(model, backend=backend), backend
+    config = CompilationConfig(capture_device="host", splitting_ops=entries)
+    wrapper = BreakableCUDAGraphWrapper(model, config, PIECEWISE, QUICK)
+    return wrapper, wrapper
+
+
+FRONT_ENDS = pytest.mark.parametrize("front_end", ["pieces", "breakable"])
+
+
+@FRONT_ENDS
 @pytest.mark.parametrize("way", [ANY_DEVICE, PER_DEVICE, NO_DEVICE])
-def test_a_replay_of_pieces_calls_the_function_of_an_op(device: str, way: str) -> None:
-    model, compiled, backend = compiled_model(Weights, device, splitting_ops=(attending(way),))
-    x = batch(device, ROWS)
-    for calls in range(5):
+def test_a_replay_calls_the_function_of_an_op(device: str, way: str, front_end: str) -> None:
+    model = made(Weights, device).requires_grad_(False)
+    run, counted = of_front_end(front_end, model, attending(way))
+    x, before = batch(device, ROWS), {"pieces": 2, "breakable": 1}[front_end]
+    for calls in range(before + 3):
         x.normal_()
         expected = model(x)
         RUN.clear()
         with context(PIECEWISE):
-            assert_same(compiled(x), expected)
-        if calls > 1:  # warming and capture may take either
+            assert_same(run(x), expected)
+        if calls >= before:  # warming and capture may take either
             assert_ran("attend", way)
         assert RUN.total() == 1
-    assert_counts(backend, 1, 3, {WARMING: 1})
+    assert (counted.counters.captures, counted.counters.replays) == (1, 3)
 
 
 @pytest.mark.parametrize("way", [ANY_DEVICE, NO_DEVICE])
@@ -922,10 +951,9 @@ def test_a_function_with_a_fresh_result_crosses_a_bridge(device: str, way: str, 
 
     hook(counted)
     entry = SplittingOp(*HOOKED["splitting_ops"], impl=impl_of(own_softmax, way))
-    model, backend = made(Hooked, device), backend_for(splitting_ops=(entry,))
-    compiled, x = torch.compile(model, backend=backend), batch(device, ROWS)
-    config = CompilationConfig(capture_device="host", splitting_ops=(entry,))
-    wrapper = BreakableCUDAGraphWrapper(model, config, PIECEWISE, QUICK)
+    model, x = made(Hooked, device), batch(device, ROWS)
+    compiled, backend = of_front_end("pieces", model, entry)
+    wrapper, _ = of_front_end("breakable", model, entry)
     for calls in range(5):
         x.normal_()
         expected = model(x)
@@ -937,24 +965,6 @@ def test_a_function_with_a_fresh_result_crosses_a_bridge(device: str, way: str, 
                 assert_ran("op", way)
     assert_counts(backend, 1, 3, {WARMING: 1})
     assert_counters(wrapper, captures=1, replays=4)
-
-
-@pytest.mark.parametrize("way", [ANY_DEVICE, PER_DEVICE, NO_DEVICE])
-def test_a_break_calls_the_function_of_an_op(device: str, way: str) -> None:
-    model = made(Weights, device).requires_grad_(False)
-    config = CompilationConfig(capture_device="host", splitting_ops=(attending(way),))
-    wrapper = BreakableCUDAGraphWrapper(model, config, PIECEWISE, QUICK)
-    x = batch(device, ROWS)
-    for calls in range(4):
-        x.normal_()
-        expected = model(x)
-        RUN.clear()
-        with context(PIECEWISE):
-            assert_same(wrapper(x), expected)
-        if calls > 0:
-            assert_ran("attend", way)
-        assert RUN.total() == 1
-    assert_counters(wrapper, captures=1, replays=3)
 
 
 class ByKeyword(nn.Module):
@@ -977,16 +987,13 @@ class TwoResults(nn.Module):
 
 
 @pytest.mark.parametrize("build", [ByKeyword, Neighbours, TwoResults])
-@pytest.mark.parametrize("front_end", ["pieces", "breakable"])
+@FRONT_ENDS
 def test_the_function_of_an_op_serves_each_form_of_call(
     device: str, front_end: str, build: Any
 ) -> None:
     entries = (attending(ANY_DEVICE), SplittingOp("cgchange::halves", impl=own_halves))
     model = build()
-    run: Any = torch.compile(model, backend=backend_for(splitting_ops=entries))
-    if front_end == "breakable":
-        config = CompilationConfig(capture_device="host", splitting_ops=entries)
-        run = BreakableCUDAGraphWrapper(model, config, PIECEWISE, QUICK)
+    run, _ = of_front_end(front_end, model, *entries)
     x = batch(device, ROWS)
     for _ in range(4):
         x.normal_()

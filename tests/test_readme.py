@@ -12,7 +12,7 @@ import torch
 
 import cgcompile
 from cgcompile import errors
-from cgcompile.debug.findings import KINDS
+from cgcompile.debug.doctor import KINDS
 from cgcompile.debug.locate import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]

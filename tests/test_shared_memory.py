@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lib.breakable import FULL, PIECEWISE, step
 from lib.entry import HOOKED, assert_counts, assert_same, backend_for, batch, operators
 from torch import nn
 
@@ -14,7 +15,6 @@ from cgcompile import (
     BatchDescriptor,
     BreakableCUDAGraphWrapper,
     CompilationConfig,
-    CUDAGraphMode,
     CUDAGraphWrapper,
     Reason,
     eager_break_during_capture,
@@ -24,7 +24,6 @@ from cgcompile.errors import AddressChangedError, CaptureError
 from cgcompile.graphs.capture import inside_capture
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
-PIECEWISE = CUDAGraphMode.PIECEWISE
 HOST = CompilationConfig(capture_device="host")
 
 
@@ -39,12 +38,9 @@ def nothing_is_left() -> Iterator[None]:
     assert not inside_capture()
 
 
-def step(tokens: int = 4, mode: CUDAGraphMode = PIECEWISE) -> set_forward_context:
-    return context(mode, BatchDescriptor(tokens))
-
-
-def context(mode: CUDAGraphMode, batch: BatchDescriptor) -> set_forward_context:
-    return set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=batch)
+@eager_break_during_capture
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
 
 
 def check_wrapper(function: Any, device: str, steps: int = 4) -> BreakableCUDAGraphWrapper:
@@ -53,7 +49,7 @@ def check_wrapper(function: Any, device: str, steps: int = 4) -> BreakableCUDAGr
     for _ in range(steps):
         x.normal_()
         expected = function(x.clone())
-        with step():
+        with step(4):
             assert_same(wrapper(x), expected)
     assert (wrapper.counters.captures, wrapper.counters.replays) == (1, steps - 1)
     return wrapper
@@ -135,10 +131,10 @@ def test_a_result_under_a_context_as_the_input_of_a_capture_runs_plain(device: s
     x = batch(device, 4)
     for _ in range(5):
         x.normal_()
-        with step(4, CUDAGraphMode.FULL):
+        with step(4, FULL):
             first = compiled(x)
         kept = first.clone()
-        with step(5, CUDAGraphMode.FULL):
+        with step(5, FULL):
             second = compiled(first)
         assert torch.equal(first, kept)
         assert_same(second, model(kept))
@@ -150,27 +146,91 @@ def test_a_result_under_a_context_as_the_input_of_a_capture_runs_plain(device: s
 # ---------------------------------------------------------------- what a break leaves
 
 
-def test_a_graph_does_not_write_a_copy_of_what_a_break_returned(device: str) -> None:
-    cache = torch.zeros(4, 8, device=device)
-
+def model_with_breaks(kind: str, cache: torch.Tensor) -> Any:
     @eager_break_during_capture
     def get_cache():
         return cache
 
+    @eager_break_during_capture
+    def write(target, x):
+        target.add_(x)
+
+    @eager_break_during_capture
+    def append(x, results):
+        results.append(x + len(results))
+
     def model(x):
-        return get_cache().add_(x) * 2
+        if kind == "break appends to a list":
+            results: list[torch.Tensor] = []
+            append(x + 1, results)
+            return results[0] * 2
+        kept = get_cache()
+        target = kept if kind.endswith("copy") else cache
+        if kind.startswith("graph"):
+            target.add_(x)
+        else:
+            write(target, x)
+        return kept + 1
+
+    return model
+
+
+REFUSED = {
+    "graph writes the copy": r"add_.*'.*get_cache'.*a copy",
+    "graph writes the original": r"get_cache.*one of the two is stale",
+    "break writes the copy": r"get_cache.*one of the two is stale",
+    "break writes the original": r"get_cache.*one of the two is stale",
+    "break appends to a list": "append' changed a list",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_change_that_a_replay_would_not_show_is_an_error(device: str, kind: str) -> None:
+    cache = torch.zeros(4, 8, device=device)
+    wrapper = BreakableCUDAGraphWrapper(model_with_breaks(kind, cache), HOST, PIECEWISE)
+    with step(4), pytest.raises(CaptureError, match=REFUSED[kind]):
+        wrapper(torch.ones(4, 8, device=device))
+    assert not wrapper.concrete_cudagraph_entries
+
+
+KEEPERS = {
+    "a tensor": (lambda tensor: tensor, lambda tensor: tensor),
+    "a view": (lambda tensor: tensor[1:], lambda view: view),
+    "C++": (torch.utils.dlpack.to_dlpack, torch.from_dlpack),
+}
+KEPT = [("a tensor", False), ("a view", False), ("a view", True), ("C++", True)]
+
+
+@pytest.mark.parametrize(("keeper", "by_break"), KEPT)
+def test_a_result_of_a_break_that_is_kept_and_written(
+    device: str, keeper: str, by_break: bool
+) -> None:
+    keep, take = KEEPERS[keeper]
+    kept = []
+
+    @eager_break_during_capture
+    def doubles(x):
+        result = x * 2
+        kept[:] = [keep(result)]
+        return result
+
+    def write(target):
+        target.add_(1)
+
+    write_here = eager_break_during_capture(write) if by_break else write
+
+    def model(x):
+        result = doubles(x)
+        write_here(take(kept[0]))
+        return result + 1
 
     wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
-    with step(), pytest.raises(CaptureError, match=r"add_.*'.*get_cache'.*a copy"):
+    with step(4), pytest.raises(CaptureError, match=r"doubles.*one of the two is stale"):
         wrapper(torch.ones(4, 8, device=device))
     assert not wrapper.concrete_cudagraph_entries
 
 
 def test_a_graph_may_write_what_a_break_made(device: str) -> None:
-    @eager_break_during_capture
-    def doubled(x):
-        return x * 2
-
     check_wrapper(lambda x: doubled(x).add_(x).sin_() + x, device)
 
 
@@ -180,10 +240,6 @@ class Outer(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_a_mode_of_the_program_inside_of_a_capture_is_named(device: str) -> None:
-    @eager_break_during_capture
-    def doubled(x):
-        return x * 2
-
     def model(x):
         with Outer():
             return doubled(x + 1) - 1
@@ -191,7 +247,7 @@ def test_a_mode_of_the_program_inside_of_a_capture_is_named(device: str) -> None
     wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
     x = torch.randn(4, 8, device=device)
     for _ in range(2):
-        with step(), pytest.raises(CaptureError, match="Outer, a dispatch mode"):
+        with step(4), pytest.raises(CaptureError, match="Outer, a dispatch mode"):
             wrapper(x)
         assert_same(model(x), (x + 1) * 2 - 1)
     with Outer():  # around the whole it is no trouble
@@ -216,7 +272,7 @@ def test_whatever_holds_a_tensor_is_guarded(device: str, kind: str) -> None:
 
     model = Model().to(device).requires_grad_(False)
     wrapper, x = CUDAGraphWrapper(model, HOST), torch.randn(4, 8, device=device)
-    with step(4, CUDAGraphMode.FULL):
+    with step(4, FULL):
         for _ in range(3):
             assert_same(wrapper(x), model(x))
         if kind == "submodule":
@@ -240,10 +296,6 @@ def test_whatever_holds_a_tensor_is_guarded(device: str, kind: str) -> None:
 def test_a_segment_that_cannot_begin_leaves_nothing(
     device: str, error: type[BaseException], which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @eager_break_during_capture
-    def doubled(x):
-        return x * 2
-
     from cgcompile.graphs.breaks import BreakMode
 
     switch_on, calls = BreakMode.switch_on, [0]
@@ -258,39 +310,13 @@ def test_a_segment_that_cannot_begin_leaves_nothing(
     x = torch.randn(4, 8, device=device)
     with monkeypatch.context() as patch:
         patch.setattr(BreakMode, "switch_on", failing)
-        with step(), pytest.raises(error, match="interrupted"):
+        with step(4), pytest.raises(error, match="interrupted"):
             wrapper(x)
     assert not inside_capture()
     check_wrapper(lambda x: doubled(x + 1) - 1, device)
 
 
 # ---------------------------------------------------------------- what the program keeps
-
-
-@pytest.mark.parametrize("later", ["break writes the copy", "captured op", "break"])
-def test_a_stale_copy_of_what_the_program_keeps_is_an_error(device: str, later: str) -> None:
-    cache = torch.zeros(4, 8, device=device)
-
-    @eager_break_during_capture
-    def get_cache():
-        return cache
-
-    @eager_break_during_capture
-    def write(target, x):
-        target.add_(x)
-
-    def model(x):
-        kept = get_cache()
-        if later == "captured op":
-            cache.add_(x)
-        else:
-            write(kept if later == "break writes the copy" else cache, x)
-        return kept + 1
-
-    wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
-    with step(), pytest.raises(CaptureError, match=r"get_cache.*one of the two is stale"):
-        wrapper(torch.ones(4, 8, device=device))
-    assert not wrapper.concrete_cudagraph_entries
 
 
 def test_what_the_program_keeps_and_nobody_writes_is_read_anew(device: str) -> None:
@@ -304,24 +330,9 @@ def test_what_the_program_keeps_and_nobody_writes_is_read_anew(device: str) -> N
     x = torch.rand(4, 8, device=device)
     for _ in range(4):
         table.normal_()
-        with step():
+        with step(4):
             assert_same(wrapper(x), table * x)
     assert wrapper.counters.replays == 3
-
-
-def test_a_break_does_not_change_the_lists_that_it_is_given(device: str) -> None:
-    @eager_break_during_capture
-    def append(x, found):
-        found.append(x + len(found))
-
-    def model(x):
-        found: list[torch.Tensor] = []
-        append(x + 1, found)
-        return found[0] * 2
-
-    wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
-    with step(), pytest.raises(CaptureError, match="append' changed a list"):
-        wrapper(torch.rand(4, 8, device=device))
 
 
 def test_release_inside_of_a_step_or_a_capture_is_an_error(device: str, hook: Any) -> None:
@@ -347,7 +358,7 @@ def test_release_inside_of_a_step_or_a_capture_is_an_error(device: str, hook: An
         return x
 
     wrapper = CUDAGraphWrapper(clears, HOST)
-    with step(4, CUDAGraphMode.FULL), pytest.raises(CaptureError, match="inside of a capture"):
+    with step(4, FULL), pytest.raises(CaptureError, match="inside of a capture"):
         wrapper(torch.rand(4, 8, device=device))
 
 
@@ -374,8 +385,9 @@ def test_arguments_that_overlap_later_were_compiled_as_apart(
         for each in (*apart, memory):
             each.normal_()
         others = copy.deepcopy(given)  # shares what they share
-        asked = PIECEWISE, BatchDescriptor(8, extra=(place,))
-        with nullcontext() if own else context(*asked):
+        batch = BatchDescriptor(8, extra=(place,))
+        context = set_forward_context(cudagraph_runtime_mode=PIECEWISE, batch_descriptor=batch)
+        with nullcontext() if own else context:
             torch.testing.assert_close(compiled(*given), model(*others))
         torch.testing.assert_close(given, others)
     refused = 9 if own else 6  # a copy is not made of any part of memory that is written

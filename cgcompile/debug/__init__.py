@@ -9,9 +9,8 @@ observes, and changes nothing.
 from cgcompile.debug.bisect import Bisection, bisect
 from cgcompile.debug.compare import Difference
 from cgcompile.debug.coverage import Coverage, coverage
-from cgcompile.debug.doctor import Diagnosis, doctor
+from cgcompile.debug.doctor import Diagnosis, Finding, doctor
 from cgcompile.debug.explain import Explanation, explain
-from cgcompile.debug.findings import Finding
 from cgcompile.debug.profile import Profile, profile, timeline
 from cgcompile.debug.report import Overview, report
 from cgcompile.debug.verify import Check, Verification, verify

@@ -1,13 +1,12 @@
 """Compare two runs of a step: values by their paths, tolerances, and sets of inputs.
 
-Compared are the leaves of results, with dataclasses and plain objects opened: an object that each
-run makes anew is never the same object. What has no fields and no usable ``==`` is neither equal
-nor different, and is named as not compared.
+The leaves of results are compared, with dataclasses and plain objects opened, as each run makes new
+objects. A value without fields and without a usable ``==`` is neither equal nor different; it is
+reported as not compared.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -25,7 +24,7 @@ from cgcompile.settings import require, require_whole
 
 _DEEPEST = 16  # objects in objects
 _CLOSED: tuple[type, ...] = (torch.Tensor, torch.nn.Module, type, ModuleType, Enum)
-_CLOSED += (FunctionType, MethodType, BuiltinFunctionType)  # code: its attributes say nothing
+_CLOSED += (FunctionType, MethodType, BuiltinFunctionType)  # attributes of code are no results
 
 
 class Opened(NamedTuple):
@@ -42,8 +41,8 @@ class Opened(NamedTuple):
 def named_values(value: Any, top: str = "") -> dict[str, Any]:
     """Return the leaves of a value by their paths, such as ``['k'].scores[0]``.
 
-    Containers that pytree knows are opened, the fields of dataclasses and the attributes of plain
-    objects. Each object that is opened comes before what is in it, as an :class:`Opened`.
+    Containers of pytree, dataclasses and plain objects are opened. Each opened object comes before
+    its fields, as an :class:`Opened`.
     """
     result: dict[str, Any] = {}
     for path, leaf in compat.tree_paths(value):
@@ -53,7 +52,7 @@ def named_values(value: Any, top: str = "") -> dict[str, Any]:
 
 def _open(leaf: Any, here: str, around: tuple[Any, ...], result: dict[str, Any]) -> None:
     result[here] = leaf
-    levels = [len(around) - index for index, each in enumerate(around) if each is leaf]
+    levels = [len(around) - index for index, outer in enumerate(around) if outer is leaf]
     if levels:
         result[here] = f"the object {levels[0]} levels up"
         return
@@ -69,28 +68,24 @@ def _open(leaf: Any, here: str, around: tuple[Any, ...], result: dict[str, Any])
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    """Return what an object has; nothing of one that is looked at as a whole."""
+    """Return the fields of an object; nothing of one that is compared as a whole."""
     if is_record(leaf):
         return {name: getattr(leaf, name) for name in field_names(leaf) if hasattr(leaf, name)}
     if is_plain_value(leaf) or isinstance(leaf, _CLOSED):
         return {}
-    slots = {member.__name__: each for member, each in Slots(leaf).read().items()}
+    slots = {member.__name__: value for member, value in Slots(leaf).read().items()}
     attributes = getattr(leaf, "__dict__", None)
     return {**slots, **attributes} if isinstance(attributes, dict) else slots
 
 
 def names_compared(plain: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of what is to be compared, in order.
-
-    An object that both have, such as one that the model keeps, is equal to itself, whatever became
-    of its attributes between the two.
-    """
-    kept: set[str] = set()
+    """Yield the names to compare; an object that both runs returned is equal to itself."""
+    same_object: set[str] = set()
     for name, value in plain.items():
         other = result.get(name)
         if isinstance(value, Opened) and isinstance(other, Opened) and value.value is other.value:
-            kept.update(value.inside)
-        elif name not in kept:
+            same_object.update(value.inside)
+        elif name not in same_object:
             yield name
 
 
@@ -112,30 +107,21 @@ def alike(result: Any, expected: Any) -> bool | None:
     return same if isinstance(same, bool) else None
 
 
-def value_text(value: Any) -> str:
-    """Return a value as messages show it."""
-    return str(value) if isinstance(value, Opened) else layout_text(value)
-
-
 def uncompared(plain: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of objects without fields and without an ``==`` of their own."""
-    return tuple(
-        name
-        for name in names_compared(plain, result)
-        if name in result
-        and not isinstance(plain[name], torch.Tensor)
-        and alike(result[name], plain[name]) is None
-    )
+    names = [name for name in names_compared(plain, result) if name in result]
+    others = [name for name in names if not isinstance(plain[name], torch.Tensor)]
+    return tuple(name for name in others if alike(result[name], plain[name]) is None)
 
 
 # (relative, absolute): what other kernels for the same model may differ by. Others: not at all.
-BY_DTYPE: Mapping[torch.dtype, tuple[float, float]] = {
+_BY_DTYPE: Mapping[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-7, 1e-8),
     torch.float32: (1e-3, 1e-4),
     torch.float16: (1e-2, 1e-3),
     torch.bfloat16: (5e-2, 1e-2),
 }
-_NARROW = (0.2, 0.1)  # what has eight bits and less
+_NARROW = (0.2, 0.1)  # floats of eight bits and less
 
 
 @dataclass(frozen=True)
@@ -148,8 +134,7 @@ class Difference(Result):
         inputs: which set of inputs, from 0; of a manager, which batch.
         piece: its name, such as ``piece_2``; ``the whole step`` of a FULL graph; ``the result``, or
             an eager break, of a wrapper; empty if unknown.
-        op: the op, or the one that makes the value if the device does not let us look closer; empty
-            if unknown.
+        op: the op that makes the value; empty if unknown.
         line: the user's line of it, as ``model.py:12 in forward: y = f(x)``.
         value: the name of the value in the piece, or its path in the result.
         rows: the first rows that differ, at most eight.
@@ -180,34 +165,6 @@ class Difference(Result):
         return "\n".join(rows)
 
 
-def _same_kind(result: Any, expected: torch.Tensor) -> bool:
-    kind = isinstance(result, torch.Tensor)
-    return kind and (result.shape, result.dtype) == (expected.shape, expected.dtype)
-
-
-def _close(result: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> bool:
-    if rtol == atol == 0.0:
-        return torch.equal(numbers_as_bytes(result), numbers_as_bytes(expected))
-    pair = comparable(result), comparable(expected)
-    return torch.allclose(*pair, rtol=rtol, atol=atol, equal_nan=True)
-
-
-def _of_numbers(
-    piece: str, name: str, plain: torch.Tensor, result: torch.Tensor, rtol: float, atol: float
-) -> Difference:
-    wide = torch.complex128 if plain.dtype.is_complex else torch.float64
-    result, plain = result.to(wide), plain.to(wide)
-    wrong = ~torch.isclose(result, plain, rtol=rtol, atol=atol, equal_nan=True)
-    if rtol == atol == 0.0 and not result.is_complex():
-        wrong |= result.signbit() != plain.signbit()  # -0.0 is not 0.0
-    largest = (result - plain).abs()[wrong].max().item() if wrong.any() else 0.0
-    flat = wrong.reshape(wrong.shape[0], -1).any(1) if wrong.dim() else wrong.reshape(1)
-    rows = tuple(flat.nonzero()[:8, 0].tolist())
-    count, total = int(wrong.sum()), wrong.numel()
-    text = f"{count} of {total} numbers differ, by up to {largest:.3g}, first in rows {list(rows)}"
-    return Difference(piece=piece, value=name, rows=rows, largest=largest, detail=text)
-
-
 @dataclass(frozen=True)
 class Tolerance:
     """How much numbers may differ."""
@@ -223,32 +180,28 @@ class Tolerance:
         number = dtype.to_real() if dtype.is_complex else dtype
         if self.exact or not number.is_floating_point:
             return 0.0, 0.0
-        return BY_DTYPE.get(number, _NARROW)
+        return _BY_DTYPE.get(number, _NARROW)
 
     def first(
         self, piece: str, expected: Mapping[str, Any], actual: Mapping[str, Any]
     ) -> Difference | None:
         """Return the first value of a piece, or of the result, that differs; synchronises."""
         for name in names_compared(expected, actual):
-            difference = self._difference(piece, name, expected[name], actual)
-            if difference is not None:
-                return difference
-        return None
-
-    def _difference(
-        self, piece: str, name: str, expected: Any, values: Mapping[str, Any]
-    ) -> Difference | None:
-        actual: Any = values.get(name)
-        tensor = isinstance(expected, torch.Tensor)
-        same = _same_kind(actual, expected) if tensor else alike(actual, expected) is not False
-        if name not in values or not same:
-            now = value_text(actual) if name in values else "nothing"
-            text = f"{now} in the replay, {value_text(expected)} in the plain step"
-            return Difference(piece=piece, value=name, detail=text)
-        if tensor:
-            rtol, atol = self.of(expected.dtype)
-            if not _close(actual, expected, rtol, atol):
-                return _of_numbers(piece, name, expected, actual, rtol, atol)
+            plain, replayed = expected[name], actual.get(name)
+            if not isinstance(plain, torch.Tensor):
+                same = alike(replayed, plain) is not False
+            elif isinstance(replayed, torch.Tensor):
+                same = (replayed.shape, replayed.dtype) == (plain.shape, plain.dtype)
+            else:
+                same = False
+            if name not in actual or not same:
+                now = _value_text(replayed) if name in actual else "nothing"
+                text = f"{now} in the replay, {_value_text(plain)} in the plain step"
+                return Difference(piece=piece, value=name, detail=text)
+            if isinstance(plain, torch.Tensor):
+                bounds = self.of(plain.dtype)
+                if not _close(replayed, plain, *bounds):
+                    return _of_numbers(piece, name, plain, replayed, *bounds)
         return None
 
     def __str__(self) -> str:
@@ -257,19 +210,42 @@ class Tolerance:
         return "bitwise" if self.exact else "by dtype"
 
 
+def _value_text(value: Any) -> str:
+    return str(value) if isinstance(value, Opened) else layout_text(value)
+
+
+def _close(result: Any, expected: torch.Tensor, rtol: float, atol: float) -> bool:
+    if rtol == atol == 0.0:
+        return torch.equal(numbers_as_bytes(result), numbers_as_bytes(expected))
+    pair = comparable(result), comparable(expected)
+    return torch.allclose(*pair, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def _of_numbers(
+    piece: str, name: str, plain: torch.Tensor, result: Any, rtol: float, atol: float
+) -> Difference:
+    wide = torch.complex128 if plain.dtype.is_complex else torch.float64
+    result, plain = result.to(wide), plain.to(wide)
+    wrong = ~torch.isclose(result, plain, rtol=rtol, atol=atol, equal_nan=True)
+    if rtol == atol == 0.0 and not result.is_complex():
+        wrong |= result.signbit() != plain.signbit()  # -0.0 is not 0.0
+    largest = (result - plain).abs()[wrong].max().item() if wrong.any() else 0.0
+    flat = wrong.reshape(wrong.shape[0], -1).any(1) if wrong.dim() else wrong.reshape(1)
+    rows = tuple(flat.nonzero()[:8, 0].tolist())
+    count, total = int(wrong.sum()), wrong.numel()
+    text = f"{count} of {total} numbers differ, by up to {largest:.3g}, first in rows {list(rows)}"
+    return Difference(piece=piece, value=name, rows=rows, largest=largest, detail=text)
+
+
 def copied(result: Any) -> dict[str, Any]:
     """Return copies of the values in a result by their paths."""
     return copies(named_values(result, "result"))
 
 
-def without_gradients() -> AbstractContextManager[Any]:
-    """Return a context without gradients; inference mode stays as it is."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-
-
-MOST_SETS = 2**20
+# ---------------------------------------------------------------- inputs
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+_MOST_SETS = 2**20
 
 
 class InputSets:
@@ -294,12 +270,12 @@ class InputSets:
         if self._make is None:
             generator = torch.Generator().manual_seed(self._seed + number)
             for tensor in self.tensors:
-                refill(tensor, generator)
+                _refill(tensor, generator)
             return self.first
-        output = _call(self._make(number))
-        if _layouts(output) != _layouts(self.first):
-            return output
-        for tensor, new in zip(self.tensors, compat.tree_tensors(output), strict=True):
+        call = _call(self._make(number))
+        if _layouts(call) != _layouts(self.first):
+            return call
+        for tensor, new in zip(self.tensors, compat.tree_tensors(call), strict=True):
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(new)
         return self.first
@@ -321,61 +297,55 @@ def require_comparison(
     where: str, sets: int, rtol: float | None, atol: float | None, seed: int
 ) -> None:
     """Refuse numbers that a comparison cannot use."""
-    require_whole("sets", where, sets, 1, MOST_SETS)
+    require_whole("sets", where, sets, 1, _MOST_SETS)
     require_whole("seed", where, seed, -(2**63), 2**63 - 1)
     for name, value in (("rtol", rtol), ("atol", atol)):
         require(value is None or value >= 0, name, where, value, "at least 0, or None")
 
 
 def _layouts(call: Call) -> list[Any]:
-    """Equal for calls that differ in the numbers of their tensors alone."""
+    """Return a list that is equal for calls that differ in the numbers of tensors alone."""
     return [
-        (each.shape, each.stride(), each.dtype, each.device) if torch.is_tensor(each) else each
-        for each in compat.tree_leaves(call)
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if torch.is_tensor(leaf) else leaf
+        for leaf in compat.tree_leaves(call)
     ]
 
 
-def refill(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill a tensor with numbers of equal mean and spread, or integers of the same range.
-
-    Weights, and tensors whose elements share memory, stay as they are.
-    """
+def _refill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill a tensor with other random numbers; not weights, nor elements that share memory."""
     overlaps = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     if isinstance(tensor, torch.nn.Parameter) or overlaps or tensor.numel() == 0:
         return
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        tensor.copy_(random_like(tensor, tuple(tensor.shape), generator))
+        tensor.copy_(_random_like(tensor, tuple(tensor.shape), generator))
 
 
-def random_like(
+def _random_like(
     tensor: torch.Tensor, shape: Sequence[int], generator: torch.Generator
 ) -> torch.Tensor:
     """Return random numbers on the CPU, of the mean and spread of ``tensor``, or of its range."""
-    shape, device = tuple(shape), "cpu"
-    numbers = tensor.detach().cpu()
-    if numbers.dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
+    numbers, shape = tensor.detach().cpu(), tuple(shape)
     if not numbers.dtype.is_floating_point and not numbers.dtype.is_complex:
-        low, high = int(numbers.min()), int(numbers.max())
-        return torch.randint(low, high + 1, shape, generator=generator, device=device).to(
-            numbers.dtype
-        )
+        is_bool = numbers.dtype is torch.bool
+        low, high = (0, 1) if is_bool else (int(numbers.min()), int(numbers.max()))
+        drawn = torch.randint(low, high + 1, shape, generator=generator)
+        return drawn.to(numbers.dtype)
     wide = numbers.to(torch.complex128 if numbers.dtype.is_complex else torch.float64)
     spread = float(wide.std(correction=0)) if wide.numel() > 1 else 1.0
     mean = wide.mean()
-    output = torch.randn(shape, generator=generator, dtype=wide.dtype)
-    if not torch.isfinite(torch.as_tensor(spread)) or spread == 0.0:
+    if not math.isfinite(spread) or spread == 0.0:
         spread, mean = 1.0, torch.zeros((), dtype=wide.dtype)
-    return (output * spread + mean).to(numbers.dtype)
+    drawn = torch.randn(shape, generator=generator, dtype=wide.dtype)
+    return (drawn * spread + mean).to(numbers.dtype)
 
 
 def rows_of(call: Call) -> int:
     """Return the rows of the batch: the first dimension of the first tensor that has one; or 0."""
-    return next((len(each) for each in compat.tree_tensors(call) if each.dim()), 0)
+    return next((len(tensor) for tensor in compat.tree_tensors(call) if tensor.dim()), 0)
 
 
 def padded(call: Call, size: int, tails: str, generator: torch.Generator) -> Call:
-    """Return the same call with ``size`` rows; those behind the real ones are random, or NaN.
+    """Return the call with ``size`` rows, of which the padding rows are random, or NaN.
 
     Tensors whose first dimension is that of the batch are padded; integers stay in their range.
     """
@@ -384,7 +354,7 @@ def padded(call: Call, size: int, tails: str, generator: torch.Generator) -> Cal
     def pad(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or len(leaf) != real:
             return leaf
-        tail = random_like(leaf, (size - real, *leaf.shape[1:]), generator).to(leaf.device)
+        tail = _random_like(leaf, (size - real, *leaf.shape[1:]), generator).to(leaf.device)
         if tails == "nan" and tail.dtype.is_floating_point:
             tail.fill_(float("nan"))
         return torch.cat([leaf.detach(), tail])

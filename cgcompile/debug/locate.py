@@ -1,15 +1,14 @@
 """Find where a wrong step goes wrong: piece, op and line.
 
-:func:`run_step` runs a recorded step with some pieces replayed, others compiled or uncompiled. What
-a piece makes that is not replayed has memory of its own, and is copied to where graphs read it only
-while one does. :class:`Watcher` compares the three ways piece by piece, and :class:`Nodes` runs a
-piece node by node.
+:func:`run_step` runs a recorded step with some pieces replayed, others compiled or uncompiled.
+:class:`Watcher` compares the three modes piece by piece, and :class:`Nodes` runs a piece node by
+node. The rule: a run leaves what one execution of the step leaves.
 """
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
 from cgcompile.config import CUDAGraphMode
-from cgcompile.debug.compare import Call, Difference, Tolerance, copied, without_gradients
+from cgcompile.debug.compare import Call, Difference, Tolerance, copied
 from cgcompile.debug.restore import copies, restored_after
 from cgcompile.debug.subject import Subject
 from cgcompile.graphs.sequence import EagerSegment
@@ -30,11 +29,8 @@ from cgcompile.runtime.program import Program, written_inputs
 from cgcompile.runtime.recording import Recording
 from cgcompile.runtime.returns import returned_names
 
-Around = Callable[[Piece, Runnable, tuple[Any, ...]], Sequence[Any]]
-"""Called with a piece, what runs it, and its inputs; returns its outputs."""
-
 After = Callable[[Piece, Mapping[str, Any]], None]
-"""Told what a piece has left: its outputs and the inputs that it writes, by name; not copied."""
+"""Called with a piece and what it left, not copied: its outputs and the inputs that it writes."""
 
 
 class PieceMode(enum.Enum):
@@ -45,165 +41,150 @@ class PieceMode(enum.Enum):
     REPLAYED = "replayed"  # from its CUDA graph
 
 
+STAGES = {PieceMode.COMPILED: "compilation", PieceMode.REPLAYED: "replay"}
+WHOLE = "the whole step"
+
+
+# ---------------------------------------------------------------- running a step
+
+
 def run_step(
     program: Program,
     recording: Recording,
     inputs: Sequence[Any],
     real: int | None,
-    ways: Mapping[int, PieceMode],
+    modes: Mapping[int, PieceMode],
     after: After | None = None,
-    around: Around | None = None,
+    runnables: Mapping[int, Runnable] | None = None,
 ) -> Any:
-    """Run a recorded step once, each piece in its way. It is one execution of the step.
+    """Run a recorded step once, each captured piece in its mode, by index.
 
-    Pieces that are not captured run as they are. In a FULL graph there are no pieces: it is
-    replayed if any is to be, and ``after`` is not called.
+    ``runnables`` replace pieces that are not replayed. A FULL graph has no pieces: it is replayed
+    if any piece is to be, and ``after`` is not called.
     """
-    replayed = {index for index, way in ways.items() if way is PieceMode.REPLAYED}
-    if replayed and recording.batch.mode is CUDAGraphMode.FULL:
+    run = _MixedRun(program, recording, inputs, modes, after, runnables or {})
+    if PieceMode.REPLAYED not in modes.values():
+        return run.without_replays(real)
+    if recording.batch.mode is CUDAGraphMode.FULL:
         return recording.replay(inputs, real)
-    step = _Mixed(program, recording, inputs, ways, after, around)
-    if not replayed:
-        return step.plain(real)
-    return recording.replay(inputs, real, step.segment)
+    return recording.replay(inputs, real, run.segment)
 
 
-def left_by(piece: Piece) -> list[str]:
-    """Return the names of what a piece makes, allocated memory included, and of what it writes."""
-    return [*piece.outputs, *written_inputs(piece)]
+@dataclass(eq=False)
+class _MixedRun:
+    """One run of a step.
 
+    Note [Memory of mixed runs]. The outputs of a piece that is not replayed have memory of their
+    own. They are copied to where graphs read them only while one does: longer, they would spoil
+    what a replayed piece left there, and replays would spoil them.
+    """
 
-class _Mixed:
-    """One run of a step."""
+    program: Program
+    recording: Recording
+    inputs: Sequence[Any]
+    modes: Mapping[int, PieceMode]
+    after: After | None
+    runnables: Mapping[int, Runnable]
+    # (what graphs read, the output of the piece) by name
+    own: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        program: Program,
-        recording: Recording,
-        inputs: Sequence[Any],
-        ways: Mapping[int, PieceMode],
-        after: After | None,
-        around: Around | None,
-    ) -> None:
-        self._program = program
-        self._recording = recording
-        self._inputs = inputs
-        self._ways = ways
-        self._after = after
-        self._around = around
-        self._own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # (where graphs read, ours)
-
-    # -------------------------------------------------------------- without any replay
-
-    def plain(self, real: int | None) -> Any:
+    def without_replays(self, real: int | None) -> Any:
+        """Run all pieces plain, with the padding rows zeroed that a replay zeroes."""
         zeroed = self._zeroed() if real is not None else {}
 
-        def called(piece: Piece) -> Runnable:
+        def plain(piece: Piece) -> Runnable:
             def run(*arguments: Any) -> Sequence[Any]:
                 output = self._call(piece, arguments)
-                values = dict(
-                    zip((*piece.inputs, *piece.outputs), (*arguments, *output), strict=True)
-                )
+                names = (*piece.inputs, *piece.outputs)
+                values = dict(zip(names, (*arguments, *output), strict=True))
                 for name in zeroed.get(piece.index, ()):
-                    values[name][real:].zero_()  # as a replay does
-                self._tell(piece, values)
+                    values[name][real:].zero_()
+                self._report(piece, values.__getitem__)
                 return output
 
             return run
 
-        step = self._program.step.bind([called(piece) for piece in self._program.split.pieces])
-        return self._recording.in_context(step)(*self._inputs)
+        step = self.program.step.bind([plain(piece) for piece in self.program.split.pieces])
+        return self.recording.in_context(step)(*self.inputs)
 
     def _zeroed(self) -> dict[int, list[str]]:
         """Return the values whose padding rows a replay zeroes, by the piece before that."""
-        result: dict[int, list[str]] = {}
-        pairs = zip(self._program.split.pieces, self._recording.sequence.segments, strict=False)
-        for piece, segment in pairs:
-            tails = segment.tails if isinstance(segment, EagerSegment) else ()
-            sources = self._recording.sources.items()
-            result[piece.index] = [n for n, s in sources if any(s is tail for tail in tails)]
-        return result
+        pairs = zip(self.program.split.pieces, self.recording.sequence.segments, strict=False)
+        sources = self.recording.sources.items()
+        tails = {p.index: s.tails for p, s in pairs if isinstance(s, EagerSegment)}
+        return {
+            index: [name for name, source in sources if any(source is tail for tail in of_piece)]
+            for index, of_piece in tails.items()
+        }
 
-    def _call(self, piece: Piece, inputs: tuple[Any, ...]) -> list[Any]:
-        run = self._program.runnables[piece.index]
-        if self._ways.get(piece.index) is PieceMode.UNCOMPILED and piece.compiled:
+    def _call(self, piece: Piece, inputs: Sequence[Any]) -> list[Any]:
+        run = self.runnables.get(piece.index, self.program.runnables[piece.index])
+        uncompiled = self.modes.get(piece.index) is PieceMode.UNCOMPILED and piece.compiled
+        if uncompiled and piece.index not in self.runnables:
             run = piece.module.forward
-        return list(run(*inputs) if self._around is None else self._around(piece, run, inputs))
+        return list(run(*inputs))
 
-    def _tell(self, piece: Piece, values: Mapping[str, Any]) -> None:
-        if self._after is not None:
-            self._after(piece, {name: values[name] for name in left_by(piece)})
+    def _report(self, piece: Piece, value_of: Callable[[str], Any]) -> None:
+        if self.after is not None:
+            names = (*piece.outputs, *written_inputs(piece))
+            self.after(piece, {name: value_of(name) for name in names})
 
-    # -------------------------------------------------------------- with some replays
-
-    def segment(self, place: int, step: Callable[[], Any]) -> None:
+    def segment(self, index: int, step: Callable[[], Any]) -> None:
         """Run a segment of the recording, or the piece that it stands for."""
-        pieces = self._program.split.pieces
-        if place >= len(pieces):  # sizes that are returned
+        pieces = self.program.split.pieces
+        if index >= len(pieces):  # sizes that are returned
             step()
             return
-        piece = pieces[place]
-        borrowed = self._copy_in(piece.inputs)
-        if piece.capture and self._ways.get(piece.index) is not PieceMode.REPLAYED:
-            self._recording.sequence.fill(place)  # a later segment may read the same copy
-            self._instead(piece)
+        piece = pieces[index]
+        overwritten = self._copy_in(piece.inputs)
+        if piece.capture and self.modes.get(piece.index) is not PieceMode.REPLAYED:
+            self.recording.sequence.fill(index)  # a later segment may read the same copy
+            self._run_instead(piece)
         else:
             step()
-        if self._own:
-            self._written([self._value(name) for name in written_inputs(piece)])
-        self._copy_back(borrowed)
-        if self._after is not None:
-            self._tell(piece, {name: self._left(name) for name in left_by(piece)})
-        if place == len(pieces) - 1:
-            self._copy_in(returned_names(self._program.split))
+        if self.own:
+            self._refresh([self._value(name) for name in written_inputs(piece)])
+        for target, before in reversed(overwritten):
+            target.copy_(before)
+        self._report(
+            piece, lambda name: self.own[name][1] if name in self.own else self._value(name)
+        )
+        if index == len(pieces) - 1:
+            self._copy_in(returned_names(self.program.split))
 
     def _value(self, name: str) -> Any:
-        return self._recording.value(name, self._inputs)
+        return self.recording.value(name, self.inputs)
 
-    def _left(self, name: str) -> Any:
-        """Return what a piece left: a piece that is not replayed has memory of its own."""
-        return self._own[name][1] if name in self._own else self._value(name)
-
-    def _instead(self, piece: Piece) -> None:
-        output = self._call(piece, tuple([self._value(name) for name in piece.inputs]))
+    def _run_instead(self, piece: Piece) -> None:
+        output = self._call(piece, [self._value(name) for name in piece.inputs])
         for name, value in zip(piece.outputs, output, strict=True):
-            place = self._value(name)
-            if not isinstance(value, torch.Tensor) or not isinstance(place, torch.Tensor):
+            target = self._value(name)
+            if not isinstance(value, torch.Tensor) or not isinstance(target, torch.Tensor):
                 continue
-            if _memory(place) != _memory(value):
-                self._own[name] = (place, value.detach())
+            if _memory(target) != _memory(value):
+                self.own[name] = (target, value.detach())
 
     def _copy_in(self, names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Put values of pieces that are not replayed where they are read: (place, what was there).
+        """Copy values to where graphs read them; return these tensors, and what they held."""
+        overwritten = []
+        for target, value in [self.own[name] for name in names if name in self.own]:
+            overwritten.append((target, target.clone()))
+            target.copy_(value)
+        return overwritten
 
-        Only while they are read: else they would spoil what a replayed piece has left there, and
-        replays would spoil them.
-        """
-        borrowed = []
-        for name in names:
-            if name in self._own:
-                place, value = self._own[name]
-                borrowed.append((place, place.clone()))
-                place.copy_(value)
-        return borrowed
-
-    def _copy_back(self, borrowed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for place, before in reversed(borrowed):
-            place.copy_(before)
-
-    def _written(self, tensors: Sequence[Any]) -> None:
-        """Take the memory of tensors that were written as it is now."""
-        written = {_memory(each) for each in tensors if isinstance(each, torch.Tensor)}
-        for name, (place, _) in list(self._own.items()):
-            if _memory(place) in written:
-                self._own[name] = (place, place.clone())
+    def _refresh(self, tensors: Sequence[Any]) -> None:
+        """Copy the values in memory that was written."""
+        memory = {_memory(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        for name, (target, _) in list(self.own.items()):
+            if _memory(target) in memory:
+                self.own[name] = (target, target.clone())
 
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-STAGES = {PieceMode.COMPILED: "compilation", PieceMode.REPLAYED: "replay"}
+# ---------------------------------------------------------------- pieces of a step
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,49 +202,44 @@ class Step:
         """The split graph."""
         return self.program.split
 
-    def run(self, way: PieceMode, **told: Any) -> Any:
-        """Run all pieces in one way; see :func:`~cgcompile.debug.locate.run_step`."""
-        ways = {piece.index: way for piece in self.split.pieces}
-        return run_step(self.program, self.recording, self.inputs, self.real, ways, **told)
+    def run(self, mode: PieceMode, **options: Any) -> Any:
+        """Run all pieces in one mode; see :func:`run_step`."""
+        modes = dict.fromkeys(range(len(self.split.pieces)), mode)
+        return run_step(self.program, self.recording, self.inputs, self.real, modes, **options)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore after it what the step writes inside; no gradients."""
-        written = [self.inputs[position] for position in self.program.written_positions]
-        with without_gradients(), restored_after(written):
+    def restored(self) -> Iterator[None]:
+        """Restore what the step writes inside, and run it without gradients."""
+        tensors = [self.inputs[position] for position in self.program.written_positions]
+        with torch.no_grad(), restored_after(tensors):
             yield
 
 
-class Left:
-    """The values after each piece: those it leaves, and earlier ones that are still needed."""
+class Values:
+    """Copies of the values after each piece: those it left, and earlier ones still needed."""
 
     def __init__(self, split: SplitGraph) -> None:
-        self.after: dict[int, dict[str, Any]] = {}
-        self._now: dict[str, Any] = {}
-        self._last = {name: piece.index for piece in split.pieces for name in piece.inputs}
-        returned = dict.fromkeys(returned_names(split), len(split.pieces))
-        self._last.update(returned)
+        self.after: dict[int, dict[str, Any]] = {}  # by index; the result behind the last one
+        self._current: dict[str, Any] = {}
+        self._last_use = {name: piece.index for piece in split.pieces for name in piece.inputs}
+        self._last_use |= dict.fromkeys(returned_names(split), len(split.pieces))
 
-    def note(self, piece: Piece, values: Mapping[str, Any]) -> None:
+    def note(self, piece: Piece, left: Mapping[str, Any]) -> None:
         """Copy what a piece left; see :data:`After`."""
         empty = set(piece.outputs) - set(filled_outputs(piece))
-        own = {n: v for n, v in values.items() if n not in empty}
-        older = {n: v for n, v in self._now.items() if self._last.get(n, -1) > piece.index}
-        self._now = {**own, **{n: v for n, v in older.items() if n not in values}}
-        self.after[piece.index] = copies({n: v for n, v in self._now.items() if v is not None})
+        older = {n: v for n, v in self._current.items() if self._last_use.get(n, -1) > piece.index}
+        self._current = {n: v for n, v in left.items() if n not in empty}
+        self._current |= {n: v for n, v in older.items() if n not in left}
+        known = {n: v for n, v in self._current.items() if v is not None}
+        self.after[piece.index] = copies(known)
 
 
 class Watcher:
-    """Runs each observed step in all ways, and replays it.
-
-    Attributes:
-        differences: (number of the graph, where two ways differ first) of each such step.
-        seen: the steps that ran.
-    """
+    """Run each observed step in all modes, the last one as the replay, and compare them."""
 
     def __init__(self, tolerance: Tolerance) -> None:
-        self.differences: list[tuple[int, Difference]] = []
-        self.seen: list[Step] = []
+        self.differences: list[tuple[int, Difference]] = []  # (number of the graph, the first one)
+        self.seen: list[Step] = []  # the steps that ran
         self._tolerance = tolerance
 
     def of(self, number: int) -> Observer:
@@ -276,45 +252,46 @@ class Watcher:
 
     def _watch(self, step: Step) -> Any:
         self.seen.append(step)
-        before: Any = None
-        result: Any = None
-        for way in PieceMode:
-            left = Left(step.split)
-            if way is PieceMode.REPLAYED:
-                result = step.run(way, after=left.note)
-                now = left.after, copied(result)
-            else:
-                with step.kept():
-                    values = copied(step.run(way, after=left.note))
-                now = left.after, values
-            difference = None if before is None else self._compare(step, way, before, now)
+        before: dict[int, dict[str, Any]] = {}
+        for mode in PieceMode:
+            values = Values(step.split)
+            with nullcontext() if mode is PieceMode.REPLAYED else step.restored():
+                result = step.run(mode, after=values.note)
+                values.after[len(step.split.pieces)] = copied(result)
+            difference = self._first(step, mode, before, values.after) if before else None
             if difference is not None:
                 self.differences.append((step.graph, difference))
-                return result if way is PieceMode.REPLAYED else step.run(PieceMode.REPLAYED)
-            before = now
-        return result
+                break
+            before = values.after
+        return result if mode is PieceMode.REPLAYED else step.run(PieceMode.REPLAYED)
 
-    def _compare(self, step: Step, way: PieceMode, before: Any, now: Any) -> Difference | None:
-        """Return where a way differs from the one before, with the op that makes the value."""
-        for piece in step.split.pieces:
-            values = now[0].get(piece.index)
-            if values is None:
-                continue
-            known = {name: v for name, v in before[0][piece.index].items() if name in values}
-            difference = self._tolerance.first(piece.name, known, values)
+    def _first(
+        self,
+        step: Step,
+        mode: PieceMode,
+        before: Mapping[int, Mapping[str, Any]],
+        after: Mapping[int, Mapping[str, Any]],
+    ) -> Difference | None:
+        """Return where a mode differs from the one before, with the op that makes the value."""
+        pieces = step.split.pieces
+        for index, values in after.items():
+            whole = index == len(pieces)
+            known = before[index].items()
+            expected = {name: value for name, value in known if whole or name in values}
+            name = "the result" if whole else pieces[index].name
+            difference = self._tolerance.first(name, expected, values)
             if difference is not None:
-                return located(STAGES[way], difference, step.real, _maker(piece, difference.value))
-        difference = self._tolerance.first("the result", before[1], now[1])
-        if difference is None:
-            return None
-        return located(STAGES[way], difference, step.real, Difference(piece=WHOLE))
+                place = Difference(piece=WHOLE)
+                place = place if whole else _origin(pieces[index], difference.value)
+                return located(STAGES[mode], difference, step.real, place)
+        return None
 
 
 # ---------------------------------------------------------------- nodes of a piece
 
 
 class Nodes(fx.Interpreter):
-    """Runs an uncompiled piece and keeps a copy of what each node leaves."""
+    """Run an uncompiled piece and copy what each node leaves."""
 
     def __init__(self, piece: Piece) -> None:
         super().__init__(piece.module)
@@ -338,24 +315,19 @@ Seen = list[tuple[Step, dict[int, Nodes]]]
 
 
 def nodes_seen(subject: Subject, call: Call) -> Seen:
-    """Run a call, and each of its steps again uncompiled, node by node."""
+    """Run a call, and then each of its steps uncompiled, node by node."""
     watcher = Watcher(Tolerance())
     with subject.observed(watcher.of):
         subject.outcome(subject.call, call)
-    with restored_after(subject.kept), without_gradients():
-        return [(step, _nodes_of(step)) for step in watcher.seen]
-
-
-def _nodes_of(step: Step) -> dict[int, Nodes]:
-    nodes: dict[int, Nodes] = {}
-
-    def run(piece: Piece, runnable: Any, inputs: tuple[Any, ...]) -> Any:
-        nodes[piece.index] = Nodes(piece)
-        return nodes[piece.index].run(*inputs)
-
-    with step.kept():
-        step.run(PieceMode.UNCOMPILED, around=run)
-    return nodes
+    seen = []
+    with restored_after(subject.kept), torch.no_grad():
+        for step in watcher.seen:
+            nodes = {piece.index: Nodes(piece) for piece in step.split.pieces}
+            with step.restored():
+                runnables = {index: interpreter.run for index, interpreter in nodes.items()}
+                step.run(PieceMode.UNCOMPILED, runnables=runnables)
+            seen.append((step, nodes))
+    return seen
 
 
 def first_node(
@@ -364,10 +336,11 @@ def first_node(
     """Return the first node, of either run, that ``differs`` returns for two runs of a piece."""
     for (step, nodes), (_, others) in zip(one, other, strict=False):
         for piece in step.split.pieces:
-            if piece.index in nodes and piece.index in others:
-                node = differs(nodes[piece.index], others[piece.index])
-                if node is not None:
-                    return piece, node
+            node = (
+                differs(nodes[piece.index], others[piece.index]) if piece.index in others else None
+            )
+            if node is not None:
+                return piece, node
     return None
 
 
@@ -379,32 +352,39 @@ def filled_outputs(piece: Piece) -> list[str]:
     return [name for name, node in pairs if not (isinstance(node, fx.Node) and is_allocation(node))]
 
 
-WHOLE = "the whole step"
+# ---------------------------------------------------------------- places
 
 
 def place_of(piece: Piece, node: fx.Node | None, detail: str = "") -> Difference:
     """Return the piece, op and line of a node, as a difference of which no more is known."""
-    line = user_line(node) if node is not None and _own_lines(piece) else None
+    line = user_line(node) if node is not None and _has_own_lines(piece) else None
     if line is None and piece.lines:
         line = piece.lines[0]
-        detail = "; ".join(filter(None, (detail, "the piece begins at that line")))
-    op = "" if node is None else op_name(node)
+        detail = _joined(detail, "the piece begins at that line")
+    op = "" if node is None else target_name(node.target).replace("_VariableFunctionsClass.", "")
     return Difference(piece=piece.name, op=op, line=": ".join(line or ()), detail=detail)
 
 
-def _own_lines(piece: Piece) -> bool:
+def _has_own_lines(piece: Piece) -> bool:
     """Return whether the lines of the nodes are its own: equal pieces share those of the first."""
     lines = [user_line(node) for node in piece.module.graph.nodes]
     return not piece.lines or piece.lines[0] in lines
 
 
-def op_name(node: fx.Node) -> str:
-    """Return the op of a node, as dumps show it."""
-    return target_name(node.target).replace("_VariableFunctionsClass.", "")
+def _joined(*texts: str) -> str:
+    return "; ".join(filter(None, texts))
 
 
-def producer(piece: Piece, name: str) -> fx.Node | None:
-    """Return the node of a piece that makes, or last writes, a value; views are looked through."""
+def _origin(piece: Piece, name: str) -> Difference:
+    """Return the op of a piece that makes a value; or that the piece overwrites it."""
+    if name in piece.outputs or name in written_inputs(piece):
+        return place_of(piece, _producer(piece, name), "this op makes the value")
+    place = place_of(piece, None)
+    return replace(place, detail=_joined("it was right before, and is overwritten", place.detail))
+
+
+def _producer(piece: Piece, name: str) -> fx.Node | None:
+    """Return the node of a piece that makes, or last writes, a value or what it is a view of."""
     graph = piece.module.graph
     names = dict(zip(graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
     node: Any = None
@@ -419,21 +399,10 @@ def producer(piece: Piece, name: str) -> fx.Node | None:
     return node if isinstance(node, fx.Node) and node.op != "placeholder" else None
 
 
-def _maker(piece: Piece, name: str) -> Difference:
-    """Return the op of a piece that makes a value; or that the piece overwrites it."""
-    if name in left_by(piece):
-        return place_of(piece, producer(piece, name), "this op makes the value")
-    place = place_of(piece, None)
-    detail = "; ".join(filter(None, ("it was right before, and is overwritten", place.detail)))
-    return replace(place, detail=detail)
-
-
 def located(
     stage: str, difference: Difference, real: int | None, place: Difference, number: int = 0
 ) -> Difference:
     """Return a difference with its stage, place and padding rows: those behind ``real`` ones."""
-    padding = tuple(row for row in difference.rows if real is not None and row >= real)
-    detail = "; ".join(filter(None, (difference.detail, place.detail)))
     return replace(
         difference,
         stage=stage,
@@ -441,8 +410,8 @@ def located(
         piece=place.piece,
         op=place.op,
         line=place.line,
-        padding_rows=padding,
-        detail=detail,
+        padding_rows=tuple(row for row in difference.rows if real is not None and row >= real),
+        detail=_joined(difference.detail, place.detail),
     )
 
 
@@ -456,7 +425,7 @@ def padding_place(
         for node, leaves in small.made.items():
             others = padded.get(node.name, {})
             cut = {path: real_part(others.get(path), leaf, real) for path, leaf in leaves.items()}
-            known = {path: leaf for path, leaf in leaves.items() if _same(leaf, cut[path])}
+            known = {path: leaf for path, leaf in leaves.items() if _same_shape(leaf, cut[path])}
             if tolerance.first(node.name, known, cut) is not None:
                 return node
         return None
@@ -481,6 +450,6 @@ def real_part(padded: Any, exact: Any, real: int) -> Any:
     return padded
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_shape(one: Any, other: Any) -> bool:
     both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     return both and one.shape == other.shape

@@ -1,7 +1,7 @@
-"""Where the time of replayed steps and of captures goes: :func:`profile`, :func:`timeline`.
+"""Measure where the time of replayed steps and of captures goes: :func:`profile`, :func:`timeline`.
 
-Replays know nothing of it: :mod:`cgcompile.graphs.profiling` lets it look while the context is
-entered, and outside of it a replay runs the loop that it always runs.
+A profile is an observer of :mod:`cgcompile.graphs.profiling`: outside of its context a replay runs
+its usual loop.
 """
 
 import time
@@ -17,53 +17,47 @@ import torch
 from cgcompile.debug.output import Result, plain
 from cgcompile.debug.subject import recorders_of, sequences_of
 from cgcompile.errors import CaptureError, ConfigError
-from cgcompile.graphs.profiling import Observed, observing
+from cgcompile.graphs.profiling import observing
 from cgcompile.graphs.sequence import EagerSegment, GraphSequence
 from cgcompile.graphs.timeline import CaptureRecord
+from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked
 
 
 @dataclass(frozen=True)
 class SegmentTime:
-    """The time of one segment of one recorded step.
+    """The time of one segment of one recorded step."""
 
-    Attributes:
-        name: as profilers show it, the same in all processes.
-        kind: ``graph`` or ``eager``.
-        batch: what the step was recorded for, as text.
-        sequence: which recorded step of the profile, counted from 0; several may have one batch.
-        count: how often it ran.
-        host_us: of the host, in microseconds, on average.
-        share: of the host time of all steps of the profile, between 0 and 1.
-        device_us: between the ends of the segment before and of this one on the stream, in
-            microseconds, on average; None if it was not measured.
-    """
-
-    name: str
-    kind: str
+    name: str  # as profilers show it, the same in all processes
+    kind: str  # ``graph`` or ``eager``
     batch: str
-    sequence: int
+    sequence: int  # index of the recorded step in the profile; several may have one batch
     count: int
-    host_us: float
-    share: float
-    device_us: float | None
+    host_us: float  # average
+    share: float  # of the host time of all segments of the profile
+    device_us: float | None  # average between events on the stream; None if not measured
 
 
 class _Times:
-    """What was measured of one recorded step. Holds nothing of it."""
+    """The times of one recorded step. Holds no reference to the step."""
 
     def __init__(self, sequence: GraphSequence) -> None:
-        kinds = [isinstance(each, EagerSegment) for each in sequence.segments]
-        self.kinds = ["eager" if eager else "graph" for eager in kinds]
-        self.labels, self.batch = sequence.labels, sequence.batch
-        self.counts, self.host = [0] * len(kinds), [0] * len(kinds)  # nanoseconds
-        self.steps, self.step = 0, 0
-        self.device: list[list[float]] = [[] for _ in kinds]  # milliseconds
+        self.batch, self.labels = sequence.batch, sequence.labels
+        self.eager = [isinstance(segment, EagerSegment) for segment in sequence.segments]
+        self.host: list[list[int]] = [[0, 0] for _ in self.eager]  # count, nanoseconds
+        self.device: list[list[float]] = [[] for _ in self.eager]  # milliseconds
         self.marks: list[list[torch.cuda.Event]] = []  # of each step: its begin, ends of segments
 
 
 class Profile(Result):
-    """What :func:`profile` measures; ``print`` it."""
+    """What :func:`profile` measures; ``print`` it, or read it at any time.
+
+    Attributes:
+        steps: the number of replayed steps.
+        step_us: host time of a step's segments, in microseconds, on average; 0 without steps.
+        break_share: the share of host time in eager breaks, between 0 and 1.
+        segments: a row for each segment of each recorded step, in order.
+    """
 
     def __init__(
         self,
@@ -74,34 +68,31 @@ class Profile(Result):
         self._target, self._clock, self._events = target, clock, device_times
         self._times: list[_Times] = []
         self._known: WeakKeyDictionary[GraphSequence, _Times] = WeakKeyDictionary()
+        self.steps = 0
         if target is not None:
             list(sequences_of(target, "debug.profile"))  # refuses other targets
 
-    # -------------------------------------------------------------- measuring
-
     @contextmanager
-    def around(self, sequence: Observed, index: int | None) -> Iterator[None]:
-        """See :class:`cgcompile.graphs.profiling.Observer`."""
+    def around(self, sequence: Any, index: int | None) -> Iterator[None]:
+        """Measure one segment; see :data:`cgcompile.graphs.profiling.Observer`."""
         assert isinstance(sequence, GraphSequence)
-        times = self._known.get(sequence) or self._begun(sequence)
+        times = self._known.get(sequence) or self._times_of(sequence)
         if times is None:
             yield
-            return
-        if self._events and index is None:
-            times.marks.append([_mark()])
-        start = self._clock()
-        yield  # what raises is not counted
-        taken = self._clock() - start
-        if index is None:
-            times.steps += 1
-            times.step += taken
-            return
-        times.counts[index] += 1
-        times.host[index] += taken
-        if self._events:
-            times.marks[-1].append(_mark())
+        elif index is None:
+            if self._events:
+                times.marks.append([_mark()])
+            yield  # what raises is not counted
+            self.steps += 1
+        else:
+            start = self._clock()
+            yield
+            times.host[index][1] += self._clock() - start
+            times.host[index][0] += 1
+            if self._events:
+                times.marks[-1].append(_mark())
 
-    def _begun(self, sequence: GraphSequence) -> _Times | None:
+    def _times_of(self, sequence: GraphSequence) -> _Times | None:
         if self._target is not None and sequence not in sequences_of(self._target, "debug.profile"):
             return None
         self._known[sequence] = result = _Times(sequence)
@@ -109,7 +100,7 @@ class Profile(Result):
         return result
 
     def finish(self) -> None:
-        """Read the events; synchronises if there are any. What is kept of a profile is numbers."""
+        """Replace events, if there are any, by their times; synchronises then."""
         self._target = None
         for times in self._times:
             for marks in times.marks:
@@ -118,66 +109,58 @@ class Profile(Result):
                     times.device[index].append(begin.elapsed_time(end))
             times.marks.clear()
 
-    # -------------------------------------------------------------- what was measured
-
-    @property
-    def steps(self) -> int:
-        """How many steps were replayed."""
-        return sum(times.steps for times in self._times)
-
     @property
     def step_us(self) -> float:
-        """Host time of a step's segments, in microseconds, on average; 0 if none was replayed."""
+        """Average host time of a step's segments, in microseconds."""
         return self._nanoseconds / max(self.steps, 1) / 1e3
 
     @property
     def break_share(self) -> float:
-        """The share of host time in eager breaks, between 0 and 1."""
-        return sum(each.share for each in self.segments if each.kind == "eager")
+        """The share of host time in eager breaks."""
+        return sum(segment.share for segment in self.segments if segment.kind == "eager")
 
     @property
     def segments(self) -> tuple[SegmentTime, ...]:
         """A row for each segment of each recorded step, in order."""
+        total = max(self._nanoseconds, 1)
         return tuple(
             SegmentTime(
                 name=times.labels[index],
-                kind=times.kinds[index],
+                kind="eager" if times.eager[index] else "graph",
                 batch=times.batch,
                 sequence=number,
-                count=times.counts[index],
-                host_us=times.host[index] / max(times.counts[index], 1) / 1e3,
-                share=times.host[index] / max(self._nanoseconds, 1),
-                device_us=1e3 * sum(spans) / len(spans) if spans else None,
+                count=count,
+                host_us=nanoseconds / max(count, 1) / 1e3,
+                share=nanoseconds / total,
+                device_us=1e3 * sum(device) / len(device) if device else None,
             )
             for number, times in enumerate(self._times)
-            for index, spans in enumerate(times.device)
+            for index, ((count, nanoseconds), device) in enumerate(
+                zip(times.host, times.device, strict=True)
+            )
         )
 
     @property
     def _nanoseconds(self) -> int:
-        return sum(times.step for times in self._times)
+        return sum(nanoseconds for times in self._times for _, nanoseconds in times.host)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: ``steps``, ``step_us``, ``break_share``, ``segments``."""
+        """Return plain data: ``steps``, ``step_us``, ``break_share``, ``segments``."""
         names = ("steps", "step_us", "break_share", "segments")
         return {name: plain(getattr(self, name)) for name in names}
 
     def __str__(self) -> str:
         if not self.steps:
             return "no step was replayed in this thread; a first call warms up, a second captures"
-        rows = [
-            f"steps {self.steps}, {self.step_us:.1f} us of the host each, "
-            f"{100 * self.break_share:.1f} % of it in eager breaks",
-            f"{'count':>7}  {'host us':>9}  {'share':>7}  {'device us':>9}  segment",
-        ]
+        rows = [("count", "host us", "share", "device us", "segment")]
         for segment in self.segments:
+            host, share = f"{segment.host_us:.1f}", f"{segment.share:.1%}"
             device = "-" if segment.device_us is None else f"{segment.device_us:.1f}"
-            named = segment.name if segment.kind == "graph" else f"{segment.name} [{segment.batch}]"
-            share = f"{100 * segment.share:.1f} %"
-            rows.append(
-                f"{segment.count:>7}  {segment.host_us:>9.1f}  {share:>7}  {device:>9}  {named}"
-            )
-        return "\n".join(rows)
+            batch = "" if segment.kind == "graph" else f" [{segment.batch}]"
+            rows.append((str(segment.count), host, share, device, segment.name + batch))
+        total = f"steps {self.steps}, {self.step_us:.1f} us of the host each"
+        breaks = f"{self.break_share:.1%} of it in eager breaks"
+        return "\n".join([f"{total}, {breaks}", *text_table(rows)])
 
 
 def _mark() -> torch.cuda.Event:
@@ -186,13 +169,11 @@ def _mark() -> torch.cuda.Event:
     return event
 
 
-_ANYONE = object()  # None may be a model that somebody forgot to make
+_ANY = object()  # None may be a model that the caller failed to create
 
 
 @checked
-def profile(
-    target: Any = _ANYONE, *, device_times: bool = False
-) -> AbstractContextManager[Profile]:
+def profile(target: Any = _ANY, *, device_times: bool = False) -> AbstractContextManager[Profile]:
     """Measure the segments of replayed steps, in this thread or task, while the context is entered.
 
     Tasks that begin inside of it count as well, until it is left.
@@ -205,12 +186,12 @@ def profile(
         print(found)
 
     Each segment gets a pair of clock readings, which costs a few microseconds; replays outside of
-    the context cost nothing more. Capturing calls, and what is around the segments of a step
+    the context cost nothing more. Capturing calls, and what surrounds the segments of a step
     (guards, copies of inputs), are not measured.
 
     Args:
         target: whose replays count: a compiled model, a :class:`cgcompile.Backend`, one of its
-            graphs, a wrapper, a raw capture, or a manager; left out: those of anyone.
+            graphs, a wrapper, a raw capture, or a manager; left out: all replays.
         device_times: measure the device as well, by CUDA events that are kept until the end, which
             synchronises: for a few hundred steps.
 
@@ -225,13 +206,13 @@ def profile(
         raise CaptureError.no_device(found="cpu")
     if target is None:
         raise ConfigError.captures_nothing(function="debug.profile", found="NoneType")
-    return _measured(Profile(None if target is _ANYONE else target, device_times))
+    return _measured(Profile(None if target is _ANY else target, device_times))
 
 
 @contextmanager
 def _measured(result: Profile) -> Iterator[Profile]:
     try:
-        with observing(result):
+        with observing(result.around):
             yield result
     finally:
         result.finish()
@@ -245,15 +226,12 @@ def timeline(target: Any) -> tuple[CaptureRecord, ...]:
             ``CudaGraphManager`` or an ``EncoderCudaGraphManager``.
 
     Returns:
-        A record for each capture, in the order they began; of what lives, and of each the last
-        few thousand. Releasing graphs removes none. ``[each.to_dict() for each in found]`` is JSON.
+        A record for each of the last few thousand captures of each recorder that exists, in the
+        order they began. Releasing graphs removes none. ``record.to_dict()`` is JSON.
 
     Raises:
         ConfigError: the target captures nothing.
     """
-    result = [
-        record
-        for each in recorders_of(target, "debug.timeline")
-        for record in each.timeline.records
-    ]
-    return tuple(sorted(result, key=lambda record: record.start))
+    recorders = recorders_of(target, "debug.timeline")
+    records = [record for recorder in recorders for record in recorder.timeline.records]
+    return tuple(sorted(records, key=lambda record: record.start))

@@ -1,10 +1,9 @@
 """Run a step and leave nothing behind: :func:`restored_after`.
 
-Restored are the bytes of named tensors, the random generators, and, of a :class:`State`,
-attributes, containers, tensor objects and the bytes that ops of this thread write. A state follows
-modules, lists, dicts, sets and plain objects (``__slots__`` too) from the model, from the closure
-of a function and from the arguments, at most :data:`_DEEPEST` deep. Not restored: globals, what
-other libraries keep elsewhere, and what replays and kernels write without an op, unless its tensors
+Restored are the bytes of the named tensors, the random generators, and, with a :class:`State`, the
+attributes, containers and tensor objects that are reachable from a model and its arguments (at most
+:data:`_DEEPEST` objects deep, ``__slots__`` included), and the bytes that ops of this thread write.
+Not restored: globals, and memory that a replay or a kernel writes without an op, unless its tensors
 are named.
 """
 
@@ -12,14 +11,21 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.graphs.guards import Slots, Transparent, cells_of, is_librarys, plainly, restore
+from cgcompile.graphs.guards import (
+    Slots,
+    Transparent,
+    cells_of,
+    is_librarys,
+    named_arguments,
+    plainly,
+    restore,
+)
 from cgcompile.graphs.host import write_targets
 
 _DEEPEST = 8
@@ -31,23 +37,16 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Held(NamedTuple):
-    """A value, and where a model or an argument holds it.
+    """A value, and where a model or an argument holds it."""
 
-    Attributes:
-        path: from the model or an argument, such as ``self.layers.0.cache``.
-        owner: the object whose attribute holds it; None of an argument.
-        attribute: that attribute; empty if there is none.
-        value: what is held there.
-    """
-
-    path: str
-    owner: Any
-    attribute: str
+    path: str  # such as ``self.layers.0.cache``
+    owner: Any  # the object whose attribute holds it; None of an argument
+    attribute: str  # of the owner
     value: Any
 
     @property
     def key(self) -> tuple[int, str]:
-        """Owner and attribute, to be compared; an owner may be equal to others, or unhashable."""
+        """The identity of the owner (which may have no hash) and the attribute."""
         return id(self.owner), self.attribute
 
     def item(self, key: object, value: Any) -> "Held":
@@ -59,96 +58,61 @@ class Held(NamedTuple):
         return Held(f"{self.path}.{attribute}", self.value, attribute, value)
 
 
-@dataclass
-class TensorMemory:
-    """A tensor object, and an alias that keeps its memory and geometry."""
-
-    tensor: torch.Tensor
-    alias: torch.Tensor
-
-    def restore(self) -> None:
-        """Give the tensor object the memory that it had."""
-        now, before = self.tensor.detach(), self.alias
-        if (now.shape, now.stride(), now.data_ptr()) != (
-            before.shape,
-            before.stride(),
-            before.data_ptr(),
-        ):
-            self.tensor.data = before
-
-
 class State:
-    """A snapshot of all objects reachable from ``roots``, by path; not of the bytes of tensors.
+    """A snapshot of all objects reachable from a model and its arguments, not of tensor bytes."""
 
-    Attributes:
-        values: what is held at each path: tensors, plain values, or the objects that hold more.
-    """
-
-    def __init__(self, roots: Mapping[str, Any]) -> None:
-        self.values: dict[str, Held] = {}
+    def __init__(self, model: Any, *calls: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self.values: dict[str, Held] = {}  # by path
         self._holders: dict[int, tuple[Any, Any]] = {}  # by identity: (holder, shallow copy)
-        self._tensors: dict[int, TensorMemory] = {}
-        for name, root in roots.items():
-            self._follow(Held(name, None, "", root), 0)
-
-    @classmethod
-    def of(cls, model: Any, *calls: tuple[tuple[Any, ...], dict[str, Any]]) -> "State":
-        """Return the state of a module, function or method and of the arguments of its calls."""
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (tensor, its alias)
         roots: dict[str, Any] = {"self": getattr(model, "__self__", model)}
-        cells = cells_of(model)
-        for name, cell in cells.items():  # of which one may be called "self", as in a decorator
+        for name, cell in cells_of(model).items():  # one may be called "self", as in a decorator
             roots[name if name not in roots else f"outer {name}"] = cell.cell_contents
-        for number, (args, kwargs) in enumerate(calls):
-            prefix = "second " * number
-            roots |= {f"{prefix}input {i}": arg for i, arg in enumerate(args)}
-            roots |= {f"{prefix}input {name!r}": arg for name, arg in kwargs.items()}
+            self._holders[id(cell)] = (cell, cell.cell_contents)
+        for number, call in enumerate(calls):
+            roots |= {"second " * number + name: value for name, value in named_arguments(*call)}
         with compat.outside_inference_mode(), torch.no_grad():
-            state = cls(roots)
-        state._holders |= {id(cell): (cell, cell.cell_contents) for cell in cells.values()}
-        return state
+            for name, root in roots.items():
+                self._follow(Held(name, None, "", root), 0)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that is reachable."""
-        return [memory.tensor for memory in self._tensors.values()]
+        return [tensor for tensor, _ in self._tensors.values()]
 
     def written(self, snapshot: "Snapshot") -> dict[str, torch.Tensor]:
-        """Return the tensors whose storage was written while the snapshot was taken, by path."""
-        held = ((path, held.value) for path, held in self.values.items())
-        tensors = ((path, value) for path, value in held if isinstance(value, torch.Tensor))
-        return {path: tensor for path, tensor in tensors if snapshot.was_written(tensor)}
+        """Return the tensors whose storage was written since the snapshot, by path."""
+        tensors = {p: h.value for p, h in self.values.items() if isinstance(h.value, torch.Tensor)}
+        return {path: tensor for path, tensor in tensors.items() if snapshot.was_written(tensor)}
 
     def changes(self, after: "State") -> Iterator[tuple[Any, Held]]:
         """Yield (value before, what is held after) of tensors and plain values that changed.
 
         The value before is None at a new path. Of a tensor object that moved
-        (``weight.data = ...``) both values are aliases of its memory then.
+        (``weight.data = ...``) both values are aliases of its memory.
         """
         for path, held in after.values.items():
             before = self.values[path].value if path in self.values else None
             now = held.value
-            if now is before and isinstance(now, torch.Tensor):
-                old, new = self._tensors.get(id(now)), after._tensors.get(id(now))
-                if old and new and old.alias.data_ptr() != new.alias.data_ptr():
-                    yield old.alias, held._replace(value=new.alias)
-            if now is before or not isinstance(now, (torch.Tensor, bool, int, float, str)):
+            if isinstance(now, torch.Tensor):
+                if now is not before:
+                    yield before, held
+                elif id(now) in self._tensors and id(now) in after._tensors:
+                    old, new = self._tensors[id(now)][1], after._tensors[id(now)][1]
+                    if old.data_ptr() != new.data_ptr():
+                        yield old, held._replace(value=new)
+            elif now is before or not isinstance(now, (bool, int, float, str)):
                 continue
-            if isinstance(now, torch.Tensor) or type(now) is not type(before) or now != before:
+            elif type(now) is not type(before) or now != before:
                 yield before, held
 
     def uncompile(self) -> None:
-        """Replace compiled and wrapped parts by their originals, until the state is restored.
-
-        A part is what an attribute of a module holds; a function that is compiled where it is
-        defined is none.
-        """
-        reached = {id(held.value): held.value for held in self.values.values()}
-        modules = [value for value in reached.values() if isinstance(value, torch.nn.Module)]
-        for module in modules:
+        """Replace compiled and wrapped attributes of modules by their originals until restored."""
+        held = {id(held.value): held.value for held in self.values.values()}
+        for module in [value for value in held.values() if isinstance(value, torch.nn.Module)]:
             for name, part in list(module.__dict__.items()):
-                original = compat.compiled_from(part)
-                if isinstance(part, Transparent):
-                    original = part.unwrap()
+                wrapped = isinstance(part, Transparent)
+                original = part.unwrap() if wrapped else compat.compiled_from(part)
                 if original is not None:
                     module.__dict__[name] = original
 
@@ -156,36 +120,35 @@ class State:
         """Restore every container, attribute and tensor object; not the bytes of tensors."""
         for holder, before in self._holders.values():
             restore(holder, before)
-        for memory in self._tensors.values():
-            memory.restore()
+        for tensor, alias in self._tensors.values():
+            if _geometry(tensor.detach()) != _geometry(alias):
+                tensor.data = alias
 
     def _follow(self, held: Held, depth: int) -> None:
         self.values[held.path] = held
         value = held.value
         if isinstance(value, torch.Tensor):
             for part in _dense([value]):
-                if id(part) not in self._tensors:
-                    self._tensors[id(part)] = TensorMemory(part, part.detach())
+                self._tensors.setdefault(id(part), (part, part.detach()))
         elif isinstance(value, (_PLAIN, _OPAQUE)) or id(value) in self._holders:
             return
         elif depth < _DEEPEST and len(self._holders) < _MOST:
             for inner in self._items(held):
-                deeper = depth if isinstance(inner.value, torch.nn.Module) else depth + 1
-                self._follow(inner, deeper)
+                is_module = isinstance(inner.value, torch.nn.Module)
+                self._follow(inner, depth if is_module else depth + 1)
 
     def _items(self, held: Held) -> Iterator[Held]:
         value = held.value
+        pairs: list[tuple[Any, Any]] = []
         if isinstance(value, dict):
-            items = list(plainly(value).items(value))
-            self._holders[id(value)] = (value, dict(items))
-            for key, item in items if len(items) < _LONG else ():
-                yield held.item(key, item)
+            pairs = list(plainly(value).items(value))
+            self._holders[id(value)] = (value, dict(pairs))
         elif isinstance(value, (list, deque, set, tuple, frozenset)):
-            kept = list(plainly(value).__iter__(value))
+            pairs = list(enumerate(plainly(value).__iter__(value)))
             if not isinstance(value, (tuple, frozenset)):
-                self._holders[id(value)] = (value, kept)
-            for index, item in enumerate(kept if len(kept) < _LONG else ()):
-                yield held.item(index, item)
+                self._holders[id(value)] = (value, [item for _, item in pairs])
+        for key, item in pairs if len(pairs) < _LONG else ():
+            yield held.item(key, item)
         if isinstance(value, tuple) or is_librarys(value):
             return
         attributes = getattr(value, "__dict__", None)
@@ -214,9 +177,9 @@ class State:
 class Snapshot:
     """The random state, and the bytes of storages as they were before they were written.
 
-    Args:
-        known: tensors that exist before the run; memory that the run allocates is not copied.
-        alone: copy nothing but these: what a forward context leads to may be most of a GPU.
+    ``known`` are the tensors that exist before the run; memory that the run allocates is not
+    copied. With ``alone`` no other memory is copied: the tensors of a forward context may be most
+    of a GPU.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], *, alone: bool = False) -> None:
@@ -224,29 +187,29 @@ class Snapshot:
         self._alone = alone
         self._known = {_address(tensor) for tensor in tensors}
         self._allocated: set[int] = set()  # no memory from before can begin where the run allocates
-        self._kept: dict[int, int] = {}  # by address: how many bytes from there on
+        self._copied: dict[int, int] = {}  # by address: how many bytes from there on
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._python, self._cpu = random.getstate(), torch.get_rng_state()
         devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
 
-    def about_to_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy the bytes that an op will write, and the state of the generator it draws from."""
         generator = kwargs.get("generator")
         if isinstance(generator, torch.Generator):
             self._generators.setdefault(id(generator), (generator, generator.get_state()))
         opaque = compat.compiled_region(func, args) is not None  # its writes are not declared
         inputs = compat.tree_tensors((args, kwargs))
-        self.about_to_write(inputs if opaque else write_targets(func, args, kwargs))
+        self.before_write(inputs if opaque else write_targets(func, args, kwargs))
 
-    def called(self, results: Any, arguments: Any) -> None:
-        """Note what an op returned: memory that it allocated, or that of its arguments."""
+    def after_call(self, results: Any, arguments: Any) -> None:
+        """Note the memory that an op allocated for its results."""
         old = {_address(tensor) for tensor in _dense(compat.tree_tensors(arguments))} | self._known
         new = {_address(tensor) for tensor in _dense(compat.tree_tensors(results))}
         self._allocated |= new - old
 
-    def about_to_write(self, tensors: Iterable[torch.Tensor]) -> None:
+    def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the bytes of tensors, unless the run has allocated them itself."""
         for tensor in _dense(tensors):
             address = _address(tensor)
@@ -255,9 +218,9 @@ class Snapshot:
             if self._alone and address not in self._known:
                 continue
             storage = tensor.untyped_storage()
-            if storage.nbytes() <= self._kept.get(address, 0):
+            if storage.nbytes() <= self._copied.get(address, 0):
                 continue
-            self._kept[address] = storage.nbytes()
+            self._copied[address] = storage.nbytes()
             with torch.inference_mode(False), torch.no_grad():
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 whole.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -265,7 +228,7 @@ class Snapshot:
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of a tensor was written."""
-        return any(_address(part) in self._kept for part in _dense([tensor]))
+        return any(_address(part) in self._copied for part in _dense([tensor]))
 
     def restore(self) -> None:
         """Restore all copied bytes, and the state of all generators."""
@@ -279,12 +242,12 @@ class Snapshot:
         for device, cuda_state in self._cuda.items():
             torch.cuda.set_rng_state(cuda_state, device)
         self._before.clear()
-        self._kept.clear()
+        self._copied.clear()
         self._generators.clear()
 
 
 def _dense(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield dense tensors, and those inside of tensor subclasses; others have no one storage."""
+    """Yield dense tensors, and those inside tensor subclasses; others have no single storage."""
     for tensor in tensors:
         if compat.is_plain_tensor(tensor):
             yield tensor
@@ -300,17 +263,21 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.data_ptr()
+
+
 class WriteObserver(compat.DispatchMode):
-    """Fills a snapshot before each op of this thread that writes."""
+    """Fill a snapshot before each op of this thread that writes."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         self._snapshot = snapshot
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._snapshot.about_to_call(func, args, kwargs)
+        self._snapshot.before_call(func, args, kwargs)
         result = func(*args, **kwargs)
-        self._snapshot.called(result, (args, kwargs))
+        self._snapshot.after_call(result, (args, kwargs))
         return result
 
 
@@ -318,14 +285,13 @@ class WriteObserver(compat.DispatchMode):
 def restored_after(
     tensors: Sequence[torch.Tensor] = (), *, state: State | None = None
 ) -> Iterator[Snapshot]:
-    """Restore tensors, random generators and a state after what runs inside.
+    """Restore tensors, random generators and a state after the block.
 
-    Args:
-        tensors: copied when the context is entered: for writes that no op shows, as of a replay.
-        state: restored too, with the bytes of its tensors that ops of this thread write.
+    ``tensors`` are copied on entry, for writes that no op shows, as of a replay. Of a state, the
+    tensors that ops of this thread write are restored too.
     """
     snapshot = Snapshot([*tensors, *(() if state is None else state.tensors)], alone=True)
-    snapshot.about_to_write(tensors)
+    snapshot.before_write(tensors)
     try:
         with nullcontext() if state is None else WriteObserver(snapshot):
             yield snapshot
@@ -344,9 +310,3 @@ def copies(values: Mapping[str, Any]) -> dict[str, Any]:
             name: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for name, value in values.items()
         }
-
-
-def buffers_of(model: Any) -> list[torch.Tensor]:
-    """Return the buffers of a module, or of the module of a bound method; else none."""
-    module = getattr(model, "__self__", model)
-    return list(module.buffers()) if isinstance(module, torch.nn.Module) else []

@@ -1,6 +1,7 @@
 """The model, in any of its forms, that a function of this package is called with.
 
-:class:`Subject` is a model to compare with eager, :func:`recorders_of` what captures for a target.
+:class:`Subject` is a model to compare with eager; :func:`recorders_of` returns what captures for a
+target.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,15 +15,8 @@ from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.compile import CompiledModel, check_compilable, compile
 from cgcompile.config import CompilationConfig, CompilationMode
-from cgcompile.debug.compare import (
-    Call,
-    Opened,
-    Tolerance,
-    named_values,
-    uncompared,
-    without_gradients,
-)
-from cgcompile.debug.restore import State, buffers_of, copies, restored_after
+from cgcompile.debug.compare import Call, Opened, Tolerance, named_values, uncompared
+from cgcompile.debug.restore import State, copies, restored_after
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.breakable import BreakableCUDAGraphCapture
 from cgcompile.graphs.guards import layout_text
@@ -41,78 +35,69 @@ class Subject:
     ) -> None:
         self.handle = handle_of(model)
         self.wrapper = model if isinstance(model, CUDAGraphWrapper) else None
-        self._own = self.handle is None and self.wrapper is None
-        if config is not None and not self._own:
-            raise ConfigError.settings_are_fixed()
-        if self._own:
+        self._owned: Backend | None = None  # compiled for this alone
+        if self.handle is None and self.wrapper is None:
             check_compilable(model, function)
-            if config is None:  # on the CPU nothing else has graphs
-                config = CompilationConfig(capture_device="host")
-            model = compile(model, config)
-            self.handle = model.backend
+            # on the CPU nothing else has graphs
+            model = compile(model, config or CompilationConfig(capture_device="host"))
+            self.handle = self._owned = model.backend
+        elif config is not None:
+            raise ConfigError.settings_are_fixed()
         self.call: Callable[..., Any] = model
         self.original: Callable[..., Any] = original_of(model)
         if isinstance(model, CompiledModel):
             self.wrapper = model.wrapper
-        self.config = self._settings()
+        recorder: Any = self.wrapper if self.handle is None else self.handle
+        self._recorder: Backend | CUDAGraphWrapper = recorder
+        self.config: CompilationConfig = recorder.config
         self._written: dict[str, torch.Tensor] | None = None
-
-    def _settings(self) -> CompilationConfig:
-        if self.handle is not None:
-            return self.handle.config
-        assert self.wrapper is not None
-        return self.wrapper.config
 
     @property
     def name(self) -> str:
-        """What it is called."""
-        result = self.original
-        return getattr(result, "__qualname__", None) or type(result).__name__
+        """The name of the eager model."""
+        return name_of(self.original)
 
     @property
     def counters(self) -> Counters:
-        """What its calls did so far."""
-        if self.handle is not None:
-            return self.handle.counters
-        assert self.wrapper is not None
-        return self.wrapper.counters + Counters()
+        """A copy of the counters of its graphs."""
+        return self._recorder.counters + Counters()
 
-    def same_kernels(self, call: Call) -> bool:
-        """Return whether graphs hold the kernels of the eager model: results are equal bitwise."""
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of the model, or of the module of a bound method."""
+        module = getattr(self.original, "__self__", self.original)
+        return list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors to restore after each run beside the inputs."""
+        return [*self.buffers, *(self._written or {}).values()]
+
+    def tolerance(self, call: Call, rtol: float | None, atol: float | None) -> Tolerance:
+        """Return the user's tolerance; else bitwise where graphs hold eager's kernels."""
         config = self.config
         own = any(getattr(op, "impl", None) for op in config.splitting_ops)
         uncompiled = config.compiler == "eager" and config.mode is CompilationMode.PIECEWISE
         uncompiled |= config.mode is CompilationMode.NONE or self.wrapper is not None
         changed = bool(config.graph_passes or config.piece_passes or own)
-        return (
-            uncompiled
-            and not changed
-            and all(
-                each.device.type == "cpu" for each in [*compat.tree_tensors(call), *self.buffers]
-            )
-        )
+        tensors = [*compat.tree_tensors(call), *self.buffers]
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        return Tolerance(uncompiled and not changed and on_cpu, rtol, atol)
 
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The buffers of the model."""
-        return buffers_of(self.original)
+    def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
+        """Return copies of what a call returns and writes; everything is restored after it."""
+        args, kwargs = call
+        self._find_written(call)
+        with restored_after([*compat.tree_tensors(call), *self.kept]), torch.no_grad():
+            result = named_values(run(*args, **kwargs), "result")
+            return copies({**result, **self._left(call)})
 
-    @property
-    def kept(self) -> list[torch.Tensor]:
-        """The tensors to restore after each run beside the inputs: buffers, and what it writes."""
-        return [*self.buffers, *(self._written or {}).values()]
-
-    # -------------------------------------------------------------- running
-
-    def written(self, call: Call) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model, without buffers, that a call writes, by path.
-
-        Such as a cache that is an attribute. The eager model runs once to find them.
-        """
+    def _find_written(self, call: Call) -> dict[str, torch.Tensor]:
+        """Return the tensors of the model, without buffers, that an eager call writes, by path."""
         if self._written is None:
             args, kwargs = call
-            state = State.of(self.original, call)
-            with without_gradients(), restored_after(state=state) as snapshot:
+            state = State(self.original, call)
+            with torch.no_grad(), restored_after(state=state) as snapshot:
                 state.uncompile()
                 self.original(*args, **kwargs)
                 written = state.written(snapshot).items()
@@ -120,25 +105,17 @@ class Subject:
             self._written = {path: tensor for path, tensor in written if id(tensor) not in known}
         return self._written
 
-    def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
-        """Return copies of what a call returns and writes; everything is restored after it."""
-        args, kwargs = call
-        self.written(call)
-        with restored_after([*compat.tree_tensors(call), *self.kept]), without_gradients():
-            result = named_values(run(*args, **kwargs), "result")
-            return copies({**result, **self._left(call)})
-
     def _left(self, call: Call) -> dict[str, torch.Tensor]:
-        """Return what a call may write: arguments, buffers, and what :meth:`written` returns."""
+        """Return the tensors that a call may write."""
         left = {f"input {path}": leaf for path, leaf in compat.tree_paths(call)}
-        left |= {f"buffer {index}": each for index, each in enumerate(self.buffers)}
-        tensors = {n: v for n, v in left.items() if isinstance(v, torch.Tensor)}
-        return tensors | self.written(call)
+        left |= {f"buffer {index}": buffer for index, buffer in enumerate(self.buffers)}
+        tensors = {name: v for name, v in left.items() if isinstance(v, torch.Tensor)}
+        return tensors | self._find_written(call)
 
     def uncompared(
         self, call: Call, plain: dict[str, Any], value: dict[str, Any]
     ) -> tuple[tuple[str, ...], str]:
-        """Return what of a result has no usable ``==``; and why nothing was compared, if so."""
+        """Return which results have no usable ``==``; and why nothing was compared, if so."""
         names, written = uncompared(plain, value), self._left(call)
         results = {n for n in plain if n not in written and not isinstance(plain[n], Opened)}
         blind = bool(names) and results <= set(names)
@@ -161,12 +138,17 @@ class Subject:
 
     def release(self) -> None:
         """Free what was compiled and captured for this alone."""
-        if self._own and self.handle is not None:
-            self.handle.release()
+        if self._owned is not None:
+            self._owned.release()
 
-    def again(self, **settings: Any) -> "Subject":
+    def recompiled(self, **settings: Any) -> "Subject":
         """Return the original model, compiled anew with other settings."""
         return Subject(self.original, replace(self.config, **settings))
+
+
+def name_of(model: Any) -> str:
+    """Return the name of a function, or of the class of a module."""
+    return getattr(model, "__qualname__", None) or type(model).__name__
 
 
 @contextmanager
@@ -193,11 +175,6 @@ def original_of(model: Any) -> Any:
         if inner is None:
             return model
         model = inner
-
-
-def tolerance_of(subject: Subject, call: Call, rtol: float | None, atol: float | None) -> Tolerance:
-    """Return the user's tolerance; else bitwise where kernels are the same; else by dtype."""
-    return Tolerance(subject.same_kernels(call), rtol, atol)
 
 
 # ---------------------------------------------------------------- targets of a call

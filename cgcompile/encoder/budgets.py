@@ -1,13 +1,8 @@
-"""Token budgets of encoder graphs, and how many items and frames fit: pure functions.
+"""Token budgets of encoder graphs, and how many items and frames a replay holds: pure functions.
 
-A graph of an encoder is captured for a *budget*, a number of output tokens. The items of a call
-run at the smallest budget that holds them. Without the checks here, a ladder that cannot be
-captured is found by a shape error deep inside of a model.
-
-The one rule a caller keeps: ``max_items`` is at most the smallest budget. Buffers of a budget are
-divided among the items, and each needs at least one token.
-
-How items are put together is in ``packing.py``.
+A graph of an encoder is captured for a *budget*, a number of output tokens. The rule for callers:
+``max_items`` is at most the smallest budget, because buffers of a budget are divided among the
+items, and each needs at least one token.
 """
 
 import math
@@ -19,14 +14,17 @@ from typing import Any, NamedTuple
 from cgcompile.encoder.packing import Costs
 from cgcompile.errors import EncoderError
 from cgcompile.serving.sizes import checked_histogram, fit_sizes, round_sizes
-from cgcompile.settings import checked_last, require_arguments, whole
+from cgcompile.settings import checked_last, require, require_arguments, whole
+
+TokenBudgets = Sequence[int] | Mapping[str, Sequence[int]]
+"""Budgets of all paths, or by path."""
 
 
 class Budgets(NamedTuple):
     """What is captured.
 
     Attributes:
-        budgets: output tokens of each graph, ascending, each once.
+        budgets: output tokens of each graph, ascending, without duplicates.
         max_items: items in one replay; at most the smallest budget.
     """
 
@@ -36,9 +34,9 @@ class Budgets(NamedTuple):
 
 @checked_last
 def generated_budgets(least: int, most: int, ratio: float = 2.0) -> tuple[int, ...]:
-    """``least``, and each time ``ratio`` times as much, up to ``most``, which is always in it.
+    """Return ``least``, each time multiplied by ``ratio``, up to ``most``, which is included.
 
-    With ratio 2 a group is padded by up to a half of its budget; 1.5 makes it a third, for 1.7
+    With ratio 2 a group is padded by up to half of its budget; with 1.5 by up to a third, for 1.7
     times as many graphs.
 
     Args:
@@ -47,7 +45,7 @@ def generated_budgets(least: int, most: int, ratio: float = 2.0) -> tuple[int, .
         ratio: fractions are rounded down, but each budget is larger than the one before.
 
     Raises:
-        EncoderError: the range is not positive and in order, or ``ratio`` not above 1.
+        EncoderError: the range is not positive and in order, or ``ratio`` is not above 1.
     """
     least, most = _checked_range((least, most))
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 < ratio < math.inf:
@@ -60,7 +58,7 @@ def generated_budgets(least: int, most: int, ratio: float = 2.0) -> tuple[int, .
 
 
 def smallest_budget(budgets: Sequence[int], tokens: int) -> int | None:
-    """The smallest budget that holds ``tokens``; None above the largest.
+    """Return the smallest budget that holds ``tokens``; None above the largest.
 
     Args:
         budgets: ascending.
@@ -82,7 +80,7 @@ def resolve_budgets(
     *,
     budget_range: tuple[int, int],
 ) -> Budgets:
-    """The budgets and the number of items, from what a user gave and what a model can do.
+    """Return the budgets and the number of items, from the user's values and the model's range.
 
     ============ ============ ======================================= ============================
     ``budgets``  ``max_items`` the budgets                            the items
@@ -95,7 +93,7 @@ def resolve_budgets(
     ============ ============ ======================================= ============================
 
     Args:
-        budgets: output tokens, in any order; may lie outside of the range.
+        budgets: output tokens, in any order; may be outside of the range.
         max_items: items in one replay.
         budget_range: the least and the most output tokens of a generated budget, by the model.
 
@@ -104,29 +102,29 @@ def resolve_budgets(
             has less than one token for each item.
     """
     least, most = _checked_range(budget_range)
-    ascending = None if budgets is None else _checked_budgets(budgets)
+    ladder = None if budgets is None else _checked_budgets(budgets)
     if max_items is None:
-        ladder = generated_budgets(least, most) if ascending is None else ascending
+        ladder = ladder or generated_budgets(least, most)
         return Budgets(ladder, min(most // least, ladder[0]))
     items = checked_number("max_items", max_items, 1)
-    if ascending is None:
+    if ladder is None:
         if items > most:
             raise EncoderError.items_above_range(max_items=items, most=most)
-        return Budgets(generated_budgets(max(least, items), most), items)
-    if items > ascending[0]:
-        raise EncoderError.items_above_budget(max_items=items, budget=ascending[0])
-    return Budgets(ascending, items)
+        ladder = generated_budgets(max(least, items), most)
+    elif items > ladder[0]:
+        raise EncoderError.items_above_budget(max_items=items, budget=ladder[0])
+    return Budgets(ladder, items)
 
 
 @checked_last
 def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None = None) -> int:
-    """How many frames one replay holds, all its items together; 0 if graphs are not for videos.
+    """Return how many frames one replay holds, of all its items; 0 if graphs are not for videos.
 
     Args:
         max_items: items in one replay.
-        max_frames_per_video: of one video; 0 if the model takes none, and the result is 0 then.
-        given: by the user; None for room for ``max_items`` videos of the greatest length, 0 for
-            none: graphs have one frame for each item then, as those of images alone.
+        max_frames_per_video: of one video; 0 if the model takes none, then the result is 0.
+        given: the user's limit; None for room for ``max_items`` videos of the greatest length, 0
+            for one frame per item, as for images alone.
 
     Raises:
         EncoderError: a number is out of range.
@@ -149,7 +147,7 @@ def fitted_budgets(
     costs: Costs | None = None,
     path: int = 0,
 ) -> tuple[int, ...]:
-    """Fit budgets of little cost to what was observed; see ``serving.fit_sizes``.
+    """Fit budgets of little cost to observed groups; see ``serving.fit_sizes``.
 
     Args:
         observed: output tokens of groups that ran: each of them, or tokens -> number of groups.
@@ -158,16 +156,16 @@ def fitted_budgets(
         nbytes: bytes of all graphs at most.
         bytes_of: budget -> bytes of its graph.
         max_items: no budget is smaller, so that each item has a token.
-        multiple_of: what divides every budget. With ``nbytes`` and hundreds of different sizes,
-            coarse budgets keep the search short.
-        costs: if given, large groups run eager where that costs less, and there may be no budget
-            at all. If None, padding is least, and every group that was observed has a graph.
+        multiple_of: divides every budget. With ``nbytes`` and hundreds of different sizes, coarse
+            budgets keep the search short.
+        costs: if given, large groups run eager where that costs less, and the result may be empty.
+            If None, padding is minimal, and every observed group has a graph.
         path: the path of ``costs``.
 
     Raises:
         EncoderError: nothing was observed, or a number is out of range.
         SizesError: neither ``count`` nor ``nbytes`` is given, nothing fits in ``nbytes``, or an
-            entry of ``observed`` is none.
+            entry of ``observed`` is not valid.
     """
     items = checked_number("max_items", max_items, 1)
     step = checked_number("multiple_of", multiple_of, 1)
@@ -188,8 +186,68 @@ def fitted_budgets(
     ).sizes
 
 
+class Limits(NamedTuple):
+    """What all graphs of a manager hold."""
+
+    budgets: Mapping[str, tuple[int, ...]]  # by path, ascending
+    max_items: int  # of one replay; at most the smallest budget
+    max_frames: int  # of one replay; 0 if graphs are not for videos: one per item
+
+
+def resolve_limits(
+    paths: Mapping[str, int | None],
+    max_frames_per_video: int,
+    token_budgets: TokenBudgets | None,
+    max_items: int | None,
+    max_frames: int | None,
+    budget_range: tuple[int, int] | None,
+) -> Limits:
+    """Resolve the budgets of each path, from its least one if any, and the items and frames."""
+    if token_budgets is None:
+        assert budget_range is not None
+        budgets, items = _generated(paths, max_items, budget_range)
+    else:
+        budgets, items = _given(list(paths), token_budgets, max_items, budget_range)
+    return Limits(budgets, items, resolve_frames(items, max_frames_per_video, max_frames))
+
+
+def _given(
+    paths: list[str],
+    token_budgets: TokenBudgets,
+    max_items: int | None,
+    budget_range: tuple[int, int] | None,
+) -> tuple[dict[str, tuple[int, ...]], int]:
+    if not isinstance(token_budgets, Mapping):
+        token_budgets = dict.fromkeys(paths, tuple(token_budgets))
+    expected = f"budgets for each of {', '.join(paths)}"
+    same = set(token_budgets) == set(paths)
+    require(same, "token_budgets", "encoder graphs", dict(token_budgets), expected)
+    ladders = {path: _checked_budgets(token_budgets[path]) for path in paths}
+    items = min(
+        resolve_budgets(ladder, max_items, budget_range=budget_range or (ladder[0], ladder[-1]))[1]
+        for ladder in ladders.values()
+    )
+    return ladders, items
+
+
+def _generated(
+    paths: Mapping[str, int | None], max_items: int | None, budget_range: tuple[int, int]
+) -> tuple[dict[str, tuple[int, ...]], int]:
+    ladder, items = resolve_budgets(None, max_items, budget_range=budget_range)
+    most = ladder[-1]
+    starts = {path: least or ladder[0] for path, least in paths.items()}
+    for path, least in starts.items():
+        if least > most:  # no budget in the range holds an item of this path
+            raise EncoderError.path_above_range(path=path, least=least, most=most)
+    if max_items is None:
+        items = min(items, *starts.values())
+    return {
+        path: generated_budgets(max(start, items), most) for path, start in starts.items()
+    }, items
+
+
 def checked_number(name: str, value: Any, least: int) -> int:
-    """A whole number of at least ``least``."""
+    """Return a whole number of at least ``least``; raise EncoderError for anything else."""
     number = whole(value)
     if number is None or number < least:
         raise EncoderError.budget_number(name=name, found=value, least=least)

@@ -5,14 +5,14 @@ all rows of the buffers: the real ones, then zeros, or what a padding logic writ
 the end, so that padding is a sequence like others. The rule: everything is checked before anything
 is written.
 
-A pool gives nothing back for one graph, so a graph that took too much could not be undone. With a
-budget of bytes graphs are therefore measured first, on memory that is dropped as a whole.
+A pool gives no memory back for one graph. With a limit of bytes graphs are therefore captured for
+trial first, on memory that is dropped as a whole, and measured there.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -22,35 +22,36 @@ from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
-from cgcompile.encoder.budgets import Budgets, generated_budgets, resolve_budgets, resolve_frames
+from cgcompile.encoder.budgets import Limits
+from cgcompile.encoder.packing import Capacity
 from cgcompile.encoder.protocol import (
-    DEFAULT,
     ZERO,
     CheckedModel,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
-    checked_rows,
-    empty_rows,
+    check_keys,
+    check_rows,
     named_buffers,
-    own_rows,
+    path_arguments,
+    unpadded_forward,
 )
 from cgcompile.errors import CaptureError, EncoderError
-from cgcompile.graphs.capture import bulk_capture, inside_capture
+from cgcompile.graphs.capture import bulk_capture, inside_capture, why_not_here
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import WeightsGuard, modules_of
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.wrapper import (
-    CUDAGraphWrapper,
-    Whole,
-    holds_parameters_with_grad,
-    why_not_here,
-)
-from cgcompile.reasons import Counters, Reason
+from cgcompile.graphs.wrapper import CUDAGraphWrapper, Whole, holds_parameters_with_grad
+from cgcompile.reasons import Reason
 from cgcompile.serving.memory_plan import most_that_fit, ranked
-from cgcompile.settings import require, require_arguments, require_kind, whole
+from cgcompile.settings import require_arguments, require_kind
+
+log = logging.getLogger(__name__)
+
+FULL = CUDAGraphMode.FULL
+_MANY = 64  # graphs; each costs start-up time and memory
 
 
 class GraphKey(NamedTuple):
@@ -68,89 +69,19 @@ class GraphKey(NamedTuple):
 
     @property
     def descriptor(self) -> BatchDescriptor:
-        """The key as the forward context has it."""
+        """The key in the form of the forward context."""
         return BatchDescriptor(self.budget, extra=(self.path, *self.axes))
 
 
-Budgeted = Sequence[int] | Mapping[str, Sequence[int]]
-Range = tuple[int, int]
+# ---------------------------------------------------------------- buffers
 
-
-class Limits(NamedTuple):
-    """What all graphs of a manager hold."""
-
-    budgets: Mapping[str, tuple[int, ...]]  # by path, output tokens, ascending
-    max_items: int  # of one replay; at most the least budget
-    max_frames: int  # of one replay; 0, if graphs are not for videos: one for each item
-
-
-def resolved_limits(
-    config: EncoderCudaGraphConfig,
-    token_budgets: Budgeted | None,
-    max_items: int | None,
-    max_frames: int | None,
-    budget_range: Range | None,
-) -> Limits:
-    """Resolve the budgets of each path, and the items and frames of all."""
-    if token_budgets is None:
-        assert budget_range is not None
-        budgets, items = _inferred(config, max_items, budget_range)
-    else:
-        budgets, items = _checked_budgets(config, token_budgets, max_items, budget_range)
-    frames = resolve_frames(items, config.most_frames_of_an_item, max_frames)
-    return Limits(budgets, items, frames)
-
-
-def _checked_budgets(
-    config: EncoderCudaGraphConfig,
-    token_budgets: Budgeted,
-    max_items: int | None,
-    budget_range: Range | None,
-) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return the user's budgets of each path, and the items of all."""
-    paths = list(config.graph_sets)
-    if not isinstance(token_budgets, Mapping):
-        token_budgets = dict.fromkeys(paths, tuple(token_budgets))
-    expected = f"budgets for each of {', '.join(paths)}"
-    same = set(token_budgets) == set(paths)
-    require(same, "token_budgets", "encoder graphs", dict(token_budgets), expected)
-    resolved: dict[str, Budgets] = {}
-    for path in paths:
-        budgets = tuple(token_budgets[path])
-        # resolve_budgets names invalid numbers
-        numbers = [number for budget in budgets if (number := whole(budget)) and number > 0]
-        span = budget_range or (min(numbers, default=1), max(numbers, default=1))
-        resolved[path] = resolve_budgets(budgets, max_items, budget_range=span)
-    items = min(limits.max_items for limits in resolved.values())
-    return {path: limits.budgets for path, limits in resolved.items()}, items
-
-
-def _inferred(
-    config: EncoderCudaGraphConfig, max_items: int | None, span: Range
-) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return generated budgets of each path, and the items of all."""
-    base = resolve_budgets(None, max_items, budget_range=span)
-    most = base.budgets[-1]
-    sets = config.graph_sets.items()
-    starts = {path: settings.min_token_budget or base.budgets[0] for path, settings in sets}
-    for path, least in starts.items():
-        if least > most:  # budgets below it would hold no item of this path
-            raise EncoderError.path_above_range(path=path, least=least, most=most)
-    items = base.max_items
-    if max_items is None:
-        items = min(items, *starts.values())
-    return {
-        path: generated_budgets(max(least, items), most) for path, least in starts.items()
-    }, items
-
-
-_CAPTURE = "prepare_encoder_cudagraph_capture_inputs()"
+_CAPTURE = "prepare_encoder_cudagraph_capture_inputs"
 _REPLAY = "prepare_encoder_cudagraph_replay_buffers()"
 _POISON = 0x7F  # an index that no buffer has, in an integer of any width
 
 
 class GraphInputs:
-    """What one graph reads. Not for several threads at a time."""
+    """The buffers that one graph reads. Not for several threads at a time."""
 
     def __init__(
         self, config: EncoderCudaGraphConfig, inputs: EncoderCudaGraphCaptureInputs
@@ -158,19 +89,17 @@ class GraphInputs:
         values = getattr(inputs, "values", None)
         if not isinstance(values, dict):
             expected = "EncoderCudaGraphCaptureInputs(values={key: tensor})"
-            raise EncoderError.returned(
-                method=_CAPTURE[:-2], found=type(inputs).__name__, expected=expected
-            )
-        check_keys(values, config, _CAPTURE)
+            found = type(inputs).__name__
+            raise EncoderError.returned(method=_CAPTURE, found=found, expected=expected)
+        check_keys(values, config, _CAPTURE + "()")
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
-                kind = f"{type(value).__name__} for {key!r}"
-                raise EncoderError.returned(
-                    method=_CAPTURE[:-2], found=kind, expected="a tensor for each key"
-                )
+                found = f"{type(value).__name__} for {key!r}"
+                expected = "a tensor for each key"
+                raise EncoderError.returned(method=_CAPTURE, found=found, expected=expected)
         self._config = config
         self.values: dict[str, torch.Tensor] = dict(values)
-        # A copy, as the buffer itself is overwritten; read on the device, so nothing synchronises.
+        # Last offsets. A copy on the device, so that nothing synchronises: buffers are overwritten.
         self._ends = {key: values[key][-1:].clone() for key in config.offset_keys}
         self._steps = {
             key: torch.arange(1, len(values[key]) + 1, device=values[key].device) * longest
@@ -180,43 +109,51 @@ class GraphInputs:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the buffers and of what writes them, in bytes."""
-        kept = [*self.values.values(), *self._ends.values(), *self._steps.values()]
-        return sum(tensor.nbytes for tensor in kept)
+        """Bytes of the buffers and of the constants that fill them."""
+        tensors = [*self.values.values(), *self._ends.values(), *self._steps.values()]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def check_offsets(self) -> None:
-        """Raise unless offsets end where their buffer does. Synchronises, so for captures alone."""
+        """Raise unless offsets end with their largest. Synchronises: for captures alone."""
         for key in self._config.offset_keys:
             offsets = self.values[key].reshape(-1).tolist()
             if not offsets or offsets[-1] < 1 or offsets[-1] < max(offsets):
                 raise EncoderError.no_offset_end(key=key, last=offsets[-1] if offsets else None)
 
-    def write(self, rows: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
-        """Fill the buffers for a replay. Nothing synchronises, but copies from pageable memory."""
-        values = rows.values
+    def write(self, buffers: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
+        """Fill the buffers for a replay; return the keys that were left as they are.
+
+        Only copies from pageable memory synchronise.
+        """
+        values = buffers.values
         check_keys(values, self._config, _REPLAY)
-        for key in self._config.buffer_keys:
+        for key, dst in self.values.items():
             if values[key] is not None:
-                self._check(key, values[key])
-        kept: list[str] = []
+                self._check(key, dst, values[key])
+        kept = []
         for key, dst in self.values.items():
             value = values[key]
             if value is None and self._config.on_none.get(key) != ZERO:
                 kept.append(key)
                 continue
             if poison:
-                _poison(dst)
-            self._put(key, dst, value)
+                floating = dst.is_floating_point() or dst.is_complex()
+                dst.fill_(float("nan") if floating else _POISON)
+            if value is None:
+                dst.zero_()
+                self._fill(key, dst, dst[:1] if dst.dim() else dst)
+            elif key in self._config.padding_logics:
+                self._pad(key, dst, value)
+            else:
+                self._fill(key, dst, value)
         return kept
 
-    def _check(self, key: str, value: torch.Tensor | None) -> None:
+    def _check(self, key: str, dst: torch.Tensor, value: Any) -> None:
         if not isinstance(value, torch.Tensor):
-            raise EncoderError.buffer_value(
-                key=key, found=type(value).__name__, expected="a tensor, or None"
-            )
+            found = type(value).__name__
+            raise EncoderError.buffer_value(key=key, found=found, expected="a tensor, or None")
         if key in self._config.padding_logics:
             return
-        dst = self.values[key]
         alike = value.dim() == dst.dim() and value.shape[1:] == dst.shape[1:]
         alike = alike and torch.can_cast(value.dtype, dst.dtype)
         if not alike or (dst.dim() and len(value) > len(dst)):
@@ -227,14 +164,8 @@ class GraphInputs:
         if key in self._ends and len(value) == len(dst):
             raise EncoderError.no_offset_room(key=key, entries=len(value))
 
-    def _put(self, key: str, dst: torch.Tensor, value: torch.Tensor | None) -> None:
-        logic = self._config.padding_logics.get(key)
-        if value is None:
-            dst.zero_()
-            value = dst[:1] if dst.dim() else dst
-        elif logic is not None:
-            self._pad(key, dst, value)
-            return
+    def _fill(self, key: str, dst: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy the real rows; zero the others, or let offsets go on to the end."""
         if not dst.dim():
             dst.copy_(value)
             return
@@ -243,15 +174,11 @@ class GraphInputs:
         if key not in self._ends:
             dst[real:].zero_()
             return
-        self._go_on(key, dst, real)
-
-    def _go_on(self, key: str, dst: torch.Tensor, real: int) -> None:
-        """Offsets to the end: padded rows as one sequence, or as many no longer than declared."""
         if not real:
             dst[:1].zero_()
             real = 1
         tail, end = dst[real:], self._ends[key]
-        if key not in self._steps:
+        if key not in self._steps:  # padded rows are one sequence
             tail.copy_(end.expand_as(tail))
             return
         rising = dst[real - 1 : real] + self._steps[key][: len(tail)]
@@ -259,49 +186,38 @@ class GraphInputs:
         dst[-1:].copy_(end)
 
     def _pad(self, key: str, dst: torch.Tensor, value: torch.Tensor) -> None:
-        before, room = dst.data_ptr(), _layout(dst)
+        """Let a padding logic write a buffer; restore one that it moved, and raise."""
+        address, room = dst.data_ptr(), _layout(dst)
         memory = dst.untyped_storage(), dst.storage_offset(), dst.size(), dst.stride()
         try:
             self._config.padding_logics[key](dst, value)
         except Exception as error:
             dst.set_(*memory)
-            found = f"{type(error).__name__}: {error}".splitlines()[0]
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
             raise EncoderError.padding_failed(
-                key=key, found=_layout(value), room=room, error=found
+                key=key, found=_layout(value), room=room, error=text
             ) from error
-        if dst.data_ptr() != before or _layout(dst) != room:
+        if dst.data_ptr() != address or _layout(dst) != room:
             found = _layout(dst)
-            dst.set_(*memory)  # so that the next good call works
+            dst.set_(*memory)
             raise EncoderError.buffer_moved(key=key, found=found, room=room)
-
-
-def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, where: str) -> None:
-    """Raise unless exactly the configured keys are there."""
-    for key in values:
-        if key not in config.buffer_keys:
-            raise EncoderError.unknown_buffer(where=where, key=key, known=config.buffer_keys)
-    for key in config.buffer_keys:
-        if key not in values:
-            raise EncoderError.no_value(where=where, key=key, known=sorted(values))
 
 
 def _layout(value: torch.Tensor) -> str:
     return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
 
 
-def _poison(dst: torch.Tensor) -> None:
-    dst.fill_(float("nan") if dst.is_floating_point() or dst.is_complex() else _POISON)
+# ---------------------------------------------------------------- which graphs
+
+Size = tuple[str, int]
+"""Path and budget. Graphs of all values of capture axes are captured together."""
 
 
-Sizes = tuple[str, int]
-"""Path and budget; the graphs of all values of capture axes go together."""
-
-
-def choose_budgets(
+def choose_sizes(
     missing: Sequence[GraphKey],
     captured: Sequence[GraphKey],
-    fits: Callable[[Sequence[Sizes]], bool],
-) -> Sequence[Sizes]:
+    fits: Callable[[Sequence[Size]], bool],
+) -> Sequence[Size]:
     """Choose which of the missing graphs to capture: all if all fit.
 
     Else the largest budget of each path comes first; a path for which it has no room gets no graph.
@@ -312,61 +228,79 @@ def choose_budgets(
     ladders: dict[str, set[int]] = {}
     for path, budget, _ in (*missing, *captured):
         ladders.setdefault(path, set()).add(budget)
-    order = [sizes for sizes in ranked(ladders) if sizes not in have]
+    order = [size for size in ranked(ladders) if size not in have]
     if fits(order):
         return order
-    tops = [sizes for sizes in order if sizes[1] == max(ladders[sizes[0]])]
-    first: list[Sizes] = []
-    for sizes in tops:
-        if fits([*first, sizes]):
-            first.append(sizes)
+    tops = [size for size in order if size[1] == max(ladders[size[0]])]
+    first: list[Size] = []
+    for size in tops:
+        if fits([*first, size]):
+            first.append(size)
     refused = {path for path, _ in tops} - {path for path, _ in first}
-    rest = [sizes for sizes in order if sizes not in tops and sizes[0] not in refused]
+    rest = [size for size in order if size not in tops and size[0] not in refused]
     return most_that_fit([*first, *rest], len(first), fits)
 
 
-log = logging.getLogger(__name__)
+@dataclass(frozen=True)
+class EncoderSetup:
+    """What a manager and its graphs are made of."""
 
-FULL = CUDAGraphMode.FULL
+    model: CheckedModel
+    limits: Limits
+    device: torch.device
+    dtype: torch.dtype
+    settings: CompilationConfig
+    graph_capture: Callable[[], AbstractContextManager[Any]]  # around all captures
+    check_weights: bool
 
-_MANY = 64  # graphs; each costs start-up time and memory
+    @property
+    def config(self) -> EncoderCudaGraphConfig:
+        """The encoder, as the model describes it."""
+        return self.model.config
+
+    @property
+    def paths(self) -> list[str]:
+        """The sets of graphs."""
+        return list(self.limits.budgets)
+
+    def all_keys(self) -> list[GraphKey]:
+        """Return all graphs to capture, the largest first."""
+        axes = [axis.values for axis in self.config.capture_axes]
+        keys = [
+            GraphKey(path, budget, values)
+            for path, budgets in self.limits.budgets.items()
+            for budget in budgets
+            for values in product(*axes)
+        ]
+        return sorted(keys, key=lambda key: (key.budget, key.axes), reverse=True)
 
 
 class EncoderGraphs:
     """Captures and replays the graphs of one encoder. Not for several threads at a time."""
 
-    def __init__(
-        self,
-        model: CheckedModel,
-        limits: Limits,
-        device: torch.device,
-        dtype: torch.dtype,
-        settings: CompilationConfig,
-        pool: GraphPool | None,
-        check_weights: bool,
-    ) -> None:
-        self._model, self._config, self._limits = model, model.config, limits
-        self._device, self._dtype = device, dtype
-        self._columns = None if model.splits_results else self._config.out_hidden_size
-        self._settings = settings
-        self._owns_pool = pool is None  # what is shared may be in use
+    def __init__(self, setup: EncoderSetup, pool: GraphPool | None) -> None:
+        self._setup, self._model, self._config = setup, setup.model, setup.config
+        self._columns = None if setup.model.splits_results else setup.config.out_hidden_size
+        self._owns_pool = pool is None  # a shared pool may be in use
         if pool is None:
-            capturing = capture_device(device, settings.capture_device)
-            pool = None if capturing is None else GraphPool(capturing)
-        self.pool = pool  # the memory of the graphs; None where nothing can be captured
-        self._whole = Whole(model.model, self._recorded)
-        self._wrapper = CUDAGraphWrapper(self._whole, settings, FULL, pool=pool, name="encoder")
-        self._wrapper.closed = True  # but in capture()
+            device = capture_device(setup.device, setup.settings.capture_device)
+            pool = None if device is None else GraphPool(device)
+        self.pool = pool  # None where nothing can be captured
+        self._whole = Whole(setup.model.model, self._recorded)
+        self.wrapper = CUDAGraphWrapper(
+            self._whole, setup.settings, FULL, pool=pool, name="encoder"
+        )
+        self.wrapper.closed = True  # except in capture()
         if pool is not None:
             pool.add_owner(self)
-        self._runs: GraphKey | None = None
-        self._modules = modules_of(model.model)
-        self._check_weights = check_weights
+        self._modules = modules_of(setup.model.model)
         self._weights: list[WeightsGuard] = []
         self._inputs: dict[GraphKey, GraphInputs] = {}
-        self._descriptors = {key: key.descriptor for key in self.planned()}
-        self._empty: dict[str, Any] = {}
-        self._dtypes: dict[str, dict[str, torch.dtype]] = {}
+        self._descriptors = {key: key.descriptor for key in setup.all_keys()}
+        self._running: GraphKey | None = None
+        self._capacity: tuple[tuple[int, int], Capacity] | None = None  # with its version
+        self._empty: dict[str, Any] = {}  # by path, a result without rows
+        self._dtypes: dict[str, dict[str, torch.dtype]] = {}  # of buffers, by path
         self.kept_keys: dict[str, int] = {}  # how often a replay left a buffer as it was, by key
         self.without_room: dict[GraphKey, str] = {}
         if len(self._descriptors) > _MANY:
@@ -374,47 +308,36 @@ class EncoderGraphs:
 
     # -------------------------------------------------------------- which graphs
 
-    def planned(self) -> list[GraphKey]:
-        """All that :meth:`capture` is to make, the largest first."""
-        axes = [axis.values for axis in self._config.capture_axes]
-        keys = [
-            GraphKey(path, budget, values)
-            for path, budgets in self._limits.budgets.items()
-            for budget in budgets
-            for values in product(*axes)
-        ]
-        return sorted(keys, key=lambda key: (key.budget, key.axes), reverse=True)
-
     def captured(self) -> list[GraphKey]:
-        """What has a graph now, the largest first."""
+        """Return the keys that have a graph now, the largest first."""
         return [key for key in self._descriptors if self.has(key)]
 
     def has(self, key: GraphKey) -> bool:
-        """Whether there is a graph."""
-        return self._wrapper.entry_of(FULL, self._descriptors[key]) is not None
+        """Return whether a key has a graph."""
+        return self.wrapper.entry_of(FULL, self._descriptors[key]) is not None
 
-    @property
-    def version(self) -> tuple[int, int]:
-        """Equal as long as no graph comes or goes."""
-        return (0 if self.pool is None else self.pool.generation, self.counters.captures)
-
-    @property
-    def wrapper(self) -> CUDAGraphWrapper:
-        """What captures and replays."""
-        return self._wrapper
-
-    @property
-    def counters(self) -> Counters:
-        """What the graphs did."""
-        return self._wrapper.counters
+    def capacity(self) -> Capacity:
+        """Return what the captured graphs hold; without budgets while none may be replayed."""
+        limits = self._setup.limits
+        if self.blocked():
+            return Capacity(((),) * len(limits.budgets), *limits[1:])
+        version = (0 if self.pool is None else self.pool.generation, self.wrapper.counters.captures)
+        if self._capacity is None or self._capacity[0] != version:
+            captured = {(key.path, key.budget) for key in self.captured()}
+            budgets = tuple(
+                tuple(budget for budget in budgets if (path, budget) in captured)
+                for path, budgets in limits.budgets.items()
+            )
+            self._capacity = version, Capacity(budgets, *limits[1:])
+        return self._capacity[1]
 
     @property
     def input_bytes(self) -> int:
-        """Memory of the buffers of all graphs."""
+        """Bytes of the buffers of all graphs."""
         return sum(inputs.nbytes for inputs in self._inputs.values())
 
     def inputs(self, key: GraphKey) -> GraphInputs:
-        """The buffers of one graph; made when they are first asked for."""
+        """Return the buffers of one graph, which are made at first use."""
         if type(key) is not GraphKey:
             require_kind("key", "graph_inputs", key, GraphKey)
         inputs = self._inputs.get(key)
@@ -424,129 +347,103 @@ class EncoderGraphs:
         return inputs
 
     def _new_inputs(self, key: GraphKey) -> GraphInputs:
-        with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
+        setup = self._setup
+        with torch.inference_mode(False), torch.no_grad():  # they are written in any mode
             inputs = self._model.prepare_encoder_cudagraph_capture_inputs(
                 key.budget,
-                self._limits.max_items,
-                self._limits.max_frames,
-                self._device,
-                self._dtype,
-                **self.named(key.path, key.axes),
+                setup.limits.max_items,
+                setup.limits.max_frames,
+                setup.device,
+                setup.dtype,
+                **path_arguments(self._config, key.path, key.axes),
             )
         return GraphInputs(self._config, inputs)
 
-    def _sample_inputs(self, path: str) -> dict[str, torch.Tensor]:
-        """Return the buffers of the smallest graph of a path.
+    def _sample(self, path: str) -> tuple[GraphKey, GraphInputs]:
+        """Return the smallest graph of a path and its buffers.
 
-        New ones are not kept: they may be made after :meth:`forget`, or inside of another capture,
-        in whose pool they would be without contents.
+        New ones are not kept: they may be made after :meth:`forget`, or inside another capture, in
+        whose pool they would have no contents.
         """
         key = min(key for key in self._descriptors if key.path == path)
-        return (self._inputs.get(key) or self._new_inputs(key)).values
-
-    def named(self, path: str, axes: Sequence[int] | None = None) -> dict[str, Any]:
-        """Return the keyword arguments of a method of the model: path and axes, if any."""
-        named: dict[str, Any] = {}
-        if list(self._limits.budgets) != [DEFAULT]:
-            named["path"] = path
-        if self._config.capture_axes and axes is not None:
-            names = [axis.name for axis in self._config.capture_axes]
-            named["axes"] = dict(zip(names, axes, strict=True))
-        return named
+        return key, self._inputs.get(key) or self._new_inputs(key)
 
     # -------------------------------------------------------------- capture
 
-    def capture(
-        self,
-        around: Callable[[], AbstractContextManager[Any]],
-        timed: Callable[[GraphKey, Callable[[], Any]], None],
-        max_graph_bytes: int | None = None,
-    ) -> BulkCapture:
-        """Capture what is planned and has no graph yet."""
-        if inside_capture():  # buffers would lie in its memory, without contents
+    def capture(self, max_graph_bytes: int | None = None) -> BulkCapture:
+        """Capture the graphs that are missing."""
+        if inside_capture():  # buffers would have memory of that capture, without contents
             raise CaptureError.nested(what="capture of encoder graphs")
         missing = {batch: key for key, batch in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
-            self._weights = []  # the graphs that read them are gone
-        self.without_room = self._left_out(list(missing.values()), around, max_graph_bytes)
+            self._weights = []  # the graphs that read them were dropped
+        self.without_room = self._left_out(list(missing.values()), max_graph_bytes)
         for key in self.without_room:
             del missing[self._descriptors[key]]
-        for key in missing.values():
+        for key in missing.values():  # memory of the caller's stream, whatever the context changes
             self.inputs(key).check_offsets()
-        self._wrapper.closed = False
+        self.wrapper.closed = False
         try:
-            with around(), self._uncompiled():
+            with self._setup.graph_capture(), self._uncompiled():
                 result = capture_set(
                     "Capturing encoder CUDA graphs",
                     FULL,
                     list(missing),
-                    lambda descriptor, phase: self._first_run(missing[descriptor]),
-                    self,
+                    lambda batch, phase: self._first_run(missing[batch]),
+                    self.wrapper,
                     lambda: 0,
-                    self._settings,
+                    self._setup.settings,
                 )
         finally:
-            self._wrapper.closed = True
-        if self._check_weights and not self._weights:
-            kind = self._device.type
+            self.wrapper.closed = True
+        if self._setup.check_weights and not self._weights:
+            kind = self._setup.device.type
             self._weights = [WeightsGuard(module, kind) for module in self._modules]
-        for key in self.captured():
-            timed(key, lambda key=key: self._run(key))  # type: ignore[misc]
         left_out = tuple((self._descriptors[key], why) for key, why in self.without_room.items())
         return replace(result, missing=result.missing + left_out)
 
     def _left_out(
-        self,
-        missing: list[GraphKey],
-        around: Callable[[], AbstractContextManager[Any]],
-        max_graph_bytes: int | None,
+        self, missing: Sequence[GraphKey], max_graph_bytes: int | None
     ) -> dict[GraphKey, str]:
-        """Return the graphs without room and the reason. They have no buffers afterwards."""
+        """Return the graphs that have no room, with the reason."""
         if max_graph_bytes is None or self.pool is None or not missing:
             return {}
         left = max_graph_bytes - self.pool.nbytes
 
-        def fits(some: Sequence[Sizes]) -> bool:
-            return self._fit([key for key in missing if key[:2] in some], left)
+        def fits(sizes: Sequence[Size]) -> bool:
+            return self._fit([key for key in missing if key[:2] in sizes], left)
 
-        with around(), self._uncompiled():
-            kept = choose_budgets(missing, self.captured(), fits)
+        with self._setup.graph_capture(), self._uncompiled():
+            chosen = choose_sizes(missing, self.captured(), fits)
         why = (
             f"{Reason.NOT_CAPTURED.value}: no room in max_graph_bytes={max_graph_bytes}, of which "
             f"{max(left, 0)} were left"
         )
-        return {key: why for key in missing if key[:2] not in kept}
+        return {key: why for key in missing if key[:2] not in chosen}
 
     def _fit(self, keys: Sequence[GraphKey], left: int) -> bool:
-        """Capture graphs on memory that is dropped; return whether they fit in ``left`` bytes."""
+        """Capture graphs for trial; return whether they and their buffers fit in ``left`` bytes."""
         assert self.pool is not None
-        pool, buffers = GraphPool(self.pool.device), 0
-        wrapper = CUDAGraphWrapper(
-            self._whole, self._settings, FULL, pool=pool, name="encoder, measured"
-        )
+        pool, buffers, settings = GraphPool(self.pool.device), 0, self._setup.settings
+        wrapper = CUDAGraphWrapper(self._whole, settings, FULL, pool=pool, name="encoder, measured")
         try:
             for key in keys:
-                buffers += self._rehearse(key, wrapper)
+                inputs = self._inputs.get(key) or self._new_inputs(key)
+                inputs.check_offsets()
+                buffers += 0 if key in self._inputs else inputs.nbytes
+
+                def step(key: GraphKey, inputs: GraphInputs = inputs) -> None:
+                    self._run(key, wrapper, inputs)
+
+                warm_all(step, [key], tuple, settings.num_warmups)
+                with bulk_capture(), suppress(Exception):  # the real capture reports what fails
+                    step(key)
                 if pool.nbytes + buffers > left:
                     return False
             return True
         finally:
             wrapper.clear_all_graphs()
             pool.device.give_back()
-
-    def _rehearse(self, key: GraphKey, wrapper: CUDAGraphWrapper) -> int:
-        """Warm up and capture a graph to measure it; return the bytes that its buffers will add."""
-        inputs = self._inputs.get(key) or self._new_inputs(key)
-        inputs.check_offsets()
-
-        def step(_: object = None) -> None:
-            self._run(key, wrapper, inputs)
-
-        warm_all(step, [key], tuple, self._settings.num_warmups)
-        # The capture that counts reports what fails here.
-        with bulk_capture(), suppress(Exception):
-            step()
-        return 0 if key in self._inputs else inputs.nbytes
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """Return the device's context around compiled code, which the host recorder cannot see."""
@@ -555,19 +452,19 @@ class EncoderGraphs:
         return self.pool.device.around()
 
     def _first_run(self, key: GraphKey) -> None:
-        result = self._run(key)
-        checked_rows(result, key.budget, self._columns, "encoder_cudagraph_forward")
+        result = self.run(key)
+        check_rows(result, key.budget, self._columns, "encoder_cudagraph_forward")
         self._learn(key.path, result)
 
     def forget(self) -> None:
-        """Drop graphs, buffers and memory; those of others that share the pool stay."""
+        """Drop graphs, buffers and memory, but nothing of others that share the pool."""
         if inside_capture():
             raise CaptureError.release_inside()
         if self.pool is not None:
             self.pool.device.synchronize()  # a replay may still read the buffers
         if self._owns_pool:
-            self._wrapper.clear_all_graphs()
-        self._wrapper.clear_graphs()
+            self.wrapper.clear_all_graphs()
+        self.wrapper.clear_graphs()
         self._inputs.clear()
         self.without_room = {}
         self._weights = []
@@ -575,106 +472,92 @@ class EncoderGraphs:
     # -------------------------------------------------------------- replay
 
     def blocked(self) -> Reason | None:
-        """Why nothing may be replayed now, whatever is captured."""
+        """Return why nothing may be replayed now, whatever is captured."""
         due = torch.is_grad_enabled() and any(map(holds_parameters_with_grad, self._modules))
         why = why_not_here(gradients=due)
         return None if why is None else why.reason
 
     def check_weights(self) -> None:
-        """Raise if a weight is not what and where it was."""
+        """Raise if a weight was replaced or moved."""
         for guard in self._weights:
             guard.check("encoder", "its graphs")
 
     def replay(self, key: GraphKey, mm_kwargs: dict[str, Any], rows: int) -> Any:
-        """Run items on a graph."""
+        """Run items on a graph; return ``rows`` rows in memory of the caller's own."""
+        limits, settings = self._setup.limits, self._setup.settings
         buffers = self._model.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs,
-            self._limits.max_items,
-            self._limits.max_frames,
-            **self.named(key.path, key.axes),
+            limits.max_items,
+            limits.max_frames,
+            **path_arguments(self._config, key.path, key.axes),
         )
         assert self.pool is not None
-        self.pool.follow_stream()  # a replay on another stream may read the buffers still
-        if self._settings.poison and self._owns_pool:
+        self.pool.follow_stream()  # a replay on another stream may still read the buffers
+        if settings.poison and self._owns_pool:
             self.pool.poison()
-        for name in self.inputs(key).write(buffers, poison=self._settings.poison):
+        for name in self.inputs(key).write(buffers, poison=settings.poison):
             self.kept_keys[name] = self.kept_keys.get(name, 0) + 1
-        return own_rows(self._run(key), rows)
+        return compat.tree_map(lambda leaf: leaf[:rows].clone(), self.run(key))
 
     def eager(self, path: str, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Any:
         """Run items without a graph: [output tokens, ...]."""
+        named = path_arguments(self._config, path)
         if self._model.has_own("encoder_eager_forward"):
-            result = self._model.encoder_eager_forward(mm_kwargs, **self.named(path))
+            result = self._model.encoder_eager_forward(mm_kwargs, **named)
         else:
-            result = self._unpadded(path, mm_kwargs, specs)
+            result = unpadded_forward(
+                self._model, self._config, path, mm_kwargs, specs, self._converter(path)
+            )
         rows = sum(spec.tokens(path) for spec in specs)
-        checked_rows(result, rows, self._columns, "encoder_eager_forward", exactly=True)
+        check_rows(result, rows, self._columns, "encoder_eager_forward", exactly=True)
         self._learn(path, result)
         return result
 
-    def _unpadded(
-        self, path: str, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]
-    ) -> Any:
-        """The forward that graphs record, on what buffers would hold, without padding."""
-        frames = sum(spec.frames for spec in specs)
-        needed = [
-            max((spec.axes.get(axis.name, 0) for spec in specs), default=0)
-            for axis in self._config.capture_axes
-        ]
-        named = self.named(path, needed)
-        buffers = self._model.prepare_encoder_cudagraph_replay_buffers(
-            mm_kwargs, len(specs), frames, **named
-        )
-        check_keys(buffers.values, self._config, "prepare_encoder_cudagraph_replay_buffers()")
+    def _converter(self, path: str) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """Return a function that moves values where the buffers of a path are, as their dtype."""
         if path not in self._dtypes:
-            sample = self._sample_inputs(path)
-            self._dtypes[path] = {key: buffer.dtype for key, buffer in sample.items()}
+            _, sample = self._sample(path)
+            self._dtypes[path] = {key: buffer.dtype for key, buffer in sample.values.items()}
         dtypes = self._dtypes[path]
-        values: dict[str, torch.Tensor] = {}
-        for key in self._config.buffer_keys:
-            if buffers.values[key] is None:
-                raise EncoderError.nothing_to_run_on(key=key)
-            values[key] = buffers.values[key].to(self._device, dtypes[key])
-        return self._forward(values, **named)
-
-    def plain(self, key: GraphKey) -> Any:
-        """What a graph records, without it."""
-        return self._forward(self.inputs(key).values, **self.named(key.path, key.axes))
+        return lambda key, value: value.to(self._setup.device, dtypes[key])
 
     def empty(self, path: str) -> Any:
-        """A result without rows, of the structure that others have."""
-        if path not in self._empty:  # nothing has run yet that could tell
-            key = min(key for key in self._descriptors if key.path == path)
-            self._learn(
-                path, self._forward(self._sample_inputs(path), **self.named(path, key.axes))
-            )
+        """Return a result without rows, of the structure of others."""
+        if path not in self._empty:  # nothing has run yet
+            key, sample = self._sample(path)
+            self._learn(path, self._forward(key, sample.values))
         return compat.tree_map(torch.clone, self._empty[path])
 
     def _learn(self, path: str, result: Any) -> None:
         if path not in self._empty:
-            self._empty[path] = empty_rows(result)
+            self._empty[path] = compat.tree_map(
+                lambda leaf: leaf.new_empty((0, *leaf.shape[1:])), result
+            )
 
-    def _run(
-        self,
-        key: GraphKey,
-        wrapper: CUDAGraphWrapper | None = None,
-        inputs: GraphInputs | None = None,
-    ) -> Any:
-        self._runs = key
+    def run(self, key: GraphKey) -> Any:
+        """Replay a graph, or capture it if that is allowed, on its buffers as they are."""
+        return self._run(key, self.wrapper, self.inputs(key))
+
+    def plain(self, key: GraphKey) -> Any:
+        """Run what a graph records on its buffers, without the graph."""
+        return self._forward(key, self.inputs(key).values)
+
+    def _run(self, key: GraphKey, wrapper: CUDAGraphWrapper, inputs: GraphInputs) -> Any:
+        self._running = key
         with set_forward_context(
             None,
             cudagraph_runtime_mode=FULL,
             batch_descriptor=self._descriptors[key],
             num_tokens=key.budget,
         ):
-            return (wrapper or self._wrapper)(**(inputs or self.inputs(key)).values)
+            return wrapper(**inputs.values)
 
     def _recorded(self, **values: torch.Tensor) -> Any:
-        """What a graph records. Its key is no argument: flat ones are compared sooner."""
-        assert self._runs is not None
-        return self._forward(values, **self.named(self._runs.path, self._runs.axes))
+        """Run what a graph records. Its key is no argument: flat arguments compare faster."""
+        assert self._running is not None
+        return self._forward(self._running, values)
 
-    def _forward(self, values: dict[str, torch.Tensor], **named: Any) -> Any:
-        """Run the forward that graphs record; the model may take from its dictionary."""
-        with named_buffers(values):
+    def _forward(self, key: GraphKey, values: dict[str, torch.Tensor]) -> Any:
+        named = path_arguments(self._config, key.path, key.axes)
+        with named_buffers(values):  # a copy: the forward may take from its dictionary
             return self._model.encoder_cudagraph_forward(dict(values), **named)

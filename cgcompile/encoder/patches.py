@@ -3,7 +3,7 @@
 Many vision towers take patches of all images one after the other, [rows, C], with a grid (t, h, w)
 for each image or video, and merge m x m neighbours into one output token. What they compute from
 the grids on the host, tables by row and offsets of sequences, becomes a buffer of each graph. The
-rule: the forward that is recorded reads these buffers alone, never a grid.
+rule: the recorded forward reads these buffers alone, never a grid.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from cgcompile.encoder.protocol import (
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
-    named_buffers,
+    unpadded_forward,
 )
 from cgcompile.errors import EncoderError
 from cgcompile.settings import LARGEST_TABLE, checked, require, require_fields, require_whole, whole
@@ -35,15 +35,15 @@ ZEROS, POSITIONS = "zeros", "positions"
 
 @dataclass(frozen=True)
 class PatchTable:
-    """Something that a tower reads for each patch, or for each output token.
+    """A value that a tower reads for each patch, or for each output token.
 
     Attributes:
         make: ``make(grids)``: [rows, *shape] for these items together, on the CPU or the device.
         shape: sizes behind the first.
         dtype: of the buffer; None: that of the encoder.
         rows: what the first dimension counts, ``"patches"`` or ``"tokens"``.
-        tail: what rows hold that are not real: ``"zeros"``, or ``"positions"``, the number of the
-            row itself, which makes a permutation of all real rows one of all rows.
+        tail: contents of padding rows: ``"zeros"``, or ``"positions"``, the number of the row
+            itself, which makes a permutation of all real rows one of all rows.
     """
 
     make: Callable[[Sequence[Grid]], torch.Tensor]
@@ -54,9 +54,8 @@ class PatchTable:
 
     def __post_init__(self) -> None:
         require_fields(self)
-        for name, known in (("rows", (PATCHES, TOKENS)), ("tail", (ZEROS, POSITIONS))):
-            value, expected = getattr(self, name), " or ".join(map(repr, known))
-            require(value in known, name, "PatchTable", value, expected)
+        _require_one_of("rows", self, (PATCHES, TOKENS))
+        _require_one_of("tail", self, (ZEROS, POSITIONS))
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class PatchOffsets:
         make: ``make(grids)``: integers [sequences + 1], from 0 to the number of rows.
         most: ``most(token_budget, max_items, max_frames)``: how many sequences there can be in a
             replay; left out: one for each frame.
-        longest_padding: padded rows are sequences of at most so many rows. One long sequence would
-            cost more attention than all real ones.
+        longest_padding: most rows of a sequence of padding rows; one long sequence would cost more
+            attention than all real ones. None: no limit.
         rows: what offsets count, ``"patches"`` or ``"tokens"``.
         dtype: of the buffer.
     """
@@ -81,35 +80,32 @@ class PatchOffsets:
 
     def __post_init__(self) -> None:
         require_fields(self)
-        known = (PATCHES, TOKENS)
-        require(self.rows in known, "rows", "PatchOffsets", self.rows, "'patches' or 'tokens'")
+        _require_one_of("rows", self, (PATCHES, TOKENS))
         if self.longest_padding is not None:
             padding = self.longest_padding
             require_whole("longest_padding", "PatchOffsets", padding, 1, LARGEST_TABLE)
 
 
+def _require_one_of(name: str, record: object, known: Sequence[str]) -> None:
+    value = getattr(record, name)
+    require(value in known, name, type(record).__name__, value, " or ".join(map(repr, known)))
+
+
 def frame_offsets(grids: Sequence[Grid]) -> torch.Tensor:
-    """int32 [frames + 1] on the CPU: one sequence of h * w patches for each frame."""
+    """Return int32 [frames + 1] on the CPU: one sequence of h * w patches for each frame."""
     lengths = [h * w for t, h, w in grids for _ in range(t)]
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 def _positions(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Rows, and behind them the number of each row."""
+    """Write rows, and behind them the number of each row; a padding logic."""
     dst[: len(src)].copy_(src, non_blocking=True)
     tail = torch.arange(len(src), len(dst), dtype=dst.dtype, device=dst.device)
     dst[len(src) :].copy_(tail.view(-1, *[1] * (dst.dim() - 1)).expand_as(dst[len(src) :]))
 
 
-def _input(mm_kwargs: Mapping[str, Any], name: str) -> Any:
-    value = mm_kwargs.get(name)
-    if value is None:
-        raise EncoderError.no_input(name=name, known=list(mm_kwargs))
-    return value
-
-
 class PatchEncoder(SupportsEncoderCudaGraph):
-    """Makes a tower of flattened patches fit for :class:`EncoderCudaGraphManager`.
+    """Adapts a tower of flattened patches to :class:`EncoderCudaGraphManager`.
 
     A call is ``{"pixel_values": [rows, C], "image_grid_thw": [items, 3]}``, or with
     ``pixel_values_videos`` and ``video_grid_thw``. Grids may be lists; a tensor of them is read by
@@ -117,7 +113,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
     and t * (h // m) * (w // m) rows of output; m must divide h and w.
 
     Args:
-        forward: ``forward(buffers)``: what graphs record. ``buffers`` has ``pixel_values`` and all
+        forward: ``forward(buffers)``, which graphs record. ``buffers`` has ``pixel_values`` and all
             of ``tables`` and ``offsets``, of one length each. Returns [tokens, H], or several such
             tensors in dicts or tuples.
         merge_size: m.
@@ -129,12 +125,12 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         eager: ``eager(pixel_values, grids)``, the same without graphs; left out: ``forward`` on
             buffers without padding.
         max_frames_per_video: t of the longest video; 1: images alone.
-        budget_range: (least, most) output tokens, from which budgets are made.
+        budget_range: (least, most) output tokens of generated budgets.
         inputs: by modality the names of the patches and of their grids.
-        padding_logics: of other tails than tables have.
-        odd_grids: take grids that m does not divide; ``tables`` make the tower leave out what is
-            over. Else they are refused: a tower that merges neighbours as they lie would merge
-            those of different rows.
+        padding_logics: by key, for other tails than those of tables.
+        odd_grids: accept grids that m does not divide; ``tables`` then make the tower leave out the
+            patches that remain. Else they are refused, because a tower that merges consecutive rows
+            would merge those of different blocks.
     """
 
     @checked
@@ -155,20 +151,20 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         padding_logics: Mapping[str, EncoderCudaGraphPaddingLogic] | None = None,
         odd_grids: bool = False,
     ) -> None:
-        self._odd_grids = odd_grids
         self.tower = forward if tower is None else tower
         self._forward, self._eager = forward, eager
-        self._merge, self._columns = merge_size, in_features
+        self._merge, self._columns, self._odd_grids = merge_size, in_features, odd_grids
+        self._range = budget_range
         self._tables = dict(tables or {})
         if offsets is None:
             offsets = {"cu_seqlens": PatchOffsets(frame_offsets)}
         self._offsets = dict(offsets)
-        self._range = budget_range
+        self._computed: dict[str, PatchTable | PatchOffsets] = {**self._tables, **self._offsets}
         names = {"image": (PIXELS, "image_grid_thw")}
         if max_frames_per_video > 1:
             names["video"] = ("pixel_values_videos", "video_grid_thw")
         self._inputs = dict(inputs or names)
-        tails = {key: _positions for key, spec in self._tables.items() if spec.tail == POSITIONS}
+        tails = {key: _positions for key, table in self._tables.items() if table.tail == POSITIONS}
         self._config = EncoderCudaGraphConfig(
             modalities=list(self._inputs),
             buffer_keys=[PIXELS, *self._tables, *self._offsets],
@@ -179,45 +175,47 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             input_rows_per_token=merge_size**2,
         )
 
-    # -------------------------------------------------------------- what a call is
-
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         return self._config
 
     def get_encoder_cudagraph_budget_range(self, settings: Any) -> tuple[int, int]:
         return self._range
 
-    def _names(self, mm_kwargs: Mapping[str, Any]) -> tuple[str, str]:
+    # -------------------------------------------------------------- items of a call
+
+    def _inputs_of(self, mm_kwargs: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the names of the patches and the grids of a call."""
         if not isinstance(mm_kwargs, Mapping):
             raise EncoderError.not_a_call(found=type(mm_kwargs).__name__)
         return self._inputs[self.get_input_modality(mm_kwargs)]
 
     def grids(self, mm_kwargs: Mapping[str, Any]) -> list[Grid]:
-        """(t, h, w) of each item; synchronises if they lie on a device.
+        """Return (t, h, w) of each item; synchronises if the grids are on a device.
 
         Raises:
-            EncoderError: none are given, or one is no grid of whole blocks to merge.
+            EncoderError: there are no grids, or one has no whole blocks to merge.
         """
-        name = self._names(mm_kwargs)[1]
-        value = _input(mm_kwargs, name)
-        rows = value.tolist() if isinstance(value, torch.Tensor) else value
+        name = self._inputs_of(mm_kwargs)[1]
+        rows = _input(mm_kwargs, name)
+        if isinstance(rows, torch.Tensor):
+            rows = rows.tolist()
         if not isinstance(rows, Iterable):
             raise EncoderError.grid(name=name, item=0, found=rows, merge=self._merge)
         return [self._grid(name, item, grid) for item, grid in enumerate(rows)]
 
-    def _grid(self, name: str, item: int, found: Any) -> Grid:
-        numbers = found.tolist() if isinstance(found, torch.Tensor) else found
+    def _grid(self, name: str, item: int, grid: Any) -> Grid:
+        numbers = grid.tolist() if isinstance(grid, torch.Tensor) else grid
         sizes = [whole(size) for size in numbers] if isinstance(numbers, Iterable) else []
-        good = [size for size in sizes if size is not None and size >= 0]
-        if len(sizes) == len(good) == 3:
-            t, h, w = good
+        valid = [size for size in sizes if size is not None and size >= 0]
+        if len(sizes) == len(valid) == 3:
+            t, h, w = valid
             if self._odd_grids or h % self._merge == 0 == w % self._merge:
                 return (t, h, w)
-        raise EncoderError.grid(name=name, item=item, found=found, merge=self._merge)
+        raise EncoderError.grid(name=name, item=item, found=grid, merge=self._merge)
 
     def _patches(self, mm_kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, list[Grid]]:
-        """All patches of a call, and the grids that they belong to."""
-        pixels, grid = self._names(mm_kwargs)
+        """Return all patches of a call and the grids, which must agree."""
+        pixels, grid = self._inputs_of(mm_kwargs)
         rows, grids = _input(mm_kwargs, pixels), self.grids(mm_kwargs)
         if not isinstance(rows, torch.Tensor) or rows.dim() == 0:
             raise EncoderError.rows(name=pixels, found=rows)
@@ -236,17 +234,13 @@ class PatchEncoder(SupportsEncoderCudaGraph):
     def select_encoder_cudagraph_items(
         self, mm_kwargs: dict[str, Any], indices: list[int]
     ) -> dict[str, Any]:
-        pixels, grid = self._names(mm_kwargs)
+        pixels, grid = self._inputs_of(mm_kwargs)
         rows, grids = self._patches(mm_kwargs)
         parts = torch.split(rows, [t * h * w for t, h, w in grids])
-        chosen = [parts[index] for index in indices]
-        together = torch.cat(chosen) if chosen else rows[:0]
-        return {**mm_kwargs, pixels: together, grid: [grids[index] for index in indices]}
+        chosen = torch.cat([parts[index] for index in indices]) if indices else rows[:0]
+        return {**mm_kwargs, pixels: chosen, grid: [grids[index] for index in indices]}
 
     # -------------------------------------------------------------- buffers
-
-    def _rows(self, counted: str, token_budget: int) -> int:
-        return token_budget * (self._merge**2 if counted == PATCHES else 1)
 
     def prepare_encoder_cudagraph_capture_inputs(
         self,
@@ -255,17 +249,14 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         max_frames_per_batch: int,
         device: torch.device,
         dtype: torch.dtype,
-        *,
-        path: str = DEFAULT,
-        axes: Mapping[str, int] | None = None,
+        **_: Any,
     ) -> EncoderCudaGraphCaptureInputs:
-        def zeros(rows: int, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-            return torch.zeros((rows, *shape), dtype=kind, device=device)
-
-        values = {PIXELS: zeros(self._rows(PATCHES, token_budget), (self._columns,), dtype)}
+        length = {PATCHES: token_budget * self._merge**2, TOKENS: token_budget}
+        pixels = torch.zeros(length[PATCHES], self._columns, dtype=dtype, device=device)
+        values = {PIXELS: pixels}
         for key, table in self._tables.items():
-            rows = self._rows(table.rows, token_budget)
-            values[key] = zeros(rows, table.shape, table.dtype or dtype)
+            size = (length[table.rows], *table.shape)
+            values[key] = torch.zeros(size, dtype=table.dtype or dtype, device=device)
             if table.tail == POSITIONS:
                 _positions(values[key], values[key][:0])
         frames = max_frames_per_batch or max_batch_size
@@ -273,53 +264,41 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             most = frames
             if offsets.most is not None:
                 most = offsets.most(token_budget, max_batch_size, frames)
-            total = self._rows(offsets.rows, token_budget)
+            total = length[offsets.rows]
             entries = 1 + most + -(-total // (offsets.longest_padding or total))
             even = [min(total, -(-total * index // most)) for index in range(entries)]
             values[key] = torch.tensor(even, dtype=offsets.dtype, device=device)
         return EncoderCudaGraphCaptureInputs(values)
 
     def prepare_encoder_cudagraph_replay_buffers(
-        self,
-        mm_kwargs: dict[str, Any],
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        *,
-        path: str = DEFAULT,
-        axes: Mapping[str, int] | None = None,
+        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, **_: Any
     ) -> EncoderCudaGraphReplayBuffers:
         rows, grids = self._patches(mm_kwargs)
-        values: dict[str, torch.Tensor | None] = {PIXELS: rows}
-        values.update({key: table.make(grids) for key, table in self._tables.items()})
-        values.update({key: offsets.make(grids) for key, offsets in self._offsets.items()})
-        return EncoderCudaGraphReplayBuffers(values)
+        values = {key: spec.make(grids) for key, spec in self._computed.items()}
+        return EncoderCudaGraphReplayBuffers({PIXELS: rows, **values})
 
     # -------------------------------------------------------------- running
 
-    def encoder_cudagraph_forward(
-        self,
-        inputs: dict[str, torch.Tensor],
-        *,
-        path: str = DEFAULT,
-        axes: Mapping[str, int] | None = None,
-    ) -> Any:
+    def encoder_cudagraph_forward(self, inputs: dict[str, torch.Tensor], **_: Any) -> Any:
         return self._forward(inputs)
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], *, path: str = DEFAULT) -> Any:
         if self._eager is not None:
             return self._eager(*self._patches(mm_kwargs))
-        buffers = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0).values
-        rows: Any = buffers[PIXELS]
-        placed = {key: self._placed(key, value, rows) for key, value in buffers.items()}
-        with named_buffers(buffers):
-            return self._forward(placed)
+        convert = self._converter(mm_kwargs)  # buffers do not depend on the numbers of items
+        return unpadded_forward(self, self._config, path, mm_kwargs, (), convert)
 
-    def _placed(self, key: str, value: Any, rows: torch.Tensor) -> torch.Tensor:
-        """What a buffer would hold: where the tower is, or the patches; of the buffer's dtype."""
+    def _converter(self, mm_kwargs: Mapping[str, Any]) -> Callable[[str, Any], torch.Tensor]:
+        """Return a function that moves values to the tower, as the dtype of their buffer."""
         tower = self.tower
         weights = list(tower.parameters()) if isinstance(tower, torch.nn.Module) else []
-        weight = next((tensor for tensor in weights if tensor.is_floating_point()), rows)
-        kinds: dict[str, torch.dtype | None] = {k: t.dtype for k, t in self._tables.items()}
-        kinds.update({name: offsets.dtype for name, offsets in self._offsets.items()})
-        placed: torch.Tensor = value.to(weight.device, kinds.get(key) or weight.dtype)
-        return placed
+        pixels = _input(mm_kwargs, self._inputs_of(mm_kwargs)[0])
+        like = next((tensor for tensor in weights if tensor.is_floating_point()), pixels)
+        dtypes = {key: spec.dtype for key, spec in self._computed.items()}
+        return lambda key, value: value.to(like.device, dtypes.get(key) or like.dtype)
+
+
+def _input(mm_kwargs: Mapping[str, Any], name: str) -> Any:
+    if mm_kwargs.get(name) is None:
+        raise EncoderError.no_input(name=name, known=list(mm_kwargs))
+    return mm_kwargs[name]

@@ -1,19 +1,15 @@
-"""What a model does so that its encoder runs on graphs: :class:`SupportsEncoderCudaGraph`.
+"""What a model implements so that its encoder runs on graphs: :class:`SupportsEncoderCudaGraph`.
 
-The names and defaults are those that engine authors know. An encoder with one set of graphs needs
-nothing else; ``paths``, ``capture_axes``, ``offset_keys``, ``on_none`` and ``frames`` are for
-several graph sets, a second captured size, offsets whose tail must be a real sequence, and videos
-whose frames are sequences of attention. Six methods are mandatory; the others have defaults, which
-a model gets by inheriting, or from :class:`CheckedModel`. :class:`~cgcompile.encoder.PatchEncoder`
-has all of them for the common layout.
+Names and defaults are those that engine authors know. Six methods are mandatory; the others have
+defaults, which a model gets by inheriting or from :class:`CheckedModel`.
+:class:`~cgcompile.encoder.PatchEncoder` implements all of them for the common layout. With one path
+and no capture axes, methods are called without ``path=`` and ``axes=``.
 
-With one path and no axes the methods are called without ``path=`` and ``axes=``. What a graph
-returns is in its pool, and the next replay overwrites it: so real rows are copied right after a
-replay, one kernel per tensor.
+The rule for models: the forward that a graph records reads its buffers alone.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -25,25 +21,28 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError, EncoderError
 from cgcompile.settings import is_whole, require, require_fields, require_items, require_kind, whole
 
-DEFAULT, GLOBAL, LOCAL = "default", "global", "local"
+DEFAULT, GLOBAL, LOCAL = "default", "global", "local"  # paths
 VIDEO = "video"
 KEEP, ZERO = "keep", "zero"
-_WHERE = "EncoderCudaGraphConfig"
 
 EncoderCudaGraphPaddingLogic: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 """``logic(dst, src)``: write all of the captured buffer ``dst`` from the rows ``src`` of a replay.
 
-It runs before each replay, in place of zeroing and copying; ``dst`` keeps shape and address, and
-nothing of it is zeroed before.
+It runs before each replay, in place of zeroing and copying; ``dst`` keeps its shape and address,
+and still holds what the last replay left.
 """
 
+_TOKENS = {
+    DEFAULT: "output_tokens",
+    GLOBAL: "global_output_tokens",
+    LOCAL: "local_output_tokens",
+}
 
-def _settle(instance: object, names: Iterable[str]) -> None:
-    """Replace whole numbers of other types in these fields of a frozen dataclass by ints."""
-    for name in names:
-        value = getattr(instance, name)
-        if type(value) is not int and value is not None:
-            object.__setattr__(instance, name, whole(value))
+
+def _item_number(name: str, value: Any) -> int:
+    if not is_whole(value, 0):
+        raise EncoderError.item_number(name=name, found=value)
+    return int(value)
 
 
 @dataclass
@@ -61,7 +60,7 @@ class EncoderItemSpec:
         axes: by capture axis the value that this item needs at least.
 
     Raises:
-        EncoderError: a number that is none, or below 0.
+        EncoderError: a number is not whole, or below 0.
     """
 
     input_size: int
@@ -73,38 +72,21 @@ class EncoderItemSpec:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = {
-            "input_size": self.input_size,
-            "output_tokens": self.output_tokens,
-            "global_output_tokens": self.global_output_tokens,
-            "local_output_tokens": self.local_output_tokens,
-            "frames": self.frames,
-        }
-        require_kind("path_output_tokens", "EncoderItemSpec", self.path_output_tokens, Mapping)
-        require_kind("axes", "EncoderItemSpec", self.axes, Mapping)
-        named = (*self.path_output_tokens.items(), *self.axes.items())
-        for name, count in (*counts.items(), *named):
-            if not is_whole(count, 0):
-                raise EncoderError.item_number(name=name, found=count)
-        _settle(self, counts)
+        for name in ("input_size", *_TOKENS.values(), "frames"):
+            setattr(self, name, _item_number(name, getattr(self, name)))
         for name in ("path_output_tokens", "axes"):
             numbers = getattr(self, name)
-            settled = {key: whole(number) for key, number in numbers.items()}
-            if None not in settled.values():  # else it is named where it is used
-                object.__setattr__(self, name, settled)
+            require_kind(name, "EncoderItemSpec", numbers, Mapping)
+            setattr(self, name, {key: _item_number(key, number) for key, number in numbers.items()})
 
     def tokens(self, path: str = DEFAULT) -> int:
-        """Rows of the result of one path; 0 for a path that the item does not take."""
+        """Return the rows of the result of one path; 0 for a path that the item does not take."""
         if type(path) is not str:
             require_kind("path", "EncoderItemSpec.tokens", path, str)
-        if path in self.path_output_tokens:
-            return self.path_output_tokens[path]
-        named = {
-            DEFAULT: self.output_tokens,
-            GLOBAL: self.global_output_tokens,
-            LOCAL: self.local_output_tokens,
-        }
-        return 0 if self.path_output_tokens else named.get(path, 0)
+        if self.path_output_tokens:
+            return self.path_output_tokens.get(path, 0)
+        tokens: int = getattr(self, _TOKENS[path]) if path in _TOKENS else 0
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -112,9 +94,8 @@ class EncoderCudaGraphPathConfig:
     """One set of graphs of an encoder that has several.
 
     Attributes:
-        min_token_budget: where its inferred budgets begin, in output tokens; None: where those of
-            :meth:`~cgcompile.encoder.SupportsEncoderCudaGraph.get_encoder_cudagraph_budget_range`
-            begin.
+        min_token_budget: the smallest inferred budget, in output tokens; None: the least of
+            :meth:`~cgcompile.encoder.SupportsEncoderCudaGraph.get_encoder_cudagraph_budget_range`.
     """
 
     min_token_budget: int | None = None
@@ -124,19 +105,19 @@ class EncoderCudaGraphPathConfig:
         valid = least is None or is_whole(least, 1)
         where = "EncoderCudaGraphPathConfig"
         require(valid, "min_token_budget", where, least, "at least 1, or None")
-        _settle(self, ("min_token_budget",))
+        object.__setattr__(self, "min_token_budget", whole(least))
 
 
 @dataclass(frozen=True)
 class EncoderCaptureAxis:
     """A second size that graphs are captured for, such as the longest sequence or a grid.
 
-    A group of items takes the smallest value that is enough for each of them; without one it runs
+    A group of items takes the smallest value that suffices for each of them; without one it runs
     eager.
 
     Attributes:
         name: as items and the model call it.
-        values: what is captured, whole numbers.
+        values: the captured whole numbers.
     """
 
     name: str
@@ -153,16 +134,17 @@ class EncoderCaptureAxis:
 
 @dataclass(frozen=True)
 class EncoderCudaGraphConfig:
-    """What a model says of its encoder, once. Copied by the manager, so fixed for its lifetime.
+    """The encoder of a model. Copied by the manager, so fixed for its lifetime.
 
     Attributes:
-        modalities: what it takes, such as ``["image", "video"]``.
+        modalities: the kinds of its inputs, such as ``["image", "video"]``.
         buffer_keys: the tensors that graphs read; exactly these are written before each replay.
-        out_hidden_size: columns H of the result [tokens, H]; of several tensors, those of one at
-            least. The manager compares it with what the forward returns.
-        padding_logics: by key, what writes a buffer in place of zeroing its tail and copying.
-        max_frames_per_video: frames of the longest video; used with ``"video"`` among the
-            modalities alone. 0, no videos: room for one frame for each item, whatever a user gives.
+        out_hidden_size: columns H of the result [tokens, H]; of several tensors, those of at least
+            one. The manager compares it with the result of the forward.
+        padding_logics: by key, a function that writes a buffer, in place of zeroing its tail and
+            copying.
+        max_frames_per_video: frames of the longest video; used only with ``"video"`` among the
+            modalities. 0, no videos: room for one frame per item, whatever limit a user gives.
         enable_dual_path_graph: two sets of graphs, ``"global"`` and ``"local"``.
         global_token_per_image: output tokens of one global image; the least budget of its path.
         local_token_per_patch: output tokens of one local patch; the least budget of its path.
@@ -172,15 +154,15 @@ class EncoderCudaGraphConfig:
         offset_keys: which buffers are offsets (``cu_seqlens``, one dimension, rising): entries
             behind the real ones go on to the last entry that the buffer had at capture, so that
             padded rows are one real sequence at the end; or, given as ``{key: rows}``, sequences of
-            at most so many rows. Attention that leaves rows unwritten leaves what the memory pool
-            held, and that may be NaN.
+            at most so many rows. Attention that leaves rows unwritten leaves there what the memory
+            pool held, and that may be NaN.
         input_rows_per_token: rows that the input buffer has for each output token; an item with
             more of them takes the room of more tokens. 0: the input always fits.
-        on_none: by key, what a ``None`` in the replay buffers does: ``"keep"`` (also where a key is
-            not named) or ``"zero"``.
+        on_none: by key, what a ``None`` in the replay buffers does: ``"keep"`` (the default) or
+            ``"zero"``.
 
     Raises:
-        ConfigError: fields that contradict each other, or values that cannot be.
+        ConfigError: fields contradict each other, or a value is not valid.
     """
 
     modalities: Sequence[str]
@@ -199,16 +181,23 @@ class EncoderCudaGraphConfig:
 
     def __post_init__(self) -> None:
         require_fields(self, but=("modalities", "buffer_keys"))
-        self._check_values()
-        self._check_dual_path()
-        self._check_keys()
+        settled: dict[str, Any] = {}
         for name in ("modalities", "buffer_keys"):
-            object.__setattr__(self, name, list(getattr(self, name)))
-        for name in ("padding_logics", "on_none"):
-            object.__setattr__(self, name, dict(getattr(self, name)))
-        object.__setattr__(self, "offset_keys", self.longest_padding)
-        object.__setattr__(self, "capture_axes", tuple(self.capture_axes))
-        object.__setattr__(self, "paths", dict(self.paths))
+            names = getattr(self, name)
+            require_items(name, _WHERE, names, str)
+            unique = bool(names) and len(set(names)) == len(names)
+            _require(unique, name, names, "at least one name, each once")
+            settled[name] = list(names)
+        for name, least in _LEAST.items():
+            number = getattr(self, name)
+            _require(is_whole(number, least), name, number, f"a whole number of at least {least}")
+            settled[name] = int(number)
+        _check_paths(self)
+        _check_keys(self)
+        settled.update({name: dict(getattr(self, name)) for name in _TABLES})
+        settled.update(offset_keys=self.longest_padding, capture_axes=tuple(self.capture_axes))
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
 
     @property
     def longest_padding(self) -> dict[str, int | None]:
@@ -216,13 +205,13 @@ class EncoderCudaGraphConfig:
         keys = self.offset_keys
         if not isinstance(keys, Mapping):
             return dict.fromkeys(keys)
-        return {key: None if rows is None else whole(rows) for key, rows in keys.items()}
+        return {key: whole(rows) for key, rows in keys.items()}
 
     @property
     def graph_sets(self) -> dict[str, EncoderCudaGraphPathConfig]:
         """The sets of graphs by path: ``paths``, or what the other fields imply.
 
-        No field holds it, so that ``dataclasses.replace`` derives it from the new fields.
+        A property, not a field, so that ``dataclasses.replace`` derives it from the new fields.
         """
         if self.paths:
             return dict(self.paths)
@@ -239,65 +228,66 @@ class EncoderCudaGraphConfig:
         frames = self.max_frames_per_video
         return frames if VIDEO in self.modalities else min(frames, 1)
 
-    def _check_values(self) -> None:
-        least = {
-            "out_hidden_size": 1,
-            "max_frames_per_video": 0,
-            "input_rows_per_token": 0,
-            "global_token_per_image": 0,
-            "local_token_per_patch": 0,
-        }
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            expected = f"a whole number of at least {lowest}"
-            require(is_whole(value, lowest), name, _WHERE, value, expected)
-        _settle(self, least)
-        for name in ("modalities", "buffer_keys"):
-            names = getattr(self, name)
-            require_items(name, _WHERE, names, str)
-            unique = bool(names) and len(set(names)) == len(names)
-            require(unique, name, _WHERE, names, "at least one name, each once")
 
-    def _check_dual_path(self) -> None:
-        named = ("global_token_per_image", "local_token_per_patch")
-        listed = [name for name in named if getattr(self, name)]
-        if listed and not self.enable_dual_path_graph:
-            what = f"EncoderCudaGraphConfig({listed[0]}={getattr(self, listed[0])})"
-            because = "it is used with enable_dual_path_graph=True alone"
+_WHERE = "EncoderCudaGraphConfig"
+_TABLES = ("padding_logics", "on_none", "paths")
+_LEAST = {
+    "out_hidden_size": 1,
+    "max_frames_per_video": 0,
+    "input_rows_per_token": 0,
+    "global_token_per_image": 0,
+    "local_token_per_patch": 0,
+}
+
+
+def _require(holds: bool, name: str, value: object, expected: str) -> None:
+    require(holds, name, _WHERE, value, expected)
+
+
+def _check_paths(config: EncoderCudaGraphConfig) -> None:
+    """Refuse fields of paths that contradict each other."""
+    dual = config.enable_dual_path_graph
+    for name in ("global_token_per_image", "local_token_per_patch"):
+        if getattr(config, name) and not dual:
             raise ConfigError.impossible(
-                what=what, because=because, instead="Set that too, or leave this out."
+                what=f"EncoderCudaGraphConfig({name}={getattr(config, name)})",
+                because="it is used with enable_dual_path_graph=True alone",
+                instead="Set that too, or leave this out.",
             )
-        both = set(self.paths) not in (set(), {GLOBAL, LOCAL})
-        if self.enable_dual_path_graph and both:
-            what = f"enable_dual_path_graph with paths {sorted(self.paths)}"
-            because = "dual path means the paths 'global' and 'local'"
-            raise ConfigError.impossible(what=what, because=because, instead="Say one of the two.")
-        if self.input_rows_per_token and (self.enable_dual_path_graph or len(self.paths) > 1):
-            what, because = (
-                "input_rows_per_token with several paths",
-                "each has an input of its own",
-            )
-            raise ConfigError.impossible(what=what, because=because, instead="Leave it out.")
+    if dual and config.paths and set(config.paths) != {GLOBAL, LOCAL}:
+        raise ConfigError.impossible(
+            what=f"enable_dual_path_graph with paths {sorted(config.paths)}",
+            because="dual path means the paths 'global' and 'local'",
+            instead="Say one of the two.",
+        )
+    if config.input_rows_per_token and (dual or len(config.paths) > 1):
+        raise ConfigError.impossible(
+            what="input_rows_per_token with several paths",
+            because="each has an input of its own",
+            instead="Leave it out.",
+        )
 
-    def _check_keys(self) -> None:
-        expected = f"names among buffer_keys ({', '.join(self.buffer_keys)})"
-        for name in ("padding_logics", "offset_keys", "on_none"):
-            for key in getattr(self, name):
-                require(key in self.buffer_keys, name, _WHERE, key, expected)
-        for key in self.offset_keys:
-            if key in self.padding_logics:
-                what = f"a padding logic for {key!r}, which is among offset_keys too,"
-                raise ConfigError.impossible(
-                    what=what, because="each says what the tail holds", instead="Keep one."
-                )
-        rows_by_key = self.offset_keys if isinstance(self.offset_keys, Mapping) else {}
-        for key, rows in rows_by_key.items():
+
+def _check_keys(config: EncoderCudaGraphConfig) -> None:
+    """Refuse keys that are not among the buffers, and rules of a buffer that are not valid."""
+    expected = f"names among buffer_keys ({', '.join(config.buffer_keys)})"
+    for name in ("padding_logics", "offset_keys", "on_none"):
+        for key in getattr(config, name):
+            _require(key in config.buffer_keys, name, key, expected)
+    for key in config.offset_keys:
+        if key in config.padding_logics:
+            raise ConfigError.impossible(
+                what=f"a padding logic for {key!r}, which is among offset_keys too,",
+                because="each says what the tail holds",
+                instead="Keep one.",
+            )
+    if isinstance(config.offset_keys, Mapping):
+        for key, rows in config.offset_keys.items():
             valid = rows is None or is_whole(rows, 1)
             expected = "a whole number of at least 1, or None"
-            require(valid, f"offset_keys[{key!r}]", _WHERE, rows, expected)
-        for key, rule in self.on_none.items():
-            known = rule in (KEEP, ZERO)
-            require(known, f"on_none[{key!r}]", _WHERE, rule, "'keep' or 'zero'")
+            _require(valid, f"offset_keys[{key!r}]", rows, expected)
+    for key, rule in config.on_none.items():
+        _require(rule in (KEEP, ZERO), f"on_none[{key!r}]", rule, "'keep' or 'zero'")
 
 
 @dataclass
@@ -306,7 +296,7 @@ class EncoderCudaGraphCaptureInputs:
 
     Attributes:
         values: by key of ``buffer_keys``. The manager keeps these very tensors, writes into them
-            before each replay, and gives them to the forward that is recorded.
+            before each replay, and passes them to the forward that is recorded.
     """
 
     values: dict[str, torch.Tensor]
@@ -314,70 +304,14 @@ class EncoderCudaGraphCaptureInputs:
 
 @dataclass
 class EncoderCudaGraphReplayBuffers:
-    """What a group of items puts into the buffers of a graph.
+    """The values of a group of items for the buffers of a graph.
 
     Attributes:
         values: by key of ``buffer_keys``: rows, at most as many as the buffer has; ``None`` leaves
-            the buffer as the last replay left it, unless ``on_none`` says otherwise.
+            the buffer as the last replay left it, unless ``on_none`` requests zeros.
     """
 
     values: dict[str, torch.Tensor | None]
-
-
-def checked_rows(
-    tree: Any, least: int, columns: int | None, method: str, exactly: bool = False
-) -> list[torch.Tensor]:
-    """The tensors of a result, each with enough rows; see :func:`check_columns`."""
-    leaves = compat.tree_leaves(tree)
-    for leaf in leaves or [None]:
-        fits = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-        if fits and (len(leaf) == least if exactly else len(leaf) >= least):
-            continue
-        found = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-        count = "" if exactly else "at least "
-        expected = f"tensors of {count}{least} rows each, the output tokens"
-        raise EncoderError.returned(method=method, found=str(found), expected=expected)
-    if columns is not None:
-        check_columns(leaves, columns, method)
-    return leaves
-
-
-def check_columns(leaves: Sequence[Any], columns: int, method: str) -> None:
-    """Raise unless one tensor of a result has so many columns."""
-    sizes = [leaf.shape[-1] if leaf.dim() > 1 else 1 for leaf in leaves]
-    if columns not in sizes:
-        raise EncoderError.columns(method=method, found=dict.fromkeys(sizes), expected=columns)
-
-
-def own_rows(tree: Any, rows: int) -> Any:
-    """The first rows of a graph's result, in memory of their own; ordered after the replay."""
-    return compat.tree_map(lambda leaf: leaf[:rows].clone(), tree)
-
-
-def empty_rows(tree: Any) -> Any:
-    """A result of the same structure without rows."""
-    return compat.tree_map(lambda leaf: leaf.new_empty((0, *leaf.shape[1:])), tree)
-
-
-def split_rows(tree: Any, counts: Sequence[int]) -> list[Any]:
-    """A result of several items, [sum of counts, ...], as views of one item each."""
-    total = sum(counts)
-    if isinstance(tree, torch.Tensor):
-        return list(torch.split(tree[:total], list(counts)))
-    leaves, spec = compat.tree_leaves(tree), compat.tree_spec(tree)
-    parts = [torch.split(leaf[:total], list(counts)) for leaf in leaves]
-    return [compat.tree_unflatten(list(mine), spec) for mine in zip(*parts, strict=True)]
-
-
-def joined_rows(trees: Sequence[Any]) -> Any:
-    """Results one after the other; a single one as it is, and one without rows not at all."""
-    kept = [tree for tree in trees if any(len(leaf) for leaf in compat.tree_leaves(tree))]
-    kept = kept or list(trees[:1])
-    if len(kept) == 1:
-        return kept[0]
-    columns = zip(*map(compat.tree_leaves, kept), strict=True)
-    spec = compat.tree_spec(kept[0])
-    return compat.tree_unflatten([torch.cat(column) for column in columns], spec)
 
 
 MANDATORY = (
@@ -400,8 +334,7 @@ _OLDER = (
     "get_encoder_cudagraph_per_item_output_tokens",
     "get_encoder_cudagraph_per_item_input_sizes",
 )
-
-# What is given path= where there are several paths; True: axes= as well.
+# Methods that take path= where there are several paths; True: and axes=.
 _BY_PATH = {
     "prepare_encoder_cudagraph_capture_inputs": True,
     "prepare_encoder_cudagraph_replay_buffers": True,
@@ -410,38 +343,36 @@ _BY_PATH = {
 }
 
 
+def _missing(model: object, method: str) -> EncoderError:
+    return EncoderError.no_method(model=type(model).__name__, method=method)
+
+
 @runtime_checkable
 class SupportsEncoderCudaGraph(Protocol):
     """A model whose encoder can run on graphs of fixed budgets.
 
-    ``mm_kwargs`` is one call: the keyword arguments of one modality, for any number of items.
-    Mandatory: the first six methods. Nothing here owns results: what the forward returns is copied.
+    ``mm_kwargs`` is one call: the keyword arguments of one modality, for any number of items. The
+    first six methods are mandatory. The manager copies results out of the memory of graphs.
     """
 
     supports_encoder_cudagraph: ClassVar[bool] = True
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """What the encoder takes, in which buffers. Called once by a manager."""
-        raise EncoderError.no_method(
-            model=type(self).__name__, method="get_encoder_cudagraph_config"
-        )
+        """Return the inputs and buffers of the encoder. Called once by a manager."""
+        raise _missing(self, "get_encoder_cudagraph_config")
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """One description for each item of a call, in order. Called once per call.
+        """Return one description for each item of a call, in order. Called once per call.
 
         It may read sizes from the device, which synchronises; grids on the CPU do not.
         """
-        raise EncoderError.no_method(
-            model=type(self).__name__, method="get_encoder_cudagraph_item_specs"
-        )
+        raise _missing(self, "get_encoder_cudagraph_item_specs")
 
     def select_encoder_cudagraph_items(
         self, mm_kwargs: dict[str, Any], indices: list[int]
     ) -> dict[str, Any]:
-        """The call with these items alone, in this order; ``[]`` must be accepted."""
-        raise EncoderError.no_method(
-            model=type(self).__name__, method="select_encoder_cudagraph_items"
-        )
+        """Return the call with these items alone, in this order; ``[]`` must be accepted."""
+        raise _missing(self, "select_encoder_cudagraph_items")
 
     def prepare_encoder_cudagraph_capture_inputs(
         self,
@@ -454,24 +385,22 @@ class SupportsEncoderCudaGraph(Protocol):
         path: str = DEFAULT,
         axes: Mapping[str, int] | None = None,
     ) -> EncoderCudaGraphCaptureInputs:
-        """Buffers for one graph, filled with something that the forward can run on.
+        """Return buffers for one graph, with contents that the forward can run on.
 
         Args:
             token_budget: rows B of the result.
             max_batch_size: most items of one replay.
             max_frames_per_batch: most frames of one replay: room for that many sequences, and, for
                 offsets, for one more of padding.
-            device: where the buffers go.
+            device: where the buffers are allocated.
             dtype: of floating point buffers.
-            path: which set of graphs.
-            axes: by capture axis the value that is captured.
+            path: the set of graphs.
+            axes: by capture axis the captured value.
 
         Returns:
             Tensors that the manager owns from now on, one for each of ``buffer_keys``.
         """
-        raise EncoderError.no_method(
-            model=type(self).__name__, method="prepare_encoder_cudagraph_capture_inputs"
-        )
+        raise _missing(self, "prepare_encoder_cudagraph_capture_inputs")
 
     def prepare_encoder_cudagraph_replay_buffers(
         self,
@@ -482,10 +411,8 @@ class SupportsEncoderCudaGraph(Protocol):
         path: str = DEFAULT,
         axes: Mapping[str, int] | None = None,
     ) -> EncoderCudaGraphReplayBuffers:
-        """What these items put into the buffers: real rows alone, on the device or on the CPU."""
-        raise EncoderError.no_method(
-            model=type(self).__name__, method="prepare_encoder_cudagraph_replay_buffers"
-        )
+        """Return the values of these items: real rows alone, on the device or on the CPU."""
+        raise _missing(self, "prepare_encoder_cudagraph_replay_buffers")
 
     def encoder_cudagraph_forward(
         self,
@@ -494,62 +421,48 @@ class SupportsEncoderCudaGraph(Protocol):
         path: str = DEFAULT,
         axes: Mapping[str, int] | None = None,
     ) -> Any:
-        """What graphs record: from the buffers, [B, H], or tensors [B, ...] in dicts and tuples.
+        """Compute [B, H] from the buffers, or tensors [B, ...] in dicts and tuples; recorded.
 
-        ``inputs`` is a dictionary of its own, to take from as one likes. Host values that it reads,
-        such as a longest sequence, are frozen: take the largest that the budget allows.
+        ``inputs`` is a dictionary of its own, which may be changed. Host values that the forward
+        reads, such as a longest sequence, are baked in: take the largest that the budget allows.
         """
-        raise EncoderError.no_method(model=type(self).__name__, method="encoder_cudagraph_forward")
+        raise _missing(self, "encoder_cudagraph_forward")
 
     # ------------------------------------------------------- with defaults
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], *, path: str = DEFAULT) -> Any:
-        """The result of these items without a graph: the same tensors, [output tokens, ...].
+        """Compute the same tensors of these items without a graph: [output tokens, ...].
 
-        Left out: the forward that graphs record, on replay buffers as they are, without padding.
+        Default: the forward that graphs record, on replay buffers as they are, without padding.
 
         Raises:
             EncoderError: a replay buffer is None.
         """
-        config = self.get_encoder_cudagraph_config()
         specs = self.get_encoder_cudagraph_item_specs(mm_kwargs)
-        items, frames = len(specs), sum(spec.frames for spec in specs)
-        named: dict[str, Any] = {} if list(config.graph_sets) == [DEFAULT] else {"path": path}
-        if config.capture_axes:
-            names = [axis.name for axis in config.capture_axes]
-            named["axes"] = {
-                name: max((spec.axes.get(name, 0) for spec in specs), default=0) for name in names
-            }
-        buffers = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, items, frames, **named)
-        inputs: dict[str, torch.Tensor] = {}
-        for key in config.buffer_keys:
-            value = buffers.values[key]
-            if value is None:
-                raise EncoderError.nothing_to_run_on(key=key)
-            inputs[key] = value
-        return self.encoder_cudagraph_forward(inputs, **named)
+        return unpadded_forward(self, self.get_encoder_cudagraph_config(), path, mm_kwargs, specs)
 
     def get_encoder_cudagraph_budget_range(self, settings: Any) -> tuple[int, int]:
-        """(least, most) output tokens of a call that is worth a graph; from ``settings``.
+        """Return (least, most) output tokens of a call that is worth a graph.
 
-        ``settings`` is whatever the manager was given under that name. Called unless token budgets
-        and ``max_batch_size`` are both given; needed only where token budgets are not.
+        ``settings`` is the value that the manager was given under that name. Called unless token
+        budgets and ``max_batch_size`` are both given; needed only where token budgets are not.
         """
         raise EncoderError.no_range(model=type(self).__name__)
 
     def get_input_modality(self, mm_kwargs: Mapping[str, Any]) -> str:
-        """Which modality a call has. Left out: the one that its keys name.
+        """Return the modality of a call. Default: the one that its keys name.
 
-        A model of one modality has always that one. ``pixel_values`` alone are images.
+        A model of one modality always has that one. ``pixel_values`` alone are images.
 
         Raises:
-            EncoderError: keys of none of the modalities, or of several.
+            EncoderError: the keys name none of the modalities, or several.
         """
         known = list(self.get_encoder_cudagraph_config().modalities)
         if len(known) == 1:
             return known[0]
         keys = {key for key, value in mm_kwargs.items() if value is not None}
-        matching = [modality for modality in known if any(_names(key, modality) for key in keys)]
+        names = " ".join(["image" if key == "pixel_values" else str(key) for key in keys])
+        matching = [modality for modality in known if modality in names]
         if len(matching) != 1:
             raise EncoderError.modality(keys=sorted(keys), found=matching, known=known)
         return matching[0]
@@ -565,30 +478,123 @@ class SupportsEncoderCudaGraph(Protocol):
     ) -> None:
         """Give each item its part of a result: ``dest[index] = ...``.
 
-        Left out: consecutive rows, as views; those of several paths one after the other.
+        Default: consecutive rows, as views; those of several paths one after the other.
 
         Args:
             output: [output tokens, ...], the rows of the items one after the other, in the order
                 of ``indices``. Several paths: a dictionary by path; one without tokens is left out,
-                but for items that have none on any path: these come together, with all paths.
-                It is memory of this call's own: views of it stay valid.
-            indices: places of the items in the call.
+                except for items without tokens on any path: these come together, with all paths.
+                Memory of this call's own: views of it stay valid.
+            indices: positions of the items in the call.
             per_item_out_tokens: output tokens of each item; several paths: a dictionary of lists.
-            dest: where to put the results.
-            clone: copy the rows, which the manager never asks for.
+            dest: receives the results.
+            clone: copy the rows; a manager passes False.
             batch_mm_kwargs: the call with these items alone.
         """
         parts = output if isinstance(per_item_out_tokens, Mapping) else {DEFAULT: output}
         counts = per_item_out_tokens
         if not isinstance(counts, Mapping):
             counts = {DEFAULT: counts}
-        columns: list[list[Any]] = [[] for _ in indices]
-        for path, tree in parts.items():
-            for mine, part in zip(columns, split_rows(tree, counts[path]), strict=True):
-                mine.append(part)
-        for index, mine in zip(indices, columns, strict=True):
-            joined = joined_rows(mine)
+        by_path = [_split_rows(tree, counts[path]) for path, tree in parts.items()]
+        for index, *trees in zip(indices, *by_path, strict=True):
+            joined = _joined_rows(trees)
             dest[index] = compat.tree_map(torch.clone, joined) if clone else joined
+
+
+def _split_rows(tree: Any, counts: Sequence[int]) -> list[Any]:
+    """Return a result of several items, [sum of counts, ...], as views of one item each."""
+    total = sum(counts)
+    if isinstance(tree, torch.Tensor):
+        return list(torch.split(tree[:total], list(counts)))
+    leaves, spec = compat.tree_leaves(tree), compat.tree_spec(tree)
+    parts = [torch.split(leaf[:total], list(counts)) for leaf in leaves]
+    return [compat.tree_unflatten(list(mine), spec) for mine in zip(*parts, strict=True)]
+
+
+def _joined_rows(trees: Sequence[Any]) -> Any:
+    """Concatenate results; a single one with rows is returned as it is."""
+    kept = [tree for tree in trees if any(len(leaf) for leaf in compat.tree_leaves(tree))]
+    if len(kept) < 2:
+        return [*kept, *trees][0]
+    columns = zip(*map(compat.tree_leaves, kept), strict=True)
+    spec = compat.tree_spec(kept[0])
+    return compat.tree_unflatten([torch.cat(column) for column in columns], spec)
+
+
+# ---------------------------------------------------------------- what managers check and call
+
+
+def check_rows(
+    tree: Any, least: int, columns: int | None, method: str, exactly: bool = False
+) -> None:
+    """Raise unless all tensors of a result have enough rows, and one of them ``columns``."""
+    leaves = compat.tree_leaves(tree)
+    for leaf in leaves or [None]:
+        fits = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        if fits and (len(leaf) == least if exactly else len(leaf) >= least):
+            continue
+        found = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        count = "" if exactly else "at least "
+        expected = f"tensors of {count}{least} rows each, the output tokens"
+        raise EncoderError.returned(method=method, found=str(found), expected=expected)
+    if columns is not None:
+        check_columns(leaves, columns, method)
+
+
+def check_columns(leaves: Sequence[Any], columns: int, method: str) -> None:
+    """Raise unless one tensor of a result has so many columns."""
+    sizes = [leaf.shape[-1] if leaf.dim() > 1 else 1 for leaf in leaves]
+    if columns not in sizes:
+        raise EncoderError.columns(method=method, found=dict.fromkeys(sizes), expected=columns)
+
+
+def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, where: str) -> None:
+    """Raise unless the keys are exactly the configured ones."""
+    for key in values:
+        if key not in config.buffer_keys:
+            raise EncoderError.unknown_buffer(where=where, key=key, known=config.buffer_keys)
+    for key in config.buffer_keys:
+        if key not in values:
+            raise EncoderError.no_value(where=where, key=key, known=sorted(values))
+
+
+def path_arguments(
+    config: EncoderCudaGraphConfig, path: str, axes: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return the keyword arguments ``path`` and ``axes`` that methods of the model take."""
+    named: dict[str, Any] = {}
+    if config.enable_dual_path_graph or list(config.paths) not in ([], [DEFAULT]):
+        named["path"] = path
+    if config.capture_axes and axes is not None:
+        names = [axis.name for axis in config.capture_axes]
+        named["axes"] = dict(zip(names, axes, strict=True))
+    return named
+
+
+def unpadded_forward(
+    model: Any,
+    config: EncoderCudaGraphConfig,
+    path: str,
+    mm_kwargs: dict[str, Any],
+    specs: Sequence[EncoderItemSpec],
+    convert: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+) -> Any:
+    """Run the forward that graphs record on replay buffers, converted by key, without padding."""
+    names = [axis.name for axis in config.capture_axes]
+    needed = [max((spec.axes.get(name, 0) for spec in specs), default=0) for name in names]
+    named = path_arguments(config, path, needed)
+    frames = sum(spec.frames for spec in specs)
+    values = model.prepare_encoder_cudagraph_replay_buffers(
+        mm_kwargs, len(specs), frames, **named
+    ).values
+    check_keys(values, config, "prepare_encoder_cudagraph_replay_buffers()")
+    inputs: dict[str, torch.Tensor] = {}
+    for key in config.buffer_keys:
+        if values[key] is None:
+            raise EncoderError.nothing_to_run_on(key=key)
+        inputs[key] = values[key] if convert is None else convert(key, values[key])
+    with named_buffers(config.buffer_keys):
+        return model.encoder_cudagraph_forward(inputs, **named)
 
 
 @contextmanager
@@ -603,49 +609,42 @@ def named_buffers(keys: Collection[str]) -> Iterator[None]:
         raise EncoderError.no_buffer(key=key, known=list(keys)) from error
 
 
-def _names(key: str, modality: str) -> bool:
-    return modality in key or (modality == "image" and key == "pixel_values")
-
-
 def _is_own(model: object, name: str) -> bool:
-    """Whether a model brings a method itself, on its class or on the object."""
+    """Return whether a model implements a method itself, on its class or on the object."""
     method = getattr(model, name, None)
     default = getattr(SupportsEncoderCudaGraph, name)
     return callable(method) and getattr(method, "__func__", method) is not default
 
 
 def supports_encoder_cudagraph(model: object) -> bool:
-    """Whether a manager takes the model: it has the mandatory methods, inherited or not."""
+    """Return whether a manager takes the model: it implements the mandatory methods."""
     return all(_is_own(model, name) for name in MANDATORY)
 
 
 def _takes(method: Any, keyword: str) -> bool:
-    """Whether a method can be called with a keyword; True where its signature is unknown."""
+    """Return whether a method can be called with a keyword; True if its signature is unknown."""
     try:
-        known = inspect.signature(method).parameters.values()
+        known = inspect.signature(method).parameters
     except (TypeError, ValueError):
         return True
+    kinds = {parameter.kind for parameter in known.values()}
+    named = known[keyword].kind if keyword in known else None
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD
-        or (parameter.name == keyword and parameter.kind in by_name)
-        for parameter in known
-    )
+    return named in by_name or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 class CheckedModel:
-    """A model's methods of the protocol, each its own or the default."""
+    """The methods of the protocol of one model, each its own or the default."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        name = type(model).__name__
         if not _is_own(model, "get_encoder_cudagraph_item_specs"):
-            older = [each for each in _OLDER if callable(getattr(model, each, None))]
+            older = [name for name in _OLDER if callable(getattr(model, name, None))]
             if older:
-                raise EncoderError.older_protocol(model=name, found=older)
+                raise EncoderError.older_protocol(model=type(model).__name__, found=older)
         for method in MANDATORY:
             if not _is_own(model, method):
-                raise EncoderError.no_method(model=name, method=method)
+                raise _missing(model, method)
         config = model.get_encoder_cudagraph_config()
         if not isinstance(config, EncoderCudaGraphConfig):
             raise EncoderError.returned(
@@ -656,29 +655,29 @@ class CheckedModel:
         self.config = replace(config)  # a copy: fixed from now on
         # A model that splits results itself decides there how many columns items have.
         self.splits_results = self.has_own("postprocess_encoder_output")
-        self._check_paths()
+        self._check_keywords()
 
-    def _check_paths(self) -> None:
+    def _check_keywords(self) -> None:
         """Raise unless the methods take ``path=`` and ``axes=`` where the manager passes them."""
         config = self.config
-        for name, graphs in _BY_PATH.items():
-            wanted = {"path": f"paths {', '.join(config.graph_sets)}"}
-            if list(config.graph_sets) == [DEFAULT]:
-                wanted = {}
-            if graphs and config.capture_axes:
-                wanted["axes"] = f"axes {', '.join(axis.name for axis in config.capture_axes)}"
-            for keyword, why in wanted.items():
+        axes = [axis.name for axis in config.capture_axes]
+        needed = path_arguments(config, "", [0] * len(axes))
+        whys = {
+            "path": f"paths {', '.join(config.graph_sets)}",
+            "axes": f"axes {', '.join(axes)}",
+        }
+        for name, takes_axes in _BY_PATH.items():
+            for keyword in needed if takes_axes else needed.keys() - {"axes"}:
                 if self.has_own(name) and not _takes(getattr(self.model, name), keyword):
                     method = f"{type(self.model).__name__}.{name}"
-                    raise EncoderError.no_keyword(method=method, keyword=keyword, why=why)
+                    raise EncoderError.no_keyword(method=method, keyword=keyword, why=whys[keyword])
 
     def has_own(self, name: str) -> bool:
-        """Whether the model brings a method itself, so that the default is not used."""
+        """Return whether the model implements a method itself."""
         return _is_own(self.model, name)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in OPTIONAL:
-            return getattr(self.model, name)
-        method = getattr(self.model, name, None)
-        default = getattr(SupportsEncoderCudaGraph, name)
-        return method if callable(method) else MethodType(default, self.model)
+        method = getattr(self.model, name, None) if name in OPTIONAL else getattr(self.model, name)
+        if name in OPTIONAL and not callable(method):
+            return MethodType(getattr(SupportsEncoderCudaGraph, name), self.model)
+        return method

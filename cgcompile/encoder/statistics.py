@@ -15,7 +15,7 @@ from cgcompile.serving.statistics import Lost, count_by_reason, text_table
 
 
 class Ran(NamedTuple):
-    """What a group of items did on one path."""
+    """How a group of items ran on one path."""
 
     path: str  # the set of graphs
     budget: int | None  # of the graph; None without one
@@ -33,7 +33,7 @@ class _Graph:
 
 
 class EncoderStatistics:
-    """Counts what a manager did. Any thread may ask.
+    """Counts items, replays and eager runs of a manager. Methods are safe in any thread.
 
     Attributes:
         hits: items that replayed on every path that they have tokens on.
@@ -47,18 +47,18 @@ class EncoderStatistics:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was counted; measured costs stay."""
+        """Reset all counts; measured costs stay."""
         with self._lock:
             self.hits = self.misses = self.idle = 0
             self._graphs: dict[tuple[str, int], _Graph] = {}
             self._eager: dict[tuple[str, Reason], Lost] = {}
 
     def measured(self, costs: dict[tuple[str, int], float]) -> None:
-        """What a replay of each (path, budget) takes, in milliseconds; for the table."""
+        """Set the milliseconds of a replay of each (path, budget), for the table."""
         self._costs = dict(costs)
 
     def record(self, ran: Sequence[Ran], items: int) -> None:
-        """Count one group of so many items, which ran on these paths."""
+        """Count one group of so many items."""
         served: list[bool | None] = [None] * items
         for on_path in ran:
             for item, tokens in enumerate(on_path.tokens):
@@ -68,54 +68,47 @@ class EncoderStatistics:
             self.hits += served.count(True)
             self.misses += served.count(False)
             self.idle += served.count(None)
-            for on_path in ran:
-                self._count(on_path)
-
-    def _count(self, ran: Ran) -> None:
-        items, tokens = sum(map(bool, ran.tokens)), sum(ran.tokens)
-        if ran.budget is not None:
-            graph = self._graphs.setdefault((ran.path, ran.budget), _Graph())
-            graph.replays += 1
-            graph.items += items
-            graph.tokens += tokens
-        elif ran.reason is not None:
-            self._eager.setdefault((ran.path, ran.reason), Lost(tokens)).add(tokens, items)
-
-    # -------------------------------------------------------------- what was counted
+            for path, budget, counts, reason in ran:
+                items, tokens = sum(map(bool, counts)), sum(counts)
+                if budget is not None:
+                    graph = self._graphs.setdefault((path, budget), _Graph())
+                    graph.replays += 1
+                    graph.items += items
+                    graph.tokens += tokens
+                elif reason is not None:
+                    self._eager.setdefault((path, reason), Lost(tokens)).add(tokens, items)
 
     @property
     def hit_rate(self) -> float:
-        """Hits among hits and misses, 0.0 to 1.0; 0.0 before the first item."""
+        """Share of hits among hits and misses, 0.0 to 1.0; 0.0 before the first item."""
         total = self.hits + self.misses
         return self.hits / total if total else 0.0
 
     @property
     def replays(self) -> int:
-        """How many graphs were replayed."""
+        """Number of replays of all graphs."""
         with self._lock:
             return sum(graph.replays for graph in self._graphs.values())
 
     def waste(self, path: str | None = None) -> float:
-        """The share of replayed output tokens that was padding, of one path or of all."""
+        """Return the share of padding in replayed output tokens, of one path or of all."""
         real, padded = self.tokens(path)
         return 1 - real / padded if padded else 0.0
 
     def tokens(self, path: str | None = None) -> tuple[int, int]:
-        """(real, padded) output tokens that were replayed, on one path or on all."""
+        """Return (real, padded) output tokens of replays, on one path or on all."""
         with self._lock:
             graphs = [(k, g) for k, g in self._graphs.items() if path in (None, k[0])]
-        return (
-            sum(graph.tokens for _, graph in graphs),
-            sum(graph.replays * key[1] for key, graph in graphs),
-        )
+        real = sum(graph.tokens for _, graph in graphs)
+        return real, sum(graph.replays * key[1] for key, graph in graphs)
 
     def reasons(self) -> dict[Reason, int]:
-        """Items that ran without a graph, by reason; once for each path that did."""
+        """Return the items that ran without a graph by reason, once for each path."""
         with self._lock:
             return count_by_reason(self._eager)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data, for JSON."""
+        """Return all counts as plain data, for JSON."""
         with self._lock:
             return {
                 "hits": self.hits,
@@ -147,7 +140,7 @@ class EncoderStatistics:
             }
 
     def coverage(self, planned: Sequence[tuple[str, int]], captured: Iterable[Any] = ()) -> str:
-        """A table: path, budget, replays, items, padding, time; then why items ran eager.
+        """Return a table: path, budget, replays, items, padding, time; then eager runs by reason.
 
         Args:
             planned: (path, budget) of all rows, in order.

@@ -4,10 +4,8 @@ Staging of inputs and bridges are in it. Each recorded step takes blocks through
 and all frames share the blocks: the step of the largest batch makes them, smaller ones use a
 prefix. Within a step a block that was released serves the next buffer. The rule: a block is valid
 until the next step of the same pool; one with an owner serves the results of its owner's steps
-alone, and is valid until the next one of these. :class:`OwnedCopy` and :class:`FreshCopies` are
-buffers with the layout of other tensors, of any kind: what is not contiguous is copied as the
-stretch of memory that it spans. Memory is made outside of inference mode, so that every later call
-may write it, whatever mode it runs in.
+alone, and is valid until the next one of these. Memory is allocated outside of inference mode, so
+that later calls may write it in any mode.
 """
 
 from collections.abc import Hashable, Sequence
@@ -18,6 +16,7 @@ import torch
 from cgcompile import torch_compat as compat
 
 MIB = 2**20
+_ALIGNMENT = 256  # bytes; what CUDA's allocator gives
 
 
 class PoolBytes(NamedTuple):
@@ -25,40 +24,29 @@ class PoolBytes(NamedTuple):
 
     held: int = 0  # taken from the device, in use or not
     live: int = 0  # of that, what tensors hold now
-    small: int = 0  # of what is held, the part that is kept for small blocks
 
     def __add__(self, other: object) -> "PoolBytes":
         assert isinstance(other, PoolBytes)
         return PoolBytes(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-_ALIGNMENT = 256  # bytes; what CUDA's allocator gives
-
-
 def address(tensor: torch.Tensor) -> int:
-    """Where the storage of a tensor begins; 0 if it has no memory."""
+    """Return where the storage of a tensor begins; 0 if it has no memory."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() if storage.nbytes() else 0
 
 
 class Block:
-    """Bytes at a fixed address.
-
-    Attributes:
-        memory: uint8 [nbytes].
-        poison: the byte that shows as NaN, or as a huge index, in what was stored last.
-        lives: of tensors of the block that the program may hold.
-        owner: the one whose results it serves alone; None for any use.
-    """
+    """Bytes at a fixed address."""
 
     __slots__ = ("lives", "memory", "owner", "poison")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.poison = 0xFF
-        self.lives: list[compat.StorageLife] = []
-        self.owner: Hashable = None
+        self.poison = 0xFF  # the byte that makes NaN, or a huge index, of what was stored last
+        self.lives: list[compat.StorageLife] = []  # of tensors that the program may hold
+        self.owner: Hashable = None  # whose results it serves alone; None for any use
 
     @property
     def is_lent(self) -> bool:
@@ -67,10 +55,10 @@ class Block:
         return bool(self.lives)
 
     def lend(self, layout: torch.Tensor) -> torch.Tensor:
-        """A tensor of the block with a life of its own: the block is in use while it lives."""
-        lent = compat.weak_tensor(layout)
-        self.lives.append(compat.StorageLife(lent))
-        return lent
+        """Return a tensor of the block with a life of its own, which keeps the block in use."""
+        tensor = compat.weak_tensor(layout)
+        self.lives.append(compat.StorageLife(tensor))
+        return tensor
 
     @property
     def nbytes(self) -> int:
@@ -81,12 +69,12 @@ class Block:
         return self.memory.data_ptr()
 
     def view(self, dtype: torch.dtype, size: Any, stride: Any, start: int = 0) -> torch.Tensor:
-        """A tensor that begins ``start`` bytes into the block, outside of autograd."""
+        """Return a tensor that begins ``start`` bytes into the block, outside of autograd."""
         self.poison = 0xFF if dtype.is_floating_point or dtype.is_complex else 0x7F
         with torch.inference_mode(False), torch.no_grad():
-            made = torch.empty(0, dtype=dtype, device=self.memory.device)
+            tensor = torch.empty(0, dtype=dtype, device=self.memory.device)
             offset = start // dtype.itemsize
-            return made.set_(self.memory.untyped_storage(), offset, size, stride)
+            return tensor.set_(self.memory.untyped_storage(), offset, size, stride)
 
 
 class Arena:
@@ -101,7 +89,7 @@ class Arena:
         return sum(block.nbytes for block in self._blocks)
 
     def owns(self, address: int) -> bool:
-        """Whether a storage that begins there is a block."""
+        """Return whether a storage that begins at an address is a block."""
         return any(block.address == address for block in self._blocks)
 
     def frame(self, owner: Hashable = None) -> "Frame":
@@ -109,7 +97,7 @@ class Arena:
         return Frame(self._blocks, owner)
 
     def owner_of(self, address: int) -> Hashable:
-        """The owner of the block that begins there; None if there is none."""
+        """Return the owner of the block that begins at an address; None if there is none."""
         return next((block.owner for block in self._blocks if block.address == address), None)
 
     def free(self, owner: Hashable) -> None:
@@ -117,11 +105,7 @@ class Arena:
         self._blocks[:] = [block for block in self._blocks if block.owner != owner]
 
     def poison(self, owner: Hashable = None) -> None:
-        """Fill blocks with what shows: nothing may be read there before it is written.
-
-        Args:
-            owner: of the step that follows; results of other owners keep their values.
-        """
+        """Fill the blocks with NaN before a step of an owner, but for results of other owners."""
         for block in self._blocks:
             if block.owner in (None, owner):
                 block.memory.fill_(block.poison)
@@ -141,16 +125,13 @@ class Frame:
         self._used: list[Block] = []
 
     def take(self, nbytes: int, device: torch.device, result: bool = False) -> Block:
-        """Take the smallest free block that is large enough, or a new one.
-
-        A ``result``, which the caller of the step gets, takes one of the owner.
-        """
+        """Return the smallest free block that is large enough, or a new one."""
         owner = self._owner if result else None
         wanted = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
         fitting = [
-            b
-            for b in self._free
-            if b.nbytes >= wanted and b.memory.device == device and b.owner == owner
+            block
+            for block in self._free
+            if block.nbytes >= wanted and block.memory.device == device and block.owner == owner
         ]
         if fitting:
             block = min(fitting, key=lambda block: block.nbytes)
@@ -173,7 +154,7 @@ class Frame:
 
 
 def span(tensor: torch.Tensor) -> int:
-    """How many elements of memory a tensor reaches over, gaps included."""
+    """Return how many elements of memory a tensor reaches over, gaps included."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum(
@@ -181,13 +162,8 @@ def span(tensor: torch.Tensor) -> int:
     )
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor reaches over, as one dimension."""
-    return compat.physical(tensor).as_strided((span(tensor),), (1,))
-
-
 def stretch(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-    """First and last byte that tensors of one memory reach, counted from where it begins."""
+    """Return the first and last byte that tensors reach, counted from where their memory begins."""
     starts = [t.storage_offset() * t.element_size() for t in tensors]
     ends = [s + span(t) * t.element_size() for s, t in zip(starts, tensors, strict=True)]
     largest = max(t.element_size() for t in tensors)
@@ -195,37 +171,29 @@ def stretch(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, as uint8 [bytes]."""
+    """Return all bytes of a storage, as uint8 [bytes]."""
     memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return memory.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def numbers_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor as uint8 [bytes], in order, gaps left out: equal for equal bits."""
+    """Return the numbers of a tensor, without gaps, as uint8 [bytes]: equal for equal bits."""
     with torch.inference_mode(False), torch.no_grad():
         plain = tensor.resolve_conj().resolve_neg().contiguous()
         return plain.reshape(-1).view(torch.uint8)
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in a dtype that torch compares: it cannot for floats of eight bits."""
+    """Return the numbers in a dtype that torch compares: it cannot for floats of eight bits."""
     narrow = tensor.is_floating_point() and tensor.element_size() == 1
     return tensor.float() if narrow else tensor
 
 
 class OwnedCopy:
-    """A buffer with the layout of one tensor, refilled from others of the same layout.
+    """A buffer with the layout of one tensor, at a fixed address, refilled from others.
 
-    Args:
-        template: what has the layout.
-        frame: where the memory comes from.
-        device: where the buffer is; that of the template if left out.
-        result: the caller of the step gets the buffer.
-        within: a block that several buffers share, and the byte of it where this one begins.
-
-    Attributes:
-        tensor: the buffer; its address never changes.
-        block: the memory of the buffer.
+    What is not contiguous is copied as the stretch of memory that it reaches over. Memory is that
+    of the frame, or begins at a byte of the block ``within``; a ``result`` goes to the caller.
     """
 
     __slots__ = ("_contiguous", "_flat", "block", "tensor")
@@ -249,13 +217,14 @@ class OwnedCopy:
         self._contiguous = template.is_contiguous() and not any(_bits(template))
 
     def fill(self, source: torch.Tensor) -> None:
-        """Copy ``source``, on the current stream. The caller vouches for its layout."""
+        """Copy ``source``, on the current stream; its layout must be that of the buffer."""
         if source.requires_grad:
             source = source.detach()
         if self._contiguous:
             self.tensor.copy_(source, non_blocking=True)
         else:
-            self._flat.copy_(flat(source), non_blocking=True)
+            memory = compat.physical(source).as_strided(self._flat.shape, (1,))
+            self._flat.copy_(memory, non_blocking=True)
 
 
 class ScalarCopy(OwnedCopy):
@@ -287,38 +256,37 @@ class FreshCopies:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        groups: dict[tuple[int, torch.dtype], list[int]] = {}
+        shared: dict[tuple[int, torch.dtype], list[int]] = {}
         for position, tensor in enumerate(tensors):
-            address = tensor.untyped_storage().data_ptr()
-            alone = -1 - position  # empty memory is not shared
-            groups.setdefault((address or alone, tensor.dtype), []).append(position)
+            memory = address(tensor) or -1 - position  # empty memory is not shared
+            shared.setdefault((memory, tensor.dtype), []).append(position)
         self._count = len(tensors)
         self._single: list[tuple[int, torch.Tensor]] = []
         # Memory that several share; position, layout and bits of each of them.
         self._shared: list[tuple[torch.Tensor, list[tuple[int, Any, tuple[bool, bool]]]]] = []
-        for members in groups.values():
-            group = [tensors[position] for position in members]
+        for positions in shared.values():
+            group = [tensors[position] for position in positions]
             if len(group) == 1 and group[0].is_contiguous() and not any(_bits(group[0])):
-                self._single.append((members[0], group[0]))
+                self._single.append((positions[0], group[0]))
                 continue
             first = min(tensor.storage_offset() for tensor in group)
             last = max(tensor.storage_offset() + span(tensor) for tensor in group)
             base = compat.physical(group[0]).as_strided((last - first,), (1,), first)
             layouts = [(t.size(), t.stride(), t.storage_offset() - first) for t in group]
-            self._shared.append((base, [*zip(members, layouts, map(_bits, group), strict=True)]))
+            self._shared.append((base, [*zip(positions, layouts, map(_bits, group), strict=True)]))
 
     def make(self) -> list[torch.Tensor]:
-        """The copies, on the current stream; the caller owns them."""
+        """Return the copies, on the current stream; the caller owns them."""
         copies: list[torch.Tensor] = [None] * self._count  # type: ignore[list-item]
         for position, tensor in self._single:
             copies[position] = tensor.clone()
-        for base, parts in self._shared:
+        for base, members in self._shared:
             copy = base.clone()
-            for position, layout, bits in parts:
+            for position, layout, bits in members:
                 copies[position] = compat.with_bits(copy.as_strided(*layout), *bits)
         return copies
 
 
 def _bits(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """The conjugate and the negative bit."""
+    """Return the conjugate and the negative bit."""
     return tensor.is_conj(), tensor.is_neg()

@@ -1,26 +1,20 @@
-"""Record a step from plain Python, segment by segment: :class:`SegmentRecorder`.
-
-It is a transaction. Between :meth:`~SegmentRecorder.start` and :meth:`~SegmentRecorder.finish` the
-work of this thread goes into graphs, with a break wherever a splitting op or a decorated function
-runs; at the end there is a :class:`~cgcompile.graphs.sequence.GraphSequence`, or nothing and the
-first exception. ``breakable.py`` has what users call.
-
-CUDA graphs with eager breaks, recorded from plain Python; no tracing.
+"""CUDA graphs with eager breaks, recorded from plain Python; no tracing.
 
 For models that Dynamo cannot trace, and for those that are compiled as a whole. While the model
 runs once, everything goes into graphs, except for splitting ops and functions under
 :func:`eager_break_during_capture`, which run at every replay. :class:`BreakableCUDAGraphWrapper`
-is what most users want; :class:`BreakableCUDAGraphCapture` is the raw form.
+is what most users want; :class:`BreakableCUDAGraphCapture` is the raw form. Both record with
+:class:`SegmentRecorder`, a transaction: at the end there is a
+:class:`~cgcompile.graphs.sequence.GraphSequence`, or nothing and the first exception.
 
-The rule: Python does not run again. What an eager break was given at capture it is given for ever;
-what varies from step to step it must read from the forward context.
+The rule: Python does not run again. The arguments of an eager break are those of the capture; what
+varies from step to step it must read from the forward context.
 """
 
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -30,62 +24,54 @@ from torch.compiler import is_dynamo_compiling
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp, target_name
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.context import BatchDescriptor, current_forward_context, in_full_mode
+from cgcompile.context import current_forward_context, in_full_mode
 from cgcompile.descriptor import allows_full
-from cgcompile.errors import CaptureError, GradientError
+from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import Block, address
 from cgcompile.graphs.breaks import (
     Arguments,
     Breaker,
     BreakMode,
-    Containers,
-    Makers,
+    NewMemory,
     Original,
     foreign_breaks,
     held,
     transform_around,
+    watch_containers,
 )
 from cgcompile.graphs.bridges import Place, SameOnHost, crossings
 from cgcompile.graphs.capture import (
     SameStorages,
-    capture_turn,
+    enter_capture,
     inside_capture,
     who_captures_elsewhere,
     who_captures_here,
-    without_garbage_collection,
 )
-from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.graphs.device import DeviceGraph, chosen_device
 from cgcompile.graphs.fields import Rebinding
 from cgcompile.graphs.outputs import check_leaves, flatten, opener, rebuilt
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import Crossing, EagerSegment, GraphSegment, GraphSequence, Segment
-from cgcompile.graphs.wrapper import Captured, CUDAGraphOptions, CUDAGraphWrapper
+from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.settings import checked_but, require_callable
 
 log = logging.getLogger(__name__)
 
 
+def _name_of(function: Callable[..., Any]) -> str:
+    name: str = getattr(function, "__qualname__", type(function).__name__)
+    return name
+
+
 class SegmentRecorder(Breaker):
-    """Records one step.
+    """Records one step: what this thread runs between :meth:`start` and :meth:`finish`.
 
-    Args:
-        pool: where memory comes from.
-        name: of what is captured, for messages.
-        boundaries: which ops break.
-        execute: replay each graph segment on the caller's stream as soon as it has ended, and run
-            eager segments there, so that the recording is one execution of the step. Otherwise
-            graph segments are not executed, and eager ones run on the capture stream.
-        sees_composites: let ops skip autograd, so that composite ones arrive whole.
-        debug: find tensors that a break makes and leaves behind.
-        batch: what is captured, for messages.
-        rebinding: told where segments begin and end; None: fields are not compared.
-        storages: tensors whose memory segments must not replace.
-        compiled: whether what ``torch.compile`` made may run inside.
-
-    Attributes:
-        is_full: whether the forward context asks for one graph without breaks.
-        has_run: whether a part of the step was executed.
+    With ``state``, the fields and storages to compare around each segment, the recording is one
+    execution of the step: graph segments are replayed on the caller's stream as soon as they have
+    ended, and eager ones run there. Without it graph segments are not executed, and eager ones run
+    on the capture stream. ``sees_composites``: ops skip autograd, so that composite ones arrive
+    whole. ``debug``: find tensors that a break leaves behind. ``batch`` names the batch in
+    messages. ``compiled``: code of ``torch.compile`` may run inside.
     """
 
     def __init__(
@@ -94,34 +80,29 @@ class SegmentRecorder(Breaker):
         name: str,
         boundaries: Boundaries,
         *,
-        execute: bool,
+        state: tuple[Rebinding, SameStorages] | None = None,
         sees_composites: bool = False,
         debug: bool = False,
         batch: str = "one batch",
-        rebinding: Rebinding | None = None,
-        storages: SameStorages | None = None,
         compiled: bool = True,
     ) -> None:
-        self.pool = pool
-        self._storages = storages
-        self._compiled = compiled
-        self.name = name
-        self._boundaries = boundaries
-        self._execute = execute
-        self._below_autograd = sees_composites
-        self._debug = debug
-        self._batch = batch
-        self._rebinding = rebinding
-        self.has_run = False
+        self.pool, self.name = pool, name
+        self.owner: BreakableCUDAGraphCapture | None = None
+        self.is_full = False  # whether the forward context demands one graph without breaks
+        self.has_run = False  # whether a part of the step was executed
+        self._boundaries, self._batch = boundaries, batch
+        self._executes = state is not None
+        self._rebinding = None if state is None else state[0]
+        self._storages = None if state is None else state[1]
+        self._below_autograd, self._debug, self._compiled = sees_composites, debug, compiled
         self._frame = pool.arena.frame()
         self._segments: list[Segment] = []
         self._graph: DeviceGraph | None = None
-        self._graphs = 0  # that have ended
         self._failed: tuple[str, BaseException] | None = None
         self._bridges: list[Block] = []
         self._copied: dict[int, tuple[list[compat.StorageLife], str]] = {}  # by bridge
         self._host_results: dict[int, list[SameOnHost]] = {}  # by address
-        self._kept: list[Original] = []  # copied results, until the program lets the original go
+        self._originals: list[Original] = []  # copied results, until the program drops them
         self._writes: list[tuple[list[compat.StorageLife], str, str]] = []  # to bridges
         self._left_behind: dict[int, tuple[compat.StorageLife, str]] = {}
         self._outside: dict[int, compat.StorageLife] = {}  # by address
@@ -130,30 +111,15 @@ class SegmentRecorder(Breaker):
     # -------------------------------------------------------------- begin and end
 
     def start(self, *, wait: bool = True, before: Callable[[], None] | None = None) -> None:
-        """Begin to record; on an exception nothing is left behind.
-
-        Args:
-            wait: wait a few seconds for the capture of another thread.
-            before: called right before the capture begins, when nothing can refuse it any more.
-
-        Raises:
-            CaptureBusyError: another capture runs, in this thread or another one.
-            CaptureError: the current stream is being captured by someone else.
-        """
-        device = self.pool.device
-        if device.is_capturing():
-            raise CaptureError.nested(what=f"capture of {self.name}")
-        context = current_forward_context()
+        """Begin to record; see :func:`enter_capture`. On an exception nothing is left behind."""
+        device, context = self.pool.device, current_forward_context()
         self.is_full = in_full_mode()
         self._descriptor = None if context is None else context.batch_descriptor
+        self._callers_stream = device.current_stream()
         composites = self._below_autograd or torch.is_inference_mode_enabled()
         self._mode = BreakMode(self, self._boundaries, device.tensor_type, composites)
         with ExitStack() as stack:
-            stack.enter_context(capture_turn(self.name, self, wait=wait, before=before))
-            bury_graphs()
-            stack.enter_context(without_garbage_collection())
-            self._callers_stream = device.current_stream()
-            stack.enter_context(device.on_stream(self.pool.stream))
+            enter_capture(stack, self.pool, self.name, self, wait=wait, before=before)
             device.wait_for(self._callers_stream)
             stack.enter_context(device.around())
             stack.enter_context(compat.own_cached_casts(self._compiled))
@@ -162,8 +128,6 @@ class SegmentRecorder(Breaker):
             if not self.is_full:
                 stack.enter_context(foreign_breaks(self))
             try:
-                if device.is_capturing():
-                    raise CaptureError.nested(what=f"capture of {self.name}")
                 self._begin()
             except BaseException:
                 self._mode.switch_off()
@@ -172,12 +136,7 @@ class SegmentRecorder(Breaker):
             self._stack = stack.pop_all()
 
     def finish(self) -> GraphSequence:
-        """End the recording.
-
-        Raises:
-            CaptureError: an exception of a break was swallowed; a thread took part that must not;
-                no declared splitting op ran.
-        """
+        """End the recording; refuse it if a break failed or no declared splitting op ran."""
         try:
             if self._failed is not None:
                 name, error = self._failed
@@ -188,15 +147,13 @@ class SegmentRecorder(Breaker):
                 self._storages.check()  # layouts too; after each segment, addresses alone
             self._end()
             with self._on_stream_of_breaks():
-                self._refuse_stale_copies()
+                self._refuse_stale_originals()
             for lives, op, name in self._writes:
                 if not all(life.ended for life in lives):
                     raise CaptureError.writes_a_copy(op=op, name=name)
-            breaks = any(isinstance(each, EagerSegment) for each in self._segments)
-            if self._boundaries.declared and not breaks and not self.is_full:
-                raise CaptureError.no_breaks(
-                    what=self.name, names=", ".join(self._boundaries.declared)
-                )
+            declared = self._boundaries.declared
+            if declared and not self._breaks and not self.is_full:
+                raise CaptureError.no_breaks(what=self.name, names=", ".join(declared))
         except BaseException:
             self.abandon()
             raise
@@ -218,21 +175,21 @@ class SegmentRecorder(Breaker):
         """Park what was recorded; later captures go into new memory."""
         if self._storages is not None:
             self._storages.restore()
-        broken = [each.graph for each in self._segments if isinstance(each, GraphSegment)]
+        graphs = [segment.graph for segment in self._segments if isinstance(segment, GraphSegment)]
         graph, self._graph, self._segments = self._graph, None, []
         if graph is not None:
             graph.abandon()
-            broken.append(graph)
-        self.pool.retire(*broken)
+            graphs.append(graph)
+        self.pool.retire(*graphs)
 
     def _leave(self) -> None:
         device = self.pool.device
-        # Breaks may have run on the capture stream, which is others' once the turn is given back.
+        # Breaks may have run on the capture stream; other threads use it once the lock is free.
         with self._stack, device.on_stream(self._callers_stream):
             device.wait_for(self.pool.stream)
 
     def fail(self, name: str, error: BaseException) -> None:
-        """Whatever the program does now, the recording is lost."""
+        """Note that the recording is lost, even if the program swallows the exception."""
         self._failed = self._failed or (name, error)
 
     # -------------------------------------------------------------- segments
@@ -243,15 +200,19 @@ class SegmentRecorder(Breaker):
         return self._graph is not None
 
     @property
+    def _breaks(self) -> list[str]:
+        return [segment.name for segment in self._segments if isinstance(segment, EagerSegment)]
+
+    @property
     def reached(self) -> str:
         """How far it has come, for messages."""
-        breaks = [each.name for each in self._segments if isinstance(each, EagerSegment)]
+        breaks = self._breaks
         return f"after break {len(breaks)} ({breaks[-1]})" if breaks else "before the first break"
 
     def _begin(self) -> None:
         torch.clear_autocast_cache()  # a break may have cast weights, into memory that it frees
-        if self._storages is not None and not self._storages.at_same_addresses:
-            self._storages.accept()  # a break may do so: it runs at each replay
+        if self._storages is not None:
+            self._storages.accept()  # a break may replace memory: it runs at each replay
         memory = self.pool.memory
         self._graph = self.pool.device.new_graph()
         self._graph.begin(memory)  # where it raises, the graph is there to be abandoned
@@ -260,14 +221,14 @@ class SegmentRecorder(Breaker):
     def _end(self) -> None:
         assert self._graph is not None
         self._mode.switch_off()
-        if self._storages is not None and not self._storages.at_same_addresses:
-            self._storages.check()
+        if self._storages is not None:
+            self._storages.check_addresses()
         torch.clear_autocast_cache()
         self._graph.end()  # where it raises, the graph is still there to be abandoned
         graph, self._graph = self._graph, None
-        self._segments.append(GraphSegment(f"{self.name}[{self._graphs}]", graph))
-        self._graphs += 1
-        if self._execute:
+        index = len(self._segments) - len(self._breaks)
+        self._segments.append(GraphSegment(f"{self.name}[{index}]", graph))
+        if self._executes:
             self.has_run = True
             with self._on_stream_of_breaks():
                 self.pool.follow_stream()
@@ -276,14 +237,13 @@ class SegmentRecorder(Breaker):
     # -------------------------------------------------------------- breaks
 
     def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See :class:`~cgcompile.graphs.breaks.Breaker`."""
-        for leaf in compat.tree_tensors((args, kwargs)) if self._left_behind else ():
-            life, name = self._left_behind.get(address(leaf), (None, ""))
-            if life is not None and not life.ended:
-                raise CaptureError.escaped(op=str(op), name=name)
-        for leaf in compat.tree_tensors((args, kwargs)) if self._host_results else ():
-            for result in self._host_results.get(address(leaf), ()):
-                result.is_read |= not getattr(op, "is_view", False)
+        if self._left_behind or self._host_results:
+            for leaf in compat.tree_tensors((args, kwargs)):
+                life, name = self._left_behind.get(address(leaf), (None, ""))
+                if life is not None and not life.ended:
+                    raise CaptureError.escaped(op=str(op), name=name)
+                for result in self._host_results.get(address(leaf), ()):
+                    result.is_read |= not getattr(op, "is_view", False)
         for leaf in compat.written_tensors(op, args, kwargs) if self._copied else ():
             if address(leaf) in self._copied:
                 lives, name = self._copied[address(leaf)]
@@ -292,7 +252,6 @@ class SegmentRecorder(Breaker):
     def meet(
         self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """See :class:`~cgcompile.graphs.breaks.Breaker`."""
         if not self.is_full:
             own = entry.impl_for(self.pool.device.tensor_type) if not kwargs else None
             silent = compat.returns_nothing(op)
@@ -310,48 +269,38 @@ class SegmentRecorder(Breaker):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """End the segment, run a function, and begin the next segment.
-
-        Returns:
-            What the function returned, with bridges in place of the tensors that it made.
-
-        Raises:
-            CaptureError: it runs inside of a transform of ``torch.func``, or of a backward pass.
-            BaseException: what the function raised, unchanged; the recording is lost then.
-        """
-        given = args, dict(kwargs or {})
-        transform = transform_around(given)
+        """Run a function between two segments; bridges replace the tensors that it creates."""
+        arguments = args, dict(kwargs or {})
+        transform = transform_around(arguments)
         if transform is not None:
             error = CaptureError.under_transform(name=name, transform=transform)
             self.fail(name, error)
             raise error
-        return self._between(name, function, given, False)
+        return self._between(name, function, arguments, False)
 
     def _between(
-        self, name: str, function: Callable[..., Any], given: Arguments, silent: bool
+        self, name: str, function: Callable[..., Any], arguments: Arguments, silent: bool
     ) -> Any:
-        """As :meth:`run_eager`; what a ``silent`` function returns is nothing by its schema."""
+        """Run a break; the schema of a ``silent`` function returns nothing."""
         if compat.inside_backward():
             error = CaptureError.break_in_backward(name=name)
             self.fail(name, error)
             raise error
         with self.pause(name):
-            return self._break(name, function, given, silent)
+            return self._break(name, function, arguments, silent)
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """End the segment; what runs inside is in none; then begin the next one.
-
-        On an exception the recording is lost.
-        """
+        """End the segment, run the block outside of any, begin the next one; failures are noted."""
         if self._rebinding is not None:
             self._rebinding.end_segment()
         try:
             self._end()
             with self._on_stream_of_breaks():
-                self._refuse_stale_copies()
-                self._bring_back_bridges()
+                self._refuse_stale_originals()
+                self._reuse_bridges()
                 yield
+                self._refuse_stale_originals()
             if self._rebinding is not None:
                 self._rebinding.begin_segment()
             self._begin()
@@ -359,87 +308,80 @@ class SegmentRecorder(Breaker):
             self.fail(name, error)
             raise
 
+    def _reuse_bridges(self) -> None:
+        """Let bridges that the program has dropped serve later breaks."""
+        for block in [block for block in self._bridges if not block.is_lent]:
+            self._bridges.remove(block)
+            self._frame.give(block)
+            for original in self._originals:
+                if original.block is block:
+                    original.block = None
+
     def add_eager(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """See :class:`~cgcompile.graphs.breaks.Recorder`; what it returns is not looked at."""
-        self._refuse_stale_copies()
-        name = getattr(function, "__qualname__", type(function).__name__)
-        kept = held((args, kwargs), self._owns)
-        self._segments.append(EagerSegment(name, function, *kept, lambda _: []))
+        """Record a foreign break that has run; its result is not compared."""
+        self._refuse_stale_originals()
+        bound = held((args, kwargs), self._owns)
+        self._segments.append(EagerSegment(_name_of(function), function, *bound, lambda _: []))
 
     def _on_stream_of_breaks(self) -> AbstractContextManager[Any]:
-        """The caller's stream, where graph segments are replayed; else the capture stream."""
-        stream = self._callers_stream if self._execute else self.pool.stream
+        """Switch to the caller's stream if the step is executed; else to the capture stream."""
+        stream = self._callers_stream if self._executes else self.pool.stream
         return self.pool.device.on_stream(stream)
 
     def _break(
-        self, name: str, function: Callable[..., Any], given: Arguments, silent: bool
+        self, name: str, function: Callable[..., Any], arguments: Arguments, silent: bool
     ) -> Any:
         """Run a function between two segments and record it; see :meth:`run_eager`."""
-        kept = held(given, self._owns)
-        before = Containers(given)
-        made = self._run(name, function, given)
-        self._refuse_stale_copies()
-        if before.changed:
+        args, kwargs = arguments
+        bound = held(arguments, self._owns)
+        inputs, changed = watch_containers(arguments)
+        if self._debug:
+            result = self._run_watched(name, function, arguments)
+        else:
+            result = function(*args, **kwargs)
+        self._refuse_stale_originals()
+        if changed():
             raise CaptureError.mutates_arguments(name=name)
-        return self._record(name, function, kept, before.leaves, None if silent else made, silent)
-
-    def _run(self, name: str, function: Callable[..., Any], given: Arguments) -> Any:
-        args, kwargs = given
-        if not self._debug:
-            return function(*args, **kwargs)
-        with Makers(self.pool.device.tensor_type) as makers:
-            made = function(*args, **kwargs)
-        returned = {address(leaf) for leaf in flatten(made)[0] if isinstance(leaf, torch.Tensor)}
-        for where, life in makers.alive.items():
-            if where not in returned:
-                self._left_behind[where] = (life, name)
-        return made
-
-    def _record(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        kept: Arguments,
-        given: list[Any],
-        made: Any,
-        silent: bool,
-    ) -> Any:
-        leaves, structure = ([], None) if silent else flatten(made)
+        result = None if silent else result
+        leaves, structure = ([], None) if silent else flatten(result)
         check_leaves(leaves, name)
-        found = self._across(name, leaves, given) if leaves else ()
-        opened = opener(name, self._batch, made, structure)
-        self._segments.append(EagerSegment(name, function, *kept, leaves=opened, crossings=found))
-        return None if silent else rebuilt(made, leaves)
+        across = self._across(name, leaves, inputs) if leaves else ()
+        opened = opener(name, self._batch, result, structure)
+        self._segments.append(EagerSegment(name, function, *bound, leaves=opened, crossings=across))
+        return None if silent else rebuilt(result, leaves)
 
-    def _across(self, name: str, leaves: list[Any], given: list[Any]) -> tuple[Crossing, ...]:
-        """Bring results to where graphs read them; ``leaves`` are what the program gets then."""
-        lives = {
-            item: compat.StorageLife(each)
-            for item, each in enumerate(leaves)
-            if isinstance(each, torch.Tensor)
-        }
-        sources = {item: compat.weak_tensor(leaves[item]) for item in lives}
+    def _run_watched(self, name: str, function: Callable[..., Any], arguments: Arguments) -> Any:
+        """Run a break; note the memory that it allocates and does not return."""
+        args, kwargs = arguments
+        with NewMemory(self.pool.device.tensor_type) as memory:
+            result = function(*args, **kwargs)
+        returned = {address(leaf) for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)}
+        for start, life in memory.alive.items():
+            if start not in returned:
+                self._left_behind[start] = (life, name)
+        return result
+
+    def _across(self, name: str, leaves: list[Any], inputs: list[Any]) -> tuple[Crossing, ...]:
+        """Copy results to where graphs read them; ``leaves`` become what the program gets."""
+        results = list(leaves)
         places = [Place(name, self._batch, item, f"[{item}]") for item in range(len(leaves))]
-        names = {place.name for place in places}
         ours = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._owns(leaf)]
-        fixed = {address(tensor) for tensor in (*compat.tree_tensors(given), *ours)} - {0}
+        fixed = {address(tensor) for tensor in (*compat.tree_tensors(inputs), *ours)} - {0}
+        names = {place.name for place in places}
         across = crossings(places, leaves, names, (), fixed, self._frame)
         for crossing in across.crossings:
             crossing(leaves)
         host = self._on_host(places, leaves)
         for block, crossed in across.blocks:
+            items = [place.item for place in places if place.name in crossed]
+            originals = [Original(name, results[item], leaves[item], block) for item in items]
             self._bridges.append(block)
-            members = [place for place in places if place.name in crossed]
-            self._copied[block.address] = ([lives[place.item] for place in members], name)
-            for place in members:
-                source, lent = sources[place.item], leaves[place.item]
-                kept = Original(name, lives[place.item], source, compat.weak_tensor(lent), block)
-                self._kept.append(kept)
-            for place in places:
-                if place.name in crossed:
-                    leaves[place.item] = block.lend(leaves[place.item])
+            self._originals += originals
+            self._copied[block.address] = ([original.life for original in originals], name)
+            for item in items:
+                leaves[item] = block.lend(leaves[item])
         return (*across.crossings, *host)
 
     def _on_host(self, places: Sequence[Place], leaves: list[Any]) -> list[Crossing]:
@@ -456,30 +398,23 @@ class SegmentRecorder(Breaker):
         return checks
 
     def _owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory that lives as long as the recording."""
-        where = address(tensor)
-        known = self._outside.get(where)
+        """Return whether a tensor is in memory that lives as long as the recording."""
+        start = address(tensor)
+        known = self._outside.get(start)
         if known is not None and not known.ended:
             return False
-        ours = self.pool.owns(tensor) or self.pool.arena.owns(where)
+        ours = self.pool.owns(tensor) or self.pool.arena.owns(start)
         if not ours:
-            # Asking the allocator takes milliseconds; an address may be used again.
-            self._outside[where] = compat.StorageLife(tensor)
+            # A query of the allocator takes milliseconds; an address may be used again.
+            self._outside[start] = compat.StorageLife(tensor)
         return ours
 
-    def _refuse_stale_copies(self) -> None:
-        """Of what a break returned and the program keeps there are two now: they must be equal."""
-        for kept in [kept for kept in self._kept if kept.life.ended]:
-            self._kept.remove(kept)
-        for kept in self._kept:
-            if kept.is_stale:
-                raise CaptureError.stale_copy(name=kept.name)
-
-    def _bring_back_bridges(self) -> None:
-        """Let bridges that the program holds no more serve this break."""
-        for block in [block for block in self._bridges if not block.is_lent]:
-            self._bridges.remove(block)
-            self._frame.give(block)
+    def _refuse_stale_originals(self) -> None:
+        """Refuse results of breaks that the program keeps and that differ from their bridges."""
+        self._originals = [original for original in self._originals if not original.life.ended]
+        for original in self._originals:
+            if original.is_stale:
+                raise CaptureError.stale_copy(name=original.name)
 
 
 F_ = TypeVar("F_", bound=Callable[..., Any])
@@ -493,11 +428,11 @@ def eager_break_during_capture(function: F_) -> F_:
     Put it outermost, so that what other decorators do around the function happens at every replay.
 
     Tensors that the function returns are copied into buffers of the capture, so that the graph
-    after it finds them; what it writes in place costs no copy. It must not keep tensors that it
-    makes anywhere else for captured code to read.
+    after it reads them; what it writes in place costs no copy. It must not keep tensors that it
+    creates anywhere else for captured code to read.
 
     Raises:
-        ConfigError: what is decorated cannot be called.
+        ConfigError: ``function`` cannot be called.
         CaptureError: called from another thread than the capturing one, with its memory.
     """
     require_callable("function", "eager_break_during_capture", function)
@@ -514,22 +449,22 @@ def eager_break_during_capture(function: F_) -> F_:
             return function(*args, **kwargs)
         return recorder.run_eager(name, function, args, kwargs)
 
-    name: str = getattr(function, "__qualname__", type(function).__name__)
+    name = _name_of(function)
     return run  # type: ignore[return-value]
 
 
 def _refuse_other_thread(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a break in another thread than the one that captures, with its memory."""
     recorder = who_captures_elsewhere()
     if not isinstance(recorder, SegmentRecorder):
         return
-    leaves = compat.tree_leaves((args, kwargs))
+    pool, error = recorder.pool, None
     # The backward pass of CUDA runs in a thread of autograd, on the stream of the forward pass.
-    if compat.inside_backward() and recorder.pool.device.is_capturing():
+    if compat.inside_backward() and pool.device.is_capturing():
         error = CaptureError.break_in_backward(name=name)
-        recorder.fail(name, error)
-        raise error
-    if any(isinstance(leaf, torch.Tensor) and recorder.pool.owns(leaf) for leaf in leaves):
+    elif any(map(pool.owns, compat.tree_tensors((args, kwargs)))):
         error = CaptureError.other_thread(name=name, what=recorder.name)
+    if error is not None:
         recorder.fail(name, error)
         raise error
 
@@ -581,13 +516,13 @@ class BreakableCUDAGraphCapture:
 
     @staticmethod
     def current() -> "BreakableCUDAGraphCapture | None":
-        """The capture that this thread is in, or None; a wrapper's own is not told."""
+        """Return the capture that this thread is in, or None; also None inside of a wrapper's."""
         recorder = who_captures_here()
-        return recorder.capture if isinstance(recorder, _Raw) else None
+        return recorder.owner if isinstance(recorder, SegmentRecorder) else None
 
     @staticmethod
     def is_active() -> bool:
-        """Whether this thread is in a breakable capture, a wrapper's own included."""
+        """Return whether this thread is in a breakable capture, a wrapper's own included."""
         return isinstance(who_captures_here(), SegmentRecorder)
 
     def __enter__(self) -> "BreakableCUDAGraphCapture":
@@ -600,8 +535,8 @@ class BreakableCUDAGraphCapture:
         if self._sequence is not None or self._recorder is not None:
             advice = "Make a new BreakableCUDAGraphCapture for each recording."
             raise CaptureError.twice(what="BreakableCUDAGraphCapture", advice=advice)
-        recorder = _Raw(self._pool, self._name, self._boundaries, execute=False, debug=self._debug)
-        recorder.capture = self
+        recorder = SegmentRecorder(self._pool, self._name, self._boundaries, debug=self._debug)
+        recorder.owner = self
         recorder.start()
         self._recorder = recorder
         return self
@@ -623,7 +558,7 @@ class BreakableCUDAGraphCapture:
         """End the segment, run a function without arguments, and begin the next segment.
 
         Returns:
-            What it returned; fresh tensors are replaced by buffers that each replay fills.
+            Its result; fresh tensors are replaced by buffers that each replay fills.
 
         Raises:
             ConfigError: it cannot be called; the capture goes on.
@@ -633,12 +568,11 @@ class BreakableCUDAGraphCapture:
         require_callable("function", "add_eager()", function)
         if self._recorder is None or not self._recorder.is_recording:
             raise CaptureError.no_segment(what="add_eager()")
-        name: str = getattr(function, "__qualname__", type(function).__name__)
-        return self._recorder.run_eager(name, function)
+        return self._recorder.run_eager(_name_of(function), function)
 
     @property
     def sequence(self) -> GraphSequence | None:
-        """What was recorded; None before the end, and after a failure."""
+        """The recording; None before the end, and after a failure."""
         return self._sequence
 
     @property
@@ -657,7 +591,7 @@ class BreakableCUDAGraphCapture:
         return 0 if self._sequence is None else self._sequence.num_eager_breaks
 
     def replay(self) -> None:
-        """Run what was recorded on the current stream. Results lie where they lay at capture.
+        """Run the recording on the current stream; results keep the addresses of the capture.
 
         Raises:
             CaptureError: nothing is recorded, or a capture runs in this thread.
@@ -668,12 +602,6 @@ class BreakableCUDAGraphCapture:
         if inside_capture():
             raise CaptureError.nested(what="replay()")
         self._sequence.replay()
-
-
-class _Raw(SegmentRecorder):
-    """The recorder of a raw capture."""
-
-    capture: BreakableCUDAGraphCapture
 
 
 class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
@@ -703,6 +631,8 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         DispatchError: ``runtime_mode`` is not PIECEWISE, FULL or None.
         ConfigError: an argument is of another kind than above.
     """
+
+    _executes = True
 
     @checked_but("runnable", "runtime_mode")
     def __init__(
@@ -736,42 +666,30 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             return False  # they do so anyway
         return not compat.holds_compiled_code(self.runnable)  # it would compile again
 
-    def record(
+    def _record_step(
         self,
-        descriptor: BatchDescriptor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        shown: str = "",
-        storages: SameStorages | None = None,
-        wait: bool = True,
-    ) -> Captured:
-        """Capture ``runnable`` for a descriptor; it has been executed then.
-
-        Raises:
-            GradientError: a result requires grad.
-            CaptureError: a splitting op ran that a FULL graph must not hold, or none ran although
-                some were declared; a segment replaced the memory of a reachable tensor; or
-                a field was rebound, and is as it was before.
-            BaseException: what ``runnable`` raised, unchanged, with a note of how far it came.
-        """
+        step: Callable[[], Any],
+        shown: str,
+        rebinding: Rebinding | None,
+        storages: SameStorages,
+        wait: bool,
+    ) -> tuple[GraphSequence, Any, CaptureError | None]:
+        """Run and capture a step; return its sequence, its result, and why not to replay it."""
         assert self._pool is not None
-        shown = shown or str(descriptor)
-        rebinding = Rebinding(self.unwrap(), args, kwargs)
+        assert rebinding is not None
         recorder = SegmentRecorder(
             self._pool,
-            self._log_capture(shown),
+            f"{self.name} ({shown})",
             self.boundaries,
-            execute=True,
+            state=(rebinding, storages),
             sees_composites=self.sees_composites,
             debug=self.options.debug_breaks,
             batch=shown,
-            rebinding=rebinding,
-            storages=storages or self._storages(args, kwargs, rebinding),
             compiled=self._may_run_compiled_code,
         )
         recorder.start(wait=wait, before=self.before_capture)
         try:
-            result = self.runnable(*args, **kwargs)
+            result = step()
             rebinding.end_segment()
             refused = rebinding.error(self.name)
             if refused is not None and not recorder.has_run:
@@ -785,7 +703,4 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         sequence = recorder.finish()
         if refused is not None:
             rebinding.move_out(self._pool.holds)
-        captured = self._captured(descriptor, shown, sequence, result, args, kwargs, executed=True)
-        if captured is None:
-            raise GradientError.of_a_capture(what=self.name)
-        return replace(captured, refused=refused)
+        return sequence, result, refused

@@ -7,15 +7,15 @@ compiled model calls included. :func:`foreign_breaks` finds breaks that were wri
 ``piecewise-cuda-graphs``: functions under its ``no_graph`` read from a context variable of that
 package whether a capture runs. Nothing is imported, and nothing of that package is changed.
 
-:func:`held` and :class:`Containers` are about the arguments of a break. A result of it is copied to
-where graphs read it, and usually dies then. One that the program keeps, such as a cache, exists
-twice; where either is written, the other is stale: :class:`Original` finds that.
+A result of a break is copied to where graphs read it, and usually dies then. One that the program
+keeps, such as a cache, exists twice; where either is written, the other is stale:
+:class:`Original` finds that.
 """
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -29,10 +29,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def held(arguments: Arguments, owns: Callable[[torch.Tensor], bool]) -> Arguments:
-    """Return arguments as a segment keeps them.
-
-    Tensors whose memory the recording owns are held weakly, or it could not be used again.
-    """
+    """Return arguments as a segment keeps them: weakly where the recording ``owns`` the memory."""
 
     def keep(leaf: Any) -> Any:
         ours = isinstance(leaf, torch.Tensor) and address(leaf) and owns(leaf)
@@ -44,7 +41,7 @@ def held(arguments: Arguments, owns: Callable[[torch.Tensor], bool]) -> Argument
 
 
 def transform_around(arguments: Arguments) -> str | None:
-    """The transform of ``torch.func`` that lets no break run; None if there is none.
+    """Return the transform of ``torch.func`` that lets no break run, if there is one.
 
     Under ``vmap`` the arguments may be ordinary tensors, which are not mapped.
     """
@@ -54,80 +51,59 @@ def transform_around(arguments: Arguments) -> str | None:
     return transform
 
 
-class Containers:
-    """The arguments of a break, to be compared with themselves after it.
+def watch_containers(arguments: Arguments) -> tuple[list[Any], Callable[[], bool]]:
+    """Return the leaves of arguments, and a function: whether their containers have changed since.
 
     A function cannot change the tuple and the dict that its arguments come in, so without a
-    container among them there is nothing to compare. ``leaves`` are those before the break.
+    container among them there is nothing to compare.
     """
+    leaves = compat.tree_leaves(arguments)
+    args, kwargs = arguments
+    if not any(map(compat.is_container, (*args, *kwargs.values()))):
+        return leaves, lambda: False
+    spec = compat.tree_spec(arguments)
 
-    def __init__(self, arguments: Arguments) -> None:
-        self._arguments = arguments
-        self.leaves = compat.tree_leaves(arguments)
-        args, kwargs = arguments
-        nested = any(map(compat.is_container, (*args, *kwargs.values())))
-        self._spec = compat.tree_spec(arguments) if nested else None
-
-    @property
-    def changed(self) -> bool:
-        if self._spec is None:
-            return False
-        now = compat.tree_leaves(self._arguments)
-        if compat.tree_spec(self._arguments) != self._spec:
+    def changed() -> bool:
+        if compat.tree_spec(arguments) != spec:
             return True
-        return any(map(operator.is_not, now, self.leaves))
+        return any(map(operator.is_not, compat.tree_leaves(arguments), leaves))
+
+    return leaves, changed
 
 
 class Original:
-    """A result of a break that was copied into a block, while the program keeps it.
+    """A result of a break that was copied into a bridge, while the program keeps it.
 
     Both tensors are held weakly. Used on the stream that breaks run on.
     """
 
-    def __init__(
-        self,
-        name: str,
-        life: compat.StorageLife,
-        source: torch.Tensor,
-        bridge: torch.Tensor,
-        block: Block,
-    ) -> None:
+    def __init__(self, name: str, source: torch.Tensor, bridge: torch.Tensor, block: Block) -> None:
         self.name = name
-        self.life = life
-        self._source = source
-        self._bridge = bridge
-        self._block = block
-        self._was = numbers_as_bytes(source).clone()
+        self.block: Block | None = block  # of the bridge; None when the program dropped the bridge
+        self.life = compat.StorageLife(source)
+        self._source, self._bridge = compat.weak_tensor(source), compat.weak_tensor(bridge)
+        self._before: torch.Tensor | None = None  # the values at the first check
 
     @property
     def is_stale(self) -> bool:
-        """Whether the original or its copy has been written; synchronises."""
-        if not torch.equal(numbers_as_bytes(self._source), self._was):
+        """Whether the original or its copy has been written since the first call; synchronises."""
+        now = numbers_as_bytes(self._source)
+        if self._before is None:
+            self._before = now.clone()
+            return False
+        if not torch.equal(now, self._before):
             return True
-        return self._block.is_lent and not torch.equal(numbers_as_bytes(self._bridge), self._was)
-
-
-class Recorder(Protocol):
-    """What foreign breaks interrupt."""
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether it is outside of any break."""
-
-    def pause(self, name: str) -> AbstractContextManager[None]:
-        """What runs inside is in no segment; on an exception the recording is lost."""
-
-    def add_eager(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """While it is paused: run the function here at each replay."""
+        if self.block is None or not self.block.is_lent:
+            return False
+        return not torch.equal(numbers_as_bytes(self._bridge), self._before)
 
 
 @contextmanager
-def foreign_breaks(recorder: Recorder) -> Iterator[None]:
+def foreign_breaks(recorder: Any) -> Iterator[None]:
     """Within it, in this thread, functions under ``no_graph`` break what a recorder records.
 
-    They return no CUDA tensors; their own package refuses that.
+    Of the recorder it uses ``is_recording``, ``pause(name)`` and ``add_eager(function, args,
+    kwargs)``. The functions return no CUDA tensors; their own package refuses that.
     """
     listener = _Listener(recorder)
     with ExitStack() as stack:
@@ -139,10 +115,10 @@ def foreign_breaks(recorder: Recorder) -> Iterator[None]:
 class _Listener:
     """The methods that ``no_graph`` calls, by its names for them."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
         self._pause: ExitStack | None = None
-        self._inside = 0  # breaks within a break, which are none
+        self._inside = 0  # breaks within a break, which do not count
 
     def _end_segment(self) -> None:
         if self._pause is not None or not self._recorder.is_recording:
@@ -179,7 +155,7 @@ _SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default  # what the math kernel of 
 
 
 class Breaker:
-    """Base of what runs the splitting ops and the decorated functions of a step."""
+    """Base class of what runs the splitting ops and the decorated functions of a step."""
 
     @property
     def is_recording(self) -> bool:
@@ -189,7 +165,7 @@ class Breaker:
     def meet(
         self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a splitting op that is called, in a break or not, and return its result."""
+        """Run a splitting op, in a break or not, and return its result."""
         raise NotImplementedError
 
     def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -209,11 +185,7 @@ class Breaker:
 class BreakMode(compat.DispatchMode):
     """Pass each op of the segments of one capture to a breaker.
 
-    Args:
-        breaker: what runs splitting ops.
-        boundaries: which ops are splitting ops.
-        tensor_type: the device type of the tensors that are captured.
-        sees_composites: whether an op such as SDPA arrives whole, whichever kernel it takes.
+    ``sees_composites``: an op such as SDPA arrives whole, whichever kernel it takes.
     """
 
     def __init__(
@@ -224,10 +196,11 @@ class BreakMode(compat.DispatchMode):
         self._boundaries = boundaries
         self._tensor_type = tensor_type
         self._sees_composites = sees_composites
-        self._known: dict[Any, _Known] = {}
+        # By op: its entry, unless it is captured, and its kernel if that is written in Python.
+        self._known: dict[Any, tuple[SplittingOp | None, Callable[..., Any] | None]] = {}
         self._sdpa_breaks = boundaries.match_call(_SDPA) is not None
         self._on = False  # whether it is on torch's stack of modes
-        self._kept_by_torch = False  # whether torch puts it there again by itself
+        self._kept_by_torch = False  # whether torch puts it back there by itself
 
     def switch_on(self) -> None:
         if not self._kept_by_torch and not self._on:
@@ -251,9 +224,16 @@ class BreakMode(compat.DispatchMode):
         finally:
             self._on, self._kept_by_torch = True, before
 
-    def _body(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the Python kernel of an op, and see the ops in its body."""
-        self._kept_by_torch = False
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entry, kernel = self._known.get(func) or self._look_up(func, args)
+        if entry is not None:
+            return self._breaker.meet(entry, func, args, kwargs)
+        if func is _SAFE_SOFTMAX and self._sdpa_breaks and not self._sees_composites:
+            raise CaptureError.math_attention()
+        self._breaker.pass_by(func, args, kwargs)
+        if kernel is None:
+            return func(*args, **kwargs)
+        self._kept_by_torch = False  # see the ops in the body of the kernel
         self.switch_on()
         try:
             return kernel(*args, **kwargs)
@@ -261,36 +241,22 @@ class BreakMode(compat.DispatchMode):
             self.switch_off()  # a capture that was abandoned has done so
             self._kept_by_torch = True
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = self._known.get(func) or self._look_up(func, args)
-        if known.entry is not None:
-            return self._breaker.meet(known.entry, func, args, kwargs)
-        if func is _SAFE_SOFTMAX and self._sdpa_breaks and not self._sees_composites:
-            raise CaptureError.math_attention()
-        self._breaker.pass_by(func, args, kwargs)
-        if known.kernel is None:
-            return func(*args, **kwargs)
-        return self._body(known.kernel, args, kwargs)
-
-    def _look_up(self, func: Any, args: tuple[Any, ...]) -> "_Known":
+    def _look_up(
+        self, func: Any, args: tuple[Any, ...]
+    ) -> tuple[SplittingOp | None, Callable[..., Any] | None]:
         """Look an op up once: a segment calls dozens."""
         op = compat.functionalized_op(func, args)
-        kernel = compat.python_kernel(func, self._tensor_type)
-        known = _Known(self._boundaries.match_call(op or func), kernel)
+        known = (
+            self._boundaries.match_call(op or func),
+            compat.python_kernel(func, self._tensor_type),
+        )
         if op is None:  # else the next call may be that of another op
             self._known[func] = known
         return known
 
 
-class _Known(NamedTuple):
-    """What an op is registered as, unless it is captured, and its kernel if written in Python."""
-
-    entry: SplittingOp | None
-    kernel: Callable[..., Any] | None
-
-
-class Makers(compat.DispatchMode):
-    """Note the memory that ops make, to find what a break leaves behind; for debugging."""
+class NewMemory(compat.DispatchMode):
+    """Note the memory that ops allocate, to find what a break leaves behind; for debugging."""
 
     def __init__(self, tensor_type: str) -> None:
         super().__init__()
@@ -301,18 +267,18 @@ class Makers(compat.DispatchMode):
         kernel = compat.python_kernel(func, self._tensor_type)
         if kernel is not None:
             with self:
-                made = kernel(*args, **kwargs)
+                result = kernel(*args, **kwargs)
         else:
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         known = {address(leaf) for leaf in _dense((args, kwargs))} | {0}
-        for leaf in _dense(made):
+        for leaf in _dense(result):
             if address(leaf) not in known:
                 self._lives[address(leaf)] = compat.StorageLife(leaf)
-        return made
+        return result
 
     @property
     def alive(self) -> dict[int, compat.StorageLife]:
-        """The lives of the memory that was made here and is in use, by address."""
+        """The lives of the memory that was allocated here and is in use, by address."""
         return {start: life for start, life in self._lives.items() if not life.ended}
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.arena import Block, Frame, OwnedCopy, address, numbers_as_bytes, stretch
 from cgcompile.graphs.guards import Placed, layout_text, same_layout, same_value
@@ -66,15 +65,11 @@ def crossings(
     fixed: set[int],
     frame: Frame,
 ) -> Bridged:
-    """Return the crossings of the results of an eager segment.
+    """Return the crossings of the results of an eager segment, which had the values ``made``.
 
-    Args:
-        places: of all results.
-        made: the results of the recorded step.
-        read: names of the results that are read at a fixed address.
-        lasting: names of the results whose memory, if it is at a fixed address, must stay there.
-        fixed: where memory at fixed addresses begins; bridges are added.
-        frame: where bridges take memory.
+    Results with names in ``read`` are read at a fixed address; those in ``lasting`` must stay where
+    they are if memory at one of the ``fixed`` addresses. Bridges take memory of the frame, and are
+    added to ``fixed``.
     """
     across = Bridged([], [])
     fresh: dict[int, list[Place]] = {}
@@ -82,133 +77,116 @@ def crossings(
         value = made[place.item]
         if not isinstance(value, torch.Tensor):
             if place.name in read:
-                across.crossings.append(_SameValue(place, value))
+                across.crossings.append(_same_value(place, value))
         elif address(value) in fixed:
             if place.name in read or place.name in lasting:
-                across.crossings.append(_SameAddress(place, value))
+                across.crossings.append(_same_address(place, value))
         else:
             fresh.setdefault(address(value) or -1 - place.item, []).append(place)
     for members in fresh.values():
-        if not any(place.name in read for place in members):
-            continue
-        bridge: _Bridge | _SharedBridge
-        result = any(place.name in lasting for place in members)
-        if len(members) == 1:
-            bridge = _Bridge(members[0], made[members[0].item], frame, result)
-        else:
-            bridge = _SharedBridge(members, made, frame, result)
-        across.crossings.append(bridge)
-        across.blocks.append((bridge.block, [place.name for place in members]))
-        fixed.add(bridge.block.address)
+        if any(place.name in read for place in members):
+            result = any(place.name in lasting for place in members)
+            bridge = _bridge if len(members) == 1 else _shared_bridge
+            block, crossing = bridge(
+                members, [made[place.item] for place in members], frame, result
+            )
+            across.crossings.append(crossing)
+            across.blocks.append((block, [place.name for place in members]))
+            fixed.add(block.address)
     return across
 
 
-class _Bridge:
-    """Copy a fresh result to where the graphs after it read."""
+def _bridge(
+    places: Sequence[Place], values: Sequence[torch.Tensor], frame: Frame, result: bool
+) -> tuple[Block, Crossing]:
+    """Return what copies a fresh result to where the graphs after it read."""
+    (place,), (value,) = places, values
+    buffer = OwnedCopy(value, frame, result=result)
 
-    def __init__(self, place: Place, made: torch.Tensor, frame: Frame, result: bool) -> None:
-        self._place = place
-        self._buffer = OwnedCopy(made, frame, result=result)
-        self.block = self._buffer.block
-
-    def __call__(self, made: list[Any]) -> None:
-        value, buffer = made[self._place.item], self._buffer
-        self._place.check_layout(value, buffer.tensor)
+    def cross(results: list[Any]) -> None:
+        value = results[place.item]
+        place.check_layout(value, buffer.tensor)
         buffer.fill(value)
-        made[self._place.item] = buffer.tensor
+        results[place.item] = buffer.tensor
+
+    return buffer.block, cross
 
 
-class _SharedBridge:
-    """Copy the stretch of memory that several fresh results share."""
+def _shared_bridge(
+    places: Sequence[Place], values: Sequence[torch.Tensor], frame: Frame, result: bool
+) -> tuple[Block, Crossing]:
+    """Return what copies the stretch of memory that several fresh results share."""
+    first, last = stretch(values)
+    starts = _offsets(values, first)
+    block = frame.take(last - first, values[0].device, result)
+    memory = block.memory[: last - first]
+    views = [
+        OwnedCopy(value, frame, within=(block, start)).tensor
+        for value, start in zip(values, starts, strict=True)
+    ]
 
-    def __init__(
-        self, places: Sequence[Place], made: Sequence[Any], frame: Frame, result: bool
-    ) -> None:
-        self._places = places
-        values = [made[place.item] for place in places]
-        first, last = stretch(values)
-        self._starts = _offsets(values, first)
-        self.block = frame.take(last - first, values[0].device, result)
-        self._memory = self.block.memory[: last - first]
-        self._views = [
-            _laid_over(self.block, value, start)
-            for value, start in zip(values, self._starts, strict=True)
-        ]
-
-    def __call__(self, made: list[Any]) -> None:
-        values = [made[place.item] for place in self._places]
-        for place, value, view in zip(self._places, values, self._views, strict=True):
+    def cross(results: list[Any]) -> None:
+        values = [results[place.item] for place in places]
+        for place, value, view in zip(places, values, views, strict=True):
             place.check_layout(value, view)
         first, last = stretch(values)
         one_memory = len({address(value) for value in values}) == 1
-        if not one_memory or _offsets(values, first) != self._starts:
-            raise self._places[0].changed("memory shared in another way", "not")
+        if not one_memory or _offsets(values, first) != starts:
+            raise places[0].changed("memory shared in another way", "not")
         source = torch.empty(0, dtype=torch.uint8, device=values[0].device)
         source.set_(values[0].untyped_storage(), first, (last - first,), (1,))
-        self._memory.copy_(source, non_blocking=True)
-        for place, view in zip(self._places, self._views, strict=True):
-            made[place.item] = view
+        memory.copy_(source, non_blocking=True)
+        for place, view in zip(places, views, strict=True):
+            results[place.item] = view
 
-
-def _laid_over(block: Block, layout: torch.Tensor, start: int) -> torch.Tensor:
-    """A tensor of some layout that begins at a byte of a block."""
-    made = block.view(layout.dtype, layout.size(), layout.stride(), start)
-    with torch.inference_mode(False), torch.no_grad():
-        return compat.with_bits(made, layout.is_conj(), layout.is_neg())
+    return block, cross
 
 
 def _offsets(tensors: Sequence[torch.Tensor], first: int) -> list[Any]:
-    """Where each tensor begins, in bytes after ``first``."""
+    """Return where each tensor begins, in bytes after ``first``."""
     return [tensor.storage_offset() * tensor.element_size() - first for tensor in tensors]
 
 
-class _SameAddress:
-    """Check a result that is memory at a fixed address, such as an argument's."""
+def _same_address(place: Place, value: torch.Tensor) -> Crossing:
+    """Return a check of a result that is memory at a fixed address, such as an argument's."""
+    before = Placed.of(value)
 
-    def __init__(self, place: Place, made: torch.Tensor) -> None:
-        self._place = place
-        self._before = Placed.of(made)
-
-    def __call__(self, made: list[Any]) -> None:
-        value, before = made[self._place.item], self._before
+    def check(results: list[Any]) -> None:
+        value = results[place.item]
         if isinstance(value, torch.Tensor):
             now = Placed.of(value)
             if now == before:
                 return
             if now.address != before.address:
-                raise self._place.moved(now.address, before.address)
-        raise self._place.changed(layout_text(value), layout_text(before))
+                raise place.moved(now.address, before.address)
+        raise place.changed(layout_text(value), layout_text(before))
+
+    return check
 
 
-class _SameValue:
-    """Check a result that is no tensor: the graph after it has recorded it."""
+def _same_value(place: Place, before: Any) -> Crossing:
+    """Return a check of a result that is no tensor, which the graph after it has recorded."""
 
-    def __init__(self, place: Place, made: Any) -> None:
-        self._place = place
-        self._made = made
+    def check(results: list[Any]) -> None:
+        if not same_value(results[place.item], before):
+            raise place.changed(repr(results[place.item]), repr(before))
 
-    def __call__(self, made: list[Any]) -> None:
-        value = made[self._place.item]
-        if not same_value(value, self._made):
-            raise self._place.changed(repr(value), repr(self._made))
+    return check
 
 
 class SameOnHost:
-    """Check a CPU tensor in a graph of another device, whose value captured code bakes in.
-
-    Only if captured code reads it: ``is_read`` is set then.
-    """
+    """Check a CPU tensor in a graph of another device, if captured code reads it: ``is_read``."""
 
     def __init__(self, place: Place, made: torch.Tensor) -> None:
         self.is_read = False
         self._place = place
-        self._made = made.detach().clone()
-        self._bytes = numbers_as_bytes(self._made)
+        self._before = made.detach().clone()
+        self._bytes = numbers_as_bytes(self._before)
 
-    def __call__(self, made: list[Any]) -> None:
+    def __call__(self, results: list[Any]) -> None:
         if not self.is_read:
             return
-        value = made[self._place.item]
-        self._place.check_layout(value, self._made)
+        value = results[self._place.item]
+        self._place.check_layout(value, self._before)
         if not torch.equal(numbers_as_bytes(value), self._bytes):
-            raise self._place.changed(value.tolist(), self._made.tolist())
+            raise self._place.changed(value.tolist(), self._before.tolist())

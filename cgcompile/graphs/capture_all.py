@@ -6,10 +6,10 @@ the largest first, so that the smaller ones fit into its memory; garbage is coll
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -28,23 +28,16 @@ B_ = TypeVar("B_")
 _MAX_PASSES = 8  # plain; a model that still compiles then is taken to do so at every step
 
 
-class HasCounters(Protocol):
-    """A backend, or a wrapper."""
-
-    @property
-    def counters(self) -> Counters: ...
-
-
 @dataclass(frozen=True)
 class BulkCapture:
     """How a bulk capture went.
 
     Attributes:
         captured: the batches all of whose steps have graphs now, in the order of capture.
-        missing: those that have none, with the reason as text.
+        missing: the others, with the reason as text.
         passes: how often all batches ran plain before.
-        warm_seconds: of host time for that, and for collecting garbage once.
-        capture_seconds: of host time for the captures, each of which is one execution as well.
+        warm_seconds: host time of that, and of collecting garbage once.
+        capture_seconds: host time of the captures, each of which is one execution as well.
     """
 
     captured: tuple[Any, ...]
@@ -63,7 +56,7 @@ class BulkCapture:
 def capture_all(
     step: Callable[[B_], Any],
     batches: Iterable[B_],
-    target: HasCounters,
+    target: Any,
     *,
     size: Callable[[B_], int] | None = None,
     settled: Callable[[], Any] = tuple,
@@ -76,9 +69,9 @@ def capture_all(
         step: runs one step of a batch, on inputs prepared afresh, and calls the model once. It is
             called for each batch several times.
         batches: numbers of tokens, batch descriptors, or whatever ``step`` takes.
-        target: what counts the captures.
-        size: what is larger; left out: the number itself, or its ``num_tokens``.
-        settled: something that stays equal once nothing compiles any more.
+        target: a backend, compiled model or wrapper, which counts the captures.
+        size: returns the size of a batch; left out: the number itself, or its ``num_tokens``.
+        settled: returns a value that stays equal once nothing compiles any more.
         warmups: how often each batch runs plain at least.
         strict: raise where a batch has no graph in the end.
 
@@ -119,11 +112,7 @@ def capture_all(
 def warm_all(
     step: Callable[[B_], Any], batches: list[B_], settled: Callable[[], Any], warmups: int
 ) -> int:
-    """Run all batches plain until a whole pass compiles nothing; how many passes that took.
-
-    Raises:
-        BaseException: what ``step`` raised.
-    """
+    """Run all batches plain until a whole pass compiles nothing; return the number of passes."""
     with postponed_capture():
         for done in range(1, _MAX_PASSES + 1):
             before = settled()
@@ -154,47 +143,22 @@ def _size_of(batch: Any, size: Callable[[Any], int] | None) -> Any:
     return number
 
 
-class Ranks(Protocol):
-    """Processes that capture the same set at the same time."""
-
-    def together(self) -> AbstractContextManager[None]:
-        """Around what all do: where one raises, the others are told to stop."""
-
-    def without(
-        self, planned: list[BatchDescriptor], done: tuple[BatchDescriptor, ...]
-    ) -> Mapping[BatchDescriptor, int]:
-        """The batches that some rank has no graph of, and which rank."""
-
-
 def capture_set(
     title: str,
     mode: CUDAGraphMode,
     descriptors: list[BatchDescriptor],
     step: Callable[[BatchDescriptor, str], None],
-    target: HasCounters,
+    target: Any,
     settled: Callable[[], int],
     config: CompilationConfig,
-    agreement: Ranks | None = None,
+    agreement: Any | None = None,
 ) -> BulkCapture:
-    """Warm up and capture, with a progress bar on the first rank alone.
+    """Warm up and capture, with a progress bar ``title`` on the first rank alone.
 
-    A step that ran plain and raises in the capture is missing, with the error as its reason; the
-    others are still captured. What one rank is without, all are.
-
-    Args:
-        title: of the bar.
-        mode: of the graphs.
-        descriptors: what to capture.
-        step: ``step(descriptor, phase)`` runs a batch afresh; ``"warmup"`` or ``"capture"``.
-        target: what counts captures.
-        settled: equal numbers once nothing compiles any more, on any rank.
-        config: ``num_warmups`` and ``strict``.
-        agreement: ranks that capture the same set at the same time.
-
-    Raises:
-        AgreementError: another rank is absent, gave up, or captures another set.
-        DispatchError: ``strict``, and a batch has no graph.
-        BaseException: what a step raised in a warm-up, or, ``strict``, in the capture.
+    ``step(descriptor, phase)`` runs a batch afresh; ``"warmup"`` or ``"capture"``. One that ran
+    plain and raises in the capture is missing, with the error as its reason; the others are still
+    captured, unless ``strict``. ``agreement`` is of ranks that capture the same set at the same
+    time; a graph that one rank lacks, all lack. It raises :class:`AgreementError`.
     """
     quiet = torch.distributed.is_initialized() and torch.distributed.get_rank() != 0
     bar = tqdm(total=len(descriptors), desc=title, disable=quiet or None, leave=False)
@@ -237,7 +201,7 @@ def capture_set(
 
 
 def _of_all_ranks(
-    capture: BulkCapture, agreement: Ranks, descriptors: list[BatchDescriptor]
+    capture: BulkCapture, agreement: Any, descriptors: list[BatchDescriptor]
 ) -> BulkCapture:
     """Leave out what another rank could not capture."""
     lacking = agreement.without(descriptors, capture.captured)

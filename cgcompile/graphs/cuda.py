@@ -21,22 +21,19 @@ from cgcompile.graphs.arena import MIB, PoolBytes
 
 # Note [cuBLAS workspaces]
 # torch (2.11 to 2.14) caches one workspace of cuBLAS per handle and stream, 32 MiB on Hopper, and a
-# graph keeps the address that it was captured with. A cached workspace is therefore shared with all
-# that runs a product on the stream, and outlives the graphs of its pool, or is freed under them: a
-# graph that is destroyed drops the workspaces of its capture stream (2.12 to 2.14). So the cache is
-# emptied before and after each capture. What a capture needs then comes from its own pool, where it
-# is memory like that of any intermediate: other captures of the pool use it again, no other pool
-# does, and it goes with the pool. Graphs of two pools may run at the same time. torch's own graph
-# trees do the same. 2.15 allocates a workspace per call, which comes to the same.
+# graph keeps the address that it was captured with. All products on the stream share it, and it
+# outlives the graphs of its pool, or is freed under them: a graph that is destroyed drops the
+# workspaces of its capture stream (2.12 to 2.14). So the cache is emptied before and after each
+# capture, and what a capture needs comes from its own pool, like any intermediate. Graphs of two
+# pools may then run at the same time. torch's own graph trees do the same; 2.15 allocates a
+# workspace per call.
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that all captures of a device use, one at a time.
-
-    torch has 32 streams in all, so pools with streams of their own would soon capture on one that
-    the program works on in another thread, and that work would become part of the graph.
-    """
+    """Return the stream that all captures of a device use, one at a time."""
+    # torch has 32 streams in all: pools with streams of their own would soon capture the work of
+    # another thread.
     return torch.cuda.Stream(device)
 
 
@@ -47,10 +44,7 @@ def _nothing_recorded() -> None:
 def wait_for_inputs(
     ready: torch.cuda.Stream | torch.cuda.Event, device: torch.device | None
 ) -> None:
-    """Let the current stream of a device wait for a stream, or an event of it.
-
-    Nothing happens inside of a capture, or on a device that is not CUDA; None is the current one.
-    """
+    """Let the current stream of a device, outside of captures, wait for a stream or an event."""
     if device is not None and device.type != "cuda":
         return
     with torch.cuda.device(device):
@@ -65,7 +59,7 @@ def wait_for_inputs(
 
 @contextlib.contextmanager
 def named_failures() -> Iterator[None]:
-    """Around the end of a capture: name the error of a stream that was not joined."""
+    """Name the error of a stream that was not joined, around the end of a capture."""
     try:
         yield
     except RuntimeError as error:
@@ -75,7 +69,7 @@ def named_failures() -> Iterator[None]:
 
 
 def is_unjoined(error: BaseException) -> bool:
-    """Whether an error of CUDA, or ROCm, is about a stream of a capture that was not joined."""
+    """Return whether an error of CUDA or ROCm is about a stream that was not joined."""
     text = str(error).lower()
     return "unjoined work" in text or "captureunjoined" in text
 
@@ -96,10 +90,8 @@ _kept: set[torch.device] = set()
 def bury_graphs(give_back: bool = False) -> None:
     """Destroy graphs without users, under the capture lock and outside of a capture.
 
-    Args:
-        give_back: return their memory, and that of those destroyed before. Without it torch keeps
-            the memory of their pools, which no other pool can take, until an allocation fails; and
-            46 KB of host memory for each pool.
+    Without ``give_back`` torch keeps the memory of their pools, which no other pool can take, until
+    an allocation fails; and 46 KB of host memory for each pool.
     """
     dead = [_dead.popleft() for _ in range(len(_dead))]
     devices = {device for device, _ in dead}
@@ -129,7 +121,7 @@ class CudaPool:
         self._starts: list[int] = []
         self._taken = 0  # by the allocator, in all, when its segments were last read
         self._up_to_date = False
-        self._captures = 0  # that are open, and may add memory
+        self.open_captures = 0  # they may add memory
         self._anchor = CudaGraph(device)
         with torch.cuda.stream(torch.cuda.default_stream(device)):
             torch.cuda.current_blas_handle()  # none can be made inside of a capture
@@ -144,34 +136,28 @@ class CudaPool:
                 raise
 
     def holds(self, address: int) -> bool:
-        """Whether an address is in memory of the pool; in doubt, reads that of the allocator."""
+        """Return whether an address is in memory of the pool; may read that of the allocator."""
         if self._in_known_segment(address):
             return True
-        if self._up_to_date or not self._look_again():
-            return False
-        return self._in_known_segment(address)
+        return not self._up_to_date and self._read_segments() and self._in_known_segment(address)
 
     @property
     def bytes(self) -> PoolBytes:
         return PoolBytes(*compat.pool_bytes(self.id))
 
-    def grows(self) -> None:
-        """Begin a capture, which may add memory."""
-        self._captures += 1
+    def begin_capture(self) -> None:
+        """Note a capture, which may add memory."""
+        self.open_captures += 1
         self._up_to_date = False
 
-    def rests(self) -> None:
-        """End a capture."""
-        self._captures -= 1
-
     def poison(self) -> None:
-        """Every byte 0xFF: NaN for floating point, -1 for integers."""
-        self._look_again()
+        """Set every byte to 0xFF: NaN for floating point, -1 for integers."""
+        self._read_segments()
         for start, size in self._segments:
             compat.memory_at(start, size, self._device).fill_(0xFF)
 
     def poison_free(self, kept: list[tuple[int, int]]) -> None:
-        """As :meth:`poison`, but for what tensors hold, and (address, bytes) of ``kept``."""
+        """Poison all but what tensors hold, and (address, bytes) of ``kept``."""
         for start, size in compat.free_blocks(self.id):
             end = start + size
             for first, nbytes in sorted(kept):
@@ -182,10 +168,10 @@ class CudaPool:
             if start < end:
                 compat.memory_at(start, end - start, self._device).fill_(0xFF)
 
-    def _look_again(self) -> bool:
+    def _read_segments(self) -> bool:
         """Read the memory of the pool from the allocator; False if no pool has got any since."""
         taken = compat.reserved_bytes(self._device, ever=True)
-        self._up_to_date = self._captures == 0
+        self._up_to_date = self.open_captures == 0
         if taken and taken == self._taken:
             return False
         self._segments = sorted(compat.pool_segments(self.id))
@@ -212,7 +198,7 @@ class CudaGraph:
         if self._used:
             raise CaptureError.twice(what="CudaGraph", advice="Call reset() first.")
         self._pool, self._used = pool, True
-        pool.grows()
+        pool.begin_capture()
         self._stream = torch.cuda.current_stream(self._device.index)
         compat.drop_blas_workspaces()  # see Note [cuBLAS workspaces]
         # "global" mode would let unsafe calls of other threads fail this capture.
@@ -225,7 +211,7 @@ class CudaGraph:
             self._graph.capture_end()
         compat.drop_blas_workspaces()
         self.replay = compat.replay_of(self._graph)
-        self._pool.rests()
+        self._pool.open_captures -= 1
 
     def release_pool(self) -> None:
         """Drop the reference to the pool: the pool holds this graph."""
@@ -234,7 +220,7 @@ class CudaGraph:
     def abandon(self) -> None:
         if self._pool is None or self.replay is not _nothing_recorded:
             return  # nothing was tried, or it has ended well
-        self._pool.rests()
+        self._pool.open_captures -= 1
         try:
             if not self._begun:  # ending it would end a capture of other code
                 raise CaptureError.empty()
@@ -258,11 +244,7 @@ class CudaGraph:
 
 
 class CudaDevice:
-    """See :class:`~cgcompile.graphs.device.CaptureDevice`.
-
-    Args:
-        device: the CUDA device; the current one if it has no index.
-    """
+    """See :class:`~cgcompile.graphs.device.CaptureDevice`; the current one without an index."""
 
     tensor_type = "cuda"
     notices_freed = False
@@ -300,9 +282,9 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def recover(self, stream: torch.cuda.Stream) -> None:
-        """Capture something that works: the end of a good capture resets the random generator.
+        """Capture something that works: the end of it resets the random generator.
 
-        After a capture that broke it is still in its state of capture, and every random op raises.
+        After a broken capture the generator still captures, and every random op raises.
         """
         with contextlib.suppress(RuntimeError):
             CudaPool(self.device, stream)

@@ -24,7 +24,7 @@ class DevicePool(Protocol):
 
     @property
     def bytes(self) -> PoolBytes:
-        """What it holds. Asks the allocator, which takes milliseconds; does not synchronise."""
+        """What it holds; takes milliseconds, does not synchronise."""
 
     def holds(self, address: int) -> bool:
         """Whether an address is in this memory."""
@@ -33,7 +33,7 @@ class DevicePool(Protocol):
         """Overwrite all memory, on the current stream, with what shows as wrong."""
 
     def poison_free(self, kept: list[tuple[int, int]]) -> None:
-        """As :meth:`poison`, but for what tensors hold, and (address, bytes) of ``kept``."""
+        """Overwrite what no tensor holds, without the (address, bytes) of ``kept``."""
 
 
 class DeviceGraph(Protocol):
@@ -73,32 +73,27 @@ class CaptureDevice(Protocol):
     graph_step: int
 
     def new_pool(self, stream: Any, lasting: Callable[[int], bool] = ...) -> DevicePool:
-        """Memory for graphs that are captured on a stream.
-
-        Args:
-            stream: what the graphs are captured on.
-            lasting: whether other memory that lives as long begins at an address.
-        """
+        """Return memory for graphs of a stream; other memory at ``lasting`` addresses stays."""
 
     def new_graph(self) -> DeviceGraph:
-        """A graph without a recording."""
+        """Return a graph without a recording."""
 
     def capture_stream(self) -> Any:
         """Return the stream to capture on, one for all pools: use it under the capture lock."""
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make ``stream`` current, and the former one again after, whatever happens."""
+        """Make ``stream`` current inside."""
 
     @property
     def is_capturing(self) -> Callable[[], bool]:
-        """Tells whether the current stream of this thread is being captured, by any code."""
+        """Returns whether the current stream of this thread is being captured, by any code."""
 
     @property
     def stream_key(self) -> Callable[[], int]:
-        """Tells a number, equal for equal current streams."""
+        """Returns a number, equal for equal current streams."""
 
     def current_stream(self) -> Any:
-        """The current stream, to wait for later."""
+        """Return the current stream, to wait for later."""
 
     def wait_for(self, stream: Any) -> None:
         """Let later work of the current stream wait for the work so far of ``stream``."""
@@ -110,33 +105,25 @@ class CaptureDevice(Protocol):
         """Reset what a failed capture left; never raises."""
 
     def around(self) -> AbstractContextManager[Any]:
-        """A context for code of users that is captured."""
+        """Return a context for code of users that is captured."""
 
     def reserved(self) -> int:
-        """Bytes that the allocator holds for all pools, in microseconds; 0 if there is none."""
+        """Return the bytes that the allocator holds for all pools; 0 if there is none. Fast."""
 
     def graph_bytes(self) -> int:
-        """Memory that no allocator of this process holds, graphs among it; of all processes."""
+        """Return the memory, of all processes, that no allocator of this one holds."""
 
     def give_back(self) -> None:
         """Return unused memory to the device. Synchronises."""
 
 
 def any_capture() -> bool:
-    """Whether this thread's work is being captured, on any device, by any code."""
+    """Return whether this thread's work is being captured, on any device, by any code."""
     return HostDevice.capturing() or compat.cuda_is_capturing()
 
 
 def device_named(device: torch.device | str, where: str) -> torch.device:
-    """A device by its name.
-
-    Args:
-        device: such as ``"cuda:1"``.
-        where: the name of what takes it, for messages.
-
-    Raises:
-        ConfigError: torch knows no such device.
-    """
+    """Return a device by its name; ``where`` names what takes it, for messages."""
     try:
         return torch.device(device)
     except (OverflowError, RuntimeError, TypeError, ValueError):
@@ -147,12 +134,7 @@ def device_named(device: torch.device | str, where: str) -> torch.device:
 
 
 def capture_device(device: torch.device, setting: str) -> CaptureDevice | None:
-    """The capture device for tensors on ``device``, or None.
-
-    Args:
-        device: where the tensors are.
-        setting: ``capture_device`` of the settings: ``"auto"`` or ``"host"``.
-    """
+    """Return the capture device for tensors on ``device``, or None; ``setting``: see the config."""
     if device.type == "cuda" and torch.cuda.is_available():
         return CudaDevice(device)
     if device.type == "cpu" and setting == "host":
@@ -161,17 +143,7 @@ def capture_device(device: torch.device, setting: str) -> CaptureDevice | None:
 
 
 def chosen_device(device: CaptureDevice | torch.device | str | None, where: str) -> CaptureDevice:
-    """The capture device that a user names; the host recorder for ``"cpu"``.
-
-    Args:
-        device: where the tensors are; None: CUDA, or on a machine without it the CPU if the
-            environment has ``CGCOMPILE_CAPTURE_DEVICE=host``.
-        where: the name of what takes it, for messages.
-
-    Raises:
-        CaptureError: the device has no graphs here.
-        ConfigError: it is no device.
-    """
+    """Return the capture device that a user of ``where`` names; see :class:`GraphPool`."""
     if isinstance(device, (CudaDevice, HostDevice)):
         return device
     if device is None:

@@ -1,4 +1,4 @@
-"""The Python state that a call reaches, read cheaply: :class:`Fields`, and its two users.
+"""Snapshots of the Python state that a call reaches: :class:`FieldsGuard` and :class:`Rebinding`.
 
 A graph repeats what Python read at capture, and a replay runs no Python. So the fields of objects
 among the arguments are compared before each replay (:class:`FieldsGuard`), and what a step changes
@@ -11,23 +11,23 @@ while it is captured refuses the capture (:class:`Rebinding`):
   calls, the counter of a hook), and may change.
 
 Opened are modules, dicts, lists, tuples, sets, plain objects and dataclasses, their ``__slots__``
-too, closures of functions and what a ``functools.partial`` holds. Closed are objects of torch and
-of Python's own libraries, and objects of C extensions; a guard compares those by identity.
+too, closures and defaults of functions and what a ``functools.partial`` holds. Closed are objects
+of torch and of Python's own libraries, and objects of C extensions; a guard compares those by
+identity.
 """
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import chain
-from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
+from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import address, storage_bytes
 from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.guards import (
@@ -51,22 +51,14 @@ _LONG = 10_000  # items of one container: a vocabulary, which holds no state
 _MAX_DEPTH = 16  # containers in containers, where two of them are compared
 _MAX_BYTES = 1 << 20  # of an array of the host; larger ones are compared by identity
 _TABLES = ("_parameters", "_buffers", "_modules")
-_COMPARED = frozenset((*_TABLES, "training"))  # of what every module has
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, torch.Size))
 _CLOSED = (type, ModuleType, BuiltinFunctionType)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _MISSING = object()
-_READ = itemgetter.__call__
 
 
 class _Holder:
-    """A container, or the attributes of an object, with what it held.
-
-    Attributes:
-        target: a dict, a list, ``Slots``, ``Cells``, ...
-        skipped: names of fields that are not opened.
-        of_module: whether these are attributes of a module itself.
-    """
+    """A container, or the attributes of an object, with the keys and values that it held."""
 
     __slots__ = ("_form", "_path", "keys", "of_module", "skipped", "target", "values")
 
@@ -79,13 +71,21 @@ class _Holder:
         of_module: bool = False,
     ) -> None:
         self._path, self._form = path, form
-        self.target, self.skipped, self.of_module = target, skipped, of_module
-        self.keys, self.values = _contents(target)
+        self.target = target  # a dict, a list, ``Slots``, ``Cells``, ...
+        self.skipped = skipped  # names of fields that are not opened
+        self.of_module = of_module  # whether these are attributes of a module itself
+        self.read()
+
+    def read(self) -> None:
+        """Take the present keys and values."""
+        self.keys, self.values = _contents(self.target)
 
     def name(self, key: Any) -> str:
+        """Return the path of an item."""
         return self._path + self._form.format(getattr(key, "__name__", key))
 
     def is_same(self) -> bool:
+        """Return whether it holds the same objects under the same keys."""
         keys, values = _contents(self.target)
         if isinstance(self.target, (set, frozenset)):
             return bool(values == self.values)
@@ -95,26 +95,23 @@ class _Holder:
             return compat.identities(keys) == compat.identities(self.keys)
         return keys == self.keys
 
-    def changes(self, alike: Callable[[Any, Any, bool], bool]) -> Iterator[Change]:
+    def changes(self) -> Iterator[Change]:
+        """Yield the items that are other objects."""
         before = dict(zip(self.keys, self.values, strict=True))
         now = dict(zip(*_contents(self.target), strict=True))
-        for key in [*before, *(key for key in now if key not in before)]:
+        for key in before | now:
             one, other = before.get(key, _MISSING), now.get(key, _MISSING)
-            if one is not other and not alike(one, other, self.of_module):
+            if one is not other:
                 yield Change(self.name(key), one, other)
 
-    def exchanged(self) -> Iterator[Any]:
-        """The values that it holds now or held before, but not both."""
-        now = {id(value): value for value in _contents(self.target)[1]}
-        before = {id(value): value for value in self.values}
-        return ((before | now)[key] for key in before.keys() ^ now.keys())
-
     def has_new_tensors(self) -> bool:
+        """Return whether it holds a tensor that it did not hold."""
         known = set(map(id, self.values))
         now = _contents(self.target)[1]
         return any(isinstance(value, torch.Tensor) and id(value) not in known for value in now)
 
     def restore(self) -> None:
+        """Put the keys and values back."""
         if isinstance(self.target, (dict, Slots, Cells)):
             restore(self.target, dict(zip(self.keys, self.values, strict=True)))
         else:
@@ -123,7 +120,7 @@ class _Holder:
 
 
 def _contents(target: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The keys and the values of a holder."""
+    """Return the keys and the values of the target of a holder."""
     if isinstance(target, dict):
         return tuple(dict.keys(target)), tuple(dict.values(target))
     if isinstance(target, (Slots, Cells)):
@@ -137,12 +134,12 @@ def _contents(target: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 @cache
 def _names_of_modules() -> frozenset[str]:
-    """What every module has, of which :data:`_TABLES` are opened by themselves."""
+    """Return what every module has, of which :data:`_TABLES` are opened by themselves."""
     return frozenset(torch.nn.Module().__dict__)
 
 
 def _holders(value: Any, path: str) -> Iterator[_Holder]:
-    """The holders of the fields of a value; none if it is compared as a whole."""
+    """Yield the holders of the fields of a value; none if it is compared as a whole."""
     is_module = isinstance(value, torch.nn.Module)
     if is_module:
         attributes = value.__dict__
@@ -151,6 +148,8 @@ def _holders(value: Any, path: str) -> Iterator[_Holder]:
             yield _Holder(path, ".{}", attributes.get(table, {}), of_module=True)
     if isinstance(value, FunctionType):
         yield _Holder(path, " closure {}", Cells(value))
+        yield _Holder(path, " default {}", value.__defaults__ or ())
+        yield _Holder(path, " default {!r}", value.__kwdefaults__ or {})
         return
     if isinstance(value, partial):
         yield _Holder(path, "[{}]", (value.func, value.args, value.keywords))
@@ -170,19 +169,19 @@ def _holders(value: Any, path: str) -> Iterator[_Holder]:
 
 
 def _is_closed(value: Any) -> bool:
-    """Whether an object is a part of torch, of Python or of cgcompile."""
+    """Return whether an object is a part of torch, of Python or of cgcompile."""
     return is_librarys(value) or type(value).__module__.partition(".")[0] == "cgcompile"
 
 
 def _behind(value: Any) -> Any:
-    """What is read in place of a value: the owner of a method, what a wrapper wraps."""
+    """Return what is read in place of a value: the owner of a method, what a wrapper wraps."""
     while isinstance(value, (MethodType, Transparent)):
         value = value.__self__ if isinstance(value, MethodType) else value.unwrap()
     return value
 
 
 def _bytes(value: Any) -> bytes | None:
-    """The contents of an array of the host, with its type and shape; None of anything else."""
+    """Return the contents of an array of the host, with its type and shape; None of all else."""
     if not isinstance(value, (bytearray, array)) and type(value).__module__ != "numpy":
         return None
     try:
@@ -194,14 +193,9 @@ def _bytes(value: Any) -> bytes | None:
 
 
 class Fields:
-    """A snapshot of the fields that are reachable from some roots.
+    """A snapshot of the fields that are reachable from some roots, given by name.
 
-    Args:
-        roots: what is read, by the name that paths begin with.
-        tensor_type: the device type of graphs; 0-dim CPU tensors beside it are numbers.
-
-    Attributes:
-        complete: whether all fields were read; False where there are too many.
+    A 0-dim CPU tensor counts as a number where ``tensor_type``, the device of graphs, is another.
     """
 
     def __init__(self, roots: Mapping[str, Any], tensor_type: str = "cpu") -> None:
@@ -210,8 +204,8 @@ class Fields:
         self.read()
 
     def read(self) -> None:
-        """Take the fields as they are now."""
-        self.complete = True
+        """Take the present fields."""
+        self.complete = True  # False where there are too many to be read
         self._holders: list[_Holder] = []
         self._arrays: list[tuple[str, Any, bytes]] = []
         tensors: dict[int, tuple[str, torch.Tensor]] = {}
@@ -240,101 +234,65 @@ class Fields:
             if len(todo) > _MAX_VALUES:
                 self.complete = False
                 break
-        self._index()
         self._tensors = Tensors(tensors.values(), self._tensor_type)
+        self._index()
 
     def _index(self) -> None:
-        """Prepare :meth:`is_same`: plain dicts (modules have thousands) are read as one."""
-        self._dicts: list[dict[str, Any]] = []
-        self._full: list[dict[str, Any]] = []
-        self._readers: list[itemgetter[Any]] = []
-        self._others: list[_Holder] = []
-        for holder in self._holders:
-            target = holder.target
-            if type(target) is dict and all(type(key) is str for key in holder.keys):
-                skipped = holder.skipped - _COMPARED
-                self._dicts.append(target)
-                names = [key for key in holder.keys if key not in skipped]
-                if names:  # the first twice: an itemgetter of one name returns no tuple
-                    self._readers.append(itemgetter(names[0], *names))
-                    self._full.append(target)
-            elif not isinstance(target, (tuple, frozenset)):
-                self._others.append(holder)
-        self._sizes = [len(target) for target in self._dicts]
-        self._identities = compat.identities(self._items() or ())
-
-    def _items(self) -> tuple[Any, ...] | None:
-        """The items of all plain dicts as they are now; None if one is missing."""
-        try:
-            return tuple(chain.from_iterable(map(_READ, self._readers, self._full)))
-        except KeyError:
-            return None
+        """Prepare the comparison: plain dicts, of which modules have thousands, in one pass."""
+        self._dicts = [holder.target for holder in self._holders if type(holder.target) is dict]
+        self._sizes = [*map(len, self._dicts)]
+        filled = [target for target in self._dicts if target]
+        self._items: list[Iterable[Any]] = [*filled, *(target.values() for target in filled)]
+        self._known = _identities(self._items)
+        closed = (dict, tuple, frozenset)
+        self._others = [holder for holder in self._holders if type(holder.target) not in closed]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors with memory that were reachable."""
         return self._tensors.tensors
 
-    def is_same(self) -> bool:
-        """Whether every field holds the same object, and every tensor is where it was."""
-        if list(map(len, self._dicts)) != self._sizes:
+    def same_objects(self) -> bool:
+        """Return whether every field holds the same object."""
+        if [*map(len, self._dicts)] != self._sizes or _identities(self._items) != self._known:
             return False
-        values = self._items()
-        if values is None or compat.identities(values) != self._identities:
-            return False
-        if not all(holder.is_same() for holder in self._others):
-            return False
-        return self._tensors.at_same_addresses and not self._arrays and not self._tensors.numbers
+        return all(holder.is_same() for holder in self._others)
 
     def follow(self) -> None:
-        """Take the fields as they are now, where they differ."""
-        if self.is_same():
-            return
+        """Take the present fields where they differ."""
         changed = [holder for holder in self._holders if not holder.is_same()]
-        exchanged = chain.from_iterable(holder.exchanged() for holder in changed)
-        if not self._tensors.at_same_addresses or any(type(v) not in _PLAIN for v in exchanged):
-            return self.read()
+        for change in chain.from_iterable(holder.changes() for holder in changed):
+            if not (_is_plain(change.before) and _is_plain(change.after)):
+                return self.read()
         for holder in changed:  # no other objects are reachable than before
-            holder.keys, holder.values = _contents(holder.target)
+            holder.read()
         if changed:
             self._index()
 
     def changes(self, alike: Callable[[Any, Any, bool], bool]) -> Iterator[Change]:
-        """The fields that hold other objects.
-
-        Args:
-            alike: whether a graph may take one value for another; and whether they are those of an
-                attribute of a module.
-        """
+        """Yield the fields that hold other objects, but for ``alike(before, now, of_module)``."""
         for holder in self._holders:
-            if not holder.is_same():
-                yield from holder.changes(alike)
-
-    def changes_in_place(self) -> Iterator[Change]:
-        """The same objects, where they hold something else: tensors that moved, numbers, arrays."""
-        yield from self._tensors.changes()
-        for path, value, data in self._arrays:
-            if _bytes(value) != data:
-                yield Change(path, "other contents", f"an array of {type(value).__name__}")
+            for change in () if holder.is_same() else holder.changes():
+                if not alike(change.before, change.after, holder.of_module):
+                    yield change
 
     def put_back(self, tensors_alone: bool = False) -> None:
-        """Restore every field; with ``tensors_alone``, where a holder has another tensor."""
+        """Restore every field; with ``tensors_alone``, of holders that have a new tensor."""
         for holder in self._holders:
-            if not holder.is_same() and not (tensors_alone and not holder.has_new_tensors()):
+            if not holder.is_same() and (not tensors_alone or holder.has_new_tensors()):
                 holder.restore()
 
 
-def _opens(value: Any) -> bool:
-    """Whether a value is compared by what it holds."""
-    if is_plain_value(value) or isinstance(value, (torch.Tensor, *_CONTAINERS)):
-        return True
-    if isinstance(value, (*_CLOSED, FunctionType, MethodType, partial)):
-        return False
-    return not _is_closed(value) and (hasattr(value, "__dict__") or bool(Slots(value).members))
+def _identities(items: Iterable[Iterable[Any]]) -> bytes | None:
+    """Return the identities of all items; None if another thread changes one meanwhile."""
+    try:
+        return compat.identities(tuple(chain.from_iterable(items)))
+    except RuntimeError:
+        return None
 
 
 def _alike(before: Any, after: Any, of_module: bool = False, depth: int = _MAX_DEPTH) -> bool:
-    """Whether a graph that read one value may be replayed with the other."""
+    """Return whether a graph that read one value may be replayed with the other."""
     if before is after:
         return True
     if type(before) is not type(after) or not depth:
@@ -345,7 +303,7 @@ def _alike(before: Any, after: Any, of_module: bool = False, depth: int = _MAX_D
         return same_value(after, before)
     if isinstance(before, frozenset):
         return bool(before == after)
-    if isinstance(before, torch.nn.Module) or not _opens(before):
+    if isinstance(before, (torch.nn.Module, FunctionType, MethodType, partial)):
         return False
     pairs = [*zip(_holders(before, ""), _holders(after, ""), strict=True)]
     return bool(pairs) and all(
@@ -359,7 +317,7 @@ def _alike(before: Any, after: Any, of_module: bool = False, depth: int = _MAX_D
 
 
 def _repeats(before: Any, after: Any, of_module: bool) -> bool:
-    """Whether a replay need not rebind a field, which the step did; see above for the rule."""
+    """Return whether a replay need not rebind a field that the step rebound."""
     if _is_plain(before) and _is_plain(after):
         missing = before is _MISSING or after is _MISSING
         return not of_module or (not missing and same_value(after, before))
@@ -374,59 +332,48 @@ def _is_plain(value: Any) -> bool:
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors that are reachable from a value."""
+    """Return the tensors that are reachable from a value."""
     return [] if _is_plain(value) else Fields({"": value}).tensors
 
 
-class FieldsGuard:
-    """The fields of the objects among the arguments of one captured call.
-
-    Attributes:
-        complete: whether there are few enough fields to compare.
-    """
-
-    def __init__(self, fields: Fields) -> None:
-        self._fields = fields
-        self.complete = fields.complete
+class FieldsGuard(Fields):
+    """The fields of the objects among the arguments of one captured call."""
 
     @classmethod
     def of(
         cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor_type: str
     ) -> "FieldsGuard | None":
-        """A guard for what the arguments hold; None where all are tensors and plain values."""
+        """Return a guard, or None where all arguments are tensors and plain values."""
         roots = {
             top + path: leaf
             for top, tree in named_arguments(args, kwargs)
             for path, leaf in compat.tree_paths(tree)
             if not isinstance(leaf, torch.Tensor) and not is_plain_value(leaf)
         }
-        return cls(Fields(roots, tensor_type)) if roots else None
+        return cls(roots, tensor_type) if roots else None
 
     def check(self, what: str, batch: object) -> None:
-        """Compare with the fields as they are. Does not synchronise.
-
-        Raises:
-            AddressChangedError: a field holds a tensor that is elsewhere.
-            HostValueChangedError: a field holds another value.
-        """
-        fields = self._fields
-        if fields.is_same():
-            return
-        change = next(chain(fields.changes(_alike), fields.changes_in_place()), None)
+        """Raise AddressChangedError or HostValueChangedError where a field differs."""
+        same = self.same_objects()
+        fields = () if same else self.changes(_alike)
+        change = next(chain(fields, self._changes_in_place()), None)
         if change is None:
-            fields.read()  # equal values in new objects, which are compared from now on
+            if not same:  # equal values in new objects, which are compared from now on
+                self.read()
             return
         path, before, after, moved = change
         if isinstance(before, torch.Tensor) and same_layout(after, before):
             before, after, moved = before.data_ptr(), after.data_ptr(), True
-        if moved:
-            raise AddressChangedError.moved_in_wrapper(
-                what=what, batch=str(batch), path=path, now=after, before=before
-            )
-        now, was = _text(after), _text(before)
-        raise HostValueChangedError.changed(
-            what=what, batch=str(batch), path=path, now=now, before=was
-        )
+        if not moved:
+            before, after = _text(before), _text(after)
+        raise Change(path, before, after, moved).error(what, batch)
+
+    def _changes_in_place(self) -> Iterator[Change]:
+        """Yield the same objects that hold something else: moved tensors, numbers, arrays."""
+        yield from self._tensors.changes()
+        for path, value, data in self._arrays:
+            if _bytes(value) != data:
+                yield Change(path, "other contents", f"an array of {type(value).__name__}")
 
 
 def _text(value: Any) -> str:
@@ -434,7 +381,7 @@ def _text(value: Any) -> str:
 
 
 class Rebinding:
-    """Find what captured code rebinds; eager breaks may rebind fields, they run at each replay.
+    """Find the fields that captured code rebinds; eager breaks may, they run at each replay.
 
     ``SameStorages`` finds tensors whose memory it replaces. Within one bulk capture, what is
     reachable from ``runnable`` is read once, and compared after.
@@ -447,7 +394,8 @@ class Rebinding:
         memory = bulk_memory()
         key = (Rebinding, id(subject))  # the fields hold the subject
         if key in memory:
-            memory[key].follow()
+            if not memory[key].same_objects():
+                memory[key].follow()
         else:
             memory[key] = Fields({name: subject})
         arguments = {n: v for n, v in named_arguments(args, kwargs) if type(v) not in _PLAIN}
@@ -460,20 +408,22 @@ class Rebinding:
         return [tensor for fields in self._fields for tensor in fields.tensors]
 
     def end_segment(self) -> None:
-        """Compare: captured code has run. What it may change is taken as it is now."""
+        """Compare the fields after captured code, and take what it may change as it is now."""
         for fields in self._fields:
-            if self._change is None and not fields.is_same():
+            if self._change is None and not fields.same_objects():
                 self._change = next(fields.changes(_repeats), None)
                 if self._change is None:
                     fields.follow()
 
     def begin_segment(self) -> None:
-        """Take the fields as they are now: what an eager break has changed is no matter."""
+        """Take the fields as they are now: an eager break may change them."""
         for fields in self._fields:
-            fields.follow()
+            if not fields.same_objects():
+                fields.follow()
 
     def error(self, what: str) -> CaptureError | None:
-        """What to raise if captured code has rebound a field."""
+        """Return what to raise at the end of a capture that has rebound a field."""
+        self.end_segment()
         if self._change is None:
             return None
         path, before, after, _ = self._change
@@ -485,11 +435,7 @@ class Rebinding:
             fields.put_back(tensors_alone)
 
     def move_out(self, holds: Callable[[int], bool]) -> None:
-        """Give the tensors that fields hold memory of their own, where a graph's is theirs.
-
-        Args:
-            holds: whether a storage that begins at an address is memory of graphs.
-        """
+        """Copy the tensors of fields out of memory of graphs, which ``holds`` an address."""
         storages: dict[int, torch.UntypedStorage] = {}
         self.begin_segment()
         for tensor in filter(compat.is_plain_tensor, self.tensors):

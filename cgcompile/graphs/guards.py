@@ -20,6 +20,7 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.errors import (
     AddressChangedError,
+    GuardError,
     HostValueChangedError,
     missing_attribute,
     with_article,
@@ -46,7 +47,7 @@ class Slots:
     def read(self) -> dict[MemberDescriptorType, Any]:
         values = {}
         for member in self.members:
-            with suppress(AttributeError):  # nothing is there
+            with suppress(AttributeError):  # the slot is empty
                 values[member] = member.__get__(self._owner)
         return values
 
@@ -72,14 +73,14 @@ class Cells:
 
 
 def is_librarys(value: Any) -> bool:
-    """Whether an object is a part of torch or of Python, which is not looked into."""
+    """Return whether an object is a part of torch or of Python, which is not opened."""
     if isinstance(value, torch.nn.Module):
         return False
     return type(value).__module__.partition(".")[0] in _LIBRARIES
 
 
 def cells_of(function: Any) -> dict[str, CellType]:
-    """The cells of the variables that a function has from around it, as far as they are bound."""
+    """Return the bound cells of the variables that a function has from around it."""
     cells = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if cells else ()
     return {name: cell for name, cell in zip(names, cells, strict=True) if _is_bound(cell)}
@@ -94,16 +95,13 @@ def _is_bound(cell: CellType) -> bool:
 
 
 def plainly(container: Any) -> Any:
-    """The builtin type of a container, whose methods have no effects that a subclass added.
-
-    An ``OrderedDict`` has its own order.
-    """
-    kinds = (OrderedDict, dict, list, deque, set, frozenset, tuple)
+    """Return the builtin type of a container, whose methods no subclass changes."""
+    kinds = (OrderedDict, dict, list, deque, set, frozenset, tuple)  # the first has its own order
     return next(kind for kind in kinds if isinstance(container, kind))
 
 
 def restore(holder: Any, before: Any) -> None:
-    """Give a container, cell or set of attributes the contents that it had; no other is changed."""
+    """Put the contents of a container, cell or set of attributes back, if they differ."""
     if isinstance(holder, (Slots, Cells)):
         holder.put_back(before)
     elif isinstance(holder, CellType):
@@ -133,12 +131,11 @@ _HOLD_NOTHING = frozenset((str, bytes, int, float, bool, type(None), type, torch
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
-    """The model, if it is a module; else those that it or its attributes hold.
+    """Return the model, if it is a module; else the modules that it or its attributes hold.
 
-    It, or an attribute, may be a module, a method of one, a function that has one in its closure or
-    its defaults, a ``functools.partial``, an object that can be called and has one in its
-    attributes, or a container of any of these. What a function finds in globals is not seen,
-    nor what is in other objects: an engine among them would have the weights of all its models.
+    Opened are methods of modules, closures and defaults of functions, partials, callable objects
+    and containers. Globals of a function are not, nor other objects: an engine among them would
+    have the weights of all its models.
     """
     if isinstance(model, torch.nn.Module):
         return [model]
@@ -217,12 +214,12 @@ class Placed(NamedTuple):
 
 
 def same_layout(leaf: Any, other: torch.Tensor) -> bool:
-    """Whether ``leaf`` is a tensor of the shape, strides, dtype and bits of ``other``."""
+    """Return whether ``leaf`` is a tensor of the shape, strides, dtype and bits of ``other``."""
     return isinstance(leaf, torch.Tensor) and _Layout.of(leaf) == _Layout.of(other)
 
 
 def layout_text(leaf: Any) -> str:
-    """A value as messages show it: the layout of a tensor, a plain value, or a kind of object."""
+    """Return a value as messages show it: the layout of a tensor, a plain value, or a type."""
     if isinstance(leaf, Placed):
         return str(leaf.layout)
     if isinstance(leaf, torch.Tensor):
@@ -233,12 +230,12 @@ def layout_text(leaf: Any) -> str:
 
 
 def is_plain_value(leaf: Any) -> bool:
-    """Whether a leaf is a number, a text or the like, which can be compared."""
+    """Return whether a leaf is a number, a text or the like, which can be compared."""
     return isinstance(leaf, _BY_VALUE)
 
 
 def same_value(now: Any, before: Any) -> bool:
-    """Whether two host values are interchangeable: equal plain values, or the same object."""
+    """Return whether two host values are equal plain values, or the same object."""
     if now is before:
         return True
     if type(now) is not type(before) or not isinstance(now, _BY_VALUE):
@@ -249,25 +246,36 @@ def same_value(now: Any, before: Any) -> bool:
 
 
 def _is_cpu_scalar(leaf: Any, tensor_type: str) -> bool:
-    """Whether a leaf is a 0-dim CPU tensor among tensors of another device type."""
+    """Return whether a leaf is a 0-dim CPU tensor among tensors of another device type."""
     if tensor_type == "cpu" or not isinstance(leaf, torch.Tensor):
         return False
     return leaf.dim() == 0 and leaf.device.type == "cpu"
 
 
 def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arguments of a call, with the names that messages have for them."""
+    """Yield the arguments of a call, with their names in messages."""
     yield from ((f"input {position}", value) for position, value in enumerate(args))
     yield from ((f"input {name!r}", value) for name, value in kwargs.items())
 
 
 class Change(NamedTuple):
-    """A field or tensor that differs; if ``moved``, the addresses of one tensor object do."""
+    """A value that differs; if ``moved``, by the address of a tensor."""
 
     path: str
     before: Any
     after: Any
     moved: bool = False
+
+    def error(self, what: str, batch: object) -> GuardError:
+        """Return what to raise before a replay."""
+        path, before, now, moved = self
+        if moved:
+            return AddressChangedError.moved_in_wrapper(
+                what=what, batch=str(batch), path=path, now=now, before=before
+            )
+        return HostValueChangedError.changed(
+            what=what, batch=str(batch), path=path, now=now, before=before
+        )
 
 
 class Tensors:
@@ -283,21 +291,19 @@ class Tensors:
         self.tensors = [tensor for _, tensor in pairs]
         self._starts = [tensor.data_ptr() for tensor in self.tensors]
         self._addresses = compat.Addresses(self.tensors, range(len(self.tensors)))
-        self.numbers = [
+        self._numbers = [
             (path, tensor, tensor.item())
             for path, tensor in pairs
             if _is_cpu_scalar(tensor, tensor_type)
         ]
 
-    @property
-    def at_same_addresses(self) -> bool:
-        return self._addresses.hold(self.tensors)
-
     def changes(self) -> Iterator[Change]:
-        for path, tensor, start in zip(self._paths, self.tensors, self._starts, strict=True):
-            if tensor.data_ptr() != start:
-                yield Change(path, start, tensor.data_ptr(), moved=True)
-        for path, tensor, number in self.numbers:
+        """Yield the tensors that moved, then the numbers that differ. Does not synchronise."""
+        if not self._addresses.hold(self.tensors):
+            for path, tensor, start in zip(self._paths, self.tensors, self._starts, strict=True):
+                if tensor.data_ptr() != start:
+                    yield Change(path, start, tensor.data_ptr(), moved=True)
+        for path, tensor, number in self._numbers:
             if not same_value(tensor.item(), number):
                 yield Change(path, number, tensor.item())
 
@@ -311,7 +317,7 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have one address and one layout."""
+    """Return whether two tensors have one address and one layout."""
     return _has_address(one) and _has_address(other) and Placed.of(one) == Placed.of(other)
 
 
@@ -322,18 +328,11 @@ _NO_TENSORS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, s
 
 
 class WeightsGuard:
-    """The parameters, buffers and other tensors of what was captured: the same, where they were.
+    """The parameters, buffers, other tensors and sub-modules of the modules of a runnable.
 
-    Sub-modules must be the same too. Keeps the memory, so that a graph never reads what was freed.
-    Tensors that are in no module, and modules that a function finds in globals, are not seen.
-
-    Args:
-        runnable: what was captured: a module, or what holds some; see :func:`modules_of`. Nothing
-            is compared if it, or the object whose method it is, has ``compares_weights = True``.
-        tensor_type: the device type of the tensors that graphs are captured of.
-
-    Attributes:
-        objects: the tensors and sub-modules, as they were.
+    They must be the same objects at the same addresses. Keeps their memory, so that a graph never
+    reads what was freed. Nothing is compared if the runnable, or the object whose method it is, has
+    ``compares_weights = True``.
     """
 
     def __init__(self, runnable: Any, tensor_type: str = "cpu") -> None:
@@ -347,7 +346,7 @@ class WeightsGuard:
             for table in (module._parameters, module._buffers, module._modules):
                 self._items += [(table, name, start + name) for name in table]
             self._items += [(own, name, start + name) for name in rest]
-        self.objects = self._now()
+        self.objects = self._now()  # the tensors and sub-modules, as they were
         self._identities = compat.identities(self.objects)
         pairs = zip((path for _, _, path in self._items), self.objects, strict=True)
         self._tensors = Tensors((pair for pair in pairs if _is_tensor(pair[1])), tensor_type)
@@ -357,19 +356,13 @@ class WeightsGuard:
         return tuple([table.get(name) for table, name, _ in self._items])
 
     def check(self, what: str, batch: object) -> None:
-        """Compare with the module as it is. About 0.1 us a weight; does not synchronise.
-
-        Raises:
-            AddressChangedError: a weight or a sub-module was replaced, or a weight moved.
-            HostValueChangedError: a 0-dim CPU tensor has another value.
-        """
-        now, tensors = self._now(), self._tensors
-        if compat.identities(now) == self._identities:
-            if tensors.at_same_addresses and not tensors.numbers:
-                return
-            change = next(tensors.changes(), None)
-            if change is None:
-                return
+        """Raise AddressChangedError or HostValueChangedError for a weight; 0.1 us for each."""
+        now = self._now()
+        if compat.identities(now) != self._identities:
+            rows = zip(now, self.objects, self._items, strict=True)
+            path = next(item[2] for value, before, item in rows if value is not before)
+            raise AddressChangedError.weight(what=what, batch=str(batch), path=path)
+        for change in self._tensors.changes():
             if change.moved:
                 raise AddressChangedError.weight(what=what, batch=str(batch), path=change.path)
             raise HostValueChangedError.cpu_scalar(
@@ -379,9 +372,6 @@ class WeightsGuard:
                 now=change.after,
                 before=change.before,
             )
-        changes = zip(now, self.objects, self._items, strict=True)
-        path = next(item[2] for value, before, item in changes if value is not before)
-        raise AddressChangedError.weight(what=what, batch=str(batch), path=path)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -389,16 +379,15 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _autocast(tensor_type: str) -> torch.dtype | None:
-    """The dtype to which ops are cast now, or None."""
+    """Return the dtype to which ops are cast now, or None."""
     on = torch.is_autocast_enabled(tensor_type)
     return torch.get_autocast_dtype(tensor_type) if on else None
 
 
 class ArgumentGuard:
-    """The arguments of one captured call.
+    """The arguments of one captured call, opened in lists, tuples and dicts.
 
-    Tensors and plain values are compared inside of lists, tuples and dicts too; any other object
-    must be the same object.
+    Tensors and plain values are compared; any other object must be the same object.
     """
 
     def __init__(
@@ -421,7 +410,7 @@ class ArgumentGuard:
         self._spec = None if self._flat else compat.tree_spec((list(args), dict(kwargs)))
 
     def _numbers_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The leaves, with numbers in place of 0-dim CPU tensors."""
+        """Return the leaves, with numbers in place of 0-dim CPU tensors."""
         if not self._reads_scalars:
             return leaves
         kind = self._tensor_type
@@ -430,11 +419,9 @@ class ArgumentGuard:
     def check(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str, batch: object
     ) -> None:
-        """Compare with the arguments of a call. About 0.3 us a tensor; does not synchronise.
+        """Raise AddressChangedError or HostValueChangedError where a call has other arguments.
 
-        Raises:
-            AddressChangedError: a tensor has another address.
-            HostValueChangedError: another value, layout or structure.
+        About 0.3 us a tensor; does not synchronise.
         """
         self.check_autocast(what, batch)
         names = self._names
@@ -453,28 +440,18 @@ class ArgumentGuard:
                     start = leaf.data_ptr()
                     if start == known.address:
                         continue
-                    path, before = self._paths[position], known.address
-                    raise AddressChangedError.moved_in_wrapper(
-                        what=what, batch=str(batch), path=path, now=start, before=before
-                    )
+                    change = Change(self._paths[position], known.address, start, moved=True)
+                    raise change.error(what, batch)
             elif same_value(leaf, known):
                 continue
-            path, shown = self._paths[position], layout_text(leaf)
-            raise HostValueChangedError.changed(
-                what=what, batch=str(batch), path=path, now=shown, before=layout_text(known)
-            )
+            texts = layout_text(known), layout_text(leaf)
+            raise Change(self._paths[position], *texts).error(what, batch)
 
     def check_autocast(self, what: str, batch: object) -> None:
-        """Compare the autocast mode alone: for arguments that cannot have changed.
-
-        Raises:
-            HostValueChangedError: another mode.
-        """
+        """Raise HostValueChangedError under another autocast mode: for unchanged arguments."""
         now = _autocast(self._tensor_type)
         if now != self._autocast:
-            raise HostValueChangedError.changed(
-                what=what, batch=str(batch), path="autocast", now=now, before=self._autocast
-            )
+            raise Change("autocast", self._autocast, now).error(what, batch)
 
     def _refuse_structure(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, batch: object
@@ -488,7 +465,7 @@ class ArgumentGuard:
 
 
 def _passed(count: int, names: Iterable[str]) -> str:
-    """How arguments were passed, in words."""
+    """Return how arguments were passed, in words."""
     by_name = ", ".join(map(repr, sorted(names)))
     return f"{count} arguments by position and {by_name or 'none'} by name"
 

@@ -1,22 +1,21 @@
 """The capture device of the CPU: a recorder with the rules of CUDA graphs, for tests and for study.
 
-Inside a capture a dispatch mode sees every ATen op, runs it, moves its result into a block of the
-pool and records it as a :class:`HostStep`. :meth:`HostGraph.replay` runs the steps, into the same
-memory, without other code of the host in between. What holds on CUDA holds here:
+Inside a capture a dispatch mode runs every ATen op, moves its result into a block of the pool and
+records it as a :class:`HostStep`. :meth:`HostGraph.replay` runs the steps, into the same memory,
+without other code of the host in between. The rules of CUDA hold:
 
-* a graph reads and writes addresses, not tensors; an input that was freed since is noticed here;
+* a graph reads and writes addresses, not tensors; an input that was freed since is an error here;
 * pool memory is used again inside a capture and between captures, once no tensor holds it;
-* what would read a value on the host is refused, in CUDA's words;
+* an op that would read a value on the host is refused, in CUDA's words;
 * a capture leaves no trace: memory from outside that it wrote is restored, memory it allocated
   holds NaN (integers: a huge number) until the first replay, random numbers are not used up.
 
-Three things that run at replay are not ATen ops: a piece that Inductor compiled is one recorded
-call, and a C++ kernel of a custom op is one; a collective of torch.distributed is one that waits
-for the other ranks. A model that ``torch.compile`` made, inside of a wrapper, runs uncompiled while
-it is captured here: its kernels would pass unseen. Of an op whose kernel is written in Python, the
-ops in its body are recorded. ``Tensor.tolist()`` and ``Tensor.numpy()`` do not pass the dispatcher:
-a profile function of Python sees them. The gap: where another profiler is active, it stays, and
-they return what the recording run computed.
+A piece that Inductor compiled, a C++ kernel of a custom op and a collective of torch.distributed
+are one recorded call each. Of an op whose kernel is written in Python, the ops in its body are
+recorded. A model that ``torch.compile`` made, inside of a wrapper, runs uncompiled while it is
+captured here: its kernels do not pass the dispatcher. Nor do ``Tensor.tolist()`` and
+``Tensor.numpy()``, which a profile function of Python refuses. The gap: where another profiler is
+active, it stays, and they return what the recording run computed.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ _ALIGNMENT = 64  # what vectorised kernels expect
 
 
 class _Block:
-    """Bytes, and the life of what uses them now."""
+    """Bytes, and the life of the tensors that use them."""
 
     def __init__(self, nbytes: int) -> None:
         self._buffer = (ctypes.c_char * (nbytes + _ALIGNMENT))()
@@ -53,7 +52,7 @@ class _Block:
         self.dtype = torch.uint8
 
     def bytes(self, nbytes: int) -> torch.Tensor:
-        """The first bytes as a tensor of a storage of its own, which keeps the memory."""
+        """Return the first bytes as a tensor of a storage of its own, which keeps the memory."""
         with torch.inference_mode(False):
             return torch.frombuffer(
                 self._buffer, dtype=torch.uint8, count=nbytes, offset=self._start
@@ -64,7 +63,7 @@ class _Block:
         return self.life is None or self.life.ended
 
     def poison(self) -> None:
-        """NaN for floating numbers, a huge number for integers, True for bools."""
+        """Fill with NaN for floating numbers, a huge number for integers, True for bools."""
         value = 0x7F
         if self.dtype.is_floating_point or self.dtype.is_complex:
             value = 0xFF
@@ -88,27 +87,21 @@ def _check_of_freed(tensor: torch.Tensor) -> Callable[[], bool]:
 
 
 class HostPool:
-    """Blocks for graphs that never run at the same time; free as soon as no tensor holds them.
-
-    Args:
-        lasting: whether other memory that lives as long begins at an address.
-    """
+    """Blocks for graphs that never run at the same time; free as soon as no tensor holds them."""
 
     def __init__(self, lasting: Callable[[int], bool] | None = None) -> None:
         _pools.add(self)
-        self._lasting = lasting
+        self._lasting = lasting  # whether other memory that lives as long begins at an address
         self._blocks: list[_Block] = []
-        self._handed_out: set[_Block] = set()
-        self._data: dict[_Block, bytes | None] = {}  # in use when the capture began
+        self._in_use: set[_Block] = set()  # when the capture began
+        self._taken: dict[_Block, bytes | None] = {}  # by the capture, with what was in use
 
     @property
     def reserved(self) -> int:
-        """Bytes of all blocks, in use or not."""
         return sum(block.nbytes for block in self._blocks)
 
     @property
     def live(self) -> int:
-        """Bytes of the blocks that tensors hold."""
         return sum(block.nbytes for block in self._blocks if not block.free)
 
     @property
@@ -119,26 +112,21 @@ class HostPool:
         return any(b.address <= address < b.address + b.nbytes for b in self._blocks)
 
     def lasts(self, address: int) -> bool:
-        """Whether memory that begins there lives as long as the pool."""
+        """Return whether memory that begins at an address lives as long as the pool."""
         return self.holds(address) or (self._lasting is not None and self._lasting(address))
 
     def begin(self) -> None:
-        self._handed_out.clear()
-        self._data = {block: None for block in self._blocks if not block.free}
+        self._in_use = {block for block in self._blocks if not block.free}
+        self._taken.clear()
 
     def end(self) -> None:
-        """Poison what the capture allocated, which no replay has written.
-
-        Memory that was in use when it began, was freed and used again, holds what it held: the
-        capture may have read it before.
-        """
-        for block in self._handed_out:
-            data = self._data.get(block)
+        """Poison what the capture allocated; restore what it may have read before."""
+        for block, data in self._taken.items():
             if data is None:
                 block.poison()
             else:
                 ctypes.memmove(block.address, data, block.nbytes)
-        self._data.clear()
+        self._taken.clear()
 
     def poison(self) -> None:
         for block in self._blocks:
@@ -151,18 +139,18 @@ class HostPool:
                 block.poison()
 
     def allocate(self, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-        """The smallest free block that is large enough, or a new one: in use while this lives."""
+        """Return the smallest free block that is large enough, or a new one, while it lives."""
         wanted = max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         fitting = [b for b in self._blocks if b.free and b.nbytes >= wanted]
         block = min(fitting, key=lambda b: b.nbytes, default=None)
         if block is None:
             block = _Block(wanted)
             self._blocks.append(block)
-        if block in self._data and self._data[block] is None:
-            self._data[block] = ctypes.string_at(block.address, block.nbytes)
+        if block not in self._taken:
+            used = block in self._in_use
+            self._taken[block] = ctypes.string_at(block.address, block.nbytes) if used else None
         block.dtype = dtype
         block.poison()
-        self._handed_out.add(block)
         tensor = block.bytes(nbytes)
         block.life = compat.StorageLife(tensor)
         return tensor.untyped_storage()
@@ -194,7 +182,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
-    """Why a capture refuses a call, or None. Reads no tensor."""
+    """Return why a capture refuses a call, or None. Reads no tensor."""
     packet = getattr(func, "overloadpacket", None)
     if isinstance(kwargs.get("generator"), torch.Generator):
         return Refusal(f"{func} with a random generator that is not registered", generator=True)
@@ -214,28 +202,10 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal
 
 
 def write_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call writes, those that torch is known not to declare included."""
+    """Return the tensors that a call writes, those included that torch does not declare."""
     if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
         return compat.tree_tensors((args, kwargs))
     return compat.written_tensors(func, args, kwargs)
-
-
-def _copies_python_data(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call wraps Python data that a device would copy from pageable memory.
-
-    Not a 0-dim tensor: that stays on the CPU, and kernels take it by value.
-    """
-    if getattr(func, "overloadpacket", None) is not aten.lift_fresh:
-        return False
-    return bool(args[0].dim() and args[0].numel())
-
-
-def _replaced_memory(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-    """The tensor whose memory a call is known to replace."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or schema.name not in _REPLACE_MEMORY or not args:
-        return None
-    return args[0] if isinstance(args[0], torch.Tensor) else None
 
 
 # -------------------------------------------------------------- recordings
@@ -251,11 +221,11 @@ class HostStep:
     kwargs: dict[str, Any]
     # Of each input that the pool does not own: whether it was freed, and its shape.
     outside: list[tuple[Callable[[], bool], str]]
-    # For each storage that the op makes: an output that shows it, and where its bytes go.
+    # For each new storage: the index of an output that has it, and where its bytes go.
     results: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Call it, and copy what it made to where the recording has it."""
+        """Call it, and copy new results to where the recording has them."""
         for is_freed, shape in self.outside:
             if is_freed():
                 raise CaptureError.freed_input(what=self.name, shape=shape)
@@ -278,7 +248,6 @@ class HostGraph:
     def __init__(self) -> None:
         self._steps: list[HostStep] = []
         self._recorder: _Recorder | None = None
-        self._constants: list[torch.Tensor] = []
         self._recorded = False
         self._pool: HostPool | None = None  # keeps the memory of the steps
 
@@ -292,7 +261,7 @@ class HostGraph:
             raise CaptureError.nested(what="HostGraph.begin()")
         if self._recorded:
             raise CaptureError.twice(what="HostGraph", advice="Call reset() first.")
-        self._recorder = _Recorder(pool, self._steps, self._constants)
+        self._recorder = _Recorder(pool, self._steps)
         self._recorder.start()
         self._pool = pool
         _active.graph = self
@@ -315,7 +284,6 @@ class HostGraph:
 
     def reset(self) -> None:
         self._steps.clear()
-        self._constants.clear()
         self._recorded = False
         self._pool = None
 
@@ -324,51 +292,21 @@ class HostGraph:
             raise CaptureError.empty()
         if getattr(_active, "graph", None) is not None:
             raise CaptureError.nested(what="replay()")
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(compat.autocast_off())
-            stack.enter_context(compat.without_modes())
+        off = compat.autocast_off()
+        with torch.inference_mode(False), torch.no_grad(), off, compat.without_modes():
             for step in self._steps:
                 step.run()
-
-
-class _HostReads:
-    """Refuse reads that the dispatcher does not see, in this thread, between two switches."""
-
-    _NAMES = ("tolist", "numpy")
-
-    def __init__(self, refuse: Callable[[str], None]) -> None:
-        self._refuse = refuse
-        self._on = False
-
-    def switch_on(self) -> None:
-        self._on = sys.getprofile() is None
-        if self._on:
-            sys.setprofile(self._see)
-
-    def switch_off(self) -> None:
-        if self._on:
-            sys.setprofile(None)
-
-    def _see(self, frame: FrameType, event: str, function: Any) -> None:
-        if event != "c_call" or getattr(function, "__name__", "") not in self._NAMES:
-            return
-        if isinstance(getattr(function, "__self__", None), torch.Tensor):
-            self._refuse(f"Tensor.{function.__name__}()")
 
 
 class _Recorder(compat.DispatchMode):
     """Record each op of one capture, and undo what the recording run did outside of the graph."""
 
-    def __init__(
-        self, pool: HostPool, steps: list[HostStep], constants: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, pool: HostPool, steps: list[HostStep]) -> None:
         super().__init__()
-        self._pool, self._steps, self._constants = pool, steps, constants
+        self._pool, self._steps = pool, steps
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._host_reads = _HostReads(lambda name: self._refuse(CaptureError.refused(op=name)))
+        self._profiles = False  # whether the profile function of this thread is ours
         self._ended = False
         self.refused: CaptureError | None = None  # a capture that met one of these is lost
 
@@ -376,10 +314,10 @@ class _Recorder(compat.DispatchMode):
         self._random, self._seed = torch.get_rng_state(), torch.initial_seed()
         self._pool.begin()
         self.switch_on()
-        self._host_reads.switch_on()
+        self._refuse_reads(True)
 
     def stop(self) -> None:
-        self._host_reads.switch_off()
+        self._refuse_reads(False)
         self.switch_off()
         self._ended = True
         if self.refused is None and torch.initial_seed() != self._seed:
@@ -408,9 +346,12 @@ class _Recorder(compat.DispatchMode):
         refused = refusal(func, args, kwargs)
         if refused is not None:
             self._refuse(CaptureError.refused(op=refused.what))
-        if _copies_python_data(func, args):
-            self._refuse(CaptureError.pageable(op=str(func), shape=_shown(args[0])))
-        replaced = _replaced_memory(func, args)
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        packet = getattr(func, "overloadpacket", None)
+        # A device copies Python data from pageable memory; kernels take a 0-dim tensor by value.
+        if packet is aten.lift_fresh and first is not None and first.dim() and first.numel():
+            self._refuse(CaptureError.pageable(op=str(func), shape=_shown(first)))
+        replaced = first if _REPLACE_MEMORY.intersection(compat.op_names(func)) else None
         if replaced is not None and replaced.untyped_storage().data_ptr() not in self._made:
             self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(replaced)))
         return self._op(func, args, kwargs)
@@ -425,11 +366,11 @@ class _Recorder(compat.DispatchMode):
         return self._finish(step, call(list(inputs)), tensors, has_effect=True)
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._host_reads.switch_off()  # of its own code it takes half of the time of a capture
+        self._refuse_reads(False)  # of its own code it takes half of the time of a capture
         try:
             return self._recorded(func, args, kwargs)
         finally:
-            self._host_reads.switch_on()
+            self._refuse_reads(True)
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packet = getattr(func, "overloadpacket", func)
@@ -439,30 +380,26 @@ class _Recorder(compat.DispatchMode):
         call = compat.waited_collective(func) or func  # its result is moved at once
         step = self._step(str(func), call, args, kwargs)
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
-        self._host_reads.switch_on()
-        made = call(*args, **kwargs)
-        self._host_reads.switch_off()
+        self._refuse_reads(True)
+        try:
+            made = call(*args, **kwargs)
+        finally:
+            self._refuse_reads(False)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
             self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(written[0])))
-        if packet is aten.lift_fresh:
-            return self._constant(str(func), made)
+        if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it
+            put_back = compat.alias(made).copy_
+            self._steps.append(HostStep(str(func), put_back, (made.clone(),), {}, []))
+            return made
         if packet in _ALLOCATIONS:
             return self._moved(made, [])[0]
         has_effect = bool(written) or not compat.tree_tensors(made)
         return self._finish(step, made, compat.tree_tensors((args, kwargs)), has_effect)
 
-    def _constant(self, name: str, made: torch.Tensor) -> torch.Tensor:
-        """Keep a tensor of Python data; each replay begins with the data, whatever wrote it."""
-        data = made.clone()
-        self._constants += [made, data]
-        target = compat.weak_tensor(made)
-        self._steps.append(HostStep(name, target.copy_, (data,), {}, []))
-        return made
-
     def _step(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> HostStep:
-        """The record of a call that is about to run; in-place ops may change their arguments."""
+        """Return the record of a call before it runs; in-place ops may change their arguments."""
         outside: list[tuple[Callable[[], bool], str]] = []
 
         def held(leaf: Any) -> Any:
@@ -488,7 +425,7 @@ class _Recorder(compat.DispatchMode):
     def _moved(
         self, made: Any, inputs: list[torch.Tensor]
     ) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
-        """``made`` with fresh memory moved into the pool, and where the bytes of each went."""
+        """Return results with new memory moved into the pool, and where the bytes of each are."""
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         homes: dict[int, torch.UntypedStorage] = {}
         results: list[tuple[int, torch.Tensor]] = []
@@ -519,6 +456,19 @@ class _Recorder(compat.DispatchMode):
     def _refuse(self, error: CaptureError) -> None:
         self.refused = error
         raise error
+
+    def _refuse_reads(self, on: bool) -> None:
+        """Refuse reads that the dispatcher does not see, unless another profiler is active."""
+        if on:
+            self._profiles = sys.getprofile() is None
+        if self._profiles:
+            sys.setprofile(self._profile if on else None)
+
+    def _profile(self, frame: FrameType, event: str, function: Any) -> None:
+        if event != "c_call" or getattr(function, "__name__", "") not in ("tolist", "numpy"):
+            return
+        if isinstance(getattr(function, "__self__", None), torch.Tensor):
+            self._refuse(CaptureError.refused(op=f"Tensor.{function.__name__}()"))
 
     def _remember(self, tensor: torch.Tensor) -> None:
         """Keep the bytes of memory that this capture did not make, before it is written."""

@@ -1,19 +1,15 @@
-"""What an eager break returns, as a flat list and back: lists, tuples, dicts and dataclasses.
+"""Results of steps: containers as a flat list and back, and tensors that steps return again.
 
-A bridge takes the place of each tensor; everything around them must be the same at every replay.
+An eager break returns lists, tuples, dicts and dataclasses (:func:`flatten`). A bridge takes the
+place of each tensor; everything around them must be the same at every replay.
 
-What callers get of the memory of graphs, step after step: :class:`Lent` and :class:`LentTree`.
+A graph writes its results to the same addresses each time, so its steps may return the same tensor
+objects, which saves microseconds (:class:`ReusedTensors`). A caller may change such an object in
+place: ``logits.t_()``, ``resize_()``, ``set_()``, ``logits.data = ...``, ``requires_grad_()``. The
+rule: no later step shows that. The caller keeps the changed object, and the next step returns
+another one over the same memory.
 
-A graph writes its results to the same place each time, so its steps may return the same tensor
-objects: to make others takes microseconds. But a caller may change what it was given, in place:
-``logits.t_()``, ``resize_()``, ``set_()``, ``logits.data = ...``, ``requires_grad_()``, or an item
-of a dictionary. The rule: no later step shows anything of that. What was changed stays with the
-caller as it is, and the next step returns another object over the same memory.
-
-Give a captured model new weights: :func:`update_weights`.
-
-Graphs read weights where they were at capture. Values written there are seen by the next replay,
-with nothing captured again; tensors put in their place are not.
+:func:`update_weights` writes new weights where graphs read them.
 """
 
 import copy
@@ -36,55 +32,36 @@ from cgcompile.errors import (
 from cgcompile.graphs.guards import is_plain_value, same_layout
 from cgcompile.settings import checked
 
-
-class _Fields(NamedTuple):
-    """A dataclass among the leaves of a container."""
-
-    kind: type
-    names: tuple[str, ...]
-    inside: tuple["Structure", ...]
-
-
-class Structure(NamedTuple):
-    """Containers without what is in them; equal for values that are built alike."""
-
-    spec: Any
-    leaves: tuple[_Fields | None, ...]
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value is a dataclass, with fields to look into."""
+    """Return whether a value is a dataclass, whose fields are opened."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def field_names(record: Any) -> tuple[str, ...]:
-    """The names of the fields of a dataclass, in order."""
+    """Return the names of the fields of a dataclass, in order."""
     return tuple(field.name for field in dataclasses.fields(record))
 
 
-def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """The leaves of a value in order, and what is around them."""
-    found: list[Any] = []
-    tops = compat.tree_leaves(value)
-    fields = tuple(_fields(leaf, found) for leaf in tops)
-    return found, Structure(compat.tree_spec(value), fields)
-
-
-def _fields(leaf: Any, found: list[Any]) -> _Fields | None:
-    if not is_record(leaf):
-        found.append(leaf)
-        return None
-    names = field_names(leaf)
-    inside = []
-    for name in names:
-        leaves, structure = flatten(getattr(leaf, name))
-        found += leaves
-        inside.append(structure)
-    return _Fields(type(leaf), names, tuple(inside))
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a value, and its structure, equal for values that are built alike."""
+    leaves: list[Any] = []
+    structure: list[Any] = [compat.tree_spec(value)]
+    for leaf in compat.tree_leaves(value):
+        if not is_record(leaf):
+            leaves.append(leaf)
+            structure.append(None)
+            continue
+        fields = [flatten(getattr(leaf, name)) for name in field_names(leaf)]
+        leaves += [inner for inside, _ in fields for inner in inside]
+        structure.append((type(leaf), *(inside for _, inside in fields)))
+    return leaves, structure
 
 
 def rebuilt(value: Any, leaves: Sequence[Any]) -> Any:
-    """A value built like another one, of other leaves."""
+    """Return a value built like another one, of other leaves."""
     return _rebuilt(value, iter(leaves))
 
 
@@ -94,95 +71,62 @@ def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
         if not is_record(leaf):
             tops.append(next(leaves))
             continue
-        made = copy.copy(leaf)
+        record = copy.copy(leaf)
         for name in field_names(leaf):
             inner = _rebuilt(getattr(leaf, name), leaves)
-            object.__setattr__(made, name, inner)  # a frozen one too: it is a copy
-        tops.append(made)
+            object.__setattr__(record, name, inner)  # a frozen one too: it is a copy
+        tops.append(record)
     return compat.tree_unflatten(tops, compat.tree_spec(value))
 
 
 def check_leaves(leaves: Sequence[Any], name: str) -> None:
-    """Refuse what no bridge can carry.
-
-    Raises:
-        CaptureError: a leaf is neither a dense tensor nor a plain value.
-    """
+    """Raise CaptureError for a result that is neither a dense tensor nor a plain value."""
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            if compat.is_wrapped(leaf):
-                raise CaptureError.under_transform(
-                    name=name, transform=compat.functorch_transform() or "vmap"
-                )
-            if not compat.is_plain_tensor(leaf):
-                raise CaptureError.opaque_result(
-                    name=name, found=f"{with_article(type(leaf).__name__)} of no dense memory"
-                )
-        elif not is_plain_value(leaf):
-            raise CaptureError.opaque_result(
-                name=name, found=f"{with_article(type(leaf).__name__)} object"
-            )
+        kind = with_article(type(leaf).__name__)
+        if not isinstance(leaf, torch.Tensor):
+            if not is_plain_value(leaf):
+                raise CaptureError.opaque_result(name=name, found=f"{kind} object")
+        elif compat.is_wrapped(leaf):
+            transform = compat.functorch_transform() or "vmap"
+            raise CaptureError.under_transform(name=name, transform=transform)
+        elif not compat.is_plain_tensor(leaf):
+            raise CaptureError.opaque_result(name=name, found=f"{kind} of no dense memory")
 
 
-def opener(
-    name: str, batch: str, made: Any, structure: Structure | None
-) -> Callable[[Any], list[Any]]:
-    """What makes a list of a later result, and refuses one that is built in another way.
+def opener(name: str, batch: str, captured: Any, structure: Any) -> Callable[[Any], list[Any]]:
+    """Return what flattens later results of a break, and refuses another structure."""
 
-    Args:
-        name: of the break, and ``batch``: of the capture, for messages.
-        made: what it returned at capture, and ``structure``: how that is built.
-    """
-
-    def opened(again: Any) -> list[Any]:
-        leaves, now = flatten(again)
+    def opened(result: Any) -> list[Any]:
+        leaves, now = flatten(result)
         if now != structure:
-            found, was = "built in another way", "not"
             raise HostValueChangedError.changed(
-                what=name, batch=batch, path="the result", now=found, before=was
+                what=name, batch=batch, path="the result", now="built in another way", before="not"
             )
         return leaves
 
-    if isinstance(made, torch.Tensor):
-        return lambda again: [again]
-    if made is None:  # what writes into its arguments; worth a short way
-        return lambda again: [None] if again is None else opened(again)
+    if isinstance(captured, torch.Tensor):
+        return lambda result: [result]
+    if captured is None:  # an op that writes into its arguments: worth a shorter path
+        return lambda result: [None] if result is None else opened(result)
     return opened
 
 
-Layout = tuple[list[int | None], list[int]]
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class Lent:
-    """Tensors that are handed out at each step.
-
-    To look whether one was changed takes 0.2 us, a third of what making it anew would.
-
-    Args:
-        kept: plain tensors over the memory, in the layout that callers get; never handed out.
-
-    Attributes:
-        tensors: what was handed out last. Views of graph memory; none requires grad.
-        starts: where the elements of each begin, as addresses.
-        alike: tells, in one call, whether they are as they were but for where they lie.
-    """
+class ReusedTensors:
+    """Tensors over fixed memory, which each step returns; 0.2 us to see that none was changed."""
 
     def __init__(self, kept: Sequence[torch.Tensor]) -> None:
-        self._kept = tuple(kept)
-        self.starts = tuple([each.data_ptr() for each in kept])
-        self.tensors = tuple(map(compat.alias, kept))
-        self.alike = self._told()
+        self._kept = tuple(kept)  # no caller gets these
+        self.starts = tuple([tensor.data_ptr() for tensor in kept])
+        self.tensors = tuple(map(compat.alias, kept))  # what callers have got last
+        self._alike = self._comparison()
 
     def get(self) -> tuple[torch.Tensor, ...]:
-        """The tensors as no caller has changed them; the same tuple if none has.
+        """Return the tensors as no caller has changed them; the same tuple if none has.
 
-        Raises:
-            AddressChangedError: a caller let their memory grow, so that it lies elsewhere now.
+        Raises AddressChangedError where a caller let their memory grow, so that it moved.
         """
         tensors = self.tensors
-        if not self.alike(*tensors):
+        if not self._alike(*tensors):
             return self._renewed()
         for tensor, start in zip(tensors, self.starts, strict=True):
             if tensor.data_ptr() != start:
@@ -190,123 +134,106 @@ class Lent:
         return tensors
 
     def _renewed(self) -> tuple[torch.Tensor, ...]:
-        """Others in place of those that were changed; torch may also say so of another mode."""
+        """Replace the tensors that were changed: perhaps none, but inference mode was."""
         for kept, start in zip(self._kept, self.starts, strict=True):
             if kept.data_ptr() != start:
                 raise AddressChangedError.grown(now=kept.data_ptr(), before=start)
-        pairs = list(zip(self.tensors, self._kept, strict=True))
-        changed = [not _is_as_kept(one, kept) for one, kept in pairs]
-        if any(changed):
-            self.tensors = tuple(
-                [
-                    compat.alias(pair[1]) if new else pair[0]
-                    for pair, new in zip(pairs, changed, strict=True)
-                ]
-            )
-        self.alike = self._told()
+        renewed = [
+            tensor if _is_unchanged(tensor, kept) else compat.alias(kept)
+            for tensor, kept in zip(self.tensors, self._kept, strict=True)
+        ]
+        if any(map(operator.is_not, renewed, self.tensors)):
+            self.tensors = tuple(renewed)
+        self._alike = self._comparison()
         return self.tensors
 
-    def _told(self) -> Callable[..., bool]:
-        layouts: list[Layout] = [(list(each.shape), list(each.stride())) for each in self._kept]
-        return compat.alike(self.tensors, layouts)
+    def _comparison(self) -> Callable[..., bool]:
+        """Return what compares all but addresses, in one call."""
+        return compat.alike(self.tensors, [(list(t.shape), list(t.stride())) for t in self._kept])
 
 
-def _is_as_kept(one: torch.Tensor, kept: torch.Tensor) -> bool:
-    if type(one) is not torch.Tensor or one.requires_grad or not same_layout(one, kept):
+def _is_unchanged(tensor: torch.Tensor, kept: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor or tensor.requires_grad or not same_layout(tensor, kept):
         return False
-    return one.data_ptr() == kept.data_ptr()
+    return tensor.data_ptr() == kept.data_ptr()
 
 
 class Passed(NamedTuple):
-    """The leaves of a result that the step was given, and returned as they are.
+    """The leaves of a result that are weights or arguments: the caller gets the very objects."""
 
-    They belong to the caller already, who gets the very objects, as from the step itself.
-
-    Attributes:
-        weights: tensors of the module, by the place of the leaf.
-        arguments: where each of the others is among the leaves of a call's arguments, likewise.
-        names: of the arguments that are passed by name, in the order of those leaves.
-    """
-
-    weights: Mapping[int, torch.Tensor]
-    arguments: Mapping[int, int]
-    names: tuple[str, ...]
+    weights: Mapping[int, torch.Tensor]  # by index of the leaf
+    arguments: Mapping[int, int]  # likewise; the index among the leaves of the arguments
+    names: tuple[str, ...]  # of the keyword arguments, in the order of those leaves
 
     @classmethod
     def of(
         cls, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Sequence[Any]
     ) -> "Passed":
-        """What a call has returned of what it was given, and of the tensors of its module."""
-        found = cls({}, {}, tuple(kwargs))
-        places = {id(each): place for place, each in enumerate(found._given(args, kwargs))}
-        known = {id(each) for each in weights}
-        own: dict[int, torch.Tensor] = {}
-        passed: dict[int, int] = {}
-        for item, leaf in enumerate(flatten(result)[0]):
-            if isinstance(leaf, torch.Tensor) and id(leaf) in known:
-                own[item] = leaf
-            elif isinstance(leaf, torch.Tensor) and id(leaf) in places:
-                passed[item] = places[id(leaf)]
-        return cls(own, passed, tuple(kwargs))
-
-    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        return flatten([list(args), [kwargs[name] for name in self.names]])[0]
-
-    def put(self, leaves: list[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Put the arguments of a call in their places among the leaves of its result."""
-        if self.arguments:
-            given = self._given(args, kwargs)
-            for item, place in self.arguments.items():
-                leaves[item] = given[place]
+        """Find the arguments of a call, and the tensors of its module, in its result."""
+        names = tuple(kwargs)
+        leaves = _argument_leaves(args, kwargs, names)
+        indices = {id(leaf): index for index, leaf in enumerate(leaves)}
+        own = {id(weight) for weight in weights}
+        tensors = {
+            item: leaf
+            for item, leaf in enumerate(flatten(result)[0])
+            if isinstance(leaf, torch.Tensor)
+        }
+        passed = {item: leaf for item, leaf in tensors.items() if id(leaf) in own}
+        arguments = {
+            item: indices[id(leaf)]
+            for item, leaf in tensors.items()
+            if item not in passed and id(leaf) in indices
+        }
+        return cls(passed, arguments, names)
 
 
-class LentTree:
-    """What a step returns: tensors that are lent, in containers that are made for each step.
+def _argument_leaves(
+    args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> list[Any]:
+    return flatten([list(args), [kwargs[name] for name in names]])[0]
 
-    Args:
-        output: the structure, and tensors that are never handed out. What is neither a plain
-            tensor nor a container, such as a parameter, is the same object at each step.
-        passed: what is not lent, because the step was given it.
+
+class ReusedResult:
+    """The result of a step: reused tensors and ``passed`` ones, in containers of each step.
+
+    Of ``output`` that is neither a plain tensor nor a container, such as a parameter, is the same
+    object at each step.
     """
 
     def __init__(self, output: Any, passed: Passed | None = None) -> None:
         self._output = output
-        self._passed = passed or Passed({}, {}, ())
-        self._leaves, _ = flatten(output)
-        self._is_flat = type(output) is tuple and all(map(operator.is_, output, self._leaves))
-        for place, weight in self._passed.weights.items():
-            self._leaves[place] = weight
-        own = {*self._passed.weights, *self._passed.arguments}
-        self._places = [
-            place
-            for place, leaf in enumerate(self._leaves)
-            if place not in own and can_be_lent(leaf)
+        self._passed = passed = passed or Passed({}, {}, ())
+        leaves, _ = flatten(output)
+        self._is_flat = type(output) is tuple and all(map(operator.is_, output, leaves))
+        self._items = [
+            item
+            for item, leaf in enumerate(leaves)
+            if item not in passed.weights and item not in passed.arguments and is_reusable(leaf)
         ]
-        self._lent = Lent([self._leaves[place] for place in self._places])
-        self._is_tensor = self._places == [0] and self._leaves[0] is output
+        self._reused = ReusedTensors([leaves[item] for item in self._items])
+        self._is_tensor = self._items == [0] and leaves[0] is output
+        for item, weight in passed.weights.items():
+            leaves[item] = weight
+        self._leaves = leaves
 
     def get(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> Any:
-        """The result of a step.
-
-        Args:
-            args: of the call; they are looked at where the step returns some of them.
-            kwargs: likewise.
-
-        Raises:
-            AddressChangedError: as :meth:`Lent.get`.
-        """
-        tensors = self._lent.get()
+        """Return the result of the step of a call; raises as :meth:`ReusedTensors.get`."""
+        tensors = self._reused.get()
         if self._is_tensor:
             return tensors[0]
         leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        self._passed.put(leaves, args, kwargs)
+        for item, tensor in zip(self._items, tensors, strict=True):
+            leaves[item] = tensor
+        if self._passed.arguments:
+            arguments = _argument_leaves(args, kwargs, self._passed.names)
+            for item, index in self._passed.arguments.items():
+                leaves[item] = arguments[index]
         return tuple(leaves) if self._is_flat else rebuilt(self._output, leaves)
 
 
-def can_be_lent(leaf: Any) -> bool:
-    """Whether another tensor over the same memory can stand for a leaf of a result."""
+def is_reusable(leaf: Any) -> bool:
+    """Return whether another tensor over the same memory can stand for a leaf of a result."""
     if type(leaf) is not torch.Tensor or leaf.requires_grad:
         return False
     if leaf.is_quantized or leaf.is_nested:  # more than a layout over memory
@@ -318,9 +245,10 @@ def can_be_lent(leaf: Any) -> bool:
 def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Write new values into the parameters and buffers of a module, in place.
 
-    All of them are checked before the first is written, so a refused call changes nothing. Work of
-    the current stream that reads the weights comes first. Values on the CPU are read before it
-    returns.
+    Graphs read weights where they were at capture, so the next replay reads the new values; it does
+    not read tensors that replace the old ones. All values are checked before the first is written:
+    a refused call changes nothing. Work of the current stream that reads the weights comes first.
+    Values on the CPU are read before it returns.
 
     Args:
         module: a module, or what ``torch.compile`` made of it.
@@ -330,7 +258,8 @@ def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         WeightsError: a name that the module does not have, or another shape.
     """
-    module = getattr(module, "_orig_mod", module)
+    original = compat.original_of(module)
+    module = module if original is None else original
     state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     own.update(module.named_buffers(remove_duplicate=False))

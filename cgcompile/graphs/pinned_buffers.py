@@ -20,14 +20,7 @@ MOST_SLOTS = 2**10
 
 
 class Turns:
-    """The copy of host memory that may be written now: uploads use them in a ring.
-
-    Not for several threads at a time.
-
-    Args:
-        device: where uploads go. On the CPU they are done at once, and nothing waits.
-        num_slots: how many copies there are.
-    """
+    """A ring of host slots for uploads to a device; on the CPU they are done at once."""
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
         event: Any = torch.cuda.Event
@@ -50,13 +43,13 @@ class Turns:
             self._stream_key = key
 
     def begin(self) -> int:
-        """The next copy; the host waits until its last upload has been done."""
+        """Return the next slot; the host waits until the last upload from it has been done."""
         if self._read and not self._read[self._next].query():
             self._read[self._next].synchronize()
         return self._next
 
     def end(self) -> None:
-        """Move on: the uploads from that copy are on the current stream."""
+        """Move on: the uploads from that slot are on the current stream."""
         if self._read:
             self._read[self._next].record(self._last_stream)  # the current one
         self._next = (self._next + 1) % self._count
@@ -64,35 +57,10 @@ class Turns:
 
 def host_memory(buffer: torch.Tensor) -> torch.Tensor:
     """Return memory like a buffer's, on the host: pinned where the buffer is on CUDA."""
-    with torch.inference_mode(False), torch.no_grad():  # written in whatever mode
+    with torch.inference_mode(False), torch.no_grad():  # written in any mode
         return torch.empty(
             buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=buffer.is_cuda
         )
-
-
-class _Slot:
-    """Host memory that one upload at a time reads.
-
-    ``real`` rows at the front may hold data; with a sentinel, all others hold it.
-    """
-
-    __slots__ = ("_sentinel", "memory", "real")
-
-    def __init__(self, buffer: torch.Tensor, sentinel: Any) -> None:
-        self.real = 0
-        self._sentinel = sentinel
-        self.memory = host_memory(buffer)
-        if sentinel is not None:
-            self.memory.fill_(sentinel)
-
-    def write(self, rows: torch.Tensor) -> None:
-        """Write ``rows`` to the front, and the sentinel where older data would remain."""
-        count, before = rows.shape[0], self.real
-        self.real = max(before, count)  # holds as well if a copy fails
-        self.memory[:count].copy_(rows.detach() if rows.requires_grad else rows)
-        if self._sentinel is not None and before > count:
-            self.memory[count:before].fill_(self._sentinel)
-        self.real = count
 
 
 class HostStaging:
@@ -109,7 +77,7 @@ class HostStaging:
         sentinel: what rows without data hold; None leaves them as they are.
 
     Attributes:
-        buffer: as given.
+        buffer: the buffer.
 
     Raises:
         ConfigError: for a buffer, number or sentinel that cannot serve.
@@ -130,25 +98,26 @@ class HostStaging:
         expected = f"a value that {buffer.dtype} can hold, or None"
         require(fits, "sentinel", "HostStaging", sentinel, expected)
         self.buffer = buffer
-        # Made outside of inference mode, so that a fill may write it in any mode.
-        self._target = compat.alias(buffer)
-        with torch.inference_mode(False), torch.no_grad():
-            self._slots = [_Slot(buffer, sentinel) for _ in range(num_slots)]
+        self._target = compat.alias(buffer)  # no inference tensor: a fill may write it in any mode
+        self._slots = [host_memory(buffer) for _ in range(num_slots)]
+        if sentinel is not None:
+            for memory in self._slots:
+                memory.fill_(sentinel)
+        self._rows_in = [0] * num_slots  # how many rows at the front of each may hold data
         self._turns = Turns(buffer.device, num_slots)
-        self._has_sentinel = sentinel is not None
+        self._sentinel = sentinel
         self._real = buffer.shape[0]  # rows of the buffer that may hold no sentinel
 
     def fill(self, rows: torch.Tensor) -> torch.Tensor:
         """Make ``rows`` the data of the buffer, by at most one upload on the current stream.
 
-        Rows that held data until now, or may have, and are not among the new ones get the
-        sentinel, if there is one. The host waits only while the upload that last used the slot has
-        not been done yet, never for the whole device. On a stream other than the last fill's, the
-        upload waits for all that the last one has been given so far.
+        The sentinel, if there is one, overwrites older data in the rows after them. The host waits
+        only until the upload that last used the slot is done, never for the whole device. On a
+        stream other than the last fill's, the upload waits for the work so far of the last one.
 
         Args:
             rows: [n, ...] on the CPU, 0 <= n <= N, dtype and trailing shape of the buffer. The
-                caller may overwrite it once this returned.
+                caller may overwrite it afterwards.
 
         Returns:
             ``buffer[:n]``, a view.
@@ -161,18 +130,24 @@ class HostStaging:
         if any_capture():
             raise CaptureError.refused(op="HostStaging.fill()")
         count = rows.shape[0]
-        extent = max(count, self._real) if self._has_sentinel else count
+        extent = count if self._sentinel is None else max(count, self._real)
         self._turns.follow_stream()  # also without rows: the caller reads the buffer next
         if extent:
-            slot = self._slots[self._turns.begin()]
-            slot.write(rows)
-            self._upload(slot, extent)
+            memory = self._written(self._turns.begin(), rows)
+            self._target[:extent].copy_(memory[:extent], non_blocking=True)
             self._turns.end()
         self._real = count
         return self.buffer[:count]
 
-    def _upload(self, slot: _Slot, extent: int) -> None:
-        self._target[:extent].copy_(slot.memory[:extent], non_blocking=True)
+    def _written(self, slot: int, rows: torch.Tensor) -> torch.Tensor:
+        """Write rows to the front of a slot, and the sentinel where older data would remain."""
+        memory, count, before = self._slots[slot], rows.shape[0], self._rows_in[slot]
+        self._rows_in[slot] = max(before, count)  # holds as well if a copy fails
+        memory[:count].copy_(rows.detach() if rows.requires_grad else rows)
+        if self._sentinel is not None and before > count:
+            memory[count:before].fill_(self._sentinel)
+        self._rows_in[slot] = count
+        return memory
 
     def _check_rows(self, rows: torch.Tensor) -> None:
         buffer, where = self.buffer, "HostStaging.fill()"
@@ -200,7 +175,7 @@ def _check_buffer(buffer: torch.Tensor) -> None:
 
 
 def _holds(dtype: torch.dtype, value: Any) -> bool:
-    """Whether a dtype has a value: floats are rounded, numbers and flags have to be exact."""
+    """Return whether a dtype has a value: floats are rounded, numbers and flags must be exact."""
     try:
         stored = torch.empty((), dtype=dtype, device="cpu").fill_(value).item()
     except (RuntimeError, TypeError, ValueError, OverflowError):

@@ -5,8 +5,8 @@ them returned is valid until another one runs. The rule: one owner, one pool.
 """
 
 import weakref
-from collections.abc import Hashable, Iterable
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -15,18 +15,6 @@ from cgcompile.graphs.arena import Arena, PoolBytes, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph, DevicePool, chosen_device
 from cgcompile.graphs.stale import StaleResults
 from cgcompile.locks import new_lock
-
-
-class _HasGraphs(Protocol):
-    def clear_graphs(self) -> None: ...
-
-    def lent(self) -> Iterable[torch.Tensor]: ...
-
-
-class _HasBuffers(Protocol):
-    @property
-    def input_bytes(self) -> int: ...
-
 
 LENT = (
     "an input is what a replay of another graph of this pool returned: its memory is not held, and "
@@ -39,16 +27,15 @@ class GraphPool:
 
     Args:
         device: where the tensors are; ``"cpu"`` means the host recorder. Left out: CUDA, or without
-            a GPU the CPU where ``CGCOMPILE_CAPTURE_DEVICE=host``. Or what records.
+            a GPU the CPU where ``CGCOMPILE_CAPTURE_DEVICE=host``.
 
     Attributes:
-        device: what records.
-        generation: grows when graphs are dropped; what was built on those of before is void.
+        device: the capture device.
+        generation: grows when graphs are dropped; what was built on earlier graphs is void.
         stream: what captures run on, the same for all pools of a device; replays run on the
             caller's stream.
-        arena: memory of our own for the steps that these graphs are part of.
-        lock: for owners that several threads call: held from the writing of inputs to the copying
-            of results.
+        arena: memory of the library for the steps that these graphs are part of.
+        lock: held by owners that several threads call, until results are copied.
         stale: the results that callers may hold; with ``debug`` alone.
         stream_key: identifies the stream of the last replay; None before that.
 
@@ -70,12 +57,12 @@ class GraphPool:
         self._parked: list[DeviceGraph] = []
         # Memory that captures take no more; the graphs that were captured in it hold it.
         self._retired: weakref.WeakSet[DevicePool] = weakref.WeakSet()
-        self._users: weakref.WeakSet[_HasGraphs] = weakref.WeakSet()
-        self._owners: weakref.WeakSet[_HasBuffers] = weakref.WeakSet()
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # wrappers
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def memory(self) -> DevicePool:
-        """The device's pool, which the first use makes."""
+        """The device's pool, created on first use."""
         if self._memory is None:
             self._memory = self.device.new_pool(self.stream, self.arena.owns)
         return self._memory
@@ -94,7 +81,7 @@ class GraphPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all that graphs of the pool need: its own, the arena's, and owners' buffers."""
-        buffers = sum(owner.input_bytes for owner in list(self._owners))
+        buffers: int = sum(owner.input_bytes for owner in list(self._owners))
         return self.held.held + self.arena.nbytes + buffers
 
     @property
@@ -102,20 +89,20 @@ class GraphPool:
         """Bytes that grow by what a capture takes, in microseconds; on CUDA of all the device."""
         return self.device.reserved() or self.held.held + self.arena.nbytes
 
-    def add_owner(self, owner: _HasBuffers) -> None:
-        """Register, weakly, an owner of buffers that graphs of the pool read."""
+    def add_owner(self, owner: Any) -> None:
+        """Register, weakly, an owner of ``input_bytes`` of buffers that the graphs read."""
         self._owners.add(owner)
 
-    def add_user(self, user: _HasGraphs) -> None:
-        """Register, weakly, an owner of graphs of this pool."""
+    def add_user(self, user: Any) -> None:
+        """Register, weakly, a wrapper with graphs of this pool."""
         self._users.add(user)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor is this pool's."""
+        """Return whether the memory of a tensor is this pool's."""
         return self._owns(tensor.untyped_storage().data_ptr())
 
     def holds(self, start: int) -> bool:
-        """Whether a storage that begins at an address is memory of this pool or of its arena."""
+        """Return whether a storage at an address is memory of this pool or of its arena."""
         return start != 0 and (self._owns(start) or self.arena.owns(start))
 
     def _owns(self, start: int) -> bool:
@@ -133,21 +120,23 @@ class GraphPool:
             self.stream_key = key
 
     def lends(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether a tensor is, or is a view of, what a replay of one of the graphs returns.
-
-        That memory is not held, so a capture may use it.
-        """
+        """Return whether one is memory of a graph's result: not held, a capture may use it."""
         identity, origin = compat.storage_identity, self.stale.origin
-        lent = {identity(tensor) for user in self._users for tensor in user.lent()}
-        return any(origin(identity(tensor)) in lent for tensor in tensors)
+        results = {identity(tensor.untyped_storage()) for tensor in self._lent()}
+        return any(origin(identity(tensor.untyped_storage())) in results for tensor in tensors)
+
+    def _lent(self) -> Iterator[torch.Tensor]:
+        """Yield the results of replays that do not hold their memory."""
+        for user in list(self._users):
+            yield from user.lent()
 
     def poison(self, inputs: Iterable[Any] = (), owner: Hashable = None) -> None:
-        """Fill the memory of the pool and of the arena, so that reading what is stale shows.
+        """Fill the memory of the pool and of the arena, so that reading stale values shows.
 
         For tests and debugging. NaN for floating point; for integers a number that no index has.
 
         Args:
-            inputs: of the step that follows; they keep their values.
+            inputs: of the next step; they keep their values.
             owner: of the results of that step; those of other owners keep their values.
         """
         if self._memory is None:
@@ -163,38 +152,29 @@ class GraphPool:
             target.copy_(before)
 
     def poison_free(self) -> None:
-        """Fill what no tensor holds and no replay returned: before a replay it holds nothing.
-
-        For pools whose users run in one step, so that what others have returned may be read yet.
-        Graphs of the pool use the rest for intermediate values. The arena is left as it is.
-        """
-        if self._memory is None:
-            return
-        users = list(self._users)
-        lent = [tensor.untyped_storage() for user in users for tensor in user.lent()]
-        self._memory.poison_free([(storage.data_ptr(), storage.nbytes()) for storage in lent])
+        """Fill what no tensor holds and no replay returned; for several users in one step."""
+        if self._memory is not None:
+            kept = [tensor.untyped_storage() for tensor in self._lent()]
+            self._memory.poison_free([(storage.data_ptr(), storage.nbytes()) for storage in kept])
 
     def retire(self, *broken: DeviceGraph) -> None:
-        """After a failed capture: keep what may still be in use, capture into new memory.
-
-        Graphs that were captured before stay usable: each keeps the memory that it was captured in.
-        """
+        """Keep the graphs of a failed capture, which may be in use, and capture into new memory."""
         self._parked += broken
         self.renew()
         self.device.recover(self.stream)
 
     def renew(self) -> None:
-        """Capture into new memory; no later graph uses the memory of those captured before."""
+        """Capture into new memory; each earlier graph keeps its own."""
         if self._memory is not None:
             self._retired.add(self._memory)
         self._memory = None
 
     def captures_into(self, start: int) -> bool:
-        """Whether an address is in the memory that captures take from now, apart from blocks."""
+        """Return whether an address is in the memory that captures take from now."""
         return self._memory is not None and self._memory.holds(start)
 
     def release(self) -> None:
-        """Drop all graphs of all users, and the memory. Capturing again is allowed."""
+        """Drop all graphs of all users, and the memory. Synchronises; captures may follow."""
         self.device.synchronize()  # a replay may still run, on whatever stream
         for user in list(self._users):
             user.clear_graphs()

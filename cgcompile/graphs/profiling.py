@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,29 +19,16 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
 from cgcompile.settings import checked
 
+Observer = Callable[[Any, int | None], AbstractContextManager[Any]]
+"""Called with a sequence that is replayed and the index of a segment, or None for all of it.
 
-class Observed(Protocol):
-    """A sequence that is replayed."""
-
-    @property
-    def label(self) -> str:
-        """Of all of it."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Of each segment."""
-
-
-class Observer(Protocol):
-    """What observes replays."""
-
-    def around(self, sequence: Observed, place: int | None) -> AbstractContextManager[Any]:
-        """Return the context of one segment of a replay; of all where ``place`` is None."""
+Returns a context around that. A sequence has a ``label``, and ``labels``, one for each segment.
+"""
 
 
 @dataclass
 class _Observing:
-    """A context of an observer. A task that began inside keeps it after it has ended."""
+    """A block of :func:`observing`. A task that began inside keeps it after it has ended."""
 
     observer: Observer
     thread: int
@@ -55,48 +42,44 @@ OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("cgcompile_observers"
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Let an observer see the replays of this thread or task, beside those around it."""
-    context = _Observing(observer, get_ident())
-    token = OBSERVERS.set((*OBSERVERS.get(), context))
+    block = _Observing(observer, get_ident())
+    token = OBSERVERS.set((*OBSERVERS.get(), block))
     try:
         yield
     finally:
-        context.ended = True
+        block.ended = True
         OBSERVERS.reset(token)
 
 
-def run_observed(sequence: Observed, steps: Sequence[Callable[[], Any]]) -> None:
+def run_observed(sequence: Any, steps: Sequence[Callable[[], Any]]) -> None:
     """Run the steps of a sequence inside of the contexts of its observers."""
-    thread = get_ident()
-    observers: list[Observer] = [
-        context.observer
-        for context in OBSERVERS.get()
-        if context.thread == thread and not context.ended
-    ]
+    thread, blocks = get_ident(), OBSERVERS.get()
+    observers = [b.observer for b in blocks if b.thread == thread and not b.ended]
     if compat.is_profiling():
-        observers.insert(0, _Ranges(torch.profiler.record_function))
-    with _entered(observers, sequence, None):
-        for place, step in enumerate(steps):
-            with _entered(observers, sequence, place):
+        observers.insert(0, _named_ranges(torch.profiler.record_function))
+
+    def observed(index: int | None) -> ExitStack:
+        with ExitStack() as stack:
+            for observer in observers:
+                stack.enter_context(observer(sequence, index))
+            return stack.pop_all()
+
+    with observed(None):
+        for index, step in enumerate(steps):
+            with observed(index):
                 step()
 
 
-def _entered(observers: Sequence[Observer], sequence: Observed, place: int | None) -> ExitStack:
-    with ExitStack() as stack:
-        for observer in observers:
-            stack.enter_context(observer.around(sequence, place))
-        return stack.pop_all()
+def _named_ranges(named: Callable[[str], AbstractContextManager[Any]]) -> Observer:
+    """Return an observer with a range around each segment, and around all if there are several."""
 
+    def around(sequence: Any, index: int | None) -> AbstractContextManager[Any]:
+        if index is not None:
+            return named(sequence.labels[index])
+        # the range of a single segment has the same name
+        return named(sequence.label) if len(sequence.labels) > 1 else nullcontext()
 
-class _Ranges:
-    """Ranges of a profiler, around each segment and around all of them if there are several."""
-
-    def __init__(self, around_named: Callable[[str], AbstractContextManager[Any]]) -> None:
-        self._around_named = around_named
-
-    def around(self, sequence: Observed, place: int | None) -> AbstractContextManager[Any]:
-        if place is None and len(sequence.labels) == 1:  # that of the segment has the same name
-            return nullcontext()
-        return self._around_named(sequence.label if place is None else sequence.labels[place])
+    return around
 
 
 @contextmanager
@@ -134,5 +117,5 @@ def tracing_ranges(
         finally:
             pop()
 
-    with observing(_Ranges(pushed)):
+    with observing(_named_ranges(pushed)):
         yield

@@ -2,9 +2,9 @@
 
 FULL capture, capture of FX pieces and breakable capture all end here; they differ in who makes the
 breaks. A replay is one loop over steps without arguments: a graph's ``replay``, or a function with
-everything bound that it was called with. :meth:`GraphSequence.replay` is the only way to replay:
-stream order, poison, the copies of inputs, observers and the count are written there, once;
-:data:`REPLAY_OF_ONE` is the same of a single graph as text. Where each value of a step comes from:
+all arguments bound. :meth:`GraphSequence.replay` is the only way to replay: stream order, poison,
+the copies of inputs, observers and the count are written there, once; :data:`REPLAY_OF_ONE` is the
+same of a single graph as text. Where each value of a step comes from:
 
 =============================== ============================ ============================ =========
 value                           read by a graph segment      read by an eager segment     released
@@ -47,11 +47,11 @@ from cgcompile.graphs.profiling import OBSERVERS, run_observed
 from cgcompile.torch_compat import PROFILING, is_profiling
 
 Crossing = Callable[[list[Any]], None]
-"""Called with the results of an eager segment; puts in place what the graphs after it read."""
+"""Called with the results of an eager segment; copies or checks those that graphs after it read."""
 
 
 class Slot(NamedTuple):
-    """A value of the present step: an input of this call, or what an eager segment just made."""
+    """A value of the present step: an input of this call, or a result of an eager segment."""
 
     at: int
 
@@ -63,8 +63,8 @@ class GraphSegment:
     Attributes:
         name: for messages.
         graph: the recording.
-        scalars: (buffer, source) of the 0-dim CPU tensors that it reads: each buffer is filled from
-            its source, a tensor or a slot, before a replay.
+        scalars: (buffer, source) of the 0-dim CPU tensors that it reads; a replay fills each buffer
+            from its source, a tensor or a slot.
     """
 
     name: str
@@ -86,12 +86,12 @@ class EagerSegment:
         function: what runs.
         args: its positional arguments: bound objects, or slots.
         kwargs: its keyword arguments, bound.
-        leaves: its results as a list, from what it returned.
-        originals: (item, slot) of results that are handed on as the function made them.
-        crossings: what brings results to the graphs that read them.
-        stores: (item, slot) of results that are handed on as the crossings left them.
-        tails: tensors [N, ...] of N padded rows, of which those that are not real are zeroed.
-        what: what it runs, for profilers; its name if left out.
+        leaves: returns its results as a list, from what it returned.
+        originals: (item, slot) of results that later segments read as the function returned them.
+        crossings: called in order with the results, to bring them to the graphs that read them.
+        stores: (item, slot) of results that later segments read as the crossings left them.
+        tails: tensors [N, ...] of N padded rows; the padding is zeroed.
+        what: the function's name for profilers; ``name`` if left out.
     """
 
     name: str
@@ -108,26 +108,21 @@ class EagerSegment:
     @property
     def reads(self) -> set[int]:
         """The slots that it reads."""
-        return {each.at for each in self.args if isinstance(each, Slot)}
+        return {arg.at for arg in self.args if isinstance(arg, Slot)}
 
 
 Segment = GraphSegment | EagerSegment
 
 StepObserver = Callable[[int, Callable[[], Any]], Any]
-"""Called with the index and the step of each segment; runs the step, or does its work."""
+"""Called with the index and the step of each segment; runs the step, or something in its place."""
 
 
 @dataclass(slots=True)
 class StepStats:
-    """What the replays of one recorded step come to; its capturing call is not counted.
-
-    Attributes:
-        replays: how many there were.
-        padding: rows of all of them that were padding, as far as callers passed the real ones.
-    """
+    """Counts of the replays of one recorded step, without its capturing call."""
 
     replays: int = 0
-    padding: int = 0
+    padding: int = 0  # rows of all of them, where callers passed how many are real
 
 
 # ``GraphSequence.replay`` of a sequence for which ``is_one_graph`` holds; see ``names_of_one``.
@@ -155,19 +150,18 @@ class GraphSequence:
         inputs: (slot, position) of the inputs of a call that eager segments read.
         slots: how many slots there are.
         kept: slots that are read after the replay.
-        name: of what was recorded, for profilers; may be set until a profiler reads it.
-        batch: what it was recorded for, as text, likewise.
+        name: of the captured step, for profilers; may be set until a profiler reads it.
+        batch: the captured batch as text, likewise.
         pool: the memory of the graphs; None: the caller orders streams.
-        rows: of the captured batch, padding included.
+        rows: of the captured batch, padding included; may be set.
 
     Attributes:
         segments: in order.
         positions: of the inputs of a call that it reads.
-        steps: what runs for each of them.
+        steps: functions without arguments that run the segments.
         slots: the values of the present step; empty between steps.
-        rows: as given; may be set.
-        prepare: called with the inputs before each replay, on the stream of the replay: fills
-            copies of inputs, poisons memory. None for nothing; set by what records.
+        prepare: called with the inputs before each replay, on its stream, to fill copies of inputs
+            or to poison memory; None for nothing. May be set.
         stats: counts the replays.
     """
 
@@ -189,36 +183,25 @@ class GraphSequence:
         self.stats = StepStats()
         self._pool = pool
         self._stream_key = None if pool is None else pool.device.stream_key
-        self.steps: tuple[Callable[[], Any], ...]
         self.slots: list[Any] = [None] * slots
         self._empty = [None] * slots
         self._inputs = tuple((slot.at, position) for slot, position in inputs)
         self.positions = {position for _, position in inputs}
         self._real = [0]  # how many rows are real in the present step
-        replays = [
-            each.graph.replay
-            for each in self.segments
-            if isinstance(each, GraphSegment) and not each.scalars
-        ]
-        if len(replays) == len(self.segments):  # as that of every piece
-            self.steps = self._padded_steps = tuple(replays)
-            return
         done = self._done_after({slot.at for slot in kept})
-        pairs = [*zip(self.segments, done, strict=True)]
-        self.steps = tuple([self._step(each, ends, False) for each, ends in pairs])
-        self._padded_steps = tuple(
-            [
-                self._step(each, ends, True) if isinstance(each, EagerSegment) and each.tails else s
-                for (each, ends), s in zip(pairs, self.steps, strict=True)
-            ]
-        )
+        steps, padded_steps = [], []
+        for segment, ends in zip(self.segments, done, strict=True):
+            steps.append(self._step(segment, ends, False))
+            tails = isinstance(segment, EagerSegment) and segment.tails
+            padded_steps.append(self._step(segment, ends, True) if tails else steps[-1])
+        self.steps, self._padded_steps = tuple(steps), tuple(padded_steps)
 
-    # -------------------------------------------------------------- what a user may ask
+    # -------------------------------------------------------------- what it consists of
 
     @property
     def num_graphs(self) -> int:
         """How many recordings there are."""
-        return sum(isinstance(each, GraphSegment) for each in self.segments)
+        return sum(isinstance(segment, GraphSegment) for segment in self.segments)
 
     @property
     def num_eager_breaks(self) -> int:
@@ -228,25 +211,24 @@ class GraphSequence:
     def text(self) -> str:
         """One line for each segment, in order."""
         kinds = {GraphSegment: "graph", EagerSegment: "eager"}
-        return "\n".join(f"{kinds[type(each)]} {each.name}" for each in self.segments)
+        return "\n".join(f"{kinds[type(item)]} {item.name}" for item in self.segments)
 
     @cached_property
     def label(self) -> str:
-        """What profilers call a replay of it; equal in all processes and runs of a model."""
+        """The name of a replay for profilers; equal in all processes and runs of a model."""
         return self._labelled(self.name)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """What profilers call each segment: breaks without the batch, so that they add up."""
+        """The names of segments for profilers: breaks without the batch, so that they add up."""
         if len(self.segments) == 1 and self.num_graphs:
             return (self.label,)
-        found = []
-        for place, each in enumerate(self.segments):
-            if isinstance(each, GraphSegment):
-                found.append(self._labelled(f"piece_{place}"))
-            else:
-                found.append(f"cgcompile/break_{place} {each.what or each.name}")
-        return tuple(found)
+        return tuple(
+            self._labelled(f"piece_{index}")
+            if isinstance(segment, GraphSegment)
+            else f"cgcompile/break_{index} {segment.what or segment.name}"
+            for index, segment in enumerate(self.segments)
+        )
 
     def _labelled(self, name: str) -> str:
         return f"cgcompile/{name} [{self.batch}]" if self.batch else f"cgcompile/{name}"
@@ -262,7 +244,7 @@ class GraphSequence:
         """Run all segments on the current stream, and count that. Nothing synchronises.
 
         Args:
-            inputs: what this call was given, where eager segments or :attr:`prepare` read it.
+            inputs: of this call, where eager segments or :attr:`prepare` read them.
             real: how many rows of the batch are real, if that is known.
             observer: runs each step in place of the loop; for debugging.
 
@@ -286,8 +268,8 @@ class GraphSequence:
             self._real[0], steps = real, self._padded_steps
         try:
             if observer is not None:
-                for place, step in enumerate(steps):
-                    observer(place, step)
+                for index, step in enumerate(steps):
+                    observer(index, step)
             elif is_profiling() or OBSERVERS.get():  # read once a step, not once a segment
                 run_observed(self, steps)
             else:
@@ -300,6 +282,16 @@ class GraphSequence:
         stats.padding += padding
         return slots
 
+    def run_once(self) -> None:
+        """Run all segments on the current stream, just after the capture; that is not counted."""
+        if self._pool is not None:
+            self._pool.follow_stream()
+        if is_profiling() or OBSERVERS.get():
+            run_observed(self, self.steps)
+        else:
+            for step in self.steps:
+                step()
+
     @property
     def is_one_graph(self) -> bool:
         """Whether a replay is that of one graph, with nothing to fill: :data:`REPLAY_OF_ONE`."""
@@ -307,7 +299,7 @@ class GraphSequence:
         return plain and len(self.steps) == self.num_graphs == 1
 
     def names_of_one(self) -> dict[str, Any]:
-        """What :data:`REPLAY_OF_ONE` refers to, but for the ``context`` of the call."""
+        """Return the names in :data:`REPLAY_OF_ONE`, without the ``context`` of the call."""
         return {
             "sequence": self,
             "replay": self.steps[0],
@@ -327,27 +319,27 @@ class GraphSequence:
             buffer.fill(slots[source.at] if isinstance(source, Slot) else source)
 
     def clear(self) -> None:
-        """Forget the values of the step: nothing that a caller made may be kept."""
+        """Drop the values of the step: tensors of callers must be free to die."""
         self.slots[:] = self._empty
 
     # -------------------------------------------------------------- steps
 
     def _done_after(self, kept: set[int]) -> list[list[int]]:
-        """For each segment, the slots that it is the last to use."""
+        """Return for each segment the slots that it is the last to use."""
         last: dict[int, int] = {}
-        for place, each in enumerate(self.segments):
-            made: set[int] = set()
-            if isinstance(each, EagerSegment):
-                made = {slot.at for _, slot in (*each.originals, *each.stores)}
-            last.update(dict.fromkeys(each.reads | made, place))
+        for index, segment in enumerate(self.segments):
+            used = segment.reads
+            if isinstance(segment, EagerSegment):
+                used |= {slot.at for _, slot in (*segment.originals, *segment.stores)}
+            last.update(dict.fromkeys(used, index))
         done: list[list[int]] = [[] for _ in self.segments]
-        given = {slot for slot, _ in self._inputs}
-        for slot, place in last.items():
-            if slot not in kept and slot not in given:
-                done[place].append(slot)
+        kept = kept | {slot for slot, _ in self._inputs}
+        for slot in last.keys() - kept:
+            done[last[slot]].append(slot)
         return done
 
     def _step(self, segment: Segment, done: list[int], padded: bool) -> Callable[[], Any]:
+        """Return what runs a segment, then empties the slots that no later one uses."""
         if isinstance(segment, GraphSegment):
             return self._graph_step(segment, done)
         call = self._call(segment)
@@ -358,13 +350,13 @@ class GraphSequence:
         slots, count = self.slots, self._real  # not self: a cycle lives until a collection
 
         def run() -> None:
-            made = segment.leaves(call())
+            results = segment.leaves(call())
             for item, slot in segment.originals:
-                slots[slot.at] = made[item]
+                slots[slot.at] = results[item]
             for crossing in segment.crossings:
-                crossing(made)
+                crossing(results)
             for item, slot in segment.stores:
-                slots[slot.at] = made[item]
+                slots[slot.at] = results[item]
             for tail in tails:
                 tail[count[0] :].zero_()
             for index in done:
@@ -387,28 +379,28 @@ class GraphSequence:
         return run
 
     def _call(self, segment: EagerSegment) -> Callable[[], Any]:
-        """The function of a segment with its arguments bound."""
-        slots, function = self.slots, segment.function
-        live = [(k, each.at) for k, each in enumerate(segment.args) if isinstance(each, Slot)]
-        if not live:
-            return partial(function, *segment.args, **segment.kwargs)
-        kinds = tuple([isinstance(each, Slot) for each in segment.args])
-        given = [each.at if isinstance(each, Slot) else each for each in segment.args]
+        """Return the function of a segment with its arguments bound."""
+        function, args = segment.function, segment.args
+        live = tuple([isinstance(arg, Slot) for arg in args])
+        if not any(live):
+            return partial(function, *args, **segment.kwargs)
         if segment.kwargs:
             function = partial(function, **segment.kwargs)
-        return _caller(kinds)(function, slots, *given)
+        bound = [arg.at if isinstance(arg, Slot) else arg for arg in args]
+        return _binder(live)(function, self.slots, *bound)
 
 
 @cache
-def _caller(live: tuple[bool, ...]) -> Callable[..., Callable[[], Any]]:
-    """What makes a call without arguments: ``(function, slots, *given) -> call``.
+def _binder(live: tuple[bool, ...]) -> Callable[..., Callable[[], Any]]:
+    """Return what binds arguments: ``(function, slots, *args) -> (() -> result)``.
 
-    Args:
-        live: which of the given are slots, whose values are read at each call; as text, so that
-            nothing is built, filled in and unpacked again: ``function(a0, slots[a1], a2)``.
+    ``live`` arguments are indices of slots, read at each call. Text, so that a call builds no
+    list: ``lambda: function(a0, slots[a1], a2)``.
     """
-    names = [f"a{place}" for place in range(len(live))]
-    read = [f"slots[{a}]" if each else a for a, each in zip(names, live, strict=True)]
-    text = f"lambda {', '.join(['function', 'slots', *names])}: lambda: function({', '.join(read)})"
-    made: Callable[..., Callable[[], Any]] = eval(text)
-    return made
+    names = [f"a{index}" for index in range(len(live))]
+    values = [f"slots[{a}]" if is_slot else a for a, is_slot in zip(names, live, strict=True)]
+    parameters, values_text = ", ".join(["function", "slots", *names]), ", ".join(values)
+    binder: Callable[..., Callable[[], Any]] = eval(
+        f"lambda {parameters}: lambda: function({values_text})"
+    )
+    return binder

@@ -1,4 +1,4 @@
-"""Results that raise where they are touched after a later step has overwritten their memory.
+"""Results that raise where they are read after a later step has overwritten their memory.
 
 For ``debug=True`` alone: each result gets a storage of its own over the memory of the graph, and
 before a step overwrites that memory the storage is set to raise. Views that the caller made of the
@@ -17,11 +17,7 @@ from cgcompile.graphs.arena import address
 
 
 def check_debug(debug: bool) -> None:
-    """Refuse ``debug`` where torch cannot make a storage raise.
-
-    Raises:
-        ConfigError: this build of torch cannot.
-    """
+    """Refuse ``debug`` where this build of torch cannot make a storage raise."""
     if debug and not compat.can_expire_storages():
         raise ConfigError.impossible(
             what="debug = True",
@@ -48,13 +44,10 @@ class StaleResults:
     def hand_out(
         self, leaves: Sequence[Any], owns: Callable[[int], bool], owner: Hashable, what: str
     ) -> list[Any]:
-        """Return the leaves of a result, each in overwritten memory with a storage of its own.
+        """Return the leaves of a result of step ``what``, with storages of their own.
 
-        Args:
-            leaves: of the result.
-            owns: whether memory that begins at an address is overwritten by later steps.
-            owner: whose next step overwrites them.
-            what: names the step, with its batch.
+        The next step of ``owner`` overwrites the memory at the addresses that ``owns`` accepts;
+        leaves in other memory stay as they are.
         """
         self._steps += 1
         known: dict[int, torch.UntypedStorage] = {}  # results that share memory share a storage
@@ -73,18 +66,15 @@ class StaleResults:
         return [own(item, leaf) for item, leaf in enumerate(leaves)]
 
     def expire(self, owner: Hashable, inputs: Iterable[Any] = ()) -> None:
-        """Make the results of an owner raise where they are touched.
-
-        Args:
-            owner: whose step is about to run.
-            inputs: of that step; those that are results stay readable until the next one.
-        """
+        """Make the results of an owner raise, except ``inputs`` of its step that runs next."""
         tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
-        read = {compat.storage_identity(tensor) for tensor in tensors}
+        read = {compat.storage_identity(tensor.untyped_storage()) for tensor in tensors}
         results = self._results.pop(owner, [])
-        self._results[owner] = [result for result in results if result.storage._cdata in read]
+        self._results[owner] = []
         for result in results:
-            if result.storage._cdata not in read:
+            if compat.storage_identity(result.storage) in read:
+                self._results[owner].append(result)
+            else:
                 compat.expire_storage(result.storage, result.text)
 
     def clear(self) -> None:
@@ -94,8 +84,8 @@ class StaleResults:
         self._results.clear()
 
     def origin(self, identity: int) -> int:
-        """The identity of the storage that a result was made of; ``identity`` for all else."""
+        """Return the identity of the storage that a result was made of; ``identity`` otherwise."""
         for result in chain.from_iterable(self._results.values()):
-            if result.storage._cdata == identity:
-                return int(result.origin._cdata)
+            if compat.storage_identity(result.storage) == identity:
+                return compat.storage_identity(result.origin)
         return identity

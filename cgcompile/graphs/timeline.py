@@ -1,7 +1,7 @@
 """When what was captured, how long it took and how much memory: :class:`Timeline`.
 
-Every compiled graph and every wrapper keeps one. What it learns goes into torch's structured trace
-as well, where one is written: ``TORCH_TRACE=folder``, to be read with tlparse.
+Every compiled graph and every wrapper keeps one. Captures and refusals go into torch's structured
+trace as well, where one is written: ``TORCH_TRACE=folder``, to be read with tlparse.
 """
 
 import time
@@ -33,7 +33,7 @@ class CaptureRecord:
         start: when it began, in seconds since the epoch.
         seconds: of host time that it took, the execution of the step included.
         nbytes: by which pool and buffers grew; on CUDA by which torch's allocator grew on the
-            device, whoever asked; the driver's own memory for graphs is not in it.
+            device, through any code; the driver's own memory for graphs is not in it.
         segments: what was recorded, in order, as lines of text; none where it was refused.
         why: why nothing is kept of it, or None.
     """
@@ -52,21 +52,12 @@ class CaptureRecord:
         return {**asdict(self), "mode": self.mode.name, "segments": list(self.segments)}
 
 
-class Outcome:
-    """What a capture that runs comes to; whoever captures fills it.
+@dataclass
+class CaptureOutcome:
+    """How a capture ends: the caller of :meth:`Timeline.capture` sets one of the two."""
 
-    Attributes:
-        sequence: what was recorded.
-        why: why nothing was.
-    """
-
-    def __init__(self) -> None:
-        self.sequence: GraphSequence | None = None
-        self.why: str | None = "nothing was recorded"
-
-    def done(self, sequence: GraphSequence) -> None:
-        """It is recorded."""
-        self.sequence, self.why = sequence, None
+    sequence: GraphSequence | None = None
+    why: str = "nothing was recorded"
 
 
 class Timeline:
@@ -74,18 +65,18 @@ class Timeline:
 
     def __init__(self) -> None:
         self._records: deque[CaptureRecord] = deque(maxlen=_MOST)
-        self._of: WeakKeyDictionary[GraphSequence, CaptureRecord] = WeakKeyDictionary()
+        self._by_sequence: WeakKeyDictionary[GraphSequence, CaptureRecord] = WeakKeyDictionary()
         self._refused: dict[Reason, str] = {}
         self._compile_id = compat.current_compile_id()
 
     @property
     def records(self) -> tuple[CaptureRecord, ...]:
-        """What was captured, or refused, so far."""
+        """The captures so far, those that were refused too."""
         return tuple(self._records)
 
     def record_of(self, sequence: GraphSequence) -> CaptureRecord | None:
-        """The capture that made a recorded step; None if it was none of these."""
-        return self._of.get(sequence)
+        """Return the capture that made a sequence; None if it was none of these."""
+        return self._by_sequence.get(sequence)
 
     @contextmanager
     def capture(
@@ -95,17 +86,9 @@ class Timeline:
         mode: CUDAGraphMode,
         batch: BatchDescriptor,
         before: int | None = None,
-    ) -> Iterator[Outcome]:
-        """Around one capture and the execution that it is; what is raised inside is noted.
-
-        Args:
-            pool: where memory comes from.
-            name: of what is captured.
-            mode: PIECEWISE or FULL.
-            batch: what it is captured for.
-            before: ``pool.reserved`` before anything was made for it; now, if left out.
-        """
-        outcome = Outcome()
+    ) -> Iterator[CaptureOutcome]:
+        """Record the capture inside; ``before``: ``pool.reserved`` ahead of it, if not as now."""
+        outcome = CaptureOutcome()
         before = pool.reserved if before is None else before
         start, begun = time.time(), time.perf_counter()
         try:
@@ -115,26 +98,26 @@ class Timeline:
             raise
         finally:
             seconds = time.perf_counter() - begun
-            text = "" if outcome.sequence is None else outcome.sequence.text()
-            grown = pool.reserved - before
-            found = (name, mode, str(batch), start, seconds, grown)
-            record = CaptureRecord(*found, tuple(text.splitlines()), outcome.why)
+            sequence = outcome.sequence
+            text = "" if sequence is None else sequence.text()
+            grown, why = pool.reserved - before, outcome.why if sequence is None else None
+            lines = tuple(text.splitlines())
+            record = CaptureRecord(name, mode, str(batch), start, seconds, grown, lines, why)
             self._records.append(record)
-            if outcome.sequence is not None:
-                self._of[outcome.sequence] = record
             compat.trace_artifact("cgcompile_capture", record.to_dict, self._compile_id)
-            if text:
+            if sequence is not None:
+                self._by_sequence[sequence] = record
                 compat.trace_artifact("cgcompile_sequence", lambda: text, self._compile_id)
 
     def plain(self, why: Fallback) -> None:
-        """A step ran without a graph; its forward context, if a caller has set one, learns why."""
+        """Note a step without a graph; its forward context, if a caller has set one, gets why."""
         context = callers_context()
         if context is not None:
             context.ran_plain = why
         self.refused(why)
 
     def refused(self, why: Fallback) -> None:
-        """A step runs without a graph, or with a lesser one; told once for each detail."""
+        """Trace why a step has no graph, or a lesser one; once for each detail."""
         if self._refused.get(why.reason) == why.detail:
             return
         self._refused[why.reason] = why.detail

@@ -46,7 +46,7 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.passes.printer import GraphText, Unnameable
-from cgcompile.passes.split import Piece, SplitGraph
+from cgcompile.passes.split import SplitGraph
 from cgcompile.version import __version__
 
 log = logging.getLogger(__name__)
@@ -73,22 +73,21 @@ def split_data(split: SplitGraph) -> dict[str, Any]:
         "sizes": {name: str(dim) for name, dim in split.symbols.dims.items()},
         "crossing_bytes": split.symbols.pretty(split.crossing_bytes()),
         "graph_break": split.graph_break,
-        "pieces": [_piece_data(piece) for piece in split.pieces],
-    }
-
-
-def _piece_data(piece: Piece) -> dict[str, Any]:
-    return {
-        "name": piece.name,
-        "captured": piece.capture,
-        "compiled": piece.compiled,
-        "same_as": f"piece_{piece.same_as}",
-        "support": piece.support.name,
-        "num_ops": piece.num_ops,
-        "why": [{"reason": why.reason.value, "detail": why.detail} for why in piece.why],
-        "lines": [{"where": where, "code": code} for where, code in piece.lines],
-        "inputs": list(piece.inputs),
-        "outputs": list(piece.outputs),
+        "pieces": [
+            {
+                "name": piece.name,
+                "captured": piece.capture,
+                "compiled": piece.compiled,
+                "same_as": f"piece_{piece.same_as}",
+                "support": piece.support.name,
+                "num_ops": piece.num_ops,
+                "why": [{"reason": why.reason.value, "detail": why.detail} for why in piece.why],
+                "lines": [{"where": where, "code": code} for where, code in piece.lines],
+                "inputs": list(piece.inputs),
+                "outputs": list(piece.outputs),
+            }
+            for piece in split.pieces
+        ],
     }
 
 
@@ -182,8 +181,10 @@ class _Untrusted(Exception):
     """The reason why a folder or file is not used; never reaches a caller of cgcompile."""
 
 
-def _require_trusted(status: os.stat_result) -> None:
-    """Refuse what other users own or may write; see Note [Trust in a folder]."""
+def _require_trusted(status: os.stat_result, file: bool = False) -> None:
+    """Refuse what others own or may write, and files that are odd; see Note [Trust in a folder]."""
+    if file and not stat.S_ISREG(status.st_mode):
+        raise _Untrusted("it is no regular file")
     if status.st_uid not in (os.geteuid(), 0):
         raise _Untrusted(
             f"it is owned by user {status.st_uid}; expected user {os.geteuid()} or root: "
@@ -193,40 +194,20 @@ def _require_trusted(status: os.stat_result) -> None:
     if shared and not stat.S_ISLNK(status.st_mode):  # the mode of a link means nothing
         mode = stat.S_IMODE(status.st_mode)
         raise _Untrusted(f"group or others may write to it (mode {mode:04o}): chmod go-w")
-
-
-def _require_trusted_file(name: str, status: os.stat_result) -> None:
-    """As :func:`_require_trusted`, of a file, which must be a regular one of bounded size."""
-    try:
-        if not stat.S_ISREG(status.st_mode):
-            raise _Untrusted("it is no regular file")
-        _require_trusted(status)
-        if status.st_size > LARGEST:
-            raise _Untrusted(f"it has {status.st_size} bytes, more than {LARGEST}")
-    except _Untrusted as reason:
-        raise _Untrusted(f"{name}: {reason}") from None
+    if file and status.st_size > LARGEST:
+        raise _Untrusted(f"it has {status.st_size} bytes, more than {LARGEST}")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The content of one file.
+    """The content of one file."""
 
-    Attributes:
-        kind: what the payload is, such as ``"piece"``.
-        key: the cache key.
-        facts: every part of the key, by name.
-        notes: what else is known: the source line, the seconds it took, its guards.
-        created: when it was written, in seconds since the epoch.
-        size: bytes on disk.
-        payload: the artifact.
-    """
-
-    kind: str
+    kind: str  # of the payload, such as "piece"
     key: str
-    facts: Mapping[str, str]
-    notes: Mapping[str, str]
-    created: float
-    size: int
+    facts: Mapping[str, str]  # every part of the key, by name
+    notes: Mapping[str, str]  # the source line, the seconds of the compilation, the guards
+    created: float  # seconds since the epoch
+    size: int  # bytes on disk
     payload: bytes = field(repr=False)
 
 
@@ -239,16 +220,15 @@ class Store:
 
     def entry(self, kind: str, key: str) -> Entry | None:
         """Return the entry with a key; None if there is none, or it is damaged or untrusted."""
-        path, entry = self._path(kind, key), None
         with self._failures_logged("cannot be read ({})"), suppress(FileNotFoundError):
             try:
-                parsed = _parsed(self._read(path.name))
-                if (parsed.kind, parsed.key) != (kind, key):
-                    raise ValueError("it is another entry")
-                entry = parsed
+                entry = _parsed(self._read(self._path(kind, key).name))
+                if (entry.kind, entry.key) == (kind, key):
+                    return entry
+                self.discard(kind, key, "it is another entry")
             except ValueError as error:
                 self.discard(kind, key, str(error))
-        return entry
+        return None
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -277,9 +257,11 @@ class Store:
                 raise
             try:
                 status = os.fstat(descriptor)
-                _require_trusted_file(name, status)
+                _require_trusted(status, file=True)
                 with open(descriptor, "rb", closefd=False) as file:
                     return file.read(status.st_size)
+            except _Untrusted as reason:
+                raise _Untrusted(f"{name}: {reason}") from None
             finally:
                 os.close(descriptor)
 
@@ -455,22 +437,15 @@ COMPILED, LOADED, SHARED, FAILED = "compiled", "loaded", "shared", "failed"
 
 @dataclass(frozen=True)
 class PieceOrigin:
-    """Where the code of one distinct piece came from.
-
-    Attributes:
-        piece: its name in the split.
-        how: ``"compiled"`` now, ``"loaded"`` from disk, ``"shared"`` with an equal piece that this
-            backend has, or ``"failed"``: it runs uncompiled.
-        seconds: what that took.
-        key: its cache key; None if it has none.
-        uncached: why it was not kept for other processes; None if it was, or is there.
-    """
+    """Where the code of one distinct piece came from."""
 
     piece: str
-    how: str
+    how: (
+        str  # COMPILED, LOADED from disk, SHARED with an equal piece, or FAILED: it runs uncompiled
+    )
     seconds: float
-    key: str | None
-    uncached: str | None
+    key: str | None  # None if the piece has none
+    uncached: str | None  # why it is not kept for other processes; None if it is
 
     def __str__(self) -> str:
         text = f"{self.piece}  {self.how:8}  {self.seconds:.3f} s"
@@ -479,12 +454,7 @@ class PieceOrigin:
 
 @dataclass(frozen=True)
 class Compilation:
-    """The record of compiling the pieces of one graph; ``print`` it.
-
-    Attributes:
-        pieces: one row per compiled distinct piece, in order.
-        seconds: all of it.
-    """
+    """The record of compiling the distinct pieces of one graph, in order; ``print`` it."""
 
     pieces: tuple[PieceOrigin, ...]
     seconds: float
@@ -501,7 +471,7 @@ class Compilation:
 
     @property
     def shared(self) -> int:
-        """The number of pieces that use what the backend had for an equal piece."""
+        """The number of pieces that share the artifact of an equal piece."""
         return self._count(SHARED)
 
     @property
@@ -512,10 +482,10 @@ class Compilation:
     @property
     def uncached(self) -> dict[str, str]:
         """Piece -> why it was not kept on disk."""
-        return {each.piece: each.uncached for each in self.pieces if each.uncached is not None}
+        return {piece.piece: piece.uncached for piece in self.pieces if piece.uncached is not None}
 
     def _count(self, how: str) -> int:
-        return sum(each.how == how for each in self.pieces)
+        return sum(piece.how == how for piece in self.pieces)
 
     def __str__(self) -> str:
         head = (
@@ -543,15 +513,11 @@ class PieceCache:
         self.store = None if folder is None else Store(folder)
         self._live: dict[str, tuple[weakref.ref[Any], str]] = {}
 
-    def find(self, key: str, guards: compat.SizeGuards) -> Runnable | None:
-        """Return what was compiled under a key, if it is still in use and its guards hold."""
-        reference, text = self._live.get(key, (None, ""))
+    def live(self, key: str) -> tuple[Runnable, str] | None:
+        """Return the artifact of a key and its guards, if it is in use."""
+        reference, guards = self._live.get(key, (None, ""))
         run = None if reference is None else reference()
-        return run if run is not None and guards.hold(text) else None
-
-    def has(self, key: str) -> bool:
-        """Return whether what was compiled under a key is still in use."""
-        return key in self._live and self._live[key][0]() is not None
+        return None if run is None else (run, guards)
 
     def remember(self, key: str, run: Runnable, guards: str) -> None:
         """Let equal pieces share ``run`` while it is in use."""
@@ -611,14 +577,7 @@ class Compiling:
     def make(
         self, module: fx.GraphModule, fake_inputs: Sequence[Any], piece: str, where: str
     ) -> Runnable:
-        """Return the compiled form of one piece, which other pieces may share.
-
-        Args:
-            module: the piece; it is not changed.
-            fake_inputs: the values that it was traced with.
-            piece: its name, for the record.
-            where: the user's line, for the record.
-        """
+        """Return the compiled form of a piece; its name and source line are for the record."""
         began = time.perf_counter()
         facts, unnamed = self._facts_of(module, fake_inputs)
         guards = compat.SizeGuards(fake_inputs)
@@ -677,35 +636,39 @@ class Compiling:
         for variant in range(_VARIANTS):
             facts["variant"] = str(variant)
             key = key_of(facts)
-            run = self._cache.find(key, guards)
-            if run is not None:
-                return key, run, SHARED
-            run, exists = self._load(key, guards)
+            live = self._cache.live(key)
+            if live is not None:
+                if guards.hold(live[1]):
+                    return key, live[0], SHARED
+                continue
+            entry = self._entry(key)
+            if entry is None:
+                break
+            run, usable = self._load(entry, guards)
             if run is not None:
                 return key, run, LOADED
-            if not exists and not self._cache.has(key):
+            if not usable:
                 break
         return key, None, ""
 
-    def _load(self, key: str, guards: compat.SizeGuards) -> tuple[Runnable | None, bool]:
-        """Return the artifact on disk if its guards hold, and whether there is one at all."""
-        store = self._cache.store
-        if store is None or self._why_not_saved is not None:
-            return None, False
-        entry = store.entry(KIND, key)
-        if entry is None:
-            return None, False
+    def _entry(self, key: str) -> Entry | None:
+        if self._cache.store is None or self._why_not_saved is not None:
+            return None
+        return self._cache.store.entry(KIND, key)
+
+    def _load(self, entry: Entry, guards: compat.SizeGuards) -> tuple[Runnable | None, bool]:
+        """Return the artifact of an entry if its guards hold, and whether the entry is usable."""
         text = entry.notes.get("guards", "")
         try:
             if not guards.hold(text):
                 return None, True
             run = self._attempt(lambda: compat.load_artifact(entry.payload, self._patches))
         except Exception as error:  # the content of a file can raise anything
-            if not compat.is_disk_error(error):
+            if self._cache.store is not None and not compat.is_disk_error(error):
                 reason = f"torch cannot load it ({type(error).__name__}: {error})"
-                store.discard(KIND, key, reason)
+                self._cache.store.discard(KIND, entry.key, reason)
             return None, False
-        self._cache.remember(key, run, text)
+        self._cache.remember(entry.key, run, text)
         return run, True
 
     def _keep(

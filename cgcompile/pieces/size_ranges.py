@@ -12,10 +12,11 @@ a capture the artifact is selected once, so a replay pays nothing for it.
 """
 
 import logging
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -59,10 +60,7 @@ def ranges_between(endpoints: Sequence[int]) -> tuple[SizeRange, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One artifact to compile.
-
-    Without ``sizes`` it is for all sizes, ``module`` is that of the piece, and there is no more.
-    """
+    """One artifact to compile; without ``sizes`` for all sizes, from the module of the piece."""
 
     piece: Piece
     module: fx.GraphModule  # its inputs carry the fake values to compile with
@@ -120,7 +118,7 @@ class Variants:
         variants = [variant for variant in sizes if variant is not None]
         single = {variant.sizes for variant in variants}
         ranges = [self._variant(piece, symbol, readers, span) for span in self._ranges]
-        rest = [each for each in ranges if each is not None and each.sizes not in single]
+        rest = [span for span in ranges if span is not None and span.sizes not in single]
         return [*variants, *(rest or [whole])]
 
     def _variant(
@@ -230,7 +228,7 @@ def reader(inputs: Sequence[Any], symbol: sympy.Symbol) -> Reader | None:
     sizes: list[tuple[Any, Reader]] = [(size, itemgetter(k)) for k, size in enumerate(inputs)]
     for k, tensor in enumerate(inputs):
         if isinstance(tensor, torch.Tensor):
-            sizes += [(size, _size_of(k, dim)) for dim, size in enumerate(tensor.shape)]
+            sizes += [(size, partial(_size, k, dim)) for dim, size in enumerate(tensor.shape)]
     derived = None
     for size, read in sizes:
         if not isinstance(size, torch.SymInt):
@@ -243,16 +241,15 @@ def reader(inputs: Sequence[Any], symbol: sympy.Symbol) -> Reader | None:
     return derived
 
 
-def _size_of(position: int, dim: int) -> Reader:
-    return lambda inputs: int(inputs[position].shape[dim])
+def _size(position: int, dim: int, inputs: Sequence[Any]) -> int:
+    return int(inputs[position].shape[dim])
 
 
 def _inverted(expression: sympy.Expr, symbol: sympy.Symbol, read: Reader) -> Reader | None:
     """Return how to compute ``symbol`` from the value of ``factor * symbol + offset``."""
     factor, offset = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
-    if not (factor.is_Integer and offset.is_Integer and factor != 0):
-        return None
-    if sympy.expand(factor * symbol + offset - expression) != 0:
+    linear = factor.is_Integer and offset.is_Integer and factor != 0
+    if not linear or sympy.expand(factor * symbol + offset - expression) != 0:
         return None
     by, less = int(factor), int(offset)
     return lambda inputs: (read(inputs) - less) // by
@@ -289,36 +286,24 @@ class Ranged:
         rest: Runnable,
         rest_is: str,
     ) -> None:
+        self._name, self._dim, self._read = name, dim, read
+        self._rest, self._rest_is = rest, rest_is
         single = [entry for entry in artifacts if entry.sizes.first == entry.sizes.last]
         ranges = [entry for entry in artifacts if entry.sizes.first != entry.sizes.last]
-        self._single: dict[int, list[Artifact]] = {}  # a range may be of one size, too
+        self._single: dict[int, list[Artifact]] = {}  # a range may have one size, too
         for entry in single:
             self._single.setdefault(entry.sizes.first, []).append(entry)
         self._ranges = sorted(ranges, key=lambda entry: entry.sizes.first)
-        self._firsts = [entry.sizes.first for entry in self._ranges]
-        self.artifacts = (*single, *self._ranges)  # in order
-        self._name = name
-        self._dim = dim
-        self._read = read
-        self._rest = rest
-        self._rest_is = rest_is
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        for artifact in self.serving(self._read(inputs)):
-            if artifact.holds is None or artifact.holds(inputs):
+        size = self._read(inputs)
+        for artifact in [*self._single.get(size, []), *self._ranges]:
+            if size in artifact.sizes and (artifact.holds is None or artifact.holds(inputs)):
                 return artifact.run(*inputs)
         return self._rest(*inputs)
 
-    def serving(self, size: int) -> Iterator[Artifact]:
-        """Yield the artifacts for a size, the narrowest first."""
-        yield from self._single.get(size, ())
-        position = bisect_right(self._firsts, size) - 1
-        if position >= 0 and size in self._ranges[position].sizes:
-            yield self._ranges[position]
-
-    def text(self) -> str:
-        """Return a line for each artifact, in the order in which they are tried."""
-        rows = [f"  {each}" for each in self.artifacts]
+    def __str__(self) -> str:
+        rows = [f"  {entry}" for entry in (*chain(*self._single.values()), *self._ranges)]
         return "\n".join([f"{self._name} by {self._dim}", *rows, f"  otherwise {self._rest_is}"])
 
 
@@ -328,7 +313,7 @@ def artifacts_text(split: SplitGraph, runnables: Sequence[Runnable]) -> str:
     for piece in split.distinct:
         run = runnables[piece.index]
         if isinstance(run, Ranged):
-            rows.append(run.text())
+            rows.append(str(run))
         elif piece.compiled:
             rows.append(f"{piece.name}\n  one artifact for all sizes")
     return "\n".join(rows)

@@ -14,13 +14,14 @@ memory can be reused, and has pieces and constants as globals. For example::
 """
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.passes import split_graph
@@ -136,16 +137,9 @@ def _statement(opening: str, listed: str, closing: str, indent: int) -> list[str
     if len(opening) + len(listed) + len(closing) <= _WIDTH:
         return [opening + listed + closing]
     outer = " " * (len(opening) - len(opening.lstrip()))
-    inner = outer + "    "
-    body = textwrap.wrap(
-        listed,
-        _WIDTH,
-        initial_indent=inner,
-        subsequent_indent=inner,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [opening, *body, outer + closing]
+    width = _WIDTH - len(outer) - 4
+    body = textwrap.wrap(listed, width, break_long_words=False, break_on_hyphens=False)
+    return [opening, *(f"{outer}    {line}" for line in body), outer + closing]
 
 
 def _last_uses(split: SplitGraph, calls: list[Piece]) -> dict[str, int]:
@@ -156,17 +150,8 @@ def _last_uses(split: SplitGraph, calls: list[Piece]) -> dict[str, int]:
         for name in (*piece.inputs, *piece.outputs):
             if name in outputs:
                 last[name] = position
-    returned = set(_returned(split.result))
+    returned = {item.name for item in compat.tree_leaves(split.result) if isinstance(item, Ref)}
     return {name: position for name, position in last.items() if name not in returned}
-
-
-def _returned(result: Any) -> Iterator[str]:
-    """Yield the names of the values that the caller gets."""
-    if isinstance(result, Ref):
-        yield result.name
-    elif isinstance(result, tuple):
-        for item in result:
-            yield from _returned(item)
 
 
 def _expression(item: Any) -> str:

@@ -1,17 +1,9 @@
-"""Notice a result that comes back as an input, larger: every step then has a new shape.
+"""Whether a step may have a graph, of which mode, and under which key: :class:`Dispatch`.
 
-That is what a key-value cache does that is extended by ``torch.cat``. Capturing it would record one
-graph a step and replay none.
-
-Steps without a forward context: which graph serves them, by what they are given.
-
-There is one contract for all steps, a batch descriptor in a forward context, so one is made
-from the concrete sizes. Shapes are not known beforehand, so their number is bounded.
-
-Whether a step may have a graph, and of which kind: :class:`Admission`.
-
-Everything that can be said of a call before anything runs, apart from what its graphs demand of
-the inputs. The rule: a no is a :class:`~cgcompile.reasons.Fallback`.
+It decides everything that is known of a call before anything runs, apart from the guards of
+recordings. Without a forward context, a step gets a synthetic batch descriptor from its concrete
+sizes. Shapes are not known beforehand, so their number is bounded. The rule: a refusal is a
+:class:`~cgcompile.reasons.Fallback`.
 """
 
 import logging
@@ -26,31 +18,65 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import BatchDescriptor, ForwardContext
 from cgcompile.descriptor import allows_full
 from cgcompile.errors import DispatchError
-from cgcompile.graphs.wrapper import why_never_captured, why_not_captured_yet, why_not_in
-from cgcompile.modes import AttentionCGSupport
+from cgcompile.graphs.capture import why_never_captured, why_not_captured_yet, why_not_in
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
-from cgcompile.passes.split import SplitGraph, Value
+from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import VARYING, Fallback, Ledger, Reason, varying_number
 from cgcompile.runtime.inputs import Roles, full_support
 from cgcompile.runtime.recording import Batch
-from cgcompile.runtime.weight_sets import MOVED, Binding, Bindings, picker
+from cgcompile.runtime.weight_sets import MOVED, WeightSet, WeightSets, picker
+
+log = logging.getLogger(__name__)
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+_MOVING = 64  # weight sets that were seen and never captured, before that is a fallback
+
+
+def auto_mode(split: SplitGraph, wanted: CUDAGraphMode) -> CUDAGraphMode:
+    """Return the runtime mode of steps without a forward context; NONE if the settings leave none.
+
+    FULL where every boundary allows it for any batch and no number is read by boundaries alone:
+    such a number may change at each step, and a piecewise step takes it as it comes.
+    """
+    piecewise = wanted.has_mode(PIECEWISE) and any(piece.capture for piece in split.pieces)
+    full = wanted.has_mode(FULL) and allows_full(full_support(split), None)
+    if full and piecewise:
+        live = set(Roles.of(split, FULL).numbers) - set(Roles.of(split, PIECEWISE).numbers)
+        used = {name for piece in split.pieces for name in piece.inputs}
+        full = not any(split.inputs[position].name in used for position in live)
+    if full:
+        return FULL
+    return PIECEWISE if piecewise else NONE
 
 
 class Growth:
-    """Watches the results of plain steps of one split graph."""
+    """Notices a result that comes back as an input, larger: every step then has a new shape.
+
+    A key-value cache that is extended by ``torch.cat`` does that. Capturing it would record one
+    graph a step and replay none.
+    """
 
     def __init__(self, split: SplitGraph) -> None:
         self._inputs = split.inputs
-        self._grows = list(_growing(split))
-        self._last: list[tuple[int, torch.Size]] = []  # what came out longer, by input
+        results = split.result if isinstance(split.result, tuple) else ()
+        self._grows = [  # (input, item of the result)
+            (position, item)
+            for position, value in enumerate(split.inputs)
+            if isinstance(value.meta, torch.Tensor) and not value.static
+            for item, ref in enumerate(results)
+            if (result := split.values.get(getattr(ref, "name", ""))) is not None
+            and _is_longer(split, value.meta, result.meta)
+        ]
+        self._last: list[tuple[int, torch.Size]] = []  # the shapes of the last results, by input
 
     def remember(self, result: Any) -> None:
-        """Note the shapes of what the step returned, for the next call."""
+        """Note the shapes of a result, for the next call."""
         if self._grows:
             self._last = [(position, result[item].shape) for position, item in self._grows]
 
-    def why(self, inputs: Sequence[Any]) -> Fallback | None:
-        """Why a step should not be captured: the last result came back; else None."""
+    def why_not(self, inputs: Sequence[Any]) -> Fallback | None:
+        """Return why a step should not be captured: the last result came back."""
         for position, shape in self._last:
             if inputs[position].shape == shape:
                 value = self._inputs[position]
@@ -63,219 +89,113 @@ class Growth:
         return None
 
 
-def _growing(split: SplitGraph) -> list[tuple[int, int]]:
-    """(input, item of the result) where the result is the input made longer in one dimension."""
-    found = []
-    items = split.result if isinstance(split.result, tuple) else ()
-    for position, value in enumerate(split.inputs):
-        if not isinstance(value.meta, torch.Tensor) or value.static:
-            continue
-        for item, ref in enumerate(items):
-            made = split.values.get(getattr(ref, "name", ""))
-            if made is not None and _is_longer(split, value.meta, made.meta):
-                found.append((position, item))
-    return found
-
-
 def _is_longer(split: SplitGraph, before: torch.Tensor, after: object) -> bool:
+    """Return whether a result is an input made longer in one dimension."""
     if not isinstance(after, torch.Tensor) or before.dim() != after.dim():
-        return False
-    if before.dtype != after.dtype:
         return False
     number = split.symbols.number
     differences = [number(b) - number(a) for a, b in zip(before.shape, after.shape, strict=True)]
     changed = [difference for difference in differences if difference != 0]
-    return len(changed) == 1 and bool(changed[0].is_positive)
+    return before.dtype is after.dtype and len(changed) == 1 and bool(changed[0].is_positive)
 
 
-class AutoDispatch:
-    """What one compiled graph does without a forward context.
-
-    Args:
-        split: the split graph.
-        config: the settings.
-        wanted: the CUDA graph mode of the settings.
-
-    Attributes:
-        mode: the runtime mode of all its steps; NONE if the settings leave none.
-        written: positions of the inputs that are bound by address.
-        growth: watches for results that come back larger.
-    """
-
-    def __init__(self, split: SplitGraph, config: CompilationConfig, wanted: CUDAGraphMode) -> None:
-        self.growth = Growth(split)
-        self._split = split
-        self._config = config
-        self._rows = _rows(split, config)
-        self._read = Roles.of(split, CUDAGraphMode.FULL).read
-        self._first = auto_mode(split, wanted)
-        self.use(self._first)
-
-    def reset(self) -> None:
-        """Take the mode of the beginning again: all graphs have been dropped."""
-        self.use(self._first)
-
-    def use(self, mode: CUDAGraphMode) -> None:
-        """Take ``mode`` from now on."""
-        self.mode = mode
-        none = mode is CUDAGraphMode.NONE
-        roles = Roles.of(self._split, CUDAGraphMode.FULL if none else mode)
-        self._numbers = picker(roles.numbers)
-        self.written = roles.written
-
-    def key(self, inputs: tuple[Any, ...]) -> Hashable:
-        """What tells the steps of one set of weights apart: the numbers that graphs read."""
-        return self._numbers(inputs)
-
-    def descriptor(self, inputs: tuple[Any, ...]) -> BatchDescriptor:
-        """The descriptor of a step, from its concrete sizes."""
-        rows = 0
-        if self._rows is not None:
-            rows = inputs[self._rows]
-        elif self._read:
-            shape = inputs[self._read[0]].shape
-            rows = shape[0] if shape else 0
-        return BatchDescriptor(num_tokens=max(rows, 0), extra=("auto", self.key(inputs)))
-
-    def why_still_warming(self, binding: Binding, warming: Fallback) -> Fallback:
-        """What to say of a first call of a shape: ``warming``, or that shapes never come again."""
-        once = len(binding.seen) - binding.captured
-        if once <= 2 * self._config.max_captured_shapes:
-            return warming
-        detail = (
-            f"{once} shapes were seen once: a number changes at every call, or sizes never repeat"
-        )
-        return Fallback(Reason.TOO_MANY_SHAPES, detail)
-
-    def why_not(self, binding: Binding, inputs: tuple[Any, ...]) -> Fallback | None:
-        """Why a shape that is not recorded will not be; None if it may be."""
-        if self.mode is CUDAGraphMode.NONE:
-            support = full_support(self._split).name
-            detail = f"a boundary supports {support} only, and no piece may be captured"
-            return Fallback(Reason.ATTENTION_SUPPORT, detail)
-        sizes = self._config.cudagraph_capture_sizes
-        if sizes is not None and self._rows is not None and inputs[self._rows] not in sizes:
-            detail = f"{inputs[self._rows]} is not in cudagraph_capture_sizes"
-            return Fallback(Reason.UNLISTED_SIZE, detail)
-        grown = self.growth.why(inputs)
-        if grown is not None:
-            return grown
-        if binding.captured >= self._config.max_captured_shapes:
-            detail = (
-                f"{binding.captured} shapes are captured (max_captured_shapes). Pad to fewer "
-                "shapes, or keep what grows in a buffer of fixed size"
-            )
-            return Fallback(Reason.TOO_MANY_SHAPES, detail)
-        return None
-
-
-def auto_mode(split: SplitGraph, wanted: CUDAGraphMode) -> CUDAGraphMode:
-    """The runtime mode of steps without a forward context; NONE if the settings leave none.
-
-    FULL where every boundary allows it for any batch and no number is read by boundaries alone:
-    such a number may change at each step, and a piecewise step takes it as it comes.
-    """
-    piecewise = wanted.has_mode(CUDAGraphMode.PIECEWISE)
-    full = wanted.has_mode(CUDAGraphMode.FULL) and allows_full(full_support(split), None)
-    captured = any(piece.capture for piece in split.pieces)
-    if full and piecewise and captured:
-        numbers = Roles.of(split, CUDAGraphMode.FULL).numbers
-        live = set(numbers) - set(Roles.of(split, CUDAGraphMode.PIECEWISE).numbers)
-        used = {name for piece in split.pieces for name in piece.inputs}
-        full = not any(split.inputs[position].name in used for position in live)
-    if full:
-        return CUDAGraphMode.FULL
-    return CUDAGraphMode.PIECEWISE if piecewise and captured else CUDAGraphMode.NONE
-
-
-def _rows(split: SplitGraph, config: CompilationConfig) -> int | None:
-    """The position of the number that counts the rows of a batch; None for a static graph."""
-    dims = split.symbols.dims
-    names = [name for name, dim in dims.items() if config.capture_dim in (None, dim)]
-    places = [p for p, each in enumerate(split.inputs) if each.name in names[:1]]
-    return places[0] if places else None
-
-
-log = logging.getLogger(__name__)
-
-FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
-
-_MOVING = 64  # bindings that were seen and never captured, before that is called a reason
-
-
-class Admission:
-    """Decides for one compiled graph.
-
-    Args:
-        config: the settings.
-        support: how far the whole step can go into a FULL graph.
-        roles: what the inputs are for, by runtime mode.
-        auto: what happens without a forward context.
-        inputs: of the graph.
-        bindings: the sets of weights that were seen.
-        ledger: where lesser modes are counted.
-
-    Attributes:
-        closed: whether captures have ended.
-    """
+class Dispatch:
+    """Dispatches the calls of one compiled graph, which has the ``roles`` by runtime mode."""
 
     def __init__(
         self,
+        split: SplitGraph,
         config: CompilationConfig,
-        support: AttentionCGSupport,
         roles: Mapping[CUDAGraphMode, Roles],
-        auto: AutoDispatch,
-        inputs: Sequence[Value],
-        bindings: Bindings,
         ledger: Ledger,
     ) -> None:
-        assert config.cudagraph_mode is not None
-        self.closed = False
-        self._config = config
-        self._wanted = config.cudagraph_mode
-        self._served = (self._wanted.decode_mode(), self._wanted.mixed_mode())
-        self._support = support
-        self._roles = roles
-        self._auto = auto
-        self._inputs = inputs
-        sizes = symbols_of([tensors(value.meta) for value in inputs])
+        wanted = config.cudagraph_mode
+        assert wanted is not None
+        self.closed = False  # whether captures have ended
+        self.growth = Growth(split)
+        self._config, self._roles, self._ledger = config, roles, ledger
+        self._inputs = split.inputs
+        self._support = full_support(split)
+        self._served = (wanted.decode_mode(), wanted.mixed_mode())
+        captured = any(piece.capture for piece in split.pieces)
+        self.has_pieces = captured and wanted.has_mode(PIECEWISE)
+        sizes = symbols_of([tensors(value.meta) for value in split.inputs])
         self._arguments = frozenset(  # numbers that are no sizes of tensors
             position
-            for position, value in enumerate(inputs)
+            for position, value in enumerate(split.inputs)
             if is_symbolic_number(value.meta) and sizes.isdisjoint(symbols_of(value.meta))
         )
-        self._bindings = bindings
-        self._ledger = ledger
+        dims = split.symbols.dims.items()
+        rows = [name for name, dim in dims if config.capture_dim in (None, dim)][:1]
+        positions = (p for p, value in enumerate(split.inputs) if value.name in rows)
+        self._rows = next(positions, None)  # of the number that counts the rows of a batch
+        self._auto_mode = auto_mode(split, wanted)
+        self.reset()
 
-    def mode_for(self, context: ForwardContext) -> CUDAGraphMode | Fallback:
-        """The mode of a step under a forward context, or why it has none."""
+    def reset(self) -> None:
+        """Return to the initial mode of steps without a context: all graphs have been dropped."""
+        self.use(self._auto_mode)
+
+    def use(self, mode: CUDAGraphMode) -> None:
+        """Set the mode of all steps without a forward context."""
+        self.mode = mode
+        roles = self._roles[FULL if mode is NONE else mode]
+        self._numbers = picker(roles.numbers)
+        self.mutated = roles.mutated  # inputs of these steps that are bound by address
+
+    # -------------------------------------------------------------- the mode and the key
+
+    def mode_for(self, context: ForwardContext | None) -> CUDAGraphMode | Fallback:
+        """Return the mode of a step, or why it has none."""
+        if context is None:
+            return self.mode
         mode = context.cudagraph_runtime_mode
         if mode is NONE or mode not in self._served or context.batch_descriptor is None:
-            why = why_not_in(context, self._served, "the compiled model")
-            assert why is not None
-            return why
+            fallback = why_not_in(context, self._served, "the compiled model")
+            assert fallback is not None
+            return fallback
         if mode is FULL and not allows_full(self._support, context.batch_descriptor):
             detail = (
                 f"a boundary supports {self._support.name} only, not {context.batch_descriptor}"
             )
-            why = Fallback(Reason.ATTENTION_SUPPORT, detail)
+            fallback = Fallback(Reason.ATTENTION_SUPPORT, detail)
             if self._config.strict or PIECEWISE not in self._served:
-                return why
-            self._ledger.degraded(why)
+                return fallback
+            self._ledger.degraded(fallback)
             return PIECEWISE
         return mode
 
     def key(
-        self, mode: CUDAGraphMode, context: ForwardContext, inputs: tuple[Any, ...]
+        self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> Hashable:
-        """What tells the steps of one set of weights under a caller's context apart."""
+        """Return what tells the steps of one weight set apart; numbers are its last items."""
+        if context is None:
+            return self._numbers(inputs)
         key = (mode is FULL, context.batch_descriptor)
         if self._config.on_input_change != "recapture":
             return key
         roles = self._roles[mode]
-        addresses = (inputs[place].data_ptr() for place in (*roles.read, *roles.written))
-        numbers = (repr(inputs[place]) for place in roles.numbers)
+        addresses = (inputs[position].data_ptr() for position in (*roles.read, *roles.mutated))
+        numbers = (repr(inputs[position]) for position in roles.numbers)
         return (*key, *addresses, *numbers)
+
+    def batch(
+        self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
+    ) -> Batch:
+        """Return the batch of a step; without a context, from its concrete sizes."""
+        copies = context is None or self._config.on_input_change == "copy"
+        if context is not None:
+            assert context.batch_descriptor is not None
+            return Batch(mode, context.batch_descriptor, own_context=False, copies=copies)
+        rows = 0
+        if self._rows is not None:
+            rows = inputs[self._rows]
+        elif self._roles[FULL].read:
+            shape = inputs[self._roles[FULL].read[0]].shape
+            rows = shape[0] if shape else 0
+        extra = ("auto", self._numbers(inputs))
+        descriptor = BatchDescriptor(num_tokens=max(rows, 0), extra=extra)
+        return Batch(mode, descriptor, own_context=True, copies=copies)
 
     def check_rows(self, descriptor: BatchDescriptor, inputs: tuple[Any, ...]) -> None:
         """Compare the rows of a descriptor with the sizes of the inputs; once for each capture.
@@ -287,8 +207,8 @@ class Admission:
             DispatchError: ``strict``, and no input has them. Otherwise that is a warning.
         """
         shapes = [
-            tuple(inputs[place].shape)
-            for place, value in enumerate(self._inputs)
+            tuple(inputs[position].shape)
+            for position, value in enumerate(self._inputs)
             if isinstance(value.meta, torch.Tensor) and not value.static and value.meta.dim()
         ]
         sizes = {size for shape in shapes for size in (*shape, *accumulate(shape, mul))}
@@ -302,80 +222,116 @@ class Admission:
             raise error
         log.warning("%s", error)
 
+    # -------------------------------------------------------------- may a step be captured
+
     def why_not_now(
-        self, binding: Binding, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
+        self,
+        sets: WeightSets,
+        weight_set: WeightSet,
+        key: Hashable,
+        batch: Batch,
+        inputs: tuple[Any, ...],
     ) -> Fallback | None:
-        """Why a step that is not recorded is not captured by this call."""
-        why = why_never_captured(self.closed, batch.descriptor)
-        why = why or self._why_over_limits(binding, batch, inputs)
-        if why is not None:
-            return why
-        warmed = binding.count_warming(key)
+        """Return why a step that is not recorded is not captured by this call."""
+        fallback = (
+            why_never_captured(self.closed, batch.descriptor)
+            or (self._why_not_auto(weight_set, inputs) if batch.own_context else None)
+            or self._why_over_limits(sets, weight_set, batch)
+        )
+        if fallback is not None:
+            return fallback
+        warmed = weight_set.count_warming(key)
         warming = None
-        if warmed < max(self._config.num_warmups, binding.unsettled):
+        if warmed < max(self._config.num_warmups, weight_set.unsettled):
             detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
-            warming = self._why_still_warming(binding, Fallback(Reason.WARMING, detail), batch)
+            warming = (
+                self._why_moving(sets, weight_set)
+                or self._why_varying(weight_set, batch)
+                or (self._why_too_many_seen(weight_set) if batch.own_context else None)
+                or Fallback(Reason.WARMING, detail)
+            )
         return why_not_captured_yet(warming)
 
+    def _why_not_auto(self, weight_set: WeightSet, inputs: tuple[Any, ...]) -> Fallback | None:
+        """Return why a shape without a context is never captured."""
+        if self.mode is NONE:
+            detail = f"a boundary supports {self._support.name} only, and no piece may be captured"
+            return Fallback(Reason.ATTENTION_SUPPORT, detail)
+        sizes = self._config.cudagraph_capture_sizes
+        if sizes is not None and self._rows is not None and inputs[self._rows] not in sizes:
+            detail = f"{inputs[self._rows]} is not in cudagraph_capture_sizes"
+            return Fallback(Reason.UNLISTED_SIZE, detail)
+        growing = self.growth.why_not(inputs)
+        if growing is None and weight_set.captured >= self._config.max_captured_shapes:
+            detail = (
+                f"{weight_set.captured} shapes are captured (max_captured_shapes). Pad to fewer "
+                "shapes, or keep what grows in a buffer of fixed size"
+            )
+            return Fallback(Reason.TOO_MANY_SHAPES, detail)
+        return growing
+
     def _why_over_limits(
-        self, binding: Binding, batch: Batch, inputs: tuple[Any, ...]
+        self, sets: WeightSets, weight_set: WeightSet, batch: Batch
     ) -> Fallback | None:
-        """Return why one more step is too many; without a context, of an unlisted size too."""
-        why = self._auto.why_not(binding, inputs) if batch.own_context else None
-        if why is not None:
-            return why
+        """Return why one more recorded step is too many."""
         limit = self._config.max_captured_shapes
         recaptures = not batch.own_context and self._config.on_input_change == "recapture"
-        if recaptures and binding.captured >= limit:
+        if recaptures and weight_set.captured >= limit:
             detail = f"{limit} steps are captured (max_captured_shapes); on_input_change"
             return Fallback(Reason.TOO_MANY_SHAPES, detail)
         limit = self._config.max_bindings
-        if not binding.captured and self._bindings.captured >= limit:
+        if not weight_set.captured and sets.captured >= limit:
             detail = f"{limit} sets of weights or written inputs have graphs (max_bindings)"
             return Fallback(Reason.TOO_MANY_BINDINGS, detail)
         return None
 
-    def _why_still_warming(self, binding: Binding, warming: Fallback, batch: Batch) -> Fallback:
-        """``warming``, or why it does not end: what must stay is another at every call."""
-        if binding.moved_in_a_row >= MOVED:
-            many = f"{binding.moved_in_a_row} calls in a row"
-            detail = f"{self._moving('has other memory')} ({many})"
+    def _why_too_many_seen(self, weight_set: WeightSet) -> Fallback | None:
+        """Return why warming does not end: shapes do not repeat."""
+        once = len(weight_set.seen) - weight_set.captured
+        if once <= 2 * self._config.max_captured_shapes:
+            return None
+        detail = (
+            f"{once} shapes were seen once: a number changes at every call, or sizes never repeat"
+        )
+        return Fallback(Reason.TOO_MANY_SHAPES, detail)
+
+    def _why_moving(self, sets: WeightSets, weight_set: WeightSet) -> Fallback | None:
+        """Return why warming does not end: weights or mutated inputs do not last."""
+        if weight_set.moved_in_a_row >= MOVED:
+            detail = self._moving(sets, "has other memory")
+            detail += f" ({weight_set.moved_in_a_row} calls in a row)"
             return Fallback(Reason.TOO_MANY_BINDINGS, detail)
-        idle = self._bindings.idle
+        idle = sets.idle
         if idle > max(_MOVING, self._config.max_bindings):
             detail = f"{idle} sets of weights or written inputs were seen once: "
-            detail += self._moving("is a new tensor")
+            detail += self._moving(sets, "is a new tensor")
             return Fallback(Reason.TOO_MANY_BINDINGS, detail)
-        varying = self._why_varying(binding, batch)
-        if varying is not None:
-            return varying
-        return self._auto.why_still_warming(binding, warming) if batch.own_context else warming
+        return None
 
-    def _why_varying(self, binding: Binding, batch: Batch) -> Fallback | None:
-        """Return why no key repeats: a number that is not a size is another one at each call."""
-        in_key = batch.own_context or self._config.on_input_change == "recapture"
-        if binding.new_in_a_row <= VARYING or not in_key:
-            return None
-        if binding.varying is not None:  # with the same detail, which is logged once
-            return binding.varying
-        keys: list[Any] = list(binding.seen)[-VARYING:]
-        numbers = self._roles[batch.mode].numbers  # the last items of each key
-        for position, *values in zip(numbers, *(key[-len(numbers) :] for key in keys), strict=True):
-            if position in self._arguments and len(set(values)) == len(values) == VARYING:
-                value, advice = self._inputs[position], ", or let splitting ops alone read it"
-                name = value.source or value.name
-                binding.varying = varying_number(name, values, "graphs", advice)
-                break
-        return binding.varying
-
-    def _moving(self, how: str) -> str:
-        """What is not the same as in the call before, and what to do, in words."""
-        replaced = self._bindings.replaced
-        if not replaced:
+    def _moving(self, sets: WeightSets, how: str) -> str:
+        """Return what differs from the call before, and what to do, in words."""
+        if not sets.replaced:
             return "an input that the model writes lies elsewhere at every call. Pass the same one"
-        first = self._inputs[replaced[0]]
-        more = f" (and {len(replaced) - 1} more)" if len(replaced) > 1 else ""
+        first, count = self._inputs[sets.replaced[0]], len(sets.replaced)
+        more = f" (and {count - 1} more)" if count > 1 else ""
         return (
             f"{first.source or first.name!r}{more} {how} at every call. Write into one that "
             "stays (copy_, add_), or pass it as an argument"
         )
+
+    def _why_varying(self, weight_set: WeightSet, batch: Batch) -> Fallback | None:
+        """Return why no key repeats: a number that is not a size differs at each call."""
+        in_key = batch.own_context or self._config.on_input_change == "recapture"
+        numbers = self._roles[batch.mode].numbers
+        if weight_set.new_in_a_row <= VARYING or not in_key or not numbers:
+            return None
+        if weight_set.varying is not None:  # with the same detail, which is logged once
+            return weight_set.varying
+        keys: list[Any] = list(weight_set.seen)[-VARYING:]
+        for position, *values in zip(numbers, *(key[-len(numbers) :] for key in keys), strict=True):
+            if position in self._arguments and len(set(values)) == len(values) == VARYING:
+                value, advice = self._inputs[position], ", or let splitting ops alone read it"
+                name = value.source or value.name
+                weight_set.varying = varying_number(name, values, "graphs", advice)
+                break
+        return weight_set.varying

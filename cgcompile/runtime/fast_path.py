@@ -1,25 +1,45 @@
-"""Fast path of a compiled graph: repeat a replayed step after a minimal list of checks.
+"""Fast paths: the shortest checked replay of a step, as one generated function.
 
-An engine repeats a few steps, each under a new forward context. After a replay, everything that was
-computed for the call is kept in a :class:`Again`. A later call for the same step runs one generated
-function, :func:`step_source`, that checks and replays: host time is about proportional to the calls
-made and the objects touched. Steps that need more (copied inputs, a policy other than
-``on_input_change="raise"``, an observer) are never kept, so they add no checks here. :class:`Again`
-checks the inputs of a graph; ``tracing/fast_path.py`` the arguments of a whole model.
+An engine repeats a few steps, each under a new forward context. After a replay, :class:`FastPaths`
+keeps a function that checks a call and replays the step. There are two kinds of the same generator,
+:func:`_source`: one for the inputs of a compiled graph (:class:`GraphFastPath`), and one for the
+arguments of a model traced without guards. Where the Python around its graph only reads sizes,
+arguments of the same layouts at the same addresses give the graph the same inputs, so it compares
+arguments and skips that Python::
+
+    def step(args, kwargs):
+        ...                                             # which context, which step
+        if len(args) != 2 or kwargs:
+            return another
+        (v2, v3,) = args
+        ...                                             # what else ``fits`` checks
+        (out_0,) = lent.tensors
+        if not alike(v2, v3, out_0) or v2.data_ptr() != at_1 or ...:
+            ...
+        with lock:
+            ...
+            replay()
+            ...
+            return out_0
+
+The rule: where a check fails, the function returns ``another``, which is :data:`ANOTHER`, and the
+full path decides. Steps that need more (copied inputs, another policy than
+``on_input_change="raise"``, an observer) get no fast path, so they add no checks here.
 """
 
+import logging
 import textwrap
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.context import ENTERED, ENTERED_NAMES, ForwardContext, callers_context
-from cgcompile.errors import CaptureError
+from cgcompile.errors import CaptureError, GuardError
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
@@ -27,193 +47,218 @@ from cgcompile.graphs.sequence import REPLAY_OF_ONE
 from cgcompile.locks import new_lock, owns_lock
 from cgcompile.runtime.recording import Recording
 
-ANOTHER = object()  # what a step returns for a call that is not that step
+log = logging.getLogger(__name__)
 
-Generated = Callable[..., Any]
+ANOTHER = object()  # what a fast path returns for a call that it does not serve
+
+_ATTEMPTS = 16  # at one step, for calls that differ in more than addresses and sizes
+_CONTAINERS = (tuple, list, dict, slice)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class Turn:
-    """Whose turn it is to run a step of one compiled graph, and which steps it remembers.
+class ArgumentChecks(NamedTuple):
+    """The lines of a ``fits`` function in pieces; see ``tracing/argument_guards.py``."""
 
-    Attributes:
-        lock: of buffers, bindings and graphs; one thread runs a step at a time.
-        owner: the thread that runs one; 0 if none does.
-        epoch: another object as soon as nothing that was remembered before may run.
-        again: the last step, as the compiled graph remembers it; set under the lock.
-        agains: all of these, by recording; to make one takes ten times as long as to run it.
-        short: the last step, as a whole call of the model; None if there is none.
-        shorts: all of these, by runtime mode and descriptor.
-        replays: how many steps have gone these ways; counted under the lock.
-    """
+    variables: list[str]  # of the arguments, positional ones first
+    keywords: list[str]  # the names of keyword arguments, in this order; a call may vary the order
+    leaves: list[list[str]]  # the lines about each positional argument
+    others: list[str]  # the lines about keyword arguments
+    objects: list[str]  # the lines that tell tensors from each other and from ``elsewhere``
+    autocast: list[str]  # the lines about autocast
+    names: dict[str, Any]  # what the lines refer to
+    elsewhere: Iterable[torch.Tensor]  # tensors that the trace reads, and that no argument was
 
-    __slots__ = ("again", "agains", "epoch", "lock", "owner", "replays", "short", "shorts")
+
+class FastPaths:
+    """The fast paths of one compiled graph, and the lock under which its steps run."""
+
+    __slots__ = (
+        "attempts",
+        "by_recording",
+        "call",
+        "calls",
+        "epoch",
+        "graph",
+        "lock",
+        "owner",
+        "replays",
+    )
 
     def __init__(self) -> None:
-        self.lock = new_lock()
-        self.owner = 0
-        self.epoch = object()
-        self.again: Again | None = None
-        self.agains: dict[Recording, Again] = {}
-        self.short: Generated | None = None
-        self.shorts: dict[Hashable, Generated] = {}
-        self.replays = 0
+        self.lock = new_lock()  # of buffers, weight sets and graphs: one thread runs a step
+        self.owner = 0  # the thread that runs a step
+        self.epoch = object()  # replaced as soon as no fast path made before may run
+        self.graph: GraphFastPath | None = None  # of the last step; set under the lock
+        self.by_recording: dict[Recording, GraphFastPath] = {}  # slow to make
+        self.call: Callable[..., Any] | None = None  # of the last call of the model
+        self.calls: dict[Hashable, Callable[..., Any]] = {}  # by runtime mode and descriptor
+        self.attempts: dict[Hashable, int] = {}
+        self.replays = 0  # by fast paths; counted under the lock
 
     def refuse_inside(self) -> None:
         """Raise where this thread runs a step already."""
         if self.owner == threading.get_ident() and owns_lock(self.lock):
             raise CaptureError.reentered()
 
-    def other(self) -> Generated | None:
-        """The way of the step that the context asks for, the last one from now on.
-
-        None if there is none, or it is the last one already.
-        """
+    def switch(self) -> Callable[..., Any] | None:
+        """Return the fast path of the call that the context requests, unless it is the last one."""
         context = callers_context()
         if context is None or self.owner == threading.get_ident():
             return None
-        key = context.cudagraph_runtime_mode, context.batch_descriptor
         with self.lock:
-            found = self.shorts.get(key)
-            if found is self.short:
+            call = self.calls.get((context.cudagraph_runtime_mode, context.batch_descriptor))
+            if call is self.call:
                 return None
-            self.short = found or self.short
-            return found
+            self.call = call or self.call
+            return call
 
     def switched(self, context: ForwardContext, *call: Any) -> Any:
-        """Run the step that a context asks for, if it is remembered; else :data:`ANOTHER`.
-
-        Args:
-            context: it asks for another step than the last one, :attr:`short`.
-            *call: what that is given.
-        """
-        found = self.shorts.get((context.cudagraph_runtime_mode, context.batch_descriptor))
-        if found is None:
+        """Run a call by the fast path that its context requests; :data:`ANOTHER` without one."""
+        fast_path = self.calls.get((context.cudagraph_runtime_mode, context.batch_descriptor))
+        if fast_path is None:
             return ANOTHER
-        self.short = found
-        return found(*call)
+        self.call = fast_path
+        return fast_path(*call)
 
     def forget(self) -> None:
-        """Nothing that is remembered may run. Takes no lock: a collection may call it."""
+        """Drop all fast paths. Takes no lock: a garbage collection may call it."""
         self.epoch = object()
-        self.again = self.short = None
-        self.agains.clear()
-        self.shorts.clear()
+        self.graph = self.call = None
+        self.by_recording.clear()
+        self.calls.clear()
+        self.attempts.clear()
+
+    def learn(
+        self,
+        checks: ArgumentChecks,
+        python: Callable[[Callable[..., Any]], Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        bound: Any,
+        hooks: Sequence[Any],
+    ) -> None:
+        """Generate the fast path of a call that just ran, if it replayed a recorded step.
+
+        ``python`` makes the Python around a graph; ``bound`` is the first of ``args`` where no
+        caller passes it; ``hooks`` must stay empty.
+        """
+        graph, context = self.graph, callers_context()
+        if graph is None or context is None or any(hooks):
+            return
+        if self.owner == threading.get_ident():
+            return  # a call inside of a step ran plain; the step holds the lock
+        key = graph.recording.batch.mode, graph.recording.batch.descriptor
+        if key != (context.cudagraph_runtime_mode, context.batch_descriptor):
+            return
+        attempts = self.attempts.get(key, 0)
+        if attempts == _ATTEMPTS:
+            return
+        self.attempts[key] = attempts + 1
+        try:
+            source, names = _call_source(graph, checks, python, args, kwargs, bound, hooks)
+        except (_NoFastPath, GuardError):
+            return
+        except Exception as error:  # the full path serves all calls
+            log.warning("no fast path: %s: %s", type(error).__name__, error)
+            return
+        step = _function(source, names)
+        with self.lock:
+            if self.graph is graph:
+                self.call = self.calls[key] = step
 
 
-# What is asked of a call before its inputs, with what is returned for another step.
-_ASKED = (
+# Checks which step the context requests; ``other`` is returned for another one.
+_CONTEXT = (
     ENTERED
     + """\
-asked = context.batch_descriptor
-if context.cudagraph_runtime_mode is not mode or asked is not descriptor and asked != descriptor:
+wanted = context.batch_descriptor
+if context.cudagraph_runtime_mode is not mode or wanted is not descriptor and wanted != descriptor:
     return {other}
-if turn.owner == thread or grad_is_on() or capturing() or {forward}:
+if paths.owner == thread or grad_is_on() or capturing() or {forward}:
     return another
 """
 )
 
-# What a compiled graph asks of its inputs; what differs at first sight is looked at closely.
-_CHECKED = """\
-for place, address in addresses:
-    if inputs[place].data_ptr() != address:
+# Checks the inputs of a graph; ``check`` raises, unless a number is equal after all.
+_INPUTS = """\
+for position, address in addresses:
+    if inputs[position].data_ptr() != address:
         check(inputs)
-for place, number in numbers:
-    now = inputs[place]
+for position, number in numbers:
+    now = inputs[position]
     if now is not number and not same_value(now, number):
         check(inputs)
 """
 
 
-def step_source(
-    signature: str, first: str, then: str, inputs: str | None, result: str, other: str = "another"
+def _source(
+    signature: str, before: str, inside: str, inputs: str | None, result: str, other: str
 ) -> str:
-    """The text of a function that runs one remembered step, or returns ``another``.
+    """Return the text of a fast path.
 
-    Args:
-        signature: its parameters.
-        first: lines that return ``another`` for a call with other inputs.
-        then: lines that run when it is the turn of the call.
-        inputs: the inputs of the graph; None for one graph that reads them where they were.
-        result: what the function returns, where ``made`` is what the graph returned.
-        other: what it returns where the context asks for another step.
+    The lines ``before`` run without the lock and may return; those ``inside`` run with it. Without
+    ``inputs``, the step is one graph that reads them where they were at capture. ``result`` is an
+    expression, over ``outputs`` where there are inputs.
     """
-    text = textwrap.indent
-    asked = _ASKED.format(other=other, forward=compat.FORWARD_GRADIENTS[0])
-    run = (
-        REPLAY_OF_ONE
-        if inputs is None
-        else f"made = replay({inputs}, context.num_unpadded_tokens)\n"
-    )
+    indent = textwrap.indent
+    context = _CONTEXT.format(other=other, forward=compat.FORWARD_GRADIENTS[0])
+    run = f"outputs = replay({inputs}, context.num_unpadded_tokens)\n"
     return (
-        f"def step({signature}):\n{text(asked + first, ' ' * 4)}"
+        f"def step({signature}):\n{indent(context + before, ' ' * 4)}"
         "    with lock:\n"
-        "        if turn.epoch is not epoch or pool.generation != generation:\n"
+        "        if paths.epoch is not epoch or pool.generation != generation:\n"
         "            return another\n"
-        "        turn.owner = thread\n"
+        "        paths.owner = thread\n"
         "        try:\n"
         "            if context.inputs_ready is not None:\n"
         "                wait(context.inputs_ready, device)\n"
-        f"{text(then + run, ' ' * 12)}"
+        f"{indent(inside + (REPLAY_OF_ONE if inputs is None else run), ' ' * 12)}"
         "        except BaseException:\n"
         "            failed()\n"
         "            raise\n"
         "        finally:\n"
-        "            turn.owner = 0\n"
-        "        turn.replays += 1\n"
+        "            paths.owner = 0\n"
+        "        paths.replays += 1\n"
         f"        return {result}\n"
     )
 
 
 @cache
 def _code(source: str) -> CodeType:
-    return compile(source, "<cgcompile again>", "exec")
+    return compile(source, "<cgcompile fast path>", "exec")
 
 
-def made_step(source: str, names: Mapping[str, Any]) -> Generated:
-    """The function of a text."""
+def _function(source: str, names: Mapping[str, Any]) -> Callable[..., Any]:
     namespace = dict(names)
     exec(_code(source), namespace)
-    step: Generated = namespace.pop("step")  # else a cycle keeps what is bound
+    step: Callable[..., Any] = namespace.pop("step")  # else a cycle keeps what is bound
+    step.__doc__ = source  # shows it to people
     return step
 
 
-class Again:
-    """A recorded step of a caller's context, to be recognised when it comes again.
+class GraphFastPath:
+    """The fast path of a compiled graph for one recording: ``step(inputs)``.
 
-    Args:
-        turn: of the compiled graph; it keeps this, this must not keep the graph.
-        recording: the step.
-        weights: what tells of the inputs of a call that its weights are others, or lie elsewhere;
-            empty if they cannot be.
-        frozen: tensors that a call leaves out, to be added after its inputs.
-        pool: of its graphs.
-        failed: counts a step that raised.
-
-    Attributes:
-        step: ``step(inputs)`` replays it: the result, or :data:`ANOTHER` if the call asks for
-            another step, or something is in the way. It raises what :meth:`Recording.check` and
-            an eager piece raise, and has counted that.
-        recording: the step.
-        frozen: as given, where a replay looks at them.
-        watches_weights: whether a call may bring others.
-        names: what the text of such a step refers to.
+    ``step`` raises what :meth:`Recording.check` and eager pieces raise, and counts that. The
+    ``weight_checks`` return whether the inputs of a call have other weights; ``frozen`` tensors are
+    added to the inputs of a call.
     """
 
     __slots__ = ("frozen", "names", "recording", "step", "watches_weights")
 
     def __init__(
         self,
-        turn: Turn,
+        paths: FastPaths,
         recording: Recording,
-        weights: Sequence[Callable[[tuple[Any, ...]], bool]],
+        weight_checks: Sequence[Callable[[tuple[Any, ...]], bool]],
         frozen: tuple[torch.Tensor, ...],
         pool: GraphPool,
         failed: Callable[[], None],
     ) -> None:
         self.recording = recording
-        self.watches_weights = bool(weights)
+        self.watches_weights = bool(weight_checks)
         self.frozen = frozen if recording.reads_last(len(frozen)) else ()
-        self.names: dict[str, Any] = {
+        self.names: dict[str, Any] = {  # of both kinds of fast paths; none keeps the graph alive
             **ENTERED_NAMES,
             "another": ANOTHER,
             "mode": recording.batch.mode,
@@ -223,32 +268,233 @@ class Again:
             "capturing": pool.device.is_capturing,
             "pool": pool,
             "generation": pool.generation,
-            "turn": turn,
-            "lock": turn.lock,
-            "epoch": turn.epoch,
+            "paths": paths,
+            "lock": paths.lock,
+            "epoch": paths.epoch,
             "wait": wait_for_inputs,
             "device": pool.where,
             "replay": recording.replay,
             "failed": failed,
+            "frozen": self.frozen,
         }
         own = {
             "addresses": recording.addresses,
             "numbers": recording.numbers,
             "check": recording.check,
             "same_value": same_value,
-            "frozen": self.frozen,
         }
-        first = then = ""
-        for place, others in enumerate(weights):
-            own[f"others_{place}"] = others
-            first += f"if others_{place}(inputs):\n    return another\n"
-        if self.frozen:
-            then = "inputs += frozen\n"
-        source = step_source("inputs", first, then + _CHECKED, "inputs", "made")
-        self.step = made_step(source, self.names | own)
+        before = ""
+        for index, check in enumerate(weight_checks):
+            own[f"differ_{index}"] = check
+            before += f"if differ_{index}(inputs):\n    return another\n"
+        inside = ("inputs += frozen\n" if self.frozen else "") + _INPUTS
+        source = _source("inputs", before, inside, "inputs", "outputs", "another")
+        self.step = _function(source, self.names | own)
 
-    @property
-    def alone(self) -> dict[str, Any] | None:
-        """Further names of a step that is one graph and nothing else; None for another one."""
-        sequence = self.recording.alone
-        return None if sequence is None else sequence.names_of_one()
+
+def _call_source(
+    graph: GraphFastPath,
+    checks: ArgumentChecks,
+    python: Callable[[Callable[..., Any]], Callable[..., Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bound: Any,
+    hooks: Sequence[Any],
+) -> tuple[str, dict[str, Any]]:
+    """Return the source of the fast path of a call, and the names that it refers to."""
+    values = (*args, *(kwargs[name] for name in checks.keywords))
+    if any(isinstance(value, _CONTAINERS) for value in values):
+        raise _NoFastPath  # the next call may pass it with other items
+    if graph.watches_weights:
+        raise _NoFastPath  # the full path finds the graphs of other weights
+    inputs, result = _around(graph, python, args, kwargs)
+    lines = _CallLines(graph, checks, values)
+    lines.hooks(hooks)
+    lines.arguments(len(args), list(kwargs), 0 if bound is None else 1, inputs)
+    lines.layouts(inputs)
+    source = _source(
+        "args, kwargs",
+        "\n".join(lines.lines) + "\n",
+        "",
+        lines.inputs(inputs) if lines.one_graph is None else None,
+        lines.result(result),
+        "paths.switched(context, args, kwargs)",
+    )
+    return source, lines.names
+
+
+def _around(
+    graph: GraphFastPath,
+    python: Callable[[Callable[..., Any]], Callable[..., Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], Any]:
+    """Return the inputs of the graph in a call, and the result with marks for its outputs."""
+    calls: list[tuple[Any, ...]] = []
+    marks = tuple([_Output(item) for item in range(graph.recording.returned.count)])
+
+    def marked(*inputs: Any) -> tuple[_Output, ...]:
+        calls.append(inputs)
+        return marks
+
+    result = python(marked)(*args, **kwargs)
+    graph.recording.check((*calls[0], *graph.frozen))
+    return calls[0], result
+
+
+class _NoFastPath(Exception):
+    """A call has an argument that a fast path cannot compare, or a result it cannot return."""
+
+
+class _Output(NamedTuple):
+    """An output of the graph, in the result of a call."""
+
+    item: int
+
+
+class _CallLines:
+    """The generated lines about the arguments and the result of a call, and their names."""
+
+    def __init__(self, graph: GraphFastPath, checks: ArgumentChecks, values: Sequence[Any]) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {**checks.names, **graph.names}
+        self.one_graph = graph.recording.one_graph
+        if self.one_graph is not None:
+            self.names |= self.one_graph.names_of_one()
+        self._graph, self._recording, self._checks = graph, graph.recording, checks
+        self._pairs = list(zip(checks.variables, values, strict=True))
+        self._variables = {id(value): variable for variable, value in self._pairs}
+        self._containers: set[int] = set()  # of the result
+
+    def _unless(self, condition: str) -> None:
+        self.lines += [f"if {condition}:", "    return another"]
+
+    def _bound(self, name: str, value: Any) -> str:
+        self.names[name] = value
+        return name
+
+    def hooks(self, hooks: Sequence[Any]) -> None:
+        if hooks:
+            names = [self._bound(f"hooks_{index}", hook) for index, hook in enumerate(hooks)]
+            self._unless(" or ".join(names))
+
+    def _have_own_addresses(self, inputs: Sequence[Any]) -> bool:
+        """Return whether :meth:`layouts` checks the address of each tensor, and all differ.
+
+        Then no two arguments are one tensor, and no argument is a tensor that the trace reads from
+        elsewhere. A tensor that moved since is a replaced one.
+        """
+        addresses = self._recording.addresses
+        starts = {id(inputs[index]): start for index, start in addresses if index < len(inputs)}
+        tensors = [value for _, value in self._pairs if isinstance(value, torch.Tensor)]
+        begins = [starts.get(id(tensor)) for tensor in tensors]
+        if None in begins or len(set(begins)) < len(begins):
+            return False
+        elsewhere = self._checks.elsewhere
+        return all(compat.is_plain_tensor(x) and x.data_ptr() not in begins for x in elsewhere)
+
+    def arguments(
+        self, count: int, keywords: Sequence[str], bound: int, inputs: Sequence[Any]
+    ) -> None:
+        """Add the checks of ``fits``, without the ``bound`` first arguments.
+
+        They omit sizes, which :meth:`layouts` compares.
+        """
+        many = "kwargs" if not keywords else f"len(kwargs) != {len(keywords)}"
+        self._unless(f"len(args) != {count - bound} or {many}")
+        checks = self._checks
+        if count > bound:
+            self.lines.append(f"({', '.join(checks.variables[bound:count])},) = args")
+        lines = [line for leaf in checks.leaves[bound:] for line in leaf] + checks.others
+        lines += [] if self._have_own_addresses(inputs) else checks.objects
+        lines += checks.autocast
+        self.lines += [line[4:].replace("return False", "return another") for line in lines]
+
+    def layouts(self, inputs: Sequence[Any]) -> None:
+        """Check that tensors have the same sizes, strides and addresses as at the replay."""
+        tensors = [pair for pair in self._pairs if isinstance(pair[1], torch.Tensor)]
+        if not all(type(value) in _PLAIN and compat.is_plain_tensor(value) for _, value in tensors):
+            raise _NoFastPath
+        conditions = self._moved(inputs)
+        unpack = ""
+        lent = self._recording.returned.lent
+        if self.one_graph is not None and lent.tensors:
+            self.names["lent"] = lent
+            outs = [f"out_{index}" for index in range(len(lent.tensors))]
+            unpack = f"({', '.join(outs)},) = lent."
+            self.lines.append(unpack + "tensors")
+            for out, tensor, start in zip(outs, lent.tensors, lent.starts, strict=True):
+                tensors.append((out, tensor))
+                conditions.append(f"{out}.data_ptr() != {self._bound(f'at_{out}', start)}")
+        if tensors:
+            values = [value for _, value in tensors]
+            layouts = [(list(tensor.shape), list(tensor.stride())) for tensor in values]
+            self.names["alike"] = compat.alike(values, layouts)
+            variables = ", ".join(variable for variable, _ in tensors)
+            conditions.insert(0, f"not alike({variables})")
+        if conditions:
+            self._unless(" or ".join(conditions))
+        if unpack:  # a caller may have changed the layout of a result: take new ones then
+            check = self.lines.pop(-2)
+            retry = [f"    {unpack}get()", f"    {check}", "        return another"]
+            self.lines[-1:] = [check, *retry]
+
+    def _moved(self, inputs: Sequence[Any]) -> list[str]:
+        """Return the conditions under which an input moved."""
+        for index, _ in self._recording.numbers:
+            if index >= len(inputs) or isinstance(inputs[index], torch.Tensor):
+                raise _NoFastPath  # a number in memory
+        conditions = []
+        for index, address in self._recording.addresses:
+            frozen = index - len(inputs)
+            tensor = self._variable(inputs[index]) if frozen < 0 else f"frozen[{frozen}]"
+            conditions.append(f"{tensor}.data_ptr() != {self._bound(f'at_{index}', address)}")
+        return conditions
+
+    def _variable(self, value: Any) -> str:
+        """Return the variable of an argument."""
+        if id(value) not in self._variables:
+            raise _NoFastPath
+        return self._variables[id(value)]
+
+    def inputs(self, inputs: Sequence[Any]) -> str:
+        """Return the inputs of the graph: arguments, and numbers that depend on their layouts."""
+        items = [
+            self._variable(x) if isinstance(x, torch.Tensor) else self._bound(f"n_{index}", x)
+            for index, x in enumerate(inputs)
+        ]
+        return _tuple(items) + (" + frozen" if self._graph.frozen else "")
+
+    def result(self, value: Any) -> str:
+        """Return the result of a call as an expression over the outputs of the graph."""
+        kind = type(value)
+        if kind is _Output:
+            return self._output(value.item)
+        if kind is list or kind is dict:
+            if id(value) in self._containers:
+                raise _NoFastPath  # one object twice in the result
+            self._containers.add(id(value))
+        if kind is tuple or kind is list:
+            items = [self.result(item) for item in value]
+            return _tuple(items) if kind is tuple else f"[{', '.join(items)}]"
+        if kind is dict and all(type(key) is str for key in value):
+            items = [f"{key!r}: {self.result(item)}" for key, item in value.items()]
+            return f"{{{', '.join(items)}}}"
+        if value is None or kind in (bool, int, str):
+            return repr(value)
+        return self._variable(value)
+
+    def _output(self, item: int) -> str:
+        returned = self._recording.returned
+        if self.one_graph is None:
+            if not returned.is_flat:
+                raise _NoFastPath
+            return f"outputs[{item}]"
+        if item in returned.lent_items:
+            return f"out_{returned.lent_items.index(item)}"
+        return self._bound(f"constant_{item}", returned.constants[item])
+
+
+def _tuple(items: Sequence[str]) -> str:
+    """Return a tuple as text."""
+    return f"({', '.join(items)},)" if items else "()"

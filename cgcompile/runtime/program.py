@@ -1,19 +1,8 @@
-"""How an eager piece is called at replay: :func:`call_of`.
+"""What the recordings of one compiled graph share, worked out once: :class:`Program`.
 
 Most eager pieces are one call of an op. Calling the op itself, with its arguments bound, costs half
 of what the piece's generated code costs; and an entry of the registry may name a function of its
-own, which skips the dispatcher as well.
-
-Compare what pieces with custom ops return with what was traced: :class:`TracedOutputs`.
-
-The fake implementation of a custom op is the user's. Where it returns another shape or dtype than
-the op does, all that was worked out from the trace is wrong: roles, sizes, compiled pieces. Warming
-and capturing calls compare; replays do not. Strides are not compared: the ops of pieces that are
-not compiled read the real ones, and compiled pieces assert those of their inputs.
-
-Who uses each value of a PIECEWISE step, apart from the piece that makes it: :class:`Uses`.
-
-What the recordings of one compiled graph share, worked out once: :class:`Program`.
+own, which skips the dispatcher as well: :func:`_eager_call`.
 """
 
 import operator
@@ -39,121 +28,100 @@ from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step
 from cgcompile.reasons import Reason
-from cgcompile.runtime.inputs import Frozen
+from cgcompile.runtime.inputs import FrozenTensors
 from cgcompile.runtime.returns import returned_names
 
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_NAMESPACES_OF_TORCH = ("aten", "prims", "prim")
 
-class Named(NamedTuple):
-    """A value of the split graph."""
+
+class Name(NamedTuple):
+    """An argument that is a value of the split graph."""
 
     name: str
 
 
-class Call(NamedTuple):
-    """A function and its arguments: names of values as :class:`Named`, all else as it is.
-
-    Attributes:
-        function: what to call.
-        args: by position.
-        leaves: the results of the piece as a list, from what the function returned.
-    """
+class EagerCall(NamedTuple):
+    """A function, its arguments (a :class:`Name` for a value), and what lists its results."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    leaves: Callable[[Any], list[Any]]
+    results: Callable[[Any], list[Any]]
 
     @classmethod
-    def of_all(cls, piece: Piece, function: Runnable) -> "Call":
-        """A function that takes all inputs of a piece and returns all its outputs."""
-        return cls(function, tuple(Named(name) for name in piece.inputs), list)
+    def of_all(cls, piece: Piece, function: Runnable) -> "EagerCall":
+        """Return the call of a function from all inputs to all outputs of a piece."""
+        return cls(function, tuple(map(Name, piece.inputs)), list)
+
+    def arguments(self, source: Callable[[str], Any]) -> tuple[Any, ...]:
+        """Return the arguments, with ``source(name)`` in place of names."""
+        return tuple([source(arg.name) if type(arg) is Name else arg for arg in self.args])
 
 
-def call_of(piece: Piece, plain: Runnable, boundaries: Boundaries, device: torch.device) -> Call:
-    """What runs for an eager piece.
-
-    Args:
-        piece: the piece.
-        plain: its own code.
-        boundaries: the registry, for functions that replace ops.
-        device: where the graph computes.
-    """
-    single = None if piece.compiled else _single_op(piece.module)
-    if single is None:
-        own = None if piece.compiled else _with_own_functions(piece.module, boundaries, device)
-        return Call.of_all(piece, plain if own is None else own)
-    node, leaves = single
-    names = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
-    args = tuple(Named(names[arg]) if isinstance(arg, fx.Node) else arg for arg in node.args)
-    return Call(_function(node.target, boundaries, device), args, leaves)
-
-
-def _function(target: Any, boundaries: Boundaries, device: torch.device) -> Callable[..., Any]:
-    own = _own_function(target, boundaries, device)
-    if own is not None:
-        return own
-    overloads = compat.op_overloads(target)  # a packet looks its only overload up at every call
-    return overloads[0] if len(overloads) == 1 else target
-
-
-def _own_function(
-    target: Any, boundaries: Boundaries, device: torch.device
-) -> Callable[..., Any] | None:
-    entry = boundaries.match_call(target)
-    return None if entry is None else entry.impl_for(device.type)
-
-
-def _with_own_functions(
-    gm: fx.GraphModule, boundaries: Boundaries, device: torch.device
-) -> Runnable | None:
-    """The code of a piece with functions in place of its ops; None if no op has one."""
+def _eager_call(
+    piece: Piece, plain: Runnable, boundaries: Boundaries, device: torch.device
+) -> EagerCall:
+    """Return what runs for an eager piece, where ``plain`` is its own code."""
+    if piece.compiled:
+        return EagerCall.of_all(piece, plain)
     own = {
-        node.name: function
-        for node in gm.graph.nodes
+        node: function
+        for node in piece.module.graph.nodes
         if node.op == "call_function"
-        and (function := _own_function(node.target, boundaries, device)) is not None
+        and (entry := boundaries.match_call(node.target)) is not None
+        and (function := entry.impl_for(device.type)) is not None
     }
-    if not own:
-        return None
+    node = _single_op(piece.module)
+    if node is None:
+        return EagerCall.of_all(piece, _with_functions(piece.module, own) if own else plain)
+    names = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
+    args = tuple(Name(names[arg]) if isinstance(arg, fx.Node) else arg for arg in node.args)
+    overloads = compat.op_overloads(node.target)  # a packet looks its overload up at every call
+    target: Any = overloads[0] if len(overloads) == 1 else node.target
+    return EagerCall(own.get(node, target), args, _one if piece.outputs else _nothing)
+
+
+def _with_functions(
+    gm: fx.GraphModule, functions: Mapping[fx.Node, Callable[..., Any]]
+) -> Runnable:
+    """Return the code of a piece with functions in place of ops."""
+    by_name = {node.name: function for node, function in functions.items()}
     copy = compat.copied(gm)
     for node in copy.graph.nodes:
-        node.target = own.get(node.name, node.target)
+        node.target = by_name.get(node.name, node.target)
     copy.recompile()
     run: Runnable = copy.forward
     return run
 
 
-def _single_op(gm: fx.GraphModule) -> tuple[fx.Node, Callable[[Any], list[Any]]] | None:
-    """The only op of a graph, if it is called with inputs and constants and is all there is."""
+def _single_op(gm: fx.GraphModule) -> fx.Node | None:
+    """Return the only op of a graph, if it is called with inputs and constants and is all of it."""
     calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     if len(calls) != 1 or not compat.op_overloads(calls[0].target) or calls[0].kwargs:
         return None
     (node,) = calls
-    constants = (int, float, bool, str, type(None), torch.dtype, torch.device)
-    if not all(isinstance(arg, (fx.Node, *constants)) for arg in node.args):
-        return None
+    is_flat = all(isinstance(arg, (fx.Node, *_CONSTANTS)) for arg in node.args)
     (result,) = gm.graph.output_node().args
-    if result == ():
-        return node, _nothing
-    return (node, _one) if result == (node,) else None
+    return node if is_flat and result in ((), (node,)) else None
 
 
-def _nothing(made: Any) -> list[Any]:
+def _nothing(_: Any) -> list[Any]:
     return []
 
 
-def _one(made: Any) -> list[Any]:
-    return [made]
+def _one(result: Any) -> list[Any]:
+    return [result]
 
 
 def written_inputs(piece: Piece) -> list[str]:
-    """Return the names of the inputs whose memory a piece writes, as far as its graph tells."""
+    """Return the names of the inputs whose memory a piece mutates, as far as its graph tells."""
     memory = written_storages(piece.module)  # through views as well
     names = zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True)
     return [name for name, node in names if not memory.isdisjoint(storages(value(node)))]
 
 
-def said(piece: Piece) -> str:
-    """What an eager piece runs, in a word or two: its first splitting op, or why it is eager."""
+def _label(piece: Piece) -> str:
+    """Return what an eager piece runs: its first splitting op, or why it is eager."""
     if not piece.why:
         return "returned sizes"
     first = piece.why[0]
@@ -162,27 +130,21 @@ def said(piece: Piece) -> str:
     return str(first.reason.value)
 
 
-def arguments(call: Call, source: Callable[[str], Any]) -> tuple[Any, ...]:
-    """The arguments of a call, names replaced by what they stand for."""
-    return tuple([source(arg.name) if type(arg) is Named else arg for arg in call.args])
-
-
-_TORCHS = ("aten", "prims", "prim")
-
-
 class TracedOutputs:
     """Compares the results of pieces that hold custom ops with their fake values.
 
-    Args:
-        split: the split graph.
+    The fake implementation of a custom op is the user's. Where it returns another shape or dtype
+    than the op does, all that was worked out from the trace is wrong: roles, sizes, compiled
+    pieces. Warming and capturing calls compare; replays do not. Strides are not compared: the ops
+    of uncompiled pieces read the real ones, and compiled pieces assert those of their inputs.
     """
 
     def __init__(self, split: SplitGraph) -> None:
         self._split = split
-        holds = {p.same_as: next(_custom_ops(p.module), None) is not None for p in split.distinct}
-        self._pieces = {p.index for p in split.pieces if p.outputs and holds[p.same_as]}
+        custom = {piece.same_as for piece in split.distinct if any(_custom_ops(piece.module))}
+        self._pieces = {p.index for p in split.pieces if p.outputs and p.same_as in custom}
 
-    def comparing(
+    def comparing_step(
         self, step: Step, runnables: Sequence[Runnable], run: Callable[..., Any]
     ) -> Callable[..., Any]:
         """Return ``run``, the bound step, or one that compares where a piece holds a custom op."""
@@ -191,75 +153,60 @@ class TracedOutputs:
 
         def compared(*inputs: Any) -> Any:
             pairs = zip(self._split.pieces, runnables, strict=True)
-            return step.bind([self.compared(piece, r, inputs) for piece, r in pairs])(*inputs)
+            return step.bind([self.comparing(piece, r, inputs) for piece, r in pairs])(*inputs)
 
         return compared
 
-    def compared(self, piece: Piece, run: Runnable, inputs: Sequence[Any]) -> Runnable:
-        """Return ``run``, or where a piece holds a custom op one that compares its results.
-
-        Args:
-            piece: whose code it is.
-            run: takes the inputs of the piece.
-            inputs: of the step.
-        """
+    def comparing(self, piece: Piece, run: Runnable, inputs: Sequence[Any]) -> Runnable:
+        """Return ``run`` of a piece, or one that compares; ``inputs`` are those of the step."""
         if piece.index not in self._pieces:
             return run
 
-        def compared(*given: Any) -> Sequence[Any]:
-            outputs = run(*given)
+        def compared(*args: Any) -> Sequence[Any]:
+            outputs = run(*args)
             self._compare(piece, outputs, inputs)
             return outputs
 
         return compared
 
     def _compare(self, piece: Piece, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        sizes = self._sizes(inputs)
-        for item, (name, output) in enumerate(zip(piece.outputs, outputs, strict=True)):
-            traced = self._split.values[name].meta
-            if not isinstance(output, torch.Tensor) or not isinstance(traced, torch.Tensor):
-                continue
-            expected = [self._size(size, sizes) for size in traced.shape]
-            same = output.dtype is traced.dtype and len(expected) == output.dim()
-            pairs = zip(expected, output.shape, strict=False)
-            if not same or any(size not in (None, now) for size, now in pairs):
-                raise PieceCompileError.unlike_traced(
-                    piece=piece.name,
-                    where=piece.where,
-                    op=_made_by(piece.module, item),
-                    found=_text(output.dtype, output.shape),
-                    traced=_text(
-                        traced.dtype, ["?" if size is None else size for size in expected]
-                    ),
-                )
-
-    def _sizes(self, inputs: Sequence[Any]) -> dict[sympy.Basic, int]:
-        """The number that each symbol stands for in a call."""
         pairs = zip(self._split.inputs, inputs, strict=False)
-        return {
+        symbols = {
             value.meta.node.expr: number
             for value, number in pairs
             if is_symbolic_number(value.meta) and isinstance(number, int)
         }
-
-    def _size(self, size: Any, sizes: Mapping[sympy.Basic, int]) -> int | None:
-        """A traced size as a number; None where it depends on data."""
-        number = self._split.symbols.number(size).subs(sizes)
-        return int(number) if number.is_number else None
+        for item, (name, output) in enumerate(zip(piece.outputs, outputs, strict=True)):
+            traced = self._split.values[name].meta
+            if not isinstance(output, torch.Tensor) or not isinstance(traced, torch.Tensor):
+                continue
+            numbers = [self._split.symbols.number(size).subs(symbols) for size in traced.shape]
+            expected = [int(n) if n.is_number else None for n in numbers]  # None: depends on data
+            same = output.dtype is traced.dtype and len(expected) == output.dim()
+            sizes = zip(expected, output.shape, strict=False)
+            if not same or any(size not in (None, now) for size, now in sizes):
+                shape = ["?" if size is None else size for size in expected]
+                raise PieceCompileError.unlike_traced(
+                    piece=piece.name,
+                    where=piece.where,
+                    op=_op_of_output(piece.module, item),
+                    found=_text(output.dtype, output.shape),
+                    traced=_text(traced.dtype, shape),
+                )
 
 
 def _custom_ops(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes that call ops which are not torch's own, subgraphs included."""
+    """Yield the nodes that call ops which are not torch's own, subgraphs included."""
     for graph in module.modules():
         nodes = graph.graph.nodes if isinstance(graph, fx.GraphModule) else ()
         for node in nodes:
             overloads = compat.op_overloads(node.target) if node.op == "call_function" else ()
-            if any(overload.namespace not in _TORCHS for overload in overloads):
+            if any(overload.namespace not in _NAMESPACES_OF_TORCH for overload in overloads):
                 yield node
 
 
-def _made_by(module: fx.GraphModule, item: int) -> str:
-    """The custom op that returns an output of a piece; else all those in it."""
+def _op_of_output(module: fx.GraphModule, item: int) -> str:
+    """Return the custom op that returns an output of a piece; else all custom ops in it."""
     (results,) = module.graph.output_node().args
     assert isinstance(results, (tuple, list))
     node: Any = results[item]
@@ -275,43 +222,29 @@ def _text(dtype: torch.dtype, sizes: Sequence[Any]) -> str:
 
 
 class Uses:
-    """The uses of the values of a split graph; the same for all its recordings.
+    """Who uses each value of a PIECEWISE step, by name, apart from the piece that makes it.
 
-    Args:
-        split: the split graph.
-        own: results are copied for the caller.
-
-    Attributes:
-        made: names of the values that pieces make.
-        captured: names that captured pieces read.
-        read: these, and with a context those that the caller gets at a fixed address.
-        returned: names that the caller gets.
-        originals: names of results that the caller gets as the eager piece made them, even where
-            graphs read a copy: nothing writes them.
-        live: names that eager pieces read, the caller, or what copies 0-dim CPU tensors.
-        last: for each name, the index of the last piece that uses it; past the end if the caller
-            gets what lies at its address.
+    With ``own``, results are copied for the caller.
     """
 
     def __init__(self, split: SplitGraph, own: bool) -> None:
-        self.made = {name for piece in split.pieces for name in piece.outputs}
+        eager = [piece for piece in split.pieces if not piece.capture]
+        sources = {name: piece.index for piece in eager for name in piece.outputs}
+        self.outputs = {name for piece in split.pieces for name in piece.outputs}
         self.returned = set(returned_names(split)) - {""}
-        values = split.values
-        eager = {
-            name: piece.index
-            for piece in split.pieces
-            if not piece.capture
-            for name in piece.outputs
-        }
-        unwritten = {name for name in self.returned & eager.keys() if not values[name].written}
-        self.originals = self._apart(split, unwritten, eager) if own else set()
+        # Results that the caller gets uncopied, even where graphs read a copy: nothing mutates
+        # them.
+        names = {n for n in self.returned & sources.keys() if not split.values[n].written}
+        self.originals = self._apart(split, names, sources) if own else set()
+        # Read by captured pieces; of 0-dim CPU tensors graphs read a copy on the device.
         self.captured = {name for piece in split.pieces if piece.capture for name in piece.inputs}
-        self.captured -= split.cpu_scalars  # graphs read a copy on the device
-        self.read = set(self.captured)
-        if not own:
-            self.read |= self.returned  # the next graph may read it at that address
-        self.live = {name for piece in split.pieces if not piece.capture for name in piece.inputs}
+        self.captured -= split.cpu_scalars
+        # With a context also what the caller gets: the next graph may read it at that address.
+        self.read = self.captured if own else self.captured | self.returned
+        # Read by eager pieces, by the caller, or by copies of 0-dim CPU tensors.
+        self.live = {name for piece in eager for name in piece.inputs}
         self.live |= self.returned | split.cpu_scalars
+        # The last piece that uses a name; past the end if the caller gets memory at its address.
         self.last = {name: piece.index for piece in split.pieces for name in piece.inputs}
         end = len(split.pieces)
         if split.numbers is not None:
@@ -320,16 +253,16 @@ class Uses:
         self.last.update(dict.fromkeys(self.returned - self.originals, end))
 
     def _apart(
-        self, split: SplitGraph, names: Iterable[str], makers: Mapping[str, int]
+        self, split: SplitGraph, names: Iterable[str], sources: Mapping[str, int]
     ) -> set[str]:
-        """Those of these names that share memory with no result that another piece makes.
+        """Return the names that share memory with no result of another piece.
 
-        Such a result lies in the copy, and the caller may write to one and look at the other.
+        Such a result is in the copy, and the caller may write to one and read the other.
         """
         memory: dict[int, set[int | None]] = {}
-        for name in self.returned & split.values.keys():  # numbers lie in no memory
+        for name in self.returned & split.values.keys():  # numbers have no memory
             for key in storages(split.values[name].meta):
-                memory.setdefault(key, set()).add(makers.get(name))
+                memory.setdefault(key, set()).add(sources.get(name))
         return {
             name
             for name in names
@@ -339,126 +272,109 @@ class Uses:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What all recordings of one compiled graph share.
-
-    Attributes:
-        split: the split graph.
-        step: its generated function, to be bound.
-        runnables: the compiled form of each piece.
-        boundaries: the registry that it was split by.
-        pool: memory and capture stream.
-        config: the settings.
-        timeline: what was captured, and when.
-        frozen: the last inputs, where they are the same objects in all calls.
-    """
+    """What all recordings of one compiled graph share."""
 
     split: SplitGraph
-    step: Step
-    runnables: Sequence[Runnable]
+    step: Step  # its generated function, to be bound
+    runnables: Sequence[Runnable]  # the compiled form of each piece
     boundaries: Boundaries
     pool: GraphPool
     config: CompilationConfig
     timeline: Timeline
-    frozen: Frozen
+    frozen: FrozenTensors
 
     def is_frozen(self, position: int) -> bool:
-        """Whether an input is the same object in all calls, which somebody else keeps."""
+        """Return whether an input is the same object in all calls, which the trace keeps."""
         return position >= len(self.split.inputs) - self.frozen.count
 
     @cached_property
-    def calls(self) -> dict[int, Call]:
-        """How the eager pieces are called at replay, by index."""
+    def calls(self) -> dict[int, EagerCall]:
+        """What runs for each eager piece at replay, by index."""
+        device, runnables = self.split.device, self.runnables
         return {
-            piece.index: call_of(
-                piece, self.runnables[piece.index], self.boundaries, self.split.device
-            )
+            piece.index: _eager_call(piece, runnables[piece.index], self.boundaries, device)
             for piece in self.split.pieces
             if not piece.capture
         }
 
     @cached_property
     def traced(self) -> TracedOutputs:
-        """Compares the results of custom ops with what was traced."""
         return TracedOutputs(self.split)
 
     @cached_property
-    def said(self) -> dict[int, str]:
-        """What the eager pieces run, in a word or two, by index; that of sizes past the end."""
+    def labels(self) -> dict[int, str]:
+        """What the pieces run, by index; returned sizes past the end."""
         numbers = [] if self.split.numbers is None else [self.split.numbers]
-        return {each.index: said(each) for each in (*self.split.pieces, *numbers)}
+        return {piece.index: _label(piece) for piece in (*self.split.pieces, *numbers)}
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Of the inputs, by name."""
-        return {each.name: position for position, each in enumerate(self.split.inputs)}
+        """The positions of inputs, by name."""
+        return {value.name: position for position, value in enumerate(self.split.inputs)}
 
     @cached_property
     def cpu_scalars(self) -> dict[int, tuple[int, ...]]:
-        """Which inputs of each captured piece are copies of 0-dim CPU tensors, by index."""
         return cpu_scalars(self.split)
 
     @cached_property
     def written(self) -> dict[int, list[str]]:
-        """The names of the inputs that eager pieces write, by index."""
+        """The names of the inputs that eager pieces mutate, by index."""
         pieces = self.split.pieces
-        return {each.index: written_inputs(each) for each in pieces if not each.capture}
+        return {piece.index: written_inputs(piece) for piece in pieces if not piece.capture}
 
     @cached_property
     def written_positions(self) -> tuple[int, ...]:
-        """Of the inputs that some piece writes."""
-        return tuple(p for p, each in enumerate(self.split.inputs) if each.written)
+        """The positions of the inputs that some piece mutates."""
+        return tuple(p for p, value in enumerate(self.split.inputs) if value.written)
 
     @cached_property
     def uses(self) -> tuple[Uses, Uses]:
-        """Who uses each value: with a context of the caller's, with one of our own."""
+        """The uses of each value: with a context of the caller, with an own one."""
         return Uses(self.split, False), Uses(self.split, True)
 
     @cached_property
     def with_rows(self) -> frozenset[str]:
         """The values that eager pieces leave which have a row for each row of the batch."""
-        rows = _rows(self.split, self.config.capture_dim)
-        eager = [each for each in self.split.pieces if not each.capture]
-        names = {n for each in eager for n in (*each.outputs, *self.written[each.index])}
-        return frozenset(name for name in names if rows in self._first_dim(name))
-
-    def _first_dim(self, name: str) -> list[sympy.Expr]:
-        meta = self.split.values[name].meta
-        sizes = meta.shape[:1] if isinstance(meta, torch.Tensor) else ()
-        return [self.split.symbols.number(size) for size in sizes]
-
-
-def _rows(split: SplitGraph, wanted: str | None) -> sympy.Expr | None:
-    """The symbol of the rows of a batch, where it is plain which dimension that is."""
-    dims = [name for name, dim in split.symbols.dims.items() if wanted in (None, dim)]
-    if len(dims) != 1:
-        return None
-    found = [each.meta for each in split.inputs if each.name in dims]
-    return split.symbols.number(found[0]) if found else None
+        split, wanted = self.split, self.config.capture_dim
+        dims = [name for name, dim in split.symbols.dims.items() if wanted in (None, dim)]
+        inputs = [value.meta for value in split.inputs if value.name in dims]
+        if len(dims) != 1 or not inputs:
+            return frozenset()
+        rows: sympy.Expr = split.symbols.number(inputs[0])
+        eager = [piece for piece in split.pieces if not piece.capture]
+        names = {n for piece in eager for n in (*piece.outputs, *self.written[piece.index])}
+        metas = {name: split.values[name].meta for name in names}
+        return frozenset(
+            name
+            for name, meta in metas.items()
+            if isinstance(meta, torch.Tensor)
+            and any(split.symbols.number(size) == rows for size in meta.shape[:1])
+        )
 
 
 def cpu_scalars(split: SplitGraph) -> dict[int, tuple[int, ...]]:
-    """Which inputs of each captured piece are copies of 0-dim CPU tensors, by index."""
-    return {
-        piece.index: places
+    """Return which inputs of each captured piece are copies of 0-dim CPU tensors, by index."""
+    positions = {
+        piece.index: tuple(p for p, name in enumerate(piece.inputs) if name in split.cpu_scalars)
         for piece in split.pieces
         if piece.capture
-        and (places := tuple(k for k, n in enumerate(piece.inputs) if n in split.cpu_scalars))
     }
+    return {index: inputs for index, inputs in positions.items() if inputs}
 
 
-def taking_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> list[Runnable]:
+def copying_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> list[Runnable]:
     """Return what runs each piece, with 0-dim CPU tensors copied to the device first."""
-    made = list(runnables)
-    for index, places in cpu_scalars(split).items():
-        made[index] = _taking(runnables[index], places, split.device)
-    return made
+    copying = list(runnables)
+    for index, positions in cpu_scalars(split).items():
+        copying[index] = _copying(runnables[index], positions, split.device)
+    return copying
 
 
-def _taking(run: Runnable, places: Sequence[int], device: torch.device) -> Runnable:
-    def moving(*given: Any) -> Any:
-        args = list(given)
-        for place in places:
-            args[place] = moved(args[place], device)
+def _copying(run: Runnable, positions: Sequence[int], device: torch.device) -> Runnable:
+    def copied(*inputs: Any) -> Any:
+        args = list(inputs)
+        for position in positions:
+            args[position] = moved(args[position], device)
         return run(*args)
 
-    return moving
+    return copied

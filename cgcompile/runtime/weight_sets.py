@@ -1,10 +1,10 @@
-"""Which weights a recorded step belongs to: :class:`Binding`, and all of one compiled graph.
+"""The weight sets of one compiled graph, each with the steps recorded for it.
 
 Dynamo gives two instances of a class one compiled graph, and passes the parameters at every call. A
-CUDA graph holds the addresses of one set of them. So recordings are kept per *binding*: the very
+CUDA graph holds the addresses of one set of them. So recordings are kept per *weight set*: the very
 objects of all parameters, buffers and module attributes, and, where inputs are copied, the
-addresses of the inputs that the step writes, which cannot be copied (a key-value cache passed as
-an argument). A binding goes when one of its objects dies.
+addresses of the inputs that the step mutates, which cannot be copied (a key-value cache passed as
+an argument). A weight set is dropped when one of its objects dies.
 """
 
 import operator
@@ -25,112 +25,85 @@ from cgcompile.reasons import Fallback
 from cgcompile.runtime.program import Program
 from cgcompile.runtime.recording import Recording
 
-_SEEN = 4096  # shapes whose warm-up is remembered, per binding
-_PLAIN = 256  # results of steps without graphs that are remembered
-MOVED = 3  # times in a row that weights had other memory, before that is called a reason
-_IDLE = 1024  # bindings without graphs that are remembered; they hold next to nothing
+_MOST_SEEN = 4096  # shapes whose warm-up is counted, per weight set
+_MOST_PLAIN = 256  # results of steps without graphs that are known
+_MOST_IDLE = 1024  # weight sets without graphs that are kept; they hold next to nothing
+MOVED = 3  # times in a row that weights moved, before that is a fallback
 
-# Garbage is collected by whoever captures many graphs; a piece is one of dozens of a step.
+# A bulk capture collects garbage once; a piece is one of dozens of a step.
 _OPTIONS = CUDAGraphOptions(debug_log_enable=False, gc_disable=True)
 
 
-class Binding:
-    """One set of weights, and what was recorded for it.
+class WeightSet:
+    """One set of weights, and what was recorded for it."""
 
-    Attributes:
-        recordings: recorded steps by key; or why a step cannot be recorded.
-        seen: how many warming calls each key has had.
-        new_in_a_row: how many calls in a row had a key that no call before had.
-        varying: the reason that was counted for these calls, or None.
-        gone: whether one of its objects has died, or its memory.
-        unsettled: whether a warming call must show that the weights stay, whatever the settings.
-        moved_in_a_row: how many calls in a row found a weight elsewhere than the call before.
-        starts: where the memory of each weight begins, by position, once graphs are captured.
-        weights: equal for bindings of the same weights.
-        shares_results: whether graphs of other weights could write to the memory of its results.
-        dropped: how many recordings of each key were dropped because a result that they read, of
-            other weights, lies elsewhere.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        whole: Callable[..., Any],
-        forget: Callable[[], None],
-        weights: Hashable,
-    ) -> None:
-        self._program = program
-        self.weights = weights
-        self.shares_results = False
-        self.dropped: Counter[Hashable] = Counter()
-        self._whole = whole
-        self._forget = forget
-        self.recordings: dict[Hashable, Recording | Fallback] = {}
-        self.seen: dict[Hashable, int] = {}
-        self.new_in_a_row = self._served = 0
-        self.varying: Fallback | None = None
+    def __init__(self, program: Program, run: Callable[..., Any], weights: Hashable) -> None:
+        self._program, self._run = program, run
+        self.weights = weights  # equal for the same weights with other mutated inputs
+        self.recordings: dict[Hashable, Recording | Fallback] = {}  # by key; or why there is none
+        self.dropped: Counter[Hashable] = Counter()  # recordings whose chained input moved, by key
+        self.seen: dict[Hashable, int] = {}  # warming calls by key
+        self.new_in_a_row = self._served = 0  # calls in a row with a key that no call had before
+        self.varying: Fallback | None = None  # that was counted for these calls
+        self.moved_in_a_row = 0  # calls in a row in which a weight had moved
+        self.unsettled = False  # a warming call must show that the weights stay
+        self.shares_results = False  # graphs of other weights could write to its results' memory
+        self.starts: dict[int, int] = {}  # addresses of the weights, by position
         self._held: list[torch.UntypedStorage] = []
-        self.starts: dict[int, int] = {}
         self._addresses = compat.Addresses((), ())
         self._last: list[int] | None = None  # addresses of watched weights at the last call
-        self.gone = False
-        self.unsettled = False
-        self.moved_in_a_row = 0
-        self._written: list[compat.StorageLife] = []
+        self._mutated: list[compat.StorageLife] = []
 
     def hold(
         self,
         inputs: Sequence[Any],
         static: Sequence[int],
         watched: Sequence[int],
-        written: Sequence[int],
+        mutated: Sequence[int],
     ) -> None:
-        """Graphs are about to be captured for the weights and written inputs at these positions.
+        """Prepare for the first capture: graphs read the weights and mutated inputs in place.
 
-        Graphs read that memory, so the weights' is held. A written input may go, and its graphs
-        with it.
+        The memory of weights is held. A mutated input may be freed, and its graphs with it.
         """
-        self._held = [inputs[place].untyped_storage() for place in static]
-        self.starts = {place: address(inputs[place]) for place in static}
+        self._held = [inputs[position].untyped_storage() for position in static]
+        self.starts = {position: address(inputs[position]) for position in static}
         self._addresses = compat.Addresses(inputs, watched)
-        self._written = [compat.StorageLife(inputs[place]) for place in written]
+        self._mutated = [compat.StorageLife(inputs[position]) for position in mutated]
 
     def follow(self, inputs: Sequence[Any], watched: Sequence[int]) -> tuple[int, ...]:
-        """Before a capture: a call has weights here; positions of those that moved since the last.
+        """Return the positions of weights that moved since the last call; before a capture.
 
         Warming calls count from the last move, so that a step that moves a weight each time is not
         captured each time.
         """
-        before, self._last = self._last, [inputs[place].data_ptr() for place in watched]
+        before, self._last = self._last, [inputs[position].data_ptr() for position in watched]
         if before is None or before == self._last:
             self.moved_in_a_row = 0
             return ()
         self.moved_in_a_row += 1
         self.seen.clear()
         pairs = zip(watched, before, self._last, strict=True)
-        return tuple([place for place, was, now in pairs if was != now])
+        return tuple([position for position, was, now in pairs if was != now])
 
     def moved(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether a weight has other memory now, as after ``module.to()``, ``weight.data = ...``.
+        """Return whether a weight moved, as after ``module.to()`` or ``weight.data = ...``.
 
-        All are looked at in every call: 0.07 us a weight where torch has a C++ helper for it.
+        Every call compares all: 0.07 us a weight where torch has a C++ helper for it.
         """
         return not self._addresses.hold(inputs)
 
-    def let_go(self) -> None:
-        """One of the objects has died: nothing of this is replayed any more."""
-        self.gone = True
+    def release(self) -> None:
+        """Let the memory of the weights go: nothing of this is replayed any more."""
         self._held = []
-        self._forget()
 
     @property
     def outlived(self) -> bool:
-        """Whether memory of a written input that graphs were captured for has been freed."""
-        return any(life.ended for life in self._written)
+        """Whether memory of a mutated input that graphs were captured for has been freed."""
+        return any(life.ended for life in self._mutated)
 
     @cached_property
     def wrappers(self) -> dict[int, CUDAGraphWrapper]:
-        """Of the captured pieces, by index; their entries are what recordings replay."""
+        """The wrappers of the captured pieces, by index; recordings replay their entries."""
         split, runnables = self._program.split, self._program.runnables
         return {
             piece.index: self._wrapper(runnables[piece.index], CUDAGraphMode.PIECEWISE, piece.name)
@@ -141,7 +114,7 @@ class Binding:
     @cached_property
     def full(self) -> CUDAGraphWrapper:
         """The wrapper of the whole step."""
-        return self._wrapper(self._whole, CUDAGraphMode.FULL, "step")
+        return self._wrapper(self._run, CUDAGraphMode.FULL, "step")
 
     def _wrapper(
         self, runnable: Callable[..., Any], mode: CUDAGraphMode, name: str
@@ -153,190 +126,167 @@ class Binding:
 
     @property
     def recorded(self) -> list[Recording]:
-        """The steps that are recorded."""
-        return [each for each in self.recordings.values() if isinstance(each, Recording)]
+        """The recorded steps. Another thread may capture meanwhile."""
+        return [each for each in [*self.recordings.values()] if isinstance(each, Recording)]
 
     @property
     def captured(self) -> int:
-        """How many steps are recorded."""
+        """The number of recorded steps."""
         return len(self.recorded)
 
+    @property
+    def replays(self) -> int:
+        return sum([recording.sequence.stats.replays for recording in self.recorded])
+
     def count_warming(self, key: Hashable) -> int:
-        """One more warming call of ``key``; returns how many there were before."""
-        before = self.seen.get(key, 0)
-        served = self.captured + sum([each.sequence.stats.replays for each in self.recorded])
+        """Count a warming call of ``key``; return how many there were before."""
+        before, served = self.seen.get(key, 0), self.captured + self.replays
         in_a_row = self.new_in_a_row if served == self._served else 0
         self.new_in_a_row, self._served = (0 if before else in_a_row + 1), served
         if self.new_in_a_row <= 1:
             self.varying = None
-        if before == 0 and len(self.seen) >= _SEEN:
+        if before == 0 and len(self.seen) >= _MOST_SEEN:
             del self.seen[next(iter(self.seen))]
         self.seen[key] = before + 1
         return before
 
 
-class Bindings:
-    """The bindings of one compiled graph, found by what a call is given.
+class WeightSets:
+    """The weight sets of one compiled graph, by the inputs of a call.
 
-    Args:
-        program: what is recorded.
-        whole: runs the whole step.
-        forget: called as soon as a binding is gone; it may be in the midst of a collection.
-        static: positions of parameters, buffers and module attributes. Those that are not frozen
-            may be other objects, or lie elsewhere, in another call.
-
-    Attributes:
-        replaced: positions of those that were other objects in the last two bindings.
+    ``run`` runs the whole step. ``forget`` is called as soon as a weight set is dropped, maybe
+    inside of a garbage collection. ``static`` are positions of parameters, buffers and module
+    attributes; those that are not frozen may be other objects, or move, in another call.
     """
 
     def __init__(
         self,
         program: Program,
-        whole: Callable[..., Any],
+        run: Callable[..., Any],
         forget: Callable[[], None],
         static: Sequence[int],
     ) -> None:
-        self._program = program
-        self._whole, self._gone = whole, forget
-        self._static = tuple(static)
-        self._are_static = frozenset(static)
+        self._program, self._run, self._on_drop = program, run, forget
+        self._static, self._is_static = tuple(static), frozenset(static)
         self._watched = tuple([each for each in static if not program.is_frozen(each)])
-        self._statics = picker(self._watched)
+        self._objects = picker(self._watched)
+        self._ranges = _ranges(self._watched)
         size = len(compat.identities((None,)))
-        self._stretches = _stretches(self._watched)
-        self._runs = [(first * size, last * size) for first, last in self._stretches]
-        self._known: dict[Hashable, Binding] = {}
-        self._watches: dict[Hashable, list[weakref.ref[Any]]] = {}
-        self._dead: list[Binding | Recording] = []
-        self._plain: deque[tuple[int, bytes, compat.StorageLife]] = deque(maxlen=_PLAIN)
-        self._lost = 0
-        self._unused: Hashable = None  # of a binding whose graphs were dropped and never replayed
+        self._slices = [slice(first * size, last * size) for first, last in self._ranges]
+        self._known: dict[Hashable, WeightSet] = {}
+        self._references: dict[Hashable, list[weakref.ref[Any]]] = {}
+        self._dead: list[WeightSet | Recording] = []
+        self._plain: deque[tuple[int, bytes, compat.StorageLife]] = deque(maxlen=_MOST_PLAIN)
+        self._dropped_idle = 0  # weight sets without graphs, since the last capture
+        self._unused: Hashable = None  # the last dropped one, if its graphs were never replayed
         self._unused_in_a_row = 0
-        self._added: tuple[int, ...] = ()  # the objects of the binding that was added last
-        self.replaced: tuple[int, ...] = ()
-        self._last: Hashable = None
-        self._last_binding: Binding | None = None
+        self._added: tuple[int, ...] = ()  # the identities of the weights that were added last
+        self.replaced: tuple[int, ...] = ()  # positions that differed in the last two weight sets
+        self._last: tuple[Hashable, WeightSet | None] = (None, None)
 
-    def __iter__(self) -> Iterator[Binding]:
+    def __iter__(self) -> Iterator[WeightSet]:
         return iter(tuple(self._known.values()))
 
     def find(
-        self, inputs: tuple[Any, ...], written: Sequence[int]
-    ) -> tuple[Hashable, Binding | None]:
-        """(key, binding) of a call.
-
-        Args:
-            inputs: what the call was given.
-            written: positions of written inputs that are bound by address, because no forward
-                context stands for them.
-        """
+        self, inputs: tuple[Any, ...], mutated: Sequence[int]
+    ) -> tuple[Hashable, WeightSet | None]:
+        """Return (key, weight set) of a call; without a context, ``mutated`` inputs are bound."""
         key: Hashable = self._weights(inputs)
-        if written:
-            key = (key, *(inputs[position].data_ptr() for position in written))
-        if key != self._last:  # comparing is much cheaper than hashing some kilobytes
-            self._last, self._last_binding = key, self._known.get(key)
-        binding = self._last_binding
-        if binding is None:
+        if mutated:
+            key = (key, *(inputs[position].data_ptr() for position in mutated))
+        if key != self._last[0]:  # comparing is much cheaper than hashing some kilobytes
+            self._last = key, self._known.get(key)
+        weight_set = self._last[1]
+        if weight_set is None:
             return key, None
-        if not binding.recordings:
-            moved = binding.follow(inputs, self._watched)
+        if not weight_set.recordings:
+            moved = weight_set.follow(inputs, self._watched)
             self.replaced = moved or self.replaced
-            return key, binding
-        strict = bool(written) and self._program.pool.device.notices_freed
-        if binding.moved(inputs) or (strict and binding.outlived):
-            if not binding.captured:  # the step itself may move them, and has no graph for that
-                return key, binding
-            unused = not any([each.sequence.stats.replays for each in binding.recorded])
-            self._unused = key if unused else None
-            self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
-            self._forget(key)
-            binding = None
-        return key, binding
+            return key, weight_set
+        strict = bool(mutated) and self._program.pool.device.notices_freed
+        if not weight_set.moved(inputs) and not (strict and weight_set.outlived):
+            return key, weight_set
+        if not weight_set.captured:  # the step itself may move them, and has no graph for that
+            return key, weight_set
+        unused = not weight_set.replays
+        self._unused = key if unused else None
+        self._unused_in_a_row = self._unused_in_a_row + 1 if unused else 0
+        self._drop(key)
+        return key, None
 
     def _weights(self, inputs: tuple[Any, ...]) -> bytes:
-        every = compat.identities(inputs)
-        return b"".join([every[start:end] for start, end in self._runs])
+        identities = compat.identities(inputs)
+        return b"".join([identities[part] for part in self._slices])
 
     def ran_plain(self, inputs: tuple[Any, ...], result: Any) -> None:
-        """Remember what a step under a forward context has returned that ran without graphs."""
+        """Note what a step under a forward context has returned that ran without graphs."""
         if len(self._known) < 2:
             return
-        dynamic = [each for place, each in enumerate(inputs) if place not in self._are_static]
-        leaves = filter(compat.is_plain_tensor, compat.tree_tensors(result))
-        given = {address(each) for each in compat.tree_tensors(dynamic)}
+        dynamic = [each for position, each in enumerate(inputs) if position not in self._is_static]
+        starts = {address(tensor) for tensor in compat.tree_tensors(dynamic)}
         weights = self._weights(inputs)
-        for leaf in leaves:
-            if address(leaf) not in given:
+        for leaf in filter(compat.is_plain_tensor, compat.tree_tensors(result)):
+            if address(leaf) not in starts:
                 self._plain.append((address(leaf), weights, compat.StorageLife(leaf)))
 
-    def is_plain_result(self, binding: Binding, start: int) -> bool:
-        """Whether memory that begins there is what a step with other weights returned plain."""
+    def is_plain_result(self, weight_set: WeightSet, start: int) -> bool:
+        """Return whether a step of other weights returned this memory without a graph."""
         return any(
-            at == start and weights != binding.weights and not life.ended
+            at == start and weights != weight_set.weights and not life.ended
             for at, weights, life in [*self._plain]  # another thread may add to it
         )
 
-    def others(
-        self, binding: Binding, inputs: tuple[Any, ...]
+    def checks(
+        self, weight_set: WeightSet, inputs: tuple[Any, ...]
     ) -> list[Callable[[tuple[Any, ...]], bool]]:
-        """What tells of a later call whether its weights are others, or lie elsewhere.
-
-        Args:
-            binding: that of a call.
-            inputs: what that call was given.
-        """
+        """Return what tells whether another call than this one has other weights, or moved ones."""
         if not self._watched:
             return []
-        return [compat.SameObjects(inputs, self._stretches).differ, binding.moved]
+        return [compat.SameObjects(inputs, self._ranges).differ, weight_set.moved]
 
-    def add(self, key: Hashable, inputs: tuple[Any, ...]) -> Binding:
-        """A new binding for a key that is not known; the oldest one without graphs may go."""
+    def add(self, key: Hashable, inputs: tuple[Any, ...]) -> WeightSet:
+        """Add a weight set for a key that is not known; the oldest one without graphs may go."""
         self.reap()
         idle = [known for known, each in list(self._known.items()) if not each.captured]
-        if len(idle) >= _IDLE:
-            self._forget(idle[0])
+        if len(idle) >= _MOST_IDLE:
+            self._drop(idle[0])
         weights = key[0] if isinstance(key, tuple) else key
-        binding = self._known[key] = Binding(self._program, self._whole, self._gone, weights)
-        binding.follow(inputs, self._watched)
-        binding.unsettled = self._unused == key and self._unused_in_a_row >= MOVED
+        weight_set = self._known[key] = WeightSet(self._program, self._run, weights)
+        weight_set.follow(inputs, self._watched)
+        weight_set.unsettled = self._unused == key and self._unused_in_a_row >= MOVED
         self._unused = None
-        self._last = None
-        before, self._added = self._added, tuple(map(id, self._statics(inputs)))
+        self._last = None, None
+        objects = self._objects(inputs)
+        before, self._added = self._added, tuple(map(id, objects))
         pairs = zip(self._watched, before, self._added, strict=False)  # nothing before the first
-        self.replaced = tuple([place for place, one, other in pairs if one != other])
+        self.replaced = tuple([position for position, one, other in pairs if one != other])
         myself = weakref.ref(self)
 
         def died(_: Any) -> None:
-            bindings = myself()
-            if bindings is not None:
-                bindings._forget(key)
+            weight_sets = myself()
+            if weight_sets is not None:
+                weight_sets._drop(key)
 
-        self._watches[key] = [weakref.ref(each, died) for each in self._statics(inputs)]
-        return binding
+        self._references[key] = [weakref.ref(each, died) for each in objects]
+        return weight_set
 
-    def hold(self, binding: Binding, inputs: tuple[Any, ...], written: Sequence[int]) -> None:
-        """The first graph of a binding is about to be captured."""
-        binding.hold(inputs, self._static, self._watched, written)
-        self._lost = 0
+    def hold(self, weight_set: WeightSet, inputs: tuple[Any, ...], mutated: Sequence[int]) -> None:
+        """Prepare for the first capture for a weight set."""
+        weight_set.hold(inputs, self._static, self._watched, mutated)
+        self._dropped_idle = 0
 
-    def owner(self, binding: Binding, own_context: bool) -> Hashable:
-        """Return what owns the results of a step that is about to be captured for a binding.
+    def owner(self, weight_set: WeightSet, own_context: bool) -> Hashable:
+        """Return what owns the results of a step before its capture; None for the only weights.
 
         Note [Results of several weight sets]: layers of one class share a compiled graph, and the
         result of one is the input of the next. So a result under a forward context stays valid
         until the next call *with its weights*: where there are several weight sets, a replay copies
         results out of the memory that all graphs use for intermediates, into blocks of its weight
         set. Recordings of a time with one weight set do not copy: from the second one on they keep
-        all their memory to themselves, and captures take new memory.
-
-        Args:
-            binding: of the step.
-            own_context: results are copied for the caller.
-
-        Returns:
-            The weights; None if the compiled graph has seen no others.
+        all their memory to themselves, and captures take new memory. With ``own_context``, results
+        are copied for the caller.
         """
-        others = [each for each in self if each.weights != binding.weights]
+        others = [each for each in self if each.weights != weight_set.weights]
         for other in others:
             if other.shares_results:
                 self._program.pool.renew()
@@ -344,83 +294,85 @@ class Bindings:
                     recording.frame.reserve(other.weights)
                 other.shares_results = False
         if not others and not own_context:
-            binding.shares_results = True
-        return binding.weights if others else None
+            weight_set.shares_results = True
+        return weight_set.weights if others else None
 
-    def keeps(self, binding: Binding, start: int) -> bool:
-        """Whether no graph of a binding writes the memory of the pool that begins there."""
+    def keeps(self, weight_set: WeightSet, start: int) -> bool:
+        """Return whether no graph of a weight set writes this memory of the pool."""
         pool = self._program.pool
         if pool.arena.owns(start):
-            return pool.arena.owner_of(start) not in (None, binding.weights)
+            return pool.arena.owner_of(start) not in (None, weight_set.weights)
         return not pool.captures_into(start)
 
-    def drop(self, binding: Binding, key: Hashable) -> None:
-        """Forget a recorded step; its graphs are freed before the next capture."""
-        recording = binding.recordings.pop(key)
-        binding.dropped[key] += 1
-        if isinstance(recording, Recording):
-            for wrapper, entry in recording.kept:
-                wrapper.drop(entry)
-            self._dead.append(recording)
+    def drop_recording(self, weight_set: WeightSet, key: Hashable) -> None:
+        """Drop a recorded step; its graphs are freed before the next capture."""
+        recording = weight_set.recordings.pop(key)
+        weight_set.dropped[key] += 1
+        assert isinstance(recording, Recording)
+        for wrapper, entry in recording.kept:
+            wrapper.drop(entry)
+        self._dead.append(recording)
 
     @property
     def idle(self) -> int:
-        """How many bindings without graphs have been seen, those since gone included."""
-        return self._lost + sum(not binding.captured for binding in self)
+        """The number of weight sets seen without graphs, including those dropped."""
+        return self._dropped_idle + sum(not each.captured for each in self)
 
     @property
     def captured(self) -> int:
-        """How many bindings have graphs; those of freed memory are dropped first."""
-        for key, binding in list(self._known.items()):
-            if binding.outlived:
-                self._forget(key)
+        """The number of weight sets with graphs; those of freed memory are dropped first."""
+        for key, weight_set in list(self._known.items()):
+            if weight_set.outlived:
+                self._drop(key)
         self.reap()
-        return sum(binding.captured > 0 for binding in self)
+        return sum(weight_set.captured > 0 for weight_set in self)
 
     def reap(self) -> None:
-        """Free the graphs of bindings that are gone, where no capture runs."""
+        """Free the graphs of dropped weight sets, if no capture runs."""
         if self._dead and not captured_elsewhere():
             self._program.pool.device.synchronize()  # a replay may still run, on whatever stream
             self._dead.clear()
 
     def clear(self) -> None:
-        """Forget all bindings."""
-        self._last, self._last_binding = None, None
-        for binding in self:
-            binding.let_go()
+        """Drop all weight sets."""
+        self._last = None, None
+        for weight_set in self:
+            weight_set.release()
+        self._on_drop()
         self._known.clear()
-        self._watches.clear()
+        self._references.clear()
         self._dead.clear()
         self._plain.clear()
 
-    def _forget(self, key: Hashable) -> None:
-        """Take a binding out. It may run inside of a collection: graphs are freed later."""
-        self._last, self._last_binding = None, None
-        binding = self._known.pop(key, None)
-        if binding is not None:
-            binding.let_go()
-            if all(each.weights != binding.weights for each in self):
-                self._program.pool.arena.free(binding.weights)
-        if binding is not None and binding.recordings:
-            self._dead.append(binding)
-        elif binding is not None:
-            self._lost += 1
-        self._watches.pop(key, None)
+    def _drop(self, key: Hashable) -> None:
+        """Drop a weight set, maybe inside of a garbage collection: graphs are freed later."""
+        self._last = None, None
+        weight_set = self._known.pop(key, None)
+        if weight_set is not None:
+            weight_set.release()
+            self._on_drop()
+            if all(each.weights != weight_set.weights for each in self):
+                self._program.pool.arena.free(weight_set.weights)
+            if weight_set.recordings:
+                self._dead.append(weight_set)
+            else:
+                self._dropped_idle += 1
+        self._references.pop(key, None)
 
 
-def _stretches(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending positions as stretches: ``(0, 2, 3)`` is ``[(0, 1), (2, 4)]``."""
-    found: list[tuple[int, int]] = []
+def _ranges(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ascending positions as ranges: ``(0, 2, 3)`` is ``[(0, 1), (2, 4)]``."""
+    ranges: list[tuple[int, int]] = []
     for position in positions:
-        if found and found[-1][1] == position:
-            found[-1] = (found[-1][0], position + 1)
+        if ranges and ranges[-1][1] == position:
+            ranges[-1] = (ranges[-1][0], position + 1)
         else:
-            found.append((position, position + 1))
-    return found
+            ranges.append((position, position + 1))
+    return ranges
 
 
 def picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A function that takes these items out of a tuple, as a tuple, as fast as Python can."""
+    """Return a function that takes these items out of a tuple, as a tuple, without a loop."""
     if not positions:
         return lambda items: ()
     first, last = positions[0], positions[-1] + 1

@@ -1,8 +1,8 @@
 """Which graph serves a batch: numbers in; runtime mode, padded descriptor and a reason out.
 
 Plain Python: no torch, no device, no graph. The tables are built once, so that a step costs a few
-look-ups and never searches; which graph serves a size is worked out anew when a graph is captured
-or refused. Which graphs there are is in ``plan.py``.
+look-ups and never searches; which graph serves a size is recomputed when a graph is captured or
+refused. ``plan.py`` lists the graphs.
 
 The rule a caller keeps: ``uniform_decode`` is stated, never guessed. Prefills of equal length have
 the same numbers and run other kernels; :func:`is_uniform_decode` tells them apart.
@@ -12,7 +12,7 @@ import logging
 import operator
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import BatchError
@@ -23,16 +23,17 @@ from cgcompile.serving.plan import (
     NONE,
     PIECEWISE,
     Axis,
-    Ladders,
     LoraCases,
     Planned,
-    Resolution,
     Shapes,
     Variant,
-    Variants,
     capture_order,
+    checked_ladders,
+    in_variant,
     resolve_mode,
     shapes_of,
+    variant_in_pieces,
+    variants_of,
 )
 from cgcompile.serving.sizes import mode_named
 from cgcompile.settings import (
@@ -45,6 +46,13 @@ from cgcompile.settings import (
     require_kind,
 )
 
+log = logging.getLogger(__name__)
+
+_MODE_NONE = Fallback(Reason.MODE_NONE, "the mode of the dispatcher is NONE")
+_EMPTY = Fallback(Reason.EMPTY_BATCH, "the batch has no tokens")
+_NO_FULL = Fallback(Reason.MODE_EXCLUDED, "the caller excludes FULL for this batch")
+_NO_PIECEWISE = Fallback(Reason.MODE_EXCLUDED, "the caller excludes PIECEWISE for this batch")
+
 
 class Dispatched(NamedTuple):
     """What a step runs as.
@@ -53,7 +61,7 @@ class Dispatched(NamedTuple):
         mode: NONE, PIECEWISE or FULL.
         descriptor: the key of the graph, padded; for NONE ``BatchDescriptor(num_tokens)``,
             unpadded.
-        why: why the step has a lesser mode than the one asked for; None if it has that one.
+        why: why the step has a lesser mode than the requested one; None if it has that one.
     """
 
     mode: CUDAGraphMode
@@ -61,8 +69,12 @@ class Dispatched(NamedTuple):
     why: Fallback | None = None
 
 
+# ---------------------------------------------------------------- tables
+
+
+@final
 class Slot:
-    """One planned graph: the answer that names it, and what is known of its capture."""
+    """One planned graph: the result that names it, and whether it was captured or refused."""
 
     __slots__ = ("captured", "num_tokens", "ready", "refused", "result", "rows")
 
@@ -72,10 +84,10 @@ class Slot:
         self.ready = True  # may be dispatched; the one field that dispatch() reads
         self.captured = False
         self.refused = ""
-        self.rows: list[Row] = []  # that it is in
+        self.rows: list[Row] = []  # that contain the slot
 
     def settle(self, only_captured: bool) -> None:
-        """After a change: whether it may be dispatched, and what serves its sizes if not."""
+        """Recompute after a change whether the graph is ready, and what serves its sizes if not."""
         ready = self.captured or not (only_captured or self.refused)
         if ready is not self.ready:
             self.ready = ready
@@ -83,29 +95,10 @@ class Slot:
                 row.settle()
 
     def why_not(self) -> Fallback:
-        """Why it is not dispatched, if it is not ready."""
+        """Return why the graph is not dispatched, if it is not ready."""
         mode, descriptor, _ = self.result
-        what = f"{mode.name} {descriptor}"
         detail = f"was refused: {self.refused}" if self.refused else "is planned and not captured"
-        return Fallback(Reason.NOT_CAPTURED, f"{what} {detail}")
-
-
-class _Ladder(NamedTuple):
-    """For every number from 0 to the largest size, the index of the first size not below it."""
-
-    shapes: Sequence[BatchDescriptor]
-    steps: list[int]
-    oversize: Fallback  # made once, not at each step
-
-    @classmethod
-    def of(
-        cls, shapes: Sequence[BatchDescriptor], what: str, *, by_requests: bool = False
-    ) -> "_Ladder":
-        """Build the ladder of ascending shapes, by tokens or by requests."""
-        sizes = [(shape.num_reqs or 0) if by_requests else shape.num_tokens for shape in shapes]
-        steps = [bisect_left(sizes, number) for number in range(sizes[-1] + 1)]
-        detail = f"more than {sizes[-1]} {what}: no graph is as large"
-        return cls(shapes, steps, Fallback(Reason.OVERSIZE, detail))
+        return Fallback(Reason.NOT_CAPTURED, f"{mode.name} {descriptor} {detail}")
 
 
 class Row:
@@ -113,11 +106,12 @@ class Row:
 
     __slots__ = ("_serving", "_slots", "_steps", "oversize")
 
-    def __init__(self, ladder: _Ladder, slots: list[Slot]) -> None:
-        self._steps = ladder.steps
-        self._slots = slots
-        self._serving = slots
-        self.oversize = ladder.oversize  # why it serves no larger batch
+    def __init__(self, slots: list[Slot], sizes: list[int], what: str) -> None:
+        # for every number up to the largest size, the index of the first size not below it
+        self._steps = [bisect_left(sizes, number) for number in range(sizes[-1] + 1)]
+        self._slots = self._serving = slots
+        detail = f"more than {sizes[-1]} {what}: no graph is as large"
+        self.oversize = Fallback(Reason.OVERSIZE, detail)
         for slot in slots:
             slot.rows.append(self)
 
@@ -129,7 +123,7 @@ class Row:
         return self._serving[self._steps[number]] if number < len(self._steps) else None
 
     def settle(self) -> None:
-        """For each size find the first ready graph upward; look-ups see the old list or the new."""
+        """Find for each size the first ready graph upward; look-ups see the old list or the new."""
         serving = list(self._slots)
         above: Slot | None = None
         for index in reversed(range(len(serving))):
@@ -150,66 +144,64 @@ class Tables(NamedTuple):
     bounded: dict[int, Row]
 
 
-Slots = dict[Planned, Slot]
-
-
 def build_tables(
     shapes: Shapes, variants: Mapping[Variant, Variant]
-) -> tuple[dict[Variant, Tables], Slots]:
+) -> tuple[dict[Variant, Tables], dict[Planned, Slot]]:
     """Build the tables of each variant, and a slot for every graph, in the order of capture.
 
-    ``variants`` maps each variant to the variant of its PIECEWISE graphs. The latter has a table
-    too, without FULL graphs unless it is a key itself.
+    ``variants`` maps each variant to that of its PIECEWISE graphs, which has tables too: without
+    FULL graphs, unless it is a key itself.
     """
     slots = {planned: Slot(Dispatched(*planned)) for planned in capture_order(shapes, variants)}
-    piecewise = _Ladder.of(shapes.piecewise, "tokens") if shapes.piecewise else None
-    mixed = _Ladder.of(shapes.mixed, "tokens") if shapes.mixed else None
-    short = "tokens in such short queries"
-    bounded = {longest: _Ladder.of(group, short) for longest, group in shapes.bounded.items()}
-    decode = {
-        query_len: _Ladder.of(group, f"requests of length {query_len}", by_requests=True)
-        for query_len, group in shapes.decode.items()
-    }
 
-    def row(mode: CUDAGraphMode, variant: Variant, ladder: _Ladder) -> Row:
-        return Row(ladder, [slots[mode, variant.of(shape)] for shape in ladder.shapes])
+    def row(
+        mode: CUDAGraphMode, variant: Variant, group: Sequence[BatchDescriptor], what: str
+    ) -> Row | None:
+        if not group:
+            return None
+        sizes = [shape.num_reqs or 0 if shape.uniform else shape.num_tokens for shape in group]
+        return Row([slots[mode, in_variant(shape, variant)] for shape in group], sizes, what)
+
+    def rows(variant: Variant, groups: dict[int, list[BatchDescriptor]], what: str) -> Any:
+        return {key: row(FULL, variant, groups[key], what.format(key)) for key in groups}
 
     pieces = {
-        variant: row(PIECEWISE, variant, piecewise) if piecewise else None
+        variant: row(PIECEWISE, variant, shapes.piecewise, "tokens")
         for variant in dict.fromkeys(variants.values())
     }
-    tables = {variant: Tables(of_pieces, None, {}, {}) for variant, of_pieces in pieces.items()}
+    tables = {variant: Tables(pieces[variant], None, {}, {}) for variant in pieces}
     for variant, in_pieces in variants.items():
         tables[variant] = Tables(
             pieces[in_pieces],
-            row(FULL, variant, mixed) if mixed else None,
-            {query_len: row(FULL, variant, ladder) for query_len, ladder in decode.items()},
-            {longest: row(FULL, variant, ladder) for longest, ladder in bounded.items()},
+            row(FULL, variant, shapes.mixed, "tokens"),
+            rows(variant, shapes.decode, "requests of length {}"),
+            rows(variant, shapes.bounded, "tokens in such short queries"),
         )
     return tables, slots
 
 
-def _is_sized(items: Any) -> bool:
-    """Whether something has a length; a tensor of one number has none."""
-    return isinstance(items, Sized) and getattr(items, "ndim", 1) > 0
+# ---------------------------------------------------------------- the numbers of a batch
 
 
 def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[bool]) -> bool:
-    """Whether a batch is uniform decode, as ``dispatch`` understands it.
+    """Return whether a batch is uniform decode in the sense of ``dispatch``.
 
     Args:
         query_lens: tokens of each request in this step.
-        is_prefilling: of each request, whether it still works on its prompt. The last chunk of a
-            prompt counts as well, though as short as a decode step: its kernels are others.
+        is_prefilling: of each request, whether it still processes its prompt. The last chunk of a
+            prompt counts as well, though as short as a decode step: it runs other kernels.
 
     Returns:
-        True if there is a request, none is in prefill, and all have the same number of tokens.
+        True if there is a request, no request is in prefill, and all have the same number of
+        tokens.
 
     Raises:
-        BatchError: the two speak of different numbers of requests.
+        BatchError: the two have different lengths.
     """
     for name, items in (("query_lens", query_lens), ("is_prefilling", is_prefilling)):
-        require(_is_sized(items), name, "is_uniform_decode", items, "a collection")
+        # a tensor of one number has no length
+        sized = isinstance(items, Sized) and getattr(items, "ndim", 1) > 0
+        require(sized, name, "is_uniform_decode", items, "a collection")
     if len(query_lens) != len(is_prefilling):
         raise BatchError.lengths_differ(lengths=len(query_lens), flags=len(is_prefilling))
     try:
@@ -221,8 +213,8 @@ def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[boo
         raise
 
 
-# Types of (num_tokens, num_reqs, max_query_len, num_active_loras), and of two flags, that need no
-# look at the values: one is asked for at each step.
+# Types of (num_tokens, num_reqs, max_query_len, num_active_loras), and of two flags, whose values
+# dispatch() need not check at each step.
 PLAIN_COUNTS = {
     (int, reqs, query_len, int) for reqs in (int, type(None)) for query_len in (int, type(None))
 }
@@ -238,24 +230,27 @@ def check_numbers(
     has_lora: Any = False,
     extra: Any = (),
 ) -> None:
-    """Raise unless what describes a batch is of the right kind; integers of NumPy are."""
-    for name, value in (("num_tokens", num_tokens), ("num_active_loras", num_active_loras)):
-        if not is_whole(value):
-            raise BatchError.field(name=name, value=value, expected="a whole number")
-    for name, value in (("num_reqs", num_reqs), ("max_query_len", max_query_len)):
-        if value is not None and not is_whole(value):
-            raise BatchError.field(name=name, value=value, expected="a whole number or None")
+    """Raise unless what describes a batch has the right types; integers of NumPy do."""
+    counts = (
+        ("num_tokens", num_tokens, False),
+        ("num_active_loras", num_active_loras, False),
+        ("num_reqs", num_reqs, True),
+        ("max_query_len", max_query_len, True),
+    )
+    for name, value, optional in counts:
+        if not is_whole(value) and not (optional and value is None):
+            expected = "a whole number" + (" or None" if optional else "")
+            raise BatchError.field(name=name, value=value, expected=expected)
     for name, value in (("uniform_decode", uniform_decode), ("has_lora", has_lora)):
         if not is_flag(value):
             raise BatchError.field(name=name, value=value, expected="bool")
     if not isinstance(extra, tuple):
-        raise BatchError.field(
-            name="extra", value=extra, expected="a tuple: one hashable value per axis"
-        )
+        expected = "a tuple: one hashable value per axis"
+        raise BatchError.field(name="extra", value=extra, expected=expected)
 
 
 def check_empty(num_tokens: int, num_reqs: int | None) -> None:
-    """Raise unless a batch for which one of the two is not positive is an empty one."""
+    """Raise unless a batch of which one number is not positive is an empty one."""
     if num_tokens < 0:
         raise BatchError.field(name="num_tokens", value=num_tokens, expected="at least 0")
     if num_reqs is not None and (num_reqs < 0 or (num_tokens and not num_reqs)):
@@ -266,7 +261,7 @@ def check_empty(num_tokens: int, num_reqs: int | None) -> None:
 def uniform_numbers(
     num_tokens: int, num_reqs: int | None, max_query_len: int | None, known: Sequence[int]
 ) -> tuple[int, int]:
-    """Query length and requests of a uniform batch; ``known`` lengths help if there is but one."""
+    """Return query length and requests of a uniform batch; a single ``known`` length is implied."""
     if num_reqs is not None:
         query_len = num_tokens // num_reqs
     elif max_query_len is not None:
@@ -305,12 +300,21 @@ def allowed_modes(
     return full, piecewise
 
 
-log = logging.getLogger(__name__)
+# ---------------------------------------------------------------- the dispatcher
 
-_MODE_NONE = Fallback(Reason.MODE_NONE, "the mode of the dispatcher is NONE")
-_EMPTY = Fallback(Reason.EMPTY_BATCH, "the batch has no tokens")
-_NO_FULL = Fallback(Reason.MODE_EXCLUDED, "the caller excludes FULL for this batch")
-_NO_PIECEWISE = Fallback(Reason.MODE_EXCLUDED, "the caller excludes PIECEWISE for this batch")
+
+def _find_piecewise(
+    row: Row, num_tokens: int, allowed: bool, why: Fallback | None, listed: bool
+) -> Dispatched:
+    """Return the PIECEWISE graph of a batch, or none; ``why`` it has no FULL graph."""
+    slot = row.find(num_tokens)
+    if allowed and slot is not None and slot.ready:
+        return slot.result if why is None else Dispatched(PIECEWISE, slot.result.descriptor, why)
+    if listed:
+        lesser = slot.why_not() if slot is not None and allowed else _NO_PIECEWISE
+        why = row.oversize if slot is None else lesser
+    assert why is not None  # an unlisted variant is a reason
+    return _plain(num_tokens, why)
 
 
 class CudagraphDispatcher:
@@ -318,16 +322,16 @@ class CudagraphDispatcher:
 
     FULL first if a graph serves the batch, then PIECEWISE, else NONE with the unpadded number of
     tokens. Of the graphs of a mode it is the smallest ready one that serves: where a size was not
-    captured or is refused, a larger one does. A graph for uniform decode
-    serves uniform decode of its own query length alone; a graph with a bound serves batches that
-    say a ``max_query_len`` within it.
+    captured or is refused, a larger one does. A graph for uniform decode serves uniform decode of
+    its own query length alone; a graph with a bound serves batches whose ``max_query_len`` is
+    given and within it.
 
     After construction only :meth:`captured`, :meth:`refused`, :meth:`forget` and ``only_captured``
     change it; each is safe beside ``dispatch`` in other threads, which then sees the graph as it
     was before or after.
 
     Args:
-        mode: the mode that is wanted, or its name; it is resolved down to what attention allows.
+        mode: the wanted mode, or its name; it is resolved down to what attention allows.
         sizes: capture sizes in tokens, of PIECEWISE graphs and of FULL graphs for any batch; those
             of uniform decode follow from them unless they are given.
         max_num_reqs: the most requests in a batch.
@@ -350,11 +354,11 @@ class CudagraphDispatcher:
 
     Attributes:
         mode: the mode after resolution.
-        asked: the mode that was wanted.
-        degraded: what was lost on the way, as ``Fallback``; empty if nothing.
-        limits: ``max_num_reqs`` and ``max_num_tokens``.
-        query_lens: the lengths of uniform decode that have graphs, or would have if attention let
-            them.
+        asked: the wanted mode.
+        degraded: the reasons of a lesser mode, as ``Fallback``; empty if it is the wanted one.
+        limits: has ``max_num_reqs`` and ``max_num_tokens``.
+        query_lens: the lengths of uniform decode that have graphs, or would have if attention
+            allowed them.
         axes: the axes, in the order of ``extra``.
 
     Raises:
@@ -381,12 +385,12 @@ class CudagraphDispatcher:
         only_captured: bool = False,
     ) -> None:
         where = "CudagraphDispatcher"
-        mode = mode_named(mode, where)
+        self.asked = mode_named(mode, where)
         axes = (axes,) if isinstance(axes, Axis) else axes
         require_items("axes", where, axes)
         for name, flag in (("piecewise", piecewise), ("only_captured", only_captured)):
             require_kind(name, where, flag, bool)
-        ladders = Ladders.of(
+        ladders = checked_ladders(
             sizes,
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
@@ -395,47 +399,42 @@ class CudagraphDispatcher:
             decode_sizes=decode_sizes,
             varlen_decode_sizes=varlen_decode_sizes,
         )
+        self.limits, self.query_lens = ladders, tuple(ladders.decode)
         resolution = resolve_mode(
-            mode,
+            self.asked,
             support,
-            query_lens=ladders.decode,
+            query_lens=self.query_lens,
             bounded=bool(ladders.varlen),
             piecewise=piecewise,
             support_why=support_why,
         )
-        for why in resolution.whys:
-            log.warning("CUDA graph mode %s becomes %s: %s", mode.name, resolution.mode.name, why)
-        self.asked = mode
-        self.mode = resolution.mode
-        self.degraded = resolution.whys
-        self.limits = ladders.limits
-        self._resolution = resolution
-        self.query_lens = tuple(ladders.decode)
-        self._max_num_reqs = max_num_reqs
-        too_many = f"more than max_num_reqs = {max_num_reqs} requests"
-        self._too_many_reqs = Fallback(Reason.OVERSIZE, too_many)
-        self._mixed_why = self._why_mixed(resolution)
-        self._variants = Variants(LoraCases() if lora is None else lora, axes)
-        self.axes = self._variants.axes
-        variants = {key: self._variants.in_pieces(key) for key in self._variants.all()}
+        self.mode, self.degraded = resolution.mode, resolution.whys
+        for why in self.degraded:
+            log.warning("CUDA graph mode %s becomes %s: %s", self.asked.name, self.mode.name, why)
+        self.axes = tuple(axes)
+        require_items("axes", where, self.axes, Axis)
+        self._lora = LoraCases() if lora is None else lora
+        variants = variants_of(self._lora, self.axes)
         self._tables, self._slots = build_tables(shapes_of(resolution, ladders), variants)
-        first = self._tables[next(iter(variants))]  # all variants have the same lengths
-        up_to = [f"up to {max(first.bounded)}"] if first.bounded else []
-        self._lengths = ", ".join([*map(str, first.decode), *up_to])
+        self._max_num_reqs = max_num_reqs
         # Of batches without LoRA; axes have to be resolved for each batch.
-        plain = None if self.axes else self._variants.serving(False, 0, ())[0]
-        self._plain = None if plain is None else self._tables[plain]
+        self._plain = None if self.axes else self._serving(False, 0, ())[0]
+        self._set_reasons(resolution.mixed_why, resolution.decode_why)
         self.only_captured = only_captured
 
-    @staticmethod
-    def _why_mixed(resolution: Resolution) -> Fallback | None:
-        """Return why a batch other than uniform decode has a lesser mode; None if it has not."""
-        mode, why = resolution.mode, resolution.mixed_why
-        if mode is NONE:
-            return _MODE_NONE
-        if why is not None or mode is not CUDAGraphMode.FULL_DECODE_ONLY:
-            return why
-        return Fallback(Reason.MIXED_BATCH, f"mode {mode.name} has graphs for decode alone")
+    def _set_reasons(self, mixed_why: Fallback | None, decode_why: Fallback | None) -> None:
+        """Prepare the reasons of lesser modes, so that a step does not build them."""
+        if self.mode is NONE:
+            mixed_why = decode_why = _MODE_NONE
+        elif mixed_why is None and self.mode is CUDAGraphMode.FULL_DECODE_ONLY:
+            detail = f"mode {self.mode.name} has graphs for decode alone"
+            mixed_why = Fallback(Reason.MIXED_BATCH, detail)
+        self._mixed_why, self._decode_why = mixed_why, decode_why
+        detail = f"more than max_num_reqs = {self._max_num_reqs} requests"
+        self._too_many = Fallback(Reason.OVERSIZE, detail)
+        tables = next(reversed(self._tables.values()))
+        up_to = [f"up to {max(tables.bounded)}"] if tables.bounded else []
+        self._lengths = ", ".join([*map(str, tables.decode), *up_to])
 
     @property
     def only_captured(self) -> bool:
@@ -448,11 +447,11 @@ class CudagraphDispatcher:
         for slot in self._slots.values():
             slot.settle(value)
 
-    def plan(self) -> tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]:
-        """What to capture, in this order: PIECEWISE, then FULL, each largest first.
+    def plan(self) -> tuple[Planned, ...]:
+        """Return what to capture, in order: PIECEWISE, then FULL, each largest first.
 
-        PIECEWISE comes first because its intermediate results are the larger ones: FULL graphs then
-        fit into memory that the pool has. Empty in mode NONE.
+        PIECEWISE comes first because its intermediate results are larger: FULL graphs then fit
+        into memory that the pool has. Empty in mode NONE.
         """
         return tuple(self._slots)
 
@@ -463,9 +462,7 @@ class CudagraphDispatcher:
         Raises:
             BatchError: it is not planned.
         """
-        slot = self._planned(mode, descriptor)
-        slot.captured, slot.refused = True, ""
-        slot.settle(self._only_captured)
+        self._note(self._planned(mode, descriptor), captured=True)
 
     @checked_but("descriptor")
     def refused(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, why: str) -> None:
@@ -474,28 +471,38 @@ class CudagraphDispatcher:
         Args:
             mode: FULL or PIECEWISE.
             descriptor: the key, from :meth:`plan`.
-            why: what the device or the model said; it becomes the detail of the reason.
+            why: the cause; it becomes the detail of the reason.
 
         Raises:
             BatchError: it is not planned.
         """
-        slot = self._planned(mode, descriptor)
-        slot.captured, slot.refused = False, why or "refused"
-        slot.settle(self._only_captured)
+        self._note(self._planned(mode, descriptor), refused=why or "refused")
 
     def forget(self) -> None:
         """Note that no graph exists any more, and that none is refused: after a release."""
         for slot in self._slots.values():
-            slot.captured, slot.refused = False, ""
-            slot.settle(self._only_captured)
+            self._note(slot)
+
+    def _note(self, slot: Slot, captured: bool = False, refused: str = "") -> None:
+        slot.captured, slot.refused = captured, refused
+        slot.settle(self._only_captured)
 
     def is_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """Whether :meth:`captured` has named a graph; False for one that is not planned."""
+        """Return whether :meth:`captured` has named a graph; False if it is not planned."""
         if type(mode) is not CUDAGraphMode or type(descriptor) is not BatchDescriptor:
             require_kind("mode", "is_captured", mode, CUDAGraphMode)
             require_kind("descriptor", "is_captured", descriptor, BatchDescriptor)
         slot = self._slots.get((mode, descriptor))
         return slot is not None and slot.captured
+
+    def _planned(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Slot:
+        known = isinstance(descriptor, BatchDescriptor)
+        slot = self._slots.get((mode, descriptor)) if known else None
+        if slot is None:
+            raise BatchError.not_planned(
+                mode=getattr(mode, "name", str(mode)), descriptor=str(descriptor)
+            )
+        return slot
 
     def planned_size(
         self,
@@ -505,7 +512,7 @@ class CudagraphDispatcher:
         num_active_loras: int = 0,
         extra: tuple[Any, ...] = (),
     ) -> int | None:
-        """The size to which a batch will be padded, captured or not; None if no graph is planned.
+        """Return the size to which a batch will be padded; None if no graph is planned for it.
 
         A graph that is ready, or that may still be captured, counts; a refused one does not. The
         arguments are those of :meth:`dispatch`.
@@ -517,25 +524,50 @@ class CudagraphDispatcher:
         if num_tokens <= 0:
             check_empty(num_tokens, None)
             return None
-        variant, unlisted = self._variants.serving(has_lora, num_active_loras, extra)
-        if variant is None:
+        tables, unlisted = self._serving(has_lora, num_active_loras, extra)
+        if tables is None:
             return None
-        tables, full = self._tables[variant], None
+        candidates: list[Any] = []
         if unlisted is None:
-            full = self._find_full(tables, num_tokens, None, None, uniform_decode)
-        pieces = tables.piecewise.find(num_tokens) if tables.piecewise is not None else None
-        slots = [slot for slot in (full, pieces) if slot is not None and not slot.refused]
+            candidates.append(self._find_full(tables, num_tokens, None, None, uniform_decode))
+        if tables.piecewise is not None:
+            candidates.append(tables.piecewise.find(num_tokens))
+        slots = [slot for slot in candidates if isinstance(slot, Slot) and not slot.refused]
         slots.sort(key=lambda slot: not slot.ready)  # stable: FULL first
         return slots[0].num_tokens if slots else None
 
-    def _planned(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Slot:
-        known = isinstance(descriptor, BatchDescriptor)
-        slot = self._slots.get((mode, descriptor)) if known else None
-        if slot is None:
-            raise BatchError.not_planned(
-                mode=getattr(mode, "name", str(mode)), descriptor=str(descriptor)
-            )
-        return slot
+    def _serving(
+        self, has_lora: bool, active: int, extra: tuple[Any, ...]
+    ) -> tuple[Tables | None, Fallback | None]:
+        """Return the tables that serve a batch, and why it has no FULL graph, or no graph.
+
+        A reason beside tables: PIECEWISE graphs alone serve the batch.
+        """
+        loras = self._lora.count_for(has_lora, active)
+        if loras is None:
+            limit = max(self._lora.counts, default=0)
+            detail = f"{active or 'some'} active LoRA adapters; graphs have at most {limit}"
+            return None, Fallback(Reason.UNLISTED_VARIANT, detail)
+        if type(extra) is not tuple or len(extra) != len(self.axes):
+            raise self._bad_axes(extra)
+        values, why = [], None
+        for axis, value in zip(self.axes, extra, strict=True):
+            try:
+                values.append(axis.value_for(value))
+            except LookupError:
+                graphs = ", ".join(map(repr, axis.values))
+                detail = f"axis {axis.name!r} is {value!r}; graphs have {graphs}"
+                why = Fallback(Reason.UNLISTED_VARIANT, detail)
+                if not axis.full_only:
+                    return None, why
+                values.append(None)
+            except TypeError:
+                raise self._bad_axes(extra) from None
+        variant = loras, tuple(values)
+        return self._tables[variant_in_pieces(variant, self.axes) if why else variant], why
+
+    def _bad_axes(self, extra: object) -> BatchError:
+        return BatchError.axes(extra=extra, names=[axis.name for axis in self.axes])
 
     def dispatch(
         self,
@@ -549,23 +581,22 @@ class CudagraphDispatcher:
         valid_modes: Collection[CUDAGraphMode] | None = None,
         invalid_modes: Collection[CUDAGraphMode] | None = None,
     ) -> Dispatched:
-        """The graph of one step. All numbers are those of the batch itself, before padding.
+        """Choose the graph of one step. All numbers are those of the unpadded batch.
 
         Args:
             num_tokens: rows of the batch.
             num_reqs: its requests; None if unknown, and then taken to be within ``max_num_reqs``.
             max_query_len: its longest query; None if unknown, and then no graph with a bound
-                serves it. Leave it out where a batch holds prefills that need kernels of their own.
+                serves it. Leave it out where a batch has prefills that need other kernels.
             uniform_decode: each request decodes, and all have the same number of tokens.
             has_lora: LoRA adapters are active.
             num_active_loras: how many; 0 with ``has_lora``: not counted.
             extra: the value of each axis, in the order of ``axes``.
-            valid_modes: modes this step may run in; None for all. NONE need not be named: a step
-                can always run without a graph, so that an empty collection means NONE.
+            valid_modes: modes this step may run in; None for all. NONE is always allowed.
             invalid_modes: modes that it may not run in. Neither collection is changed.
 
         Returns:
-            Mode, padded descriptor and, where the mode is less than was asked for, the reason.
+            Mode, padded descriptor and, where the mode is less than the requested one, the reason.
 
         Raises:
             BatchError: the numbers contradict each other, or a mode is no runtime mode.
@@ -581,47 +612,24 @@ class CudagraphDispatcher:
         full = piecewise = True
         if valid_modes is not None or invalid_modes is not None:
             full, piecewise = allowed_modes(valid_modes, invalid_modes)
-        tables = self._plain
+        tables, unlisted = self._plain, None
         if tables is None or has_lora or num_active_loras or extra:
-            variant, unlisted = self._variants.serving(has_lora, num_active_loras, extra)
-            if variant is None or unlisted is not None:
-                return self._without_full(variant, unlisted, num_tokens, piecewise)
-            tables = self._tables[variant]
-        slot = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
-        why: Fallback | None
-        if slot is not None:
-            if full and slot.ready:
-                return slot.result
-            why = slot.why_not() if full else _NO_FULL
+            tables, unlisted = self._serving(has_lora, num_active_loras, extra)
+        if unlisted is not None or tables is None:
+            why = _MODE_NONE if self.mode is NONE else unlisted
         else:
-            why = self._why_not_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
-        row = tables.piecewise
-        if row is not None:
-            slot = row.find(num_tokens)
-            if slot is None:
-                why = row.oversize
-            elif not piecewise:
-                why = _NO_PIECEWISE
-            elif not slot.ready:
-                why = slot.why_not()
+            slot = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
+            if type(slot) is Slot:  # a call less than isinstance()
+                if full and slot.ready:
+                    return slot.result
+                why = slot.why_not() if full else _NO_FULL
             else:
-                result = slot.result
-                return result if why is None else Dispatched(PIECEWISE, result.descriptor, why)
-        assert why is not None  # where there are no PIECEWISE graphs, FULL ones were asked for
-        return _plain(num_tokens, why)
-
-    def _without_full(
-        self, variant: Variant | None, why: Fallback | None, num_tokens: int, piecewise: bool
-    ) -> Dispatched:
-        """Dispatch a batch whose adapters and axes no FULL graph has."""
-        assert why is not None
-        if self.mode is NONE:
-            return _plain(num_tokens, _MODE_NONE)
-        row = self._tables[variant].piecewise if variant is not None and piecewise else None
-        slot = row.find(num_tokens) if row is not None else None
-        if slot is None or not slot.ready:
+                why = slot
+        row = None if tables is None else tables.piecewise
+        if row is None:
+            assert why is not None  # without PIECEWISE graphs, FULL ones were requested
             return _plain(num_tokens, why)
-        return Dispatched(PIECEWISE, slot.result.descriptor, why)
+        return _find_piecewise(row, num_tokens, piecewise, why, unlisted is None)
 
     def _find_full(
         self,
@@ -630,61 +638,45 @@ class CudagraphDispatcher:
         num_reqs: int | None,
         max_query_len: int | None,
         uniform_decode: bool,
-    ) -> Slot | None:
-        """The smallest ready FULL graph that serves the batch, else any; uniform ones first."""
-        exact = None
-        if uniform_decode and (tables.decode or tables.bounded):
+    ) -> Slot | Fallback | None:
+        """Return the smallest ready FULL graph that serves the batch, else any; or why none does.
+
+        Of one size a graph for uniform decode comes first. None: no FULL graph was requested.
+        """
+        # A graph of n tokens has min(n, max_num_reqs) requests, of which each batch needs enough.
+        few = num_reqs is None or num_reqs <= self._max_num_reqs
+        rows = num_tokens if num_reqs is None or num_reqs < num_tokens else num_reqs
+        if tables.mixed is not None:
+            return (tables.mixed.find(rows) or tables.mixed.oversize) if few else self._too_many
+        exact = other = row = None
+        if uniform_decode:
+            if not (tables.decode or tables.bounded):
+                return self._decode_why
             max_query_len, reqs = uniform_numbers(
                 num_tokens, num_reqs, max_query_len, self.query_lens
             )
             row = tables.decode.get(max_query_len)
             exact = row.find(reqs) if row is not None else None
-        if tables.mixed is None and (max_query_len is None or not tables.bounded):
-            return exact
-        # A graph of n tokens has min(n, max_num_reqs) requests, of which each batch needs enough.
-        rows = num_tokens
-        if num_reqs is not None:
-            if num_reqs > self._max_num_reqs:
-                return exact
-            rows = max(num_tokens, num_reqs)
-        if tables.mixed is not None:
-            return tables.mixed.find(rows)
-        row = tables.bounded.get(max_query_len or 0)
-        other = row.find(rows) if row is not None else None
-        if other is None or exact is None:
+        bounded = tables.bounded.get(max_query_len or 0) if tables.bounded else None
+        if bounded is not None and few:
+            other = bounded.find(rows)
+        if exact is not None and other is not None:
+            if exact.ready is not other.ready:
+                return exact if exact.ready else other
+            return exact if exact.num_tokens <= other.num_tokens else other
+        if exact is not None or other is not None:
             return exact or other
-        if exact.ready is not other.ready:
-            return exact if exact.ready else other
-        return exact if exact.num_tokens <= other.num_tokens else other
-
-    def _why_not_full(
-        self,
-        tables: Tables,
-        num_tokens: int,
-        num_reqs: int | None,
-        max_query_len: int | None,
-        uniform_decode: bool,
-    ) -> Fallback | None:
-        """Why no FULL graph serves the batch; None if none was asked for."""
-        decode_why = self._resolution.decode_why
-        if tables.mixed is not None:
-            few = num_reqs is None or num_reqs <= self._max_num_reqs
-            return tables.mixed.oversize if few else self._too_many_reqs
         if not uniform_decode:
             return self._mixed_why
-        if not (tables.decode or tables.bounded):
-            return decode_why if self.mode is not NONE else _MODE_NONE
-        query_len, _ = uniform_numbers(num_tokens, num_reqs, max_query_len, self.query_lens)
-        row = tables.decode.get(query_len)
-        if row is None and query_len in self.query_lens:
-            return decode_why  # attention refused this length
-        row = row or tables.bounded.get(query_len)
+        if row is None and max_query_len in self.query_lens:
+            return self._decode_why  # attention does not support this length
+        row = row or bounded
         if row is not None:
             return row.oversize
-        detail = f"decode of {query_len} tokens a request; graphs: {self._lengths}"
+        detail = f"decode of {max_query_len} tokens a request; graphs: {self._lengths}"
         return Fallback(Reason.QUERY_LENGTH, detail)
 
 
 def _plain(num_tokens: int, why: Fallback) -> Dispatched:
-    # index(): a scheduler may count in NumPy, and a descriptor wants whole numbers.
+    # index(): a scheduler may count in NumPy, and a descriptor needs an int
     return Dispatched(NONE, BatchDescriptor(operator.index(num_tokens)), why)

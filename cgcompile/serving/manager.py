@@ -1,8 +1,9 @@
 """Capture all graphs of a model, and run each batch on the graph that serves it.
 
 :class:`CudaGraphManager` owns what graphs are bound to: input buffers, output buffers, the graphs
-themselves. The dispatcher chooses the graph of a batch, ``step_runner.py`` runs the step. The rule:
-what a step returned is valid until the next one.
+themselves. A step pads, stages its inputs, builds the metadata of the *padded* batch, sets the
+forward context, calls the model and returns the real rows. The rule: what a step returned is valid
+until the next one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,16 +14,35 @@ import torch
 
 from cgcompile.backend import Backend, handle_of
 from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
-from cgcompile.errors import AgreementError, BatchError, DispatchError, ManagerError
+from cgcompile.errors import (
+    AgreementError,
+    BatchError,
+    CaptureError,
+    DispatchError,
+    ManagerError,
+)
+from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
+from cgcompile.graphs.capture import postponed_capture, why_not_here
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
+from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock
-from cgcompile.reasons import EXPECTED, Counters
-from cgcompile.serving.batch import NO_WORK, Batch, GraphHooks, PaddingBatches
-from cgcompile.serving.buffers import InputBuffer, StaticInputs
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
+from cgcompile.serving.batch import (
+    NO_WORK,
+    Batch,
+    GraphHooks,
+    Metadata,
+    axes_of_optional,
+    padding_batch,
+)
+from cgcompile.serving.buffers import InputBuffer, Outputs, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, check_numbers
+from cgcompile.serving.full_graphs import FullGraphs
 from cgcompile.serving.memory_plan import (
     GraphMemory,
     MemoryMeter,
@@ -30,14 +50,14 @@ from cgcompile.serving.memory_plan import (
     choose_graphs,
     plan_memory,
 )
-from cgcompile.serving.plan import FULL, NONE, PIECEWISE, is_decode, largest, sets_of
+from cgcompile.serving.plan import FULL, NONE, PIECEWISE, Planned, is_decode, largest, sets_of
 from cgcompile.serving.ranks import Agreement, together
 from cgcompile.serving.sizes import padding_table
 from cgcompile.serving.statistics import DispatchStatistics
-from cgcompile.serving.step_runner import BuildMetadata, CapturedGraphs, StepRunner
 from cgcompile.settings import (
     checked,
     checked_but,
+    require,
     require_callable,
     require_items,
     require_kind,
@@ -45,6 +65,11 @@ from cgcompile.settings import (
 )
 
 Prepare = Callable[[BatchDescriptor, str], Batch]
+BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
+
+_WARMING = Fallback(Reason.WARMING, "the first step of a graph; the next one captures it")
+# Reasons that wrappers in a part of the model may have at each replay: the step is not theirs.
+_OF_PARTS = EXPECTED - {Reason.WARMING}
 
 
 class CudaGraphManager:
@@ -56,32 +81,32 @@ class CudaGraphManager:
     Args:
         model: called with the input buffers as keyword arguments. Compiled with the backend
             ``cgcompile`` or :func:`cgcompile.compile`, or not compiled.
-        dispatcher: which graphs there are to be, and which of them serves a batch.
-        inputs: the buffers.
-        device: where they are.
-        prepare: ``prepare(descriptor, phase)``: a batch of this padded size to warm up or to
-            capture with; ``phase`` is ``"warmup"`` or ``"capture"``. Called afresh for each. Left
-            out: :meth:`dummy_batch`.
-        metadata: ``metadata(batch, descriptor, buffers)``: what the forward context holds, built
-            after padding; ``descriptor`` tells the padded sizes, ``buffers`` are the padded views.
-            FULL graphs read its tensors where they lay at capture: return views of buffers. Left
-            out: no metadata.
+        dispatcher: lists the graphs, and chooses the one that serves a batch.
+        inputs: the declarations of the input buffers.
+        device: of the buffers.
+        prepare: ``prepare(descriptor, phase)``: returns a batch of this padded size to warm up or
+            to capture with; ``phase`` is ``"warmup"`` or ``"capture"``. Called afresh for each.
+            Left out: :meth:`dummy_batch`.
+        metadata: ``metadata(batch, descriptor, buffers)``: returns what the forward context holds,
+            built after padding; ``descriptor`` has the padded sizes, ``buffers`` are the padded
+            views. FULL graphs read its tensors at their addresses of the capture: return views of
+            buffers. Left out: no metadata.
         outputs: what rows of the model's results count: ``"tokens"`` or ``"reqs"``; one for all, or
             one for each tensor of the flattened result.
         backend: the handle of a compiled model; left out: found on the model.
         config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``; ``strict``:
-            a batch that no graph serves is an error, and said before ranks agree.
-        hooks: what others do around graphs.
+            a batch that no graph serves is an error, raised before ranks agree.
+        hooks: called around captures and replays.
         graph_capture: a context around each set of captures, such as a communicator's.
         lazily: capture a planned graph when a batch first needs it, after one warming call; else
             only :meth:`capture` does.
         inference_mode: capture and run in inference mode; else in the caller's mode.
         check_weights: compare objects and addresses of all weights before each FULL replay, about
             0.2 us a weight; else call :meth:`release` where one is replaced. Of a model that is no
-            module those of the modules that it holds, but in globals.
-        check_metadata: compare where tensors of ``metadata`` lie with where they lay at capture.
-        agreement: ranks that run the same graphs, made with this dispatcher. All ranks make the
-            same calls then: :meth:`capture`, and :meth:`run` at each step.
+            module those of the modules that it holds, except in globals.
+        check_metadata: compare the addresses of tensors of ``metadata`` with those at capture.
+        agreement: ranks that run the same graphs, constructed with this dispatcher. All ranks make
+            the same calls then: :meth:`capture`, and :meth:`run` at each step.
 
     Attributes:
         model: as given.
@@ -90,12 +115,14 @@ class CudaGraphManager:
         agreement: as given.
         inputs: the input buffers.
         statistics: what was dispatched; ``print(manager.statistics.coverage())``.
-        meter: measures what graphs take.
+        meter: measures the memory of graphs.
+        pool: the memory of FULL graphs, and of pieces of a model that is not compiled. None where
+            nothing can be captured: in mode NONE, and without a device that has graphs.
 
     Raises:
         AgreementError: an agreement about another dispatcher.
-        ConfigError: settings that cannot be.
-        InputBufferError: two buffers of one name.
+        ConfigError: impossible settings.
+        InputBufferError: two buffers with one name.
         ManagerError: an optional input without an axis of the dispatcher, or bad ``outputs``.
     """
 
@@ -120,39 +147,44 @@ class CudaGraphManager:
         check_metadata: bool = True,
         agreement: Agreement | None = None,
     ) -> None:
-        require_callable("model", "CudaGraphManager", model)
-        require_items("inputs", "CudaGraphManager", inputs)
+        where, limits, plan = "CudaGraphManager", dispatcher.limits, dispatcher.plan()
+        require_callable("model", where, model)
+        require_items("inputs", where, inputs)
         if agreement is not None and agreement.dispatcher is not dispatcher:
             raise AgreementError.other_dispatcher()
-        self.model = model
-        self.dispatcher = dispatcher
-        self.agreement = agreement
-        limits = dispatcher.limits
+        self.model, self.dispatcher, self.agreement = model, dispatcher, agreement
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
-        self.statistics = DispatchStatistics(dispatcher.plan())
-        watched = model if check_weights else None
-        self._graphs = CapturedGraphs(dispatcher, watched, torch.device(device).type)
+        self.statistics = DispatchStatistics(plan)
+        self.backend = handle_of(model) if backend is None else backend
+        self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
+        self._optional = axes_of_optional(self.inputs.specs, dispatcher.axes)
+        self._metadata = metadata
         self._prepare = prepare or self.dummy_batch
         self._graph_capture = graph_capture
-        self._padding_batches = PaddingBatches(self.inputs, dispatcher)
-        self._config = CompilationConfig.resolve(config)
-        self.backend = handle_of(model) if backend is None else backend
-        self._steps = StepRunner(
-            model,
-            self.backend,
-            self.inputs,
-            device=torch.device(device),
-            metadata=metadata,
-            outputs=outputs,
-            most=largest(dispatcher.plan(), FULL),
-            graphs=self.needs_capture(),
-            config=self._config,
-            hooks=hooks,
-            inference_mode=inference_mode,
-            check_metadata=check_metadata,
-        )
+        self._inference_mode, self._checks_metadata = inference_mode, check_metadata
+        require_kind("backend", where, self.backend, Backend, maybe=True)
+        require_items("hooks", where, hooks, GraphHooks)
+        self._hooks = tuple(hooks)
+        self._config = config = CompilationConfig.resolve(config)
+        self._spoils = config.debug or config.poison
+        check_debug(config.debug)
+        recorder = capture_device(torch.device(device), config.capture_device) if plan else None
+        self.pool = None if recorder is None else GraphPool(recorder)
+        require(isinstance(outputs, (str, Sequence)), "outputs", where, outputs, "names of rows")
+        rows = Outputs(outputs, largest(plan, FULL))
+        weights_on = torch.device(device).type if check_weights else None
+        self._full = FullGraphs(model, dispatcher, rows, self._hooks, self.pool, config, weights_on)
+        self._pieces: Any = model
+        if self.backend is None:
+            self._pieces = BreakableCUDAGraphWrapper(
+                model, config, PIECEWISE, pool=self.pool, name="model"
+            )
+        self._bulk: dict[str, BulkCapture] = {}
+        self._warmed: set[Planned] = set()  # ran plain once, and are captured at the next step
+        self._across: torch.Tensor | None = None  # int32 [R]: tokens of each rank in the next step
+        self._ran_plain: Fallback | None = None  # why the last step did not replay its graph
         self._lock = new_lock()
-        self.meter = MemoryMeter(self._steps.pool, self.backend, self._steps.outputs)
+        self.meter = MemoryMeter(self.pool, self.backend, rows)
         dispatcher.only_captured = not lazily  # last: nothing has failed
 
     # -------------------------------------------------------------- look-ups
@@ -160,37 +192,25 @@ class CudaGraphManager:
     @property
     def bulk(self) -> dict[str, BulkCapture]:
         """The result of each set of captures, by its title."""
-        return dict(self._graphs.bulk)
+        return dict(self._bulk)
 
     @property
     def counters(self) -> Counters:
         """Captures, replays and fallbacks of all steps with graphs."""
-        return self._steps.counters
+        return self._full.wrapper.counters + (self.backend or self._pieces).counters
 
     @property
     def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
         """The wrappers that capture what the handle of a compiled model does not."""
-        return self._steps.wrappers
-
-    @property
-    def pool(self) -> GraphPool | None:
-        """The memory of FULL graphs, and of pieces of a model that is not compiled.
-
-        None where nothing can be captured: in mode NONE, and without a device that has graphs.
-        """
-        return self._steps.pool
+        pieces = (self._pieces,) if self.backend is None else ()
+        return (self._full.wrapper, *pieces)
 
     @property
     def cudagraph_sizes(self) -> dict[int, int]:
         """Number of tokens -> planned size of the graph for any batch; empty if only decode has."""
-        plan = self.dispatcher.plan()
         mode = self.dispatcher.mode.mixed_mode()
-        sizes = {
-            descriptor.num_tokens
-            for planned_mode, descriptor in plan
-            if planned_mode is mode and not is_decode(descriptor)
-        }
-        return padding_table(sorted(sizes))
+        plan = [key for planned, key in self.dispatcher.plan() if planned is mode]
+        return padding_table(sorted({key.num_tokens for key in plan if not is_decode(key)}))
 
     @property
     def uniform_decode_cudagraph_sizes(self) -> dict[int, int]:
@@ -207,14 +227,14 @@ class CudaGraphManager:
     @property
     def output_buffers(self) -> Any:
         """The whole buffers that FULL graphs write, structured as results; None before any."""
-        return self._steps.outputs.whole
+        return self._full.outputs.whole
 
     def graph_memory(self) -> GraphMemory:
-        """What the graphs take of the device now, in bytes, measured."""
+        """Return what the graphs take of the device now, in bytes, measured."""
         return self.meter.memory()
 
     def needs_capture(self) -> bool:
-        """Whether any graph is planned."""
+        """Return whether any graph is planned."""
         return bool(self.dispatcher.plan())
 
     def get_cudagraph_size(
@@ -226,7 +246,7 @@ class CudaGraphManager:
         num_active_loras: int = 0,
         extra: tuple[Any, ...] = (),
     ) -> int | None:
-        """The padded size of the graph for so many tokens, captured or planned; None if none is.
+        """Return the padded size of the graph for a number of tokens, captured or planned; or None.
 
         Adapters and axes are given as to the dispatcher.
         """
@@ -244,12 +264,11 @@ class CudaGraphManager:
         num_active_loras: int = 0,
         extra: tuple[Any, ...] = (),
     ) -> tuple[CUDAGraphMode, int | None]:
-        """(runtime mode, padded size) of a batch; (NONE, None) where no graph serves it.
+        """Return (runtime mode, padded size) of a batch; (NONE, None) where no graph serves it.
 
         A batch counts as uniform decode if each request has ``max_query_len`` tokens and the
         dispatcher has that length. Prompts of equal length look the same: :meth:`dispatched` takes
-        a :class:`Batch`, which tells them apart.
-        Adapters and axes are given as to the dispatcher.
+        a :class:`Batch`, which tells them apart. Adapters and axes are given as to the dispatcher.
         """
         if not (type(num_tokens) is type(num_reqs) is type(max_query_len) is int):
             for name, value in (("num_reqs", num_reqs), ("max_query_len", max_query_len)):
@@ -269,28 +288,19 @@ class CudaGraphManager:
             require_kind("batch", "dispatched", batch, Batch)
         return self.dispatcher.dispatch(**batch.numbers(), **restrictions)
 
-    def _allowed(self, batch: Batch, restrictions: dict[str, Any]) -> Dispatched:
-        """Dispatch a batch; with ``strict`` raise if no graph serves it."""
-        chosen = self.dispatched(batch, **restrictions)
-        why = chosen.why
-        if self._config.strict and chosen.mode is NONE and why and why.reason not in EXPECTED:
-            what = f"a batch of {batch.num_tokens} tokens"
-            raise DispatchError.strict(what=what, reason=why.reason.value, detail=why.detail)
-        return chosen
-
     # -------------------------------------------------------------- capture
 
     def plan(self) -> MemoryPlan:
-        """Measure what the planned graphs take of the device, in bytes, before any is there.
+        """Measure what the planned graphs take of the device, in bytes, before any exists.
 
-        All are captured and dropped again; see :func:`~cgcompile.serving.memory_plan.plan_memory`.
+        All are captured and dropped again, so that the manager is as before. Synchronises.
 
         Raises:
-            ManagerError: a graph is there already.
+            ManagerError: a graph exists already.
             AgreementError: another rank stays away, or raised an exception.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
-        self._graphs.refuse_twice(self.dispatcher.plan())
+        self._refuse_captured(self.dispatcher.plan())
         with self._alone("plan"), together(self.agreement):
             return plan_memory(self)
 
@@ -313,27 +323,30 @@ class CudaGraphManager:
             How each set went, by its title.
 
         Raises:
-            ManagerError: a graph is there already, FULL has no metadata, or the budget is too small
+            ManagerError: a graph exists already, FULL has no metadata, or the budget is too small
                 for the largest graphs.
             DispatchError: ``strict``, and a graph could not be captured.
             AgreementError: another rank stays away, or raised an exception.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
         planned = chosen = self.dispatcher.plan()
-        self._graphs.refuse_twice(planned)
+        self._refuse_captured(planned)
         with self._alone("capture"), together(self.agreement):
             if max_graph_bytes is not None and self.pool is not None and planned:
                 chosen = choose_graphs(self, max_graph_bytes, histogram)
             for title, mode, descriptors in sets_of(chosen):
                 self._capture_set(title, mode, descriptors)
-        self._graphs.leave_out(chosen, f"max_graph_bytes={max_graph_bytes} has no room for it")
+        for mode, descriptor in planned:
+            if (mode, descriptor) not in chosen:
+                why = f"max_graph_bytes={max_graph_bytes} has no room for it"
+                self.dispatcher.refused(mode, descriptor, why)
         return self.bulk
 
     def capture_graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Warm up and capture one planned graph.
 
         Raises:
-            ManagerError: a mode without graphs, a graph that is there, FULL without metadata.
+            ManagerError: a mode without graphs, a graph that exists, FULL without metadata.
             BatchError: it is not planned; nothing is captured.
             AgreementError: another rank stays away, or raised an exception.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
@@ -342,20 +355,32 @@ class CudaGraphManager:
             raise ManagerError.capture_mode(mode=getattr(mode, "name", str(mode)))
         if (mode, descriptor) not in self.dispatcher.plan():
             raise BatchError.not_planned(mode=mode.name, descriptor=str(descriptor))
-        self._graphs.refuse_twice([(mode, descriptor)])
+        self._refuse_captured([(mode, descriptor)])
         with self._alone("capture_graph"), together(self.agreement):
             self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
+
+    def _refuse_captured(self, planned: Iterable[Planned]) -> None:
+        for mode, descriptor in planned:
+            if self.dispatcher.is_captured(mode, descriptor):
+                raise ManagerError.twice(mode=mode.name, batch=str(descriptor))
 
     def _capture_set(
         self, title: str, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]
     ) -> None:
         result = self.record(title, mode, descriptors, lambda _: self.meter.begin())
         self.meter.end()
-        self._graphs.bulk[title] = result
+        self._bulk[title] = result
         for descriptor in result.captured:
-            self._graphs.add(mode, descriptor)
+            self._add(mode, descriptor)
         for descriptor, why in result.missing:
             self.dispatcher.refused(mode, descriptor, why)
+
+    def _add(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Note that a planned graph exists now."""
+        if mode is FULL:
+            self._full.add(descriptor)
+        self.dispatcher.captured(mode, descriptor)
+        self._warmed.discard((mode, descriptor))
 
     def record(
         self,
@@ -364,37 +389,32 @@ class CudaGraphManager:
         descriptors: list[BatchDescriptor],
         before: Callable[[BatchDescriptor], None],
     ) -> BulkCapture:
-        """Warm up and capture graphs without telling the dispatcher."""
-        self._steps.hooks.before_capture(self.pool)
+        """Warm up and capture graphs, unknown to the dispatcher; ``before`` each capture."""
+        for hook in self._hooks:
+            hook.before_capture(self.pool)
 
         def step(descriptor: BatchDescriptor, phase: str) -> None:
             if phase == "capture":
                 before(descriptor)
             self.run_dummy(mode, descriptor, phase)
 
+        settled, config = self.num_compilations, self._config
         with self.capturing():
             return capture_set(
-                title,
-                mode,
-                descriptors,
-                step,
-                self,
-                self.num_compilations,
-                self._config,
-                self.agreement,
+                title, mode, descriptors, step, self, settled, config, self.agreement
             )
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Enter the autograd mode of steps and the contexts around a set of captures."""
-        with self._steps.mode(), self._graph_capture():
+        with self._autograd_mode(), self._graph_capture():
             yield
 
     def run_dummy(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, phase: str) -> None:
         """Run the step of a planned graph on a batch from ``prepare``."""
         if self.agreement is not None:
-            self._steps.across = self.agreement.across(descriptor.num_tokens)
-        self._steps.step(self._prepare(descriptor, phase), mode, descriptor)
+            self._across = self.agreement.across(descriptor.num_tokens)
+        self._step(self._prepare(descriptor, phase), mode, descriptor)
 
     def num_compilations(self) -> int:
         """Return how often the model was compiled so far, the largest number of all ranks."""
@@ -407,25 +427,33 @@ class CudaGraphManager:
 
         A graph for mixed batches is captured with one query of all tokens as the longest.
         """
-        return self._padding_batches.dummy(descriptor)
+        tokens = descriptor.num_tokens
+        reqs = descriptor.num_reqs or min(tokens, self.dispatcher.limits.max_num_reqs)
+        values = {spec.name: spec.dummy(tokens, reqs) for spec in self.inputs.specs}
+        return padding_batch(descriptor, tokens, reqs, values, self._optional)
 
     def release(self) -> None:
         """Drop all graphs and their memory, and the output buffers; :meth:`capture` works again.
 
-        Results of earlier steps lie in that memory: drop them first.
+        Results of earlier steps are views of that memory: drop them first.
 
         Raises:
             CaptureError: called inside of a step or of a capture.
         """
         with self._alone("release"):
-            self._steps.drop_graphs()
+            self.drop_graphs()
             if self.backend is not None:
                 self.backend.release()
-            self._graphs.forget()
+            self._full.forget()
+            self._warmed.clear()
+            self._bulk.clear()
+            self.dispatcher.forget()
 
     def drop_graphs(self) -> None:
         """Drop the manager's own graphs and output buffers; a compiled model's stay."""
-        self._steps.drop_graphs()
+        self._full.drop()
+        if self.backend is None:
+            self._pieces.clear_all_graphs()
 
     # -------------------------------------------------------------- a step
 
@@ -436,7 +464,7 @@ class CudaGraphManager:
         tokens and a ``state`` for its metadata, which is built for one request without tokens. Such
         a rank runs padding of the agreed size, so that collectives find it. In mode NONE each rank
         runs its own tokens unpadded, one without work the smallest planned size. A batch that is
-        refused, or a moved weight of FULL graphs, is so before other ranks count on this one: it
+        refused, or a moved weight of FULL graphs, raises before other ranks count on this one: it
         has not taken part in the step, and may still do so with another batch or None.
 
         Args:
@@ -446,7 +474,7 @@ class CudaGraphManager:
 
         Returns:
             What the model returns, real rows only; views, valid until the next step, where graphs
-            ran; None without work. Nothing synchronises the device; an agreement waits for ranks.
+            ran; None without work. Does not synchronise the device; an agreement waits for ranks.
 
         Raises:
             InputBufferError: inputs that do not fit the declarations; nothing ran.
@@ -463,12 +491,10 @@ class CudaGraphManager:
             raise ManagerError.other_thread(method="run")
         try:
             if self.agreement is not None:
-                return self._run_agreed(batch or NO_WORK, restrictions)
+                return self._run_agreed(self.agreement, batch or NO_WORK, restrictions)
             if batch is None or not (batch.num_tokens or batch.inputs):
                 return None
-            chosen = self._allowed(batch, restrictions)
-            self._padding_batches.check(batch)
-            return self._run(batch, chosen)
+            return self._run(batch, self._allowed(batch, restrictions))
         finally:
             self._lock.release()
 
@@ -482,37 +508,155 @@ class CudaGraphManager:
         finally:
             self._lock.release()
 
-    def _run_agreed(self, batch: Batch, restrictions: dict[str, Any]) -> Any:
-        assert self.agreement is not None
+    def _autograd_mode(self) -> AbstractContextManager[Any]:
+        return torch.inference_mode() if self._inference_mode else nullcontext()
+
+    def _allowed(self, batch: Batch, restrictions: dict[str, Any]) -> Dispatched:
+        """Dispatch a batch; raise if ``strict`` or its optional inputs forbid it."""
+        chosen = self.dispatched(batch, **restrictions)
+        why = chosen.why
+        if self._config.strict and chosen.mode is NONE and why and why.reason not in EXPECTED:
+            what = f"a batch of {batch.num_tokens} tokens"
+            raise DispatchError.strict(what=what, reason=why.reason.value, detail=why.detail)
+        if batch.num_tokens:  # else there is no graph, and `extra` does not matter
+            for name, index in self._optional.items():
+                if batch.extra[index] is not (batch.inputs.get(name) is not None):
+                    raise ManagerError.presence(name=name, said=batch.extra[index])
+        return chosen
+
+    def _run_agreed(self, agreement: Agreement, batch: Batch, restrictions: dict[str, Any]) -> Any:
         # Errors of this rank are raised before other ranks count on it.
         own = self._allowed(batch, restrictions)
         if batch.num_tokens:
-            self._padding_batches.check(batch)
             self.inputs.check(batch.inputs, (batch.num_tokens, batch.num_reqs))
         if own.mode is FULL or not batch.num_tokens:  # else no rank takes a FULL graph
-            self._graphs.check_weights(own.descriptor)
-        agreed = self.agreement.dispatch(**batch.numbers(), **restrictions)
+            self._full.check_weights(own.descriptor)
+        agreed = agreement.dispatch(**batch.numbers(), **restrictions)
         if not agreed.has_work:
             return None
-        chosen, self._steps.across = agreed.dispatched, agreed.num_tokens_across_dp
+        chosen, self._across = agreed.dispatched, agreed.num_tokens_across_dp
         if batch.num_tokens:
             return self._run(batch, chosen)
-        phase = self._graphs.due(chosen.mode, chosen.descriptor)
-        idle = self._padding_batches.idle(chosen.descriptor, batch.state)
-        # A graph is never captured with the batch of an idle rank.
-        self._run(self._prepare(chosen.descriptor, phase) if phase else idle, chosen)
+        mode, descriptor, _ = chosen
+        if mode is NONE or self.dispatcher.is_captured(mode, descriptor):
+            idle = self.inputs.idle()
+            dummy = padding_batch(descriptor, 0, 1, idle, self._optional, batch.state)
+        else:  # a graph is never captured with the batch of an idle rank
+            phase = "capture" if (mode, descriptor) in self._warmed else "warmup"
+            dummy = self._prepare(descriptor, phase)
+        self._run(dummy, chosen)
         return None
 
     def _run(self, batch: Batch, chosen: Dispatched) -> Any:
-        mode, descriptor = chosen.mode, chosen.descriptor
-        steps = self._steps
-        with steps.mode():
-            if mode is NONE:
-                result = steps.step(batch, mode, descriptor)
+        with self._autograd_mode():
+            if chosen.mode is NONE:
+                result = self._step(batch, NONE, chosen.descriptor)
             else:
-                result, chosen = steps.hooks.around(lambda: self._on_graph(batch, chosen))
+                result, chosen = self._around_replay(self._run_graph, batch, chosen)
         self.statistics.record(batch.num_tokens, chosen)
         return result
+
+    def _around_replay(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run a step that may replay, and ``after_replay`` of each hook that began, always."""
+        begun = 0
+        try:
+            for hook in self._hooks:
+                hook.before_replay()
+                begun += 1
+            return step(*args)
+        finally:
+            for hook in self._hooks[:begun]:
+                hook.after_replay()
+
+    def _run_graph(self, batch: Batch, chosen: Dispatched) -> tuple[Any, Dispatched]:
+        """Run a step on its graph, or capture that after one warming step; return how it ran."""
+        mode, descriptor, _ = chosen
+        if self.dispatcher.is_captured(mode, descriptor):
+            if mode is FULL and self.agreement is None:  # else checked before ranks agreed
+                self._full.check_weights(descriptor)
+            result, why = self._step(batch, mode, descriptor), self._ran_plain
+        elif (mode, descriptor) in self._warmed:
+            result, why = self._capture_step(batch, mode, descriptor)
+        else:
+            self._warmed.add((mode, descriptor))
+            with postponed_capture():
+                result, why = self._step(batch, mode, descriptor), _WARMING
+        if why is None:
+            return result, chosen
+        return result, Dispatched(NONE, BatchDescriptor(batch.num_tokens), why)
+
+    def _capture_step(
+        self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor
+    ) -> tuple[Any, Fallback | None]:
+        """Capture the graph of a step; return its result, and why there is no graph."""
+        before = self.counters + Counters()  # a copy: a wrapper goes on counting in its own
+        try:
+            result = self._step(batch, mode, descriptor)
+        except CaptureError as error:
+            if mode is not FULL or self._config.strict or self.agreement is not None:
+                raise  # ranks that have agreed cannot fall back one by one
+            # Of a whole step nothing has run yet.
+            detail = str(error).splitlines()[0]
+            self.dispatcher.refused(mode, descriptor, detail)
+            result = self._step(batch, NONE, BatchDescriptor(batch.num_tokens))
+            return result, Fallback(Reason.CAPTURE_FAILED, detail)
+        after = self.counters
+        if after.captures > before.captures:
+            self._add(mode, descriptor)
+        reasons = after.plain - before.plain
+        return result, next((Fallback(why, after.details[why]) for why in reasons), None)
+
+    def _step(self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
+        """Pad, stage, build metadata, call; return the real rows."""
+        full = self._full
+        self._ran_plain = None
+        real = (batch.num_tokens, batch.num_reqs)
+        padded = (descriptor.num_tokens, descriptor.num_reqs or batch.num_reqs)
+        buffers = self.inputs.stage(batch.inputs, real, padded)
+        metadata = Metadata()
+        if self._metadata is not None:
+            metadata = self._metadata(batch, descriptor, buffers)
+            if mode is FULL and metadata.attn_metadata is None:
+                raise ManagerError.no_metadata(batch=str(descriptor))
+        entry = None
+        # The arguments are views of our own buffers, and a graph reads no context: where a change
+        # of the inputs raises, a replay needs no further check.
+        direct = mode is FULL and self._config.on_input_change == "raise"
+        if direct and self._why_not_here() is None:
+            entry = full.wrapper.entry_of(FULL, descriptor)
+            addresses = None if entry is None else full.metadata.get(descriptor)
+            if addresses is not None:
+                full.check_metadata(metadata, addresses, descriptor)
+        if self._spoils and mode is not NONE:
+            full.spoil(mode)
+        if entry is not None and "inputs_ready" not in metadata.additional:
+            result = full.outputs.replayed(full.wrapper.replay_entry(entry), padded, real)
+            return full.track(result, descriptor) if self._config.debug else result
+        run = self.model if mode is NONE else full.wrapper if mode is FULL else self._pieces
+        across = metadata.num_tokens_across_dp
+        with set_forward_context(
+            metadata.attn_metadata,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=None if mode is NONE else descriptor,
+            num_tokens=padded[0],
+            num_unpadded_tokens=real[0],
+            num_tokens_across_dp=self._across if across is None else across,
+            slot_mapping=metadata.slot_mapping,
+            **metadata.additional,
+        ) as context:
+            full.sizes = padded
+            result = run(**{name: buffers[name] for name in self._arguments})
+        why = None if context is None else context.ran_plain
+        if why is not None and why.reason not in _OF_PARTS:
+            self._ran_plain = why
+        if mode is FULL and self._checks_metadata and descriptor not in full.metadata:
+            full.remember_metadata(metadata, descriptor)
+        result = full.outputs.real(result, padded, real)
+        return full.track(result, descriptor) if self._config.debug else result
+
+    def _why_not_here(self) -> Fallback | None:
+        """Return why no graph may run here; in grad mode the wrapper checks for gradients."""
+        return why_not_here(gradients=not self._inference_mode and torch.is_grad_enabled())
 
     def run_fullgraph(
         self,
@@ -529,7 +673,7 @@ class CudaGraphManager:
 
         Args:
             num_tokens: a padded size that was captured.
-            uniform: that for uniform decode, or that for any batch; None: the first there is.
+            uniform: that for uniform decode, or that for any batch; None: the first that exists.
             num_active_loras: of the graph, as captured.
             extra: the values of all axes, as captured.
 
@@ -537,26 +681,31 @@ class CudaGraphManager:
             What the model returns, all padded rows; views, valid until the next step.
 
         Raises:
-            ManagerError: there is no such graph, gradients are asked for, or another thread is
-                inside of a call of this manager.
+            ManagerError: there is no such graph, gradients are due, or another thread is inside of
+                a call of this manager.
             AddressChangedError: a weight moved since the capture.
             AgreementError: checked, and another rank runs something else.
         """
         if not self._lock.acquire(False):
             raise ManagerError.other_thread(method="run_fullgraph")
         try:
-            descriptor = self._graphs.full(num_tokens, uniform, num_active_loras, extra)
-            self._graphs.check_weights(descriptor)
+            full = self._full
+            descriptor = full.find(num_tokens, uniform, num_active_loras, extra)
+            full.check_weights(descriptor)
             if self.agreement is not None:
                 self.agreement.check_alone(FULL, descriptor)
-                self._steps.across = self.agreement.across(num_tokens)
-            return self._steps.replay(descriptor)
+                self._across = self.agreement.across(num_tokens)
+            with self._autograd_mode():
+                entry = full.wrapper.entry_of(FULL, descriptor)
+                if entry is None or self._why_not_here() is not None:
+                    raise ManagerError.no_replay(batch=str(descriptor))
+                self.inputs.follow_stream()
+                self.inputs.written_by_others()
+                if self._spoils:
+                    full.spoil(FULL)
+                result = self._around_replay(full.wrapper.replay_entry, entry)
+            sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
+            result = full.outputs.replayed(result, sizes, sizes)
+            return full.track(result, descriptor) if self._config.debug else result
         finally:
             self._lock.release()
-
-    def _on_graph(self, batch: Batch, chosen: Dispatched) -> tuple[Any, Dispatched]:
-        """Return the result and how the step ran: without a graph if that is not captured yet."""
-        agreed, strict, graphs = self.agreement is not None, self._config.strict, self._graphs
-        result, why = graphs.step(self._steps, batch, *chosen[:2], agreed=agreed, strict=strict)
-        plain = BatchDescriptor(batch.num_tokens)
-        return result, chosen if why is None else Dispatched(NONE, plain, why)

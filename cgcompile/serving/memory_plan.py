@@ -1,9 +1,9 @@
 """What graphs take of the device: :func:`plan_memory`, and which fit: :func:`choose_graphs`.
 
-An engine sizes its caches before it captures, so it has to know what graphs will take. Graphs share
-their memory, so what they take does not add up, and is not estimated here: the graphs in question
-are captured, the largest first, measured, and dropped again. The rule: a chosen set of graphs has
-been measured within the budget.
+An engine sizes its caches before it captures, so it needs the memory of graphs first. Graphs share
+memory, so their shares do not add up, and are not estimated: the graphs in question are captured,
+the largest first, measured, and dropped again. The rule: a chosen set of graphs has been measured
+within the budget.
 """
 
 import logging
@@ -21,7 +21,7 @@ from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, warm_all
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.runtime.compiled_graph import CompiledGraph
-from cgcompile.serving.buffers import OutputBuffers
+from cgcompile.serving.buffers import Outputs
 from cgcompile.serving.plan import Planned, kind_of, sets_of
 from cgcompile.serving.sizes import removal_order
 
@@ -45,8 +45,8 @@ class GraphMemory:
         pools: what torch's allocator holds for graphs, in use or not.
         staging: buffers of inputs and of bridges.
         outputs: buffers of what FULL graphs return.
-        driver: the graphs themselves, as the driver keeps them. It may hold on to some when they
-            are dropped.
+        driver: what the driver allocates for the graphs themselves. It may keep some of it when
+            they are dropped.
     """
 
     pools: int = 0
@@ -56,7 +56,7 @@ class GraphMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return self.pools + self.staging + self.outputs + self.driver
 
     def __str__(self) -> str:
@@ -71,9 +71,7 @@ class MemoryMeter:
     first capture is remembered, and what other programs take meanwhile is counted as ours.
     """
 
-    def __init__(
-        self, pool: GraphPool | None, backend: Backend | None, outputs: OutputBuffers
-    ) -> None:
+    def __init__(self, pool: GraphPool | None, backend: Backend | None, outputs: Outputs) -> None:
         self._pool = pool
         self._backend = backend
         self._outputs = outputs
@@ -88,6 +86,9 @@ class MemoryMeter:
     def _level(self) -> int:
         return self._pool.device.graph_bytes() if self._pool is not None else 0
 
+    def _rise(self) -> int:
+        return 0 if self._before is None else max(0, self._level() - self._before)
+
     def begin(self) -> None:
         """Remember the level of the driver, before the first capture."""
         if self._before is None:
@@ -97,20 +98,17 @@ class MemoryMeter:
         """Measure the driver's share after captures. Synchronises."""
         if self._pool is not None and self._before is not None:
             self._pool.device.synchronize()
-            self._driver = max(0, self._level() - self._before)
+            self._driver = self._rise()
 
     def taken(self) -> int:
         """Return the bytes taken now: buffers, graphs, what the driver keeps of dropped graphs."""
-        level = self._level()
-        driver = 0 if self._before is None else max(0, level - self._before)
-        return self._read(driver).total
+        return self._read(self._rise()).total
 
     def memory(self) -> GraphMemory:
         """Return what graphs take now; the driver's share is that of the last captures."""
         return self._read(self._driver)
 
     def _read(self, driver: int) -> GraphMemory:
-        """Query the allocator, without synchronising."""
         candidates = (self._pool, *(graph.pool for graph in self.graphs))
         pools = [pool for pool in candidates if pool is not None]
         held = sum(pool.held.held for pool in pools)
@@ -124,10 +122,10 @@ class MemoryPlan:
 
     Attributes:
         graphs: in the order of their capture: mode, descriptor, and the bytes that it adds to those
-            before it. The first of a kind holds the memory that the others use too.
+            before it. The first of a kind allocates the memory that the others use too.
         missing: which of those could not be captured, with the reason.
         total: bytes of all graphs.
-        fixed: of that, what is there before any graph: buffers.
+        fixed: of that, what exists before any graph: buffers.
         seconds: of host time that planning took, warming up included.
     """
 
@@ -138,11 +136,11 @@ class MemoryPlan:
     seconds: float
 
     def against(self, measured: GraphMemory) -> str:
-        """One line: planned and measured."""
+        """Return one line: planned and measured."""
         return f"planned {self.total / MIB:.2f} MiB, measured {measured}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, for JSON."""
+        """Return plain numbers and strings, for JSON."""
         return {
             "total": self.total,
             "fixed": self.fixed,
@@ -166,20 +164,16 @@ class MemoryPlan:
 
 
 def plan_memory(manager: Any) -> MemoryPlan:
-    """Measure what the planned graphs of a manager take, by captures that are dropped.
-
-    After it the manager is as before. Synchronises.
-    """
+    """Measure what the planned graphs of a manager take; it is as before then. Synchronises."""
     start = time.perf_counter()
     planned = manager.dispatcher.plan()
     if not planned or manager.pool is None:
         return MemoryPlan((), (), 0, 0, time.perf_counter() - start)
     rehearsal = _Rehearsal(manager)
     total = rehearsal.nbytes(planned)
-    graphs = [(*entry, rehearsal.added.get(entry, 0)) for entry in planned]
+    graphs = tuple((*entry, rehearsal.added.get(entry, 0)) for entry in planned)
     seconds = time.perf_counter() - start
-    missing = tuple(rehearsal.missing)
-    plan = MemoryPlan(tuple(graphs), missing, total, rehearsal.fixed, seconds)
+    plan = MemoryPlan(graphs, tuple(rehearsal.missing), total, rehearsal.fixed, seconds)
     log.info("%s", plan)
     return plan
 
@@ -190,10 +184,8 @@ def choose_graphs(
     """Choose planned graphs that stay within a budget of bytes and save the most padding.
 
     The largest graph of each kind (mode, query length, LoRA, axes) is always among them, so that
-    every batch that the plan serves keeps a graph; the others are ranked by the padded rows that
-    they save (:func:`ranked`), and as many are taken as fit. FULL graphs come first where two save
-    the same. All are chosen if all fit. The graphs in question are captured to measure them, and
-    dropped; ranks of an agreement decide together.
+    every batch that the plan serves keeps a graph; of the others, FULL before PIECEWISE where two
+    save the same, as many are taken as fit. Ranks of an agreement decide together.
     """
     planned: tuple[Planned, ...] = manager.dispatcher.plan()
     kinds: dict[Any, dict[int, Planned]] = {}
@@ -252,7 +244,7 @@ class _Rehearsal:
     """Captures graphs of a manager to measure them, and drops them."""
 
     def __init__(self, manager: Any) -> None:
-        self.added: dict[Planned, int] = {}
+        self.added: dict[Planned, int] = {}  # bytes of each graph
         self.missing: list[tuple[Planned, str]] = []  # what could not be captured, with the reason
         self._manager = manager
         self._planned: tuple[Planned, ...] = manager.dispatcher.plan()
@@ -261,31 +253,32 @@ class _Rehearsal:
         self._device = manager.pool.device
         step = self._device.graph_step
         self.margin = _UNSTEADY * step if step > 1 else 0
-        self._warm()
-        self.fixed = self._meter.taken()  # bytes that there are before any graph
-
-    def _warm(self) -> None:
-        """Run all sizes plain, so that nothing is compiled or loaded later."""
-        manager = self._manager
-
-        def step(entry: Planned) -> None:
-            manager.run_dummy(*entry, "warmup")
-
-        with manager.capturing():
-            warm_all(step, list(self._planned), manager.num_compilations, 1)
+        with manager.capturing():  # so that nothing is compiled or loaded later
+            warm_all(
+                lambda entry: manager.run_dummy(*entry, "warmup"),
+                list(self._planned),
+                manager.num_compilations,
+                1,
+            )
         self._device.give_back()
         self._meter.begin()
+        self.fixed = self._meter.taken()  # bytes before any graph
 
     def fits(self, chosen: Collection[Planned], budget: int) -> bool:
-        """Whether graphs stay within a budget on all ranks."""
+        """Return whether graphs stay within a budget on all ranks."""
         return not self._any(self.nbytes(chosen, budget) + self.margin > budget)
+
+    def _any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank: all ranks must capture the same sizes."""
+        agreement = self._manager.agreement
+        return flag if agreement is None else bool(agreement.largest(flag))
 
     def nbytes(self, chosen: Collection[Planned], budget: int | None = None) -> int:
         """Capture graphs, the largest first, and drop them; return the bytes that they took."""
-        some = set(chosen)
+        wanted = set(chosen)
         self.missing.clear()
         try:
-            for title, mode, keys in sets_of(entry for entry in self._planned if entry in some):
+            for title, mode, keys in sets_of(entry for entry in self._planned if entry in wanted):
                 for start in range(0, len(keys), _AT_ONCE):
                     self._capture(f"Planning: {title}", mode, keys[start : start + _AT_ONCE])
                     if budget is not None and self._any(self._meter.taken() > budget):
@@ -294,35 +287,22 @@ class _Rehearsal:
         finally:
             self._drop()
 
-    def _any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank: all ranks must capture the same sizes."""
-        agreement = self._manager.agreement
-        return flag if agreement is None else bool(agreement.largest(flag))
-
     def _capture(self, title: str, mode: CUDAGraphMode, keys: list[BatchDescriptor]) -> None:
-        levels: list[int] = []
-        order: list[BatchDescriptor] = []
-
-        def before(key: BatchDescriptor) -> None:
-            levels.append(self._meter.taken())
-            order.append(key)
-
-        result: BulkCapture = self._manager.record(title, mode, keys, before)
+        levels: list[tuple[BatchDescriptor, int]] = []
+        result: BulkCapture = self._manager.record(
+            title, mode, keys, lambda key: levels.append((key, self._meter.taken()))
+        )
         self.missing += [((mode, key), why) for key, why in result.missing]
         self._device.synchronize()
-        levels.append(self._meter.taken())
-        for was, now, key in zip(levels, levels[1:], order, strict=False):
-            self.added[mode, key] = now - was
+        after = [*(level for _, level in levels[1:]), self._meter.taken()]
+        for (key, before), now in zip(levels, after, strict=True):
+            self.added[mode, key] = now - before
 
     def _drop(self) -> None:
-        """Forget what was captured, and give its memory back."""
-        changed = [
-            graph
-            for graph in self._meter.graphs
-            if set(graph.recordings) != self._recorded.get(id(graph), set())
-        ]
-        for graph in changed:
-            graph.release()
+        """Drop what was captured, and give its memory back."""
+        for graph in self._meter.graphs:
+            if set(graph.recordings) != self._recorded.get(id(graph), set()):
+                graph.release()
         self._manager.drop_graphs()
         with releasing():
             pass

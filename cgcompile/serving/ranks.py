@@ -14,10 +14,10 @@ those that never came.
 
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from enum import IntEnum
+from enum import Enum
 from random import getrandbits
 from typing import Any, NamedTuple
 
@@ -33,30 +33,25 @@ from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, allowe
 from cgcompile.serving.plan import FULL, NONE, PIECEWISE
 from cgcompile.settings import require_kind
 
-WIDTH = 10  # numbers in a row, beside its kind
+# ---------------------------------------------------------------- the exchange
+
+WIDTH = 10  # numbers in a row, beside its purpose
 _SOON = timedelta(seconds=1)
 
 
-class Kind(IntEnum):
-    """What a rank exchanges numbers for."""
+class Purpose(Enum):
+    """What a rank exchanges numbers for, as an error states it."""
 
-    TABLES = 0
-    STEP = 1
-    CHECK = 2
-    ALONE = 3
-    NUMBER = 4
-    CAPTURED = 5
-    GAVE_UP = 6
+    TABLES = "makes an Agreement"
+    STEP = "asks for the graph of a step"
+    CHECK = "is about to run what was agreed"
+    ALONE = "is about to run a graph of its own choice"
+    NUMBER = "warms up for a capture"
+    CAPTURED = "has captured a set of graphs"
+    GAVE_UP = "gives up"
 
 
-_DOES = {
-    Kind.TABLES: "makes an Agreement",
-    Kind.STEP: "asks for the graph of a step",
-    Kind.CHECK: "is about to run what was agreed",
-    Kind.ALONE: "is about to run a graph of its own choice",
-    Kind.NUMBER: "warms up for a capture",
-    Kind.CAPTURED: "has captured a set of graphs",
-}
+_PURPOSES = tuple(Purpose)
 
 
 class Exchange:
@@ -69,99 +64,95 @@ class Exchange:
         self._group = dist.group.WORLD if group is None else group
         if compat.process_group_backend(self._group, "cpu") is None:
             raise AgreementError.backend(found=dist.get_backend(self._group))
-        self.size = dist.get_world_size(self._group)  # how many there are
-        self.rank = dist.get_rank(self._group)  # this one, in the group
+        self.size = dist.get_world_size(self._group)
+        self.rank = dist.get_rank(self._group)  # in the group
+        self._store = compat.process_group_store(self._group)
         self._round = 0
         self._name = "cgcompile"
 
-    def meet(self, *numbers: int) -> list[list[int]]:
-        """The first exchange: as :meth:`gather`, with fewer than ``WIDTH`` numbers."""
-        rows = self.gather(Kind.TABLES, getrandbits(62), *numbers)
+    def meet(self, number: int) -> list[int]:
+        """Gather one number in the first exchange."""
+        rows = self.gather(Purpose.TABLES, getrandbits(62), number)
         self._name = f"cgcompile.{rows[0][0]}"  # notes of other agreements of the group differ
-        return [row[1:] for row in rows]
+        return [row[1] for row in rows]
 
-    def gather(self, kind: Kind, *numbers: int) -> list[list[int]]:
-        """The numbers of all ranks, by rank; each [WIDTH] with zeros at the end. Collective.
+    def gather(self, purpose: Purpose, *numbers: int) -> list[list[int]]:
+        """Return the numbers of all ranks, by rank; each [WIDTH] with zeros at the end. Collective.
 
-        Waits for all ranks, as long as the timeout of the group at most.
+        Waits for all ranks, at most as long as the timeout of the group.
         """
         self._round += 1
-        row = [int(kind), *numbers, *[0] * (WIDTH - len(numbers))]
+        row = [_PURPOSES.index(purpose), *numbers, *[0] * (WIDTH - len(numbers))]
         own = torch.tensor(row, dtype=torch.int64, device="cpu")
         gathered = torch.empty(self.size, len(row), dtype=torch.int64, device="cpu")
         try:
             work = dist.all_gather(list(gathered.unbind()), own, group=self._group, async_op=True)
-            self._wait(work)
+            try:
+                work.wait(_SOON)
+            except RuntimeError:
+                self._note()
+                work.wait()  # raises again if it has failed for good
         except RuntimeError as error:
-            does = _DOES.get(kind, "gives up")
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise AgreementError.missing(
-                rank=self.rank, does=does, missing=self._missing(), said=said
+                rank=self.rank, does=purpose.value, missing=self._missing(), said=said
             ) from error
         rows: list[list[int]] = gathered.tolist()
-        self._same_kind([Kind(row[0]) for row in rows])
-        return [row[1:] for row in rows]
-
-    def _wait(self, work: Any) -> None:
-        try:
-            work.wait(_SOON)
-        except RuntimeError:
-            self._note()
-            work.wait()  # raises again if it has failed for good
-
-    def _same_kind(self, kinds: list[Kind]) -> None:
-        if Kind.GAVE_UP in kinds:
-            raise AgreementError.gave_up(rank=kinds.index(Kind.GAVE_UP))
-        for rank, kind in enumerate(kinds):
-            if kind is not kinds[0]:
+        purposes = [_PURPOSES[row[0]] for row in rows]
+        if Purpose.GAVE_UP in purposes:
+            raise AgreementError.gave_up(rank=purposes.index(Purpose.GAVE_UP))
+        for rank, other in enumerate(purposes):
+            if other is not purposes[0]:
                 raise AgreementError.out_of_step(
-                    rank=rank, found=_DOES[kind], first=_DOES[kinds[0]]
+                    rank=rank, found=other.value, first=purposes[0].value
                 )
-
-    # -------------------------------------------------------------- who stays away
+        return [row[1:] for row in rows]
 
     def _key(self, rank: int) -> str:
         return f"{self._name}.{self._round}.{rank}"
 
     def _note(self) -> None:
         """Note in the store that this rank has come."""
-        store = compat.process_group_store(self._group)
-        if store is not None:
+        if self._store is not None:
             with suppress(RuntimeError):  # its server may be the rank that died
-                store.set(self._key(self.rank), "here")
+                self._store.set(self._key(self.rank), "here")
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not come; empty if that is unknown."""
         self._note()
-        store = compat.process_group_store(self._group)
         until = time.monotonic() + 2 * _SOON.total_seconds()
-        missing = list(range(self.size)) if store is not None else []
+        missing = list(range(self.size)) if self._store is not None else []
         with suppress(RuntimeError):
             while missing and time.monotonic() < until:  # others may be about to note it
-                missing = [rank for rank in missing if not store.check([self._key(rank)])]
+                missing = [rank for rank in missing if not self._store.check([self._key(rank)])]
                 time.sleep(0.05)
             return missing
         return []
 
 
+# ---------------------------------------------------------------- the agreement
+
 _MODES = (NONE, PIECEWISE, FULL)
 _IDLE = Fallback(Reason.EMPTY_BATCH, "this rank has no tokens; another one has")
 _OTHERS = Fallback(Reason.OTHER_RANK, "another rank can take no more than this")
 _BITS = 60  # flags in one number
-_WORD = (1 << _BITS) - 1
 _NO_LORA = -1
 
 
 class Agreed(NamedTuple):
-    """What all ranks run."""
+    """What all ranks run.
 
-    # mode, descriptor and reason. In mode NONE the descriptor is of this rank's own tokens, and on
-    # a rank without work, where others have some, of the smallest planned size; else it is equal on
-    # all ranks
+    Attributes:
+        dispatched: mode, descriptor and reason. In mode NONE the descriptor is of this rank's own
+            tokens, and on a rank without work, where others have some, of the smallest planned
+            size; else it is equal on all ranks.
+        num_tokens_across_dp: int32 [R] on the CPU: the tokens that each of R ranks runs, padded.
+        has_work: whether any rank has tokens; if not, there is nothing to run.
+    """
+
     dispatched: Dispatched
-    # int32 [R] on the CPU: the tokens that each of R ranks runs, padded
     num_tokens_across_dp: torch.Tensor
-    has_work: bool  # whether any rank has tokens; if not, there is nothing to run
+    has_work: bool
 
 
 class _RankBatch(NamedTuple):
@@ -188,10 +179,10 @@ class Agreement:
     Args:
         dispatcher: equal on all ranks; that is checked here, once.
         group: ranks that agree; its backend must take CPU tensors (gloo), so under NCCL it is a
-            group of its own: ``dist.new_group(backend="gloo", timeout=...)``. Left out: the default
+            separate group: ``dist.new_group(backend="gloo", timeout=...)``. Left out: the default
             group.
         check: for debugging: compare what ranks are about to run, at the price of a second
-            collective, so that one that goes its own way is named instead of a hang.
+            collective, so that a rank that differs is named instead of a hang.
 
     Attributes:
         dispatcher: as given.
@@ -200,7 +191,7 @@ class Agreement:
     Raises:
         AgreementError: the dispatchers differ, with the ranks that do; a rank stays away; a group
             without CPU tensors, or none at all.
-        ConfigError: something else than a dispatcher, or than a group that this rank is in.
+        ConfigError: ``dispatcher`` is no dispatcher, or ``group`` is no group of this rank.
     """
 
     def __init__(
@@ -218,9 +209,7 @@ class Agreement:
         self.rank = self._ranks.rank
         plan = [(mode.name, descriptor) for mode, descriptor in dispatcher.plan()]
         self._smallest = min((descriptor.num_tokens for _, descriptor in plan), default=1)
-        _check_equal(self._ranks.meet(_digest(plan)))
-
-    # -------------------------------------------------------------- a step
+        _require_equal(self._ranks.meet(_digest(plan)))
 
     def dispatch(
         self,
@@ -234,7 +223,7 @@ class Agreement:
         valid_modes: Collection[CUDAGraphMode] | None = None,
         invalid_modes: Collection[CUDAGraphMode] | None = None,
     ) -> Agreed:
-        """The graph of this step, for all ranks. Collective: every rank calls it.
+        """Choose the graph of this step for all ranks. Collective: every rank calls it.
 
         Arguments are those of :meth:`CudagraphDispatcher.dispatch`, of this rank's own batch, with
         ``num_tokens`` 0 where there is no work. A mode must be allowed by every rank. With LoRA on
@@ -253,10 +242,9 @@ class Agreement:
             num_tokens, num_reqs, max_query_len, uniform_decode, *variant, *modes
         )
         most = self.dispatcher.limits.max_num_reqs
-        reqs = min(num_tokens, most) if num_reqs is None else num_reqs
-        said = _RankBatch(
+        batch = _RankBatch(
             num_tokens,
-            reqs,
+            min(num_tokens, most) if num_reqs is None else num_reqs,
             _MODES.index(own.mode),
             self._query_len(num_tokens, num_reqs, max_query_len) if uniform_decode else 0,
             max_query_len or 0,
@@ -265,16 +253,18 @@ class Agreement:
             num_active_loras if has_lora else _NO_LORA,
             self._packed(extra) if num_tokens else 0,
         )
-        rows = [_RankBatch(*row[: len(said)]) for row in self._ranks.gather(Kind.STEP, *said)]
+        rows = [_RankBatch(*row[: len(batch)]) for row in self._ranks.gather(Purpose.STEP, *batch)]
         working = [row for row in rows if row.num_tokens]
-        agreed = self._common(working, rows) if working else own
+        agreed, across = own, [0] * len(rows)
         if working:
-            agreed = self._for_this_rank(num_tokens, own, agreed)
+            common = self._common(working, rows)
+            agreed = self._for_this_rank(num_tokens, own, common)
+            padded = common.descriptor.num_tokens if common.mode is not NONE else 0
+            across = [padded or row.num_tokens or self._smallest for row in rows]
         if self._check:
-            self._compare(Kind.CHECK, agreed)
-        across = [self._runs(row, agreed) if working else 0 for row in rows]
-        told = torch.tensor(across, dtype=torch.int32, device="cpu")
-        return Agreed(agreed, told, bool(working))
+            self._compare(Purpose.CHECK, agreed)
+        num_tokens_across_dp = torch.tensor(across, dtype=torch.int32, device="cpu")
+        return Agreed(agreed, num_tokens_across_dp, bool(working))
 
     def _common(self, working: list[_RankBatch], rows: list[_RankBatch]) -> Dispatched:
         """Dispatch a batch that is as large as the largest, and uniform only if all are."""
@@ -288,7 +278,8 @@ class Agreement:
             modes.append(PIECEWISE)
         if _MODES[least] is FULL and all(row.full for row in rows):
             modes.append(FULL)
-        query_len = _single(row.query_len for row in working)
+        query_lens = {row.query_len for row in working}
+        query_len = query_lens.pop() if len(query_lens) == 1 else 0
         # May be more than tokens: a request can have none, and padding must leave a row for it.
         reqs = max(row.num_reqs for row in working)
         lengths = [row.max_query_len for row in working]
@@ -300,34 +291,26 @@ class Agreement:
         )
 
     def _query_len(self, num_tokens: int, num_reqs: int | None, max_query_len: int | None) -> int:
-        """Tokens of each request of a uniform batch, as the dispatcher finds them; 0: unknown."""
+        """Return the tokens of each request of a uniform batch, as in dispatch; 0: unknown."""
         if num_reqs is not None:
             return num_tokens // num_reqs if num_reqs else 0
         known = self.dispatcher.query_lens
         return max_query_len or (known[0] if len(known) == 1 else 0)
 
-    def _for_this_rank(self, num_tokens: int, own: Dispatched, agreed: Dispatched) -> Dispatched:
-        """What was agreed, with this rank's reason, and if plain with its own tokens."""
-        if agreed.mode is not NONE:
-            if own.mode is agreed.mode:
-                return agreed
-            return agreed._replace(why=_OTHERS if num_tokens else _IDLE)
+    def _for_this_rank(self, num_tokens: int, own: Dispatched, common: Dispatched) -> Dispatched:
+        """Return the common choice with this rank's reason, and if plain with its own tokens."""
+        if common.mode is not NONE:
+            if own.mode is common.mode:
+                return common
+            return common._replace(why=_OTHERS if num_tokens else _IDLE)
         if not num_tokens:
             return Dispatched(NONE, BatchDescriptor(self._smallest), _IDLE)
         if own.mode is NONE:
             return own
         return Dispatched(NONE, BatchDescriptor(num_tokens), _OTHERS)
 
-    def _runs(self, row: _RankBatch, agreed: Dispatched) -> int:
-        """The tokens that a rank runs."""
-        if agreed.mode is not NONE:
-            return agreed.descriptor.num_tokens
-        return row.num_tokens or self._smallest
-
-    # -------------------------------------------------------------- LoRA and axes
-
     def _packed(self, extra: tuple[Any, ...]) -> int:
-        """The values of all axes as one number; a batch without graphs has any."""
+        """Return the values of all axes as one number; any number for a batch without graphs."""
         packed = 0
         for axis, value in zip(self.dispatcher.axes, extra, strict=True):
             listed = axis.listed()
@@ -338,7 +321,7 @@ class Agreement:
         return packed
 
     def _variant(self, working: list[_RankBatch]) -> tuple[bool, int, tuple[Any, ...]] | None:
-        """(has_lora, num_active_loras, extra) that serves all ranks; None if none does."""
+        """Return (has_lora, num_active_loras, extra) that serves all ranks; None if none does."""
         variants, values = [row.variant for row in working], []
         for axis in reversed(self.dispatcher.axes):
             listed = axis.listed()
@@ -354,20 +337,20 @@ class Agreement:
     # -------------------------------------------------------------- for the manager
 
     def check_alone(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """With ``check``: this rank is about to run a graph that it has chosen itself. Collective.
+        """With ``check`` compare a graph that this rank has chosen itself. Collective.
 
         Raises:
-            AgreementError: the others run another one, or ask for a step.
+            AgreementError: the others run another one, or dispatch a step.
         """
         if self._check:
-            self._compare(Kind.ALONE, Dispatched(mode, descriptor))
+            self._compare(Purpose.ALONE, Dispatched(mode, descriptor))
 
     def largest(self, number: int) -> int:
-        """The largest of the numbers of all ranks. Collective."""
-        return max(row[0] for row in self._ranks.gather(Kind.NUMBER, number))
+        """Return the largest of the numbers of all ranks. Collective."""
+        return max(row[0] for row in self._ranks.gather(Purpose.NUMBER, number))
 
     def without(self, planned: Sequence[Any], done: Collection[Any]) -> dict[Any, int]:
-        """For each planned graph that some rank is without, the first such rank. Collective.
+        """Return the first rank without each planned graph that some rank lacks. Collective.
 
         Args:
             planned: what was to be captured: the same on all ranks.
@@ -381,9 +364,9 @@ class Agreement:
         for start in range(0, len(planned), at_once):
             part = planned[start : start + at_once]
             flags = sum(1 << bit for bit, graph in enumerate(part) if graph in done)
-            words = [flags >> shift & _WORD for shift in range(0, at_once, _BITS)]
-            rows = self._ranks.gather(Kind.CAPTURED, _digest(list(part)), *words)
-            _check_equal(rows)
+            words = [flags >> shift & (1 << _BITS) - 1 for shift in range(0, at_once, _BITS)]
+            rows = self._ranks.gather(Purpose.CAPTURED, _digest(list(part)), *words)
+            _require_equal([row[0] for row in rows])
             for rank, row in enumerate(rows):
                 for bit, graph in enumerate(part):
                     if not row[1 + bit // _BITS] >> bit % _BITS & 1:
@@ -392,30 +375,30 @@ class Agreement:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do at the same time: one that raises tells those that wait for it.
+        """Enclose what all ranks do at the same time: an exception here is raised on all ranks.
 
-        They raise AgreementError. May be nested: others are told once, at the end of the outermost.
+        The others raise AgreementError. May be nested: others are told at the end of the outermost.
         """
         self._nested += 1
         try:
             yield
         except BaseException as error:
-            # After an AgreementError the others know, or cannot be told.
+            # After an AgreementError the others raise as well, or cannot be reached.
             if self._nested == 1 and not isinstance(error, AgreementError):
                 with suppress(AgreementError):
-                    self._ranks.gather(Kind.GAVE_UP)
+                    self._ranks.gather(Purpose.GAVE_UP)
             raise
         finally:
             self._nested -= 1
 
     def across(self, num_tokens: int) -> torch.Tensor:
-        """What the forward context holds where every rank runs so many tokens: int32 [R]."""
+        """Return ``num_tokens_across_dp`` where every rank runs so many tokens: int32 [R]."""
         return torch.full((self._ranks.size,), num_tokens, dtype=torch.int32, device="cpu")
 
-    def _compare(self, kind: Kind, agreed: Dispatched) -> None:
-        mode, descriptor = _MODES.index(agreed.mode), agreed.descriptor
+    def _compare(self, purpose: Purpose, chosen: Dispatched) -> None:
+        mode, descriptor = _MODES.index(chosen.mode), chosen.descriptor
         tokens = descriptor.num_tokens if mode else 0
-        rows = self._ranks.gather(kind, mode, tokens, descriptor.uniform)
+        rows = self._ranks.gather(purpose, mode, tokens, descriptor.uniform)
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if others:
             raise AgreementError.differs(
@@ -424,19 +407,13 @@ class Agreement:
 
 
 def together(agreement: Agreement | None) -> AbstractContextManager[None]:
-    """:meth:`Agreement.together`, or nothing without ranks."""
+    """Return :meth:`Agreement.together`, or nothing without ranks."""
     return nullcontext() if agreement is None else agreement.together()
 
 
-def _single(numbers: Iterable[int]) -> int:
-    """What all numbers are; 0 if they differ."""
-    distinct = set(numbers)
-    return distinct.pop() if len(distinct) == 1 else 0
-
-
-def _check_equal(rows: list[list[int]]) -> None:
+def _require_equal(digests: list[int]) -> None:
     """Raise unless all ranks sent the same digest of their tables."""
-    others = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise AgreementError.tables(ranks=others)
 

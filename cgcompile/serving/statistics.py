@@ -1,12 +1,12 @@
 """Count what the dispatcher chose: hits per graph, padding, and reasons of fallbacks.
 
-Plain Python, bounded in memory, and cheap enough to record every step. Without this file an engine
-that runs slow does not show that its batches miss their graphs, or are mostly padding.
+Plain Python, bounded in memory, and cheap enough to record every step: it shows whether batches
+miss their graphs, or are mostly padding.
 """
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cgcompile.descriptor import BatchDescriptor
@@ -21,56 +21,37 @@ log = logging.getLogger(__name__)
 
 
 class Cell(NamedTuple):
-    """How often batches of one size ran in one way; all plain numbers and names.
+    """How often batches of one size ran in one way; all plain numbers and names."""
 
-    Attributes:
-        unpadded: real tokens; None where the table was full, so that sizes are summed up.
-        padded: tokens that ran.
-        mode: name of the runtime mode.
-        hits: steps.
-    """
-
-    unpadded: int | None
-    padded: int | None
+    unpadded: int | None  # real tokens; None for sizes that found no room in the table
+    padded: int | None  # tokens that ran
     mode: str
-    hits: int
+    hits: int  # steps
 
 
 class Row(NamedTuple):
-    """Steps of one kind: those of a graph, or those with one reason.
+    """Steps of one kind: those of a graph, or those with one reason."""
 
-    Attributes:
-        batches: which ones, in words: ``5..8 tokens``.
-        mode: name of the runtime mode.
-        graph: the key; None of steps with a reason.
-        hits: steps.
-        real: their real rows.
-        ran: their rows, with padding.
-        reason: why they have a lesser mode than was asked for; None of a graph.
-        detail: the last one of that reason, in words.
-    """
-
-    batches: str
+    batches: str  # which batches, in words: "5..8 tokens"
     mode: str
-    graph: BatchDescriptor | None
-    hits: int
-    real: int
-    ran: int
-    reason: Reason | None = None
-    detail: str = ""
+    graph: BatchDescriptor | None  # the key; None of steps with a reason
+    hits: int  # steps
+    real: int  # their real rows
+    ran: int  # their rows, with padding
+    reason: Reason | None = None  # of a lesser mode than the requested one; None of a graph
+    detail: str = ""  # the last one of that reason
 
 
+@dataclass(slots=True)
 class _Graph:
-    """What one graph did, or all steps without one."""
+    """The steps of one graph, or all steps without one."""
 
-    __slots__ = ("descriptor", "hits", "mode", "overflow", "ran", "real", "sizes")
-
-    def __init__(self, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> None:
-        self.mode = mode
-        self.descriptor = descriptor
-        self.hits = self.real = self.ran = 0
-        self.sizes: dict[int, int] = {}  # steps by real tokens
-        self.overflow = 0  # steps of sizes that found no room there
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor | None
+    hits: int = 0
+    real: int = 0
+    ran: int = 0
+    sizes: dict[int | None, int] = field(default_factory=dict)  # steps by real tokens
 
 
 @dataclass(slots=True)
@@ -111,36 +92,34 @@ def text_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 class DispatchStatistics:
-    """Counts what :meth:`CudagraphDispatcher.dispatch` answered.
+    """Counts what :meth:`CudagraphDispatcher.dispatch` returned.
 
-    Every method may be called in any thread: a lock makes each record whole, and each report is
+    Every method may be called in any thread: a lock makes each record atomic, and each report is
     of one moment. Memory is bounded by the number of graphs plus ``max_sizes``.
 
     Args:
         plan: the graphs that exist, from :meth:`CudagraphDispatcher.plan`; so that the coverage
-            shows those without hits too. Other graphs are added when they are first met.
-        max_sizes: how many pairs of batch size and graph are counted on their own; what comes after
-            them is counted per graph alone. Totals, hits, padding and reasons stay exact.
+            shows those without hits too. Other graphs are added at their first step.
+        max_sizes: how many pairs of batch size and graph are counted separately; further ones are
+            counted per graph alone. Totals, hits, padding and reasons stay exact.
     """
 
     @checked
     def __init__(self, plan: Iterable[Planned] = (), *, max_sizes: int = 10_000) -> None:
         self._plan = tuple(plan)
-        self._room = self._max_sizes = max_sizes
+        self._max_sizes = max_sizes
         self._lock = new_lock()
-        # Per mode, so that no enumeration is hashed at each step: its hash is slow.
-        self._full: dict[BatchDescriptor, _Graph] = {}
-        self._piecewise: dict[BatchDescriptor, _Graph] = {}
-        self._none = _Graph(NONE, None)
-        self._losses: dict[tuple[str, Reason], Lost] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget all that was counted; the plan stays."""
         with self._lock:
             self._room = self._max_sizes
-            self._full, self._piecewise, self._losses = {}, {}, {}
+            # Per mode, so that no enumeration is hashed at each step: its hash is slow.
+            self._full: dict[BatchDescriptor, _Graph] = {}
+            self._piecewise: dict[BatchDescriptor, _Graph] = {}
             self._none = _Graph(NONE, None)
+            self._losses: dict[tuple[str, Reason], Lost] = {}
             for mode, descriptor in self._plan:
                 self._graph(mode, descriptor)
 
@@ -158,7 +137,7 @@ class DispatchStatistics:
 
         Args:
             num_tokens: real tokens of the batch.
-            dispatched: what ``dispatch`` answered for it.
+            dispatched: what ``dispatch`` returned for it.
         """
         mode, descriptor, why = dispatched
         with self._lock:
@@ -173,7 +152,7 @@ class DispatchStatistics:
                 self._room -= 1
                 sizes[num_tokens] = 1
             else:
-                graph.overflow += 1
+                sizes[None] = sizes.get(None, 0) + 1
             if why is not None:
                 self._lose(mode, num_tokens, why.reason, why.detail)
 
@@ -186,6 +165,9 @@ class DispatchStatistics:
                 text = "a step of %d tokens runs in mode %s: %s: %s"
                 log.info(text, tokens, mode.name, reason.value, detail)
         lost.add(tokens, detail=detail)
+
+    def _graphs(self) -> list[_Graph]:
+        return [*self._full.values(), *self._piecewise.values(), self._none]
 
     @property
     def steps(self) -> int:
@@ -200,35 +182,35 @@ class DispatchStatistics:
             ran = sum(graph.ran for graph in self._graphs())
             return 1 - sum(graph.real for graph in self._graphs()) / ran if ran else 0.0
 
-    def _graphs(self) -> list[_Graph]:
-        return [*self._full.values(), *self._piecewise.values(), self._none]
-
     def reasons(self) -> dict[Reason, int]:
-        """How many steps had each reason, in whatever mode they ran."""
+        """Return how many steps had each reason, in whatever mode they ran."""
         with self._lock:
             return count_by_reason(self._losses)
 
     def cells(self) -> list[Cell]:
-        """Steps by (unpadded tokens, padded tokens, mode), ascending."""
+        """Return steps by (unpadded tokens, padded tokens, mode), ascending."""
         hits: dict[tuple[int | None, int | None, str], int] = {}
         with self._lock:
             for graph in self._graphs():
-                # A step without a graph runs as many rows as are real.
-                padded = graph.descriptor.num_tokens if graph.descriptor else None
-                rest = [(None, graph.overflow)] if graph.overflow else []
-                for tokens, count in [*graph.sizes.items(), *rest]:
-                    real = None if tokens is None else int(tokens)  # JSON knows no NumPy
-                    key = (real, real if padded is None else padded, graph.mode.name)
+                for tokens, count in graph.sizes.items():
+                    real = None if tokens is None else int(tokens)  # JSON has no NumPy numbers
+                    # A step without a graph runs as many rows as are real.
+                    padded = graph.descriptor.num_tokens if graph.descriptor else real
+                    key = real, padded, graph.mode.name
                     hits[key] = hits.get(key, 0) + count
         cells = [Cell(*key, count) for key, count in hits.items()]
         return sorted(cells, key=lambda cell: [-1 if n is None else n for n in cell[:2]])
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data, for JSON."""
+        """Return all of it as plain data, for JSON."""
         with self._lock:
             graphs = self._graphs()
+            reasons = []
+            for (mode, reason), lost in self._losses.items():
+                counted = {"mode": mode, "reason": reason.value, "hits": lost.count}
+                reasons.append({**counted, **lost.as_dict(), "detail": lost.detail})
             return {
-                "steps": sum(graph.hits for graph in graphs),
+                "steps": self.steps,
                 "real_tokens": int(sum(graph.real for graph in graphs)),
                 "padded_tokens": int(sum(graph.ran for graph in graphs)),
                 "padding_share": self.padding_share,
@@ -237,60 +219,50 @@ class DispatchStatistics:
                     for mode in (FULL, PIECEWISE, NONE)
                 },
                 "cells": [cell._asdict() for cell in self.cells()],
-                "reasons": [
-                    {
-                        "mode": mode,
-                        "reason": reason.value,
-                        "hits": lost.count,
-                        **lost.as_dict(),
-                        "detail": lost.detail,
-                    }
-                    for (mode, reason), lost in self._losses.items()
-                ],
+                "reasons": reasons,
             }
 
     def rows(self) -> list[Row]:
-        """A row for each graph, those without hits too; then one for each mode and reason.
+        """Return a row for each graph, with hits or not; then one for each mode and reason.
 
         Steps without a graph (mode NONE) are in one row each. Those with a graph are in its row,
-        and, if they were to have had another mode, in one with that reason as well.
+        and, if another mode was requested, in one with that reason as well.
         """
         with self._lock:
-            graphs = [*self._full.values(), *self._piecewise.values()]
-            ranges = _served([*self._full, *self._piecewise])
-            pairs = sorted(zip(graphs, ranges, strict=True), key=lambda pair: _order(pair[0]))
-            rows = [
-                Row(served, of.mode.name, of.descriptor, of.hits, int(of.real), int(of.ran))
-                for of, served in pairs
-            ]
+            batches = _served([*self._full, *self._piecewise])
+            graphs = zip(self._graphs(), batches, strict=False)  # all but the last one
+            rows = []
+            for graph, served in sorted(graphs, key=lambda pair: _order(pair[0])):
+                counts = graph.hits, int(graph.real), int(graph.ran)
+                rows.append(Row(served, graph.mode.name, graph.descriptor, *counts))
             for (mode, reason), lost in self._losses.items():
                 served, real = _span(lost.least, lost.most, "token"), int(lost.real)
                 rows.append(Row(served, mode, None, lost.count, real, real, reason, lost.detail))
         return rows
 
     def coverage(self) -> str:
-        """A table: batches, mode, graph, padding, hits; then the reasons of lesser modes.
+        """Return a table: batches, mode, graph, padding, hits; then the reasons of lesser modes.
 
-        A graph's row stands also where it has no hits: it costs memory and start-up time. *padding*
-        is the share of rows that were padding in the steps that took the graph.
+        A graph without hits has a row too: it costs memory and start-up time. *padding* is the
+        share of padding rows in the steps that took the graph.
         """
         table = [("batches", "mode", "graph", "padding", "hits", "reason")]
         with self._lock:
             for row in self.rows():
-                hits = str(row.hits)
-                if row.reason is None:
-                    waste = f"{1 - row.real / row.ran:.1%}" if row.hits else "-"
-                    table.append((row.batches, row.mode, str(row.graph), waste, hits, ""))
+                padding, reason = "", ""
+                if row.reason is not None:
+                    reason = f"{row.reason.value}: {row.detail}"
                 else:
-                    why = f"{row.reason.value}: {row.detail}"
-                    table.append((row.batches, row.mode, "-", "", hits, why))
+                    padding = f"{1 - row.real / row.ran:.1%}" if row.hits else "-"
+                graph = "-" if row.graph is None else str(row.graph)
+                table.append((row.batches, row.mode, graph, padding, str(row.hits), reason))
             total, share = self.steps, self.padding_share
         lines = [*text_table(table), f"{total} steps, {share:.1%} of their rows padding"]
         return "\n".join(lines)
 
 
 def _order(graph: _Graph) -> tuple[Any, ...]:
-    """FULL first as the dispatcher looks; kinds together, smallest first."""
+    """FULL first, as in dispatch; kinds together, smallest first."""
     key = graph.descriptor
     assert key is not None
     kind = (key.query_len or 0, key.max_query_len or 0)
@@ -299,7 +271,7 @@ def _order(graph: _Graph) -> tuple[Any, ...]:
 
 
 def _served(keys: Sequence[BatchDescriptor]) -> list[str]:
-    """For each graph the batches it is meant for: above the next smaller one of its kind."""
+    """Return for each graph the batches above the next smaller graph of its kind."""
     kinds: dict[Any, list[int]] = {}
     for key in keys:
         kinds.setdefault(kind_of(key), []).append(key.num_tokens)

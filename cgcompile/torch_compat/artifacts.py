@@ -20,7 +20,12 @@ from torch import fx
 from cgcompile.locks import new_lock
 from cgcompile.torch_compat.compilers import compile_standalone, known_patches
 from cgcompile.torch_compat.guard_text import guards_hold, require_guards
-from cgcompile.torch_compat.ops import autocast_state, op_overloads
+from cgcompile.torch_compat.ops import (
+    OpOverload,
+    OpOverloadPacket,
+    autocast_state,
+    op_overloads,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +54,7 @@ def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]
     import torch._inductor.config as config
     from torch._functorch import config as functorch_config
     from torch._inductor.standalone_compile import AOTCompiledArtifact
-    from torch._subclasses import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # A context of its own: the graph that Dynamo is compiling must not be changed or read.
@@ -120,10 +125,10 @@ class SizeGuards:
     """The guards on the sizes of one piece, as text that another process can evaluate."""
 
     def __init__(self, fake_inputs: Sequence[Any]) -> None:
-        sizes = [each for each in fake_inputs if isinstance(each, torch.SymInt)]
-        self._sizes = [each for each in sizes if each.node.expr.is_Symbol]
+        sizes = [value for value in fake_inputs if isinstance(value, torch.SymInt)]
+        self._sizes = [size for size in sizes if size.node.expr.is_Symbol]
         self._env = self._sizes[0].node.shape_env if self._sizes else None
-        self._symbols = {each.node.expr for each in self._sizes}
+        self._symbols = {size.node.expr for size in self._sizes}
         self._before = 0 if self._env is None else len(self._env.guards)
 
     def known(self) -> list[Any]:
@@ -136,8 +141,8 @@ class SizeGuards:
         if self._env is None:
             return ""
         new = self._env.guards[self._before :]
-        fixed = not all(each.node.expr in self._symbols for each in self._sizes)
-        if fixed or any(not each.expr.free_symbols <= self._symbols for each in new):
+        fixed = not all(size.node.expr in self._symbols for size in self._sizes)
+        if fixed or any(not guard.expr.free_symbols <= self._symbols for guard in new):
             return None
         if not new:
             return ""
@@ -150,7 +155,7 @@ class SizeGuards:
         """Return whether guards hold for the present sizes; if so, they are added to the graph."""
         if not text or self._env is None:
             return not text
-        hints = [each.node.hint for each in self._sizes]
+        hints = [size.node.hint for size in self._sizes]
         if None in hints or not guards_hold(text, hints):
             return False
         # With symbols, the evaluation adds them to the graph that Dynamo is compiling.
@@ -248,7 +253,7 @@ def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
 def _passes_among(module: Any) -> list[str]:
     """Return the settings that hold functions: torch leaves them out of its portable form."""
     ends = ("custom_pass", "custom_pre_pass", "custom_post_pass", "_fuse_ddp_communication_passes")
-    return [each for each in module._config if each.endswith(ends)]
+    return [name for name in module._config if name.endswith(ends)]
 
 
 def _setting_text(name: str, value: Any) -> str:
@@ -315,7 +320,7 @@ def qualified_name(target: Any) -> str | None:
     if isinstance(target, torch._ops.HigherOrderOperator):
         is_torchs = type(target).__module__.partition(".")[0] == "torch"
         return f"higher_order.{target.name()}" if is_torchs else None
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         own = [op for op in op_overloads(target) if op.namespace not in _TORCHS_OPS]
         # A user may give the same name to another op.
         schemas = [f"{op._schema} {sorted(map(str, op.tags))}" for op in own]
@@ -340,6 +345,8 @@ _TORCHS_OPS |= {"c10d", "c10d_functional", "rngprims", "higher_order", "_quantiz
 
 def traced_through(op: Any) -> str | None:
     """Return why a compiler traces through an op of a user; None where it calls the op."""
+    from torch._library.triton import get_triton_kernels_for_op
+
     # A user who registered something with Inductor has imported it.
     inductor = "torch._inductor"
     decompositions = getattr(sys.modules.get(f"{inductor}.decomposition"), "decompositions", {})
@@ -348,21 +355,12 @@ def traced_through(op: Any) -> str | None:
         name = overload.name()
         if overload.namespace in _TORCHS_OPS:
             continue
-        if overload._can_decompose():
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        if overload.has_kernel_for_dispatch_key(composite):
             return f"{name} is decomposed into other ops"
         lowered = overload in lowerings or overload.overloadpacket in lowerings
         if lowered or overload in decompositions:
             return f"{name} has a lowering of its own"
-        if _has_dispatch_rule(name):
+        if get_triton_kernels_for_op(name.removesuffix(".default")):
             return f"{name} is traced through"
     return None
-
-
-def _has_dispatch_rule(name: str) -> bool:
-    """Return whether a user's op has a rule for tracing, as ``torch.library.triton_op`` has."""
-    from torch._library import simple_registry, triton
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-
-    rules = simple_registry.singleton.find(name.removesuffix(".default")).torch_dispatch_rules
-    ruled = rules.find(FunctionalTensorMode) is not None
-    return ruled or bool(triton.get_triton_kernels_for_op(name))

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # ---------------------------------------------------------------- raw memory
 
@@ -24,9 +23,7 @@ def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def weak_storage(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """Return a storage of memory that it does not keep alive."""
-    raw: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    storage: torch.UntypedStorage = raw
-    return storage
+    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
 def memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -46,10 +43,9 @@ def expire_storage(storage: torch.UntypedStorage, text: str) -> None:
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, text)
 
 
-def storage_identity(tensor: torch.Tensor) -> int:
-    """Return a key of the storage object of a tensor, not of its memory, while it lives."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
+def storage_identity(storage: torch.UntypedStorage) -> int:
+    """Return a key of a storage object, not of its memory, while it lives."""
+    return storage._cdata
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,15 +81,13 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 
 def physical(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view without the conjugate and negative bits: the numbers in memory."""
-    if tensor.is_conj():
-        tensor = torch._conj(tensor)
-    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+    return with_bits(tensor, tensor.is_conj(), tensor.is_neg())
 
 
 def with_bits(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
-    """Return a view of a physical tensor with these bits set."""
+    """Return a view of a tensor with these bits flipped."""
     if conjugate:
-        tensor = torch._conj(tensor)
+        tensor = tensor.conj()
     return torch._neg_view(tensor) if negative else tensor
 
 
@@ -114,7 +108,7 @@ class StorageLife:
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a (fake) tensor is dense, with one storage, and wraps no other tensors."""
-    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
 
 
 _ITEMS_OF_TUPLE = tuple.__basicsize__  # CPython: where the items begin, from the tuple's address
@@ -173,22 +167,21 @@ _equal_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None
 class Addresses:
     """Compare the addresses of the tensors at some indices of a list; in C++ in CUDA builds."""
 
-    def __init__(self, objects: Sequence[Any], places: Sequence[int]) -> None:
-        self._places = list(places)
-        self._known: list[int | None] = [None] * len(
-            objects
-        )  # by index, as the C++ helper requires
-        for place in places:
-            self._known[place] = objects[place].data_ptr()
+    def __init__(self, objects: Sequence[Any], indices: Sequence[int]) -> None:
+        self._indices = list(indices)
+        # By index, as the C++ helper requires.
+        self._known: list[int | None] = [None] * len(objects)
+        for index in indices:
+            self._known[index] = objects[index].data_ptr()
 
     def hold(self, objects: Sequence[Any]) -> bool:
         """Return whether no tensor moved."""
-        if not self._places:
+        if not self._indices:
             return True
         if _equal_addresses is not None:
-            return bool(_equal_addresses(list(objects), self._known, self._places))
-        for place in self._places:  # noqa: SIM110  (a generator costs a call)
-            if objects[place].data_ptr() != self._known[place]:
+            return bool(_equal_addresses(list(objects), self._known, self._indices))
+        for index in self._indices:  # noqa: SIM110  (a generator costs a call)
+            if objects[index].data_ptr() != self._known[index]:
                 return False
         return True
 
@@ -220,8 +213,7 @@ def empty_host_cache() -> None:
 
     ``torch.cuda.graph`` does so at each capture. 2.11 has no public name for it.
     """
-    public = getattr(torch.accelerator, "empty_host_cache", None)
-    (public or torch._C._host_emptyCache)()
+    getattr(torch.accelerator, "empty_host_cache", torch._C._host_emptyCache)()
 
 
 def raw_stream_of(device_index: int) -> Callable[[], int]:
@@ -277,8 +269,8 @@ cuda_stream_is_capturing: Callable[[], bool] = getattr(
 def _segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
     """Return the allocator's record of each segment of a private pool.
 
-    Reads all pools: in 2.11 ``torch.cuda.memory_snapshot(pool)`` releases a reference that it does
-    not own, which crashes the process later (fixed in 2.15).
+    Reads all pools, by the private function: in 2.11 ``torch.cuda.memory_snapshot`` releases
+    references that it does not own, which crashes the process later (fixed in 2.15).
     """
     segments = torch._C._cuda_memorySnapshot(None)["segments"]
     return [row for row in segments if tuple(row["segment_pool_id"]) == tuple(pool)]
@@ -301,12 +293,10 @@ def free_blocks(pool: tuple[int, int]) -> list[tuple[int, int]]:
     return blocks
 
 
-def pool_bytes(pool: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the bytes of a private pool: all, those in use, and those in small-block segments."""
+def pool_bytes(pool: tuple[int, int]) -> tuple[int, int]:
+    """Return the bytes of a private pool: all, and those in use."""
     rows = _segments(pool)
-    small = sum(row["total_size"] for row in rows if row["segment_type"] == "small")
-    used = sum(row["allocated_size"] for row in rows)
-    return sum(row["total_size"] for row in rows), used, small
+    return sum(row["total_size"] for row in rows), sum(row["allocated_size"] for row in rows)
 
 
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:

@@ -150,7 +150,7 @@ def inductor_option_names() -> frozenset[str]:
     """Return the names of Inductor's settings."""
     import torch._inductor.config as config
 
-    return frozenset(config._config)
+    return frozenset(config._config)  # ``list_options`` leaves aliases out
 
 
 def inductor_mode_options(torch_mode: str) -> dict[str, Any]:
@@ -166,9 +166,11 @@ def compile_whole(
     gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Compile an unsplit graph as ``torch.compile(backend="inductor")`` would."""
-    from torch._inductor.compile_fx import compile_fx
+    from torch._dynamo import lookup_backend
 
-    return compile_fx(gm, list(inputs), config_patches=dict(patches))
+    inductor: Any = lookup_backend("inductor")
+    compiled: Callable[..., Any] = inductor(gm, list(inputs), config_patches=dict(patches))
+    return compiled
 
 
 def compile_standalone(
@@ -178,10 +180,10 @@ def compile_standalone(
 
     ``gm`` is not changed. Outputs of the result are a list. With ``aot`` it can be saved.
     """
-    if any(isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in fake_inputs):
+    tensors = (value for value in fake_inputs if isinstance(value, torch.Tensor))
+    if any(tensor.device.type == "cuda" for tensor in tensors):
         start_compile_workers()  # before the imports of the next line, which take seconds
     from torch._inductor import standalone_compile
-    from torch._inductor.exc import InductorError
 
     def compiled(settings: dict[str, Any]) -> Any:
         return standalone_compile(
@@ -195,8 +197,9 @@ def compile_standalone(
     settings = known_patches(patches)
     try:
         return compiled(settings)
-    except InductorError as error:
-        if "combo_kernels" in patches or not settings.get("combo_kernels"):
+    except RuntimeError as error:
+        cannot_be_saved = "serialize" in str(error)
+        if cannot_be_saved or "combo_kernels" in patches or not settings.get("combo_kernels"):
             raise
         log.info("without combined kernels, because of %s", str(error).splitlines()[0])
     return compiled({**settings, "combo_kernels": False})

@@ -1,14 +1,21 @@
 """Dynamo's graphs and their symbols."""
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._sympy.printers import PythonPrinter
+
+from cgcompile.torch_compat.capture import storage_identity
+from cgcompile.torch_compat.ops import OpOverload, original_of
 
 # State that a graph switches with nodes of its own: what enters a context, and what leaves it.
 ENTER_AUTOCAST: Any = torch.amp._enter_autocast
@@ -60,8 +67,6 @@ def present_size(value: Any) -> Any:
 def known_size(size: Any) -> int | str:
     """Return a size as a number, or as an expression of symbols; equal sizes have equal texts."""
     expression = size if type(size) is int else size.node.expr  # after replacements
-    from torch.utils._sympy.printers import PythonPrinter
-
     if getattr(expression, "free_symbols", None):
         return str(PythonPrinter().doprint(expression))
     return int(expression)
@@ -73,13 +78,13 @@ def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[st
     Note [Sizes of a symbol]. The symbol of a backed size is positive for sympy, whatever its
     range, so ``s > 0`` is True without a guard: such a trace serves no size of 0.
     """
-    from torch.utils._sympy.printers import PythonPrinter
-
     conditions = []
     shapes = Shapes(shape_env)
     for guard, _ in shapes.guards():
         # Sizes that are equal have one name by now, and are compared as such.
-        guard = guard.xreplace({each: shapes.replacement(each) for each in guard.free_symbols})
+        guard = guard.xreplace(
+            {symbol: shapes.replacement(symbol) for symbol in guard.free_symbols}
+        )
         symbols = tuple(sorted(map(str, guard.free_symbols)))
         if symbols:
             conditions.append((PythonPrinter().doprint(guard), symbols))
@@ -96,6 +101,7 @@ def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[st
 
 
 _SQUEEZES = frozenset({"squeeze", "squeeze_", torch.squeeze, torch.Tensor.squeeze})
+_SQUEEZES |= {torch.ops.aten.squeeze, torch.ops.aten.squeeze_}
 
 
 def squeeze_conditions(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
@@ -105,10 +111,8 @@ def squeeze_conditions(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
     """
     conditions = {}
     for node in graph.nodes:
-        name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
-        if node.target not in _SQUEEZES and not name.startswith(
-            ("aten.squeeze.", "aten.squeeze_.")
-        ):
+        op = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+        if op not in _SQUEEZES:
             continue
         tensor = node.args[0] if node.args else node.kwargs.get("input")
         fake = tensor.meta.get("example_value") if isinstance(tensor, fx.Node) else None
@@ -132,7 +136,7 @@ def is_static_input(placeholder: fx.Node) -> bool:
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return a key that is equal for tensors of one storage, while it lives; None without one."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_identity(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -203,18 +207,11 @@ def _of_torch_compile(wrapper: Any) -> tuple[Any, str | None, dict[str, Any] | N
 
 def backend_of(compiled: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
     """Return (backend, mode, options) of a module of ``torch.compile``; Nones for others."""
-    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+    from torch._dynamo.eval_frame import innermost_backend
 
-    if not isinstance(compiled, OptimizedModule):
+    if original_of(compiled) is None:
         return None, None, None
     return _of_torch_compile(innermost_backend(compiled.dynamo_ctx.callback))
-
-
-def original_of(compiled: Any) -> Any:
-    """Return the module that ``torch.compile`` wrapped; None for anything else."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    return compiled._orig_mod if isinstance(compiled, OptimizedModule) else None
 
 
 def restarts() -> tuple[type[BaseException], ...]:
@@ -232,14 +229,13 @@ def make_floats_constant(gm: fx.GraphModule) -> None:
     """
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
-    from torch.utils._sympy.symbol import SymT, symbol_is_type
 
     names = {
         str(symbol)
         for node in gm.graph.nodes
         if isinstance(node.meta.get("example_value"), torch.SymFloat)
         for symbol in node.meta["example_value"].node._expr.free_symbols  # before replacements
-        if symbol_is_type(symbol, SymT.FLOAT)
+        if not (symbol.is_integer or is_unbacked(symbol))
     }
     new = [name for name in sorted(names) if not TensorifyState.should_specialize(name)]
     for name in new:
@@ -253,21 +249,31 @@ def make_floats_constant(gm: fx.GraphModule) -> None:
 
 def is_unbacked(symbol: sympy.Symbol) -> bool:
     """Return whether a symbol is a number that depends on data."""
-    from torch.utils._sympy.symbol import SymT, symbol_is_type
-
-    return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
+    return bool(free_unbacked_symbols(symbol))
 
 
 def expression_nodes(
     graph: fx.Graph, expression: sympy.Expr, bound: Mapping[sympy.Symbol, fx.Node]
 ) -> fx.Node | int:
     """Insert nodes that compute ``expression`` from the nodes of its symbols; return the last."""
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
     proxies = {symbol: fx.Proxy(bound[symbol]) for symbol in expression.free_symbols}
-    result = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    result = evaluated(expression, proxies)
     return result.node if isinstance(result, fx.Proxy) else int(result)
+
+
+def evaluated(expression: sympy.Expr, values: Mapping[sympy.Symbol, Any]) -> Any:
+    """Return the value of an expression for numbers, symbolic numbers or proxies of its symbols."""
+    named = {str(symbol): value for symbol, value in values.items()}
+    text = PythonPrinter().doprint(expression)
+    return eval(text, {"math": math, "torch": torch, "max": _most, "min": _least, **named})
+
+
+def _most(*values: Any) -> Any:
+    return reduce(torch.sym_max, values)
+
+
+def _least(*values: Any) -> Any:
+    return reduce(torch.sym_min, values)
 
 
 class Shapes:

@@ -19,6 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgcompile.locks import new_lock
 
+# Both are types of public objects; torch has no public name for them.
+OpOverload: Any = type(torch.ops.aten.add.Tensor)
+OpOverloadPacket: Any = type(torch.ops.aten.add)
+
 # Exact types that are leaves; torch decides for all others.
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 
@@ -89,17 +93,14 @@ def all_op_names() -> list[str]:
     return list(torch._C._dispatch_get_all_op_names())
 
 
-def custom_op_overload(obj: Any) -> torch._ops.OpOverload | None:
+def custom_op_overload(obj: Any) -> Any:
     """Return the operator of a function of ``torch.library.custom_op``; None of any other."""
-    from torch._library.custom_ops import CustomOpDef
-
-    return obj._opoverload if isinstance(obj, CustomOpDef) else None
+    return obj._opoverload if isinstance(obj, torch.library.CustomOpDef) else None
 
 
 def is_op(obj: Any) -> bool:
     """Return whether ``obj`` is an op of ``torch.ops``: overload, packet or higher-order op."""
-    ops = torch._ops
-    return isinstance(obj, (ops.OpOverload, ops.OpOverloadPacket, ops.HigherOrderOperator))
+    return isinstance(obj, (OpOverload, OpOverloadPacket, torch._ops.HigherOrderOperator))
 
 
 def is_higher_order_op(obj: Any) -> bool:
@@ -113,11 +114,11 @@ def higher_order_ops() -> list[str]:
 
 def op_names(op: Any) -> tuple[str, ...]:
     """Return the registry names of ``op``, the most specific first."""
-    if isinstance(op, torch._ops.OpOverload):
-        packet = op.overloadpacket._qualified_op_name
-        return (f"{packet}.{op._overloadname}", packet)
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        packet = op._qualified_op_name
+    if isinstance(op, (OpOverload, OpOverloadPacket)):
+        namespace, name, *overload = str(op).split(".")
+        packet = f"{namespace}::{name}"
+        if overload:
+            return (f"{packet}.{overload[0]}", packet)
         return (packet, *(f"{packet}.{overload}" for overload in op.overloads()))
     if isinstance(op, torch._ops.HigherOrderOperator):
         return (f"higher_order::{op.name()}",)
@@ -150,7 +151,7 @@ def aten_name(target: Any) -> str | None:
     if isinstance(target, str):
         name = target
     elif is_op(target):
-        packet = op_names(target)[-1 if isinstance(target, torch._ops.OpOverload) else 0]
+        packet = op_names(target)[-1 if isinstance(target, OpOverload) else 0]
         return packet if packet.startswith("aten::") else None
     elif target in _PYTHON_OPERATORS:
         name = _PYTHON_OPERATORS[target]
@@ -187,21 +188,21 @@ def is_python_operator(target: Any) -> bool:
     return getattr(target, "__module__", None) == "_operator"
 
 
-def op_overloads(op: Any) -> tuple[torch._ops.OpOverload, ...]:
+def op_overloads(op: Any) -> tuple[Any, ...]:
     """Return the overloads that a call of ``op`` may reach."""
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return (op,)
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         return tuple(getattr(op, name) for name in op.overloads())
     return ()
 
 
 def returns_nothing(op: Any) -> bool:
     """Return whether the schema of ``op`` has no results."""
-    return isinstance(op, torch._ops.OpOverload) and not op._schema.returns
+    return isinstance(op, OpOverload) and not op._schema.returns
 
 
-def written_arguments(op: torch._ops.OpOverload) -> Iterator[tuple[int, str]]:
+def written_arguments(op: Any) -> Iterator[tuple[int, str]]:
     """Yield the position and name of each argument that ``op`` mutates by its schema."""
     for position, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -277,10 +278,7 @@ def _done(result: Any) -> Any:
 
 def process_group_store(group: Any) -> Any:
     """Return the key-value store of the ranks of a group; None without one."""
-    import torch.distributed as dist
-
-    entry = dist.distributed_c10d._world.pg_map.get(group)
-    return None if entry is None else entry[1]
+    return group.get_group_store()
 
 
 # Whether any thread is inside of ``torch.autograd.forward_ad.dual_level()``, for generated code:
@@ -359,7 +357,7 @@ def is_named(op: Any, name: str) -> bool:
 
 def python_kernel(op: Any, device_type: str = "cpu") -> Callable[..., Any] | None:
     """Return the Python kernel of an op on a device, which skips the dispatcher; else None."""
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return _library_kernel(op, device_type.upper())
     if not isinstance(op, torch._ops.HigherOrderOperator):
         return None
@@ -369,7 +367,7 @@ def python_kernel(op: Any, device_type: str = "cpu") -> Callable[..., Any] | Non
     return kernels.get(key.CompositeExplicitAutograd) or kernels.get(own)
 
 
-def _library_kernel(op: torch._ops.OpOverload, own: str) -> Callable[..., Any] | None:
+def _library_kernel(op: Any, own: str) -> Callable[..., Any] | None:
     """Return the kernel that ``torch.library`` registered; called at each op, so reads no keys."""
     start = f"{op.namespace}/{op.name().rpartition('::')[2]}/"
     for backend in (own, _EXPLICIT):
@@ -384,7 +382,7 @@ _EXPLICIT = "CompositeExplicitAutograd"
 
 def functionalized_op(op: Any, args: tuple[Any, ...]) -> Any:
     """Return the op inside of a call of ``auto_functionalized``; None for any other call."""
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return None
     if is_named(op, "auto_functionalized") or is_named(op, "auto_functionalized_v2"):
         return args[0]
@@ -441,6 +439,12 @@ def compiled_from(function: Any) -> Any:
     return getattr(function, "_torchdynamo_orig_callable", None)
 
 
+def original_of(compiled: Any) -> Any:
+    """Return the module that ``torch.compile`` wrapped; None for anything else."""
+    is_module = isinstance(compiled, torch.nn.Module)
+    return getattr(compiled, "_orig_mod", None) if is_module else None
+
+
 def code_of_compiled_functions() -> CodeType:
     """Return the code object that all functions of ``torch.compile`` share."""
     function: Any = torch.compile(operator.neg, backend="eager")
@@ -456,7 +460,7 @@ def holds_compiled_code(function: Any) -> bool:
     if not isinstance(owner, torch.nn.Module):
         return False
     return any(
-        isinstance(module, torch._dynamo.OptimizedModule)
+        original_of(module) is not None
         or getattr(module, "_compiled_call_impl", None) is not None
         or compiled_from(module.__dict__.get("forward")) is not None
         for module in owner.modules()

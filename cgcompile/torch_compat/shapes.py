@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.printers import PythonPrinter
 
 from cgcompile.torch_compat.capture import is_plain_tensor
 from cgcompile.torch_compat.dynamo import (
     ENTER_INFERENCE_MODE,
     LEAVES,
     SET_GRAD_ENABLED,
+    evaluated,
     storage_key,
 )
 
@@ -44,7 +46,7 @@ class OwnShapes:
     """
 
     def __init__(self, sizes: Mapping[sympy.Symbol, int | Span], label: str) -> None:
-        from torch._subclasses import FakeTensorMode
+        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self._env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
@@ -59,27 +61,24 @@ class OwnShapes:
 
     def _bounded(self, symbol: sympy.Symbol, span: Span, name: str) -> torch.SymInt:
         from torch._dynamo.source import ConstantSource
-        from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
-        from torch.utils._sympy.value_ranges import ValueRanges
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, constrain_range
 
-        bounds = StrictMinMaxConstraint(vr=ValueRanges(span.least, span.most), warn_only=True)
         source = ConstantSource(name)
         positive = True if span.least > 0 else None  # see Note [Sizes of a symbol]
-        own = self._env.create_symbol(span.hint, source, DimDynamic.DYNAMIC, bounds, positive)
-        return self._env.create_symintnode(own, hint=span.hint, source=source)
+        own = self._env.create_symbol(span.hint, source, DimDynamic.DYNAMIC, None, positive)
+        number = self._env.create_symintnode(own, hint=span.hint, source=source)
+        constrain_range(number, min=span.least, max=span.most)
+        return number
 
     def number(self, value: Any) -> Any:
         """Return a plain or symbolic number of Dynamo's in this environment."""
-        from torch.utils._sympy.interp import sympy_interp
-        from torch.utils._sympy.reference import PythonReferenceAnalysis
-
         if not isinstance(value, torch.SymInt):
             return value
         expression = value.node.expr
         if expression.is_number:
             return int(expression)
         values = {symbol: self._values[symbol] for symbol in expression.free_symbols}
-        return sympy_interp(PythonReferenceAnalysis, values, expression)
+        return evaluated(expression, values)
 
     def copied(self, gm: fx.GraphModule, copy: fx.GraphModule) -> fx.GraphModule:
         """Give ``copy``, a copy of a piece, values of this environment; sizes become constants.
@@ -196,8 +195,6 @@ def python_predicate(
     conditions: Sequence[sympy.Expr], symbols: Sequence[sympy.Symbol]
 ) -> Callable[..., bool]:
     """Return a Python function of the values of ``symbols``: whether all conditions hold."""
-    from torch.utils._sympy.printers import PythonPrinter
-
     printer = PythonPrinter()
     text = " and ".join(f"({printer.doprint(condition)})" for condition in conditions) or "True"
     arguments = ", ".join(map(str, symbols))

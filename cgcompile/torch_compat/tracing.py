@@ -24,11 +24,7 @@ import torch
 from torch import fx
 from torch.fx.graph_module import _loader
 
-from cgcompile.torch_compat.dynamo import (
-    known_size,
-    size_conditions,
-    squeeze_conditions,
-)
+from cgcompile.torch_compat.dynamo import known_size, size_conditions, squeeze_conditions
 
 
 @contextmanager
@@ -66,15 +62,8 @@ _STEPS = (
 )
 _PLAIN_STEPS = _NAMED.union(_STEPS.split(" "))
 _PLAIN_MODULES = ("torch._dynamo.utils", "torch.autograd.profiler")
-_PLAIN_NAMES = frozenset(
-    (
-        "call_size",
-        "call_stride",
-        "_is_profiler_enabled",
-        "record_pregraph_bytecode_enter",
-        "record_pregraph_bytecode_exit",
-    )
-)
+_PLAIN_NAMES = frozenset(("call_size", "call_stride", "_is_profiler_enabled"))
+_PLAIN_NAMES |= {"record_pregraph_bytecode_enter", "record_pregraph_bytecode_exit"}
 
 
 def is_of_one_trace(name: str) -> bool:
@@ -295,12 +284,12 @@ class Trace:
         }
 
     def _fakes(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for each in self._shape_env.tracked_fakes or ():
-            if isinstance(each.fake, torch.Tensor):
-                yield str(each.source.name), each.fake
+        for tracked in self._shape_env.tracked_fakes or ():
+            if isinstance(tracked.fake, torch.Tensor):
+                yield str(tracked.source.name), tracked.fake
 
     def size_conditions(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return what was assumed of sizes so far: (condition in Python, its symbols), for each."""
+        """Return (condition in Python, its symbols) of what was assumed of sizes so far."""
         sizes = {size for shape in self.sizes.values() for size in shape}
         return [*size_conditions(self._shape_env, sizes), *self._squeezes]
 
@@ -308,7 +297,7 @@ class Trace:
     def aliases(self) -> list[tuple[str, str]]:
         """(path, path) of each tensor that the trace read by two paths."""
         pairs = []
-        for guard in self._output.graph_capture_output.output_graph.guards:
+        for guard in self._graph_output.guards:
             other = getattr(guard.create_fn, "keywords", {}).get("source_b")
             if other is not None:
                 pairs.append((str(guard.name), str(other.name)))
@@ -318,22 +307,26 @@ class Trace:
     def global_tensors(self) -> list[torch.Tensor]:
         """The tensors that the trace read from globals."""
         values = []
-        for guard in self._output.graph_capture_output.output_graph.guards:
+        for guard in self._graph_output.guards:
             if str(guard.name).startswith("G["):
                 with suppress(AttributeError, LookupError, TypeError):
                     values.append(eval(str(guard.name), {"G": self.original.__globals__}))
         return [value for value in values if isinstance(value, torch.Tensor)]
 
     @property
+    def _graph_output(self) -> Any:
+        return self._output.graph_capture_output.output_graph
+
+    @property
     def _shape_env(self) -> Any:
-        return self._output.graph_capture_output.output_graph.shape_env
+        return self._graph_output.shape_env
 
     @property
     def written_globals(self) -> tuple[str, ...]:
         """The global names that the call assigns to."""
-        code = self._output.graph_capture_output.bytecode
+        steps = dis.get_instructions(self._output.graph_capture_output.bytecode)
         stores = ("STORE_GLOBAL", "DELETE_GLOBAL")
-        return tuple(sorted({s.argval for s in dis.get_instructions(code) if s.opname in stores}))
+        return tuple(sorted({step.argval for step in steps if step.opname in stores}))
 
     def guards(self, *, sizes_only: bool) -> "Guards":
         """Return Dynamo's guards; ``sizes_only``: those on sizes, and on tensors read elsewhere."""
@@ -342,8 +335,8 @@ class Trace:
         chosen = _sizes_only if sizes_only else None
         hooks_too = patched(config, {"skip_nnmodule_hook_guards": False})
         with measured(), _as_cannot_trace(), hooks_too:
-            graph = self._output.graph_capture_output.output_graph
-            return Guards(_weak_guards()(self.original.__code__, graph, guard_filter_fn=chosen))
+            code = self.original.__code__
+            return Guards(_weak_guards()(code, self._graph_output, guard_filter_fn=chosen))
 
 
 def current_shape_env() -> Any:
@@ -460,11 +453,7 @@ def hooks_of(called: Any) -> tuple[Any, ...]:
 
 
 def trace_call(
-    called: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    freeze: bool,
+    called: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, freeze: bool
 ) -> Trace:
     """Trace a call without running it; raises CannotTrace if it does not become one graph.
 
@@ -472,9 +461,10 @@ def trace_call(
     up at each call.
     """
     from torch._dynamo import config, convert_frame
-    from torch._dynamo.eval_frame import set_enable_dynamic
 
     patches = {
+        "automatic_dynamic_shapes": False,
+        "assume_static_by_default": True,
         "install_free_tensors": freeze,
         "capture_scalar_outputs": True,
         "capture_dynamic_output_shape_ops": True,
@@ -486,7 +476,6 @@ def trace_call(
         stack.enter_context(_as_cannot_trace())
         stack.enter_context(patched(config, patches))
         stack.enter_context(measured())
-        stack.enter_context(set_enable_dynamic(False))
         before = set(function.__globals__)
         with new_sources() as sources:
             output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
@@ -519,11 +508,7 @@ def _as_cannot_trace() -> Iterator[None]:
 
     try:
         yield
-    except (
-        TorchDynamoException,
-        ConstraintViolationError,
-        GuardOnDataDependentSymNode,
-    ) as error:
+    except (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode) as error:
         raise _in_short(error) from error
 
 
@@ -559,8 +544,8 @@ def _lift(graph: fx.GraphModule, inputs: int) -> tuple[FrozenTensor, ...]:
             continue
         if node.target not in lifted:
             source = sources[node.target]
-            where = last[-1] if last else graph.graph._root
-            with graph.graph.inserting_after(where):
+            where = last[-1].next if last else next(iter(graph.graph.nodes))
+            with graph.graph.inserting_before(where):
                 placeholder = graph.graph.placeholder(str(node.target))
             placeholder.meta = dict(node.meta)
             placeholder._dynamo_source = source
@@ -582,6 +567,19 @@ def size_oblivious(on: bool) -> Any:
     return patched(_config, {"backed_size_oblivious": on})
 
 
+@contextmanager
+def _attributes_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Restore the attributes of tensors, among them Dynamo's marks."""
+    before = {id(tensor): (tensor, dict(tensor.__dict__)) for tensor in tensors}
+    try:
+        yield
+    finally:
+        for tensor, attributes in before.values():
+            if tensor.__dict__ != attributes:
+                tensor.__dict__.clear()
+                tensor.__dict__.update(attributes)
+
+
 _MARKS = ("_dynamo_", "_has_dynamo", "_specialize_on")
 
 
@@ -591,12 +589,12 @@ def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> 
 
     ``unbacked``: the trace may assume nothing of the sizes; equal names are equal sizes.
     """
-    from torch._dynamo.decorators import mark_dynamic, mark_unbacked
+    from torch._dynamo import mark_dynamic
+    from torch._dynamo.decorators import mark_unbacked
 
-    tensors = {id(tensor): tensor for tensor, _, _ in dims}
-    before = {key: dict(tensor.__dict__) for key, tensor in tensors.items()}
-    try:
-        for tensor in tensors.values():
+    tensors = [tensor for tensor, _, _ in dims]
+    with _attributes_kept(tensors):
+        for tensor in tensors:
             for mark in [mark for mark in tensor.__dict__ if mark.startswith(_MARKS)]:
                 del tensor.__dict__[mark]
         for tensor, dim, name in dims:
@@ -605,10 +603,6 @@ def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> 
             else:
                 mark_dynamic(tensor, dim)
         yield
-    finally:
-        for key, tensor in tensors.items():
-            tensor.__dict__.clear()
-            tensor.__dict__.update(before[key])
 
 
 @contextmanager
@@ -618,9 +612,9 @@ def without_traces_left(called: Any, tensors: Iterable[torch.Tensor]) -> Iterato
     from torch._dynamo.utils import counters
 
     names = traced_function(called)[0].__globals__
-    with convert_frame.compile_lock:  # so that new names and counts are those of this thread
+    # Under the lock new names and counts are those of this thread.
+    with convert_frame.compile_lock, _attributes_kept(tensors):
         before = set(names)
-        marks = [(tensor, dict(tensor.__dict__)) for tensor in tensors]
         counted = {kind: dict(counts) for kind, counts in counters.items()}
         try:
             yield
@@ -628,10 +622,6 @@ def without_traces_left(called: Any, tensors: Iterable[torch.Tensor]) -> Iterato
             for name in [name for name in names if name not in before]:
                 if name.startswith("__"):
                     del names[name]
-            for tensor, attributes in marks:
-                if tensor.__dict__ != attributes:
-                    tensor.__dict__.clear()
-                    tensor.__dict__.update(attributes)
             for kind in [*counters]:
                 counters[kind].clear()  # the same object: others may refer to it
                 counters[kind].update(counted.get(kind, {}))

@@ -1,4 +1,4 @@
-"""Guards on the arguments of a call, as generated Python: :func:`fits_function`.
+"""Guards on the arguments of a call, as generated Python: :class:`Fits`.
 
 Dynamo's guards check the whole model and cost tens of microseconds. Where they are dropped, the
 arguments are still compared: their number and order, types, dtypes, devices, ranks, layouts,
@@ -32,13 +32,13 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from itertools import combinations, pairwise
-from typing import Any, NamedTuple
+from itertools import combinations
+from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
+from cgcompile.runtime.fast_path import ArgumentChecks
 
 _PLAIN = (bool, int, str, bytes, range, type(None))
 _SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format, types.MethodType)
@@ -48,22 +48,8 @@ _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 # By path, such as ``L['x'][0]``: for each dimension its size, or the name of a size that varies.
 Shapes = Mapping[str, tuple[int | str, ...]]
 
-
-class FitsText(NamedTuple):
-    """The lines of a ``fits`` function, indented by 4, from which a fast path is generated.
-
-    They omit checks that a comparison of whole layouts implies: those of plain tensors of usual
-    layouts, and of sizes that are not fixed.
-    """
-
-    variables: list[str]  # the names of the arguments, positional ones first
-    keywords: list[str]  # the names of keyword arguments, in this order; a call may vary the order
-    leaves: list[list[str]]  # the lines about each positional argument
-    others: list[str]  # the lines about keyword arguments
-    objects: list[str]  # the lines that tell tensors from each other and from ``elsewhere``
-    autocast: list[str]  # the lines about autocast
-    names: dict[str, Any]  # what the lines refer to
-    elsewhere: "LiveTensors"  # tensors that the trace reads, and that no argument was
+# What was assumed of sizes: (Python text, its symbols).
+Conditions = Iterable[tuple[str, tuple[str, ...]]]
 
 
 class LiveTensors:
@@ -82,16 +68,33 @@ class LiveTensors:
         return weakref.ref(tensor, lambda _: ids.discard(identity))
 
 
-class _Lines:
-    """The generated lines of a ``fits`` function, and what they refer to."""
+class Fits:
+    """Generates ``function(args, kwargs)``: whether a trace of this call serves another call.
 
-    def __init__(self, shapes: Shapes, strides: Shapes, pinned: Collection[str]) -> None:
-        self.lines: list[str] = []
-        self.names: dict[str, Any] = {}
+    ``paths`` are Dynamo's, by position or keyword; ``shapes`` and ``strides`` are by path.
+    ``pinned`` tensors, which the model also reads in another way, must be the same objects. The
+    order of ``collected`` keywords counts. No argument may be one of the tensors ``elsewhere``,
+    which are not held. ``references`` are weak, to the objects that must be the same.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        paths: Mapping[Any, str],
+        *,
+        shapes: Shapes,
+        strides: Shapes,
+        conditions: Conditions,
+        pinned: Collection[str] = (),
+        collected: Collection[str] = (),
+        elsewhere: Iterable[torch.Tensor] = (),
+    ) -> None:
         self.references: list[weakref.ref[Any]] = []
-        self.elsewhere = LiveTensors(())
-        self._shapes, self._strides = shapes, strides
-        self._pinned = pinned
+        self._lines: list[str] = []
+        self._names: dict[str, Any] = {"math": math}
+        self._elsewhere = LiveTensors(elsewhere)
+        self._shapes, self._strides, self._pinned = shapes, strides, pinned
         self._count = 0
         self._sizes: dict[str, list[str]] = {}  # by the name of a size: where it can be read
         self._derived: list[tuple[str, tuple[str, ...]]] = []  # strides that follow from sizes
@@ -101,166 +104,215 @@ class _Lines:
         self._usual: list[tuple[str, torch.Tensor, tuple[int | str, ...]]] = []
         self._detailed: list[str] = []  # lines for these, where ``alike`` rejects them
 
-    def fresh(self, letter: str) -> str:
+        keywords = "kwargs" if not kwargs else f"len(kwargs) != {len(kwargs)}"
+        self._unless(f"len(args) != {len(args)} or {keywords}")
+        variables = [self._fresh("v") for _ in args]
+        if variables:
+            self._lines.append(f"    ({', '.join(variables)},) = args")
+        leaves = []
+        for position, (variable, value) in enumerate(zip(variables, args, strict=True)):
+            leaves.append(self._added(self._leaf, variable, value, paths.get(position, "")))
+        names = [self._fresh("v") for _ in kwargs]
+        others = self._added(self._keywords, kwargs, names, paths, collected)
+        self._compare_usual()
+        self._compare_sizes(conditions)
+        objects = self._added(self._compare_objects)
+        autocast = self._added(self._compare_autocast)
+
+        self.source = "\n".join(["def fits(args, kwargs):", *self._lines, "    return True"]) + "\n"
+        namespace = dict(self._names)
+        exec(compile(self.source, "<cgcompile fits>", "exec"), namespace)
+        self.function: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
+        self.checks = ArgumentChecks(
+            variables=[*variables, *names],
+            keywords=list(kwargs),
+            leaves=leaves,
+            others=others,
+            objects=objects,
+            autocast=autocast,
+            names=self._names,
+            elsewhere=self._elsewhere,
+        )
+
+    def _added(self, compare: Callable[..., None], *args: Any) -> list[str]:
+        """Return the lines that a method adds."""
+        start = len(self._lines)
+        compare(*args)
+        return self._lines[start:]
+
+    def _keywords(
+        self,
+        kwargs: Mapping[str, Any],
+        variables: Sequence[str],
+        paths: Mapping[Any, str],
+        collected: Collection[str],
+    ) -> None:
+        absent = self._bound("m", object())
+        for variable, (name, value) in zip(variables, kwargs.items(), strict=True):
+            self._lines.append(f"    {variable} = kwargs.get({name!r}, {absent})")
+            self._leaf(variable, value, paths.get(name, ""))
+        if len(collected) > 1:
+            order = self._bound("k", [name for name in kwargs if name in collected])
+            self._unless(f"[name for name in kwargs if name in {order}] != {order}")
+
+    def _fresh(self, letter: str) -> str:
         self._count += 1
         return f"{letter}{self._count}"
 
-    def bound(self, letter: str, value: Any) -> str:
-        name = self.fresh(letter)
-        self.names[name] = value
+    def _bound(self, letter: str, value: Any) -> str:
+        name = self._fresh(letter)
+        self._names[name] = value
         return name
 
-    def unless(self, condition: str) -> None:
-        self.lines += [f"    if {condition}:", "        return False"]
+    def _unless(self, condition: str) -> None:
+        self._lines += [f"    if {condition}:", "        return False"]
 
-    def leaf(self, name: str, value: Any, path: str) -> None:
+    def _leaf(self, name: str, value: Any, path: str) -> None:
         """Compare the variable ``name`` with a value of the traced call."""
-        kind = self.bound("t", type(value))
+        kind = self._bound("t", type(value))
         if isinstance(value, torch.Tensor) and path in self._pinned:
             self._object(name, value)
             self._same.setdefault(id(value), name)
         elif isinstance(value, torch.Tensor):
             self._tensor(name, kind, value, path)
         elif isinstance(value, (float, complex)):  # tells -0.0 from 0.0, and nan is itself
-            self.unless(f"type({name}) is not {kind} or repr({name}) != {repr(value)!r}")
+            self._unless(f"type({name}) is not {kind} or repr({name}) != {repr(value)!r}")
         elif isinstance(value, (*_PLAIN, *_SEALED)):
-            self.unless(f"type({name}) is not {kind} or {name} != {self.bound('c', value)}")
+            self._unless(f"type({name}) is not {kind} or {name} != {self._bound('c', value)}")
         elif type(value) in (tuple, list, torch.Size):
-            self.unless(f"type({name}) is not {kind} or len({name}) != {len(value)}")
+            self._unless(f"type({name}) is not {kind} or len({name}) != {len(value)}")
             self._parts(name, [(f"[{index}]", item) for index, item in enumerate(value)], path)
         elif isinstance(value, tuple) and hasattr(value, "_fields"):
-            self.unless(f"type({name}) is not {kind}")
+            self._unless(f"type({name}) is not {kind}")
             self._parts(
                 name, [(f".{field}", getattr(value, field)) for field in value._fields], path
             )
         elif type(value) is slice:
-            self.unless(f"type({name}) is not {kind}")
+            self._unless(f"type({name}) is not {kind}")
             parts = ("start", "stop", "step")
             self._parts(name, [(f".{part}", getattr(value, part)) for part in parts], path)
         elif type(value) is dict and all(type(key) in (str, int) for key in value):
-            keys = self.bound("k", list(value))  # their order as well: a model may walk them
-            self.unless(f"type({name}) is not {kind} or list({name}) != {keys}")
+            keys = self._bound("k", list(value))  # their order as well: a model may walk them
+            self._unless(f"type({name}) is not {kind} or list({name}) != {keys}")
             self._parts(name, [(f"[{key!r}]", item) for key, item in value.items()], path)
         else:
             self._object(name, value)
 
     def _parts(self, name: str, parts: list[tuple[str, Any]], path: str) -> None:
         for text, part in parts:
-            variable = self.fresh("v")
-            self.lines.append(f"    {variable} = {name}{text}")
-            self.leaf(variable, part, f"{path}{text}")
+            variable = self._fresh("v")
+            self._lines.append(f"    {variable} = {name}{text}")
+            self._leaf(variable, part, f"{path}{text}")
 
     def _tensor(self, name: str, kind: str, value: torch.Tensor, path: str) -> None:
         if id(value) in self._tensors:
-            self.unless(f"{name} is not {self._tensors[id(value)]}")
+            self._unless(f"{name} is not {self._tensors[id(value)]}")
             return
         self._tensors[id(value)] = name
-        start = len(self.lines)
-        dtype, device = self.bound("d", value.dtype), self.bound("e", value.device)
+        start = len(self._lines)
+        dtype, device = self._bound("d", value.dtype), self._bound("e", value.device)
         grad = f"{'not ' if value.requires_grad else ''}{name}.requires_grad"
         unlike = f"{name}.dtype is not {dtype} or {name}.device != {device} or {grad}"
-        self.unless(f"type({name}) is not {kind} or {unlike}")
+        self._unless(f"type({name}) is not {kind} or {unlike}")
         conjugate = f"{'not ' if value.is_conj() else ''}{name}.is_conj()"
-        self.unless(f"{conjugate} or {'not ' if value.is_neg() else ''}{name}.is_neg()")
-        shape = self.fresh("s")
-        self.lines.append(f"    {shape} = {name}.shape")
+        self._unless(f"{conjugate} or {'not ' if value.is_neg() else ''}{name}.is_neg()")
+        shape = self._fresh("s")
+        self._lines.append(f"    {shape} = {name}.shape")
         sizes = self._shapes.get(path, tuple(value.shape))
         fixed = [f"{shape}[{d}] != {n}" for d, n in enumerate(sizes) if isinstance(n, int)]
-        self.unless(" or ".join([f"len({shape}) != {len(sizes)}", *fixed]))
+        self._unless(" or ".join([f"len({shape}) != {len(sizes)}", *fixed]))
         self._layout(name, shape, value, path)
         if _is_usual(value, sizes):
             self._usual.append((name, value, sizes))
-            self._detailed += self.lines[start:]
-            del self.lines[start:]
+            self._detailed += self._lines[start:]
+            del self._lines[start:]
             shape = f"{name}.shape"
         for dim, size in enumerate(sizes):
             if isinstance(size, str):
                 self._sizes.setdefault(size, []).append(f"{shape}[{dim}]")
 
-    def usual(self) -> None:
+    def _compare_usual(self) -> None:
         """Compare all tensors of usual layouts at once, and in detail where torch rejects them."""
         if not self._usual:
             return
         names, tensors, sizes = zip(*self._usual, strict=True)
-        alike = self.bound("w", compat.alike(tensors, [_with_strides(each) for each in sizes]))
-        self.lines.append(f"    if not {alike}({', '.join(names)}):")
-        self.lines += [f"    {line}" for line in self._detailed]
+        alike = self._bound("w", compat.alike(tensors, [_with_strides(each) for each in sizes]))
+        self._lines.append(f"    if not {alike}({', '.join(names)}):")
+        self._lines += [f"    {line}" for line in self._detailed]
 
     def _layout(self, name: str, shape: str, value: torch.Tensor, path: str) -> None:
         """Compare strides: compilers rely on them, and models read them."""
         sizes, strides = self._shapes.get(path, ()), self._strides.get(path, ())
         if value.layout is not torch.strided or value.dim() == 0:
-            self.unless(f"{name}.layout is not {self.bound('l', value.layout)}")
+            self._unless(f"{name}.layout is not {self._bound('l', value.layout)}")
             return
-        self.unless(f"{'not ' if value.is_contiguous() else ''}{name}.is_contiguous()")
+        self._unless(f"{'not ' if value.is_contiguous() else ''}{name}.is_contiguous()")
         if value.is_contiguous():
             return
-        steps = self.fresh("q")
-        self.lines.append(f"    {steps} = {name}.stride()")
+        steps = self._fresh("q")
+        self._lines.append(f"    {steps} = {name}.stride()")
         for dim, step in enumerate(strides):
             if isinstance(step, int) and sizes[dim] != 1:
-                self.unless(f"{shape}[{dim}] > 1 and {steps}[{dim}] != {step}")
+                self._unless(f"{shape}[{dim}] > 1 and {steps}[{dim}] != {step}")
             elif isinstance(step, str):
-                symbols = tuple(name for name in _SYMBOL.findall(step) if name != "math")
                 fits = f"{shape}[{dim}] <= 1 or {steps}[{dim}] == ({step})"
-                self._derived.append((fits, symbols))
+                self._derived.append((fits, _symbols(step)))
 
     def _object(self, name: str, value: Any) -> None:
         """Compare by identity: the trace may have read attributes of the object."""
         try:
             reference = weakref.ref(value)
         except TypeError:
-            self.unless(f"{name} is not {self.bound('o', value)}")
+            self._unless(f"{name} is not {self._bound('o', value)}")
             return
-        self.references.append(
-            reference
-        )  # it returns None for a freed object; a call may pass None
-        self.unless(f"{name} is None or {name} is not {self.bound('r', reference)}()")
+        self.references.append(reference)  # it returns None for a freed object, as a call may pass
+        self._unless(f"{name} is None or {name} is not {self._bound('r', reference)}()")
 
-    def conditions(self, conditions: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+    def _conditions(self, conditions: Conditions) -> None:
         """Check what was assumed of sizes, where the arguments have all of them."""
         for text, symbols in conditions:
             if all(symbol in self._sizes for symbol in symbols):
                 for symbol in sorted(set(symbols) - self._read):
-                    self.lines.append(f"    {symbol} = {self._sizes[symbol][0]}")
+                    self._lines.append(f"    {symbol} = {self._sizes[symbol][0]}")
                 self._read.update(symbols)
-                self.unless(f"not ({text})")
+                self._unless(f"not ({text})")
 
-    def sizes(self, conditions: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+    def _compare_sizes(self, conditions: Conditions) -> None:
         """Check which sizes are equal, or depend on others, and what else was assumed of them."""
         for places in self._sizes.values():
             for other in places[1:]:
-                self.unless(f"{places[0]} != {other}")
-        derived = [
-            (text, places[0]) for text, places in self._sizes.items() if not text.isidentifier()
-        ]
-        for text, place in derived:
-            symbols = tuple(name for name in _SYMBOL.findall(text) if name != "math")
-            self.conditions([(f"{place} == ({text})", symbols)])
-        self.conditions([*self._derived, *conditions])
+                self._unless(f"{places[0]} != {other}")
+        derived = [text for text in self._sizes if not text.isidentifier()]
+        for text in derived:
+            self._conditions([(f"{self._sizes[text][0]} == ({text})", _symbols(text))])
+        self._conditions([*self._derived, *conditions])
 
-    def objects(self) -> None:
+    def _compare_objects(self) -> None:
         """Check that no two tensors are one object, and that the trace reads none elsewhere."""
-        if self._tensors and self.elsewhere.ids:
-            ids = self.bound("f", self.elsewhere.ids)
+        if self._tensors and self._elsewhere.ids:
+            ids = self._bound("f", self._elsewhere.ids)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
-            self.unless(objects)
+            self._unless(objects)
         names = [*self._tensors.values(), *self._same.values()]
         if 1 < len(names) <= _FEW:
             pairs = combinations(names, 2)
-            self.unless(" or ".join(f"{one} is {other}" for one, other in pairs))
+            self._unless(" or ".join(f"{one} is {other}" for one, other in pairs))
         elif len(names) > _FEW:
             objects = ", ".join(f"id({name})" for name in names)
-            self.unless(f"len({{{objects}}}) != {len(names)}")
+            self._unless(f"len({{{objects}}}) != {len(names)}")
 
-    def autocast(self) -> None:
+    def _compare_autocast(self) -> None:
         """Compare autocast: it determines the types that ops compute in."""
-        on = self.bound("a", compat.any_autocast)
+        on = self._bound("a", compat.any_autocast)
         if not compat.any_autocast():
-            self.unless(f"{on}()")
+            self._unless(f"{on}()")
             return
-        now, was = self.bound("a", compat.autocast_state), compat.autocast_state()
-        self.unless(f"not {on}() or {now}() != {self.bound('c', was)}")
+        now, was = self._bound("a", compat.autocast_state), compat.autocast_state()
+        self._unless(f"not {on}() or {now}() != {self._bound('c', was)}")
+
+
+def _symbols(text: str) -> tuple[str, ...]:
+    return tuple(name for name in _SYMBOL.findall(text) if name != "math")
 
 
 def _is_usual(value: torch.Tensor, sizes: tuple[int | str, ...]) -> bool:
@@ -301,87 +353,3 @@ def tensors_in(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         for path, leaf in compat.tree_paths(value)
         if isinstance(leaf, torch.Tensor)
     }
-
-
-def tensors_elsewhere(
-    paths: Iterable[str], arguments: Collection[str], scope: dict[str, Any]
-) -> tuple[torch.Tensor, ...]:
-    """Return the tensors at those ``paths`` that begin with no path of an argument."""
-    values: dict[int, Any] = {}
-    for path in paths:
-        if not path.startswith(tuple(arguments)):  # neither an argument nor the base of one
-            with suppress(AttributeError, LookupError, NameError, TypeError):
-                value = eval(path, scope)
-                values[id(value)] = value
-    return tuple([value for value in values.values() if isinstance(value, torch.Tensor)])
-
-
-def fits_function(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    paths: Mapping[Any, str],
-    shapes: Shapes,
-    conditions: Iterable[tuple[str, tuple[str, ...]]],
-    strides: Shapes,
-    pinned: Collection[str] = (),
-    collected: Collection[str] = (),
-    elsewhere: Iterable[torch.Tensor] = (),
-) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
-    """Return ``fits(args, kwargs)``: whether a trace of this call serves another call.
-
-    ``paths`` are Dynamo's, by position or keyword. ``shapes`` and ``strides`` are by path, and
-    ``conditions`` on sizes are (Python text, its symbols). ``pinned`` tensors, which the model also
-    reads in another way, must be the same objects. The order of ``collected`` keywords counts. No
-    argument may be one of the tensors ``elsewhere``, which are not held.
-
-    ``fits.source`` is its text, ``fits.text`` that text in pieces, and ``fits.references`` are weak
-    references to the objects that must be the same.
-    """
-    checks = _Lines(shapes, strides, pinned)
-    checks.elsewhere = LiveTensors(elsewhere)
-    keywords = "kwargs" if not kwargs else f"len(kwargs) != {len(kwargs)}"
-    checks.unless(f"len(args) != {len(args)} or {keywords}")
-    variables = [checks.fresh("v") for _ in args]
-    if variables:
-        checks.lines.append(f"    ({', '.join(variables)},) = args")
-    begun = [len(checks.lines)]
-    for position, (variable, value) in enumerate(zip(variables, args, strict=True)):
-        checks.leaf(variable, value, paths.get(position, ""))
-        begun.append(len(checks.lines))
-    absent = checks.bound("m", object())
-    for name, value in kwargs.items():
-        variable = checks.fresh("v")
-        checks.lines.append(f"    {variable} = kwargs.get({name!r}, {absent})")
-        checks.leaf(variable, value, paths.get(name, ""))
-        variables.append(variable)
-    if len(collected) > 1:
-        order = checks.bound("k", [name for name in kwargs if name in collected])
-        checks.unless(f"[name for name in kwargs if name in {order}] != {order}")
-    begun.append(len(checks.lines))
-    checks.usual()
-    begun.append(len(checks.lines))
-    checks.sizes(conditions)
-    for add_checks in (checks.objects, checks.autocast):
-        begun.append(len(checks.lines))
-        add_checks()
-    begun.append(len(checks.lines))
-    source = "\n".join(["def fits(args, kwargs):", *checks.lines, "    return True"]) + "\n"
-    namespace = {"math": math, **checks.names}
-    exec(compile(source, "<cgcompile fits>", "exec"), namespace)
-    fits: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
-    pieces = [checks.lines[start:end] for start, end in pairwise(begun)]
-    leaves, rest = pieces[: len(args)], pieces[len(args) :]
-    keyworded, _usual, _sizes, objects, autocast = rest
-    text = FitsText(
-        variables=variables,
-        keywords=list(kwargs),
-        leaves=leaves,
-        others=keyworded,
-        objects=objects,
-        autocast=autocast,
-        names={"math": math, **checks.names},
-        elsewhere=checks.elsewhere,
-    )
-    fits.source, fits.text = source, text  # type: ignore[attr-defined]
-    fits.references = checks.references  # type: ignore[attr-defined]
-    return fits

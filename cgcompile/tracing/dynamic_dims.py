@@ -46,29 +46,27 @@ class DynamicDims:
 
     def __init__(
         self,
-        given: Mapping[str, Any] | None,
+        dims: Mapping[str, Any] | None,
         signature: inspect.Signature,
         function: Callable[..., Any],
     ) -> None:
-        if given is not None and not isinstance(given, Mapping):
+        if dims is not None and not isinstance(dims, Mapping):
             raise ConfigError.bad_value(
                 name="dynamic_dims",
                 where="compile",
-                value=given,
+                value=dims,
                 expected="dimensions by parameter, such as {'x': 0}",
             )
         self.by_name: Dims = _annotated(function)
         known = list(signature.parameters)
-        takes_any = any(
-            each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values()
-        )
-        for name, value in (given or {}).items():
+        takes_any = bool(parameter_kinds(signature)[2])
+        for name, value in (dims or {}).items():
             if name not in known and not takes_any:
                 raise ConfigError.unknown_parameter(name=name, known=known)
             self.by_name[name] = _parsed(name, value)
 
     def of_call(self, arguments: Iterable[tuple[str, str, Any]]) -> list["TensorDim"]:
-        """Return those of a call, given (name of the parameter, Dynamo's path, value) of each."""
+        """Return those of a call, from (name of the parameter, Dynamo's path, value) of each."""
         dims = [
             _tensor_dim(dim, leaf, f"{name}{path}", f"{source}{path}")
             for name, source, value in arguments

@@ -1,4 +1,4 @@
-"""Preview the trace of a call: :class:`Look`. Nothing is run, compiled or kept."""
+"""Preview the trace of a call: :class:`Preview`. Nothing is run, compiled or kept."""
 
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -12,20 +12,16 @@ from cgcompile.tracing.dynamic_dims import TensorDim, bind_arguments, check_dims
 from cgcompile.tracing.trace_cache import Rules, Traces
 
 T_ = TypeVar("T_")
+Use = Callable[[fx.GraphModule, list[Any]], T_]
 
 
-class Look(Traces):
-    """Trace calls of one function as :func:`cgcompile.compile` does, and keep no trace."""
+class Preview(Traces):
+    """Traces calls of one function as :func:`cgcompile.compile` does, and keeps no trace."""
 
     def __init__(self, called: Any, dims: Mapping[str, Any] | None, rules: Rules) -> None:
-        super().__init__(called, _nothing, dims, rules)
+        super().__init__(called, _refuse, dims, rules)
 
-    def at(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        use: Callable[[fx.GraphModule, list[Any]], T_],
-    ) -> T_ | None:
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], use: Use[T_]) -> T_ | None:
         """Trace a call and pass its graph and inputs to ``use`` in the context of the trace.
 
         Returns the result of ``use``, or None if the call computes nothing with tensors. Restores
@@ -33,29 +29,27 @@ class Look(Traces):
         from elsewhere may keep a mark of Dynamo's.
         """
         bind_arguments(self.name, self._signature, args, kwargs, self._bound)
+        tensors = compat.tree_tensors((args, kwargs))
+        if isinstance(self._bound, torch.nn.Module):
+            for module in self._bound.modules():
+                tensors += compat.tree_tensors(vars(module))
         if self._bound is not None:
             args = (self._bound, *args)
         dims = self._dims.of_call(self._named(args, kwargs))
-        small = [each for each in dims if each.size < 2 and self._rules.shapes != "unbacked"]
-        tensors = [*_tensors_of(self._bound), *compat.tree_tensors((args, kwargs))]
+        unbacked = self._rules.shapes == "unbacked"
+        kept = [dim for dim in dims if dim.size > 1 or unbacked]
         with torch.no_grad(), compat.without_traces_left(self._called, tensors):
-            if small:  # torch would treat a size of 0 or 1 as a constant
+            if len(kept) < len(dims):  # torch would treat a size of 0 or 1 as a constant
                 with suppress(compat.CannotTrace):
-                    larger = with_two_rows(args, kwargs, dims)
-                    return self._preview(*larger, use)
-            kept = [each for each in dims if each not in small]
+                    return self._preview(*with_two_rows(args, kwargs, dims), use)
             return self._preview(args, kwargs, kept, use)
 
     def _preview(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dims: list[TensorDim],
-        use: Callable[[fx.GraphModule, list[Any]], T_],
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[TensorDim], use: Use[T_]
     ) -> T_ | None:
         called = self._function if self._bound is not None else self._called
         with (
-            self._tracing(dims),
+            self.tracing(dims),
             closing(compat.trace_call(called, args, kwargs, freeze=False)) as trace,
         ):
             check_dims(self.name, dims, trace.sizes)
@@ -67,12 +61,5 @@ class Look(Traces):
             return result
 
 
-def _nothing(*_: Any) -> Callable[..., Any]:
+def _refuse(*_: Any) -> Callable[..., Any]:
     raise AssertionError("a preview compiles nothing")
-
-
-def _tensors_of(bound: Any) -> list[torch.Tensor]:
-    """Return the tensors in the attributes of a module and of its submodules."""
-    if not isinstance(bound, torch.nn.Module):
-        return []
-    return [each for module in bound.modules() for each in compat.tree_tensors(vars(module))]

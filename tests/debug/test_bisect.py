@@ -1,4 +1,4 @@
-"""A wrong result is narrowed to its stage, its pieces, its op and the user's line."""
+"""``verify`` and ``bisect`` name the stage, the pieces, the op and the line of a fault."""
 
 import itertools
 import json
@@ -6,34 +6,33 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import TestCase
+from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.breakable import Stack
 from lib.cases import D, library
+from lib.debug import FULL, PIECEWISE, ROWS, marker, only, step
 from lib.faulty_models import (
     Calculates,
     Good,
     Mixes,
     Shares,
+    SharesInOtherPieces,
     Stale,
     Workspace,
     WrongPass,
-    attention,
+    aten_miscompiler,
     built,
     config,
-    marked_line,
     miscompiler,
+    one_buffer,
     rows,
     softmax,
 )
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, BreakableCUDAGraphWrapper, CUDAGraphMode, set_forward_context
-from cgcompile import (
-    torch_compat as compat,
-)
+from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper, verify
 from cgcompile.debug import bisect
 from cgcompile.debug.bisect import minimal
 from cgcompile.debug.compare import Tolerance
@@ -41,40 +40,24 @@ from cgcompile.debug.locate import PieceMode, run_step
 from cgcompile.debug.subject import Subject
 from cgcompile.errors import DispatchError
 
-PIECEWISE = CUDAGraphMode.PIECEWISE
-
-
-def stale(device: str, hook: Any, what: str, mode: str = "PIECEWISE") -> tuple[Any, Any, Any]:
-    """(model, inputs, what must live): graphs that hold what Python has changed since."""
-    state: dict[str, Any] = {"factor": 1.0, "table": torch.ones(D, device=device)}
-    old = state["table"]
-    hook(lambda x: softmax(x) * state["factor"] + state["table"])
-    model, x = cgcompile.compile(built(Stale, device), config(cudagraph_mode=mode)), rows(device)
-    assert bisect(model, x, sets=2).ok
-    state[what] = 3.0 if what == "factor" else torch.full((D,), 2.0, device=device)
-    return model, x, old
-
-
-# ---------------------------------------------------------------- delta debugging
+MAKES = "; this op makes the value"
+OVERWRITES = "; it was right before, and is overwritten; the piece begins at that line"
 
 
 @given(st.integers(1, 40), st.data())
 @settings(max_examples=60, deadline=None)
-def test_the_smallest_part_that_fails(count: int, data: Any) -> None:
+def test_the_smallest_set_that_fails(count: int, data: Any) -> None:
     culprits = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=3))
-    asked: list[int] = []
+    sizes: list[int] = []
 
     def fails(some: Any) -> bool:
         assert list(some) == sorted(some)
-        asked.append(len(some))
+        sizes.append(len(some))
         return culprits <= set(some)
 
     assert set(minimal(list(range(count)), fails)) == culprits
     if len(culprits) == 1:
-        assert len(asked) <= 2 * count.bit_length() + 2
-
-
-# ---------------------------------------------------------------- good models
+        assert len(sizes) <= 2 * count.bit_length() + 2
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
@@ -91,12 +74,9 @@ def test_nothing_replayed_is_an_error() -> None:
         bisect(built(Good, "cpu"), rows("cpu"), config=config(capture_device="auto"))
 
 
-# ---------------------------------------------------------------- some replayed, some not
-
-
 @pytest.mark.parametrize("kind", [Good, Calculates, lambda: Stack(2, D)])
-@pytest.mark.parametrize("way", [PieceMode.COMPILED, PieceMode.UNCOMPILED])
-def test_any_pieces_may_be_replayed(device: str, kind: Any, way: PieceMode) -> None:
+@pytest.mark.parametrize("mode", [PieceMode.COMPILED, PieceMode.UNCOMPILED])
+def test_any_pieces_may_be_replayed(device: str, kind: Any, mode: PieceMode) -> None:
     """Views cross, results are written in place, values live long: the step is the same."""
     library()
     model = built(kind, device)
@@ -106,12 +86,12 @@ def test_any_pieces_may_be_replayed(device: str, kind: Any, way: PieceMode) -> N
     expected = subject.outcome(model, call)
     replays = subject.counters.replays
 
-    def run(chosen: tuple[int, ...], told: list[str]) -> Any:
+    def run(chosen: tuple[int, ...], names: list[str]) -> Any:
         def observer(program: Any, recording: Any, inputs: Any, real: Any) -> Any:
             pieces = program.split.pieces
-            ways = {p.index: PieceMode.REPLAYED if p.index in chosen else way for p in pieces}
-            note = lambda piece, values: told.extend(values)  # noqa: E731
-            return run_step(program, recording, inputs, real, ways, note)
+            modes = {p.index: PieceMode.REPLAYED if p.index in chosen else mode for p in pieces}
+            note = lambda piece, values: names.extend(values)  # noqa: E731
+            return run_step(program, recording, inputs, real, modes, note)
 
         with subject.observed(lambda number: observer):
             return subject.outcome(subject.call, call)
@@ -129,93 +109,108 @@ def test_any_pieces_may_be_replayed(device: str, kind: Any, way: PieceMode) -> N
     subject.release()
 
 
-# ---------------------------------------------------------------- replay
+# ---------------------------------------------------------------- faults
 
 
-def made_here(difference: Any) -> None:
-    """The op is the one that makes the value of the piece that is wrong."""
-    assert (difference.op, difference.value) == ("_operator.add", "add")
-    assert difference.line.startswith(marked_line("FAULT: stale shows"))
-    assert difference.detail.endswith("; this op makes the value")
-
-
-@pytest.mark.parametrize("what", ["factor", "table"])
-def test_a_piece_that_has_frozen_something(device: str, hook: Any, what: str) -> None:
-    model, x, _old = stale(device, hook, what)
+def assert_located(
+    model: Any, x: Any, stage: str, pieces: Any, place: Any, detail: str = "", **more: Any
+) -> tuple[Any, Any]:
+    """Both tools give ``place``, the piece, op and marker of a fault; ``bisect`` the pieces."""
     before = x.clone()
-    found = bisect(model, x)
-    assert (found.stage, found.pieces, found.ok) == ("replay", ("piece_2",), False)
-    assert found.finding.rows == tuple(range(6))
-    assert found.finding.inputs == 0
+    difference, found = only(verify(model, x, sets=1, **more)), bisect(model, x, **more)
+    assert (found.stage, found.pieces, found.ok) == (stage, pieces, False)
+    for each in (difference, found.finding):
+        assert (each.stage, each.piece, each.op, marker(each.line)) == (stage, *place)
+        assert (each.inputs, each.rows) == (0, tuple(range(ROWS)))
+        assert each.detail.endswith(detail)
     assert torch.equal(x, before)
-    made_here(found.finding)
+    return difference, found
 
 
-def test_a_full_graph_that_has_frozen_something(device: str, hook: Any) -> None:
-    model, x, _old = stale(device, hook, "factor", "FULL")
-    found = bisect(model, x)
-    assert found.stage == "replay"
-    assert found.pieces == ("the whole step",)
-    assert "inputs 0, all replayed: right" in found.steps[1:]  # captured anew nothing is wrong
-    assert (found.finding.piece, found.finding.op) == ("the whole step", "")
-    assert found.finding.rows == tuple(range(6))
+BOTH = ("piece_0", "piece_2")
 
 
-OVERWRITTEN = "it was right before, and is overwritten; the piece begins at that line"
+@pytest.mark.parametrize(
+    ("kind", "compiler", "hook_with", "stage", "pieces", "place", "detail"),
+    [
+        (Calculates, miscompiler, None, "compilation", BOTH[1:], ("torch.exp", "shows"), MAKES),
+        (
+            Calculates,
+            aten_miscompiler,
+            None,
+            "compilation",
+            BOTH[1:],
+            ("torch.exp", "shows"),
+            MAKES,
+        ),
+        (Shares, one_buffer, "double", "compilation", BOTH, ("", "overwrites"), OVERWRITES),
+        (Shares, "eager", Workspace, "replay", BOTH, ("", "overwrites"), OVERWRITES),
+        (SharesInOtherPieces, "eager", Workspace, "replay", BOTH, ("", "overwrites"), OVERWRITES),
+    ],
+)
+def test_faults_of_pieces(
+    device, hook, kind, compiler, hook_with, stage, pieces, place, detail
+) -> None:
+    """Two pieces are wrong together where they share a workspace, or the buffer of an artifact."""
+    x = rows(device)
+    if hook_with is not None:
+        hook(Workspace(x) if hook_with is Workspace else lambda x: x * 2)
+    place = ("piece_2", *place)
+    more = {"config": config(compiler=compiler)}
+    difference, found = assert_located(built(kind, device), x, stage, pieces, place, detail, **more)
+    right = [f"{'compiled' if stage == 'compilation' else 'replayed'}: {BOTH[0]}: right"]
+    assert set(right) < set(found.steps)
+    assert ("all pieces compiled, not captured: wrong" in found.steps) is (stage == "compilation")
+    if detail is OVERWRITES:
+        assert difference.value == found.finding.value == "kept"
 
 
-def test_two_pieces_that_are_wrong_together(device: str, hook: Any) -> None:
-    """One workspace for both: either of them alone is right."""
-    hook(Workspace(rows(device)))
-    found = bisect(built(Shares, device), rows(device), config=config())
-    assert (found.stage, found.pieces) == ("replay", ("piece_0", "piece_2"))
-    assert "replayed: piece_0: right" in found.steps
-    assert "replayed: piece_2: right" in found.steps
-    assert (found.finding.piece, found.finding.value) == ("piece_2", "kept")
-    assert found.finding.line.startswith(marked_line("FAULT: overwrites"))
-    assert found.finding.detail.endswith(f"; {OVERWRITTEN}")
+def stale(device: str, hook: Any, what: str, mode: str) -> tuple[Any, torch.Tensor, Any]:
+    """A model whose graphs hold what Python has changed since; keeps the old table alive."""
+    state: dict[str, Any] = {"factor": 1.0, "table": torch.ones(D, device=device)}
+    old = state["table"]
+    hook(lambda x: softmax(x) * state["factor"] + state["table"])
+    model, x = cgcompile.compile(built(Stale, device), config(cudagraph_mode=mode)), rows(device)
+    assert verify(model, x, sets=2).ok
+    assert bisect(model, x, sets=2).ok
+    state[what] = 3.0 if what == "factor" else torch.full((D,), 2.0, device=device)
+    return model, x, old
 
 
-class Equal(nn.Module):
-    """Two pieces of equal structure, on two lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x):
-        kept = torch.ops.cgentry.hooked(self.first(x))
-        y = attention(x)
-        other = torch.ops.cgentry.hooked(self.second(y))  # FAULT: equal
-        return attention(other) + kept
+ADD = ("piece_2", "_operator.add", "stale shows")
 
 
-def test_equal_pieces_have_the_line_where_they_begin(hook: Any) -> None:
-    hook(Workspace(rows("cpu")))
-    found = bisect(built(Equal, "cpu"), rows("cpu"), config=config())
-    assert found.pieces == ("piece_0", "piece_2")
-    assert "# FAULT: equal" in found.finding.line
-    assert found.finding.detail.endswith(f"; {OVERWRITTEN}")
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+@pytest.mark.parametrize("what", ["factor", "table"])
+def test_a_value_that_is_baked_in(device: str, hook: Any, what: str, mode: str) -> None:
+    """A number of the host, and the address of a buffer that was replaced."""
+    model, x, _old = stale(device, hook, what, mode)
+    if mode == "FULL":  # a CUDA graph has no pieces
+        place = ("the whole step", "", "")
+        _, found = assert_located(model, x, "replay", ("the whole step",), place)
+        assert "inputs 0, all replayed: right" in found.steps[1:]  # captured anew
+    else:
+        difference, _ = assert_located(model, x, "replay", ("piece_2",), ADD, MAKES)
+        assert difference.value == "add"
+        assert difference.largest > 0.1
 
 
-def test_a_break_of_a_wrapper(device: str, hook: Any) -> None:
+@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+def test_a_wrapper_that_is_stale(device: str, hook: Any, kind: Any) -> None:
     factor = 1.0
     hook(lambda x: softmax(x) * factor)
-    settings = cgcompile.CompilationConfig(capture_device="host")
-    wrapper = BreakableCUDAGraphWrapper(built(Stale, device), settings, PIECEWISE)
-    context = set_forward_context(
-        None, cudagraph_runtime_mode=PIECEWISE, batch_descriptor=BatchDescriptor(6)
-    )
-    x = rows(device)
-    with context, torch.inference_mode():
+    mode = FULL if kind is CUDAGraphWrapper else PIECEWISE
+    host = cgcompile.CompilationConfig(capture_device="host")
+    wrapper, x = kind(built(Stale, device), host, mode), rows(device)
+    # the op is in the segment before that break, and its result among the arguments of the break
+    part = "the result" if mode is FULL else "break 1 (aten::scaled_dot_product_attention)"
+    with step(mode), torch.inference_mode():
+        assert verify(wrapper, x, sets=2).ok
         assert bisect(wrapper, x).ok
         factor = 3.0
-        found = bisect(wrapper, x)
-    assert (found.stage, found.ok) == ("replay", False)
-    # the op is in the segment before that break, and its result among the arguments of the break
-    assert found.finding.piece == "break 1 (aten::scaled_dot_product_attention)"
-    assert "[0][0]: 384 of 384 numbers differ" in found.finding.detail
-    assert found.finding.rows == tuple(range(6))
+        difference, _ = assert_located(wrapper, x, "replay", (part,), (part, "", ""))
+    assert ("[0][0]: 384 of 384 numbers differ" in difference.detail) is (mode is PIECEWISE)
+    assert difference.detail.count("numbers differ") == (1 if mode is FULL else 2)
 
 
 class Broken(nn.Module):
@@ -238,65 +233,7 @@ def test_the_graph_of_several_is_named(device: str, hook: Any) -> None:
     x = rows(device)
     assert bisect(model, x, sets=2).ok
     factor = 3.0
-    found = bisect(model, x)
-    assert (found.stage, found.pieces) == ("replay", ("graph 1 piece_2",))
-    assert found.finding.piece == "piece_2"
-    made_here(found.finding)
-
-
-# ---------------------------------------------------------------- compilers
-
-
-def test_a_compiler_that_is_wrong(device: str) -> None:
-    found = bisect(built(Calculates, device), rows(device), config=config(compiler=miscompiler))
-    assert (found.stage, found.pieces) == ("compilation", ("piece_2",))
-    assert (found.finding.piece, found.finding.op) == ("piece_2", "torch.exp")
-    assert found.finding.line.startswith(marked_line("FAULT: shows"))
-    assert found.finding.detail.endswith("; this op makes the value")
-    assert "all pieces uncompiled: right" in found.steps
-    assert "all pieces compiled, not captured: wrong" in found.steps
-
-
-def shared_output(gm: torch.fx.GraphModule, fake_inputs: Any) -> Any:
-    """Returns its first result in one buffer, call after call, as graphs with static outputs do."""
-    buffer: list[torch.Tensor] = []
-
-    def run(*inputs: Any) -> Any:
-        first, *others = gm.forward(*inputs)
-        buffer[:] = buffer or [torch.empty_like(first)]
-        return [buffer[0].copy_(first), *others]
-
-    return run
-
-
-def test_pieces_that_share_what_a_compiler_made(device: str, hook: Any) -> None:
-    """Equal pieces have one artifact, and with it one buffer."""
-    hook(lambda x: x * 2)
-    found = bisect(built(Equal, device), rows(device), config=config(compiler=shared_output))
-    assert (found.stage, found.pieces) == ("compilation", ("piece_0", "piece_2"))
-    assert (found.finding.piece, found.finding.value) == ("piece_2", "kept")
-    assert found.finding.detail.endswith(f"; {OVERWRITTEN}")
-
-
-def test_a_compiler_of_aten_graphs_that_is_wrong(device: str) -> None:
-    """Parts of a piece go through torch's own lowering, long after the trace."""
-
-    def swapped(aten: torch.fx.GraphModule, inputs: Any) -> Any:
-        for node in aten.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
-            node.target = torch.ops.aten.cos.default
-        aten.recompile()
-        return aten.forward
-
-    def compiler(gm: torch.fx.GraphModule, fake_inputs: Any) -> Any:
-        return compat.compile_aten(gm, fake_inputs, swapped)
-
-    found = bisect(built(Calculates, device), rows(device), config=config(compiler=compiler))
-    assert (found.stage, found.pieces) == ("compilation", ("piece_2",))
-    assert found.finding.op == "torch.exp"
-    assert found.finding.line.startswith(marked_line("FAULT: shows"))
-
-
-# ---------------------------------------------------------------- passes and traces
+    assert_located(model, x, "replay", ("graph 1 piece_2",), ADD, MAKES)
 
 
 @pytest.mark.parametrize("where", ["graph_passes", "piece_passes"])
@@ -304,9 +241,10 @@ def test_a_pass_that_is_wrong(device: str, where: str) -> None:
     chosen = config(**{where: (WrongPass(),)})
     found = bisect(built(Calculates, device), rows(device), config=chosen)
     assert (found.stage, found.culprit, found.pieces) == ("pass", "fold_sines", ("piece_2",))
-    assert found.finding.op == "torch.cos"
-    assert found.finding.line.startswith(marked_line("FAULT: miscompiled"))
+    assert (found.finding.op, marker(found.finding.line)) == ("torch.cos", "miscompiled")
     assert "a pass of yours, fold_sines, changes it" in found.finding.detail
+    difference = only(verify(built(Calculates, device), rows(device), config=chosen, sets=1))
+    assert (difference.stage, "a pass or the trace" in difference.detail) == ("tracing", True)
 
 
 class Attribute(Good):
@@ -316,7 +254,7 @@ class Attribute(Good):
         return super().forward(x) * self.scale
 
 
-def test_a_trace_that_has_frozen_an_attribute(device: str) -> None:
+def test_an_attribute_that_is_baked_into_the_trace(device: str) -> None:
     model = built(Attribute, device)
     compiled = cgcompile.compile(model, config(), guards="none")
     assert bisect(compiled, rows(device)).ok
@@ -329,14 +267,12 @@ def test_a_trace_that_has_frozen_an_attribute(device: str) -> None:
 # ---------------------------------------------------------------- values
 
 
-class Printed(TestCase):
-    def test_it(self) -> None:
-        found = bisect(built(Calculates, "cpu"), rows("cpu"), config=config(compiler=miscompiler))
-        text = str(found).replace(marked_line("FAULT: shows"), "models.py:7")
-        numbers = text.index("384 of")
-        self.assertExpectedInline(
-            text[:numbers],
-            """\
+def test_text_and_json() -> None:
+    found = bisect(built(Calculates, "cpu"), rows("cpu"), config=config(compiler=miscompiler))
+    text = str(found)
+    assert_expected_inline(
+        text[: text.index("\n  at ")],
+        """\
 Calculates: wrong by compilation
   1. inputs 0, all replayed: wrong
   2. all pieces uncompiled: right
@@ -345,14 +281,9 @@ Calculates: wrong by compilation
   5. compiled: piece_0: right
   6. compiled: piece_2: wrong
 pieces piece_2
-wrong by compilation, inputs 0: piece_2, torch.exp
-  at    models.py:7 in forward: z = torch.exp(-z * z)  # FAULT: shows
-  value z_1: """,
-        )
-
-
-def test_a_bisection_as_json() -> None:
-    found = bisect(built(Calculates, "cpu"), rows("cpu"), config=config(compiler=miscompiler))
+wrong by compilation, inputs 0: piece_2, torch.exp""",
+    )
+    assert "in forward: z = torch.exp(-z * z)  # FAULT: shows\n  value z_1: 384 of" in text
     read = json.loads(found.to_json())
     assert read == found.to_dict()
     assert (read["ok"], read["stage"], read["pieces"]) == (False, "compilation", ["piece_2"])

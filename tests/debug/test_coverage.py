@@ -2,7 +2,9 @@
 
 import json
 import random
+import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,34 +13,49 @@ from expecttest import assert_expected_inline
 from lib import manager as ms
 from lib.debug import names_of
 from lib.encoders import H, Rows, config, manager, rows
+from lib.entry import HOOKED, Hooked, batch, compiled_model, marked
+from lib.snapshots import assert_snapshot
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, coverage, set_forward_context
+from cgcompile import BatchDescriptor, CUDAGraphMode, coverage, set_forward_context
 from cgcompile.debug.coverage import CoverageRow
 from cgcompile.encoder import Costs
 from cgcompile.errors import ConfigError, DispatchError
+from cgcompile.runtime.recording import Recording
 
-SIZES = ms.SIZES
+FULL = CUDAGraphMode.FULL
+
+
+def step(tokens: int, mode: CUDAGraphMode = FULL, **more: Any) -> Any:
+    batch = BatchDescriptor(tokens)
+    return set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=batch, **more)
+
+
+def size_of(row: CoverageRow) -> int:
+    return int(row.graph.split("num_tokens=")[1].split(",")[0])
+
+
+def small(**settings: Any) -> Any:
+    return cgcompile.compile(
+        nn.Linear(4, 4),
+        compiler="eager",
+        capture_device="host",
+        dynamic_dims={"input": 0},
+        **settings,
+    )
+
+
+# ------------------------------------------------------------------ managers
 
 
 def served(lengths: tuple[int, ...], decode: bool) -> tuple[str, int]:
     """(mode, padded tokens) of a batch in mode FULL_AND_PIECEWISE, by the documents alone."""
     tokens = sum(lengths)
-    if decode and max(lengths) == 1 and tokens <= ms.MAX_REQS:
-        return "FULL", min(size for size in SIZES if size >= tokens)
-    enough = [size for size in SIZES if size >= tokens]
+    enough = [size for size in ms.SIZES if size >= tokens]
+    if decode and tokens <= ms.MAX_REQS:
+        return "FULL", min(enough)
     return ("PIECEWISE", min(enough)) if enough else ("NONE", tokens)
-
-
-def batch(draw: random.Random) -> tuple[tuple[int, ...], bool]:
-    if draw.random() < 0.5:
-        return (1,) * draw.randint(1, ms.MAX_REQS), True
-    return tuple(draw.randint(1, 6) for _ in range(draw.randint(1, 4))), False
-
-
-def key_of(row: CoverageRow) -> tuple[str, int]:
-    return row.mode, int(row.graph.split("num_tokens=")[1].split(",")[0])
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
@@ -50,7 +67,9 @@ def test_a_manager_counts_what_ran(kind: str) -> None:
     real: Counter[tuple[str, int]] = Counter()
     draw = random.Random(7)
     for _ in range(80):
-        lengths, decode = batch(draw)
+        decode = draw.random() < 0.5
+        lengths = tuple(draw.randint(1, 6) for _ in range(draw.randint(1, 4)))
+        lengths = (1,) * draw.randint(1, ms.MAX_REQS) if decode else lengths
         made.run(ms.requests(*lengths, decode=decode))
         key = served(lengths, decode)
         hits[key] += 1
@@ -59,8 +78,8 @@ def test_a_manager_counts_what_ran(kind: str) -> None:
     assert {mode for mode, _ in hits} == {"FULL", "PIECEWISE", "NONE"}
     for row in found.rows:
         if row.graph is not None:
-            key = key_of(row)
-            assert (row.hits, row.captured) == (hits[key], True)
+            key = row.mode, size_of(row)
+            assert (row.hits, row.captured, row.real) == (hits[key], True, real[key])
             waste = 1 - real[key] / (hits[key] * key[1]) if hits[key] else None
             assert row.padding == (waste if waste is None else pytest.approx(waste))
     plain = sum(count for (mode, _), count in hits.items() if mode == "NONE")
@@ -79,53 +98,36 @@ def test_a_lazy_manager_counts_the_warming_step_as_plain() -> None:
     for _ in range(4):
         made.run(ms.requests(3))
     found = coverage(made)
-    by_reason = {row.reason: row.hits for row in found.rows if row.reason}
-    assert by_reason == {"warming": 1}
-    assert [(row.mode, row.hits) for row in found.rows if row.hits] == [
-        ("PIECEWISE", 3),
-        ("NONE", 1),
-    ]
+    ran = [(row.mode, row.hits, row.reason) for row in found.rows if row.hits]
+    assert ran == [("PIECEWISE", 3, None), ("NONE", 1, "warming")]
     assert (found.counters.captures, found.counters.replays) == (1, 2)
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x).sin()
+# ------------------------------------------------------------------ models
 
 
 def test_a_model_counts_what_ran() -> None:
-    model = cgcompile.compile(
-        Small(),
-        compiler="eager",
-        capture_device="host",
-        dynamic_dims={"x": 0},
-        max_captured_shapes=4,
-    )
+    model = small(max_captured_shapes=4)
     calls: Counter[int] = Counter()
     captured: set[int] = set()
     plain: Counter[str] = Counter()
     draw = random.Random(3)
     with torch.inference_mode():
         for _ in range(60):
-            size = draw.randint(2, 8)
-            x = torch.randn(size, 4)
-            torch.testing.assert_close(model(x), Small.forward(model.unwrap(), x))
+            x = torch.randn(draw.randint(2, 8), 4)
+            torch.testing.assert_close(model(x), model.unwrap()(x))
             # The first call warms up, the second captures, if there is still room.
-            if size in captured:
-                calls[size] += 1
+            if len(x) in captured:
+                calls[len(x)] += 1
             elif len(captured) == 4:
                 plain["too_many_shapes"] += 1
-            elif calls[size] == 0:
+            elif calls[len(x)] == 0:
                 plain["warming"] += 1
-                calls[size] = 1
+                calls[len(x)] = 1
             else:
-                captured.add(size)
+                captured.add(len(x))
     found = coverage(model)
-    graphs = {key_of(row)[1]: row.hits for row in found.rows if row.graph}
+    graphs = {size_of(row): row.hits for row in found.rows if row.graph}
     assert graphs == {size: calls[size] for size in captured}
     assert {row.reason: row.hits for row in found.rows if row.reason} == plain
     assert (found.total, found.on_graphs) == (60, sum(graphs.values()))
@@ -134,77 +136,108 @@ def test_a_model_counts_what_ran() -> None:
 
 
 def test_padding_of_a_model_is_what_callers_say() -> None:
-    model = cgcompile.compile(
-        Small(), compiler="eager", capture_device="host", dynamic_dims={"x": 0}, num_warmups=0
-    )
-    x = torch.randn(8, 4)
+    model, x = small(num_warmups=0), torch.randn(8, 4)
     with torch.inference_mode():
         for real in (8, 5, 2):
-            with set_forward_context(
-                cudagraph_runtime_mode=cgcompile.CUDAGraphMode.FULL,
-                batch_descriptor=BatchDescriptor(8),
-                num_unpadded_tokens=real,
-            ):
+            with step(8, num_unpadded_tokens=real):
                 model(x)
     (row,) = coverage(model).rows
     assert (row.mode, row.hits, row.batches) == ("FULL", 3, "8 tokens")
     assert row.padding == pytest.approx(9 / 24)
     model.backend.release()
-    (gone,) = coverage(model).rows
-    assert (gone.captured, gone.hits) == (False, 3)
+    (dropped,) = coverage(model).rows
+    assert (dropped.captured, dropped.hits) == (False, 3)
 
 
 def test_a_wrapper_counts_what_ran() -> None:
     settings = cgcompile.CompilationConfig(capture_device="host")
-    wrapper = cgcompile.CUDAGraphWrapper(Small(), settings)
-    x = torch.randn(2, 4)
+    wrapper, x = cgcompile.CUDAGraphWrapper(nn.Linear(4, 4), settings), torch.randn(2, 4)
     with torch.inference_mode():
         wrapper(x)
         for _ in range(5):
-            with set_forward_context(
-                cudagraph_runtime_mode=cgcompile.CUDAGraphMode.FULL,
-                batch_descriptor=BatchDescriptor(2),
-            ):
+            with step(2):
                 wrapper(x)
-    found = coverage(wrapper)
-    assert [(row.mode, row.hits, row.reason) for row in found.rows] == [
-        ("FULL", 5, None),
-        ("NONE", 1, "no_forward_context"),
-    ]
+    ran = [(row.mode, row.hits, row.reason) for row in coverage(wrapper).rows]
+    assert ran == [("FULL", 5, None), ("NONE", 1, "no_forward_context")]
 
+
+MAKERS = {
+    "plain": cgcompile.CUDAGraphWrapper,
+    "breakable": cgcompile.BreakableCUDAGraphWrapper,
+    "compiled": cgcompile.compile,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_all_captures_of_a_batch_are_there(kind: str) -> None:
+    """With ``recapture`` a batch has one for each place of its inputs."""
+    settings = cgcompile.CompilationConfig(
+        capture_device="host", compiler="eager", on_input_change="recapture", num_warmups=0
+    )
+    mode = CUDAGraphMode.PIECEWISE if kind == "compiled" else FULL
+    model, xs = MAKERS[kind](nn.Linear(8, 8), settings), [torch.randn(4, 8) for _ in range(3)]
+    with torch.inference_mode():
+        for x in (*(xs[i] for i in (0, 1, 0, 1, 2, 0, 0)), xs[0][:2]):
+            with step(len(x), mode):
+                model(x)
+    found = coverage(model)
+    assert (found.total, found.on_graphs, found.counters.captures) == (8, 8, 4)
+    of_size = {size: [r for r in found.rows if size_of(r) == size] for size in (4, 2)}
+    assert sorted(row.hits for row in of_size[4]) == [1, 2, 4]
+    assert [row.detail[:15] for row in of_size[4]] == [f"capture {n} of 3:" for n in (1, 2, 3)]
+    assert [(row.hits, row.detail, row.captured) for row in of_size[2]] == [(1, "", True)]
+    assert len(found.rows) == 4
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_steps_in_a_lesser_mode_are_there_twice() -> None:
+    _, compiled, _ = compiled_model(Hooked, "cpu", **HOOKED)
+    x = batch("cpu", 6)
+    for _ in range(4):
+        with step(6):
+            compiled(x)
+    found = coverage(compiled)
+    assert (found.total, found.on_graphs) == (4, 3)
+    assert [(row.mode, row.hits) for row in found.rows] == [("PIECEWISE", 3), ("NONE", 1)]
+    (lesser,) = found.lesser
+    assert (lesser.reason, lesser.hits) == ("attention_support", 4)
+    assert str(found).split("in a lesser mode than was to be:")[1].count(lesser.detail) == 1
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_captures_in_another_thread_while_rows_are_listed() -> None:
+    _, compiled, backend = compiled_model(Hooked, "cpu", **HOOKED)
+    for size in (6, 6, 7, 7):
+        compiled(marked(batch("cpu", size)))
+    assert backend.counters.captures == 2
+    met: list[Recording] = []
+
+    def capture_more(frame: FrameType, event: str, value: Any) -> Any:
+        """Capture between two of the recorded steps, as another thread could."""
+        if event == "return" and isinstance(value, Recording) and not met:
+            met.append(value)
+            for _ in range(2):
+                compiled(marked(batch("cpu", 8)))
+        return capture_more
+
+    before = sys.gettrace()
+    sys.settrace(capture_more)
+    try:
+        found = coverage(backend)
+    finally:
+        sys.settrace(before)
+    assert met
+    assert backend.counters.captures == 3
+    assert {"6 tokens", "7 tokens"} <= {row.batches for row in found.rows}
+
+
+# ------------------------------------------------------------------ encoders
 
 BUDGETS = (8, 16, 32)
 
 
 def encoder(**more: Any) -> Any:
     return manager(Rows(), token_budgets=list(BUDGETS), **more)
-
-
-@pytest.mark.parametrize("kind", ["plain", "breakable", "compiled"])
-def test_all_captures_of_a_batch_are_there(kind: str) -> None:
-    """With ``recapture`` a batch has one for each place of its inputs."""
-    settings = cgcompile.CompilationConfig(
-        capture_device="host", compiler="eager", on_input_change="recapture", num_warmups=0
-    )
-    mode = cgcompile.CUDAGraphMode.PIECEWISE if kind == "compiled" else cgcompile.CUDAGraphMode.FULL
-    make = {
-        "plain": cgcompile.CUDAGraphWrapper,
-        "breakable": cgcompile.BreakableCUDAGraphWrapper,
-        "compiled": cgcompile.compile,
-    }[kind]
-    model, xs = make(nn.Linear(8, 8), settings), [torch.randn(4, 8) for _ in range(3)]
-    with torch.inference_mode():
-        for x in (*(xs[i] for i in (0, 1, 0, 1, 2, 0, 0)), xs[0][:2]):
-            batch = BatchDescriptor(len(x))
-            with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=batch):
-                model(x)
-    found = coverage(model)
-    assert (found.total, found.on_graphs, found.counters.captures) == (8, 8, 4)
-    rows_ = {key: [r for r in found.rows if key_of(r)[1] == key] for key in (4, 2)}
-    assert sorted(row.hits for row in rows_[4]) == [1, 2, 4]
-    assert [row.detail[:15] for row in rows_[4]] == [f"capture {n} of 3:" for n in (1, 2, 3)]
-    assert [(row.hits, row.detail, row.captured) for row in rows_[2]] == [(1, "", True)]
-    assert len(found.rows) == 4
 
 
 def test_an_encoder_counts_what_ran() -> None:
@@ -220,15 +253,17 @@ def test_an_encoder_counts_what_ran() -> None:
         real[budget] += tokens
     found = coverage(made)
     assert hits[0]
-    shown = [(row.batches, row.graph, row.hits) for row in found.rows if row.graph]
+    *graphs, without = found.rows
     spans = ("1..8 tokens", "9..16 tokens", "17..32 tokens")
-    assert shown == [(s, f"budget {b}", hits[b]) for s, b in zip(spans, BUDGETS, strict=True)]
-    for row, budget in zip(found.rows, BUDGETS, strict=False):
+    for row, span, budget in zip(graphs, spans, BUDGETS, strict=True):
+        assert (row.batches, row.graph, row.hits) == (span, f"budget {budget}", hits[budget])
         assert row.padding == pytest.approx(1 - real[budget] / (hits[budget] * budget))
-    (without,) = [row for row in found.rows if row.graph is None]
-    assert (without.reason, without.hits) == ("oversize", hits[0])
+    assert (without.graph, without.reason, without.hits) == (None, "oversize", hits[0])
     assert (found.total, found.on_graphs, found.unit) == (40, 40 - hits[0], "items")
     assert found.counters.replays == found.on_graphs
+    data = found.to_dict()
+    made.execute(rows(1))
+    assert found.to_dict() == data != coverage(made).to_dict()  # of one moment
 
 
 # ------------------------------------------------------------------ how it prints
@@ -255,38 +290,13 @@ decode, 5..8 requests x 1  FULL  num_tokens=8, num_reqs=8, uniform=True  -      
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_as_data() -> None:
+def test_schema() -> None:
+    """A change of this snapshot raises VERSION in coverage.py."""
     found = coverage(encoder())
     data = found.to_dict()
     assert json.loads(found.to_json()) == data
-    assert data["version"] == 1
-    assert_expected_inline(
-        names_of(data),
-        """\
-version: int
-kind: str
-unit: str
-rows: list
-  part: str
-  batches: str
-  mode: str
-  graph: str
-  captured: bool
-  hits: int
-  padding: NoneType
-  reason: NoneType
-  detail: str
-lesser: list
-total: int
-on_graphs: int
-padding: NoneType
-counters:
-  calls: int
-  captures: int
-  replays: int
-  failures: int
-  plain: list list""",
-    )
+    assert data["version"] == 2
+    assert_snapshot("coverage_schema", names_of(data))
 
 
 def test_what_has_no_coverage() -> None:
@@ -303,12 +313,11 @@ def test_strict_managers_refuse_what_no_graph_serves(kind: str) -> None:
     with pytest.raises(DispatchError, match="not_captured"):
         made.run(ms.requests(3))
     made.capture()
-    found = made.run(ms.requests(3))
-    assert found.shape == (3, ms.D)
+    assert made.run(ms.requests(3)).shape == (3, ms.D)
     with pytest.raises(DispatchError, match=r"a batch of 20 tokens would run.*oversize"):
         made.run(ms.requests(20))
     assert coverage(made).total == 1  # what was refused did not run
-    # Asked for, and nothing to run: no error.
+    # Requested, and nothing to run: no error.
     made.run(ms.requests(3), valid_modes=())
     assert made.run(None) is None
     assert [row.reason for row in coverage(made).rows if row.reason] == ["mode_excluded"]
@@ -331,8 +340,7 @@ def test_a_strict_encoder_refuses_what_would_run_eager() -> None:
     with pytest.raises(DispatchError, match=r"item 1 of an encoder would run.*oversize: 40 output"):
         made.execute(rows(3, 40))
     assert (model.calls["forward"], coverage(made).total) == (ran, 0)  # nothing of the call ran
-    found = made.execute(rows(3, 20))
-    assert [tuple(each.shape) for each in found] == [(3, H), (20, H)]
+    assert [tuple(out.shape) for out in made.execute(rows(3, 20))] == [(3, H), (20, H)]
     assert coverage(made).on_graphs == 2
 
 

@@ -2,94 +2,129 @@
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lib.debug import examine, found
+from lib.debug import by_line, examine, kinds, only_finding
 from torch import nn
 
 import cgcompile
-from cgcompile.debug.doctor import _call
-from cgcompile.debug.findings import KINDS, Notes, Way, finding
-from cgcompile.debug.op_observer import PythonCalls
+from cgcompile import CompilationConfig
+from cgcompile.debug.doctor import KINDS, SEVERITIES, finding
+from cgcompile.debug.op_observer import Note, Notes, PythonCalls, Way
 
 
-class Reads(nn.Module):
-    """Everything that makes the host wait, one a line."""
-
-    def forward(self, x):
-        a = x.sum().item()  # <item>
-        b = x.tolist()  # <tolist>
-        c = float(x[0, 0])  # <float>
-        d = range(x.argmax())  # <index>
-        if x.sum() > 0:  # <if>
-            a = a + 1
-        e = torch.allclose(x, x)  # <allclose>
-        f"{x[0, 0]:.1f}"  # <format>
-        return x * a, b, c, d, e
+def reads(x):
+    a = x.sum().item()  # <item>
+    b = x.tolist()  # <tolist>
+    c = float(x[0, 0])  # <float>
+    d = range(x.argmax().long())  # <index>
+    if x.sum() > 0:  # <if>
+        a = a + 1
+    e = torch.allclose(x, x)  # <allclose>
+    f"{x[0, 0]:.1f}"  # <format>
+    return x * a, b, c, d, e
 
 
-HOST_READS = ["item", "tolist", "float", "index", "if", "allclose", "format"]
+def prints(x):
+    print(x)  # noqa: T201  # <print>
+    return x.relu()
 
 
-@pytest.mark.parametrize("marker", HOST_READS)
-def test_host_reads(device: str, marker: str) -> None:
-    diagnosis = examine(Reads(), torch.randn(3, 4, device=device))
-    seen = found(diagnosis, "host_sync", Reads.forward, marker)
-    assert (seen.severity, seen.count) == ("break", 1)
-    assert len(diagnosis.of_kind("host_sync")) == len(HOST_READS), str(diagnosis)
+def counts(x):
+    a = x[x > 0]  # <mask>
+    b = x.nonzero()  # <nonzero>
+    c = torch.where(x > 0)  # <where>
+    d = x.unique()  # <unique>
+    e = x.repeat_interleave((x[:, 0] > 0).long(), dim=0)  # <repeat>
+    x = x.clone()
+    x[x > 0] = torch.zeros_like(x[0, :1]).expand(a.numel())  # <assign>
+    x[x > 0] = 1.0  # fills one number: no size depends on it
+    return b, c, d, e
 
 
-def test_print(capsys) -> None:
-    class Prints(nn.Module):
-        def forward(self, x):
-            print(x)  # noqa: T201  # <print>
-            return x.relu()
+def waits(x):
+    try:
+        torch.cuda.synchronize()  # <wait>
+    except Exception:  # built without CUDA
+        return x + 1
+    return x + 1
 
-    diagnosis = examine(Prints(), torch.randn(3))
-    assert found(diagnosis, "host_sync", Prints.forward, "print").op == "print() or repr()"
-    assert len(diagnosis.findings) == 1, str(diagnosis)
+
+def maps(x):
+    def double(row):
+        return row * 2  # <vmap>
+
+    return torch.vmap(double)(x)
+
+
+def raises(x):
+    y = x.relu()
+    raise ValueError("no\nmore")  # <raise>
+    return y
+
+
+def pads(x, longest=2, flag=True):  # <pads>
+    return x[:longest]
+
+
+def dense(x):  # <dense>
+    return x.to_dense() + 1
+
+
+def fetches(x):
+    return x.cpu()  # <cpu>
+
+
+def squares(rows: int = 2, **more: Any) -> torch.Tensor:
+    return torch.tensor([[1.0, -2.0], [3.0, 4.0]]).repeat(rows // 2, 1).to(**more)
+
+
+SYNC, SHAPE = "host_sync break", "data_dependent_shape break"
+READS = ["item", "tolist", "float", "index", "if", "allclose", "format"]
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "expected"),
+    [
+        (reads, (squares(),), dict.fromkeys(READS, SYNC)),
+        (prints, (squares(),), {"print": SYNC}),
+        (
+            counts,
+            (squares(),),
+            dict.fromkeys(["mask", "nonzero", "where", "unique", "repeat", "assign"], SHAPE),
+        ),
+        (waits, (squares(),), {"wait": "synchronize break"}),
+        (maps, (squares(),), {"vmap": "functorch note"}),
+        (raises, (squares(),), {"raise": "forward_raised error"}),
+        (pads, (squares(), 2), {"pads": "host_argument note"}),
+        (pads, (squares(),), {}),
+        (dense, (torch.eye(2).to_sparse(),), {"dense": "unsupported_input break"}),
+        (fetches, (squares(),), {"cpu": "device_copy note"}),
+        (fetches, (squares(device="meta"),), {"cpu": "device_copy break"}),
+    ],
+)
+def test_findings_of_ops_and_calls(device: str, model: Any, inputs: Any, expected: Any) -> None:
+    if model in (reads, counts, maps):
+        inputs = [x.to(device) for x in inputs]
+    assert kinds(examine(model, *inputs)) == expected
+
+
+def test_what_a_finding_names(capsys: pytest.CaptureFixture) -> None:
+    ops = {
+        "print": (prints, "print() or repr()"),
+        "wait": (waits, "torch.cuda.synchronize"),
+        "vmap": (maps, "torch.func Vmap"),
+        "raise": (raises, "ValueError"),
+    }
+    for mark, (model, op) in ops.items():
+        found = by_line(examine(model, squares()))[mark]
+        assert (found.op, found.count) == (op, 1)
+        assert found.source.file == __file__
     assert "tensor(" in capsys.readouterr().out
-
-
-class Counts(nn.Module):
-    """Shapes that only the data tells."""
-
-    def forward(self, x):
-        a = x[x > 0]  # <mask>
-        b = x.nonzero()  # <nonzero>
-        c = torch.where(x > 0)  # <where>
-        d = x.unique()  # <unique>
-        e = x.repeat_interleave((x[:, 0] > 0).long(), dim=0)  # <repeat>
-        x = x.clone()
-        x[x > 0] = torch.zeros_like(x[0, :1]).expand(a.numel())  # <assign>
-        x[x > 0] = 1.0  # fills one number: no size depends on it
-        return b, c, d, e
-
-
-COUNTS = ["mask", "nonzero", "where", "unique", "repeat", "assign"]
-
-
-@pytest.mark.parametrize("marker", COUNTS)
-def test_sizes_that_depend_on_data(device: str, marker: str) -> None:
-    x = torch.tensor([[1.0, -2.0], [3.0, 4.0]], device=device)
-    diagnosis = examine(Counts(), x)
-    assert found(diagnosis, "data_dependent_shape", Counts.forward, marker).severity == "break"
-    assert len(diagnosis.of_kind("data_dependent_shape")) == len(COUNTS), str(diagnosis)
-
-
-def test_synchronisation_of_the_device() -> None:
-    class Waits(nn.Module):
-        def forward(self, x):
-            try:
-                torch.cuda.synchronize()  # <wait>
-            except Exception:  # built without CUDA
-                return x + 1
-            return x + 1
-
-    seen = found(examine(Waits(), torch.ones(2)), "synchronize", Waits.forward, "wait")
-    assert seen.op == "torch.cuda.synchronize"
+    assert only_finding(examine(raises, squares())).message == "ValueError: no"
 
 
 def test_calls_that_reach_no_op_are_left_to_another_profiler() -> None:
@@ -105,122 +140,61 @@ def test_calls_that_reach_no_op_are_left_to_another_profiler() -> None:
 
 
 class OnMeta(nn.Module):
-    """A model on a device that is not the CPU, and what of it is there all the same."""
+    """A model on a device that is not the CPU, with tensors on the CPU."""
 
     def __init__(self):
         super().__init__()
-        self.table = torch.arange(6)  # stays on the CPU
+        self.table = torch.arange(6)
         self.scale = nn.Parameter(torch.ones(4, device="meta"))
 
     def forward(self, x, lengths):
-        longest = lengths.max().item()  # <stale>
+        longest = lengths.item()  # <stale>
         rows = x[torch.arange(3)]  # <arange>
         place = torch.tensor([0, 1], device=x.device)  # <python>
         moved = self.table.to(x.device)  # <copy>
         return rows * self.scale, x[place], moved, longest
 
 
-def on_meta() -> cgcompile.debug.Diagnosis:
-    return examine(OnMeta(), torch.ones(6, 4, device="meta"), torch.tensor([2, 3]))
-
-
-@pytest.mark.parametrize(
-    ("kind", "marker", "severity"),
-    [
-        ("stale_scalar", "stale", "break"),
-        ("cpu_tensor", "arange", "break"),
-        ("device_copy", "python", "break"),
-        ("device_copy", "copy", "break"),
-    ],
-)
-def test_what_is_on_the_cpu(kind: str, marker: str, severity: str) -> None:
-    assert found(on_meta(), kind, OnMeta.forward, marker).severity == severity
-
-
-def test_an_input_on_the_cpu() -> None:
-    (finding,) = [e for e in on_meta().of_kind("cpu_tensor") if e.op == "input 1"]
-    assert finding.source.code == "def forward(self, x, lengths):"
-
-
-def test_copies_to_the_cpu() -> None:
-    class Fetches(nn.Module):
-        def forward(self, x):
-            return x.cpu()  # <cpu>
-
-    diagnosis = examine(Fetches(), torch.ones(2, device="meta"))
-    assert found(diagnosis, "device_copy", Fetches.forward, "cpu").severity == "break"
-    assert len(diagnosis.findings) == 1, "that a meta tensor cannot be copied is no other one"
-    diagnosis = examine(Fetches(), torch.ones(2))
-    assert found(diagnosis, "device_copy", Fetches.forward, "cpu").severity == "note"
-
-
-def test_a_weight_on_the_cpu() -> None:
-    class Forgot(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Linear(4, 4, device="meta")
-            self.register_buffer("scale", torch.tensor(2.0))
-
-        def forward(self, x):  # <forward>
-            return self.up(x) * self.scale
-
-    diagnosis = examine(Forgot(), torch.ones(2, 4, device="meta"))
-    seen = found(diagnosis, "cpu_tensor", Forgot.forward, "forward")
-    assert seen.op == "self.scale"
+def test_tensors_on_the_cpu() -> None:
+    diagnosis = examine(OnMeta(), torch.ones(6, 4, device="meta"), torch.tensor([3]))
+    assert kinds(diagnosis) == {
+        "input 1": "cpu_tensor break",
+        "stale": "stale_scalar break",
+        "arange": "cpu_tensor break",
+        "python": "device_copy break",
+        "copy": "device_copy break",
+    }
+    assert by_line(diagnosis)["input 1"].source.code == "def forward(self, x, lengths):"
+    model = nn.Linear(4, 4, device="meta")
+    model.register_buffer("scale", torch.tensor(2.0))
+    diagnosis = examine(model, torch.ones(2, 4, device="meta"))
+    assert kinds(diagnosis) == {"self.scale": "cpu_tensor break"}
 
 
 def test_random_numbers(device: str) -> None:
     generator = torch.Generator(device)
 
-    class Draws(nn.Module):
-        def forward(self, x):
-            x = x + torch.rand(x.shape, generator=generator, device=x.device)  # <generator>
-            return F.dropout(F.dropout(x, 0.5), 0.5, training=False)  # <dropout>
+    def draws(x):
+        x = x + torch.rand(x.shape, generator=generator, device=x.device)  # <generator>
+        return F.dropout(F.dropout(x, 0.5), 0.5, training=False)  # <dropout>
 
     before = generator.get_state()
-    diagnosis = examine(Draws(), torch.ones(4, device=device))
-    assert found(diagnosis, "generator", Draws.forward, "generator").severity == "break"
-    seen = found(diagnosis, "random", Draws.forward, "dropout")
-    assert (seen.severity, seen.count) == ("note", 1)
+    diagnosis = examine(draws, torch.ones(4, device=device))
+    assert kinds(diagnosis) == {"generator": "generator break", "dropout": "random note"}
+    assert by_line(diagnosis)["dropout"].count == 1
     assert torch.equal(generator.get_state(), before)
 
 
-def test_functorch(device: str) -> None:
-    class Maps(nn.Module):
-        def forward(self, x):
-            def double(row):
-                return row * 2  # <vmap>
-
-            return torch.vmap(double)(x)
-
-    seen = found(examine(Maps(), torch.ones(3, 2, device=device)), "functorch", Maps, "vmap")
-    assert seen.op == "torch.func Vmap"
-
-
-def test_a_function_of_an_extension_that_looks_like_attention() -> None:
-    notes = Notes(Way.UNTRACED, _call.__code__)
-    calls = PythonCalls(notes)
+def test_a_function_of_an_extension_that_resembles_attention() -> None:
     frame = sys._getframe()
-    calls.see(frame, "c_call", SimpleNamespace(__name__="varlen_attn_fwd", __module__="ext_2"))
-    calls.see(frame, "c_call", SimpleNamespace(__name__="varlen_attn_fwd", __module__="torch._C"))
-    calls.see(frame, "c_call", SimpleNamespace(__name__="layer_norm", __module__="ext_2"))
-    assert [(e.kind, e.op, e.severity) for e in notes] == [
-        ("opaque_call", "ext_2.varlen_attn_fwd", "error")
-    ]
+    notes = Notes(Way.UNTRACED, frame.f_code)
+    calls = PythonCalls(notes)
+    for name, module in (("attn_fwd", "ext"), ("attn_fwd", "torch._C"), ("layer_norm", "ext")):
+        calls.see(frame, "c_call", SimpleNamespace(__name__=name, __module__=module))
+    assert [(note.kind, note.op) for note in notes] == [("opaque_call", "ext.attn_fwd")]
 
 
-def test_an_error_of_the_model() -> None:
-    class Raises(nn.Module):
-        def forward(self, x):
-            y = x.relu()
-            raise ValueError("no\nmore")  # <raise>
-            return y
-
-    seen = found(examine(Raises(), torch.ones(2)), "forward_raised", Raises.forward, "raise")
-    assert (seen.op, seen.message) == ("ValueError", "ValueError: no")
-
-
-def test_the_second_call_is_looked_at_too() -> None:
+def test_the_second_call_is_examined_too() -> None:
     class Once(nn.Module):
         ran = False
 
@@ -231,21 +205,90 @@ def test_the_second_call_is_looked_at_too() -> None:
             return x + 1
 
     model = Once()
-    seen = found(examine(model, torch.ones(2)), "forward_raised", Once.forward, "again")
-    assert "in the second of two calls" in seen.message
+    found = by_line(examine(model, torch.ones(2)))["again"]
+    assert (found.kind, "in the second of two calls" in found.message) == ("forward_raised", True)
     assert model.ran is False
 
 
 def test_lines_of_the_caller_are_not_the_models() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    (finding,) = examine(model.train(), torch.ones(1, 2)).findings
-    assert (finding.kind, finding.source) == ("random", None)
+    found = only_finding(examine(model.train(), torch.ones(1, 2)))
+    assert (found.kind, found.source) == ("random", None)
 
 
 def test_each_kind_has_a_fix_for_each_way() -> None:
     for kind in KINDS:
         for way in Way:
-            made = finding(kind, way, "ns::op", "why")
-            assert made.severity in ("error", "break", "note")
-            assert made.fix.endswith(".")
-            assert "{op}" not in made.fix
+            found = finding(Note(kind, "ns::op", "why"), way)
+            assert found.severity in SEVERITIES
+            assert found.fix.endswith(".")
+            assert "{op}" not in found.fix
+
+
+# ---------------------------------------------------------------- the mode, and what was compiled
+
+
+def branches(x):
+    if x.sum() > 0:  # <branch>
+        return x + 1
+    return x
+
+
+@pytest.mark.parametrize(
+    ("settings", "severity"), [({}, "break"), ({"splitting": "breakable"}, "error")]
+)
+def test_the_severity_depends_on_the_way(settings: dict, severity: str) -> None:
+    config = CompilationConfig(**settings)
+    assert kinds(examine(branches, torch.ones(2), config=config)) == {
+        "branch": f"host_sync {severity}"
+    }
+    whole = cgcompile.compile(branches, CompilationConfig(**settings, compiler="eager"))
+    assert kinds(examine(whole, torch.ones(2))) == {"branch": "host_sync error"}
+    if not settings:
+        with pytest.raises(cgcompile.CGCompileError), torch.inference_mode():
+            whole(torch.ones(2))
+
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):  # <forward>
+        return x * self.scale
+
+
+def test_grad_mode() -> None:
+    doctor, x = cgcompile.debug.doctor, torch.ones(2)
+    due = by_line(doctor(Scales(), x))["forward"]
+    assert (due.kind, due.severity, due.op) == ("gradients", "break", "self.scale")
+    frozen = Scales().requires_grad_(False)
+    assert doctor(frozen, x).findings == ()
+    assert only_finding(doctor(frozen, torch.ones(2, requires_grad=True))).op == "input 0"
+    with torch.no_grad():
+        assert doctor(Scales(), x).findings == ()
+
+
+def test_weights_of_inference_mode() -> None:
+    """They may be read in any mode, as graphs do; they cannot be kept for gradients."""
+    with torch.inference_mode():
+        model, frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+    x = torch.ones(1, 2)
+    assert examine(model, x).findings == ()
+    assert cgcompile.debug.doctor(frozen, x).findings == ()
+    with torch.no_grad():
+        assert cgcompile.debug.doctor(model, x).findings == ()
+    found = cgcompile.debug.doctor(frozen, x.requires_grad_()).findings
+    assert [finding.kind for finding in found] == ["inference_tensor", "gradients"]
+    assert "cannot be saved for backward" in found[0].message
+
+
+@pytest.mark.gpu
+def test_copies_from_pinned_memory_can_be_captured() -> None:
+    def uploads(x, rows):
+        return x + rows.to(x.device, non_blocking=True)  # <upload>
+
+    x, config = torch.ones(2, device="cuda"), CompilationConfig(splitting="breakable")
+    for rows, severity in ((torch.ones(2), "error"), (torch.ones(2).pin_memory(), "note")):
+        found = by_line(examine(uploads, x, rows, config=config))["upload"]
+        assert (found.kind, found.severity) == ("device_copy", severity)

@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lib.debug import examine, found, worse_than_notes
+from lib.debug import by_line, examine, kinds, marker
 from torch import nn
 
 import cgcompile
+from cgcompile import CompilationConfig
 from cgcompile import torch_compat as compat
-from cgcompile.config import CompilationConfig
-from cgcompile.debug.doctor import _call
-from cgcompile.debug.findings import Notes, Way
-from cgcompile.debug.op_observer import Case, Watch
-from cgcompile.debug.restore import Snapshot
 
 BREAKABLE = CompilationConfig(splitting="breakable")
 
@@ -58,45 +54,47 @@ class Attends(nn.Module):
         return torch.ops.doctored.paged_attention(x, x, x)  # <paged>
 
 
-def test_ops_that_look_like_attention(ops: None) -> None:
+def test_ops_that_resemble_attention(ops: None) -> None:
     diagnosis = examine(Attends(), torch.randn(4, 2, 8))
-    named = found(diagnosis, "unregistered_attention", Attends.forward, "paged")
-    assert (named.severity, named.op) == ("error", "doctored::paged_attention")
-    assert "splitting_ops=('doctored::paged_attention',)" in named.fix
-    built = found(diagnosis, "unregistered_attention", Attends.forward, "mix")
-    assert "queries, keys and values" in built.message
-    write = found(diagnosis, "cache_write", Attends.forward, "store")
-    assert (write.severity, write.op) == ("note", "doctored::store_kv")
-    assert found(diagnosis, "host_sync", attend, "inside").op.startswith("aten.")
-    assert len(diagnosis.findings) == 4, str(diagnosis)
+    assert kinds(diagnosis) == {
+        "paged": "unregistered_attention error",
+        "mix": "unregistered_attention error",
+        "store": "cache_write note",
+        "inside": "host_sync break",
+    }
+    found = by_line(diagnosis)
+    assert found["paged"].op == "doctored::paged_attention"
+    assert "splitting_ops=('doctored::paged_attention',)" in found["paged"].fix
+    assert "queries, keys and values" in found["mix"].message
 
 
-def test_nothing_is_said_of_ops_that_are_registered(ops: None) -> None:
+def test_registered_ops_are_not_judged(ops: None) -> None:
     config = CompilationConfig(splitting_ops=("doctored::*",))
     assert examine(Attends(), torch.randn(4, 2, 8), config=config).findings == ()
     backend = cgcompile.Backend(splitting_ops=("doctored::paged_attention", "doctored::mix"))
-    (write,) = examine(Attends(), torch.randn(4, 2, 8), config=backend).findings
-    assert write.kind == "cache_write"
+    assert kinds(examine(Attends(), torch.randn(4, 2, 8), config=backend)) == {
+        "store": "cache_write note"
+    }
 
 
-def test_a_region_runs_eager() -> None:
-    class Routes(nn.Module):
-        def forward(self, x):
-            with cgcompile.eager_region():
-                best = x.argmax().item()  # <region>
-            return x[: x.sum().item() * 0 + best]  # <outside>
+def test_attention_of_torch_is_registered() -> None:
+    def dense(x):
+        return F.scaled_dot_product_attention(x, x, x)
 
-    diagnosis = examine(Routes(), torch.tensor([1.0, 5.0, 3.0]).long())
-    found(diagnosis, "host_sync", Routes.forward, "outside")
-    assert len(diagnosis.findings) == 1, str(diagnosis)
-    untraced = examine(Routes(), torch.tensor([1.0, 5.0, 3.0]).long(), config=BREAKABLE)
-    assert found(untraced, "host_sync", Routes.forward, "region").severity == "error"
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            assert cgcompile.debug.doctor(dense, torch.randn(2, 4, 8)).findings == ()
 
 
-class Reads(nn.Module):
-    def forward(self, x):
-        y = scaled(x)
-        return y * cgcompile.get_forward_context().attn_metadata  # <metadata>
+def routes(x):
+    with cgcompile.eager_region():
+        best = x.argmax().item()  # <region>
+    return x[: x.sum().item() * 0 + best]  # <outside>
+
+
+def uses_context(x):
+    y = scaled(x)
+    return y * cgcompile.get_forward_context().attn_metadata  # <metadata>
 
 
 @cgcompile.eager_break_during_capture
@@ -104,14 +102,23 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
     return x * cgcompile.get_forward_context().attn_metadata * x.sum().item()  # <broken>
 
 
-def test_the_forward_context_is_for_breaks() -> None:
+def test_regions_and_breaks_run_eager() -> None:
+    """A region where the model is traced, a break where it is not; the context is read in both."""
+    x = torch.tensor([1, 5, 3])
+    assert kinds(examine(routes, x)) == {"outside": "host_sync break"}
+    with cgcompile.eager_region():  # one of the caller's changes nothing outside of the model's
+        assert kinds(examine(routes, x))["outside"] == "host_sync break"
+    assert kinds(examine(routes, x, config=BREAKABLE))["region"] == "host_sync error"
     with cgcompile.set_forward_context(2.0):
-        split = examine(Reads(), torch.ones(3))
-        untraced = examine(Reads(), torch.ones(3), config=BREAKABLE)
-    assert found(split, "context_read", Reads.forward, "metadata").severity == "error"
-    found(split, "context_read", scaled, "broken")
-    found(untraced, "context_read", Reads.forward, "metadata")
-    assert len(untraced.findings) == 1, str(untraced)
+        split = examine(uses_context, torch.ones(3))
+        untraced = examine(uses_context, torch.ones(3), config=BREAKABLE)
+    assert kinds(untraced) == {"metadata": "context_read error"}
+    lines = {(found.kind, marker(found.source)) for found in split.findings}
+    assert lines == {
+        ("context_read", "metadata"),
+        ("context_read", "broken"),
+        ("host_sync", "broken"),
+    }
 
 
 def test_breaks_of_another_package() -> None:
@@ -127,106 +134,32 @@ def test_breaks_of_another_package() -> None:
         return y * 2
 
     assert examine(model, torch.ones(2), config=BREAKABLE).findings == ()
-    split = examine(model, torch.ones(2))
-    assert found(split, "host_sync", grow, "foreign").severity == "break"
+    assert kinds(examine(model, torch.ones(2))) == {"foreign": "host_sync break"}
 
 
-@pytest.fixture
-def gloo() -> Iterator[None]:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_collectives(gloo: None) -> None:
+def test_collectives() -> None:
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_reduce
 
-    class Sums(nn.Module):
-        def forward(self, x):
-            dist.all_reduce(x)  # <inplace>
-            return x + all_reduce(x, "sum", dist.group.WORLD)  # <functional>
+    def sums(x):
+        dist.all_reduce(x)  # <inplace>
+        return x + all_reduce(x, "sum", dist.group.WORLD)  # <functional>
 
     x = torch.ones(2)
-    diagnosis = examine(Sums(), x)
-    for marker in ("inplace", "functional"):
-        assert "over backend gloo" in found(diagnosis, "collective", Sums.forward, marker).message
-    assert len(diagnosis.findings) == 2, str(diagnosis)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        diagnosis = examine(sums, x)
+    finally:
+        dist.destroy_process_group()
+    assert kinds(diagnosis) == dict.fromkeys(("inplace", "functional"), "collective break")
+    assert all("over backend gloo" in found.message for found in diagnosis.findings)
     assert torch.equal(x, torch.ones(2))
 
 
-def test_another_stream() -> None:
-    stream = [7]
-
-    def model(x):
-        stream[0] = 8
-        y = x + 1  # <side>
-        stream[0] = 7
-        return y * 2
-
-    x = torch.ones(2)
-    notes = Notes(Way.SPLIT, _call.__code__)
-    boundaries, memory = cgcompile.boundaries.Boundaries(), Snapshot([x])
-    case = Case(notes, boundaries, x.device, memory, lambda: stream[0])
-    with Watch(case):
-        model(x)
-    assert found(cgcompile.debug.Diagnosis.of("model", "cpu", notes), "side_stream", model, "side")
-    assert len(list(notes)) == 1
+# ---------------------------------------------------------------- compiled functions
 
 
-@pytest.mark.gpu
-def test_another_stream_of_cuda() -> None:
-    side = torch.cuda.Stream()
-
-    class Forks(nn.Module):
-        def forward(self, x):
-            with torch.cuda.stream(side):
-                y = x + 1  # <forked>
-            torch.cuda.current_stream().wait_stream(side)
-            return y * 2
-
-    diagnosis = examine(Forks(), torch.ones(2, device="cuda"))
-    found(diagnosis, "side_stream", Forks.forward, "forked")
-    assert len(diagnosis.findings) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "severity"), [({}, "break"), ({"splitting": "breakable"}, "error")]
-)
-def test_how_bad_it_is_depends_on_the_way(settings: dict, severity: str) -> None:
-    class Syncs(nn.Module):
-        def forward(self, x):
-            if x.sum() > 0:  # <if>
-                return x + 1
-            return x
-
-    config = CompilationConfig(**settings)
-    diagnosis = examine(Syncs(), torch.ones(2), config=config)
-    assert found(diagnosis, "host_sync", Syncs.forward, "if").severity == severity
-    whole = cgcompile.compile(Syncs(), CompilationConfig(**settings, compiler="eager"))
-    assert (
-        found(examine(whole, torch.ones(2)), "host_sync", Syncs.forward, "if").severity == "error"
-    )
-    if not settings:
-        with pytest.raises(cgcompile.CGCompileError), torch.inference_mode():
-            whole(torch.ones(2))
-
-
-def test_a_compiled_model_is_looked_at_uncompiled() -> None:
-    class Syncs(nn.Module):
-        def forward(self, x):
-            return x * x.sum().item()  # <item>
-
-    backend = cgcompile.Backend(compiler="eager")
-    model = torch.compile(Syncs(), backend=backend)
-    diagnosis = examine(model, torch.ones(2))
-    found(diagnosis, "host_sync", Syncs.forward, "item")
-    assert backend.num_compilations == 0
-
-
-class Compiles:
+class Counts:
     """A compiler that counts."""
 
     def __init__(self) -> None:
@@ -237,16 +170,26 @@ class Compiles:
         return gm.forward
 
 
+def test_a_compiled_model_is_examined_uncompiled() -> None:
+    def reads(x):
+        return x * x.sum().item()  # <item>
+
+    backend = cgcompile.Backend(compiler="eager")
+    model = torch.compile(reads, backend=backend)
+    assert kinds(examine(model, torch.ones(2))) == {"item": "host_sync break"}
+    assert backend.num_compilations == 0
+
+
 @pytest.mark.parametrize("where", ["whole", "part", "in place", "forward", "function", "profiled"])
-def test_other_threads_go_on_compiled(where: str) -> None:
-    """Torch's switch is one for all threads: it is used while a compiled function runs, if at all."""
-    ours, theirs = Compiles(), Compiles()
+def test_other_threads_stay_compiled(where: str) -> None:
+    """Torch has one switch for all threads: it is used while a compiled function runs, if at all."""
+    ours, theirs = Counts(), Counts()
     other = torch.compile(torch.neg, backend=theirs)
 
     def read(x):
         return x * x.sum().item()  # <read>
 
-    class Asks(nn.Module):
+    class Threads(nn.Module):
         def forward(self, x):
             thread = threading.Thread(target=other, args=(torch.ones(2),))
             thread.start()
@@ -254,37 +197,29 @@ def test_other_threads_go_on_compiled(where: str) -> None:
             return helper(x)
 
     helper = torch.compile(read, backend=ours) if where in ("function", "profiled") else read
-    model = nn.Sequential(Asks())
+    model = nn.Sequential(Threads())
     if where == "part":
         model[0] = torch.compile(model[0], backend=ours)
     elif where == "in place":
         model[0].compile(backend=ours)
     elif where == "forward":
         model[0].forward = torch.compile(model[0].forward, backend=ours)
-    looked_at = torch.compile(model, backend=ours) if where == "whole" else model
-    before = [dict(vars(each)) for each in model.modules()]
+    subject = torch.compile(model, backend=ours) if where == "whole" else model
+    before = [dict(vars(module)) for module in model.modules()]
     sys.setprofile((lambda *_: None) if where == "profiled" else None)
     try:
-        diagnosis = examine(looked_at, torch.ones(2))
+        assert kinds(examine(subject, torch.ones(2)))["read"] == "host_sync break"
     finally:
         sys.setprofile(None)
-    found(diagnosis, "host_sync", read, "read")
     assert (ours.graphs, theirs.graphs) == (0, 0 if where == "profiled" else 1)
-    assert [dict(vars(each)) for each in model.modules()] == before
-    torch.compile(torch.abs, backend=ours)(torch.ones(2))
-    assert ours.graphs == 1
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert_compiles()
 
 
-def test_attention_of_torch_is_registered() -> None:
-    class Dense(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x)
-
-    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
-        with mode():
-            diagnosis = cgcompile.debug.doctor(Dense(), torch.randn(2, 4, 8))
-        assert not worse_than_notes(diagnosis), str(diagnosis)
-        assert diagnosis.findings == ()
+def assert_compiles() -> None:
+    compiler = Counts()
+    torch.compile(torch.abs, backend=compiler)(torch.ones(2))
+    assert compiler.graphs == 1
 
 
 def is_traced() -> bool:
@@ -292,57 +227,52 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or captured
 
 
-def test_what_a_traced_model_may_leave_out_is_a_note() -> None:
-    class Checks(nn.Module):
-        def forward(self, x):
-            if not is_traced() and x.isnan().any():  # <guarded>
-                raise ValueError("not a number")
-            return self.inner(x)
+def test_code_that_a_traced_model_may_leave_out_is_a_note() -> None:
+    def checks(x):
+        if not is_traced() and x.isnan().any():  # <guarded>
+            raise ValueError("not a number")
+        return inner(x)
 
-        def inner(self, x):
-            return x * x.sum().item()  # <plain>
+    def inner(x):
+        return x * x.sum().item()  # <plain>
 
-    diagnosis = examine(Checks(), torch.ones(2))
-    seen = found(diagnosis, "host_sync", Checks.forward, "guarded")
-    assert seen.severity == "note"
-    assert "asks whether it is traced" in seen.message
-    assert found(diagnosis, "host_sync", Checks.inner, "plain").severity == "break"
+    diagnosis = examine(checks, torch.ones(2))
+    assert kinds(diagnosis) == {"guarded": "host_sync note", "plain": "host_sync break"}
+    assert "checks whether it is traced" in by_line(diagnosis)["guarded"].message
 
 
-def test_the_switch_is_put_back_where_a_profiler_took_over() -> None:
+def test_the_switch_is_restored_where_a_profiler_took_over() -> None:
     def stops(x):
         sys.setprofile(None)
         return x * 2
 
-    ours = Compiles()
     helper = torch.compile(stops, backend="eager")
     examine(lambda x: helper(x), torch.ones(2))
-    torch.compile(torch.abs, backend=ours)(torch.ones(2))
-    assert ours.graphs == 1
+    assert_compiles()
 
 
-def test_the_switch_is_put_back_by_the_last_of_two_threads() -> None:
-    entered, left, ours = threading.Event(), threading.Event(), Compiles()
+def test_the_switch_is_restored_by_the_last_of_two_threads() -> None:
+    entered, inside, done, left = (threading.Event() for _ in range(4))
+    ours = Counts()
 
-    def read(x, ours_, theirs):
-        ours_.set()
-        assert theirs.wait(60)
+    def read(x):
+        entered.set()
+        assert inside.wait(60)
         return x * 2
 
-    helper = torch.compile(read, backend=ours)
-    other = threading.Thread(target=lambda: (entered.wait(60), second(), left.set()))
-
     def second() -> None:
+        assert entered.wait(60)
         with compat.uncompiled():
             inside.set()
             assert done.wait(60)
+        left.set()
 
-    inside, done = threading.Event(), threading.Event()
+    helper = torch.compile(read, backend=ours)
+    other = threading.Thread(target=second)
     other.start()
-    examine(lambda x: helper(x, entered, inside), torch.ones(2))
+    examine(lambda x: helper(x), torch.ones(2))
     assert ours.graphs == 0
     done.set()
     other.join(60)
     assert left.is_set()
-    torch.compile(torch.abs, backend=ours)(torch.ones(2))
-    assert ours.graphs == 1
+    assert_compiles()

@@ -1,4 +1,4 @@
-"""Models that graphs hold as they are: the doctor must say so."""
+"""Models that graphs hold as they are have no findings worse than notes."""
 
 from collections.abc import Callable
 
@@ -10,35 +10,27 @@ from torch import nn
 
 import cgcompile
 
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
 
 def llama(device: str) -> tuple[nn.Module, tuple]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config).to(device).eval()
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, use_cache=False)).to(device).eval()
     return model, (torch.arange(6, device=device).reshape(2, 3),)
 
 
 def bert(device: str) -> tuple[nn.Module, tuple]:
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    model = BertModel(config).to(device).eval()
     tokens = torch.arange(6, device=device).reshape(2, 3)
-    return model, (tokens, torch.ones_like(tokens))
+    return BertModel(BertConfig(**SMALL)).to(device).eval(), (tokens, torch.ones_like(tokens))
 
 
 class Decoder(nn.Module):
@@ -134,17 +126,11 @@ def test_nothing_worse_than_notes(device: str, make: Callable, settings: dict) -
     assert diagnosis.ok
     assert diagnosis.device.startswith(device)
     with torch.inference_mode():
-        again = model(*args)
-    for one, other in zip(*map(leaves, (expected, again)), strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(model(*args), expected, rtol=0, atol=0)
 
 
-def leaves(result: object) -> list[torch.Tensor]:
-    return [e for e in torch.utils._pytree.tree_leaves(result) if isinstance(e, torch.Tensor)]
-
-
-def test_the_clean_ones_are_captured(device: str) -> None:
-    """What the doctor calls sound really becomes graphs."""
+def test_clean_models_are_captured(device: str) -> None:
+    """Models without findings really become graphs."""
     for make in (decoder, experts):
         model, args = make(device)
         backend = cgcompile.Backend(compiler="eager", capture_device="host")
@@ -153,17 +139,3 @@ def test_the_clean_ones_are_captured(device: str) -> None:
             for _ in range(3):
                 compiled(*args)
         assert backend.counters.replays == 1, str(backend.counters)
-
-
-def test_a_static_cache_is_clean_and_a_growing_one_is_not() -> None:
-    from transformers import DynamicCache, StaticCache
-
-    model, (tokens,) = llama("cpu")
-    model.config.use_cache = True
-    static = StaticCache(model.config, max_cache_len=16)
-    more = {"past_key_values": static, "use_cache": True}
-    diagnosis = examine(model, tokens, **more)
-    growing = examine(model, tokens, past_key_values=DynamicCache(), use_cache=True)
-    assert not diagnosis.of_kind("growing_state"), str(diagnosis)
-    assert growing.of_kind("growing_state")
-    assert "torch.cat" in growing.of_kind("growing_state")[0].source.code

@@ -1,5 +1,6 @@
-"""explain(): the split that compiling would make, told without running, compiling or keeping it."""
+"""explain(): the split that compiling would make, without running, compiling or keeping it."""
 
+import json
 import re
 import resource
 from collections import Counter
@@ -9,88 +10,75 @@ import lib.cases
 import lib.debug
 import pytest
 import torch
-from expecttest import assert_expected_inline
+import torch.nn.functional as F
 from lib.asserts import build, mark, split_texts
-from lib.debug import CALLS, Branches, D, Decoder, Raises, Reads, inputs, meta, shown
+from lib.debug import CALLS, Branches, D, Decoder, Raises, Reads, inputs, meta, names_of, shown
+from lib.snapshots import assert_snapshot
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cgcompile
-from cgcompile import explain
+from cgcompile import AttentionCGSupport, CompilationConfig, Reason, SplittingOp, explain
+from cgcompile.debug import Explanation
+from cgcompile.errors import ConfigError, TraceError
 
-# ------------------------------------------------------------------ what is told
+DYNAMIC: dict[str, Any] = {"dynamic_dims": {"x": 0}}
 
 
-def test_the_table() -> None:
-    found = explain(meta(lambda: Decoder(4)), inputs(), dynamic_dims={"x": 0}, sizes=[8, 1])
-    assert_expected_inline(
-        shown(str(found)),
-        """\
-Decoder: 9 pieces: 5 captured, 4 eager; 4 distinct, 3 to compile; 32 ops
-bytes 3840*s0 B (15.0 KiB as traced, 8: 30.0 KiB, 1: 3.8 KiB) cross
-      17408 B (17.0 KiB) static
-size  1 <= s0, s0 = x.size()[0], traced with 4
-mode  FULL_AND_PIECEWISE; without a forward context FULL; boundaries allow FULL graphs: ALWAYS
-piece    kind      ops  same as  bytes out  where, why
-piece_0  captured  5    -        576*s0     debug.py:N in forward: q, k, v = self.qkv(x).chunk(3...
-piece_1  eager     1    -        192*s0     debug.py:N in forward: return x + self.out(F.scaled_...
-          splitting_op: torch.nn.functional.scaled_dot_product_attention [ALWAYS]
-piece_2  captured  7    -        768*s0     debug.py:N in forward: return x + self.out(F.scaled_...
-piece_3 .. piece_6  the same 2 pieces 2 times more
-piece_7  eager     1    piece_1  192*s0     debug.py:N in forward: return x + self.out(F.scaled_...
-piece_8  captured  2    -        192*s0     debug.py:N in forward: return x + self.out(F.scaled_...
-set   cache_dir = 'off' (environment)
-note  meta tensors stand for tensors of the device that captures""",
-    )
+def reasons(found: Explanation) -> list[Reason]:
+    return [why.reason for piece in found.pieces for why in piece.why]
+
+
+# ------------------------------------------------------------------ pieces
+
+
+def test_text() -> None:
+    found = explain(meta(lambda: Decoder(4)), inputs(), **DYNAMIC, sizes=[8, 1])
+    assert_snapshot("explain_text", shown(str(found)))
     assert max(map(len, str(found).splitlines())) <= 100
 
 
 def test_a_piece_and_its_values() -> None:
-    found = explain(Decoder(), inputs(), dynamic_dims={"x": 0}, sizes=[8])
+    found = explain(Decoder(), inputs(), **DYNAMIC, sizes=[8])
     first, attention, *_ = found.pieces
     assert (first.captured, attention.captured) == (True, False)
     (why,) = attention.why
-    assert why.reason == "splitting_op"
+    assert why.reason is Reason.SPLITTING_OP
     assert "scaled_dot_product_attention" in why.detail
     assert attention.support == "ALWAYS"
     (line,) = attention.source
     assert re.fullmatch(r"debug\.py:\d+ in forward", line.where)
     assert "F.scaled_dot_product_attention(q, k, v)" in line.code
-    q = next(each for each in attention.inputs if each.shape is not None)
+    q = next(value for value in attention.inputs if value.shape is not None)
     assert (q.shape, q.dtype, q.device, q.static) == (("s0", "3", "16"), "f32", "cpu", False)
     # q, k and v are views of one result: 4 bytes x 3 rows x 48 columns each.
     assert (q.bytes.expression, q.storage.expression) == ("192*s0", "576*s0")
     assert (first.bytes_out.traced, first.bytes_out.at) == (4 * 576, ((8, 8 * 576),))
     names = {value.source: value.static for value in first.inputs if value.source}
-    assert names["layers.0.qkv.weight"] is True
-    assert names["x"] is False
+    assert (names["layers.0.qkv.weight"], names["x"]) == (True, False)
     assert [p.same_as for p in found.pieces] == [p.same_as for p in found.split.pieces]
     (size,) = found.symbols
     assert (size.name, size.source, size.traced) == ("s0", "x.size()[0]", 4)
     totals = found.totals
     assert (totals.pieces, totals.captured, totals.eager, totals.distinct) == (5, 3, 2, 4)
     weights = sum(p.numel() * 4 for p in Decoder().parameters())
-    assert (totals.static.traced, totals.crossing.traced) == (weights, sum_of(found))
-
-
-def sum_of(found: cgcompile.debug.Explanation) -> int:
-    return sum(piece.bytes_out.traced for piece in found.pieces)
+    crossing = sum(piece.bytes_out.traced for piece in found.pieces)
+    assert (totals.static.traced, totals.crossing.traced) == (weights, crossing)
 
 
 def test_bytes_are_those_of_real_tensors() -> None:
     sizes: list[int] = []
 
-    def watched(gm, given):
+    def measured(gm, inputs):
         def run(*values):
-            made = gm(*values)
-            tensors = [each for each in made if isinstance(each, torch.Tensor)]
-            memory = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
-            sizes.append(sum(each.nbytes() for each in memory.values()))
-            return made
+            outputs = gm(*values)
+            storages = [x.untyped_storage() for x in outputs if isinstance(x, torch.Tensor)]
+            sizes.append(sum({x.data_ptr(): x.nbytes() for x in storages}.values()))
+            return outputs
 
         return run
 
-    model = cgcompile.compile(Decoder(), compiler=watched, dynamic_dims={"x": 0}, cache_dir="off")
+    model = cgcompile.compile(Decoder(), compiler=measured, **DYNAMIC, cache_dir="off")
     found = explain(model, inputs(), sizes=[6])
     with torch.no_grad():
         model(inputs(6))
@@ -108,8 +96,8 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_the_split_that_compiling_makes(name: str) -> None:
-    make, given, dims, shapes = MODELS[name]
-    model, args = make(), given()
+    model_type, make, dims, shapes = MODELS[name]
+    model, args = model_type(), make()
     how = {"dynamic_dims": dims, "dynamic_shapes": shapes}
     compiled = cgcompile.compile(model, compiler="eager", **how)
     found = explain(compiled, *args)
@@ -121,32 +109,37 @@ def test_it_is_the_split_that_compiling_makes(name: str) -> None:
 
 
 CASE_REASONS = {
-    "op_packet": {"splitting_op"},
-    "eager_region": {"eager_region"},
-    "cond": {"host_sync"},
-    "mask_assigns_values": {"host_sync", "unbacked_size"},
-    "only_views": {"no_kernel"},
-    "view_mutated_in_another_piece": {"splitting_op"},
+    "op_packet": {Reason.SPLITTING_OP},
+    "eager_region": {Reason.EAGER_REGION},
+    "cond": {Reason.HOST_SYNC},
+    "mask_assigns_values": {Reason.HOST_SYNC, Reason.UNBACKED_SIZE},
+    "only_views": {Reason.NO_KERNEL},
+    "view_mutated_in_another_piece": {Reason.SPLITTING_OP},
 }
 
 
 @pytest.mark.parametrize("name", CASE_REASONS)
 def test_it_is_the_split_of_torch_compile(name: str) -> None:
     case = lib.cases.CASES[name]
-    given = case.inputs(case.sizes[0])
-    mark(case, given)
-    found = explain(build(case), *given, config=case.settings)
+    args = case.inputs(case.sizes[0])
+    mark(case, args)
+    found = explain(build(case), *args, config=case.settings)
     assert found.split.text(lines=False) == split_texts(case)
-    assert {why.reason for piece in found.pieces for why in piece.why} == CASE_REASONS[name]
-    for piece in found.pieces:
-        assert piece.captured == (not piece.why)
-        assert piece.source
+    assert {*reasons(found)} == CASE_REASONS[name]
+    assert all(piece.source and piece.captured == (not piece.why) for piece in found.pieces)
 
 
-def test_settings_of_a_model_of_torch_compile() -> None:
-    model = torch.compile(Decoder(), backend="cgcompile", options={"builtin_splitting_ops": False})
-    found = explain(model, inputs())
-    assert [piece.captured for piece in found.pieces] == [True]
+def test_sizes_that_compiling_would_refuse() -> None:
+    class Halves(nn.Module):
+        def forward(self, x):
+            return x.view(2, -1).sin()
+
+    sizes = {"cudagraph_capture_sizes": (4, 5)}
+    found = explain(Halves(), torch.randn(4, 5), config=sizes, **DYNAMIC)
+    (note,) = [note for note in found.notes if "SymbolError" in note]
+    assert "5" in note
+    assert found.totals.crossing.at == ((4, 80), (5, None))
+    assert found.symbols[0].guards
 
 
 # ------------------------------------------------------------------ without memory, without devices
@@ -154,34 +147,29 @@ def test_settings_of_a_model_of_torch_compile() -> None:
 
 def test_a_model_that_fits_nowhere() -> None:
     model = meta(lambda: Decoder(8, 1 << 17))
-    weights = sum(each.nbytes for each in model.parameters())
+    weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights > 1 << 40  # a TiB
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = explain(model, inputs(device="meta", width=1 << 17), dynamic_dims={"x": 0})
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    found = explain(model, inputs(device="meta", width=1 << 17), **DYNAMIC)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
     assert found.totals.static.traced == weights
-    assert (found.totals.captured, found.totals.eager) == (9, 8)
-    assert grown < 200 * 1024  # KiB
-    assert found.device == "meta"
+    assert (found.totals.captured, found.totals.eager, found.device) == (9, 8, "meta")
 
 
-@pytest.mark.parametrize("there", ["meta", "fake", "cpu"])
-@pytest.mark.parametrize("given", ["meta", "fake", "cpu"])
-def test_weights_and_arguments_may_be_anywhere(there: str, given: str) -> None:
+@pytest.mark.parametrize("weights", ["meta", "fake", "cpu"])
+@pytest.mark.parametrize("argument", ["meta", "fake", "cpu"])
+def test_weights_and_arguments_may_be_anywhere(weights: str, argument: str) -> None:
     mode = FakeTensorMode()
-    x = inputs(device="meta" if given == "meta" else "cpu")
-    if there == "fake":
+    x = inputs(device="meta" if argument == "meta" else "cpu")
+    if weights == "fake":
         with mode:
             model = Decoder()
     else:
-        model = meta(Decoder) if there == "meta" else Decoder()
-    if given == "fake":
-        x = mode.from_tensor(x)
-    found = explain(model, x, dynamic_dims={"x": 0})
-    reasons = {why.reason for piece in found.pieces for why in piece.why}
-    assert reasons == {"splitting_op"}
-    assert found.device == ("meta" if there == "meta" else "cpu")
-    same = explain(Decoder(), inputs(), dynamic_dims={"x": 0})
+        model = meta(Decoder) if weights == "meta" else Decoder()
+    found = explain(model, mode.from_tensor(x) if argument == "fake" else x, **DYNAMIC)
+    assert {*reasons(found)} == {Reason.SPLITTING_OP}
+    assert found.device == ("meta" if weights == "meta" else "cpu")
+    same = explain(Decoder(), inputs(), **DYNAMIC)
     assert [(p.captured, p.num_ops, p.bytes_out) for p in found.pieces] == [
         (p.captured, p.num_ops, p.bytes_out) for p in same.pieces
     ]
@@ -202,7 +190,7 @@ def test_on_meta_a_cpu_argument_is_one_if_others_are_not() -> None:
     moved = explain(model, inputs(), lengths)
     assert [piece.captured for piece in moved.pieces] == [True]
     kept = explain(model, inputs(device="meta"), lengths)
-    assert [why.reason for piece in kept.pieces for why in piece.why] == ["device_copy"]
+    assert reasons(kept) == [Reason.DEVICE_COPY]
     assert "meta tensors stand for" in "".join(kept.notes)
 
 
@@ -217,14 +205,15 @@ def test_nothing_is_run_and_nothing_is_left() -> None:
     def state() -> Any:
         names = {name for name in vars(lib.debug) if name.startswith("__")}
         config = torch._dynamo.config.save_config_portable()
-        return names, [dict(each.__dict__) for each in tensors], config, torch.get_rng_state().sum()
+        modules = {name: dict(vars(module)) for name, module in model.named_modules()}
+        attributes = [dict(tensor.__dict__) for tensor in tensors]
+        return names, modules, attributes, config, torch.get_rng_state().sum()
 
     branches, other = Branches(), inputs()
-    before, parts = state(), {name: dict(vars(each)) for name, each in model.named_modules()}
-    explain(model, x, dynamic_dims={"x": 0})
+    before = state()
+    explain(model, x, **DYNAMIC)
     explain(branches, other)
     assert state() == before
-    assert {name: dict(vars(each)) for name, each in model.named_modules()} == parts
     backend = cgcompile.Backend(compiler="eager", cache_dir="off")
     with torch.no_grad():
         compiled = torch.compile(model, backend=backend)
@@ -246,9 +235,143 @@ def test_counters_of_dynamo_are_left(before: dict[str, dict[str, int]]) -> None:
     assert held["unique_graphs"] == before.get("stats", {}).get("unique_graphs", 0) + 1
 
 
+# ------------------------------------------------------------------ graph breaks
+
+
 def test_a_model_that_raises_is_not_called() -> None:
     CALLS.clear()
-    found = explain(Raises(), inputs())
+    (graph_break,) = explain(Raises(), inputs()).breaks
     assert CALLS == []
-    (broken,) = found.breaks
-    assert "The model raises" in broken.fix
+    assert "The model raises" in graph_break.fix
+
+
+def test_a_graph_break() -> None:
+    found = explain(Branches(), inputs())
+    assert (found.traced, found.pieces, found.totals, found.split) == (False, (), None, None)
+    (graph_break,) = found.breaks
+    assert graph_break.entry_point == "cgcompile.compile"
+    assert graph_break.what == "Data-dependent branching"
+    assert graph_break.source.code == "if y.sum() > 0:"
+    assert "splitting='breakable'" in graph_break.fix
+    assert "if y.sum() > 0:" in str(found)
+    assert max(map(len, str(found).splitlines())) <= 100
+
+
+def test_what_breaks_under_torch_compile_alone() -> None:
+    found = explain(Reads(), inputs(), torch.ones(4))
+    assert found.traced
+    assert Reason.HOST_SYNC in reasons(found)
+    (graph_break,) = found.breaks
+    assert graph_break.entry_point == "torch.compile"
+    assert graph_break.source.code == "return y * 2, lengths.max().item()"
+    assert "capture_scalar_outputs" in graph_break.fix
+    torch._dynamo.reset()
+    backend = cgcompile.Backend(compiler="eager", cache_dir="off")
+    with torch.no_grad():
+        torch.compile(Reads(), backend=backend)(inputs(), torch.ones(4))
+    assert backend.graphs[0].split.graph_break is not None
+
+
+def test_breakable_says_what_it_cannot_tell() -> None:
+    found = explain(Decoder(1), inputs(), config={"splitting": "breakable"})
+    assert (found.traced, found.breaks) == (False, ())
+    notes = " ".join(found.notes)
+    assert "traces nothing" in notes
+    assert "torch.nn.functional.scaled_dot_product_attention" in notes
+
+
+# ------------------------------------------------------------------ modes
+
+
+def with_support(support: AttentionCGSupport, **settings: Any) -> CompilationConfig:
+    op = SplittingOp(F.scaled_dot_product_attention, support=support)
+    return CompilationConfig(splitting_ops=(op,), **settings)
+
+
+@pytest.mark.parametrize("support", AttentionCGSupport)
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE", "FULL_DECODE_ONLY"])
+def test_the_mode_is_the_one_of_the_dispatcher(support: AttentionCGSupport, mode: str) -> None:
+    modes = explain(Decoder(1), inputs(), config=with_support(support, cudagraph_mode=mode)).modes
+    dispatcher = cgcompile.serving.CudagraphDispatcher(
+        cgcompile.CUDAGraphMode[mode], [1, 2], max_num_reqs=2, support=support
+    )
+    assert (modes.asked, modes.result) == (mode, dispatcher.mode.name)
+    assert [why.reason for why in modes.lost] == [why.reason for why in dispatcher.degraded]
+    assert modes.support == support.name
+    assert all("scaled_dot_product_attention" in why.detail for why in modes.lost[:1])
+
+
+@pytest.mark.parametrize("support", [AttentionCGSupport.ALWAYS, AttentionCGSupport.NEVER])
+def test_the_mode_without_a_context_is_the_one_of_the_entry(support: AttentionCGSupport) -> None:
+    config = with_support(support, compiler="eager", capture_device="host", num_warmups=0)
+    model = cgcompile.compile(Decoder(1), config)
+    mode = explain(model, inputs()).modes.without_context
+    with torch.inference_mode():
+        model(inputs())
+    (recording,) = model.backend.graphs[0].recordings
+    assert mode == recording.batch.mode.name
+
+
+def test_modes_without_pieces() -> None:
+    stock = CompilationConfig(mode="STOCK_TORCH_COMPILE", cudagraph_mode="FULL")
+    found = explain(Decoder(1), inputs(), config=stock)
+    assert ([piece.captured for piece in found.pieces], found.modes.result) == ([True], "FULL")
+    none = explain(Decoder(1), inputs(), config={"cudagraph_mode": "NONE"})
+    assert (none.modes.result, none.modes.lost) == ("NONE", ())
+
+
+# ------------------------------------------------------------------ settings, data, errors
+
+
+def settings_of(model: Any, **more: Any) -> dict[str, tuple[Any, str]]:
+    return {name: rest for name, *rest in explain(model, inputs(), **more).settings}
+
+
+def test_where_settings_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGCOMPILE_NUM_WARMUPS", "3")
+    settings = settings_of(Decoder(1))
+    assert settings["num_warmups"] == [3, "environment"]
+    assert settings["strict"] == [False, "default"]
+    settings = settings_of(Decoder(1), config={"strict": "1", "num_warmups": 2})
+    assert settings["strict"] == [True, "options"]
+    assert settings["num_warmups"] == [2, "options"]
+    config = CompilationConfig(strict=True, splitting_ops=(F.softmax,))
+    settings = settings_of(Decoder(1), config=config)
+    assert settings["strict"] == [True, "argument"]
+    assert settings["splitting_ops"] == [("softmax",), "argument"]
+    assert settings["num_warmups"] == [3, "environment"]
+    assert sorted(settings) == sorted(CompilationConfig.names())
+    options = {"builtin_splitting_ops": False}
+    compiled = torch.compile(Decoder(), backend="cgcompile", options=options)
+    found = explain(compiled, inputs())
+    assert [piece.captured for piece in found.pieces] == [True]
+    assert settings_of(compiled)["builtin_splitting_ops"] == [False, "options"]
+
+
+def test_schema() -> None:
+    """A change of this snapshot raises VERSION in explain.py."""
+    args = inputs(), torch.ones(4)
+    found = explain(Reads(), *args, **DYNAMIC, sizes=[8])
+    data = found.to_dict()
+    assert json.loads(found.to_json()) == data
+    data["pieces"].reverse()  # eager first: it has a reason
+    assert data["version"] == 2
+    assert_snapshot("explain_schema", names_of(data))
+    assert explain(Reads(), *args, **DYNAMIC, sizes=[8]).to_json() == found.to_json()
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "model", "args", "settings"),
+    [
+        (ConfigError, "dynamic_shapes", Decoder(), 1, {"dynamic_shapes": "some"}),
+        (ConfigError, "no parameter", Decoder(), 1, {"dynamic_dims": {"y": 0}}),
+        (ConfigError, "class", Decoder, 1, {}),
+        (TraceError, "7", Decoder(), 1, {"dynamic_dims": {"x": 7}}),
+        (TypeError, "too many positional arguments", Decoder(), 2, {}),
+    ],
+)
+def test_bad_calls(
+    error: type[Exception], text: str, model: Any, args: int, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=text):
+        explain(model, *[inputs()] * args, **settings)

@@ -1,7 +1,7 @@
-"""A fault in what a model computes: which tool says what, and at which line.
+"""A fault in a model, or around it: which tool reports what, and at which line.
 
-Each model has one fault, on the line that ends in a marker; a right form of it passes the same
-tool. What is told to who did not ask (an error, a counted reason) stands beside it.
+Each model has one fault, on the line that ends in a marker; a correct form passes the same tool.
+Errors and counted reasons, which come without a tool, are beside it.
 """
 
 from typing import Any
@@ -10,17 +10,49 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lib.cases import D
-from lib.debug import PIECEWISE, ROWS, at, examine, found, only, step, worse_than_notes
-from lib.faulty_models import Workspace, attention, built, config, rows
+from lib.debug import (
+    FULL,
+    PIECEWISE,
+    ROWS,
+    by_line,
+    examine,
+    kinds,
+    marker,
+    only,
+    only_finding,
+    step,
+)
+from lib.faulty_models import Mixes, attention, built, config, rows
 from torch import nn
 
 import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper, explain, verify
-from cgcompile.debug import Diagnosis, bisect
-from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
+from cgcompile.debug import Diagnosis, bisect, doctor
+from cgcompile.errors import (
+    AddressChangedError,
+    CaptureError,
+    DispatchError,
+    HostValueChangedError,
+)
 from cgcompile.reasons import Reason
 
-# ---------------------------------------------------------------- 1: wrong padding
+
+def eager_pieces(model: Any, x: torch.Tensor) -> list[tuple[set[str], str]]:
+    """(reasons, marker) of each piece that is not captured."""
+    pieces = [piece for piece in explain(model, x).pieces if not piece.captured]
+    return [({why.reason for why in p.why}, marker(p.source[0])) for p in pieces]
+
+
+def replayed(model: Any, x: torch.Tensor, expected: Any, mode: Any = FULL) -> None:
+    """A correct form is captured and replayed."""
+    wrapper = BreakableCUDAGraphWrapper(model, config(), mode)
+    with torch.inference_mode(), step(mode):
+        for _ in range(2):
+            assert torch.equal(wrapper(x), expected)
+    assert wrapper.counters.replays == 1
+
+
+# ---------------------------------------------------------------- padding that reaches real rows
 
 
 class Centres(nn.Module):
@@ -47,28 +79,25 @@ class AttendsRows(nn.Module):
         return out.cos()
 
 
+@pytest.mark.parametrize("tails", ["random", "nan"])
 @pytest.mark.parametrize(
-    ("kind", "wrong", "correct", "op", "marker"),
+    ("wrong", "right", "op", "mark"),
     [
-        (Centres, 0, 1, "mean", "mean"),
-        (AttendsRows, True, False, "cgentry::attend", "across"),
+        (Mixes, None, "mean", "mixes rows"),
+        (lambda: Centres(0), lambda: Centres(1), "mean", "mean"),
+        (lambda: AttendsRows(True), lambda: AttendsRows(False), "cgentry::attend", "across"),
     ],
 )
-def test_padding_that_reaches_real_rows(
-    kind: Any, wrong: Any, correct: Any, op: str, marker: str
-) -> None:
-    def padded(argument: Any) -> Any:
-        model = built(lambda: kind(argument), "cpu")
-        return verify(model, rows("cpu"), config=config(), sets=1, padded_sizes=(8,))
-
-    seen = only(padded(wrong))
-    assert (seen.stage, seen.op, seen.padding_rows) == ("padding", op, ())
-    assert len(seen.rows) > 1
-    assert seen.line.startswith(at(kind, marker))
-    assert padded(correct).ok
+def test_padding_that_reaches_real_rows(device, wrong, right, op, mark, tails) -> None:
+    more = {"config": config(), "sets": 1, "padded_sizes": (8,), "tails": tails}
+    found = only(verify(built(wrong, device), rows(device), **more))
+    assert (found.stage, found.op, marker(found.line)) == ("padding", op, mark)
+    assert found.rows == tuple(range(ROWS)) if tails == "nan" else len(found.rows) > 1
+    assert found.padding_rows == ()
+    assert right is None or verify(built(right, device), rows(device), **more).ok
 
 
-# ---------------------------------------------------------------- 2: an op that is not registered
+# ---------------------------------------------------------------- an op that is not registered
 
 
 class Attends(nn.Module):
@@ -88,9 +117,9 @@ class Attends(nn.Module):
 def test_an_attention_op_that_is_not_registered() -> None:
     model, x = built(Attends, "cpu"), rows("cpu")
     registered = {"splitting_ops": ("cgentry::attend",)}
-    seen = found(examine(model, x), "unregistered_attention", Attends.forward, "attend")
-    assert (seen.severity, seen.op) == ("error", "cgentry::attend")
-    assert str(registered["splitting_ops"]) in seen.fix
+    found = by_line(examine(model, x))["attend"]
+    assert (found.kind, found.severity) == ("unregistered_attention", "error")
+    assert str(registered["splitting_ops"]) in found.fix
     assert examine(model, x, config=config(**registered)).findings == ()
 
     def later(**settings: Any) -> Any:
@@ -103,100 +132,55 @@ def test_an_attention_op_that_is_not_registered() -> None:
 
     difference = only(later())
     assert (difference.stage, difference.op) == ("replay", "_operator.add")  # makes the value
-    assert difference.line.startswith(at(Attends, "shows"))
+    assert marker(difference.line) == "shows"
     assert later(**registered).ok
 
 
-# ---------------------------------------------------------------- 3: .item()
+# ---------------------------------------------------------------- host reads and CPU tensors
 
 
-class Scales(nn.Module):
-    def forward(self, x):
-        y = x.relu()
-        return y / y.sum().item()  # <item>
+def scales(x):
+    y = x.relu()
+    return y / y.sum().item()  # <item>
 
 
-class ScalesRight(nn.Module):
-    def forward(self, x):
-        y = x.relu()
-        return y / y.sum()
+def scales_on_the_device(x):
+    y = x.relu()
+    return y / y.sum()
+
+
+def places(x):
+    x = x.sin()
+    return x[torch.arange(3)]  # <arange>
+
+
+def places_on_the_device(x):
+    x = x.sin()
+    return x[torch.arange(3, device=x.device)]
 
 
 def test_item() -> None:
     x = rows("cpu")
-    seen = found(examine(Scales(), x), "host_sync", Scales.forward, "item")
-    assert (seen.severity, seen.op) == ("break", ".item()")
-    assert not worse_than_notes(examine(ScalesRight(), x))
-    assert verify(ScalesRight(), x, config=config(), sets=1).ok
-    (broken,) = explain(Scales(), x).breaks
-    assert broken.source.where.startswith(at(Scales, "item"))
-    assert explain(ScalesRight(), x).breaks == ()
+    assert kinds(examine(scales, x)) == {"item": "host_sync break"}
+    (broken,) = explain(scales, x).breaks
+    assert marker(broken.source) == "item"
     with torch.inference_mode(), step(), pytest.raises(CaptureError) as caught:
-        CUDAGraphWrapper(Scales(), config())(x)
+        CUDAGraphWrapper(scales, config())(x)
     assert caught.value.op == "aten.item.default"
-    found(Diagnosis.of_error(caught.value), "host_sync", Scales.forward, "item")
-
-
-# ---------------------------------------------------------------- 4: a tensor on the CPU
-
-
-class Places(nn.Module):
-    def forward(self, x):
-        x = x.sin()
-        return x[torch.arange(3)]  # <arange>
-
-
-class PlacesRight(nn.Module):
-    def forward(self, x):
-        x = x.sin()
-        return x[torch.arange(3, device=x.device)]
+    assert kinds(Diagnosis.of_error(caught.value)) == {"item": "host_sync error"}
+    assert examine(scales_on_the_device, x).findings == explain(scales_on_the_device, x).breaks
+    assert verify(scales_on_the_device, x, config=config(), sets=1).ok
 
 
 def test_a_tensor_on_the_cpu() -> None:
     x = torch.ones(ROWS, 4, D, device="meta")  # stands for a GPU
-    seen = found(examine(Places(), x), "cpu_tensor", Places.forward, "arange")
-    assert seen.severity == "break"
-    assert examine(PlacesRight(), x).findings == ()
-
-    def eager(model: nn.Module) -> list[Any]:
-        pieces = [piece for piece in explain(model, x).pieces if not piece.captured]
-        return [(piece.why[0].reason, piece.source[0].where) for piece in pieces]
-
-    ((reason, where),) = eager(Places())
-    assert reason == Reason.CPU_TENSOR.value
-    assert where.startswith(at(Places, "arange"))
-    assert eager(PlacesRight()) == []
+    assert kinds(examine(places, x)) == {"arange": "cpu_tensor break"}
+    assert eager_pieces(places, x) == [({Reason.CPU_TENSOR}, "arange")]
+    assert examine(places_on_the_device, x).findings == ()
+    assert eager_pieces(places_on_the_device, x) == []
 
 
-# ---------------------------------------------------------------- 5: an input that moves
-
-
-class Reads(nn.Module):
-    def forward(self, x):  # <input>
-        return x.sin()
-
-
-def test_an_input_buffer_that_moves() -> None:
-    steady = rows("cpu")
-    with step():
-        diagnosis = examine(Reads(), prepare=lambda: rows("cpu"), config=config())
-        assert examine(Reads(), prepare=lambda: steady, config=config()).findings == ()
-    seen = found(diagnosis, "moving_input", Reads.forward, "input")
-    assert (seen.severity, seen.op) == ("error", "input 0")
-
-    def serve(x: torch.Tensor) -> torch.Tensor:
-        return wrapper(x)  # <serve>
-
-    wrapper = CUDAGraphWrapper(Reads(), config())
-    with torch.inference_mode(), step():
-        serve(steady)
-        assert torch.equal(serve(steady), steady.sin())
-        with pytest.raises(AddressChangedError, match="input 0") as caught:
-            serve(rows("cpu"))
-    found(Diagnosis.of_error(caught.value), "moving_input", serve, "serve")
-
-
-# ---------------------------------------------------------------- 6: a number of the host
+# ---------------------------------------------------------------- inputs that move or change
 
 
 class Weighs(nn.Module):
@@ -204,9 +188,28 @@ class Weighs(nn.Module):
         super().__init__()
         self.scale: Any = 1.0
 
-    def forward(self, x, shift=0.0):
+    def forward(self, x, shift=0.0):  # <input>
         y = x.sin() + shift
         return y * self.scale
+
+
+def test_an_input_buffer_that_moves() -> None:
+    steady, model = rows("cpu"), Weighs()
+    with step():
+        diagnosis = examine(model, prepare=lambda: rows("cpu"), config=config())
+        assert examine(model, prepare=lambda: steady, config=config()).findings == ()
+    assert kinds(diagnosis) == {"input": "moving_input error"}
+
+    def serve(x: torch.Tensor) -> torch.Tensor:
+        return wrapper(x)  # <serve>
+
+    wrapper = CUDAGraphWrapper(model, config())
+    with torch.inference_mode(), step():
+        serve(steady)
+        assert torch.equal(serve(steady), steady.sin())
+        with pytest.raises(AddressChangedError, match="input 0") as caught:
+            serve(rows("cpu"))
+    assert kinds(Diagnosis.of_error(caught.value)) == {"serve": "moving_input error"}
 
 
 def test_a_number_that_went_stale() -> None:
@@ -219,11 +222,10 @@ def test_a_number_that_went_stale() -> None:
             return verify(wrapper, x, sets=1)
 
     model, x, scale = Weighs(), rows("cpu"), torch.ones(())
-    seen = only(changed(1.0, lambda: setattr(model, "scale", 3.0)))
-    assert (seen.stage, seen.piece) == ("replay", "the result")
-    assert seen.rows == tuple(range(6))
-    assert seen.largest == pytest.approx(2 * x.sin().abs().max().item())  # 1.0 and 3.0 times it
-    assert seen.detail.startswith("384 of 384 numbers differ, by up to 2")
+    found = only(changed(1.0, lambda: setattr(model, "scale", 3.0)))
+    assert (found.stage, found.piece, found.rows) == ("replay", "the result", tuple(range(6)))
+    assert found.largest == pytest.approx(2 * x.sin().abs().max().item())  # 1.0 and 3.0 times it
+    assert found.detail.startswith("384 of 384 numbers differ, by up to 2")
     assert changed(scale, lambda: scale.fill_(3.0)).ok
     wrapper = CUDAGraphWrapper(model, config())
     with torch.inference_mode(), step():
@@ -233,81 +235,43 @@ def test_a_number_that_went_stale() -> None:
             wrapper(x, 2.0)
 
 
-# ---------------------------------------------------------------- 7: a result that is an alias
+# ---------------------------------------------------------------- vmap regions
 
 
-class Shares(nn.Module):
-    """Two results of one op, the first of which is used last."""
+def maps(x):
+    def one(row):
+        return F.scaled_dot_product_attention(row, row, row).sin()  # <vmap>
 
-    def forward(self, x):
-        kept = torch.ops.cgentry.hooked(x.sin())
-        y = attention(x)
-        other = torch.ops.cgentry.hooked(y.relu())  # <other>
-        return attention(other) + kept
+    return torch.vmap(one)(x.cos()[:, None])
 
 
-def test_results_that_alias_one_workspace(hook: Any) -> None:
-    model, x = built(Shares, "cpu"), rows("cpu")
-    hook(Workspace(x))  # has one workspace while a graph is captured
-    seen = only(verify(model, x, config=config(), sets=1))
-    assert (seen.stage, seen.piece, seen.value) == ("replay", "piece_2", "kept")
-    assert seen.line.startswith(at(Shares, "other"))
-    assert "it was right before, and is overwritten" in seen.detail
-    culprits = bisect(model, x, config=config())
-    assert (culprits.stage, culprits.pieces) == ("replay", ("piece_0", "piece_2"))
-    hook(lambda x: x * 2)
-    assert verify(model, x, config=config(), sets=1).ok
+def maps_nothing(x):
+    return attention(x.cos()[:, None]).sin()
 
 
-# ---------------------------------------------------------------- 8: a vmap region
+def test_a_vmap_region_with_a_boundary() -> None:
+    x = rows("cpu")
+    for splitting, severity in (("fx", "note"), ("breakable", "error")):
+        chosen = config(splitting=splitting)
+        assert kinds(examine(maps, x, config=chosen)) == {"vmap": f"functorch {severity}"}
+        assert examine(maps_nothing, x, config=chosen).findings == ()
+    boundary, region = Reason.SPLITTING_OP, Reason.STATE_REGION
+    assert eager_pieces(maps, x) == [({boundary, region}, "vmap")]
+    assert eager_pieces(maps_nothing, x)[0][0] == {boundary}
 
 
-class Maps(nn.Module):
-    def forward(self, x):
-        def one(row):
-            return F.scaled_dot_product_attention(row, row, row).sin()  # <vmap>
+def test_a_vmap_region_without_a_boundary_is_captured() -> None:
+    def alone(x):
+        return torch.vmap(torch.sin)(x)  # <alone>
 
-        return torch.vmap(one)(x.cos()[:, None])
-
-
-class MapsRight(nn.Module):
-    def forward(self, x):
-        return attention(x.cos()[:, None]).sin()
+    (piece,) = explain(alone, rows("cpu")).pieces
+    assert (piece.captured, marker(piece.source[0])) == (True, "alone")  # and no line of torch's
+    assert verify(alone, rows("cpu"), config=config(), sets=1).ok
 
 
 @cgcompile.eager_break_during_capture
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
-
-
-def test_a_vmap_region_with_a_boundary() -> None:
-    x = rows("cpu")
-    for settings, severity in (({}, "note"), ({"splitting": "breakable"}, "error")):
-        chosen = config(**settings)
-        seen = found(examine(Maps(), x, config=chosen), "functorch", Maps, "vmap")
-        assert (seen.severity, seen.op) == (severity, "torch.func Vmap")
-        assert examine(MapsRight(), x, config=chosen).findings == ()
-
-    def eager(model: nn.Module) -> tuple[Any, str]:
-        (piece,) = [piece for piece in explain(model, x).pieces if not piece.captured]
-        return {cause.reason for cause in piece.why}, piece.source[0].where
-
-    reasons, where = eager(Maps())
-    assert reasons == {Reason.SPLITTING_OP.value, Reason.STATE_REGION.value}
-    assert where.startswith(at(Maps, "vmap"))
-    assert eager(MapsRight())[0] == {Reason.SPLITTING_OP.value}
-
-
-class MapsAlone(nn.Module):
-    def forward(self, x):
-        return torch.vmap(torch.sin)(x)  # <alone>
-
-
-def test_a_vmap_region_without_a_boundary_is_captured() -> None:
-    (piece,) = explain(MapsAlone(), rows("cpu")).pieces
-    assert piece.captured
-    assert piece.source[0].where.startswith(at(MapsAlone, "alone"))  # and no line of torch's
-    assert verify(MapsAlone(), rows("cpu"), config=config(), sets=1).ok
 
 
 class MapsABreak(nn.Module):
@@ -320,14 +284,164 @@ class MapsABreak(nn.Module):
 
 
 def test_a_break_inside_of_vmap() -> None:
-    wrong, correct = (BreakableCUDAGraphWrapper(MapsABreak(maps), config()) for maps in (1, 0))
     x = rows("cpu")
-    with torch.inference_mode(), step(PIECEWISE):
-        with pytest.raises(
-            CaptureError, match=r"'doubled' ran inside of torch.func \(Vmap\)"
-        ) as caught:
-            wrong(x)
-        for _ in range(2):
-            assert torch.equal(correct(x), x.cos() * 2)
-    assert correct.counters.replays == 1
-    found(Diagnosis.of_error(caught.value), "functorch", MapsABreak.forward, "break")
+    wrong, text = BreakableCUDAGraphWrapper(MapsABreak(True), config()), r"torch.func \(Vmap\)"
+    with (
+        torch.inference_mode(),
+        step(PIECEWISE),
+        pytest.raises(CaptureError, match=f"'doubled' ran inside of {text}") as caught,
+    ):
+        wrong(x)
+    assert kinds(Diagnosis.of_error(caught.value)) == {"break": "functorch error"}
+    replayed(MapsABreak(False), x, x.cos() * 2, PIECEWISE)
+
+
+# ---------------------------------------------------------------- weights that move
+
+
+class Moves(nn.Module):
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.up, self.moves = nn.Linear(D, D), moves
+
+    def forward(self, x):
+        x = x @ self.up.weight
+        if self.moves:
+            self.up.weight.data = self.up.weight.data.clone()  # <moves>
+        return self.up(x)
+
+
+def test_weights_that_move() -> None:
+    x, model = rows("cpu"), Moves(False)
+    found = by_line(examine(Moves(True), x))["moves"]
+    assert (found.kind, found.op) == ("replaced_attribute", "self.up.weight")
+    assert examine(model, x).findings == ()
+
+    wrapper = CUDAGraphWrapper(model, config())
+    with torch.inference_mode(), step():
+        wrapper(x)
+        cgcompile.update_weights(model, {"up.bias": torch.ones(D)})
+        assert torch.equal(wrapper(x), model(x))
+        model.up.weight.data = torch.ones(D, D)
+        with pytest.raises(AddressChangedError, match=r"weight 'up\.weight' was rep") as caught:
+            wrapper(x)  # <call>
+    assert kinds(Diagnosis.of_error(caught.value)) == {"call": "replaced_attribute error"}
+
+    compiled = cgcompile.compile(model, config(), guards="none")  # its docs name this exception
+    assert bisect(compiled, x).ok
+    model.up.weight.data = torch.zeros(D, D)
+    assert bisect(compiled, x).stage == "tracing"
+    compiled.invalidate("weights moved")
+    assert bisect(compiled, x).ok
+
+
+# ---------------------------------------------------------------- generators and caches
+
+
+class Draws(nn.Module):
+    def __init__(self, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x):
+        return x + torch.rand(x.shape, generator=self.generator, device=x.device)  # <draw>
+
+
+def test_a_generator_that_is_not_registered() -> None:
+    x, model = rows("cpu"), Draws(torch.Generator())
+    assert kinds(examine(model, x)) == {"draw": "generator break"}
+    assert kinds(examine(Draws(None), x)) == {"draw": "random note"}
+    with torch.inference_mode(), step():
+        with pytest.raises(CaptureError, match="not registered") as caught:
+            CUDAGraphWrapper(model, config())(x)
+        default = CUDAGraphWrapper(Draws(None), config())
+        assert not torch.equal(default(x).clone(), default(x))
+    assert default.counters.replays == 1
+    assert kinds(Diagnosis.of_error(caught.value)) == {"draw": "generator error"}
+    assert only_finding(caught.value).op.startswith("aten.rand.generator")
+
+
+class Decodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D)
+
+    def forward(self, x, cache):
+        q, k, v = (tensor.view(1, 1, -1, D) for tensor in self.qkv(x).chunk(3, -1))
+        k, v = cache.update(k, v, 0)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_a_dynamic_cache() -> None:
+    from transformers import DynamicCache, LlamaConfig, StaticCache
+
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    static = StaticCache(LlamaConfig(hidden_size=D, **heads), max_cache_len=16)
+    model, x = Decodes(), torch.randn(1, D)
+    grows = examine(model, x, DynamicCache()).of_kind("growing_state")
+    for found, name in zip(grows, ("keys", "values"), strict=True):
+        assert (found.kind, found.severity) == ("growing_state", "break")
+        assert found.op == f"input 1.layers[0].{name}"
+        assert found.source.file.endswith("cache_utils.py")
+        assert found.source.code.startswith(f"self.{name} = torch.cat(")
+    assert examine(model, x, static).findings == ()
+
+    def served(cache: Any) -> cgcompile.Backend:
+        backend = cgcompile.Backend(config())
+        compiled = torch.compile(model, backend=backend)
+        with torch.inference_mode():
+            for _ in range(8):
+                compiled(x, cache)
+        return backend
+
+    found = only_finding(doctor(served(DynamicCache())))
+    assert (found.kind, "StaticCache" in found.message) == (Reason.GROWING_STATE.value, True)
+    backend = served(static)
+    assert doctor(backend).findings == ()
+    assert backend.counters.replays >= 4
+
+
+# ---------------------------------------------------------------- another mode than before
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):  # <forward>
+        self.steps.add_(1)  # <write>
+        return x * self.scale + self.steps
+
+
+def test_a_buffer_that_was_made_in_inference_mode() -> None:
+    x = rows("cpu")
+    with torch.inference_mode():
+        model = Steps()
+    with torch.no_grad():
+        diagnosis = doctor(model, x)
+        assert doctor(Steps(), x).findings == ()
+        with pytest.raises(RuntimeError, match="outside InferenceMode") as caught:
+            model(x)
+    assert kinds(diagnosis) == {"write": "inference_tensor error"}
+    assert only_finding(caught.value).kind == "inference_tensor"
+    assert examine(model, x).findings == ()
+
+
+def test_grad_mode_after_a_capture_in_inference_mode() -> None:
+    x, model = rows("cpu"), Steps()
+    wrapper = CUDAGraphWrapper(model, config())
+    strict = CUDAGraphWrapper(model, config(strict=True))
+    with torch.inference_mode(), step():
+        wrapper(x), strict(x)
+    with step():
+        wrapper(x)
+        with pytest.raises(DispatchError, match=Reason.GRADIENTS.value):
+            strict(x)
+        with torch.no_grad():
+            wrapper(x)
+    assert (wrapper.counters.plain, wrapper.counters.replays) == ({Reason.GRADIENTS: 1}, 1)
+    found = only_finding(doctor(wrapper))
+    assert (found.kind, "inference_mode()" in found.fix) == ("gradients", True)
+    assert by_line(doctor(model, x))["forward"].fix == found.fix

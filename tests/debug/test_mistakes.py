@@ -13,7 +13,7 @@ from torch import nn
 import cgcompile
 from cgcompile import CompilationConfig, verify
 from cgcompile.debug import Diagnosis
-from cgcompile.errors import ArgumentsError, CaptureError, CGCompileError, ConfigError
+from cgcompile.errors import ArgumentsError, CGCompileError, ConfigError
 
 
 class Model(nn.Module):
@@ -50,75 +50,50 @@ MODEL = "expected a module, a bound method of one, or a function."
 
 
 @pytest.mark.parametrize(
-    ("name", "call"),
+    ("name", "function"),
     [
-        ("verify", lambda model: verify(model, X)),
-        ("bisect", lambda model: cgcompile.debug.bisect(model, X)),
-        ("explain", lambda model: cgcompile.explain(model, X)),
-        ("doctor", lambda model: cgcompile.debug.doctor(model, X)),
+        ("verify", verify),
+        ("bisect", cgcompile.debug.bisect),
+        ("explain", cgcompile.explain),
+        ("doctor", cgcompile.debug.doctor),
     ],
 )
-def test_no_model(name: str, call: Any) -> None:
-    assert refused(ConfigError, lambda: call(None)) == f"cgcompile.{name}(): found None; {MODEL}"
-    assert refused(ConfigError, lambda: call(3)) == f"cgcompile.{name}(): found 3; {MODEL}"
-    said = refused(ConfigError, lambda: call(Model))
-    assert said.startswith(f"cgcompile.{name}(): found the class Model; ")
+def test_no_model(name: str, function: Any) -> None:
+    for value, text in ((None, f"None; {MODEL}"), (3, f"3; {MODEL}"), (Model, "the class Model; ")):
+        message = refused(ConfigError, lambda value=value: function(value, X))
+        assert message.startswith(f"cgcompile.{name}(): found {text}")
 
 
+SETS = "sets = 0; expected a whole number from 1 to 1048576."
 SIZES = "positive whole numbers, as a sequence or as text '1,2,4'."
+DIMS = "compile: dynamic_dims = ['x']; expected dimensions by parameter, such as {'x': 0}."
+CONFIGS = "config = 'eager'; expected a CompilationConfig, a Backend, or a mapping of settings."
+PREPARE = "doctor: prepare = 3; expected a function that makes the inputs of a call."
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("function", "arguments", "text"),
     [
-        (
-            lambda m: verify(m, X, sets=0),
-            "verify: sets = 0; expected a whole number from 1 to 1048576.",
-        ),
-        (
-            lambda m: cgcompile.debug.bisect(m, X, sets=0),
-            "bisect: sets = 0; expected a whole number from 1 to 1048576.",
-        ),
-        (
-            lambda m: verify(m, X, padded_sizes=("a",)),
-            f"verify: padded_sizes = ('a',); expected {SIZES}",
-        ),
-        (
-            lambda m: cgcompile.explain(m, X, sizes=[-8]),
-            f"explain: sizes = [-8]; expected {SIZES}",
-        ),
-        (
-            lambda m: cgcompile.explain(m, X, dynamic_dims=["x"]),
-            "compile: dynamic_dims = ['x']; expected dimensions by parameter, such as {'x': 0}.",
-        ),
-        (
-            lambda m: cgcompile.compile(m, dynamic_dims=["x"]),
-            "compile: dynamic_dims = ['x']; expected dimensions by parameter, such as {'x': 0}.",
-        ),
-        (
-            lambda m: cgcompile.explain(m, X, config="eager"),
-            "explain: config = 'eager'; expected a CompilationConfig, a Backend, or a mapping of "
-            "settings.",
-        ),
-        (
-            lambda m: cgcompile.debug.doctor(m, X, config="eager"),
-            "doctor: config = 'eager'; expected a CompilationConfig, a Backend, or a mapping of "
-            "settings.",
-        ),
-        (
-            lambda m: cgcompile.debug.doctor(m, prepare=3),
-            "doctor: prepare = 3; expected a function that makes the inputs of a call.",
-        ),
-        (
-            lambda m: Diagnosis.of_error(None),
-            "Diagnosis.of_error: error = None; expected an exception.",
-        ),
+        (verify, {"sets": 0}, f"verify: {SETS}"),
+        (cgcompile.debug.bisect, {"sets": 0}, f"bisect: {SETS}"),
+        (verify, {"padded_sizes": ("a",)}, f"verify: padded_sizes = ('a',); expected {SIZES}"),
+        (cgcompile.explain, {"sizes": [-8]}, f"explain: sizes = [-8]; expected {SIZES}"),
+        (cgcompile.explain, {"dynamic_dims": ["x"]}, DIMS),
+        (cgcompile.explain, {"config": "eager"}, f"explain: {CONFIGS}"),
+        (cgcompile.debug.doctor, {"config": "eager"}, f"doctor: {CONFIGS}"),
     ],
 )
-def test_arguments_that_cannot_be(call: Any, said: str) -> None:
+def test_arguments_that_cannot_be(function: Any, arguments: dict[str, Any], text: str) -> None:
     model = Model().eval()
-    assert refused(ConfigError, lambda: call(model)) == said
-    assert not [each for each in vars(model) if "cgcompile" in each]
+    assert refused(ConfigError, lambda: function(model, X, **arguments)) == text
+    assert not [name for name in vars(model) if "cgcompile" in name]
+
+
+def test_other_arguments_that_cannot_be() -> None:
+    model, expected = Model(), "Diagnosis.of_error: error = None; expected an exception."
+    assert refused(ConfigError, lambda: cgcompile.compile(model, dynamic_dims=["x"])) == DIMS
+    assert refused(ConfigError, lambda: cgcompile.debug.doctor(model, prepare=3)) == PREPARE
+    assert refused(ConfigError, lambda: Diagnosis.of_error(None)) == expected
 
 
 def test_sizes_may_be_one_number_or_text() -> None:
@@ -142,8 +117,8 @@ def test_inputs_that_the_model_does_not_take(args: Any, why: str) -> None:
     takes = "takes (x: torch.Tensor, scale: float = 1.0) -> torch.Tensor, and cannot be called with"
     model = Model()
     for name, look in (("Model.forward", cgcompile.explain), ("Model", cgcompile.debug.doctor)):
-        said = refused(ArgumentsError, lambda look=look: look(model, *args))
-        assert said == f"{name} {takes} these inputs: {why}."
+        message = refused(ArgumentsError, lambda look=look: look(model, *args))
+        assert message == f"{name} {takes} these inputs: {why}."
         with pytest.raises(TypeError):
             look(model, *args)
     method = refused(ArgumentsError, lambda: cgcompile.explain(model.forward, *args))
@@ -167,16 +142,18 @@ def test_a_type_error_of_the_model_is_a_finding() -> None:
 # ---------------------------------------------------------------- sizes of which dimension
 
 
-DIMS = {"x": 0, "more": 0}
+BOTH = {"x": 0, "more": 0}
 TWO = (X, torch.ones(6, D))
 
 
 def test_sizes_of_one_of_two_dimensions() -> None:
     look = lambda **more: cgcompile.explain(  # noqa: E731
-        TwoSizes(), *TWO, dynamic_dims=DIMS, sizes=[8, 64], **more
+        TwoSizes(), *TWO, dynamic_dims=BOTH, sizes=[8, 64], **more
     )
-    said = refused(ConfigError, look)
-    assert said.startswith("sizes: they are sizes of one dynamic dimension of the inputs, and the")
+    message = refused(ConfigError, look)
+    assert message.startswith(
+        "sizes: they are sizes of one dynamic dimension of the inputs, and the"
+    )
     with pytest.raises(ConfigError, match=r"sizes: capture_dim='x.size\(\)\[0\]'. There are: x.si"):
         look()
     found = look(capture_dim="x.size()[0]")
@@ -188,24 +165,26 @@ def test_sizes_of_one_of_two_dimensions() -> None:
         (8, 4 * D * 4),
         (64, 4 * D * 4),
     )
-    said = refused(ConfigError, lambda: look(capture_dim="y"))
-    assert said == ("explain: capture_dim = 'y'; expected one of x.size()[0], more.size()[0].")
-    said = refused(ConfigError, lambda: cgcompile.explain(Model(), X, sizes=[8], capture_dim="y"))
-    assert said == "explain: capture_dim = 'y'; expected none, as no dimension varies."
+    message = refused(ConfigError, lambda: look(capture_dim="y"))
+    assert message == ("explain: capture_dim = 'y'; expected one of x.size()[0], more.size()[0].")
+    message = refused(
+        ConfigError, lambda: cgcompile.explain(Model(), X, sizes=[8], capture_dim="y")
+    )
+    assert message == "explain: capture_dim = 'y'; expected none, as no dimension varies."
 
 
 def test_sizes_of_the_settings_are_not_called_those_of_the_user() -> None:
     settings = CompilationConfig(cudagraph_capture_sizes=(8,))
     with pytest.raises(ConfigError, match="Set capture_dim to one of: x"):
-        cgcompile.explain(TwoSizes(), *TWO, dynamic_dims=DIMS, config=settings)
+        cgcompile.explain(TwoSizes(), *TWO, dynamic_dims=BOTH, config=settings)
 
 
 def test_a_page_about_one_of_two_dimensions() -> None:
-    model = cgcompile.compile(TwoSizes().eval(), CONFIG, dynamic_dims=DIMS)
+    model = cgcompile.compile(TwoSizes().eval(), CONFIG, dynamic_dims=BOTH)
     with torch.inference_mode():
         model(*TWO)
-    said = refused(ConfigError, lambda: cgcompile.debug.report(model, sizes=[8]))
-    assert said.startswith("sizes: they are sizes of one dynamic dimension")
+    message = refused(ConfigError, lambda: cgcompile.debug.report(model, sizes=[8]))
+    assert message.startswith("sizes: they are sizes of one dynamic dimension")
     assert refused(ConfigError, lambda: cgcompile.debug.report(model, sizes="a,b")).startswith(
         "report: sizes = 'a,b'; expected positive"
     )
@@ -224,8 +203,8 @@ def test_what_captures_nothing(name: str) -> None:
         "a manager."
     )
     for target, found in ((Model(), "a Model"), (None, "None"), (Odd(), "an Odd"), (3, "an int")):
-        said = refused(ConfigError, lambda target=target: function(target))
-        assert said == f"cgcompile.{name}(): found {found}{rest}"
+        message = refused(ConfigError, lambda target=target: function(target))
+        assert message == f"cgcompile.{name}(): found {found}{rest}"
 
 
 def test_a_profile_of_anyone() -> None:
@@ -248,41 +227,3 @@ def test_the_handle_of_a_compiled_model() -> None:
     with pytest.raises(ConfigError, match=r"runtime\(\): found an Odd; expected a module"):
         cgcompile.runtime(Odd())
     assert cgcompile.coverage(model.backend).total == 0
-
-
-# ---------------------------------------------------------------- errors that happened
-
-
-def test_an_error_of_something_else() -> None:
-    def fails() -> None:
-        raise ValueError("unrelated")
-
-    with pytest.raises(ValueError, match="unrelated") as caught:
-        fails()
-    (found,) = Diagnosis.of_error(caught.value).findings
-    assert (found.kind, found.message) == ("forward_raised", "ValueError: unrelated")
-    assert found.source is not None
-    assert found.source.code == 'raise ValueError("unrelated")'
-    assert found.fix.startswith("No graph has to do with it")
-
-
-def test_an_error_of_a_capture_keeps_its_advice() -> None:
-    (found,) = Diagnosis.of_error(CaptureError.no_breaks(what="step", names="a::b")).findings
-    assert found.kind == "capture_failed"
-
-    class Fails(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("in a capture")
-
-    wrapper = cgcompile.CUDAGraphWrapper(Fails(), CONFIG, cgcompile.CUDAGraphMode.FULL)
-    batch = cgcompile.BatchDescriptor(4)
-    with (
-        torch.inference_mode(),
-        cgcompile.set_forward_context(
-            cudagraph_runtime_mode=cgcompile.CUDAGraphMode.FULL, batch_descriptor=batch
-        ),
-        pytest.raises(RuntimeError, match="in a capture") as caught,
-    ):
-        wrapper(X)
-    (found,) = Diagnosis.of_error(caught.value).findings
-    assert found.kind == "capture_failed"

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from lib.breakable import PIECEWISE, step
 from lib.command_line import Page
-from lib.encoders import config as encoder_config
-from lib.encoders import images, patches
+from lib.encoders import images
+from lib.encoders import manager as encoder_manager
 from lib.manager import manager, requests
 from torch import nn
 
 import cgcompile
+from cgcompile.debug import Overview
 from cgcompile.debug.output import duration, render
 from cgcompile.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
-def overview() -> cgcompile.debug.Overview:
+def overview() -> Overview:
     """A manager of a compiled decoder that has run decode, mixed and one oversize batch."""
     served = manager(kind="compiled")
     served.capture()
@@ -30,12 +32,12 @@ def overview() -> cgcompile.debug.Overview:
         served.run(requests(count - 2, 2))
     found = cgcompile.debug.report(served)
     assert found.counters.replays == served.counters.replays == 6
-    assert sum(dict(found.memory).values()) == served.graph_memory().total > 0
+    assert sum(found.memory.values()) == served.graph_memory().total > 0
     return found
 
 
 @pytest.fixture(scope="module")
-def page(overview: cgcompile.debug.Overview) -> Page:
+def page(overview: Overview) -> Page:
     return Page(render("overview", overview.to_dict()))
 
 
@@ -59,105 +61,127 @@ def exact(row: dict[str, tuple[str, list[str]]], column: str) -> Any:
     return json.loads(number)
 
 
+def compiled_and_run(model: nn.Module, **settings: Any) -> Any:
+    compiled = cgcompile.compile(model, compiler="eager", capture_device="host", **settings)
+    with torch.inference_mode():
+        compiled(torch.randn(2, 4, 8))
+    return compiled
+
+
 # ---------------------------------------------------------------- the page against the value
 
-
-def test_recorded_steps_are_those_of_the_value(
-    page: Page, overview: cgcompile.debug.Overview
-) -> None:
-    found = overview.to_dict()["steps"]
-    assert len(found) == 9  # four FULL sizes of decode, five PIECEWISE ones
-    columns = {
-        "graphs": "graphs",
-        "breaks": "breaks",
-        "nodes": "nodes",
-        "bytes": "nbytes",
-        "capture": "seconds",
-        "replays": "replays",
-    }
-    for row, step in zip(page.rows("steps"), found, strict=True):
-        assert row["batch"][0] == step["batch"]
-        assert row["mode"][0] == step["mode"]
-        assert {each: exact(row, each) for each in columns} == {
-            title: step[name] for title, name in columns.items()
-        }
-
-
-def test_pieces_are_those_of_the_value(page: Page, overview: cgcompile.debug.Overview) -> None:
-    for number, graph in enumerate(overview.to_dict()["graphs"]):
-        suffix = f"#{number}" if number else ""
-        pieces = graph["pieces"]
-        rows = page.rows(f"pieces{suffix}")
-        assert [exact(row, "ops") for row in rows] == [piece["num_ops"] for piece in pieces]
-        kinds = ["captured" if piece["captured"] else "eager" for piece in pieces]
-        assert [row["kind"][0] for row in rows] == kinds
-        first = page.rows(f"distinct{suffix}")
-        assert sum(exact(row, "times") for row in first) == len(pieces)
-        assert len(first) == graph["totals"]["distinct"]
-        assert "splitting_op cgserve::attend" in first[1]["why, and where"][0]
-        assert "manager.py:" in first[0]["why, and where"][0]
-        label, titles = page.drawings[number]
-        assert label == f"The pieces of graph {number} in order: 3 captured, 2 eager"
-        assert len(titles) == 1 + len(pieces)
-        assert titles[2].startswith("piece_1, eager, 1 ops; splitting_op: cgserve::attend")
-
-
-def test_timeline_is_that_of_the_value(page: Page, overview: cgcompile.debug.Overview) -> None:
-    found = overview.to_dict()["timeline"]
-    assert [each["batch"] for each in found] == [each.batch for each in overview.timeline]
-    rows = page.rows("timeline")
-    assert len(rows) == len(found) == 9
-    for row, record in zip(rows, found, strict=True):
-        assert exact(row, "time") == record["seconds"]
-        assert exact(row, "bytes") == record["nbytes"]
-        assert exact(row, "segments") == len(record["segments"])
-        assert exact(row, "after") == record["start"] - found[0]["start"]
-    drawing = next(titles for label, titles in page.drawings if label.startswith("Captures"))
-    for record in found:
-        assert [title for title in drawing if title.startswith(f"{record['batch']}: ")]
+NUMBERS = {  # of a table: where the rows are in the value, and the field of each column
+    "steps": (
+        lambda found: found["steps"],
+        {
+            "graphs": "graphs",
+            "breaks": "breaks",
+            "bytes": "nbytes",
+            "capture": "seconds",
+            "replays": "replays",
+        },
+    ),
+    "timeline": (
+        lambda found: [
+            {
+                **record,
+                "after": record["start"] - found["timeline"][0]["start"],
+                "length": len(record["segments"]),
+            }
+            for record in found["timeline"]
+        ],
+        {"after": "after", "time": "seconds", "bytes": "nbytes", "segments": "length"},
+    ),
+    "coverage": (lambda found: found["coverage"]["rows"], {"steps": "hits", "padding": "padding"}),
+    "pieces": (lambda found: found["graphs"][0]["pieces"], {"ops": "num_ops"}),
+    "pieces#1": (lambda found: found["graphs"][1]["pieces"], {"ops": "num_ops"}),
+}
+TEXTS = {  # of a table: what stands in a column, of a row of the value
+    "steps": {"batch": lambda step: step["batch"], "mode": lambda step: step["mode"]},
+    "timeline": {
+        "batch": lambda record: record["batch"],
+        "what": lambda record: record["name"],
+        "mode": lambda record: record["mode"],
+    },
+    "coverage": {
+        "batches": lambda row: row["batches"],
+        "mode": lambda row: row["mode"],
+        "graph": lambda row: row["graph"] or "",
+        "why without a graph": lambda row: " ".join(filter(None, (row["reason"], row["detail"]))),
+    },
+    "pieces": {"kind": lambda piece: "captured" if piece["captured"] else "eager"},
+}
 
 
-def test_coverage_is_that_of_the_value(page: Page, overview: cgcompile.debug.Overview) -> None:
-    found = overview.to_dict()["coverage"]
-    assert found["total"] == 7
-    assert found["on_graphs"] == 6
-    for row, each in zip(page.rows("coverage"), found["rows"], strict=True):
-        assert exact(row, "steps") == each["hits"]
-        assert exact(row, "padding") == each["padding"]
-        assert row["graph"][0] == (each["graph"] or "")
-        assert (each["reason"] or "") in row["why without a graph"][0]
-    assert "oversize" in page.rows("coverage")[-1]["why without a graph"][0]
-    drawing = next(titles for label, titles in page.drawings if label.startswith("Real"))
-    assert drawing[1:] == [
-        f"{each['mode']} {each['graph']}: {each['padding']:.1%} padding in {each['hits']} steps"
-        for each in found["rows"]
-        if each["padding"] is not None
+@pytest.mark.parametrize("name", NUMBERS)
+def test_tables_are_those_of_the_value(page: Page, overview: Overview, name: str) -> None:
+    (rows_of, fields), texts = NUMBERS[name], TEXTS[name.split("#")[0]]
+    values = rows_of(overview.to_dict())
+    rows = page.rows(name)
+    assert len(rows) == {"steps": 9, "timeline": 9, "coverage": 10}.get(name, 5)
+    for row, value in zip(rows, values, strict=True):
+        assert {c: exact(row, c) for c in fields} == {c: value[f] for c, f in fields.items()}
+        assert {c: row[c][0] for c in texts} == {c: f(value) for c, f in texts.items()}
+
+
+def drawing(page: Page, start: str) -> list[str]:
+    """The titles of the one drawing whose label starts so, without its own."""
+    ((_, titles),) = [found for found in page.drawings if found[0].startswith(start)]
+    return titles[1:]
+
+
+def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None:
+    assert len(overview.graphs) == 2
+    for graph in overview.graphs:
+        titles = drawing(page, f"The pieces of graph {graph.index} in order: 3 captured, 2 eager")
+        assert len(titles) == len(graph.pieces)
+        assert titles[1].startswith("piece_1, eager, 1 ops; splitting_op: cgserve::attend")
+    captures = drawing(page, "Captures")
+    for title, record in zip(captures, overview.timeline, strict=True):
+        assert title.startswith(f"{record.name}, {record.mode.name}, {record.batch}: ")
+    assert drawing(page, "Real") == [
+        f"{row.mode} {row.graph}: {row.padding:.1%} padding in {row.hits} steps"
+        for row in overview.coverage.rows
+        if row.padding is not None
     ]
 
 
-def test_counters_and_memory_are_those_of_the_value(
-    page: Page, overview: cgcompile.debug.Overview
-) -> None:
-    found = overview.to_dict()
-    (line,) = [each for each in page.text.splitlines() if " calls: " in each]
-    counts = [found["counters"][each] for each in ("calls", "captures", "replays", "failures")]
-    plain = sum(each["calls"] for each in found["counters"]["plain"])
-    assert [int(each) for each in re.findall(r"\d+", line)] == [*counts[:3], plain, counts[3]]
+def test_distinct_pieces_are_those_of_the_value(page: Page, overview: Overview) -> None:
+    for graph, name in zip(overview.graphs, ("distinct", "distinct#1"), strict=True):
+        rows = page.rows(name)
+        assert sum(exact(row, "times") for row in rows) == len(graph.pieces)
+        assert len(rows) == graph.totals.distinct
+        assert "splitting_op cgserve::attend" in rows[1]["why, and where"][0]
+        assert "manager.py:" in rows[0]["why, and where"][0]
+
+
+def test_counters_and_memory_are_those_of_the_value(page: Page, overview: Overview) -> None:
+    counters = overview.to_dict()["counters"]
+    assert (overview.coverage.total, overview.coverage.on_graphs) == (7, 6)
+    (line,) = [line for line in page.text.splitlines() if " calls: " in line]
+    counts = [counters[name] for name in ("calls", "captures", "replays")]
+    counts += [sum(counters["plain"].values()), counters["failures"]]
+    assert [int(number) for number in re.findall(r"\d+", line)] == counts
     for name in ("plain", "degraded"):
-        assert (name in page.tables) == bool(found["counters"][name])
-    for row, each in zip(page.rows("plain"), found["counters"]["plain"], strict=True):
-        assert (row["reason"][0], exact(row, "calls")) == (each["reason"], each["calls"])
-    assert [exact(row, "bytes") for row in page.rows("memory")] == [
-        each["nbytes"] for each in found["memory"]
-    ]
+        assert (name in page.tables) == bool(counters[name])
+    rows = {row["reason"][0]: exact(row, "calls") for row in page.rows("plain")}
+    assert rows == counters["plain"]
+    memory = {row["what for"][0]: exact(row, "bytes") for row in page.rows("memory")}
+    assert memory == overview.memory
+    versions = {row["what"][0]: row["which"][0] for row in page.rows("versions")}
+    assert versions == overview.environment
+    compilations = re.findall(r"Compilation took .*: (.*)\.", page.text)
+    assert compilations == [f"{len(g.compilation.pieces)} compiled" for g in overview.graphs]
+    assert "oversize" in page.rows("coverage")[-1]["why without a graph"][0]
 
 
-def test_no_number_comes_from_elsewhere(page: Page, overview: cgcompile.debug.Overview) -> None:
+def test_no_number_comes_from_elsewhere(page: Page, overview: Overview) -> None:
     """Numbers of the page are leaves of the value, lengths of its lists, or sums over them."""
     known: set[Any] = set()
 
     def visit(value: Any) -> None:
         if isinstance(value, dict):
+            known.add(sum(each for each in value.values() if isinstance(each, int)))
             for each in value.values():
                 visit(each)
         elif isinstance(value, list):
@@ -172,7 +196,7 @@ def test_no_number_comes_from_elsewhere(page: Page, overview: cgcompile.debug.Ov
 
     found = overview.to_dict()
     visit(found)
-    known |= {each["start"] - found["timeline"][0]["start"] for each in found["timeline"]}
+    known |= {record["start"] - found["timeline"][0]["start"] for record in found["timeline"]}
     known |= {  # how many pieces have one structure
         sum(piece["same_as"] == other["same_as"] for other in graph["pieces"])
         for graph in found["graphs"]
@@ -221,48 +245,33 @@ def test_the_page_is_accessible(page: Page) -> None:
 def test_what_users_name_is_text(tmp_path: Path) -> None:
     name = "<script>alert(1)</script>"
     model = type(name, (Attends,), {})().eval()
-    compiled = cgcompile.compile(model, compiler="eager", capture_device="host")
-    with torch.inference_mode():
-        compiled(torch.randn(2, 4, 8))
-    overview = cgcompile.debug.report(compiled, tmp_path / "deep" / "page.html")
-    text = (tmp_path / "deep" / "page.html").read_text(encoding="utf-8")
+    overview = cgcompile.debug.report(compiled_and_run(model), tmp_path / "deep" / "page.html")
     assert overview.title == name
-    assert "<script" not in text
-    found = Page(text)
-    assert found.headings[0] == (1, name)
-    explained = cgcompile.explain(model, torch.randn(2, 4, 8)).to_html(tmp_path / "e.html")
-    assert Page(explained.read_text(encoding="utf-8")).headings[0] == (1, name)
+    cgcompile.explain(model, torch.randn(2, 4, 8)).to_html(tmp_path / "deep" / "explain.html")
+    for path in (tmp_path / "deep").iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert "<script" not in text
+        assert Page(text).headings[0] == (1, name)
 
 
 def test_long_lists_are_folded() -> None:
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Attends() for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    compiled = cgcompile.compile(
-        Deep().eval(), compiler="eager", capture_device="host", dynamic_dims={"x": 0}
-    )
+    model = nn.Sequential(*[Attends() for _ in range(3)]).eval()
+    compiled = compiled_and_run(model, dynamic_dims={"input": 0})
     with torch.inference_mode():
-        for size in range(2, 22):
+        for size in range(3, 22):
             for _ in range(2):
                 compiled(torch.randn(size, 4, 8))
+        compiled(torch.randn(2, 4, 8))
     overview = cgcompile.debug.report(compiled)
-    found = Page(render("overview", overview.to_dict()))
-    assert len(found.rows("steps")) == 16
-    assert len(found.rows("more-steps")) == 4
+    page = read(overview)
+    assert (len(page.rows("steps")), len(page.rows("more-steps"))) == (16, 4)
     assert len(overview.steps) == 20
-    assert [tag for tag, given in found.tags if tag == "details" and "open" not in given]
+    assert [tag for tag, attributes in page.tags if tag == "details" and "open" not in attributes]
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0 s"), (2.5, "2.50 s"), (0.0123, "12.3 ms"), (4e-7, "0.40 us"), (123.4, "123 s")],
+    [(0.0, "0.0 us"), (2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-7, "0.4 us")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -271,78 +280,53 @@ def test_durations(seconds: float, text: str) -> None:
 # ---------------------------------------------------------------- the value against what ran
 
 
-@pytest.fixture(params=["torch.compile", "compile", "breakable", "backend"])
-def run_model(request: pytest.FixtureRequest) -> tuple[Any, str]:
-    """A model that has warmed up, captured and replayed twice, through one of the doors."""
-    settings: dict[str, Any] = {"compiler": "eager", "capture_device": "host"}
+def read(overview: Overview) -> Page:
+    assert json.loads(overview.to_json()) == overview.to_dict()
+    return Page(render("overview", overview.to_dict()))
+
+
+@pytest.mark.parametrize("door", ["torch.compile", "compile", "breakable", "backend"])
+def test_every_door(door: str) -> None:
+    """A model warms up, is captured and replays twice."""
     model, x = Attends().eval(), torch.randn(2, 4, 8)
-    found: Any
-    if request.param == "compile":
-        found = cgcompile.compile(model, **settings)
-    elif request.param == "breakable":
-        found = cgcompile.compile(model, splitting="breakable", capture_device="host")
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    if door == "compile":
+        compiled = cgcompile.compile(model, backend.config)
+    elif door == "breakable":
+        compiled = cgcompile.compile(model, splitting="breakable", capture_device="host")
     else:
-        backend = cgcompile.Backend(**settings)
-        found = torch.compile(model, backend=backend)
-    batch = cgcompile.BatchDescriptor(num_tokens=2)
-    with (
-        torch.inference_mode(),
-        cgcompile.set_forward_context(
-            cudagraph_runtime_mode=cgcompile.CUDAGraphMode.PIECEWISE, batch_descriptor=batch
-        ),
-    ):
+        compiled = torch.compile(model, backend=backend)
+    with torch.inference_mode(), step(2, PIECEWISE):
         for _ in range(4):
-            result = found(x)
+            result = compiled(x)
         assert torch.equal(result, model(x))
-    request.node.model = found  # a backend does not keep it
-    return (backend if request.param == "backend" else found), request.param
-
-
-def test_every_door(run_model: tuple[Any, str]) -> None:
-    target, door = run_model
-    overview = cgcompile.debug.report(target, title="mine")
+    overview = cgcompile.debug.report(backend if door == "backend" else compiled, title="mine")
     assert overview.title == "mine"
-    (step,) = overview.steps
-    assert (step.batch, step.mode, step.graphs, step.breaks) == ("num_tokens=2", "PIECEWISE", 2, 1)
-    assert step.nodes is not None
-    assert step.nodes > 0
-    assert step.replays == overview.counters.replays >= 2
+    (ran,) = overview.steps
+    assert (ran.batch, ran.mode, ran.graphs, ran.breaks) == ("num_tokens=2", "PIECEWISE", 2, 1)
+    assert ran.replays == overview.counters.replays >= 2
     assert overview.counters.calls == 4
     (record,) = overview.timeline
-    assert (step.seconds, step.nbytes) == (record.seconds, record.nbytes)
-    assert [each.index for each in overview.graphs] == ([] if door == "breakable" else [0])
-    assert [p.captured for g in overview.graphs for p in g.pieces] == (
-        [] if door == "breakable" else [True, False, True]
-    )
-    assert dict(overview.memory)["pools"] > 0
-    assert json.loads(overview.to_json()) == overview.to_dict()
-    found = Page(render("overview", overview.to_dict()))
-    assert exact(found.rows("steps")[0], "replays") == step.replays
+    assert (ran.seconds, ran.nbytes) == (record.seconds, record.nbytes)
+    kinds = [[piece.captured for piece in graph.pieces] for graph in overview.graphs]
+    assert kinds == ([] if door == "breakable" else [[True, False, True]])
+    assert overview.memory["pools"] > 0
+    assert exact(read(overview).rows("steps")[0], "replays") == ran.replays
 
 
 def test_an_encoder_manager() -> None:
-    encoder = cgcompile.EncoderCudaGraphManager(
-        patches(),
-        device="cpu",
-        dtype=torch.float32,
-        token_budgets=[8, 16],
-        config=encoder_config(),
-    )
-    encoder.capture()
+    encoder = encoder_manager(token_budgets=[8, 16])
     encoder.execute(images((4, 4), (4, 6)))
     encoder.execute(images((16, 16)))
     overview = cgcompile.debug.report(encoder)
     assert overview.kind == "EncoderCudaGraphManager"
-    assert overview.coverage.unit == "items"
-    assert overview.coverage.total == 3
+    assert (overview.coverage.unit, overview.coverage.total) == ("items", 3)
     assert sum(step.replays for step in overview.steps) == encoder.counters.replays > 0
-    assert [setting.origin for setting in overview.settings if setting.name == "capture_device"]
-    found = Page(render("overview", overview.to_dict()))
-    assert "Split" not in [text for _, text in found.headings]
-    assert len(found.rows("steps")) == 2
-    assert [exact(row, "items") for row in found.rows("coverage")] == [
-        row.hits for row in overview.coverage.rows
-    ]
+    page = read(overview)
+    assert "Split" not in [text for _, text in page.headings]
+    assert len(page.rows("steps")) == 2
+    hits = [row.hits for row in overview.coverage.rows]
+    assert [exact(row, "items") for row in page.rows("coverage")] == hits
 
 
 def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,18 +341,18 @@ def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> N
     assert origins["compiler"] == ("eager", "options")
     assert origins["num_warmups"] == (0, "environment")
     assert origins["strict"] == (False, "default")
-    found = Page(render("overview", overview.to_dict()))
-    chosen = {row["setting"][0]: row["from"][0] for row in found.rows("settings")}
+    page = read(overview)
+    chosen = {row["setting"][0]: row["from"][0] for row in page.rows("settings")}
     assert chosen == {name: origin for name, (_, origin) in origins.items() if origin != "default"}
     assert set(chosen) == {"compiler", "capture_device", "num_warmups", "cache_dir"}
-    assert len(chosen) + len(found.rows("defaults")) == len(origins)
+    assert len(chosen) + len(page.rows("defaults")) == len(origins)
 
 
 def test_nothing_has_run() -> None:
     overview = cgcompile.debug.report(cgcompile.compile(Attends(), compiler="eager"))
     assert overview.steps == overview.timeline == overview.graphs == ()
     assert overview.notes == ("Nothing was compiled yet: call the model, then ask again.",)
-    text = Page(render("overview", overview.to_dict())).text
+    text = read(overview).text
     assert "Nothing is recorded." in text
     assert "Nothing was captured." in text
 

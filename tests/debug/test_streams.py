@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from lib.debug import examine, found, marked_line, only_finding
+from lib.debug import examine, kinds, only_finding, step
 from torch import nn
 
 import cgcompile
 from cgcompile import CompilationConfig
-from cgcompile.debug.findings import Notes, Way
-from cgcompile.debug.op_observer import Case, Streams, Watch
+from cgcompile.debug.doctor import finding
+from cgcompile.debug.op_observer import Notes, Streams, Watch, Way
 from cgcompile.debug.restore import Snapshot
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import named_failures
 
 MAIN, SIDE, OTHER = 0, 8, 9
-JOINED = "it runs on a side stream that forks from the one of the call and is joined again"
+JOINED = "it runs on a side stream that forks and joins"
 UNJOINED = "it runs on a side stream that is not joined"
-LOOSE = "it runs on a stream that does not wait for the one of the call"
+LOOSE = "it runs on a stream that does not wait for that of the call"
 UNSEEN = "it runs on another stream than the call; whether that is joined was not seen"
 BREAKABLE = CompilationConfig(splitting="breakable")
 
 
 class Board:
-    """Streams that are numbers, told of by the very functions of torch."""
+    """Numbered streams; waits go through the functions of torch."""
 
     def __init__(self) -> None:
         self.now = MAIN
@@ -48,51 +48,7 @@ class Board:
             self.now = MAIN
 
 
-def joined(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    board.on(SIDE, x)
-    board.wait(MAIN, SIDE)
-
-
-def through_another(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    board.on(SIDE, x)
-    board.wait(OTHER, SIDE)
-    board.wait(MAIN, OTHER)
-
-
-def never_joined(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    board.on(SIDE, x)
-
-
-def joined_too_early(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    board.wait(MAIN, SIDE)
-    board.on(SIDE, x)
-
-
-def joins_another(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    board.wait(OTHER, MAIN)
-    board.on(SIDE, x)
-    board.wait(MAIN, OTHER)
-
-
-def never_forked(board: Board, x: torch.Tensor) -> None:
-    board.on(SIDE, x)
-    board.wait(MAIN, SIDE)
-
-
-def joined_once_of_twice(board: Board, x: torch.Tensor) -> None:
-    board.wait(SIDE, MAIN)
-    for number in range(2):
-        board.on(SIDE, x)
-        if number == 0:
-            board.wait(MAIN, SIDE)
-
-
-def waits_unseen(board: Board, x: torch.Tensor) -> None:
+def unseen(board: Board, x: torch.Tensor) -> None:
     board.on(SIDE, x)
     with suppress(RuntimeError, NotImplementedError):
         torch.Event("cpu").record()  # written in C, and so are the waits of such events
@@ -104,31 +60,43 @@ def raises(board: Board, x: torch.Tensor) -> None:
     raise KeyError
 
 
+def scenario(*steps: Any) -> Callable[[Board, torch.Tensor], None]:
+    """Pairs wait for one another, (waiting, waited); a number works on that stream."""
+
+    def run(board: Board, x: torch.Tensor) -> None:
+        for part in steps:
+            if isinstance(part, tuple):
+                board.wait(*part)
+            else:
+                board.on(part, x)
+
+    return run
+
+
+FORK, JOIN = (SIDE, MAIN), (MAIN, SIDE)
+JOINED_STEPS = scenario(FORK, SIDE, JOIN)
+
+
 def watched(model: Callable[[Board, torch.Tensor], None], way: Way) -> cgcompile.debug.Diagnosis:
     notes, board, x = Notes(way, watched.__code__), Board(), torch.ones(2)
-    case = Case(
-        notes,
-        cgcompile.boundaries.Boundaries(),
-        torch.device("cuda"),
-        Snapshot([x]),
-        lambda: board.now,
-    )
-    with suppress(KeyError), Watch(case):
+    boundaries, device = cgcompile.boundaries.Boundaries(), torch.device("cuda")
+    with suppress(KeyError), Watch(notes, boundaries, device, Snapshot([x]), lambda: board.now):
         model(board, x)
-    return cgcompile.debug.Diagnosis.of("model", "cuda", notes)
+    findings = [finding(note, way) for note in notes]
+    return cgcompile.debug.Diagnosis.of("model", "cuda", findings)
 
 
 @pytest.mark.parametrize(
     ("model", "severity", "text"),
     [
-        (joined, "note", JOINED),
-        (through_another, "note", JOINED),
-        (never_joined, "error", UNJOINED),
-        (joined_too_early, "error", UNJOINED),
-        (joins_another, "error", UNJOINED),
-        (joined_once_of_twice, "error", UNJOINED),
-        (never_forked, "error", LOOSE),
-        (waits_unseen, "note", UNSEEN),
+        (JOINED_STEPS, "note", JOINED),
+        (scenario(FORK, SIDE, (OTHER, SIDE), (MAIN, OTHER)), "note", JOINED),  # through another
+        (scenario(FORK, SIDE), "error", UNJOINED),
+        (scenario(FORK, JOIN, SIDE), "error", UNJOINED),  # too early
+        (scenario(FORK, (OTHER, MAIN), SIDE, (MAIN, OTHER)), "error", UNJOINED),  # another one
+        (scenario(FORK, SIDE, JOIN, SIDE), "error", UNJOINED),  # once of twice
+        (scenario(SIDE, JOIN), "error", LOOSE),
+        (unseen, "note", UNSEEN),
         (raises, "note", UNSEEN),
     ],
 )
@@ -142,10 +110,10 @@ def test_how_work_on_another_stream_is_judged(model: Any, severity: str, text: s
     assert (traced.severity, traced.message) == ("break", seen.message)
 
 
-def test_where_another_profiler_looks() -> None:
+def test_beside_another_profiler() -> None:
     sys.setprofile(lambda *_: None)
     try:
-        (seen,) = watched(joined, Way.UNTRACED).of_kind("side_stream")
+        (seen,) = watched(JOINED_STEPS, Way.UNTRACED).of_kind("side_stream")
     finally:
         sys.setprofile(None)
     assert (seen.severity, seen.message) == ("note", UNSEEN)
@@ -156,28 +124,25 @@ def test_an_event_that_is_gone_is_not_taken_for_another() -> None:
     streams = Streams(lambda: now[0])
     side = SimpleNamespace(cuda_stream=SIDE)
     for _ in range(3):  # memory of a dead object is used again
-        streams.records(SimpleNamespace())
-        streams.waits(SimpleNamespace(), side)
+        streams.record(SimpleNamespace())
+        streams.wait(SimpleNamespace(), side)
     now[0] = SIDE
-    streams.works("op", None)
-    assert [work.text.startswith(LOOSE) for work in streams.work()] == [True]
+    streams.add_work("op", None)
+    assert [text.startswith(LOOSE) for _, _, text, _ in streams.work()] == [True]
 
 
-SAID = """CUDA error: capturing stream has unjoined work
+UNJOINED_ERROR = """CUDA error: capturing stream has unjoined work
 Search for `cudaErrorStreamCaptureUnjoined' in https://docs.nvidia.com/cuda/ for more information.
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below
 might be incorrect."""
 
 
-@pytest.mark.parametrize("said", [SAID, "HIP error: hipErrorStreamCaptureUnjoined"])
-def test_a_capture_that_ends_unjoined(said: str) -> None:
+@pytest.mark.parametrize("message", [UNJOINED_ERROR, "HIP error: hipErrorStreamCaptureUnjoined"])
+def test_a_capture_that_ends_unjoined(message: str) -> None:
     with pytest.raises(CaptureError, match="ended with unjoined work") as caught, named_failures():
-        raise RuntimeError(said)  # <end>
-    assert str(caught.value.__cause__) == said
-    seen = only_finding(caught.value)
-    assert (seen.kind, seen.severity) == ("side_stream", "error")
-    assert seen.source is not None
-    assert seen.source.line == marked_line(test_a_capture_that_ends_unjoined, "end")
+        raise RuntimeError(message)  # <end>
+    assert str(caught.value.__cause__) == message
+    assert kinds(cgcompile.debug.Diagnosis.of_error(caught.value)) == {"end": "side_stream error"}
 
 
 def test_other_errors_at_the_end_of_a_capture_are_as_they_were() -> None:
@@ -187,31 +152,48 @@ def test_other_errors_at_the_end_of_a_capture_are_as_they_were() -> None:
     assert caught.value is error
 
 
+class Forks(nn.Module):
+    def __init__(self, forks: bool = True, joins: bool = True) -> None:
+        super().__init__()
+        self.side = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.forks, self.joins = forks, joins
+
+    def forward(self, x):
+        if x.is_cuda and self.forks:
+            self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):  # <stream>
+            y = x + 1  # <work>
+        if x.is_cuda and self.joins:
+            torch.cuda.current_stream().wait_stream(self.side)
+        return y * 2
+
+
+def test_a_side_stream_on_the_cpu() -> None:
+    assert kinds(examine(Forks(), torch.ones(2))) == {"stream": "side_stream note"}
+
+
 @pytest.mark.gpu
-def test_streams_of_cuda() -> None:
-    class Forks(nn.Module):
-        def __init__(self, forks: bool, joins: bool) -> None:
-            super().__init__()
-            self.forks, self.joins, self.side = forks, joins, torch.cuda.Stream()
-
-        def forward(self, x):
-            main = torch.cuda.current_stream()
-            if self.forks:
-                self.side.wait_stream(main)
-            with torch.cuda.stream(self.side):
-                y = x + 1  # <work>
-                event = self.side.record_event()
-            if self.joins:
-                main.wait_event(event)
-            return y * 2
-
-    x = torch.ones(2, device="cuda")
-    for given, severity, text in (
-        ((True, True), "note", JOINED),
-        ((True, False), "error", UNJOINED),
-        ((False, True), "error", LOOSE),
-    ):
-        diagnosis = examine(Forks(*given), x, config=BREAKABLE)
-        seen = found(diagnosis, "side_stream", Forks.forward, "work")
-        assert (seen.severity, seen.message.startswith(text)) == (severity, True)
-        assert len(diagnosis.findings) == 1
+@pytest.mark.parametrize(
+    ("forks", "joins", "severity", "text"),
+    [
+        (True, True, "note", JOINED),
+        (True, False, "error", UNJOINED),
+        (False, True, "error", LOOSE),
+    ],
+)
+def test_streams_of_cuda(forks: bool, joins: bool, severity: str, text: str) -> None:
+    x, model = torch.ones(2, device="cuda"), Forks(forks, joins)
+    diagnosis = examine(model, x, config=BREAKABLE)
+    assert kinds(diagnosis) == {"work": f"side_stream {severity}"}
+    assert only_finding(diagnosis).message.startswith(text)
+    wrapper = cgcompile.CUDAGraphWrapper(model, CompilationConfig())
+    if forks:
+        with torch.inference_mode(), step():
+            if joins:
+                for _ in range(2):
+                    assert torch.equal(wrapper(x), (x + 1) * 2)
+                assert wrapper.counters.replays == 1
+            else:
+                with pytest.raises(CaptureError, match="unjoined work") as caught:
+                    wrapper(x)
+                assert only_finding(caught.value).kind == "side_stream"

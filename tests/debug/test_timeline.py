@@ -12,8 +12,8 @@ from lib.entry import HOOKED, Hook, Hooked, assert_same, batch, compiled_model, 
 from lib.manager import manager
 from torch import nn
 
-import cgcompile
 from cgcompile import CompilationConfig, CUDAGraphWrapper
+from cgcompile.debug import timeline
 from cgcompile.errors import ConfigError
 from cgcompile.reasons import Reason
 
@@ -30,7 +30,7 @@ def test_each_capture_of_a_compiled_model(device: str) -> None:
         for _ in range(3):
             assert_same(compiled(x), model(x))
     after = time.time()
-    first, second = cgcompile.debug.timeline(compiled)
+    first, second = timeline(compiled)
     assert (first.name, first.mode, first.why) == ("step", PIECEWISE, None)
     assert first.batch.startswith("num_tokens=6")
     assert second.batch.startswith("num_tokens=3")
@@ -43,13 +43,10 @@ def test_each_capture_of_a_compiled_model(device: str) -> None:
         assert first.nbytes + second.nbytes == graph.pool.nbytes
     else:
         assert first.nbytes > 0
-    assert (
-        cgcompile.debug.timeline(backend)
-        == cgcompile.debug.timeline(backend.graphs[0])
-        == (first, second)
-    )
+    for target in (backend, backend.graphs[0]):
+        assert timeline(target) == (first, second)
     backend.release()
-    assert cgcompile.debug.timeline(backend) == (first, second)
+    assert timeline(backend) == (first, second)
 
 
 def test_a_refused_capture_says_why() -> None:
@@ -65,7 +62,7 @@ def test_a_refused_capture_says_why() -> None:
             wrapper(x)
         refusing = False
         assert torch.equal(wrapper(x), x.sin())
-    refused, done = cgcompile.debug.timeline(wrapper)
+    refused, done = timeline(wrapper)
     assert (refused.why, refused.segments) == ("Asked: not while capturing", ())
     assert (done.why, done.segments) == (None, ("graph refuse",))
     assert (done.name, done.mode, done.batch) == ("refuse", FULL, "num_tokens=4")
@@ -86,7 +83,7 @@ def test_a_piece_that_cannot_be_captured_is_named() -> None:
         for _ in range(3):
             x = batch("cpu")
             assert_same(compiled(x), model(x))
-    whole, pieces = cgcompile.debug.timeline(backend)  # after the one it was tried as the other
+    whole, pieces = timeline(backend)  # after the one it was tried as the other
     assert (whole.mode, pieces.mode) == (FULL, PIECEWISE)
     assert whole.segments == pieces.segments == ()
     assert pieces.why == f"capture_failed: {backend.counters.details[Reason.CAPTURE_FAILED]}"
@@ -98,7 +95,7 @@ def test_a_piece_that_cannot_be_captured_is_named() -> None:
 def test_managers(kind: str) -> None:
     made = manager("FULL", kind)
     made.capture()
-    found = cgcompile.debug.timeline(made)
+    found = timeline(made)
     assert [each.batch for each in found if each.why is None] == [
         f"num_tokens={n}, num_reqs={min(n, 8)}" for n in (16, 8, 4, 2, 1)
     ]
@@ -109,7 +106,7 @@ def test_managers(kind: str) -> None:
 
 def test_an_encoder_manager() -> None:
     made = encoder_manager()
-    found = cgcompile.debug.timeline(made)
+    found = timeline(made)
     assert len(found) == len(made.budget_graphs) > 0
     assert {each.name for each in found} == {"encoder"}
     assert sum(each.nbytes for each in found) > 0
@@ -119,7 +116,7 @@ def test_records_are_plain_data() -> None:
     wrapper = CUDAGraphWrapper(torch.sin, CONFIG)
     with step(4, FULL):
         wrapper(rand(device="cpu"))
-    (record,) = cgcompile.debug.timeline(wrapper)
+    (record,) = timeline(wrapper)
     data: dict[str, Any] = json.loads(json.dumps(record.to_dict()))
     assert data == {
         "name": "sin",
@@ -135,4 +132,4 @@ def test_records_are_plain_data() -> None:
 
 def test_what_captures_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="Linear"):
-        cgcompile.debug.timeline(nn.Linear(2, 2))
+        timeline(nn.Linear(2, 2))

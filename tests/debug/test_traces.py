@@ -19,7 +19,6 @@ from lib.entry import HOOKED, Hooked, assert_same, batch, compiled_model
 import cgcompile
 from cgcompile import CompilationConfig, CUDAGraphWrapper, Reason
 from cgcompile import torch_compat as compat
-from cgcompile.pieces.cache import split_data
 from cgcompile.torch_compat.structured_trace import is_tracing
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -71,10 +70,10 @@ class Trace(logging.Handler):
         self.found: dict[str, list[Artifact]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = record.metadata.get("artifact", {})
-        if said.get("name", "").startswith("cgcompile"):
-            artifact = Artifact(said["encoding"], record.payload, record.metadata)
-            self.found.setdefault(said["name"], []).append(artifact)
+        entry = record.metadata.get("artifact", {})
+        if entry.get("name", "").startswith("cgcompile"):
+            artifact = Artifact(entry["encoding"], record.payload, record.metadata)
+            self.found.setdefault(entry["name"], []).append(artifact)
 
 
 @pytest.fixture
@@ -115,8 +114,12 @@ def test_a_process_with_a_trace_writes_what_was_split_and_captured(tmp_path: Pat
     assert set(found) == NAMES
     assert found["cgcompile_split"][0].payload == split
     assert found["cgcompile_code"][0].payload.strip() == source.strip()
-    pieces = found["cgcompile_split_data"][0].data["pieces"]
+    data = found["cgcompile_split_data"][0].data
+    assert (data["device"], data["crossing_bytes"], data["graph_break"]) == ("cpu", "4608", None)
+    pieces = data["pieces"]
+    assert [piece["name"] for piece in pieces] == ["piece_0", "piece_1", "piece_2"]
     assert [piece["captured"] for piece in pieces] == [True, False, True]
+    assert pieces[2]["inputs"][0] == pieces[1]["outputs"][0]
     assert pieces[1]["why"] == [{"reason": "splitting_op", "detail": "cgentry::hooked [NEVER]"}]
     (capture,) = found["cgcompile_capture"]
     assert capture.data["segments"] == ["graph piece_0", "eager piece_1", "graph piece_2"]
@@ -134,7 +137,7 @@ def test_a_process_with_a_trace_writes_what_was_split_and_captured(tmp_path: Pat
     assert labels.splitlines() == list(backend.graphs[0].recordings[0].sequence.labels)
 
 
-def test_a_step_without_a_graph_is_told_once_for_each_detail(trace: Trace) -> None:
+def test_a_step_without_a_graph_is_written_once_for_each_detail(trace: Trace) -> None:
     model, compiled, backend = compiled_model(Hooked, "cpu", **HOOKED)
     backend.close_capture()
     x = batch("cpu")
@@ -142,8 +145,8 @@ def test_a_step_without_a_graph_is_told_once_for_each_detail(trace: Trace) -> No
         assert_same(compiled(x), model(x))
     assert backend.counters.plain == {Reason.CAPTURE_FORBIDDEN: 3}
     detail = backend.counters.details[Reason.CAPTURE_FORBIDDEN]
-    (told,) = trace.found["cgcompile_refusal"]
-    assert told.data == {"reason": "capture_forbidden", "detail": detail}
+    (refusal,) = trace.found["cgcompile_refusal"]
+    assert refusal.data == {"reason": "capture_forbidden", "detail": detail}
     assert "cgcompile_capture" not in trace.found
 
 
@@ -189,13 +192,3 @@ def test_a_payload_is_computed_once(trace: Trace) -> None:
     assert calls == [1]
     (found,) = trace.found["cgcompile_test"]
     assert (found.data, found.encoding) == ({"n": 1}, "json")
-
-
-def test_data_of_a_split() -> None:
-    _, compiled, backend = compiled_model(Hooked, "cpu", **HOOKED)
-    compiled(batch("cpu"))
-    data = split_data(backend.graphs[0].split)
-    assert json.loads(json.dumps(data)) == data
-    assert (data["device"], data["crossing_bytes"], data["graph_break"]) == ("cpu", "4608", None)
-    assert [each["name"] for each in data["pieces"]] == ["piece_0", "piece_1", "piece_2"]
-    assert data["pieces"][2]["inputs"][0] == data["pieces"][1]["outputs"][0]

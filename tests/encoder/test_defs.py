@@ -1,4 +1,4 @@
-"""The data types: names, defaults, what is refused."""
+"""The data types of the protocol: names, defaults, values that are refused."""
 
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
@@ -8,13 +8,18 @@ import torch
 
 from cgcompile.encoder import (
     EncoderCaptureAxis,
-    EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphPathConfig,
-    EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
 )
 from cgcompile.errors import ConfigError, EncoderError
+
+Path = EncoderCudaGraphPathConfig
+DUAL = {
+    "enable_dual_path_graph": True,
+    "global_token_per_image": 272,
+    "local_token_per_patch": 100,
+}
 
 
 def config(**more: Any) -> EncoderCudaGraphConfig:
@@ -23,14 +28,22 @@ def config(**more: Any) -> EncoderCudaGraphConfig:
     )
 
 
-def test_item_spec() -> None:
-    names = ["input_size", "output_tokens", "global_output_tokens", "local_output_tokens"]
-    assert [each.name for each in fields(EncoderItemSpec)][:4] == names
-    spec = EncoderItemSpec(16, 4)
-    assert (spec.input_size, spec.output_tokens) == (16, 4)
-    assert (spec.global_output_tokens, spec.local_output_tokens) == (0, 0)
-    assert (spec.frames, spec.axes, spec.path_output_tokens) == (1, {}, {})
-    assert spec == EncoderItemSpec(input_size=16, output_tokens=4)
+def values(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def test_fields_and_defaults_in_the_order_of_the_source() -> None:
+    spec = {"input_size": 16, "output_tokens": 4, "global_output_tokens": 0}
+    spec |= {"local_output_tokens": 0, "path_output_tokens": {}, "frames": 1, "axes": {}}
+    assert list(values(EncoderItemSpec(16, 4)).items()) == list(spec.items())
+    source = {"modalities": ["image"], "buffer_keys": ["x"], "out_hidden_size": 4}
+    source |= {"padding_logics": {}, "max_frames_per_video": 1, "enable_dual_path_graph": False}
+    source |= {"global_token_per_image": 0, "local_token_per_patch": 0}
+    more = {"paths": {}, "capture_axes": (), "offset_keys": {}, "input_rows_per_token": 0}
+    expected = {**source, **more, "on_none": {}}
+    assert list(values(EncoderCudaGraphConfig(["image"], ["x"], 4)).items()) == list(
+        expected.items()
+    )
 
 
 def test_tokens_by_path() -> None:
@@ -49,94 +62,42 @@ def test_item_counts_are_whole(name: str, bad: Any) -> None:
         EncoderItemSpec(1, 1, path_output_tokens={"mine": bad})
 
 
-def test_config_has_the_defaults_of_its_source() -> None:
-    names = [
-        "modalities",
-        "buffer_keys",
-        "out_hidden_size",
-        "padding_logics",
-        "max_frames_per_video",
-        "enable_dual_path_graph",
-        "global_token_per_image",
-        "local_token_per_patch",
-    ]
-    assert [each.name for each in fields(EncoderCudaGraphConfig)][:8] == names
-    made = EncoderCudaGraphConfig(["image"], ["x"], 4)
-    assert (made.modalities, made.buffer_keys, made.out_hidden_size) == (["image"], ["x"], 4)
-    assert made.padding_logics == {}
-    assert made.max_frames_per_video == 1
-    assert made.enable_dual_path_graph is False
-    assert (made.global_token_per_image, made.local_token_per_patch) == (0, 0)
+def test_sets_of_graphs_follow_the_fields() -> None:
+    plain, dual = config(), config(**DUAL)
+    assert plain.graph_sets == {"default": Path(None)}
+    assert dual.graph_sets == {"global": Path(272), "local": Path(100)}
+    assert replace(plain, **DUAL).graph_sets == dual.graph_sets
+    assert replace(dual, global_token_per_image=8).graph_sets["global"] == Path(8)
+    off = {"enable_dual_path_graph": False, "global_token_per_image": 0, "local_token_per_patch": 0}
+    assert replace(dual, **off).graph_sets == plain.graph_sets  # type: ignore[arg-type]
+    named = replace(plain, paths={"one": Path(3)})
+    assert replace(named, out_hidden_size=5).graph_sets == {"one": Path(3)}
 
 
-def test_config_defaults_beyond_it() -> None:
-    made = config()
-    assert made.paths == {}
-    assert made.graph_sets == {"default": EncoderCudaGraphPathConfig(None)}
-    assert (made.capture_axes, made.offset_keys, made.on_none) == ((), {}, {})
-    assert made.input_rows_per_token == 0
-    dual = config(
-        enable_dual_path_graph=True, global_token_per_image=272, local_token_per_patch=100
-    )
-    assert dual.graph_sets == {
-        "global": EncoderCudaGraphPathConfig(272),
-        "local": EncoderCudaGraphPathConfig(100),
-    }
-    assert config(offset_keys=["x"]).offset_keys == {"x": None}
-    assert config(offset_keys={"x": 8}).longest_padding == {"x": 8}
-
-
-def test_replaced_fields_change_the_sets_of_graphs() -> None:
-    plain = config()
-    dual = replace(
-        plain, enable_dual_path_graph=True, global_token_per_image=272, local_token_per_patch=100
-    )
-    assert dual.graph_sets["global"] == EncoderCudaGraphPathConfig(272)
-    least = {path: each.min_token_budget for path, each in dual.graph_sets.items()}
-    assert least == {"global": 272, "local": 100}
-    wider = replace(dual, global_token_per_image=8)
-    assert wider.graph_sets["global"] == EncoderCudaGraphPathConfig(8)
-    back = replace(
-        wider, enable_dual_path_graph=False, global_token_per_image=0, local_token_per_patch=0
-    )
-    assert list(back.graph_sets) == ["default"]
-    named = replace(plain, paths={"one": EncoderCudaGraphPathConfig(3)})
-    assert replace(named, out_hidden_size=5).graph_sets == {"one": EncoderCudaGraphPathConfig(3)}
-
-
-def test_frames_count_where_there_are_videos_alone() -> None:
+def test_frames_count_only_where_there_are_videos() -> None:
     assert config(max_frames_per_video=8).most_frames_of_an_item == 1
     assert config(max_frames_per_video=0).most_frames_of_an_item == 0
     both = config(modalities=["image", "video"], max_frames_per_video=8)
     assert both.most_frames_of_an_item == 8
 
 
-def test_item_specs_can_be_changed_as_those_of_the_source() -> None:
-    spec = EncoderItemSpec(16, 4)
-    spec.output_tokens += 2
-    assert (spec.tokens(), spec) == (6, EncoderItemSpec(16, 6))
-
-
-def test_config_is_fixed() -> None:
+def test_config_is_fixed_and_copies_its_fields() -> None:
     keys, logics = ["x"], {}  # type: ignore[var-annotated]
-    made = config(buffer_keys=keys, padding_logics=logics)
+    fixed = config(buffer_keys=keys, padding_logics=logics, offset_keys=["x"])
     keys.append("y")
     logics["x"] = print
-    assert (made.buffer_keys, made.padding_logics) == (["x"], {})
+    assert (fixed.buffer_keys, fixed.padding_logics) == (["x"], {})
+    assert fixed.offset_keys == fixed.longest_padding == {"x": None}
+    assert config(offset_keys={"x": 8}).longest_padding == {"x": 8}
     with pytest.raises(FrozenInstanceError):
-        made.out_hidden_size = 8  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("name", ["global_token_per_image", "local_token_per_patch"])
-def test_fields_of_dual_path_need_it(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=5.*enable_dual_path_graph=True"):
-        config(**{name: 5})
-    assert getattr(config(enable_dual_path_graph=True, **{name: 5}), name) == 5
+        fixed.out_hidden_size = 8  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("fields", "words"),
     [
+        ({"global_token_per_image": 5}, "global_token_per_image=5.*enable_dual_path_graph=True"),
+        ({"local_token_per_patch": 5}, "local_token_per_patch=5.*enable_dual_path_graph=True"),
         ({"out_hidden_size": 0}, "out_hidden_size"),
         ({"max_frames_per_video": -1}, "max_frames_per_video"),
         ({"global_token_per_image": -1}, "global_token_per_image"),
@@ -150,13 +111,13 @@ def test_fields_of_dual_path_need_it(name: str) -> None:
         ({"offset_keys": ["x"], "padding_logics": {"x": print}}, "what the tail holds"),
         ({"on_none": {"z": "zero"}}, "'z'"),
         ({"on_none": {"x": "drop"}}, "'keep' or 'zero'"),
-        ({"enable_dual_path_graph": True, "paths": {"a": EncoderCudaGraphPathConfig()}}, "global"),
+        ({"enable_dual_path_graph": True, "paths": {"a": Path()}}, "global"),
         ({"enable_dual_path_graph": True, "input_rows_per_token": 4}, "input_rows_per_token"),
     ],
 )
-def test_config_refuses(said: dict[str, Any], words: str) -> None:
+def test_config_refuses(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        config(**said)
+        config(**fields)
 
 
 def test_axes_and_paths() -> None:
@@ -165,10 +126,4 @@ def test_axes_and_paths() -> None:
         with pytest.raises(ConfigError, match="'m'"):
             EncoderCaptureAxis("m", bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="min_token_budget"):
-        EncoderCudaGraphPathConfig(0)
-
-
-def test_buffers_hold_the_values_themselves() -> None:
-    values = {"x": torch.zeros(2)}
-    assert EncoderCudaGraphCaptureInputs(values).values is values
-    assert EncoderCudaGraphReplayBuffers(values={"x": None}).values == {"x": None}
+        Path(0)

@@ -52,141 +52,122 @@ def items_of(groups: list[Group]) -> list[tuple[int, ...]]:
     return sorted(tuple(sorted(group.items)) for group in groups)
 
 
-# --- what a group says ---
+# --- examples ---
 
 
-def test_no_items() -> None:
-    assert pack([], ONE, Costs()) == []
+def needs_of(*tokens: int) -> list[Need]:
+    return [Need((count,)) for count in tokens]
 
 
-def test_one_item() -> None:
-    assert pack([Need((65,))], ONE, Costs()) == [Group((0,), (128,))]
+GUARD = Costs(fixed=0, eager_fixed=50, eager_per_token=1)
+TWO = Capacity(((272, 544), (100, 200)), 8)
+WIDE = Capacity(((64, 1024),), 8)
+EXAMPLES: dict[str, tuple[list[Need], Capacity, Costs, list[Group]]] = {
+    "no items": ([], ONE, Costs(), []),
+    "one item": (needs_of(65), ONE, Costs(), [Group((0,), (128,))]),
+    "above every budget": (needs_of(257), ONE, Costs(), [Group((0,), (None,))]),
+    "one replay where replays are expensive": (
+        needs_of(100, 60, 28, 4),
+        ONE,
+        Costs(fixed=3000, eager_fixed=10**6),
+        [Group((3, 2, 1, 0), (256,))],
+    ),
+    # The limit of padding is the cost itself; a tie is a replay.
+    "padding": (needs_of(65), WIDE, GUARD, [Group((0,), (None,))]),
+    "less padding": (needs_of(974), WIDE, GUARD, [Group((0,), (1024,))]),
+    "one token less": (needs_of(973), WIDE, GUARD, [Group((0,), (None,))]),
+    "several run eager together": (
+        needs_of(70, 80),
+        WIDE,
+        Costs(fixed=500, eager_fixed=50),
+        [Group((0, 1), (None,))],
+    ),
+    "eager groups have limits too": (
+        needs_of(600, 600),
+        WIDE,
+        Costs(fixed=500, eager_fixed=50),
+        [Group((1,), (None,)), Group((0,), (None,))],
+    ),
+    "too many frames": (
+        [Need((16, 16), 1), Need((16, 0), 11), Need((16, 16), 1)],
+        Capacity(((64, 128), (64, 128)), 8, max_frames=10),
+        NOTHING_EAGER,
+        [Group((1,), (None, 0)), Group((0, 2), (64, 64))],
+    ),
+    "no videos: one frame for each item": (
+        needs_of(*[16] * 8),
+        Capacity(((64, 128, 256),), 8, max_frames=0),
+        Costs(),
+        [Group(tuple(range(8)), (128,))],
+    ),
+    "no tokens": (needs_of(0, 0, 0), ONE, Costs(), [Group((0, 1, 2), (0,))]),
+    "an idle path": ([Need((272, 0))], TWO, Costs(), [Group((0,), (272, 0))]),
+    "two paths": (
+        [Need((272, 90)), Need((272, 110))],
+        TWO,
+        Costs(),
+        [Group((0, 1), (544, 200))],
+    ),
+    "one path eager": ([Need((272, 201))], TWO, Costs(), [Group((0,), (272, None))]),
+    "a path without graphs": (
+        [Need((64, 10**6)), Need((64, 5))],
+        Capacity(((64, 128), ()), 8),
+        NOTHING_EAGER,
+        [Group((1, 0), (128, None))],
+    ),
+    "no graphs": (needs_of(9, 9), Capacity(((),), 8), Costs(), [Group((0, 1), (None,))]),
+}
 
 
-def test_items_that_fill_a_budget() -> None:
-    needs = [Need((100,)), Need((60,)), Need((28,)), Need((4,))]
-    # 128 and 64 are full; all in one would pad 64 tokens
-    found = pack(needs, ONE, Costs(fixed=10, eager_fixed=10**6))
-    assert items_of(found) == [(0, 2), (1, 3)]
-    assert sorted(group.budgets for group in found) == [(64,), (128,)]
-
-
-def test_one_replay_where_replays_are_dear() -> None:
-    needs = [Need((100,)), Need((60,)), Need((28,)), Need((4,))]
-    found = pack(needs, ONE, Costs(fixed=3000, eager_fixed=10**6))
-    assert items_of(found) == [(0, 1, 2, 3)]
-    assert found[0].budgets == (256,)
-
-
-def test_a_group_runs_eager_where_padding_costs_more() -> None:
-    """The guard against waste is the cost itself."""
-    costs = Costs(fixed=0, eager_fixed=50, eager_per_token=1)
-    ladder = Capacity(((64, 1024),), 8)
-    assert pack([Need((65,))], ladder, costs) == [Group((0,), (None,))]
-    assert pack([Need((974,))], ladder, costs) == [Group((0,), (1024,))]  # a tie is a replay
-    assert pack([Need((973,))], ladder, costs) == [Group((0,), (None,))]
-
-
-def test_several_items_run_eager_together() -> None:
-    costs = Costs(fixed=500, eager_fixed=50, eager_per_token=1)
-    found = pack([Need((70,)), Need((80,))], Capacity(((64, 1024),), 8), costs)
-    assert found == [Group((0, 1), (None,))]
-
-
-def test_several_items_run_eager_within_the_limits_only() -> None:
-    costs = Costs(fixed=500, eager_fixed=50, eager_per_token=1)
-    found = pack([Need((600,)), Need((600,))], Capacity(((64, 1024),), 8), costs)
-    assert items_of(found) == [(0,), (1,)]
-    assert items_of(pack([Need((6,))] * 3, Capacity(((64,),), 2), costs)) != [(0, 1, 2)]
-
-
-# --- limits ---
-
-
-def test_an_item_above_every_budget() -> None:
-    assert pack([Need((257,))], ONE, Costs()) == [Group((0,), (None,))]
-
-
-@pytest.mark.parametrize("others", [1, 3, 12])
-def test_an_item_above_every_budget_among_others(others: int) -> None:
-    needs = [Need((20,))] * others
-    needs.insert(others // 2, Need((257,)))
-    found = pack(needs, ONE, NOTHING_EAGER)
-    assert Group((others // 2,), (None,)) in found
-    assert all(None not in group.budgets for group in found if group.items != (others // 2,))
-    assert sum(len(group.items) for group in found) == others + 1
-
-
-def test_the_number_of_items_is_a_limit() -> None:
-    found = pack([Need((1,))] * 20, ONE, NOTHING_EAGER)
-    assert sorted(len(group.items) for group in found)[-1] == 8
-    assert len(found) == 3
-
-
-def test_frames_are_a_limit() -> None:
-    """They once overflowed in the middle of a replay: tokens and items fit, frames did not."""
-    capacity = Capacity(((64, 128, 256),), 8, max_frames=10)
-    needs = [Need((16,), 6), Need((16,), 6), Need((16,), 4)]
-    found = pack(needs, capacity, NOTHING_EAGER)
-    assert len(found) == 2
-    assert all(sum(needs[i].frames for i in group.items) <= 10 for group in found)
-    assert len(pack(needs, capacity._replace(max_frames=16), NOTHING_EAGER)) == 1
-
-
-def test_an_item_with_too_many_frames_runs_eager_alone() -> None:
-    capacity = Capacity(((64, 128), (64, 128)), 8, max_frames=10)
-    needs = [Need((16, 16), 1), Need((16, 0), 11), Need((16, 16), 1)]
-    found = pack(needs, capacity, NOTHING_EAGER)
-    assert sorted(found) == [Group((0, 2), (64, 64)), Group((1,), (None, 0))]
-
-
-def test_no_videos_means_a_frame_for_each_item() -> None:
-    capacity = Capacity(((64, 128, 256),), 8, max_frames=0)
-    assert pack([Need((16,))] * 8, capacity, Costs()) == [Group(tuple(range(8)), (128,))]
-
-
-# --- zeros and paths ---
-
-
-def test_items_without_tokens_run_nothing() -> None:
-    assert pack([Need((0,))] * 3, ONE, Costs()) == [Group((0, 1, 2), (0,))]
-
-
-def test_items_without_tokens_join_others() -> None:
-    """They cost nothing anywhere; ties prefer fewer groups."""
-    for count in (2, 8, 12):
-        needs = [Need((0,)), *[Need((10,))] * (count - 1)]
-        found = pack(needs, Capacity(((64, 128, 256),), 16), NOTHING_EAGER)
-        assert [len(group.items) for group in found] == [count]
-
-
-def test_an_idle_path_has_budget_0() -> None:
-    capacity = Capacity(((272, 544), (100, 200)), 8)
-    assert pack([Need((272, 0))], capacity, Costs()) == [Group((0,), (272, 0))]
-    assert pack([Need((272, 90)), Need((272, 110))], capacity, Costs()) == [
-        Group((0, 1), (544, 200))
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_examples(example: Any) -> None:
+    needs, capacity, costs, groups = example
+    result = pack(needs, capacity, costs)
+    assert [(sorted(items), budgets) for items, budgets in result] == [
+        (sorted(items), budgets) for items, budgets in groups
     ]
 
 
-def test_one_path_replays_and_the_other_runs_eager() -> None:
-    capacity = Capacity(((272, 544), (100, 200)), 8)
-    assert pack([Need((272, 201))], capacity, Costs()) == [Group((0,), (272, None))]
+def test_items_that_fill_budgets() -> None:
+    # 128 and 64 are full; all in one group would pad 64 tokens
+    result = pack(needs_of(100, 60, 28, 4), ONE, Costs(fixed=10, eager_fixed=10**6))
+    assert items_of(result) == [(0, 2), (1, 3)]
+    assert sorted(group.budgets for group in result) == [(64,), (128,)]
 
 
-def test_a_path_without_graphs_runs_eager() -> None:
-    capacity = Capacity(((64, 128), ()), 8)
-    found = pack([Need((64, 10**6)), Need((64, 5))], capacity, NOTHING_EAGER)
-    assert found == [Group((1, 0), (128, None))]
-    assert pack([Need((9,)), Need((9,))], Capacity(((),), 8), Costs()) == [Group((0, 1), (None,))]
+@pytest.mark.parametrize("others", [1, 3, 12])
+def test_an_item_above_every_budget_is_alone(others: int) -> None:
+    needs = needs_of(*[20] * others)
+    needs.insert(others // 2, Need((257,)))
+    result = pack(needs, ONE, NOTHING_EAGER)
+    assert Group((others // 2,), (None,)) in result
+    assert all(None not in group.budgets for group in result if group.items != (others // 2,))
+
+
+def test_limits_of_items_and_frames() -> None:
+    sizes = sorted(len(group.items) for group in pack(needs_of(*[1] * 20), ONE, NOTHING_EAGER))
+    assert (len(sizes), sizes[-1]) == (3, 8)
+    capacity = Capacity(((64, 128, 256),), 8, max_frames=10)
+    needs = [Need((16,), 6), Need((16,), 6), Need((16,), 4)]
+    assert len(pack(needs, capacity, NOTHING_EAGER)) == 2
+    assert len(pack(needs, capacity._replace(max_frames=16), NOTHING_EAGER)) == 1
+
+
+@pytest.mark.parametrize("count", [2, 8, 12])
+def test_items_without_tokens_join_others(count: int) -> None:
+    """They cost nothing anywhere; ties prefer fewer groups."""
+    needs = needs_of(0, *[10] * (count - 1))
+    result = pack(needs, Capacity(((64, 128, 256),), 16), NOTHING_EAGER)
+    assert [len(group.items) for group in result] == [count]
 
 
 def test_two_paths_are_weighed_together() -> None:
     """By the first path items 0 and 1 belong together, by both 0 and 2."""
     capacity = Capacity(((100, 200), (100, 1000)), 2)
     needs = [Need((50, 90)), Need((50, 90)), Need((100, 10)), Need((100, 10))]
-    found = pack(needs, capacity, Costs(fixed=0, eager_fixed=10**6))
-    assert cost_by_budgets(found, needs, Costs(fixed=0)) == 600
-    assert items_of(found) in ([(0, 2), (1, 3)], [(0, 3), (1, 2)])
+    result = pack(needs, capacity, Costs(fixed=0, eager_fixed=10**6))
+    assert cost_by_budgets(result, needs, Costs(fixed=0)) == 600
+    assert items_of(result) in ([(0, 2), (1, 3)], [(0, 3), (1, 2)])
 
 
 # --- any call ---
@@ -196,10 +177,10 @@ def test_two_paths_are_weighed_together() -> None:
 @given(calls())
 def test_each_item_once_and_no_limit_broken(call: tuple[list[Need], Capacity, Costs]) -> None:
     needs, capacity, costs = call
-    found = pack(needs, capacity, costs)
-    assert sorted(item for group in found for item in group.items) == list(range(len(needs)))
+    result = pack(needs, capacity, costs)
+    assert sorted(item for group in result for item in group.items) == list(range(len(needs)))
     most = capacity.max_items if capacity.max_frames == 0 else capacity.max_frames
-    for items, budgets in found:
+    for items, budgets in result:
         assert len(items) <= capacity.max_items
         frames = sum(needs[item].frames for item in items)
         over = most is not None and frames > most
@@ -233,10 +214,10 @@ def test_the_order_of_the_items_changes_nothing(
 ) -> None:
     needs, capacity, costs = call
     other = draw.sample(needs, len(needs))
-    cost, again = (
+    cost, repeated = (
         cost_by_budgets(pack(each, capacity, costs), each, costs) for each in (needs, other)
     )
-    assert cost == pytest.approx(again, abs=SLACK)
+    assert cost == pytest.approx(repeated, abs=SLACK)
     assert pack(needs, capacity, costs) == pack(list(needs), capacity, costs)
 
 
@@ -291,11 +272,11 @@ def test_neighbours_and_items_far_away_in_the_order() -> None:
     """Nine items: large ones are filled up with small ones, which lie far away in the order."""
     needs = [Need((n,)) for n in (1, 2, 3, 4, 5, 95, 96, 97, 98)]
     costs = Costs(fixed=0, eager_fixed=10**6)
-    found = pack(needs, Capacity(((100, 200),), 3), costs)
-    assert cost_by_budgets(found, needs, costs) == 500
-    found = pack(needs, Capacity(((100,),), 3), costs)
-    assert len(found) == 5
-    for group in found:
+    result = pack(needs, Capacity(((100, 200),), 3), costs)
+    assert cost_by_budgets(result, needs, costs) == 500
+    result = pack(needs, Capacity(((100,),), 3), costs)
+    assert len(result) == 5
+    for group in result:
         assert tokens_of(group.items, needs, 0) <= 100
 
 
@@ -303,9 +284,9 @@ def test_large_items_are_filled_up_with_small_ones() -> None:
     """Runs of neighbours alone cost more."""
     needs = [Need((n,)) for n in (5, 6, 7, 90, 92, 94)]
     costs = Costs(fixed=0, eager_fixed=10**6)
-    found = pack(needs, Capacity(((100,),), 3), costs)
-    assert cost_by_budgets(found, needs, costs) == 300
-    for group in found:
+    result = pack(needs, Capacity(((100,),), 3), costs)
+    assert cost_by_budgets(result, needs, costs) == 300
+    for group in result:
         assert tokens_of(group.items, needs, 0) <= 100
 
 
@@ -325,24 +306,20 @@ def test_time_is_bounded_for_many_items() -> None:
     capacity, costs = Capacity((DOUBLING, DOUBLING), 32), Costs(fixed=0)
     needs = [Need((each.tokens[0], 272)) for each in drawn("chat", 1000, 0)]
     start = time.perf_counter()
-    found = pack(needs, capacity, costs)
+    result = pack(needs, capacity, costs)
     assert time.perf_counter() - start < 5
-    assert sum(len(group.items) for group in found) == 1000
+    assert sum(len(group.items) for group in result) == 1000
 
 
 # --- costs ---
 
 
-def test_costs_by_formula() -> None:
-    costs = Costs(fixed=300, eager_fixed=900, eager_per_token=1.5)
-    assert costs.replay(0, 64) == 364
-    assert costs.eager(1, 10) == 915
-
-
-def test_costs_that_were_measured() -> None:
-    costs = Costs(fixed=300, replays={(0, 64): 10.0}, eagers={1: (5, 2)})
-    assert (costs.replay(0, 64), costs.replay(1, 64), costs.replay(0, 128)) == (10, 364, 428)
-    assert (costs.eager(0, 10), costs.eager(1, 10)) == (910, 25)
+def test_costs() -> None:
+    measured = {(0, 64): 10.0}
+    costs = Costs(fixed=300, eager_per_token=1.5, replays=measured, eagers={1: (5, 2)})
+    measured[0, 64] = 10**9  # they were copied
+    assert [costs.replay(0, 64), costs.replay(1, 64), costs.replay(0, 128)] == [10, 364, 428]
+    assert [costs.eager(0, 10), costs.eager(1, 10)] == [915, 25]
 
 
 def test_measured_costs_decide() -> None:
@@ -352,14 +329,7 @@ def test_measured_costs_decide() -> None:
     assert (items_of(one), items_of(two)) == ([(0, 1)], [(0,), (1,)])
 
 
-def test_measurements_are_copied() -> None:
-    measured = {(0, 64): 10.0}
-    costs = Costs(replays=measured)
-    measured[0, 64] = 10**9
-    assert costs.replay(0, 64) == 10
-
-
-def test_costs_of_ones_own() -> None:
+def test_subclasses_of_costs() -> None:
     class Flat(Costs):
         def replay(self, path: int, budget: int) -> float:
             return 1.0
@@ -378,7 +348,7 @@ def test_costs_of_ones_own() -> None:
         {"eagers": {0: (1, -1)}},
     ],
 )
-def test_costs_that_are_none(arguments: dict[str, Any]) -> None:
+def test_invalid_costs(arguments: dict[str, Any]) -> None:
     with pytest.raises(EncoderError, match=rf"Costs: {next(iter(arguments))}"):
         Costs(**arguments)
 
@@ -389,7 +359,7 @@ def test_costs_that_are_none(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "bad", [Need((-1,)), Need((1,), -1), Need((1.5,)), Need(("1",)), Need((1,), 2.0)]
 )
-def test_needs_that_are_none(bad: Any) -> None:
+def test_invalid_needs(bad: Any) -> None:
     with pytest.raises(EncoderError, match="item 1: tokens="):
         pack([Need((1,)), bad, Need((1,))], ONE, Costs())
     assert len(pack([Need((1,))] * 2, ONE, Costs())) == 1
@@ -411,6 +381,6 @@ def test_another_number_of_paths() -> None:
         Capacity(((64,),), 8, -1),
     ],
 )
-def test_capacities_that_cannot_be(capacity: Capacity) -> None:
+def test_invalid_capacities(capacity: Capacity) -> None:
     with pytest.raises(EncoderError, match="Capacity"):
         pack([], capacity, Costs())

@@ -25,41 +25,35 @@ from cgcompile.reasons import Reason
 )
 def test_sizes_of_an_item(grid: Any, size: int, tokens: int) -> None:
     for call in ({"video_grid_thw": [grid]}, {"video_grid_thw": torch.tensor([grid])}):
-        found = patches(frames=4).get_encoder_cudagraph_item_specs(call)
-        assert found == [EncoderItemSpec(size, tokens, frames=grid[0])]
+        results = patches(frames=4).get_encoder_cudagraph_item_specs(call)
+        assert results == [EncoderItemSpec(size, tokens, frames=grid[0])]
 
 
 def test_selection() -> None:
     model, call = patches(), images((2, 2), (1, 3), (4, 2))
     parts = call["pixel_values"].split([4, 3, 8])
-    found = model.select_encoder_cudagraph_items(call, [2, 0])
-    assert torch.equal(found["pixel_values"], torch.cat([parts[2], parts[0]]))
-    assert model.grids(found) == [(1, 4, 2), (1, 2, 2)]
+    results = model.select_encoder_cudagraph_items(call, [2, 0])
+    assert torch.equal(results["pixel_values"], torch.cat([parts[2], parts[0]]))
+    assert model.grids(results) == [(1, 4, 2), (1, 2, 2)]
     none = model.select_encoder_cudagraph_items(call, [])
     assert list(none["pixel_values"].shape) == [0, C]
     assert model.get_encoder_cudagraph_item_specs(none) == []
     assert model.select_encoder_cudagraph_items(none, []).keys() == none.keys()
 
 
-def test_frame_offsets() -> None:
-    assert frame_offsets([(2, 2, 2), (1, 1, 3)]).tolist() == [0, 4, 8, 11]
-    assert frame_offsets([]).tolist() == [0]
-    assert frame_offsets([]).dtype == torch.int32
-
-
 def test_an_odd_grid_takes_the_room_of_its_input(device: str) -> None:
     """The tokens would fit a smaller budget, the rows do not."""
     model = patches(device)
-    made = manager(model, device, token_budgets=[16, 32])
-    check(made, model, images((8, 8), (1, 15), device=device))
-    found = made.statistics.as_dict()["graphs"]
-    assert [(each["budget"], each["tokens"]) for each in found] == [(16, 16)]
-    assert made.statistics.idle == 1  # the second has no output, and was not run
-    check(made, model, images((3, 3), device=device))
-    check(made, model, images((3, 41), (2, 2), device=device))  # 20 tokens, 123 rows
-    assert (made.statistics.hits, made.statistics.misses) == (4, 0)
-    check(made, model, images((3, 43), device=device))  # 21 tokens, 129 rows
-    assert made.statistics.reasons() == {Reason.OVERSIZE: 1}
+    encoder = manager(model, device, token_budgets=[16, 32])
+    check(encoder, model, images((8, 8), (1, 15), device=device))
+    results = encoder.statistics.as_dict()["graphs"]
+    assert [(each["budget"], each["tokens"]) for each in results] == [(16, 16)]
+    assert encoder.statistics.idle == 1  # the second has no output, and was not run
+    check(encoder, model, images((3, 3), device=device))
+    check(encoder, model, images((3, 41), (2, 2), device=device))  # 20 tokens, 123 rows
+    assert (encoder.statistics.hits, encoder.statistics.misses) == (4, 0)
+    check(encoder, model, images((3, 43), device=device))  # 21 tokens, 129 rows
+    assert encoder.statistics.reasons() == {Reason.OVERSIZE: 1}
 
 
 def test_a_permutation_of_tokens_and_windows(device: str) -> None:
@@ -95,15 +89,15 @@ def test_a_permutation_of_tokens_and_windows(device: str) -> None:
         max_frames_per_video=3,
     )
     assert model.get_encoder_cudagraph_budget_range(None) == (64, 4096)
-    made = manager(model, device)
+    encoder = manager(model, device)
     for call in (
         images((4, 4), (2, 6), device=device),
         videos((3, 4, 2), (1, 8, 8), device=device),
     ):
-        check(made, model, call)
-    assert (made.statistics.hits, made.statistics.misses) == (4, 0)
-    key = made.budget_graphs[0]
-    order = made.graph_inputs(key)["order"]
+        check(encoder, model, call)
+    assert (encoder.statistics.hits, encoder.statistics.misses) == (4, 0)
+    key = encoder.budget_graphs[0]
+    order = encoder.graph_inputs(key)["order"]
     assert sorted(order.tolist()) == list(range(key.budget))
 
 
@@ -111,19 +105,19 @@ MOST_FRAMES = 4
 
 
 def slots(grids: Any) -> torch.Tensor:
-    """int64 [tokens, 4]: for each token the rows of all its frames, from 1 on; 0 is the dead one."""
-    found, start = [], 1
+    """Return int64 [tokens, 4]: for each token the rows of all its frames, from 1; 0 is unused."""
+    rows, start = [], 1
     for t, h, w in grids:
-        for cell in range(h // 2 * (w // 2)):
-            rows = [start + frame * (h // 2) * (w // 2) + cell for frame in range(t)]
-            found.append(rows + [0] * (MOST_FRAMES - t))
-        start += t * (h // 2) * (w // 2)
-    return torch.tensor(found, dtype=torch.int64).view(-1, MOST_FRAMES)
+        tokens = h // 2 * (w // 2)
+        for cell in range(tokens):
+            rows.append([start + frame * tokens + cell for frame in range(t)] + [0] * (4 - t))
+        start += t * tokens
+    return torch.tensor(rows, dtype=torch.int64).view(-1, MOST_FRAMES)
 
 
 def lengths(grids: Any) -> torch.Tensor:
-    found = [float(t) for t, h, w in grids for _ in range(h // 2 * (w // 2))]
-    return torch.tensor(found).view(-1, 1)
+    frames = [float(t) for t, h, w in grids for _ in range(h // 2 * (w // 2))]
+    return torch.tensor(frames).view(-1, 1)
 
 
 class Pooling(PatchEncoder):
@@ -134,11 +128,6 @@ class Pooling(PatchEncoder):
             EncoderItemSpec(t * h * w, (h // 2) * (w // 2), frames=t)
             for t, h, w in self.grids(mm_kwargs)
         ]
-
-
-def test_the_slots_of_a_temporal_mean() -> None:
-    found = slots([(1, 2, 2), (3, 2, 4), (2, 2, 2)])
-    assert found.tolist() == [[1, 0, 0, 0], [2, 4, 6, 0], [3, 5, 7, 0], [8, 9, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -166,18 +155,18 @@ def test_a_temporal_mean_equals_its_loop(grids: Any, device: str) -> None:
         offsets={},
         max_frames_per_video=MOST_FRAMES,
     )
-    made = manager(model, device)
+    encoder = manager(model, device)
     for _ in range(2):
         call = videos(*grids, device=device)
-        found = made.execute(call)
+        results = encoder.execute(call)
         parts = call["pixel_values_videos"].split([t * h * w for t, h, w in grids])
-        for mine, rows, (t, h, w) in zip(found, parts, grids, strict=True):
+        for mine, rows, (t, h, w) in zip(results, parts, grids, strict=True):
             expected = frame(rows.view(-1, 4 * C)).view(t, h // 2 * (w // 2), H).mean(0)
             close(mine, expected)
-    assert (made.statistics.hits, made.statistics.misses) == (2 * len(grids), 0)
+    assert (encoder.statistics.hits, encoder.statistics.misses) == (2 * len(grids), 0)
 
 
-def test_an_eager_of_ones_own() -> None:
+def test_a_given_eager_forward() -> None:
     seen = []
 
     def eager(pixels: torch.Tensor, grids: Any) -> torch.Tensor:
@@ -185,22 +174,31 @@ def test_an_eager_of_ones_own() -> None:
         return torch.full((225, H), 3.0)
 
     model = patches(eager=eager)
-    found = manager(model).execute(images((30, 30)))
-    assert torch.equal(found[0], torch.full((225, H), 3.0))
+    results = manager(model).execute(images((30, 30)))
+    assert torch.equal(results[0], torch.full((225, H), 3.0))
     assert seen == [[(1, 30, 30)]]
+
+
+def test_an_eager_run_reads_the_grids_once_more(device: str) -> None:
+    """Each time may wait for the device: once for the items, once for the buffers."""
+    model, read = patches(device), []
+    grids = model.grids
+    model.grids = lambda call: read.append(1) or grids(call)  # type: ignore[method-assign]
+    manager(model, device).execute(images((30, 30), device=device))
+    assert len(read) == 2
 
 
 @pytest.mark.parametrize("rows", [9, 20])
 @pytest.mark.parametrize("captured", [True, False])
-def test_patches_that_are_not_those_of_the_grids_are_refused(rows: int, captured: bool) -> None:
+def test_patches_must_match_the_grids(rows: int, captured: bool) -> None:
     """Padding would hide what is missing, and the budget what is too much."""
-    made = manager(patches(), captured=captured)
+    encoder = manager(patches(), captured=captured)
     call = {**images((4, 4)), "pixel_values": torch.randn(rows, C)}
     with pytest.raises(EncoderError, match=rf"{rows} rows.*'image_grid_thw' have 16 patches"):
-        made.execute(call)
+        encoder.execute(call)
     with pytest.raises(EncoderError, match="16 patches"):
         patches().select_encoder_cudagraph_items(call, [0])
-    check(made, patches(), images((4, 4)))
+    check(encoder, patches(), images((4, 4)))
 
 
 BAD_GRIDS: dict[str, Any] = {
@@ -220,20 +218,20 @@ BAD_GRIDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("grids", BAD_GRIDS.values(), ids=BAD_GRIDS.keys())
-def test_grids_that_cannot_be_are_refused_before_anything_runs(grids: Any, captured: bool) -> None:
+def test_invalid_grids_are_refused_before_anything_runs(grids: Any, captured: bool) -> None:
     model = patches(odd_grids=False)
-    made = manager(model, captured=captured)
-    before = made.statistics.as_dict()
+    encoder = manager(model, captured=captured)
+    before = encoder.statistics.as_dict()
     with pytest.raises(EncoderError, match="'image_grid_thw'"):
-        made.execute({"pixel_values": torch.randn(9, C), "image_grid_thw": grids})
-    assert made.statistics.as_dict() == before
-    check(made, model, images((4, 4), (2, 2)))
-    assert made.statistics.hits == (2 if captured else 0)
+        encoder.execute({"pixel_values": torch.randn(9, C), "image_grid_thw": grids})
+    assert encoder.statistics.as_dict() == before
+    check(encoder, model, images((4, 4), (2, 2)))
+    assert encoder.statistics.hits == (2 if captured else 0)
 
 
 def test_calls_without_inputs_are_refused() -> None:
     model = patches(odd_grids=False)
-    made, call = manager(model), images((4, 4))
+    encoder, call = manager(model), images((4, 4))
     for bad, told in (
         (None, "is a NoneType"),
         ([call], "is a list"),
@@ -244,11 +242,11 @@ def test_calls_without_inputs_are_refused() -> None:
         ({**call, "pixel_values": torch.tensor(1.0)}, "'pixel_values' is a Tensor"),
     ):
         with pytest.raises(EncoderError, match=told):
-            made.execute(bad)  # type: ignore[arg-type]
-        check(made, model, call)
+            encoder.execute(bad)  # type: ignore[arg-type]
+        check(encoder, model, call)
 
 
-def test_odd_grids_are_taken_where_the_tower_says_so() -> None:
+def test_odd_grids() -> None:
     call = images((4, 4), (3, 5))
     check(manager(patches()), patches(), call)
     with pytest.raises(EncoderError, match=r"item 1 is \[1, 3, 5\].*merge_size = 2"):
@@ -262,24 +260,24 @@ def test_a_forward_without_weights_runs_where_the_patches_are(device: str) -> No
     model = PatchEncoder(
         forward, merge_size=2, in_features=C, out_hidden_size=4 * C, tables=TABLES, offsets={}
     )
-    made = manager(model, device, captured=False)
+    encoder = manager(model, device, captured=False)
     call = images((4, 4), device=device)
-    found = made.execute(call)  # tables are made on the CPU
-    assert found[0].device.type == device
-    made.capture()
-    close(made.execute(call), found)
+    results = encoder.execute(call)  # tables are encoder on the CPU
+    assert results[0].device.type == device
+    encoder.capture()
+    close(encoder.execute(call), results)
 
 
 def test_other_names_of_inputs() -> None:
     model = patches(inputs={"image": ("rows", "grids")})
-    made = manager(model)
+    encoder = manager(model)
     call = images((4, 4), (2, 2))
     named = {"rows": call["pixel_values"], "grids": call["image_grid_thw"].tolist()}
-    for mine, other in zip(made.execute(named), manager(patches()).execute(call), strict=True):
+    for mine, other in zip(encoder.execute(named), manager(patches()).execute(call), strict=True):
         close(mine, other)
 
 
-def test_tables_that_cannot_be() -> None:
+def test_invalid_tables() -> None:
     for bad in ({"rows": "rows"}, {"tail": "ones"}):
         with pytest.raises(ConfigError, match="PatchTable"):
             PatchTable(frame_offsets, **bad)  # type: ignore[arg-type]

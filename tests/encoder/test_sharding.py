@@ -48,29 +48,31 @@ def run(device: str) -> dict[str, Any]:
     said: dict[str, Any] = {"rank": (sharder.rank, sharder.size)}
     for deep in (False, True):
         model = patches(device, deep=deep)
-        made = manager(model, device, sharder=Sharder())
+        encoder = manager(model, device, sharder=Sharder())
         torch.manual_seed(7)  # the same calls on all ranks
         for number, sizes in enumerate(CALLS):
             call = images(*sizes, device=device)
-            found = made.execute(call)
-            close(found, one_by_one(model, call))
+            results = encoder.execute(call)
+            close(results, one_by_one(model, call))
             said[f"{deep} {number}"] = [
-                len(each["deep"][0]) if deep else len(each) for each in found
+                len(each["deep"][0]) if deep else len(each) for each in results
             ]
-        said[f"{deep} ran"] = made.statistics.hits + made.statistics.misses + made.statistics.idle
-        assert made.execute(images(device=device)) == []
+        said[f"{deep} ran"] = (
+            encoder.statistics.hits + encoder.statistics.misses + encoder.statistics.idle
+        )
+        assert encoder.execute(images(device=device)) == []
     for model in (
         DualPath(device),
         Merges(device),
     ):  # rows that all know, and rows that one must tell
-        made = manager(model, device, token_budgets=None, sharder=Sharder())
+        encoder = manager(model, device, token_budgets=None, sharder=Sharder())
         torch.manual_seed(8)
         for counts in ((1,), (0, 2, 9, 1, 0, 3)):
             call = dual(*counts, device=device)
-            found = made.execute(call)
+            results = encoder.execute(call)
             alone = manager(model, device, token_budgets=None).execute(call)
-            close(found, alone)
-            said[f"{type(model).__name__} {counts}"] = [len(each) for each in found]
+            close(results, alone)
+            said[f"{type(model).__name__} {counts}"] = [len(each) for each in results]
     try:
         used = Sharder()
         like = torch.zeros(0, H, device=device)
@@ -100,7 +102,7 @@ def first_call(rank: int, shares: list[list[int]], like: torch.Tensor) -> str:
 def one_fails(device: str, rank: int) -> list[str]:
     """The model of rank 1 raises in one call; then all go on."""
     model = patches(device)
-    made = manager(model, device, sharder=Sharder())
+    encoder = manager(model, device, sharder=Sharder())
     prepare, failing = model.prepare_encoder_cudagraph_replay_buffers, [rank == 1]
 
     def prepare_or_raise(*args: Any, **kwargs: Any) -> Any:
@@ -116,8 +118,8 @@ def one_fails(device: str, rank: int) -> list[str]:
             with mock.patch.object(
                 model, "prepare_encoder_cudagraph_replay_buffers", prepare_or_raise
             ):
-                found = made.execute(call)
-            close(found, one_by_one(model, call))
+                results = encoder.execute(call)
+            close(results, one_by_one(model, call))
             said.append("right")
         except (EncoderShardError, ArithmeticError) as error:
             said += str(error).splitlines()[:2]
@@ -141,48 +143,39 @@ def said(
     gpus = torch.cuda.device_count() if request.param == "cuda" else 0
     work = on_host if request.param == "cpu" else on_devices
     folder: Path = tmp_path_factory.mktemp("ranks")
-    return lib.ranks.said(work, gpus if gpus > 1 else RANKS, folder, 120, nccl=gpus > 1)
+    return lib.ranks.run_ranks(work, gpus if gpus > 1 else RANKS, folder, 120, nccl=gpus > 1)
 
 
 def test_every_rank_has_all_results(said: list[dict[str, Any]]) -> None:
-    assert [each["rank"] for each in said] == [(rank, len(said)) for rank in range(len(said))]
-    for each in said:
+    assert [results["rank"] for results in said] == [(rank, len(said)) for rank in range(len(said))]
+    for results in said:
         for deep in (False, True):
             for number, sizes in enumerate(CALLS):
-                expected = [(h // 2) * (w // 2) for h, w in sizes]
-                assert each[f"{deep} {number}"] == expected
-        assert each["DualPath (1,)"] == [7]
-        assert each["DualPath (0, 2, 9, 1, 0, 3)"] == [4, 10, 31, 7, 4, 13]
-        assert each["Merges (0, 2, 9, 1, 0, 3)"] == [5, 11, 32, 8, 5, 14]
+                assert results[f"{deep} {number}"] == [(h // 2) * (w // 2) for h, w in sizes]
+        assert results["DualPath (1,)"] == [7]
+        assert results["DualPath (0, 2, 9, 1, 0, 3)"] == [4, 10, 31, 7, 4, 13]
+        assert results["Merges (0, 2, 9, 1, 0, 3)"] == [5, 11, 32, 8, 5, 14]
 
 
 def test_each_item_is_encoded_once(said: list[dict[str, Any]]) -> None:
     total = sum(map(len, CALLS))
     for deep in (False, True):
-        ran = [each[f"{deep} ran"] for each in said]
+        ran = [results[f"{deep} ran"] for results in said]
         assert sum(ran) == total
         assert min(ran) >= total // len(said) - 2
 
 
 def test_another_structure_is_named(said: list[dict[str, Any]]) -> None:
-    expected = "results have another structure than those of the first call."
-    assert [each["error"] for each in said] == [f"rank {r}: {expected}" for r in range(len(said))]
+    """In a later call on its rank, in the very first call on all ranks."""
+    text = "results have another structure than those of the first call."
+    assert [results["error"] for results in said] == [f"rank {r}: {text}" for r in range(len(said))]
+    assert {results["first"] for results in said} == {f"rank {len(said) - 1}: {text}"}
 
 
-def test_another_structure_in_the_first_call_is_named_on_all_ranks(
-    said: list[dict[str, Any]],
-) -> None:
-    last = len(said) - 1
-    expected = "results have another structure than those of the first call."
-    assert {each["first"] for each in said} == {f"rank {last}: {expected}"}
-
-
-def test_a_rank_that_raises_leaves_none_waiting(said: list[dict[str, Any]]) -> None:
-    for rank, each in enumerate(said):
+def test_all_ranks_raise_if_one_does(said: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(said):
         first = ["no luck"]
         if rank != 1:
-            first = [
-                f"rank {rank}: the share of another rank failed.",
-                "  rank 1: ArithmeticError: no luck",
-            ]
-        assert each["failed"] == [*first, "right"]
+            first = [f"rank {rank}: the share of another rank failed."]
+            first.append("  rank 1: ArithmeticError: no luck")
+        assert results["failed"] == [*first, "right"]

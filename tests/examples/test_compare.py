@@ -1,4 +1,4 @@
-"""The comparison with other ways to run a step: what it measures, what it makes of the figures."""
+"""The comparison with other ways to run a step: measurements, verdicts and reports."""
 
 import copy
 import json
@@ -38,15 +38,14 @@ def setup(without_gradients: None) -> Setup:
 
 
 def test_compare_measures_cgcompile_on_a_cpu(tmp_path: Path) -> None:
-    given = ["--device", "cpu", "--layers", "2", "--models", "main", "--rounds", "1"]
-    given += ["--repeats", "2", "--batches", "4", "2", "--out", str(tmp_path)]
+    arguments = ["--device", "cpu", "--layers", "2", "--models", "main", "--rounds", "1"]
+    arguments += ["--repeats", "2", "--batches", "4", "2", "--out", str(tmp_path)]
     names = ["cgcompile piecewise", "cgcompile FULL", "reduce-overhead"]
-    done = run("benchmarks/compare.py", *given, "--only", *names)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "compare.json").read_text())
-    assert found["schema"] == 1
-    assert set(found["versions"]) >= {"python", "torch"}
-    model = found["models"]["main"]
+    printed = run("benchmarks/compare.py", *arguments, "--only", *names)
+    results = json.loads((tmp_path / "compare.json").read_text())
+    assert results["schema"] == 1
+    assert set(results["versions"]) >= {"python", "torch"}
+    model = results["models"]["main"]
     assert model == json.loads((tmp_path / "main.json").read_text())
     assert model["pieces"] == 3
     for batch in ("4", "2"):
@@ -60,7 +59,7 @@ def test_compare_measures_cgcompile_on_a_cpu(tmp_path: Path) -> None:
             assert model["variants"][name]["errors"][batch] <= model["error_limit"] == 1e-4
     captured = model["variants"]["cgcompile piecewise"]["capture"]
     assert (captured["sizes"], captured["graphs"]) == (2, 3)
-    assert "reduce-overhead was left out: reduce-overhead needs a CUDA device" in done.stdout
+    assert "reduce-overhead was left out: reduce-overhead needs a CUDA device" in "\n".join(printed)
     assert "main: 2 layers (3 pieces)" in (tmp_path / "compare.txt").read_text()
     assert (tmp_path / "compare.png").exists() == can_plot()
 
@@ -86,65 +85,68 @@ def test_every_way_of_ours_is_right_and_has_a_floor(setup: Setup) -> None:
             assert (captured.sizes, captured.missing) == (2, ())
             setup.steps.draw(7)
             expected = setup.model(*setup.steps.views(4)).clone()
-            found = variant.step(4)()
+            result = variant.step(4)()
             own = not isinstance(variant, Ours) or variant.mode is not None
-            found = found if own else found.clone()
+            result = result if own else result.clone()
             assert floor is not None
-            floor()  # the same graphs: what a step has returned is written again
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            floor()  # replays the same graphs, which write the result
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
         ran.append(variant.name)
     assert len(ran) == 8
 
 
-def test_what_can_wait_is_compiled_last_or_not_at_all(setup: Setup, tmp_path: Path) -> None:
+def test_patient_variants_are_compiled_last_or_left_out(setup: Setup, tmp_path: Path) -> None:
     for deadline, names in ((math.inf, {"other", "patient"}), (0.0, {"other"})):
         order: list[str] = []
         worker = Worker(setup, tmp_path / "w.json", few=True, only=("none",), deadline=deadline)
         for name in ("patient", "other"):
-            each = Variant(setup, name)
-            each.prepare = partial(order.append, name)  # type: ignore[method-assign]
-            each.can_wait = name == "patient"
-            worker.variants.append(each)
+            variant = Variant(setup, name)
+            variant.prepare = partial(order.append, name)  # type: ignore[method-assign]
+            variant.can_wait = name == "patient"
+            worker.variants.append(variant)
             worker.found["variants"][name] = {}
         worker.prepare()
         assert order == [name for name in ("other", "patient") if name in names]
-        kept = [each.name for each in worker.variants]
+        kept = [variant.name for variant in worker.variants]
         assert kept == ["eager", *[name for name in ("patient", "other") if name in names]]
-        why = worker.found["variants"]["patient"].get("left_out")
-        assert why == (None if "patient" in names else "no time left to compile it")
+        reason = worker.found["variants"]["patient"].get("left_out")
+        assert reason == (None if "patient" in names else "no time left to compile it")
 
 
 class Wrong(Variant):
-    """Returns something else at each call, as asked for."""
+    """Adds ``change`` to each result, or returns a stale one."""
 
-    def __init__(self, setup: Setup, change: float = 0.0, stale: bool = False) -> None:
+    def __init__(
+        self, setup: Setup, change: float = 0.0, stale: bool = False, calls: int | None = None
+    ) -> None:
         super().__init__(setup, "wrong")
         self.change, self.stale = change, stale
-        self.first: torch.Tensor | None = None
-        self.attention_calls = setup.dims.layers
+        self.results: list[torch.Tensor] = []
+        self.attention_calls = setup.dims.layers if calls is None else calls
 
     def step(self, batch: int) -> Any:
         def run() -> torch.Tensor:
-            found = self.setup.model(*self.setup.steps.views(batch)) + self.change
-            if self.first is None or not self.stale:
-                self.first = found.clone()
-            return self.first
+            result = self.setup.model(*self.setup.steps.views(batch)) + self.change
+            self.results.append(result.clone())
+            return self.results[0 if self.stale else -1]
 
         return run
 
 
-def test_a_check_finds_what_is_wrong(setup: Setup) -> None:
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"change": 0.1}, r"batch 4: relative L2 .*, allowed 0.0001"),
+        ({"change": math.nan}, "relative L2"),
+        ({"stale": True}, "relative L2"),
+        ({"calls": 0}, "attention was called 2 times in a step, not 0"),
+    ],
+    ids=str,
+)
+def test_a_check_finds_a_fault(fault: dict[str, Any], message: str, setup: Setup) -> None:
     assert check(setup, Wrong(setup), 4) == 0
-    with pytest.raises(Broken, match=r"batch 4: relative L2 .*, allowed 0.0001"):
-        check(setup, Wrong(setup, change=0.1), 4)
-    with pytest.raises(Broken, match="relative L2"):
-        check(setup, Wrong(setup, change=math.nan), 4)
-    with pytest.raises(Broken, match="relative L2"):
-        check(setup, Wrong(setup, stale=True), 4)
-    plain = Wrong(setup)
-    plain.attention_calls = 0
-    with pytest.raises(Broken, match="attention was called 2 times in a step, not 0"):
-        check(setup, plain, 4)
+    with pytest.raises(Broken, match=message):
+        check(setup, Wrong(setup, **fault), 4)
 
 
 def test_a_check_counts_replays(setup: Setup) -> None:
@@ -158,11 +160,10 @@ def test_a_check_counts_replays(setup: Setup) -> None:
 
 def test_the_arguments_of_a_step_are_those_of_each_layer(setup: Setup) -> None:
     step = Plain(setup, "eager").step(2)
-    found = arguments_of(step)
-    assert [each[4].data_ptr() for each in found] == [
-        layer.k_cache.data_ptr() for layer in setup.model.layers
-    ]
-    assert counted(step) == len(found) == 2
+    calls = arguments_of(step)
+    caches = [layer.k_cache.data_ptr() for layer in setup.model.layers]
+    assert [arguments[4].data_ptr() for arguments in calls] == caches
+    assert counted(step) == len(calls) == 2
 
 
 def test_attention_is_that_of_the_last_position() -> None:
@@ -184,8 +185,8 @@ def test_a_failure_of_one_does_not_stop_the_others(setup: Setup, tmp_path: Path)
     worker.variants = [bad, *worker.variants]
     worker.found["variants"]["wrong"] = {}
     worker.capture()
-    right = [each for each in worker.variants if worker.check(each, 4)]
-    assert [each.name for each in right] == ["eager"]
+    right = [variant for variant in worker.variants if worker.check(variant, 4)]
+    assert [variant.name for variant in right] == ["eager"]
     (failure,) = worker.found["variants"]["wrong"]["failures"]
     assert failure.startswith("check of batch 4: batch 4: relative L2")
 
@@ -193,15 +194,16 @@ def test_a_failure_of_one_does_not_stop_the_others(setup: Setup, tmp_path: Path)
         def step(self, batch: int) -> Any:
             return lambda: 1 / 0
 
-    found = measure(
-        setup, [Raises(setup, "r"), *right], 4, rounds=2, repeats=1, until=math.inf, probe=None
-    )
-    assert found["rows"]["r"] == {"error": "ZeroDivisionError: division by zero"}
-    assert found["rows"]["eager"]["host"] > 0
-    assert found["steps"] == 2
+    variants = [Raises(setup, "r"), *right]
+    result = measure(setup, variants, 4, rounds=2, repeats=1, until=math.inf, probe=None)
+    assert result["rows"]["r"] == {"error": "ZeroDivisionError: division by zero"}
+    assert result["rows"]["eager"]["host"] > 0
+    assert result["steps"] == 2
 
 
-def test_what_is_not_installed_is_left_out(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_installed_is_left_out(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rivals.torchs.META", "no_such_package_of_graphs")
     with pytest.raises(LeftOut, match="pip install piecewise-cuda-graphs"):
         MetaPieces(setup, "meta", Plain(setup, "eager")).prepare()
@@ -210,24 +212,20 @@ def test_what_is_not_installed_is_left_out(setup: Setup, monkeypatch: pytest.Mon
 # ---------------------------------------------------------------- figures
 
 
-def row(**metrics: float) -> dict[str, float]:
-    return dict(metrics)
-
-
 @pytest.fixture
-def found() -> dict[str, Any]:
+def results() -> dict[str, Any]:
     """A result of a GPU, in which the first goal is missed and all others are reached."""
-    pieces = {**row(host_noop=240, gpu=2200), "floor": row(host_noop=200, gpu=2190)}
-    direct = {**row(host_noop=110, gpu=2200), "floor": row(host_noop=100, gpu=2190)}
+    pieces = {**dict(host_noop=240, gpu=2200), "floor": dict(host_noop=200, gpu=2190)}
+    direct = {**dict(host_noop=110, gpu=2200), "floor": dict(host_noop=100, gpu=2190)}
     rows: dict[str, Any] = {
-        "torch.compile dynamic": row(host=4400),
-        "graph by hand, static": row(gpu=2160),
+        "torch.compile dynamic": dict(host=4400),
+        "graph by hand, static": dict(gpu=2160),
         "cgcompile piecewise": pieces,
         "cgcompile piecewise, op's function": direct,
-        "cgcompile FULL": {**row(host_noop=9, gpu=2090), "floor": row(host_noop=5, gpu=2090)},
-        "cgcompile without graphs": row(host=4500),
-        "cgcompile lean piecewise": row(gpu=2150),
-        "cgcompile lean FULL": row(gpu=2000),
+        "cgcompile FULL": {**dict(host_noop=9, gpu=2090), "floor": dict(host_noop=5, gpu=2090)},
+        "cgcompile without graphs": dict(host=4500),
+        "cgcompile lean piecewise": dict(gpu=2150),
+        "cgcompile lean FULL": dict(gpu=2000),
     }
     capture = {"sizes": 20, "graphs": 33, "pool_bytes": 2.8e7, "missing": []}
     variants: dict[str, Any] = {name: {} for name in rows}
@@ -255,8 +253,8 @@ def found() -> dict[str, Any]:
     }
 
 
-def test_the_budget_says_what_is_reached_and_by_how_much_not(found: dict[str, Any]) -> None:
-    goals = budget(found)
+def test_the_budget_has_a_verdict_for_each_goal(results: dict[str, Any]) -> None:
+    goals = budget(results)
     assert len(goals) == 14
     assert [goal.verdict for goal in goals] == ["missed by 4.3 %", *["reached"] * 13]
     values = {goal.name: goal.value for goal in goals}
@@ -266,12 +264,12 @@ def test_the_budget_says_what_is_reached_and_by_how_much_not(found: dict[str, An
     assert values["host, FULL step over its replay"] == 1.8
 
 
-def test_the_budget_says_what_was_not_measured(found: dict[str, Any]) -> None:
-    del found["models"]["deep"], found["starts"]["Dynamo alone"]
-    main = found["models"]["main"]
+def test_the_budget_names_figures_that_are_missing(results: dict[str, Any]) -> None:
+    del results["models"]["deep"], results["starts"]["Dynamo alone"]
+    main = results["models"]["main"]
     del main["batches"]["8"]["rows"]["cgcompile piecewise"]["floor"]
     main["variants"]["cgcompile FULL"]["capture"]["sizes"] = 19
-    goals = {goal.name: goal for goal in budget(found) if goal.value is None}
+    goals = {goal.name: goal for goal in budget(results) if goal.value is None}
     assert all(goal.reached is None and goal.verdict == "not measured" for goal in goals.values())
     assert [goal.about for goal in goals.values()] == [
         "no host_noop time of floor of cgcompile piecewise, main, batch 8",
@@ -284,16 +282,16 @@ def test_the_budget_says_what_was_not_measured(found: dict[str, Any]) -> None:
     ]
 
 
-def test_the_report_names_every_trouble(found: dict[str, Any]) -> None:
-    assert list(report.troubles(found)) == []
-    main = found["models"]["main"]
+def test_the_report_names_every_trouble(results: dict[str, Any]) -> None:
+    assert list(report.troubles(results)) == []
+    main = results["models"]["main"]
     main["complete"] = False
     main["variants"]["cgcompile FULL"]["failures"] = ["capture: no"]
     main["variants"]["reduce-overhead"] = {"left_out": "why"}
     main["batches"]["8"]["rows"]["cgcompile FULL"]["floor"]["error"] = "E: x"
     main["batches"]["64"] = {"error": "no time left"}
-    found["starts"]["Dynamo alone"]["cold_error"] = "a\nb"
-    assert list(report.troubles(found)) == [
+    results["starts"]["Dynamo alone"]["cold_error"] = "a\nb"
+    assert list(report.troubles(results)) == [
         "main: cgcompile FULL FAILED: capture: no",
         "main: reduce-overhead was left out: why",
         "main: floor of cgcompile FULL, batch 8, FAILED: E: x",
@@ -301,15 +299,15 @@ def test_the_report_names_every_trouble(found: dict[str, Any]) -> None:
         "main: ended before it was done",
         "start of Dynamo alone: b",
     ]
-    text = report.whole_text(found)
+    text = report.whole_text(results)
     assert "missed by 4.3 %" in text
     assert "a GPU, a CPU, 4 cores; torch 2.0; 2030-01-02" in text
 
 
 @pytest.mark.skipif(not can_plot(), reason="needs matplotlib")
-def test_the_plot_is_a_picture(found: dict[str, Any], tmp_path: Path) -> None:
+def test_the_plot_is_a_picture(results: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "made.png"
-    plot(found, file)
+    plot(results, file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -321,16 +319,18 @@ def test_the_readme_has_the_figures_that_are_kept() -> None:
     assert readme_table.between(readme) == readme_table.section_of(readme_table.RESULTS)
 
 
-def test_the_section_is_written_between_the_comments(found: dict[str, Any], tmp_path: Path) -> None:
-    results, readme = tmp_path / "r.json", tmp_path / "README.md"
-    results.write_text(json.dumps(found))
+def test_the_section_is_written_between_the_comments(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
+    kept, readme = tmp_path / "r.json", tmp_path / "README.md"
+    kept.write_text(json.dumps(results))
     around = f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb\n"
     readme.write_text(around)
-    assert readme_table.main([str(results), "--readme", str(readme)]) == 0
+    assert readme_table.main([str(kept), "--readme", str(readme)]) == 0
     written = readme.read_text()
-    text = readme_table.section(found)
+    text = readme_table.section(results)
     assert written == around.replace("old\n", text)
-    assert readme_table.between(written) == text == readme_table.section_of(results)
+    assert readme_table.between(written) == text == readme_table.section_of(kept)
     assert "| cgcompile FULL | 9.0 | 5.0 |" in text
     assert "| 1.20 x | 1.15 x | missed by 4.3 % |" in text
     assert "2030-01-02" in text

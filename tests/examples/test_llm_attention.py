@@ -24,7 +24,7 @@ class Case:
         width = max(-(-length // block_size) for length, _ in REQUESTS) + 2
         blocks = 1 + width * len(REQUESTS)
         size = (blocks, block_size, kv_heads, dim)
-        # Whatever a request has not written is NaN: other blocks, and the ends of its own.
+        # Memory that no request has written is NaN: other blocks, and the ends of its own.
         self.k_cache, self.v_cache = (torch.full(size, float("nan"), dtype=dtype) for _ in "kv")
         free = (torch.randperm(blocks - 1) + 1).tolist()
         tables, self.dense = [], []
@@ -36,26 +36,24 @@ class Case:
             k, v = (torch.randn(length, kv_heads, dim, dtype=dtype) for _ in "kv")
             self.dense.append((k, v))
             for cache, rows in ((self.k_cache, k), (self.v_cache, v)):
-                for place, row in enumerate(rows):
-                    cache[table.blocks[place // block_size], place % block_size] = row
+                for position, row in enumerate(rows):
+                    cache[table.blocks[position // block_size], position % block_size] = row
         counts = [count for _, count in REQUESTS]
         starts = [length - count for length, count in REQUESTS]
         ids = torch.zeros(sum(counts), dtype=torch.int64)
         batch = paged_batch(ids, starts, counts, tables, [True] * len(counts), block_size)
         self.queries = torch.randn(sum(counts), heads, dim, dtype=dtype)
         pad = torch.zeros(PADDING, dtype=torch.int64)
-        given = batch.inputs
-        owners = torch.cat((given["token_to_req"], pad.int() - 1))
-        positions = torch.cat((given["positions"], pad))
-        self.metadata = PagedMetadata(
-            given["block_tables"].to(device), owners.to(device), positions.to(device)
-        )
+        owners = torch.cat((batch.inputs["token_to_req"], pad.int() - 1))
+        positions = torch.cat((batch.inputs["positions"], pad))
+        tables = batch.inputs["block_tables"]
+        self.metadata = PagedMetadata(*(x.to(device) for x in (tables, owners, positions)))
         self.k_cache, self.v_cache = self.k_cache.to(device), self.v_cache.to(device)
         self.q = torch.cat((self.queries, torch.randn(PADDING, heads, dim, dtype=dtype))).to(device)
 
     def expected(self) -> torch.Tensor:
-        """Each request alone, by torch's own attention; zeros for padding."""
-        found, at = [], 0
+        """Compute each request alone, by torch's own attention; zeros for padding."""
+        results, at = [], 0
         for (length, count), (k, v) in zip(REQUESTS, self.dense, strict=True):
             q = self.queries[at : at + count].transpose(0, 1).float()
             at += count
@@ -63,8 +61,8 @@ class Case:
             mask = torch.arange(length) <= rows[:, None]
             group = q.shape[0] // k.shape[1]
             k, v = (x.float().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
-            found.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1))
-        return F.pad(torch.cat(found), (0, 0, 0, 0, 0, PADDING))
+            results.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1))
+        return F.pad(torch.cat(results), (0, 0, 0, 0, 0, PADDING))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -79,28 +77,20 @@ def test_gathered_equals_dense(shape: tuple[int, int, int, int], device: str) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (16, 32, 8, 128)], ids=str)
-def test_the_kernel_equals_gathered(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_the_kernel_equals_gathered(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, views: bool
+) -> None:
+    """Queries may be views of a wider tensor."""
     torch.manual_seed(0)
     case = Case(shape, "cuda", dtype)
+    q = torch.cat((case.q, case.q), 1)[:, : case.q.shape[1]] if views else case.q
     expected, out = torch.full_like(case.q, 7.0), torch.full_like(case.q, 7.0)
     gather_attention(case.q, case.k_cache, case.v_cache, expected, case.metadata)
     with set_forward_context(case.metadata):
-        attend(case.q, case.k_cache, case.v_cache, out)
+        attend(q, case.k_cache, case.v_cache, out)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     assert out[-PADDING:].eq(0).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-def test_the_kernel_takes_queries_that_are_views() -> None:
-    torch.manual_seed(0)
-    case = Case(SHAPES[1], "cuda", torch.float32)
-    wide = torch.cat((case.q, case.q), 1)
-    expected, out = torch.empty_like(case.q), torch.empty_like(case.q)
-    gather_attention(case.q, case.k_cache, case.v_cache, expected, case.metadata)
-    with set_forward_context(case.metadata):
-        attend(wide[:, : case.q.shape[1]], case.k_cache, case.v_cache, out)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Folders as Hugging Face saves them: the same logits and tokens as transformers, or a refusal."""
+"""Checkpoints of Hugging Face give the logits and tokens of transformers, or are refused."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,6 @@ from lib.examples import serve, with_caches
 from llm_engine.checkpoint import CheckpointError, load_llama
 from llm_engine.drafts import NgramDraft
 from llm_engine.judge import plain_logits
-from llm_engine.model import Llama
 from llm_engine.scheduler import Request
 
 transformers = pytest.importorskip("transformers")
@@ -57,26 +56,29 @@ def reference(**more: Any) -> Any:
     return model
 
 
-def logits(model: Llama, tokens: list[int]) -> torch.Tensor:
-    """Of a whole prompt at once."""
-    with_caches(model, "cpu")
-    model.forget()
-    return plain_logits(model, tokens)
+def assert_same_logits(folder: Path, model: Any, tokens: list[int]) -> None:
+    """Compare the logits of a whole prompt."""
+    loaded = with_caches(load_llama(folder), "cpu")
+    loaded.forget()
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    logits = plain_logits(loaded, tokens)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(logits[0], logits[1])
+
+
+def change(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shards", ["one", "several"])
 def test_logits_are_those_of_transformers(variant: str, shards: str, tmp_path: Path) -> None:
     model = reference(**VARIANTS[variant])
-    size = {"one": "1GB", "several": "10KB"}[shards]
-    model.save_pretrained(tmp_path, max_shard_size=size)
+    model.save_pretrained(tmp_path, max_shard_size={"one": "1GB", "several": "10KB"}[shards])
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "several")
-    tokens = torch.randint(60, (37,)).tolist()
-    with torch.inference_mode():
-        expected = model(torch.tensor([tokens])).logits[0]
-    found = logits(load_llama(tmp_path), tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert not torch.equal(found[0], found[1])
+    assert_same_logits(tmp_path, model, torch.randint(60, (37,)).tolist())
 
 
 def test_old_spellings_of_a_configuration(tmp_path: Path) -> None:
@@ -85,10 +87,7 @@ def test_old_spellings_of_a_configuration(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     old = {k: v for k, v in LLAMA3.items() if k not in ("rope_type", "rope_theta")}
     change(tmp_path, rope_parameters=None, rope_theta=500.0, rope_scaling={**old, "type": "llama3"})
-    tokens = list(range(1, 30))
-    with torch.inference_mode():
-        expected = model(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(logits(load_llama(tmp_path), tokens), expected, rtol=1e-4, atol=1e-4)
+    assert_same_logits(tmp_path, model, list(range(1, 30)))
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -104,25 +103,20 @@ def test_served_tokens_are_those_of_transformers(drafts: int, tmp_path: Path, de
         for number, prompt in enumerate(prompts)
     ]
     served = serve(loaded, requests, draft=NgramDraft() if drafts else None, k=drafts)
-    for prompt, found in zip(prompts, served.output, strict=True):
-        given = torch.tensor([prompt])
+    for prompt, output in zip(prompts, served.output, strict=True):
+        ids = torch.tensor([prompt])
         with torch.inference_mode():
             whole = model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
+                ids,
+                attention_mask=torch.ones_like(ids),
                 max_new_tokens=12,
                 do_sample=False,
                 pad_token_id=0,
             )
-        assert found == whole[0, len(prompt) :].tolist()
-    assert len({len(found) for found in served.output}) > 1  # some ended early
-    assert len({token for found in served.output for token in found}) > 10
+        assert output == whole[0, len(prompt) :].tolist()
+    assert len({len(output) for output in served.output}) > 1  # some ended early
+    assert len({token for output in served.output for token in output}) > 10
     assert served.engine.runner.replays > 10
-
-
-def change(folder: Path, **settings: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +169,7 @@ def test_tensors_that_are_unknown_or_missing_are_named(tmp_path: Path) -> None:
 
 def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
     reference().save_pretrained(tmp_path, max_shard_size="10KB")
-    victim = sorted(tmp_path.glob("*.safetensors"))[1]
-    victim.unlink()
-    with pytest.raises(CheckpointError, match=f"names {victim.name}, which is not in"):
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"names {shard.name}, which is not in"):
         load_llama(tmp_path)

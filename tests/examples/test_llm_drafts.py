@@ -1,4 +1,4 @@
-"""What drafts propose, and what becomes of it."""
+"""The tokens that drafts propose, and which of them are accepted."""
 
 from typing import Any
 
@@ -39,35 +39,37 @@ def test_ngrams_of_requests_are_their_own() -> None:
 
 def test_random_drafts_depend_on_request_and_place_alone() -> None:
     requests = [Request(0, [1, 2], 5), Request(1, [1, 2], 5)]
-    found = RandomDraft(100, 3).propose(requests, 4)
-    assert found.shape == (2, 4)
-    assert not torch.equal(found[0], found[1])
-    assert torch.equal(RandomDraft(100, 3).propose(requests[1:], 4)[0], found[1])
+    tokens = RandomDraft(100, 3).propose(requests, 4)
+    assert tokens.shape == (2, 4)
+    assert not torch.equal(tokens[0], tokens[1])
+    assert torch.equal(RandomDraft(100, 3).propose(requests[1:], 4)[0], tokens[1])
     requests[0].accept([3])
-    assert not torch.equal(RandomDraft(100, 3).propose(requests, 4)[0], found[0])
+    assert not torch.equal(RandomDraft(100, 3).propose(requests, 4)[0], tokens[0])
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_draft_with_the_weights_of_the_target_is_always_right(
     k: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own cache holds then what it must: through prefill in chunks, mixed steps, preemption."""
+    """Its own cache follows prefill in chunks, mixed steps and preemption."""
     verify, wrong = Engine._verify, []
 
-    def checked(self: Any, each: Request, found: list[int], guesses: list[int]) -> None:
+    def checked(self: Any, request: Request, found: list[int], guesses: list[int]) -> None:
         if guesses != found[: len(guesses)]:
-            wrong.append((each.number, found, guesses))
-        verify(self, each, found, guesses)
+            wrong.append((request.number, found, guesses))
+        verify(self, request, found, guesses)
 
     monkeypatch.setattr(Engine, "_verify", checked)
     target, small = tiny_llama(device), tiny_llama(device)
     draft = runner(small, "breakable", [1, 2])
-    made = serve(target, workload(), draft=ModelDraft(draft), k=k)
+    served = serve(target, workload(), draft=ModelDraft(draft), k=k)
     assert wrong == []
-    assert made.engine.drafted.proposed > 25
-    assert made.engine.drafted.accepted > 0.6 * made.engine.drafted.proposed  # the rest is cut off
-    assert made.engine.scheduler.pressure.preemptions > 0
-    assert made.engine.mixed_steps > 0
+    assert served.engine.drafted.proposed > 25
+    assert (
+        served.engine.drafted.accepted > 0.6 * served.engine.drafted.proposed
+    )  # the rest is cut off
+    assert served.engine.scheduler.pressure.preemptions > 0
+    assert served.engine.mixed_steps > 0
     assert draft.tally.uniform_full == draft.tally.uniform > 0
     assert draft.replays == draft.tally.steps
 

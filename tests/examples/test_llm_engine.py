@@ -1,4 +1,4 @@
-"""The loop in every mode, what a run reports, and steps without a scheduler."""
+"""The loop in every mode, the report of a run, and steps without a scheduler."""
 
 import re
 from dataclasses import replace
@@ -27,13 +27,13 @@ def test_every_request_gets_what_it_gets_alone(kind: str, device: str) -> None:
     assert served.engine.scheduler.pressure.preemptions > 0
     assert served.engine.mixed_steps > 0
     alone = [
-        Request(each.number, each.prompt, each.max_new_tokens, 1000 * each.number)
-        for each in served.requests
+        Request(request.number, request.prompt, request.max_new_tokens, 1000 * request.number)
+        for request in served.requests
     ]
     expected = serve(model, alone)
     assert expected.engine.runner.tally.decode_sizes.keys() == {1}
     assert served.output == expected.output
-    assert len({token for found in served.output for token in found}) > 15
+    assert len({token for output in served.output for token in output}) > 15
 
 
 def test_a_prompt_that_repeats_itself_is_guessed() -> None:
@@ -43,8 +43,8 @@ def test_a_prompt_that_repeats_itself_is_guessed() -> None:
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_a_decode_step_without_a_scheduler(query_len: int, device: str) -> None:
-    """A graph and the plain step see the same context: NaN is what nobody has written."""
-    made = runner(tiny_llama(device), "breakable", [query_len])
+    """A graph and the plain step see the same context; unwritten memory is NaN."""
+    target = runner(tiny_llama(device), "breakable", [query_len])
     for num_reqs, length in ((1, 30), (3, 17), (4, 64)):
         batch = decode_batch(num_reqs, length, BLOCK_SIZE, WIDTH, query_len=query_len)
         assert batch.uniform_decode
@@ -52,15 +52,15 @@ def test_a_decode_step_without_a_scheduler(query_len: int, device: str) -> None:
         assert tables is not None
         used = tables[tables > 0]
         assert len(used) == len(used.unique()) == num_reqs * -(-length // BLOCK_SIZE)
-        for layer in made.model.layers:
+        for layer in target.model.layers:
             for cache in (layer.attention.k_cache, layer.attention.v_cache):
                 cache.normal_(generator=torch.Generator(device).manual_seed(length))
                 cache[0] = float("nan")
-        found = made.run(batch).clone()
-        plain = made.manager.run(batch, valid_modes=())
-        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
-        assert found.isfinite().all()
-    assert made.tally.uniform_full == made.replays == 3
+        result = target.run(batch).clone()
+        plain = target.manager.run(batch, valid_modes=())
+        torch.testing.assert_close(result, plain, rtol=1e-4, atol=1e-4)
+        assert result.isfinite().all()
+    assert target.tally.uniform_full == target.replays == 3
 
 
 def test_a_shallow_copy_shares_what_it_computes() -> None:
@@ -79,7 +79,7 @@ def test_rotary_frequencies_stay_float32() -> None:
 
 
 def run(**more: Any) -> Run:
-    """A run that kept all promises."""
+    """Make a run that kept all promises."""
     request = Request(0, [1, 2], 2)
     request.accept([3, 4])
     tally = Tally()
@@ -92,7 +92,7 @@ def run(**more: Any) -> Run:
     return Run(**{**settings, "mixed_steps": 1, "seconds": 2.0, **more})
 
 
-def target(**more: Any) -> list[Model]:
+def models(**more: Any) -> list[Model]:
     (good,) = run().models
     counts = {k: v for k, v in more.items() if k != "replays"}
     tally = replace(good.tally, **counts)
@@ -108,13 +108,13 @@ def target(**more: Any) -> list[Model]:
         ),
         ({"requests": [Request(0, [1, 2], 2)]}, r"requests that are not done: \[0\]"),
         ({"leaked_blocks": 3}, "3 blocks were not given back"),
-        ({"models": target(uniform_full=18)}, "only 18 of 20 uniform decode steps were FULL"),
-        ({"models": target(replays=24)}, "25 steps with graphs made 24 replays"),
+        ({"models": models(uniform_full=18)}, "only 18 of 20 uniform decode steps were FULL"),
+        ({"models": models(replays=24)}, "25 steps with graphs made 24 replays"),
         ({"draft": "ngram", "drafted": Drafted(20, 0)}, "no n-gram was accepted"),
         ({"mixed_steps": 0}, "no step mixed chunks of prompts and decoding"),
         ({"pressure": Pressure(0, 1)}, "no request was preempted"),
         ({"pressure": Pressure(1, 0)}, "the cache was never full"),
-        ({"models": target(decode_sizes={1: 20})}, "fewer than 3 batch sizes"),
+        ({"models": models(decode_sizes={1: 20})}, "fewer than 3 batch sizes"),
     ],
 )
 def test_each_broken_promise_is_named(more: dict[str, Any], message: str) -> None:
@@ -127,26 +127,26 @@ def test_what_is_not_promised() -> None:
     close = run(partings=(Parting(4, 7, 0.02),))
     assert broken_promises(close, "NONE", scarce=True, close=0.02) == []
     assert broken_promises(run(mixed_steps=0), "NONE", scarce=False, close=0.0) == []
-    plain = run(mode="PIECEWISE", models=target(uniform_full=0))
+    plain = run(mode="PIECEWISE", models=models(uniform_full=0))
     assert broken_promises(plain, "NONE", scarce=True, close=0.0) == []
-    almost = run(models=target(uniform_full=19))
+    almost = run(models=models(uniform_full=19))
     assert broken_promises(almost, "NONE", scarce=True, close=0.0) == []
 
 
 def test_where_runs_part_and_how_close_it_was() -> None:
     model = tiny_llama("cpu")
-    expected, found = serve(model, workload()).requests, serve(model, workload()).requests
-    assert partings(expected, found, model) == ()
-    right, wrong = found[1].tokens, found[3].tokens
-    place = len(found[1].prompt) + 2
-    logits = plain_logits(model, right[:place])[-1]
-    assert int(logits.argmax()) == right[place]  # alone and at once, it is the same token
-    right[place] = int(logits.argmin())
-    del wrong[-1]
-    one, other = partings(expected, found, model)
+    expected, requests = (serve(model, workload()).requests for _ in range(2))
+    assert partings(expected, requests, model) == ()
+    changed, shorter = requests[1].tokens, requests[3].tokens
+    index = len(requests[1].prompt) + 2
+    logits = plain_logits(model, changed[:index])[-1]
+    assert int(logits.argmax()) == changed[index]  # alone and at once, it is the same token
+    changed[index] = int(logits.argmin())
+    del shorter[-1]
+    one, other = partings(expected, requests, model)
     assert (one.number, one.place) == (1, 2)
     assert one.gap == pytest.approx(float((logits.max() - logits.min()) / logits.std()), rel=1e-4)
-    assert (other.number, other.place) == (3, len(found[3].output))
+    assert (other.number, other.place) == (3, len(requests[3].output))
     assert other.gap == float("inf")
 
 

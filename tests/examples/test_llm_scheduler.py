@@ -16,24 +16,25 @@ def request(number: int, prompt: int, tokens: int = 8, arrival: int = 0) -> Requ
     return Request(number, list(range(1, prompt + 1)), tokens, arrival)
 
 
-def advance(made: Scheduler, work: list[Work]) -> None:
-    """What the engine does after a step in which no draft was right."""
-    for each in work:
-        if each.prefill:
-            each.request.computed += each.count
-        if each.samples:
-            each.request.prefilling = False
-            taken = each.request.accept([7])
-            each.request.computed += 0 if each.prefill else taken
-        if each.request.done:
-            made.finish(each.request)
+def advance(scheduler: Scheduler, work: list[Work]) -> None:
+    """Do what the engine does after a step in which no draft was right."""
+    for item in work:
+        request = item.request
+        if item.prefill:
+            request.computed += item.count
+        if item.samples:
+            request.prefilling = False
+            taken = request.accept([7])
+            request.computed += 0 if item.prefill else taken
+        if request.done:
+            scheduler.finish(request)
 
 
 def shown(work: list[Work]) -> list[tuple[int, int, int, bool]]:
-    return [(each.request.number, each.start, each.count, each.prefill) for each in work]
+    return [(item.request.number, item.start, item.count, item.prefill) for item in work]
 
 
-def test_blocks_are_lent_once() -> None:
+def test_blocks_are_handed_out_once() -> None:
     allocator = BlockAllocator(5)
     first, second = allocator.take(3), allocator.take(1)
     assert first == [1, 2, 3]
@@ -46,18 +47,19 @@ def test_blocks_are_lent_once() -> None:
 
 
 def test_prompts_run_in_chunks_beside_decoding() -> None:
-    made = scheduler()
-    made.add(request(0, 3))
-    made.add(request(1, 20))
-    made.add(request(2, 6))
+    planner = scheduler()
+    planner.add(request(0, 3))
+    planner.add(request(1, 20))
+    planner.add(request(2, 6))
     steps = []
     for _ in range(4):
-        work = made.schedule()
+        work = planner.schedule()
         steps.append(shown(work))
-        assert [each.samples for each in work] == [
-            not p or s + c == len(made_of(work, n).tokens) for n, s, c, p in steps[-1]
-        ]
-        advance(made, work)
+        for item in work:
+            assert item.samples is (
+                not item.prefill or item.start + item.count == len(item.request.tokens)
+            )
+        advance(planner, work)
     assert steps == [
         [(0, 0, 3, True), (1, 0, 13, True)],
         [(0, 3, 1, False), (1, 13, 7, True), (2, 0, 6, True)],
@@ -66,26 +68,22 @@ def test_prompts_run_in_chunks_beside_decoding() -> None:
     ]
 
 
-def made_of(work: list[Work], number: int) -> Request:
-    return next(each.request for each in work if each.request.number == number)
-
-
 def test_the_last_token_of_a_prompt_is_no_decode() -> None:
-    made = scheduler(max_num_tokens=4)
-    made.add(request(0, 5))
-    advance(made, made.schedule())
-    assert shown(made.schedule()) == [(0, 4, 1, True)]
+    planner = scheduler(max_num_tokens=4)
+    planner.add(request(0, 5))
+    advance(planner, planner.schedule())
+    assert shown(planner.schedule()) == [(0, 4, 1, True)]
 
 
 def test_the_youngest_is_preempted_and_starts_anew() -> None:
-    made = scheduler(blocks=6)  # five blocks of four tokens
-    made.add(request(0, 7))
-    made.add(request(1, 7))
+    planner = scheduler(blocks=6)  # five blocks of four tokens
+    planner.add(request(0, 7))
+    planner.add(request(1, 7))
     seen = []
-    while made.busy:
-        work = made.schedule()
+    while planner.busy:
+        work = planner.schedule()
         seen.append(shown(work))
-        advance(made, work)
+        advance(planner, work)
     assert seen == [
         [(0, 0, 7, True), (1, 0, 7, True)],
         [(0, 7, 1, False), (1, 7, 1, False)],  # both have filled two blocks then
@@ -93,27 +91,27 @@ def test_the_youngest_is_preempted_and_starts_anew() -> None:
         [(1, 0, 9, True)],  # its own output is part of its prompt now
         *([(1, start, 1, False)] for start in range(9, 14)),
     ]
-    assert made.pressure.preemptions == 1
-    assert made.pressure.full_steps == 6
-    assert made.allocator.num_free == 5
+    assert planner.pressure.preemptions == 1
+    assert planner.pressure.full_steps == 6
+    assert planner.allocator.num_free == 5
 
 
 def test_drafts_have_slots() -> None:
-    made = scheduler(draft_tokens=3)
-    made.add(request(0, 4))
-    advance(made, made.schedule())
-    (work,) = made.schedule()
+    planner = scheduler(draft_tokens=3)
+    planner.add(request(0, 4))
+    advance(planner, planner.schedule())
+    (work,) = planner.schedule()
     assert (work.start, work.count) == (4, 4)
     assert len(work.request.table) == 2
     with pytest.raises(ValueError, match="up to 16 tokens; the budget: 15"):
         scheduler(draft_tokens=3, max_num_tokens=15)
 
 
-def test_what_can_never_run_is_refused() -> None:
-    made = scheduler(blocks=4)
-    made.add(request(0, 4, tokens=8))
+def test_a_request_that_can_never_run_is_refused() -> None:
+    planner = scheduler(blocks=4)
+    planner.add(request(0, 4, tokens=8))
     with pytest.raises(ValueError, match="request 1 needs 4 blocks; it can have 3"):
-        made.add(request(1, 5, tokens=8))
+        planner.add(request(1, 5, tokens=8))
     with pytest.raises(ValueError, match="needs a prompt"):
         Request(0, [], 3)
 
@@ -135,27 +133,27 @@ def test_any_workload_ends_and_blocks_are_never_shared(seed: int, draft_tokens: 
     workload = Workload(12, source.randint(4, 30), source.randint(2, 20), 50, seed=seed)
     requests, size = workload.make(), source.randint(1, 5)
     blocks = scarce_blocks(requests, 4, size, draft_tokens)
-    made = scheduler(
+    planner = scheduler(
         blocks, block_size=size, width=blocks, max_num_tokens=16, draft_tokens=draft_tokens
     )
-    for each in requests:
-        made.add(each)
+    for item in requests:
+        planner.add(item)
     for _ in range(2000):
-        if not made.busy:
+        if not planner.busy:
             break
-        work = made.schedule()
+        work = planner.schedule()
         assert work
-        assert sum(each.count for each in work) <= 16
-        prefill = [each.prefill for each in work]
+        assert sum(item.count for item in work) <= 16
+        prefill = [item.prefill for item in work]
         assert prefill == sorted(prefill)  # decoding first
-        lent = [block for each in made.running for block in each.table.blocks]
-        assert len(lent) == len(set(lent))
-        assert 0 not in lent
-        assert len(lent) + made.allocator.num_free == blocks - 1
-        for each in work:
-            table = each.request.table
-            assert len(table) * size >= each.start + each.count
+        used = [block for item in planner.running for block in item.table.blocks]
+        assert len(used) == len(set(used))
+        assert 0 not in used
+        assert len(used) + planner.allocator.num_free == blocks - 1
+        for item in work:
+            table = item.request.table
+            assert len(table) * size >= item.start + item.count
             assert table.row.tolist() == table.blocks + [0] * (blocks - len(table))
-        advance(made, work)
-    assert all(each.done for each in requests)
-    assert made.allocator.num_free == blocks - 1
+        advance(planner, work)
+    assert all(item.done for item in requests)
+    assert planner.allocator.num_free == blocks - 1

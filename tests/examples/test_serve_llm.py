@@ -1,20 +1,21 @@
-"""``serve_llm.py`` keeps its promises on the CPU, and says so when one is broken."""
+"""``serve_llm.py`` keeps its promises on the CPU, and names a promise that is broken."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lib.examples import load, run
+from lib.examples import call, load, run
+from llm_engine import runner
+
+from cgcompile import AttentionCGSupport
 
 TINY = ["--device", "cpu", "--layers", "1", "--hidden", "32", "--intermediate", "32"]
 TINY += ["--requests", "6", "--max-reqs", "4", "--budget", "16", "--draft-tokens", "2"]
 
 
 def test_the_engine_serves_the_same_tokens_in_all_modes() -> None:
-    done = run("serve_llm.py", "--device", "cpu", "--coverage")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = done.stdout.splitlines()
+    rows = run("serve_llm.py", "--device", "cpu", "--coverage")
     assert "tokens identical: yes" in rows
     assert "promises kept: yes" in rows
     modes = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL", "breakable"]
@@ -40,61 +41,52 @@ def test_the_engine_serves_the_same_tokens_in_all_modes() -> None:
     assert int(tokens.split()[6]) > 32
 
 
-def test_the_engine_fails_when_a_token_differs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_engine_fails_when_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second mode gets one token wrong."""
     serve_llm = load("serve_llm.py")
-    server = serve_llm.Server
+    server, runs = serve_llm.Server, []
 
     class Wrong(server):  # type: ignore[misc, valid-type]
         def run(self, mode: str, draft: str) -> Any:
-            found = super().run(mode, draft)
-            if mode == "breakable":
-                found.requests[2].tokens[-1] += 1
-                given = self._reference.requests
-                parts = serve_llm.partings(given, found.requests, self.target.model)
-                return serve_llm.replace(found, partings=parts)
-            return found
+            runs.append(super().run(mode, draft))
+            if mode == "NONE":
+                return runs[-1]
+            runs[-1].requests[2].tokens[-1] += 1
+            parts = serve_llm.partings(runs[0].requests, runs[1].requests, self.target.model)
+            return serve_llm.replace(runs[1], partings=parts)
 
-    given = [*TINY, "--draft", "none", "--modes", "NONE", "breakable"]
-    assert serve_llm.main(given) == 0
-    assert "tokens identical: yes" in capsys.readouterr().out
+    arguments = [*TINY, "--draft", "none", "--modes", "NONE", "breakable"]
+    done = call(serve_llm, *arguments)
+    assert done.returncode == 0
+    assert "tokens identical: yes" in done.stdout
     monkeypatch.setattr(serve_llm, "Server", Wrong)
-    assert serve_llm.main(given) == 1
-    printed = capsys.readouterr().out
-    assert "tokens identical: no" in printed
-    assert "BROKEN: breakable: tokens differ from those of NONE: request 2 from" in printed
+    done = call(serve_llm, *arguments)
+    assert done.returncode == 1
+    assert "tokens identical: no" in done.stdout
+    assert "BROKEN: breakable: tokens differ from those of NONE: request 2 from" in done.stdout
 
 
-def test_the_engine_fails_when_decoding_misses_its_graphs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_engine_fails_when_decoding_misses_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention that may not go into FULL graphs: right tokens are not enough."""
-    from llm_engine import runner
-
-    from cgcompile import AttentionCGSupport
-
     monkeypatch.setattr(runner, "SUPPORT", AttentionCGSupport.NEVER)
-    given = [*TINY, "--draft", "none", "--modes", "breakable"]
-    assert load("serve_llm.py").main(given) == 1
-    printed = capsys.readouterr().out
-    assert "tokens identical: yes" in printed
-    assert "BROKEN: breakable, target: only 0 of " in printed
+    done = call(load("serve_llm.py"), *TINY, "--draft", "none", "--modes", "breakable")
+    assert done.returncode == 1
+    assert "tokens identical: yes" in done.stdout
+    assert "BROKEN: breakable, target: only 0 of " in done.stdout
 
 
-def test_the_engine_fails_where_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests so few that the cache never fills; with a cache of one's own that is no promise."""
+def test_the_engine_fails_where_nothing_is_shown() -> None:
+    """So few requests never fill the cache; the size of one's own cache is no promise."""
     serve_llm = load("serve_llm.py")
-    given = [*TINY, "--draft", "none", "--modes", "breakable", "--requests", "1"]
-    assert serve_llm.main(given) == 1
-    printed = capsys.readouterr().out
-    assert "BROKEN: breakable: no request was preempted" in printed
-    assert "BROKEN: breakable: the cache was never full" in printed
-    assert serve_llm.main([*given, "--blocks", "40"]) == 0
+    arguments = [*TINY, "--draft", "none", "--modes", "breakable", "--requests", "1"]
+    done = call(serve_llm, *arguments)
+    assert done.returncode == 1
+    assert "BROKEN: breakable: no request was preempted" in done.stdout
+    assert "BROKEN: breakable: the cache was never full" in done.stdout
+    assert call(serve_llm, *arguments, "--blocks", "40").returncode == 0
 
 
-def test_the_engine_serves_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_engine_serves_a_checkpoint(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     serve_llm = load("serve_llm.py")
@@ -103,11 +95,14 @@ def test_the_engine_serves_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFi
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=1)
     config.initializer_range = 0.3
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    given = [*TINY, "--modes", "breakable", "--draft-modes", "breakable"]
-    assert serve_llm.main([*given, "--draft", "none", "model", "--model", str(tmp_path)]) == 0
-    assert "tokens identical: yes" in capsys.readouterr().out
-    given = ["--device", "cpu", "--draft", "model", "--draft-model", str(tmp_path)]
-    assert serve_llm.main(given) == 2
-    assert "vocabulary of 90 tokens, the target 128" in capsys.readouterr().err
-    assert serve_llm.main(["--device", "cpu", "--model", str(tmp_path / "nowhere")]) == 2
-    assert "no config.json in" in capsys.readouterr().err
+    modes = [*TINY, "--modes", "breakable", "--draft-modes", "breakable"]
+    done = call(serve_llm, *modes, "--draft", "none", "model", "--model", str(tmp_path))
+    assert done.returncode == 0
+    assert "tokens identical: yes" in done.stdout
+    for arguments, message in (
+        (["--draft", "model", "--draft-model", str(tmp_path)], "of 90 tokens, the target 128"),
+        (["--model", str(tmp_path / "nowhere")], "no config.json in"),
+    ):
+        done = call(serve_llm, "--device", "cpu", *arguments)
+        assert done.returncode == 2
+        assert message in done.stderr

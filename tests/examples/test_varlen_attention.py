@@ -17,20 +17,19 @@ OFFSETS = (
 
 
 def by_loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[int]) -> torch.Tensor:
-    """One sequence at a time, in float64."""
-    found = torch.zeros_like(q, dtype=torch.float64)
+    """Compute one sequence at a time, in float64."""
+    result = torch.zeros_like(q, dtype=torch.float64)
     for start, end in pairwise(offsets):
         rows = slice(start, end)
-        one, keys, values = (each[rows].transpose(0, 1).double() for each in (q, k, v))
+        one, keys, values = (x[rows].transpose(0, 1).double() for x in (q, k, v))
         weights = (one @ keys.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)
-        found[rows] = (weights @ values).transpose(0, 1)
-    return found
+        result[rows] = (weights @ values).transpose(0, 1)
+    return result
 
 
 def random_rows(rows: int, dim: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Views as towers have them: of one tensor [rows, 3, heads, dim]."""
-    made = torch.randn(rows, 3, 4, dim, device=device).to(dtype)
-    return made.unbind(1)
+    """Return views of one tensor [rows, 3, heads, dim], as in towers."""
+    return torch.randn(rows, 3, 4, dim, device=device).to(dtype).unbind(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,13 +39,12 @@ def test_equals_a_loop_over_sequences(
     offsets: list[int], dim: int, dtype: torch.dtype, device: str
 ) -> None:
     q, k, v = random_rows(70, dim, device, dtype)
-    given = torch.tensor(offsets, dtype=torch.int32, device=device)
-    bounds = row_bounds(given, 70)
-    found = torch.ops.cgcompile_towers.varlen_attention(q, k, v, bounds, dim**-0.5)
+    bounds = row_bounds(torch.tensor(offsets, dtype=torch.int32, device=device), 70)
+    result = torch.ops.cgcompile_towers.varlen_attention(q, k, v, bounds, dim**-0.5)
     close = 1e-5 if dtype == torch.float32 else 2e-2
     expected = by_loop(q, k, v, offsets)
-    torch.testing.assert_close(found.double(), expected, rtol=close, atol=close)
-    assert not found[offsets[-1] :].any()
+    torch.testing.assert_close(result.double(), expected, rtol=close, atol=close)
+    assert not result[offsets[-1] :].any()
 
 
 @pytest.mark.gpu
@@ -56,9 +54,9 @@ def test_tall_tiles_equal_short_ones(rows: int) -> None:
     q, k, v = random_rows(rows, 80, "cuda", torch.bfloat16)
     ends = [0, *range(64, rows - 30, 64), rows - 30]
     bounds = row_bounds(torch.tensor(ends, dtype=torch.int32, device="cuda"), rows)
-    found = torch.ops.cgcompile_towers.varlen_attention(q, k, v, bounds, 80**-0.5)
+    result = torch.ops.cgcompile_towers.varlen_attention(q, k, v, bounds, 80**-0.5)
     expected = masked_attention(q, k, v, bounds, 80**-0.5)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_bounds_are_those_of_each_row() -> None:
@@ -69,18 +67,18 @@ def test_bounds_are_those_of_each_row() -> None:
 
 @pytest.mark.parametrize("where", [1, 2])
 def test_nan_stays_in_its_sequence(where: int, device: str) -> None:
-    """Neither other sequences of a tile nor rows in none know of keys or values that are NaN."""
-    given = random_rows(70, 16, device, torch.float32)
+    """Keys or values that are NaN reach neither other sequences of a tile nor rows in none."""
+    qkv = random_rows(70, 16, device, torch.float32)
     offsets = torch.tensor([0, 20, 50, 64], dtype=torch.int32, device=device)
     bounds = row_bounds(offsets, 70)
-    expected = torch.ops.cgcompile_towers.varlen_attention(*given, bounds, 0.25)
-    for each in given:
-        each[64:] = float("nan")
-    given[where][30] = float("nan")
-    found = torch.ops.cgcompile_towers.varlen_attention(*given, bounds, 0.25)
-    assert found[20:50].isnan().all()
+    expected = torch.ops.cgcompile_towers.varlen_attention(*qkv, bounds, 0.25)
+    for tensor in qkv:
+        tensor[64:] = float("nan")
+    qkv[where][30] = float("nan")
+    result = torch.ops.cgcompile_towers.varlen_attention(*qkv, bounds, 0.25)
+    assert result[20:50].isnan().all()
     for rows in (slice(0, 20), slice(50, 70)):
-        torch.testing.assert_close(found[rows], expected[rows])
+        torch.testing.assert_close(result[rows], expected[rows])
 
 
 def test_offsets_and_bounds_are_the_same_to_transformers(device: str) -> None:
@@ -100,10 +98,10 @@ def test_a_compiler_traces_it() -> None:
     q, k, v = random_rows(12, 16, "cpu", torch.float32)
     bounds = row_bounds(torch.tensor([0, 5, 12], dtype=torch.int32), 12)
 
-    def doubled(*given: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.ops.cgcompile_towers.varlen_attention(*given, 0.25)
-        return found * 2
+    def doubled(*inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.cgcompile_towers.varlen_attention(*inputs, 0.25)
+        return result * 2
 
-    found = torch.compile(doubled, backend="aot_eager", fullgraph=True)(q, k, v, bounds)
+    result = torch.compile(doubled, backend="aot_eager", fullgraph=True)(q, k, v, bounds)
     expected = 2 * masked_attention(q, k, v, bounds, 0.25)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)

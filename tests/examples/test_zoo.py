@@ -1,4 +1,4 @@
-"""The model zoo sees what is right, wrong, refused or dead, and the README has its latest rows."""
+"""The model zoo tells right, wrong, refused and crashed rows apart; the README has its rows."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from lib.examples import EXAMPLES, load
+from lib.snapshots import assert_snapshot
 from model_zoo import table
 from model_zoo.catalogue import CATALOGUE, ENTRIES
 from model_zoo.compare import Mismatch, compare
@@ -40,87 +40,84 @@ def test_a_model_is_right_and_replayed(name: str, way: str) -> None:
 # ---------------------------------------------------------------- faults
 
 
-class Faulty(Settings):
-    """One op of each graph is another one."""
-
-    def backend(self, **settings: Any) -> cgcompile.Backend:
-        return super().backend(graph_passes=(scaled,), **settings)
-
-
 def scale(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Multiply one result of the graph by 1.05."""
     node = next(node for node in gm.graph.nodes if "linear" in str(node.target))
     with gm.graph.inserting_after(node):
-        made = gm.graph.call_function(torch.mul, (node, 1.05))
-    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+        scaled = gm.graph.call_function(torch.mul, (node, 1.05))
+    node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
     return gm
 
 
-scaled = cgcompile.passes.FunctionPass("scale", scale)
+def quick(**more: Any) -> Settings:
+    """Return quick settings whose backends have more fields."""
+
+    class Changed(Settings):
+        def backend(self, **settings: Any) -> cgcompile.Backend:
+            return super().backend(**more, **settings)
+
+    return Changed(**dataclasses.asdict(QUICK))
 
 
 @pytest.mark.parametrize("way", ["compile", "traced"])
-def test_a_pass_that_changes_what_is_computed_is_wrong(way: str) -> None:
-    row = measure(CATALOGUE["distilbert"], way, Faulty(**dataclasses.asdict(QUICK)))
+def test_a_pass_that_changes_a_result_is_wrong(way: str) -> None:
+    passes = (cgcompile.passes.FunctionPass("scale", scale),)
+    row = measure(CATALOGUE["distilbert"], way, quick(graph_passes=passes))
     assert row.outcome == "wrong", row
     assert "round 0, result 0: differs by" in row.detail
 
 
 def stale(model: Any, entry: Any, backend: Any) -> Any:
-    """From the third call of a size on, the result of the second one."""
+    """Return the result of the second call from the third call of a size on."""
     seen: dict[int, list[Any]] = {}
 
-    def call(**given: Any) -> Any:
-        results = seen.setdefault(len(given["input_ids"]), [])
-        results.append(model(**given))
+    def call(**inputs: Any) -> Any:
+        results = seen.setdefault(len(inputs["input_ids"]), [])
+        results.append(model(**inputs))
         return results[min(len(results), 2) - 1]
 
     return call
 
 
 def overwriting(model: Any, entry: Any, backend: Any) -> Any:
-    """Results of a size share their memory."""
+    """Let the results of a size share their memory."""
     memory: dict[int, torch.Tensor] = {}
 
-    def call(**given: Any) -> Any:
-        logits = model(**given).logits
+    def call(**inputs: Any) -> Any:
+        logits = model(**inputs).logits
         return {"logits": memory.setdefault(len(logits), logits).copy_(logits)}
 
     return call
 
 
 def writing(model: Any, entry: Any, backend: Any) -> Any:
-    """An input is changed."""
+    """Change an input."""
 
-    def call(**given: Any) -> Any:
-        result = model(**given)
-        given["input_ids"].add_(1)
+    def call(**inputs: Any) -> Any:
+        result = model(**inputs)
+        inputs["input_ids"].add_(1)
         return result
 
     return call
 
 
 @pytest.mark.parametrize(
-    ("compiled", "sizes", "says"),
+    ("compiled", "sizes", "message"),
     [
         (stale, (1, 3), "round 2, result 0: differs by"),
         (overwriting, (3,), "the result of the call before batch 3, round 1"),
         (writing, (3,), "inputs of batch 3, round 0"),
     ],
 )
-def test_what_replays_may_break_is_wrong(compiled: Any, sizes: tuple[int, ...], says: str) -> None:
+def test_faults_of_replays_are_wrong(compiled: Any, sizes: tuple[int, ...], message: str) -> None:
     settings = dataclasses.replace(QUICK, sizes=sizes)
     row = measure(CATALOGUE["distilbert"], "compile", settings, compiled)
     assert row.outcome == "wrong", row
-    assert says in row.detail
+    assert message in row.detail
 
 
-class Unused(Settings):
-    def backend(self, **settings: Any) -> cgcompile.Backend:
-        return super().backend(cudagraph_mode="NONE", **settings)
-
-
-def test_what_is_never_replayed_is_refused_with_its_reason() -> None:
-    row = measure(CATALOGUE["distilbert"], "compile", Unused(**dataclasses.asdict(QUICK)))
+def test_a_model_that_is_never_replayed_is_refused_with_its_reason() -> None:
+    row = measure(CATALOGUE["distilbert"], "compile", quick(cudagraph_mode="NONE"))
     assert (row.outcome, row.replayed, row.calls) == ("refused", 0.0, 3)
     assert row.reasons == {"mode_none": 3}
     assert row.detail.startswith("mode_none: ")
@@ -128,7 +125,7 @@ def test_what_is_never_replayed_is_refused_with_its_reason() -> None:
 
 def test_an_error_is_a_row() -> None:
     def broken(model: Any, entry: Any, backend: Any) -> Any:
-        return lambda **given: model(given["no such input"])
+        return lambda **inputs: model(inputs["no such input"])
 
     row = measure(CATALOGUE["distilbert"], "compile", QUICK, broken)
     assert row.outcome == "error"
@@ -136,11 +133,11 @@ def test_an_error_is_a_row() -> None:
 
 
 class Delicate(torch.nn.Module):
-    """It cannot be traced, and raises what CUDA would where it is captured.
+    """It cannot be traced, and raises an error of CUDA where it is captured.
 
     Args:
-        after: what becomes of calls after that: ``well``, ``raises`` or ``drifts``; ``slip``: a
-            mistake of Python is raised instead.
+        after: what later calls do: "well", "raises" or "drifts"; "slip" raises an error of
+            Python in the capture instead.
     """
 
     def __init__(self, after: str) -> None:
@@ -162,7 +159,7 @@ class Delicate(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("after", "outcome", "says"),
+    ("after", "outcome", "message"),
     [
         ("well", "refused", r"breakable: test_zoo.py:\d+ in forward: RuntimeError: Cannot copy"),
         ("raises", "error", "RuntimeError: the device is gone"),
@@ -170,14 +167,14 @@ class Delicate(torch.nn.Module):
         ("drifts", "wrong", "a plain call after a refusal, batch"),
     ],
 )
-def test_what_raises_in_a_capture_alone_is_refused(after: str, outcome: str, says: str) -> None:
+def test_an_error_in_a_capture_alone_is_a_refusal(after: str, outcome: str, message: str) -> None:
     entry = Entry("delicate", "", "", "", lambda: Delicate(after), normal("x", 4), {})
     row = measure(entry, "traced", dataclasses.replace(QUICK, rounds=3))
     assert (row.outcome, row.replayed) == (outcome, 0.0), row
-    assert re.search(says, row.detail), row.detail
+    assert re.search(message, row.detail), row.detail
 
 
-def test_what_raises_without_a_capture_is_an_error() -> None:
+def test_an_error_without_a_capture_is_an_error() -> None:
     def broken() -> Any:
         raise RuntimeError("Cannot copy between CPU and CUDA tensors")
 
@@ -186,16 +183,16 @@ def test_what_raises_without_a_capture_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (from_config("NoSuchModel", "llama"), "transformers .* has no NoSuchModel"),
         (from_timm("no_such_model"), "timm"),
     ],
 )
-def test_what_the_libraries_do_not_have_does_not_count(make: Any, says: str) -> None:
+def test_models_that_a_library_lacks_are_not_counted(make: Any, message: str) -> None:
     row = measure(Entry("new", "", "", "", make, normal("x", 4), {}), "compile", QUICK)
     assert row.outcome == "not there"
-    assert re.search(says, row.detail)
+    assert re.search(message, row.detail)
     assert table.sums([row.to_json()]) == {}
 
 
@@ -233,7 +230,7 @@ def test_a_crash_and_a_time_out_are_rows() -> None:
     assert [row["outcome"] for row in rows] == ["right", "crash", "right", "time-out", "right"]
     assert rows[1]["detail"] == "exit 3: bus error"
     assert rows[3]["detail"] == "after 2 s"
-    assert len({rows[place]["pid"] for place in (0, 2, 4)}) == 3
+    assert len({rows[index]["pid"] for index in (0, 2, 4)}) == 3
 
 
 def test_workers_take_turns_at_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +238,8 @@ def test_workers_take_turns_at_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert zoo.places_of(zoo.arguments(["--device", "cpu"])) == [{}]
     places = zoo.places_of(zoo.arguments(["--device", "cuda"]))
-    telling = WORKER.replace('"detail": ""', '"detail": os.environ["CUDA_VISIBLE_DEVICES"]')
-    slow = telling.replace("    name, way", "    time.sleep(0.5)\n    name, way")
+    reporting = WORKER.replace('"detail": ""', '"detail": os.environ["CUDA_VISIBLE_DEVICES"]')
+    slow = reporting.replace("    name, way", "    time.sleep(0.5)\n    name, way")
     command = [sys.executable, "-c", slow]
     rows = list(measured([(str(n), "compile") for n in range(6)], 3, command, 9.0, 60.0, places))
     gpus = {row["pid"]: row["detail"] for row in rows}
@@ -257,21 +254,21 @@ def test_a_run_that_is_out_of_time_keeps_what_it_has(
     rows = [{"name": name, "way": way, "seconds": took} for name, way, took in last_time]
     rows.append({"name": "vit", "way": "traced", "seconds": 6})
     monkeypatch.setattr(zoo, "kept", lambda: {"rows": rows})  # those that took longest come first
-    given = ["--device", "cpu", "--models", "llama", "vit", "--ways", "compile", "traced"]
-    given += ["--workers", "1", "--seconds", "4", "--output", str(output)]
+    arguments = ["--device", "cpu", "--models", "llama", "vit", "--ways", "compile", "traced"]
+    arguments += ["--workers", "1", "--seconds", "4", "--output", str(output)]
     hanging = WORKER.replace('name == "hangs"', '(name, way) == ("vit", "compile")')
-    found = zoo.run(zoo.arguments(given), [sys.executable, "-c", hanging])
-    assert [(row["name"], row["way"]) for row in found["rows"]] == [
+    result = zoo.run(zoo.arguments(arguments), [sys.executable, "-c", hanging])
+    assert [(row["name"], row["way"]) for row in result["rows"]] == [
         ("llama", "compile"),
         ("llama", "traced"),
     ]
-    assert found["not_run"] == [["vit", "compile"], ["vit", "traced"]]
-    assert zoo.status(found) == 3
-    assert zoo.status(found | {"not_run": []}) == 0
-    assert zoo.status(found | {"rows": [{"outcome": "wrong"}]}) == 1
-    assert json.loads(output.read_text()) == found
+    assert result["not_run"] == [["vit", "compile"], ["vit", "traced"]]
+    assert zoo.status(result) == 3
+    assert zoo.status(result | {"not_run": []}) == 0
+    assert zoo.status(result | {"rows": [{"outcome": "wrong"}]}) == 1
+    assert json.loads(output.read_text()) == result
     assert "vit" not in output.with_suffix(".md").read_text()
-    assert "vit                              not run" in table.text(found)
+    assert "vit                              not run" in table.text(result)
     assert capsys.readouterr().out.startswith("1/4  compile  llama")
     assert [file.name for file in output.parent.iterdir() if file.suffix == ".part"] == []
 
@@ -280,8 +277,8 @@ def test_slow_ones_are_left_out_unless_asked_for() -> None:
     zoo = load("benchmarks/zoo.py")
     slow = {entry.name for entry in ENTRIES if entry.slow}
 
-    def names(*given: str) -> set[str]:
-        return {name for name, _ in zoo.tasks_of(zoo.arguments([*given, "--device", "cpu"]))}
+    def names(*arguments: str) -> set[str]:
+        return {name for name, _ in zoo.tasks_of(zoo.arguments([*arguments, "--device", "cpu"]))}
 
     assert slow
     assert names() == CATALOGUE.keys() - slow
@@ -298,17 +295,17 @@ def test_at_least_forty_architectures_of_both_libraries() -> None:
 
 
 def test_the_readme_has_the_rows_that_were_measured() -> None:
-    found = load("benchmarks/zoo.py").kept()
+    result = load("benchmarks/zoo.py").kept()
     readme = (EXAMPLES.parent / "README.md").read_text()
-    assert table.into(readme, found) == readme
-    if found is None:
+    assert table.into(readme, result) == readme
+    if result is None:
         assert table.NOTHING in readme
         return
-    names = {entry["name"] for entry in found["entries"]} | {name for name, _ in found["not_run"]}
+    names = {entry["name"] for entry in result["entries"]} | {name for name, _ in result["not_run"]}
     assert names | {entry.name for entry in ENTRIES if entry.slow} == CATALOGUE.keys()
-    assert len(found["entries"]) >= 40
-    assert len(table.markdown(found).splitlines()) <= 100
-    assert RESULTS.read_text() == table.dumped(found)
+    assert len(result["entries"]) >= 40
+    assert len(table.markdown(result).splitlines()) <= 100
+    assert RESULTS.read_text() == table.dumped(result)
 
 
 def test_tables() -> None:
@@ -334,7 +331,7 @@ def test_tables() -> None:
     tasks = [("llama", "compile"), ("llama", "traced"), ("vit", "compile"), ("beit", "compile")]
     tasks += [("swin", "compile"), ("swin", "traced"), ("detr", "compile"), ("dinov2", "compile")]
     machine = {"device": "a GPU", "torch": "2", "transformers": "5", "timm": "1"}
-    found = {
+    result = {
         "machine": {**machine, "compiler": "inductor", "seconds": 9, "workers": 2},
         "entries": [
             {"name": name, "kind": entry.kind, "structure": entry.structure}
@@ -347,42 +344,5 @@ def test_tables() -> None:
             for (name, way), row in zip(tasks, rows, strict=True)
         ],
     }
-    assert_expected_inline(
-        table.text(found),
-        """\
-compile  llama                            right    100% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s (full)
-traced   llama                            right     50% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  why
-compile  vit                              wrong      0% of 0, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  batch 3, round 0: ...
-compile  beit                             refused  100% of 0, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  piece_4: For 2*s16, expected [s16]
-compile  swin                             refused  100% of 0, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  piece_6: For 4*s43, expected [s43]
-traced   swin                             refused  100% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  fx: no; breakable: aten.item at a.py:3; full: no
-compile  detr                             not there 100% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  none
-compile  dinov2                           right    100% of 10, 2 graphs, 5 captures, off 1.0e-06, 2.0 s  why
-traced   mpt                              not run
-compile: 2 right, 1 wrong, 2 refused; 100% of calls replayed
-traced: 1 right, 1 refused; 50% of calls replayed
-6 architectures in 9 s""",
-    )
-    assert_expected_inline(
-        table.markdown(found),
-        """\
-5 architectures in 7 rows: 3 right, 1 wrong, 3 refused; 1 not run.
-
-* `torch.compile`: 2 right, 1 wrong, 2 refused; 100% of calls of right rows replayed
-* traced once: 1 right, 1 refused; 50% of calls of right rows replayed
-
-a GPU, torch 2, transformers 5, timm 1, pieces by inductor; 9 s with 2 workers.
-
-| kind | architectures | `torch.compile` | traced once |
-|---|---|---|---|
-| decoder | llama | right 100% (full) | right 50% `warming` |
-| vision | vit | wrong |  |
-| vision | dinov2 | right 100% |  |
-| vision | beit | refused |  |
-| vision | swin | refused | refused |
-
-* wrong: vit (`torch.compile`): batch 3, round 0: ...
-* refused: beit, swin (`torch.compile`): piece_4: For 2*s16, expected [s16]
-* refused: swin (traced once): aten.item at a.py:3
-""",
-    )
+    assert_snapshot("zoo_text", table.text(result))
+    assert_snapshot("zoo_markdown", table.markdown(result))

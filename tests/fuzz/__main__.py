@@ -28,17 +28,17 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    given = arguments()
-    options = Options(given.device, given.compiler, tuple(given.features), given.each)
-    seeds = range(given.seed, given.seed + -(-given.steps // given.each))
-    if given.reproduce is not None:
-        seeds = range(given.reproduce, given.reproduce + 1)
+    args = arguments()
+    options = Options(args.device, args.compiler, tuple(args.features), args.each)
+    seeds = range(args.seed, args.seed + -(-args.steps // args.each))
+    if args.reproduce is not None:
+        seeds = range(args.reproduce, args.reproduce + 1)
     start, totals, failed = time.monotonic(), Counter[str](), 0
     context = multiprocessing.get_context("spawn")
-    with context.Pool(given.workers, maxtasksperchild=50) as pool:
+    with context.Pool(args.workers, maxtasksperchild=50) as pool:
         pending = [pool.apply_async(outcome, (seed, options)) for seed in seeds]
         for waited in pending:
-            left = given.seconds - (time.monotonic() - start)
+            left = args.seconds - (time.monotonic() - start)
             if left <= 0:
                 break
             try:

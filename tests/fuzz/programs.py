@@ -1,7 +1,7 @@
 """Random programs: a list of steps over a growing list of values, all drawn from one seed.
 
-A feature is a group of operations. ``TRACED`` names those that only a traced program supports: the
-others run Python once, at capture.
+A feature is a group of operations; each takes the program, two values and the cache, and returns
+new values. ``TRACED`` names the features that only a traced program supports.
 """
 
 import copy
@@ -18,36 +18,6 @@ import cgcompile
 WIDTH = 8
 Step = tuple[str, int, int]
 
-FEATURES: dict[str, tuple[str, ...]] = {
-    "pure": ("linear", "norm", "add", "gelu", "where", "reduce"),
-    "views": (
-        "alias",
-        "columns",
-        "turned",
-        "chunked",
-        "stacked",
-        "strided",
-        "reshaped",
-        "overlapping",
-    ),
-    "numbers": ("python_scalar", "scalar_tensor", "sized", "half", "to_int"),
-    "writes": ("write", "write_half", "write_row", "write_buffer", "write_cache", "out_argument"),
-    "boundaries": ("attend", "scale_in_place", "attend_twice"),
-    "breaks": ("break_pair", "break_alias"),
-    "aliases": ("contiguous", "same_dtype", "dropout", "expanded"),
-    "regions": ("region", "region_pair", "region_overlapping"),
-    "alias_boundaries": (
-        "region_view",
-        "region_reshape",
-        "region_contiguous",
-        "region_write",
-        "region_alias",
-    ),
-    "rebinds": ("rebind",),
-}
-TRACED = ("regions", "alias_boundaries", "rebinds")
-RETURNS = ("one", "several", "mapping", "inputs", "views", "buffers")
-
 
 @cgcompile.eager_break_during_capture
 def sum_and_view(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,6 +28,181 @@ def sum_and_view(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.
 @cgcompile.eager_break_during_capture
 def same_memory(a: torch.Tensor) -> torch.Tensor:
     return a[:]
+
+
+def chunked(model, a, b, cache):
+    left, right = a.chunk(2, 1)
+    return [torch.cat((right, left), 1)]
+
+
+def overlapping(model, a, b, cache):
+    wide = torch.cat((a, b), 1)
+    return [wide[:, :WIDTH], wide[:, WIDTH // 2 : -WIDTH // 2], wide[:, WIDTH:]]
+
+
+def write(model, a, b, cache):
+    a.mul_(0.5)
+    return []
+
+
+def write_half(model, a, b, cache):
+    a[:, 2:6].add_(0.25)
+    return []
+
+
+def write_row(model, a, b, cache):
+    a.unbind(1)[3].mul_(0.5)
+    return []
+
+
+def write_buffer(model, a, b, cache):
+    model.state.mul_(0.5).add_(0.25)
+    return [a * model.state]
+
+
+def write_cache(model, a, b, cache):
+    cache.copy_(a * 0.5)
+    return []
+
+
+def out_argument(model, a, b, cache):
+    out = torch.empty_like(a)
+    torch.add(a, b, alpha=0.25, out=out)
+    return [out]
+
+
+def attend(model, a, b, cache):
+    q, k = a.view(1, 1, -1, WIDTH), b.view(1, 1, -1, WIDTH)
+    return [F.scaled_dot_product_attention(q, k, q).view(-1, WIDTH)]
+
+
+def scale_in_place(model, a, b, cache):
+    torch.ops.cgtest.scale_(a, 0.5)
+    return []
+
+
+def region(model, a, b, cache):
+    with cgcompile.eager_region():
+        total = a.sin() + b
+    return [total]
+
+
+def region_pair(model, a, b, cache):
+    with cgcompile.eager_region():
+        total = a.sin() + b
+        view = total.unflatten(1, (4, 2)).transpose(1, 2)
+    return [total, view.flatten(1)]
+
+
+def region_overlapping(model, a, b, cache):
+    with cgcompile.eager_region():
+        views = overlapping(model, a, b, cache)
+    return views
+
+
+def region_view(model, a, b, cache):
+    with cgcompile.eager_region():
+        view = a[:, 1:5]
+    return [torch.cat((view, b[:, :4]), 1), F.pad(view, (0, 4))]
+
+
+def region_reshape(model, a, b, cache):
+    with cgcompile.eager_region():
+        view = a.reshape(-1).view(b.shape)
+    return [view, view * 0.5]
+
+
+def region_contiguous(model, a, b, cache):
+    with cgcompile.eager_region():
+        same = a.contiguous()
+    return [same, same + b]
+
+
+def region_write(model, a, b, cache):
+    with cgcompile.eager_region():
+        view = a[:, 2:6]
+        view.mul_(0.5)
+    return [torch.cat((view, b[:, :4]), 1)]
+
+
+def region_alias(model, a, b, cache):
+    with cgcompile.eager_region():
+        view = a[:]
+    return [view]
+
+
+def rebind(model, a, b, cache):
+    model.state = model.state * 0.5
+    return [a + model.state]
+
+
+# Seeds depend on the order of features and operations.
+FEATURES: dict[str, dict[str, Callable[..., list[torch.Tensor]]]] = {
+    "pure": {
+        "linear": lambda m, a, b, c: [m.second(m.first(a)) + b * 0.25],
+        "norm": lambda m, a, b, c: [m.scaling(a)],
+        "add": lambda m, a, b, c: [a * 0.5 + b * 0.25],
+        "gelu": lambda m, a, b, c: [F.gelu(a), torch.sigmoid(b)],
+        "where": lambda m, a, b, c: [torch.where(a > b, a, b * 0.5)],
+        "reduce": lambda m, a, b, c: [a - a.mean(-1, keepdim=True) + b.amax(-1, keepdim=True)],
+    },
+    "views": {
+        "alias": lambda m, a, b, c: [a[:]],
+        "columns": lambda m, a, b, c: [torch.cat((a[:, 4:], b[:, :4]), 1)],
+        "turned": lambda m, a, b, c: [a.t().contiguous().t()],
+        "chunked": chunked,
+        "stacked": lambda m, a, b, c: list(torch.stack((a, b)).unbind(0)),
+        "strided": lambda m, a, b, c: [a.unflatten(1, (4, 2)).transpose(1, 2).flatten(1)],
+        "reshaped": lambda m, a, b, c: [a.reshape(-1).view(b.shape)],
+        "overlapping": overlapping,
+    },
+    "numbers": {
+        "python_scalar": lambda m, a, b, c: [a * 0.5 + 3],
+        "scalar_tensor": lambda m, a, b, c: [a * m.factor + b.mean() * 0.125],
+        "sized": lambda m, a, b, c: [a / (a.shape[0] + 1)],
+        "half": lambda m, a, b, c: [(a.double() * 0.5).float()],
+        "to_int": lambda m, a, b, c: [(a.clamp(-50, 50) * 4).to(torch.int32).float() * 0.25],
+    },
+    "writes": {
+        "write": write,
+        "write_half": write_half,
+        "write_row": write_row,
+        "write_buffer": write_buffer,
+        "write_cache": write_cache,
+        "out_argument": out_argument,
+    },
+    "boundaries": {
+        "attend": attend,
+        "scale_in_place": scale_in_place,
+        "attend_twice": lambda m, a, b, c: attend(m, *attend(m, a, b, c), b, c),
+    },
+    "breaks": {
+        "break_pair": lambda m, a, b, c: list(sum_and_view(a, b)),
+        "break_alias": lambda m, a, b, c: [same_memory(a)],
+    },
+    "aliases": {  # may return their input
+        "contiguous": lambda m, a, b, c: [a.contiguous()],
+        "same_dtype": lambda m, a, b, c: [a.to(a.dtype), b.float()],
+        "dropout": lambda m, a, b, c: [F.dropout(a, training=False)],
+        "expanded": lambda m, a, b, c: [a.expand_as(b)],
+    },
+    "regions": {
+        "region": region,
+        "region_pair": region_pair,
+        "region_overlapping": region_overlapping,
+    },
+    "alias_boundaries": {
+        "region_view": region_view,
+        "region_reshape": region_reshape,
+        "region_contiguous": region_contiguous,
+        "region_write": region_write,
+        "region_alias": region_alias,
+    },
+    "rebinds": {"rebind": rebind},
+}
+OPS = {name: op for ops in FEATURES.values() for name, op in ops.items()}
+TRACED = ("regions", "alias_boundaries", "rebinds")
+RETURNS = ("one", "several", "mapping", "inputs", "views", "buffers")
 
 
 class Program(nn.Module):
@@ -77,7 +222,7 @@ class Program(nn.Module):
         values = [x, cache]
         for op, i, j in self.steps:
             a, b = values[i % len(values)], values[j % len(values)]
-            values += getattr(self, op)(a, b, cache)
+            values += OPS[op](self, a, b, cache)
         return self.result(values)
 
     def result(self, values: list[torch.Tensor]) -> Any:
@@ -92,177 +237,6 @@ class Program(nn.Module):
         if self.returns == "buffers":
             return values[-1], self.state, self.state[2:6], [values[-2][:]]
         return tuple(values[-3:])
-
-    # -------------------------------------------------------------- pure
-
-    def linear(self, a, b, cache):
-        return [self.second(self.first(a)) + b * 0.25]
-
-    def norm(self, a, b, cache):
-        return [self.scaling(a)]
-
-    def add(self, a, b, cache):
-        return [a * 0.5 + b * 0.25]
-
-    def gelu(self, a, b, cache):
-        return [F.gelu(a), torch.sigmoid(b)]
-
-    def where(self, a, b, cache):
-        return [torch.where(a > b, a, b * 0.5)]
-
-    def reduce(self, a, b, cache):
-        return [a - a.mean(-1, keepdim=True) + b.amax(-1, keepdim=True)]
-
-    # -------------------------------------------------------------- views
-
-    def alias(self, a, b, cache):
-        return [a[:]]
-
-    def columns(self, a, b, cache):
-        return [torch.cat((a[:, 4:], b[:, :4]), 1)]
-
-    def turned(self, a, b, cache):
-        return [a.t().contiguous().t()]
-
-    def chunked(self, a, b, cache):
-        left, right = a.chunk(2, 1)
-        return [torch.cat((right, left), 1)]
-
-    def stacked(self, a, b, cache):
-        return list(torch.stack((a, b)).unbind(0))
-
-    def strided(self, a, b, cache):
-        return [a.unflatten(1, (4, 2)).transpose(1, 2).flatten(1)]
-
-    def reshaped(self, a, b, cache):
-        return [a.reshape(-1).view(b.shape)]
-
-    def overlapping(self, a, b, cache):
-        wide = torch.cat((a, b), 1)
-        return [wide[:, :WIDTH], wide[:, WIDTH // 2 : -WIDTH // 2], wide[:, WIDTH:]]
-
-    # -------------------------------------------------------------- numbers
-
-    def python_scalar(self, a, b, cache):
-        return [a * 0.5 + 3]
-
-    def scalar_tensor(self, a, b, cache):
-        return [a * self.factor + b.mean() * 0.125]
-
-    def sized(self, a, b, cache):
-        return [a / (a.shape[0] + 1)]
-
-    def half(self, a, b, cache):
-        return [(a.double() * 0.5).float()]
-
-    def to_int(self, a, b, cache):
-        return [(a.clamp(-50, 50) * 4).to(torch.int32).float() * 0.25]
-
-    # -------------------------------------------------------------- writes
-
-    def write(self, a, b, cache):
-        a.mul_(0.5)
-        return []
-
-    def write_half(self, a, b, cache):
-        a[:, 2:6].add_(0.25)
-        return []
-
-    def write_row(self, a, b, cache):
-        a.unbind(1)[3].mul_(0.5)
-        return []
-
-    def write_buffer(self, a, b, cache):
-        self.state.mul_(0.5).add_(0.25)
-        return [a * self.state]
-
-    def write_cache(self, a, b, cache):
-        cache.copy_(a * 0.5)
-        return []
-
-    def out_argument(self, a, b, cache):
-        made = torch.empty_like(a)
-        torch.add(a, b, alpha=0.25, out=made)
-        return [made]
-
-    def rebind(self, a, b, cache):
-        self.state = self.state * 0.5
-        return [a + self.state]
-
-    # -------------------------------------------------------------- may return their input
-
-    def contiguous(self, a, b, cache):
-        return [a.contiguous()]
-
-    def same_dtype(self, a, b, cache):
-        return [a.to(a.dtype), b.float()]
-
-    def dropout(self, a, b, cache):
-        return [F.dropout(a, training=False)]
-
-    def expanded(self, a, b, cache):
-        return [a.expand_as(b)]
-
-    # -------------------------------------------------------------- boundaries
-
-    def attend(self, a, b, cache):
-        q, k = a.view(1, 1, -1, WIDTH), b.view(1, 1, -1, WIDTH)
-        return [F.scaled_dot_product_attention(q, k, q).view(-1, WIDTH)]
-
-    def attend_twice(self, a, b, cache):
-        return self.attend(*self.attend(a, b, cache), b, cache)
-
-    def scale_in_place(self, a, b, cache):
-        torch.ops.cgtest.scale_(a, 0.5)
-        return []
-
-    def break_pair(self, a, b, cache):
-        return list(sum_and_view(a, b))
-
-    def break_alias(self, a, b, cache):
-        return [same_memory(a)]
-
-    def region(self, a, b, cache):
-        with cgcompile.eager_region():
-            made = a.sin() + b
-        return [made]
-
-    def region_pair(self, a, b, cache):
-        with cgcompile.eager_region():
-            made = a.sin() + b
-            turned = made.unflatten(1, (4, 2)).transpose(1, 2)
-        return [made, turned.flatten(1)]
-
-    def region_overlapping(self, a, b, cache):
-        with cgcompile.eager_region():
-            made = self.overlapping(a, b, cache)
-        return made
-
-    def region_alias(self, a, b, cache):
-        with cgcompile.eager_region():
-            made = a[:]
-        return [made]
-
-    def region_view(self, a, b, cache):
-        with cgcompile.eager_region():
-            made = a[:, 1:5]
-        return [torch.cat((made, b[:, :4]), 1), F.pad(made, (0, 4))]
-
-    def region_reshape(self, a, b, cache):
-        with cgcompile.eager_region():
-            made = a.reshape(-1).view(b.shape)
-        return [made, made * 0.5]
-
-    def region_contiguous(self, a, b, cache):
-        with cgcompile.eager_region():
-            made = a.contiguous()
-        return [made, made + b]
-
-    def region_write(self, a, b, cache):
-        with cgcompile.eager_region():
-            made = a[:, 2:6]
-            made.mul_(0.5)
-        return [torch.cat((made, b[:, :4]), 1)]
 
 
 def draw(seed: int, features: tuple[str, ...], autocast: bool = False) -> Program:

@@ -1,4 +1,4 @@
-"""Runs one random program over a schedule of steps and compares each with eager: :func:`fuzz`.
+"""Run one random program over a schedule of steps, and compare each with eager: :func:`fuzz`.
 
 Compared are the results, all inputs, all buffers, and results of earlier steps that the caller
 owns. The reference is a deep copy of the model that runs in eager with copies of the inputs.
@@ -9,51 +9,36 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lib.cases import library
-from lib.front_ends import COMPILED, MANAGERS, WRAPPERS, front_end
+from lib.front_ends import COMPILED, MANAGERS, WRAPPERS, context, front_end, settings
 from lib.front_ends import ROWS as MANAGED_ROWS
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._pytree import tree_leaves
 
 import cgcompile
-from cgcompile import BatchDescriptor, CompilationConfig, CUDAGraphMode, set_forward_context
+from cgcompile import CUDAGraphMode
 from cgcompile.errors import TraceError
 from fuzz.programs import FEATURES, TRACED, WIDTH, draw
 
 DRAWN = (*COMPILED, *COMPILED, *WRAPPERS, *MANAGERS)  # some of them twice as often
 ROWS = (0, 1, 3, 4, 4, 6, 6)
-KEPT = 8  # results of earlier steps that are looked at again
+KEPT = 8  # results of earlier steps that are compared once more
 DUE_AFTER = 6  # steps: then a step like them replays, unless there is a reason
 LEAST_DUE = 0.25  # of these steps of one program: others have eager results read by graphs
-WAYS_TO_REPLACE = (
-    "data",
-    "exchange data",
-    "parameter",
-    "delete",
-    "assign",
-    "load",
-    "buffer",
-    "exchange models",
-)
+WAYS_TO_REPLACE = ["data", "exchange data", "parameter", "delete", "assign", "load", "buffer"]
+WAYS_TO_REPLACE += ["exchange models"]
 Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass
 class Options:
-    """What is fuzzed.
-
-    Attributes:
-        device: "cpu" or "cuda".
-        compiler: of pieces: "eager", "aot" or "inductor".
-        features: groups of operations.
-        steps: of each program.
-    """
+    """What is fuzzed: a device, a compiler of pieces, groups of operations, steps of a program."""
 
     device: str = "cpu"
     compiler: str = "eager"
@@ -130,13 +115,7 @@ class Single(nn.Module):
 
 
 class Run:
-    """One program behind one front end, beside its reference.
-
-    Attributes:
-        models: the program, and a second instance of it with other weights if one was drawn.
-        references: a copy of each, which runs in eager.
-        calls: of each, what runs it behind the front end.
-    """
+    """One program behind one front end, beside its reference."""
 
     def __init__(self, seed: int, options: Options) -> None:
         library()
@@ -145,13 +124,13 @@ class Run:
         features = [name for name in options.features if self.drawn.traced or name not in TRACED]
         program = draw(seed, tuple(features), self.drawn.autocast)
         model = Single(program) if self.drawn.managed else program
-        self.models = [model.to(options.device)]
+        self.models = [model.to(options.device)]  # instances of the program
         for _ in range(1, self.drawn.instances):
             self.models.append(copy.deepcopy(model))
             with torch.no_grad():
                 for weight in (*self.models[-1].parameters(), *self.models[-1].buffers()):
                     weight.mul_(0.5 + 0.3 * len(self.models))
-        self.references = copy.deepcopy(self.models)
+        self.references = copy.deepcopy(self.models)  # run in eager
         self.exact = options.compiler == "eager"
         self.static: dict[tuple[int, str], Tensors] = {}
         self.kept: list[tuple[int, Any, Any]] = []
@@ -161,8 +140,8 @@ class Run:
 
     def _build(self) -> list[Callable[..., Any]]:
         drawn, device = self.drawn, self.options.device
-        config = CompilationConfig(
-            capture_device="host" if device == "cpu" else "auto",
+        config = settings(
+            device,
             compiler=self.options.compiler,
             cache_dir="off",
             cudagraph_mode=drawn.mode if drawn.traced else "FULL",
@@ -192,11 +171,7 @@ class Run:
     # -------------------------------------------------------------- one step
 
     def step(self) -> None:
-        """Run one step in both, and compare.
-
-        Raises:
-            AssertionError: they differ.
-        """
+        """Run one step in both, and compare."""
         self.steps += 1
         chance = self.drawn.chance
         self._between_steps()
@@ -208,7 +183,7 @@ class Run:
                 inputs, others = _passed_on(inputs, actual), _passed_on(others, expected)
 
     def _call(self, which: int, inputs: Tensors, others: Tensors) -> tuple[Any, Any]:
-        """Call one model and its reference; the caller writes to what it has, and compares."""
+        """Call one model and its reference, write to their tensors at times, and compare."""
         if self.drawn.context:  # the next call with its weights overwrites its results
             weighted = any(op == "linear" for op, _, _ in self.models[0].steps)
             several = weighted and self.drawn.front_end == "torch.compile"  # one compiled graph
@@ -216,10 +191,11 @@ class Run:
         with self._modes():
             expected = self.references[which](*others)
             before = self.target.counters.replays
-            with self._context(len(inputs[0])):
+            rows = len(inputs[0])
+            with context(rows, self.mode) if self.drawn.context else nullcontext():
                 actual = self.calls[which](*inputs)
             replayed = self.target.counters.replays > before
-            self._count(replayed, which, len(inputs[0]))
+            self._count(replayed, which, rows)
             self._compare(actual, expected, "result")
             self._compare_state(inputs, others)
             if not self.drawn.managed and self.drawn.chance.random() < 0.3:
@@ -243,7 +219,7 @@ class Run:
             self.due_replays += replayed
 
     def check_replayed(self) -> None:
-        """Graphs that are captured anew for each set of weights are right, and of no use."""
+        """Check that enough steps replay: a capture at each step would be right and useless."""
         rebinds = any(op == "rebind" for op, _, _ in self.models[0].steps)
         without = self.drawn.traced and self.drawn.mode == "NONE"
         # a fresh input that the step writes is bound by address: it does not replay
@@ -258,7 +234,7 @@ class Run:
             self._compare(list(one.buffers()), list(other.buffers()), "buffers")
 
     def _write(self, actual: Any, expected: Any) -> None:
-        """What the caller may do after a call: write to an input, or to a result that may be one."""
+        """Write to an input, or to a result that may be one, as a caller may."""
         pairs = list(zip(tree_leaves(actual), tree_leaves(expected), strict=True))
         one, other = self.drawn.chance.choice(pairs)
         other.mul_(0.5)
@@ -278,7 +254,7 @@ class Run:
         return stack
 
     def _inputs(self) -> tuple[Tensors, Tensors]:
-        """What the model is called with, and the same for its reference."""
+        """Return the inputs of the model, and of its reference."""
         if self.drawn.managed:  # padded rows would count in a program that mixes rows
             larger = max(ROWS) if self.drawn.front_end.startswith("Encoder") else MANAGED_ROWS
             rows = self.drawn.chance.choice((MANAGED_ROWS, MANAGED_ROWS, larger))
@@ -348,16 +324,9 @@ class Run:
     @property
     def _may_replace(self) -> bool:
         guarded = self.drawn.front_end == "torch.compile" or self.drawn.guards != "none"
-        fixed = (
-            self.drawn.chained and self.drawn.context
-        )  # a result that moves is an input that moves
+        # in a chain a result that moves is an input that moves
+        fixed = self.drawn.chained and self.drawn.context
         return self.drawn.traced and guarded and not fixed
-
-    def _context(self, rows: int) -> AbstractContextManager[Any]:
-        if not self.drawn.context:
-            return nullcontext()
-        descriptor = BatchDescriptor(rows)
-        return set_forward_context(cudagraph_runtime_mode=self.mode, batch_descriptor=descriptor)
 
     def _compare(self, actual: Any, expected: Any, what: str) -> None:
         one, other = tree_leaves(actual), tree_leaves(expected)
@@ -374,9 +343,14 @@ class Run:
 
 
 def _passed_on(inputs: Tensors, result: Any) -> Tensors:
-    """The inputs of the next layer: the last tensor of a result that fits takes the place of x."""
-    fitting = [each for each in tree_leaves(result) if each.shape == inputs[0].shape]
-    fitting = [each for each in fitting if each.is_contiguous() and each.dtype is torch.float32]
+    """Return the inputs of the next layer: the last tensor of a result that fits replaces x."""
+    fitting = [
+        tensor
+        for tensor in tree_leaves(result)
+        if tensor.shape == inputs[0].shape
+        and tensor.is_contiguous()
+        and tensor.dtype is torch.float32
+    ]
     return (fitting[-1] if fitting else inputs[0], *inputs[1:])
 
 
@@ -399,14 +373,10 @@ def replace(program: nn.Module, way: str, state: dict[str, torch.Tensor]) -> Non
 
 
 def fuzz(seed: int, options: Options) -> Counter[str]:
-    """Run the program of a seed.
+    """Run the program of a seed; return the counts of programs, steps, captures and replays.
 
-    Returns:
-        How many programs, steps, captures and replays there were. A program is counted as refused
-        instead if cgcompile says that a size is fixed, and torch by itself says so as well.
-
-    Raises:
-        AssertionError: something differs from eager; the text reproduces it.
+    A program of which both cgcompile and torch alone fix a size is counted as refused. What differs
+    from eager is an AssertionError whose text reproduces it.
     """
     run = Run(seed, options)
     torch.manual_seed(seed)
@@ -418,10 +388,10 @@ def fuzz(seed: int, options: Options) -> Counter[str]:
     except Exception as error:
         if isinstance(error, TraceError) and torch_fixes_a_size(seed, options):
             return Counter(programs=1, refused=1)
-        again = f"python -m fuzz --reproduce {seed} --compiler {options.compiler}"
+        command = f"python -m fuzz --reproduce {seed} --compiler {options.compiler}"
         if options.features != tuple(FEATURES):
-            again += " --features " + " ".join(options.features)
-        raise AssertionError(f"{again}\nstep {run.steps} of {run}\n{error}") from error
+            command += " --features " + " ".join(options.features)
+        raise AssertionError(f"{command}\nstep {run.steps} of {run}\n{error}") from error
     captures = run.target.counters.captures
     with_graphs = run.drawn.mode != "NONE" or not run.drawn.traced
     return Counter(
@@ -459,7 +429,7 @@ def outcome(seed: int, options: Options) -> tuple[int, Counter[str], str]:
     """Return (seed, counts of :func:`fuzz`, what failed); for a process of its own."""
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # a capture collects garbage: what is there before the program need not be searched
+    gc.freeze()  # a capture collects garbage: older objects need not be searched
     try:
         return seed, fuzz(seed, options), ""
     except AssertionError as error:

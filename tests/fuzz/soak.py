@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lib.front_ends import settings
 from torch import nn
 
 import cgcompile
@@ -77,7 +78,7 @@ def resident() -> float:
 
 
 def reading(device: str) -> Reading:
-    """Read what is compared."""
+    """Read the figures that are compared."""
     for _ in range(3):
         gc.collect()
     cgcompile.Backend(cache_dir="off").release()  # destroys graphs of models that are gone
@@ -101,15 +102,11 @@ def reading(device: str) -> Reading:
 
 
 class Soak:
-    """The phases: each method is called with a number of turns.
-
-    Attributes:
-        model: the one that is replayed, released and invalidated.
-    """
+    """The phases: each method is called with a number of turns."""
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.model = cgcompile.compile(self.layers(), self.backend())
+        self.model = cgcompile.compile(self.layers(), self.backend())  # of the first phases
         self.backends = self.backend()
         self.compiled = torch.compile(self.layers(), backend=self.backends)
         self.eager = torch.compile(self.layers(), backend="eager")
@@ -119,8 +116,7 @@ class Soak:
         return layers.requires_grad_(False)
 
     def backend(self) -> cgcompile.Backend:
-        capture_device = "host" if self.device == "cpu" else "auto"
-        return cgcompile.Backend(compiler="eager", cache_dir="off", capture_device=capture_device)
+        return cgcompile.Backend(settings(self.device, cache_dir="off"))
 
     def run(self, model: Callable[..., Any], plain: nn.Module, steps: int) -> None:
         for step in range(steps):

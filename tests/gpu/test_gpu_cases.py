@@ -53,15 +53,15 @@ class CpuPart(nn.Module):
 
 
 def _run(model: nn.Module, make: Callable[[int], tuple[torch.Tensor, ...]]) -> list[Reason]:
-    """Compare with eager at three sizes; the reasons of the pieces of the first graph."""
+    """Compare with eager at three sizes; return the reasons of the pieces of the first graph."""
     backend = cgcompile.Backend(compiler="inductor")
     with torch.no_grad():
         compiled = torch.compile(model, backend=backend)
         for size in (6, 3, 1):
             inputs = make(size)
             if size == 6:
-                for each in inputs:
-                    torch._dynamo.mark_dynamic(each, 0)
+                for tensor in inputs:
+                    torch._dynamo.mark_dynamic(tensor, 0)
             torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
     pieces = backend.graphs[0].split.pieces
     assert any(piece.capture for piece in pieces)
@@ -82,45 +82,21 @@ def test_cpu_tensor_is_a_boundary() -> None:
     assert reasons.count(Reason.DEVICE_COPY) == 1
 
 
-def test_captured_pieces_can_be_captured() -> None:
-    """The predicate's word, tested: each captured piece of every case records as a CUDA graph."""
-    refused, captured = [], 0
-    torch.cuda.current_blas_handle()  # none can be made inside of a capture
-    for name, case in CASES.items():
-        torch._dynamo.reset()
-        recording = _capture_pieces(case)
-        captured += recording.captured
-        refused += [f"{name}/{piece}: {error}" for piece, error in recording.refused]
-    assert not refused, "\n".join(refused)
-    assert captured > 60
-
-
-def _capture_pieces(case) -> "_Recording":
-    model, backend = build(case, "cuda"), backend_for(case, "eager")
-    with torch.device("cuda"):
-        inputs = case.inputs(case.sizes[0])
-    mark(case, inputs)
-    recording = _Recording(backend)
-    with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
-        torch.compile(model, backend=recording)(*inputs)
-    return recording
-
-
-class _Recording:
+class Recording:
     """Compiles with a backend, then runs the first step piece by piece inside CUDA graphs."""
 
     def __init__(self, backend: cgcompile.Backend) -> None:
-        self._backend = backend
+        self.backend = backend
         self.captured = 0
         self.refused: list[tuple[str, str]] = []
 
     def __call__(self, gm, example_inputs):
-        split = self._backend(gm, example_inputs).split
+        split = self.backend(gm, example_inputs).split
 
         def recorded(piece):
             def run(*inputs):
                 if piece.capture:
-                    copies = [_copied(each) for each in inputs]
+                    copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
                     torch.cuda.synchronize()
                     try:
                         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -135,5 +111,19 @@ class _Recording:
         return Step(split).bind([recorded(piece) for piece in split.pieces])
 
 
-def _copied(value):
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def test_captured_pieces_can_be_captured() -> None:
+    """Each piece of every case that the predicate captures can be recorded as a CUDA graph."""
+    refused, captured = [], 0
+    torch.cuda.current_blas_handle()  # cannot be created inside of a capture
+    for name, case in CASES.items():
+        torch._dynamo.reset()
+        model, recording = build(case, "cuda"), Recording(backend_for(case, "eager"))
+        with torch.device("cuda"):
+            inputs = case.inputs(case.sizes[0])
+        mark(case, inputs)
+        with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
+            torch.compile(model, backend=recording)(*inputs)
+        captured += recording.captured
+        refused += [f"{name}/{piece}: {error}" for piece, error in recording.refused]
+    assert not refused, "\n".join(refused)
+    assert captured > 60

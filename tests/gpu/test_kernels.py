@@ -1,4 +1,4 @@
-"""How many kernels the pieces are left with, beside the same pieces with Inductor's own settings."""
+"""Count the kernels of a replay, and of the same pieces with Inductor's own settings."""
 
 from typing import Any
 
@@ -25,12 +25,12 @@ class Layer(nn.Module):
         self.out = nn.Linear(D, D, bias=False)
         self.up, self.down = nn.Linear(D, 2 * D, bias=False), nn.Linear(2 * D, D, bias=False)
 
-    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        found = self.qkv(self.one(x)).unflatten(-1, (-1, SIZE)).transpose(0, 1)
-        q, k, v = found.split(HEADS)
-        q, k = q * turn.cos(), k * turn.sin()
-        found = F.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=True)[0]
-        x = x + self.out(found.transpose(0, 1).flatten(1))
+    def forward(self, x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.one(x)).unflatten(-1, (-1, SIZE)).transpose(0, 1)
+        q, k, v = heads.split(HEADS)
+        q, k = q * angle.cos(), k * angle.sin()
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=True)[0]
+        x = x + self.out(out.transpose(0, 1).flatten(1))
         return x + self.down(F.silu(self.up(self.two(x))))
 
 
@@ -39,9 +39,9 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
-    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x, turn)
+            x = layer(x, angle)
         return x
 
 
@@ -52,25 +52,24 @@ def kernels_of_a_replay(**options: Any) -> int:
     model = Model().to("cuda", torch.bfloat16).eval().requires_grad_(False)
     backend = cgcompile.Backend(cudagraph_mode="PIECEWISE", inductor_options=options)
     compiled = torch.compile(model, backend=backend, dynamic=True)
-    turn = torch.randn(SIZE, device="cuda", dtype=torch.bfloat16)
+    angle = torch.randn(SIZE, device="cuda", dtype=torch.bfloat16)
     for _ in range(4):
         x = torch.randn(24, D, device="cuda", dtype=torch.bfloat16)
-        torch.testing.assert_close(compiled(x, turn), model(x, turn), rtol=3e-2, atol=3e-2)
+        torch.testing.assert_close(compiled(x, angle), model(x, angle), rtol=3e-2, atol=3e-2)
     assert (backend.counters.captures, backend.counters.replays) == (1, 2)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        compiled(x, turn)
+        compiled(x, angle)
         torch.cuda.synchronize()
-    events = [each.name for each in seen.events() if each.device_type.name == "CUDA"]
     assert backend.counters.replays == 3
-    return len(events)
+    return sum(event.device_type.name == "CUDA" for event in seen.events())
 
 
-def leave_it(graph: torch.fx.Graph) -> None:
-    """A pass of the user's that changes nothing; being a mere function it stays alone."""
+def unchanged(graph: torch.fx.Graph) -> None:
+    """Change nothing; a plain function is not combined with the passes of cgcompile."""
 
 
 def test_residual_additions_are_no_copies() -> None:
-    inductors = kernels_of_a_replay(combo_kernels=False, post_grad_custom_post_pass=leave_it)
+    inductors = kernels_of_a_replay(combo_kernels=False, post_grad_custom_post_pass=unchanged)
     apart = kernels_of_a_replay(combo_kernels=False)
     both = kernels_of_a_replay()
     assert inductors - apart >= 2 * (LAYERS - 1)  # two in each piece from attention to attention

@@ -5,20 +5,14 @@ import torch
 from lib.entry import EAGER_ATTEND, assert_same, batch, compiled_case
 
 import cgcompile
-from cgcompile import (
-    BatchDescriptor,
-    BreakableCUDAGraphWrapper,
-    CompilationConfig,
-    CUDAGraphMode,
-    set_forward_context,
-)
+from cgcompile import BatchDescriptor, BreakableCUDAGraphWrapper, CompilationConfig, CUDAGraphMode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("without_gradients")]
 SLEEP = 50_000_000  # cycles: tens of milliseconds, far longer than a step
 
 
 def written_elsewhere(buffer: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
-    """Fill a buffer on another stream, late; returns what it will hold."""
+    """Fill a buffer on another stream, late; return the values that it will hold."""
     values = torch.randn_like(buffer)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -37,30 +31,30 @@ def test_a_step_waits_for_inputs_of_another_stream(kind: str, front: str) -> Non
     for _ in range(5):  # warming, capture, replays
         values = written_elsewhere(x, side)
         ready = side.record_event() if kind == "event" else side
-        with set_forward_context(
+        with cgcompile.set_forward_context(
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
             batch_descriptor=BatchDescriptor(len(x)),
             inputs_ready=ready,
         ):
-            found = call(x).clone()
-        assert_same(found, model(values))
+            result = call(x).clone()
+        assert_same(result, model(values))
 
 
-def test_replays_on_changing_streams_come_in_order() -> None:
+def test_replays_on_changing_streams_keep_their_order() -> None:
     model, compiled, backend = compiled_case("op_packet", "cuda")
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-    found, expected = [], []
+    results, expected = [], []
     for step in range(12):
         x = batch("cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[step % 3]):
             if step % 3:
                 torch.cuda._sleep(SLEEP // 10)
-            found.append(compiled(x))
+            results.append(compiled(x))
             expected.append(model(x))
     torch.cuda.synchronize()
-    for mine, its in zip(found, expected, strict=True):
-        assert_same(mine, its)
+    for result, want in zip(results, expected, strict=True):
+        assert_same(result, want)
     assert backend.counters.replays == 10
 
 
@@ -70,9 +64,7 @@ def pause(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-@pause.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+pause.register_fake(torch.empty_like)
 
 
 def test_a_capture_waits_for_a_replay_on_another_stream() -> None:

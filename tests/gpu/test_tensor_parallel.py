@@ -2,6 +2,7 @@
 
 import datetime
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lib.ranks import (
     manager_of,
     model_of,
     other_inputs,
-    said,
+    run_ranks,
 )
 
 from cgcompile.serving.ranks import Agreement
@@ -31,47 +32,33 @@ pytestmark = [
 
 
 def on_two(work: Any, folder: Path) -> list[Any]:
-    return said(work, 2, folder, seconds=60, deadline=240, nccl=True)
+    return run_ranks(work, 2, folder, seconds=60, deadline=240, nccl=True)
 
 
-def breakable(rank: int, ranks: int) -> Any:
-    return every_mode(Shard(rank, ranks), None, "cuda")
+def modes(rank: int, ranks: int, compiler: str | None, own_op: bool) -> Any:
+    return every_mode(Shard(rank, ranks, own_op=own_op), compiler, "cuda")
 
 
-def breakable_own_op(rank: int, ranks: int) -> Any:
-    return every_mode(Shard(rank, ranks, own_op=True), None, "cuda")
-
-
-def compiled(rank: int, ranks: int) -> Any:
-    return every_mode(Shard(rank, ranks), "eager", "cuda")
-
-
-def inductor(rank: int, ranks: int) -> Any:
-    return every_mode(Shard(rank, ranks), "inductor", "cuda")
-
-
-def inductor_own_op(rank: int, ranks: int) -> Any:
-    return every_mode(Shard(rank, ranks, own_op=True), "inductor", "cuda")
-
-
-WORKS = [breakable, breakable_own_op, compiled, inductor, inductor_own_op]
-
-
-@pytest.mark.parametrize("work", WORKS)
-def test_every_mode_gives_the_tokens_of_one_gpu(work: Any, tmp_path: Path) -> None:
-    check_every_mode(*on_two(work, tmp_path))
+@pytest.mark.parametrize(
+    ("compiler", "own_op"),
+    [(None, False), (None, True), ("eager", False), ("inductor", False), ("inductor", True)],
+)
+def test_every_mode_gives_the_tokens_of_one_gpu(
+    compiler: str | None, own_op: bool, tmp_path: Path
+) -> None:
+    check_every_mode(*on_two(partial(modes, compiler=compiler, own_op=own_op), tmp_path))
 
 
 def inside(rank: int, ranks: int) -> Any:
-    made = manager_of("FULL", *model_of(Shard(rank, ranks), "cuda"), "cuda")
-    found = other_inputs(made, rank, "cuda")
-    made.release()
+    full = manager_of("FULL", *model_of(Shard(rank, ranks), "cuda"), "cuda")
+    counted = other_inputs(full, rank, "cuda")
+    full.release()
     split = manager_of("PIECEWISE", *model_of(Shard(rank, ranks), "cuda", "eager"), "cuda")
     split.run(batches(0, "cuda")[-1])
     assert split.backend is not None
     pieces = split.backend.graphs[0].split.pieces
     split.release()
-    return *found, [(piece.capture, [w.reason.value for w in piece.why]) for piece in pieces]
+    return *counted, [(piece.capture, [w.reason.value for w in piece.why]) for piece in pieces]
 
 
 def test_collectives_are_inside_of_graphs(tmp_path: Path) -> None:
@@ -86,11 +73,11 @@ def test_collectives_are_inside_of_graphs(tmp_path: Path) -> None:
 def other_size(rank: int, ranks: int) -> Any:
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=20))
     start = time.monotonic()
-    told = forced(Shard(rank, ranks), "cuda", Agreement(dispatcher("FULL"), group, check=True))
-    return told, time.monotonic() - start
+    error = forced(Shard(rank, ranks), "cuda", Agreement(dispatcher("FULL"), group, check=True))
+    return error, time.monotonic() - start
 
 
 def test_a_rank_forced_to_another_size_is_named(tmp_path: Path) -> None:
-    for told, seconds in on_two(other_size, tmp_path):
-        assert told == FORCED
+    for error, seconds in on_two(other_size, tmp_path):
+        assert error == FORCED
         assert seconds < 60

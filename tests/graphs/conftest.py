@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cgcompile import CompilationConfig, CUDAGraphMode
+from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig, CUDAGraphMode
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
@@ -29,8 +29,17 @@ def pool(new_pool: Callable[[], GraphPool]) -> GraphPool:
 
 @pytest.fixture
 def wrap() -> Callable[..., CUDAGraphWrapper]:
-    """Makes a wrapper that captures on either device."""
+    """Creates a wrapper that captures on either device."""
+    return _wrapping(CUDAGraphWrapper)
 
+
+@pytest.fixture(params=[CUDAGraphWrapper, BreakableCUDAGraphWrapper], ids=["plain", "breakable"])
+def wrap_either(request: pytest.FixtureRequest) -> Callable[..., CUDAGraphWrapper]:
+    """Creates a wrapper of either class."""
+    return _wrapping(request.param)
+
+
+def _wrapping(kind: type[CUDAGraphWrapper]) -> Callable[..., CUDAGraphWrapper]:
     def make(
         runnable: Callable[..., Any],
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
@@ -40,6 +49,6 @@ def wrap() -> Callable[..., CUDAGraphWrapper]:
         **more: Any,
     ) -> CUDAGraphWrapper:
         config = CompilationConfig(capture_device="host", strict=strict)
-        return CUDAGraphWrapper(runnable, config, mode, options, **more)
+        return kind(runnable, config, mode, options, **more)
 
     return make

@@ -1,5 +1,6 @@
 """Memory of our own: blocks that frames share, lend, give back and let go."""
 
+import random
 from typing import Any
 
 import pytest
@@ -32,50 +33,28 @@ def test_blocks_are_aligned(where, wanted, given) -> None:
     assert not arena.owns(torch.empty(8, device=where).data_ptr())
 
 
-def test_frames_share_blocks(where) -> None:
-    arena = Arena()
-    first, second = arena.frame(), None
-    large, small = first.take(1000, where), first.take(100, where)
-    assert large is not small
-    assert arena.nbytes == 1024 + 256
-    second = arena.frame()
-    assert second.take(900, where) is large
-    assert second.take(10, where) is small
-    assert arena.nbytes == 1024 + 256
-
-
-def test_the_smallest_block_that_fits_is_taken(where) -> None:
-    arena = Arena()
-    frame = arena.frame()
-    blocks = {n: frame.take(n, where) for n in (4096, 256, 1024, 2048)}
-    frame = arena.frame()
-    assert frame.take(500, where) is blocks[1024]
-    assert frame.take(500, where) is blocks[2048]
-    assert frame.take(256, where) is blocks[256]
-    assert frame.take(100, where) is blocks[4096]
-    assert arena.nbytes == 4096 + 256 + 1024 + 2048
-    assert frame.take(100, where) not in blocks.values()
-    assert arena.nbytes == 4096 + 2 * 256 + 1024 + 2048
-
-
-def test_what_does_not_fit_is_new(where) -> None:
-    arena = Arena()
-    small = arena.frame().take(256, where)
-    large = arena.frame().take(257, where)
-    assert large is not small
-    assert arena.nbytes == 256 + 512
-
-
-def test_a_block_that_is_given_back_serves_the_next_taker(where) -> None:
-    arena = Arena()
-    frame = arena.frame()
-    first = frame.take(1024, where)
-    second = frame.take(1024, where)
-    assert second is not first
-    frame.give(first)
-    assert frame.take(300, where) is first
-    assert frame.take(300, where) not in (first, second)
-    assert arena.nbytes == 1024 + 1024 + 512
+def test_a_frame_takes_the_smallest_free_block_or_a_new_one(where) -> None:
+    draw, arena, known = random.Random(0), Arena(), []
+    for _ in range(20):
+        frame, free, used = arena.frame(), list(known), []
+        for _ in range(10):
+            if used and draw.random() < 0.3:
+                free.append(used.pop(draw.randrange(len(used))))
+                frame.give(free[-1])
+            wanted = draw.choice([0, 1, 256, 257, 1000, 5000])
+            needed = max(256, -(-wanted // 256) * 256)
+            block = frame.take(wanted, where)
+            fitting = [other.nbytes for other in free if other.nbytes >= needed]
+            if fitting:
+                assert block.nbytes == min(fitting)
+                free.remove(block)
+            else:
+                assert block not in known
+                assert block.nbytes == needed
+                known.append(block)
+            used.append(block)
+        assert arena.nbytes == sum(block.nbytes for block in known)
+    assert len(known) < 20  # of 200 that were taken
 
 
 def test_blocks_of_another_device_are_not_taken(where) -> None:
@@ -85,32 +64,25 @@ def test_blocks_of_another_device_are_not_taken(where) -> None:
     assert arena.nbytes == 512
 
 
-def test_what_is_lent_is_not_handed_out_again_while_it_lives(where) -> None:
+def test_a_block_with_a_living_tensor_is_in_use(where) -> None:
     arena = Arena()
-    block = arena.frame().take(256, where)
+    frame = arena.frame()
+    block = frame.take(256, where)
     assert not block.is_lent
     layout = block.view(torch.float32, (4, 8), (8, 1))
-    lent = block.lend(layout)
-    assert lent.data_ptr() == block.address
+    tensor = block.lend(layout)
+    assert tensor.data_ptr() == block.address
+    assert frame.take(256, where) is not block
     del layout
     assert block.is_lent
-    view = lent[1:]
-    del lent
+    view = tensor[1:]
+    del tensor
     assert block.is_lent  # through a view of it
     assert arena.frame().take(256, where) is not block
     del view
     assert not block.is_lent
-    assert arena.frame().take(100, where) in arena._blocks
+    assert arena.frame().take(100, where) is block
     assert arena.nbytes == 512
-
-
-def test_a_frame_keeps_its_blocks_while_one_of_them_is_lent(where) -> None:
-    arena = Arena()
-    frame = arena.frame()
-    block = frame.take(256, where)
-    lent = block.lend(block.view(torch.float32, (4,), (1,)))
-    assert frame.take(256, where) is not block
-    assert lent.shape == (4,)
 
 
 @pytest.mark.parametrize("inference", [True, False])

@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -156,21 +157,18 @@ def test_no_batches(wrapped) -> None:
 # ---------------------------------------------------------------- the order
 
 
-@pytest.mark.parametrize("given", list(itertools.permutations((1, 4, 6)))[::2])
-def test_the_largest_comes_first_whatever_the_order(wrapped, given) -> None:
-    assert wrapped.capture(iter(given)).captured == (6, 4, 1)
-    assert wrapped.ran == [6, 4, 1] * 2
-
-
-def test_the_largest_of_descriptors(wrapped) -> None:
-    batches = [BatchDescriptor(n, 1, extra=(n,)) for n in (2, 7, 3)]
-    assert wrapped.capture(batches).captured == tuple(batches[k] for k in (1, 2, 0))
-    assert wrapped.ran == [7, 3, 2] * 2
-
-
-def test_what_is_larger_may_be_said(wrapped) -> None:
-    assert wrapped.capture((2, 7, 3), size=lambda n: -n).captured == (2, 3, 7)
-    assert wrapped.ran == [2, 3, 7] * 2
+@pytest.mark.parametrize(
+    ("batches", "settings", "sizes"),
+    [
+        *[(order, {}, [6, 4, 1]) for order in [*itertools.permutations((1, 4, 6))][::2]],
+        ([BatchDescriptor(n, 1, extra=(n,)) for n in (2, 7, 3)], {}, [7, 3, 2]),
+        ((2, 7, 3), {"size": lambda n: -n}, [2, 3, 7]),
+    ],
+)
+def test_the_largest_comes_first_whatever_the_order(wrapped, batches, settings, sizes) -> None:
+    captured = wrapped.capture(iter(batches), **settings).captured
+    assert [getattr(batch, "num_tokens", batch) for batch in captured] == sizes
+    assert wrapped.ran == sizes * 2
 
 
 def test_the_largest_of_a_compiled_model_comes_first(device: str, hook) -> None:
@@ -276,6 +274,20 @@ def test_collection_is_off_inside_and_as_before_after(device, automatic) -> None
     assert not frozen()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.usefixtures("nothing_is_frozen")
+def test_one_bulk_capture_inside_of_another(automatic, fails) -> None:
+    with pytest.raises(Asked) if fails else nullcontext(), bulk_capture():
+        with bulk_capture():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        assert frozen()
+        if fails:
+            raise Asked
+    assert gc.isenabled() is automatic
+    assert not frozen()
+
+
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.usefixtures("frozen_are_counted")
 def test_frozen_objects_of_the_program_stay_frozen(automatic, fails) -> None:
@@ -305,30 +317,6 @@ def test_frozen_objects_stay_frozen_in_a_real_capture(wrapped) -> None:
     assert before - 2000 < gc.get_freeze_count() <= before
 
 
-@pytest.mark.usefixtures("nothing_is_frozen")
-def test_what_is_restored_after_an_error(automatic) -> None:
-    def fails() -> None:
-        with bulk_capture():
-            assert frozen()
-            raise Asked
-
-    with pytest.raises(Asked):
-        fails()
-    assert gc.isenabled() is automatic
-    assert not frozen()
-
-
-@pytest.mark.usefixtures("nothing_is_frozen")
-def test_one_inside_of_another(automatic) -> None:
-    with bulk_capture():
-        with bulk_capture():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-        assert frozen()
-    assert gc.isenabled() is automatic
-    assert not frozen()
-
-
 # ---------------------------------------------------------------- what has no graph
 
 
@@ -352,14 +340,11 @@ def test_sizes_that_are_not_listed(device: str) -> None:
     assert_counts(backend, 2, 0, {Reason.WARMING: 4, Reason.UNLISTED_SIZE: 6})
 
 
-def test_a_context_that_asks_for_no_graph(wrapped) -> None:
+def test_a_context_of_mode_none(wrapped) -> None:
     wrapped.mode = NONE
     found = wrapped.capture((3, 4))
-    assert found.captured == ()
-    assert [batch for batch, _ in found.missing] == [4, 3]
-    assert all(
-        "mode_none: the forward context has runtime mode NONE" in why for _, why in found.missing
-    )
+    why = "mode_none: the forward context has runtime mode NONE"
+    assert (found.captured, found.missing) == ((), ((4, why), (3, why)))
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

@@ -6,18 +6,20 @@ import traceback
 
 import pytest
 import torch
+from lib.breakable import FULL, TIMEOUT, Asked, assert_calls, assert_counters, in_thread, same
+from lib.breakable import step as step_in_mode
 
-from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile import BatchDescriptor
 from cgcompile.context import current_forward_context, override_forward_context
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.capture import allow_capture, capture, capture_allowed, captured_elsewhere
+from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
 
-TIMEOUT = 60
 
-
-class Asked(Exception):
-    """An error type that only these tests know."""
+@pytest.fixture
+def wrap(wrap_either):
+    return wrap_either
 
 
 class Stop(BaseException):
@@ -25,9 +27,7 @@ class Stop(BaseException):
 
 
 def step(tokens):
-    return set_forward_context(
-        cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(tokens)
-    )
+    return step_in_mode(tokens, FULL)
 
 
 def wave(x):
@@ -35,44 +35,26 @@ def wave(x):
 
 
 def check(wrapper, x, tokens=4, calls=3):
-    """Compare calls with eager on new numbers in the same buffer."""
-    previous = None
-    for _ in range(calls):
+    assert_calls(wrapper, wave, x, FULL, tokens, calls)
+
+
+def check_replays(graph, x, found, plain=wave, times=2):
+    """Compare what replays leave in ``found`` with eager."""
+    for _ in range(times):
         x.uniform_()
-        with step(tokens):
-            found = wrapper(x)
-        assert torch.equal(found, wave(x))
-        assert previous is None or not torch.equal(found, previous)
-        previous = found.clone()
+        graph.replay()
+        assert same(found, plain(x))
 
 
 def check_capture_works(pool, device):
     x = torch.rand(4, 8, device=device)
-    graph, found = capture(lambda: wave(x), pool, "after")
-    for _ in range(2):
-        x.uniform_()
-        graph.replay()
-        assert torch.equal(found, wave(x))
+    check_replays(*capture_of(wave, pool, x))
 
 
-def in_thread(target):
-    """Run in another thread, and return or raise here what came out of it."""
-    outcome = []
-
-    def run():
-        try:
-            outcome.append((target(), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(TIMEOUT)
-    assert not thread.is_alive()
-    ((result, error),) = outcome
-    if error is not None:
-        raise error
-    return result
+def capture_of(function, pool, x, name="a step", **settings):
+    """Capture ``function(x)``; the graph, ``x`` and the result."""
+    graph, found = capture(lambda: function(x), pool, name, **settings)
+    return graph, x, found
 
 
 class Held:
@@ -106,9 +88,7 @@ class Held:
 
     def check(self):
         graph, found = self.captured
-        self._x.uniform_()
-        graph.replay()
-        assert torch.equal(found, wave(self._x) + 1)
+        check_replays(graph, self._x, found, lambda x: wave(x) + 1)
 
 
 # ---------------------------------------------------------------- the first error, as it is
@@ -155,9 +135,7 @@ def test_every_error_propagates_and_leaves_no_entry(device, wrap, kind) -> None:
     failing.clear()
     check(wrapper, other, tokens=6)
     check(wrapper, x)
-    counters = wrapper.counters
-    assert (counters.captures, counters.replays, counters.failures) == (2, 13, 2)
-    assert counters.calls == 17
+    assert_counters(wrapper, captures=2, replays=13, failures=2)
 
 
 def test_many_failures_in_a_row(device, wrap) -> None:
@@ -204,11 +182,8 @@ def test_failure_keeps_graphs_of_the_same_pool(device, pool) -> None:
     second, other = capture(lambda: x.cos(), pool, "second")
     assert pool.memory is not memory
     for _ in range(3):
-        x.uniform_()
-        first.replay()
-        second.replay()
-        assert torch.equal(found, wave(x))
-        assert torch.equal(other, x.cos())
+        check_replays(first, x, found, times=1)
+        check_replays(second, x, other, torch.cos, times=1)
 
 
 def test_refused_op_names_itself_and_leaves_no_entry(device, wrap) -> None:
@@ -296,10 +271,7 @@ def _modes():
 @pytest.mark.gpu
 @pytest.mark.parametrize("fails", [None, deep_inside, torch.Tensor.item])
 def test_current_stream(fails) -> None:
-    from cgcompile.graphs.cuda import CudaDevice
-    from cgcompile.graphs.pool import GraphPool
-
-    pool, x = GraphPool(CudaDevice(torch.device("cuda"))), torch.rand(1, device="cuda")
+    pool, x = GraphPool("cuda"), torch.rand(1, device="cuda")
     stream, streams = torch.cuda.Stream(), []
 
     def function():
@@ -347,10 +319,7 @@ def test_outer_capture_survives_an_inner_one_that_is_refused(device, pool) -> No
         return y + 2
 
     graph, found = capture(outer, pool, "the outer one")
-    for _ in range(2):
-        x.uniform_()
-        graph.replay()
-        assert torch.equal(found, wave(x) + 2)
+    check_replays(graph, x, found, lambda x: wave(x) + 2)
 
 
 def test_capture_while_someone_else_captures_is_an_error(device, pool) -> None:
@@ -362,10 +331,7 @@ def test_capture_while_someone_else_captures_is_an_error(device, pool) -> None:
         with pytest.raises(CaptureError, match="capture of mine: a capture runs"):
             capture(lambda: wave(x), pool, "mine")
         graph.end()
-    for _ in range(2):
-        x.uniform_()
-        graph.replay()
-        assert torch.equal(found, wave(x))
+    check_replays(graph, x, found)
     check_capture_works(pool, device)
 
 
@@ -392,9 +358,7 @@ def test_unknown_graph_while_another_thread_captures(device, pool, wrap) -> None
             assert torch.equal(wrapper(other), wave(other))  # after a wait of some seconds
     held.check()
     check(wrapper, other, tokens=6)
-    counters = wrapper.counters
-    assert (counters.captures, counters.replays, counters.failures) == (2, 4, 0)
-    assert counters.plain == {Reason.CAPTURE_BUSY: 2}
+    assert_counters(wrapper, captures=2, replays=4, plain={Reason.CAPTURE_BUSY: 2})
 
 
 def test_known_graph_while_another_thread_captures(device, pool, wrap) -> None:
@@ -418,14 +382,9 @@ def test_known_graph_inside_of_a_capture_runs_plain(device, pool, wrap) -> None:
     check(wrapper, x)
     with step(4):
         graph, found = capture(lambda: wrapper(x) + 1, pool, "around")
-    assert wrapper.counters.plain == {Reason.INSIDE_CAPTURE: 1}
-    for _ in range(2):
-        x.uniform_()
-        graph.replay()
-        assert torch.equal(found, wave(x) + 1)
+    check_replays(graph, x, found, lambda x: wave(x) + 1)
     check(wrapper, x)
-    assert (wrapper.counters.captures, wrapper.counters.replays) == (1, 5)
-    assert wrapper.counters.plain == {Reason.INSIDE_CAPTURE: 1}
+    assert_counters(wrapper, captures=1, replays=5, plain={Reason.INSIDE_CAPTURE: 1})
 
 
 def test_unknown_graph_inside_of_a_capture_runs_plain(device, wrap) -> None:
@@ -473,9 +432,9 @@ def test_allow_capture_is_that_of_one_thread(device, wrap) -> None:
     wrapper = wrap(wave)
     x, other = torch.rand(4, 8, device=device), torch.rand(6, 8, device=device)
     with allow_capture(False):
-        in_thread(lambda: check(wrapper, x))
+        assert in_thread(lambda: check(wrapper, x)) == (None, None)
         assert not capture_allowed()
         check(wrapper, other, tokens=6)
     assert (wrapper.counters.captures, wrapper.counters.replays) == (1, 2)
     assert wrapper.counters.plain == {Reason.CAPTURE_FORBIDDEN: 3}
-    assert in_thread(capture_allowed)
+    assert in_thread(capture_allowed) == (True, None)

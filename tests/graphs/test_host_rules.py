@@ -1,7 +1,4 @@
-"""What captures refuse and allow, on the host recorder and on CUDA alike: tables of rules.
-
-Then: what the recorder must know of composite ops, which inference mode shows whole.
-"""
+"""What captures refuse and allow, on the host recorder and on CUDA alike: a table of rules."""
 
 import gc
 from collections.abc import Callable
@@ -10,52 +7,23 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from lib.breakable import FULL, step
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, BreakableCUDAGraphCapture, CUDAGraphMode
+from cgcompile import BreakableCUDAGraphCapture
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.host import HostGraph, HostPool
+from cgcompile.graphs.pool import GraphPool
 
 
 def run(model: Callable, x: torch.Tensor) -> torch.Tensor:
     wrapper = cgcompile.CUDAGraphWrapper(model, CompilationConfig(capture_device="host"))
-    context = cgcompile.set_forward_context(
-        cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(1)
-    )
-    with torch.inference_mode(), context:
+    with torch.inference_mode(), step(1, FULL):
         result = wrapper(x)
     assert wrapper.counters.captures == 1
     return result
-
-
-READS = {
-    "condition": lambda x: x + 1 if x.sum() > 0 else x,
-    "where": lambda x: torch.where(x > 0)[0],
-    "argwhere": lambda x: torch.argwhere(x > 0),
-    "repeats": lambda x: x.repeat_interleave(torch.ones_like(x).long()),
-    "repeats along": lambda x: x.repeat_interleave(repeats=torch.ones_like(x).long(), dim=0),
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_reads_inside_of_composite_ops_are_refused(name: str) -> None:
-    with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
-        run(READS[name], torch.ones(3))
-
-
-SOUND = {
-    "where": lambda x: torch.where(x > 0, x, -x) * 2,
-    "a number of repeats": lambda x: x.repeat_interleave(2),
-    "a known size": lambda x: x.repeat_interleave(torch.ones_like(x).long(), output_size=3) + 1,
-}
-
-
-@pytest.mark.parametrize("name", SOUND)
-def test_what_reads_nothing_is_captured(name: str) -> None:
-    x = torch.tensor([1.0, -2.0, 3.0])
-    assert torch.equal(run(SOUND[name], x), SOUND[name](x))
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
@@ -87,17 +55,10 @@ def test_composite_ops_choose_the_same_kernels() -> None:
 
 
 class Rule(NamedTuple):
-    """A step, and what a capture does of it on either device.
-
-    Attributes:
-        step: takes x, f32[8], of the captured device.
-        refused: whether the capture raises; else replays must equal eager calls.
-        says: what the host recorder says of a step that is refused.
-    """
+    """A step of x, f32[8], and whether a capture raises; else replays must equal eager calls."""
 
     step: Callable[[torch.Tensor], torch.Tensor]
     refused: bool
-    says: str = "not permitted when stream is capturing"
 
 
 def list_to_device(x: torch.Tensor) -> torch.Tensor:
@@ -124,6 +85,10 @@ def other_seed(x: torch.Tensor) -> torch.Tensor:
     return x + torch.rand_like(x)
 
 
+def ones(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(x).long()
+
+
 def no_rows(x: torch.Tensor) -> torch.Tensor:
     empty = torch.relu(x[:0]).add_(1)
     return torch.cat([x, empty, x.new_empty(0)]) + 1
@@ -138,6 +103,22 @@ RULES = {
     "a number on the CPU": Rule(written_number, False),
     "a fill on the device": Rule(filled, False),
     "item": Rule(lambda x: x * x.sum().item(), True),
+    "bool": Rule(lambda x: x * bool(x.any()), True),
+    "int": Rule(lambda x: x * int(x[0]), True),
+    "tolist": Rule(lambda x: x * x.tolist()[0], True),
+    "numpy": Rule(lambda x: x * float(x.cpu().numpy()[0]), True),
+    "equal": Rule(lambda x: x * torch.equal(x, x + 1), True),
+    "nonzero": Rule(lambda x: x.nonzero(), True),
+    "unique": Rule(lambda x: x.unique(), True),
+    "masked_select": Rule(lambda x: x.masked_select(x > 0.5), True),
+    "condition": Rule(lambda x: x + 1 if x.sum() > 0 else x, True),
+    "where": Rule(lambda x: torch.where(x > 0)[0], True),
+    "where, of three": Rule(lambda x: torch.where(x > 0.5, x, -x) * 2, False),
+    "argwhere": Rule(lambda x: torch.argwhere(x > 0), True),
+    "repeats": Rule(lambda x: x.repeat_interleave(ones(x)), True),
+    "repeats along": Rule(lambda x: x.repeat_interleave(repeats=ones(x), dim=0), True),
+    "a number of repeats": Rule(lambda x: x.repeat_interleave(2), False),
+    "repeats to a size": Rule(lambda x: x.repeat_interleave(ones(x), output_size=8) + 1, False),
     "mask": Rule(lambda x: x[x > 0], True),
     "a new seed": Rule(other_seed, True),
     "no rows": Rule(no_rows, False),
@@ -147,24 +128,38 @@ RULES = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_host_and_cuda_have_one_rule(name: str, inference: bool, device: str) -> None:
+def test_host_and_cuda_have_one_rule(
+    name: str, inference: bool, device: str, pool: GraphPool
+) -> None:
     rule = RULES[name]
     torch.manual_seed(0)
     x = torch.rand(8, device=device)
-    capture = BreakableCUDAGraphCapture(device=device)
+    before, capture, after = (BreakableCUDAGraphCapture(pool) for _ in range(3))
     with torch.inference_mode(inference), torch.no_grad():
         rule.step(x)
         torch.manual_seed(0)
+        with before:
+            sine = x.sin()
         if rule.refused:
-            with pytest.raises(RuntimeError, match=rule.says if device == "cpu" else None), capture:
+            text = "captur" if device == "cpu" else None
+            with pytest.raises(RuntimeError, match=text) as caught, capture:
                 rule.step(x)
-            return
-        with capture:
-            result = rule.step(x)
+            if device == "cpu":
+                assert isinstance(caught.value, CaptureError)
+                assert "not permitted when stream is capturing" in str(caught.value)
+            assert not pool.device.is_capturing()
+        else:
+            with capture:
+                result = rule.step(x)
+        with after:
+            cosine = x.cos()
     for _ in range(3):
         x.uniform_()
-        capture.replay()
-        assert torch.equal(result, rule.step(x))
+        for recorded in (before, after) if rule.refused else (before, capture, after):
+            recorded.replay()
+        assert torch.equal(sine, x.sin())
+        assert torch.equal(cosine, x.cos())
+        assert rule.refused or torch.equal(result, rule.step(x))
 
 
 def test_an_input_without_rows_may_be_freed(device: str) -> None:

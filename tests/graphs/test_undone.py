@@ -26,7 +26,7 @@ class Runs(nn.Module):
 
 
 def undone(model: Any) -> None:
-    with restored_after(state=State.of(model, ((), {}))):
+    with restored_after(state=State(model, ((), {}))):
         model()
 
 
@@ -106,7 +106,7 @@ def pair(value: float) -> TwoTensor:
 def test_tensors_inside_of_a_subclass(named: bool) -> None:
     """Written through the subclass, seen as an op or, where it is named, not."""
     model = Runs(lambda held: held.cache.add_(1), cache=pair(2.0))
-    state = None if named else State.of(model, ((), {}))
+    state = None if named else State(model, ((), {}))
     with restored_after([model.cache] if named else (), state=state):
         model()
         assert (model.cache.a == 3).all()
@@ -187,7 +187,7 @@ def test_memory_is_put_back_whatever_else_fails(monkeypatch: pytest.MonkeyPatch)
 def test_what_was_written_is_known_until_then() -> None:
     known = torch.zeros(2)
     memory = Snapshot([known])
-    memory.about_to_write([known])
+    memory.before_write([known])
     assert memory.was_written(known)
     memory.restore()
     assert not memory.was_written(known)

@@ -3,13 +3,14 @@
 import copy
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lib.breakable import FULL, PIECEWISE, Asked, Stack, counted, rand, same, soft, step
-from lib.cases import CASES, D, library
+from lib.breakable import FULL, PIECEWISE, Asked, counted, rand, same, soft, step
+from lib.cases import CASES, D
 from lib.entry import (
     HOOKED,
     Hooked,
@@ -33,8 +34,7 @@ from cgcompile import (
     verify,
 )
 from cgcompile.debug.compare import Difference, Tolerance
-from cgcompile.debug.verify import wrapper_difference
-from cgcompile.errors import AddressChangedError, DispatchError
+from cgcompile.errors import AddressChangedError
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -136,7 +136,7 @@ def test_the_first_of_several_is_told() -> None:
 # ---------------------------------------------------------------- a compiled model
 
 
-def differences(compiled: Any, x: torch.Tensor, device: str) -> tuple[Any, ...]:
+def differences(compiled: Any, x: Any, device: str) -> tuple[Any, ...]:
     found = verify(compiled, x, sets=1, **TOLERANCE[device])
     assert found.replays >= 1
     return found.differences
@@ -371,212 +371,123 @@ def test_an_error_of_the_model_ends_the_verifying(device: str, hook, at: int) ->
 class Scaled(nn.Module):
     """Breaks that take a number of the module, which Python reads at each step."""
 
-    def __init__(self, scale: Any, attend: Any = None) -> None:
+    def __init__(self, scale: Any) -> None:
         super().__init__()
-        self.scale, self.factor, self.twice = scale, 2, False
-        self.linear = nn.Linear(8, 8)
+        self.scale, self.factor, self.before, self.after = scale, 2, 1.0, 0.0
+        self.twice = False
         self.register_buffer("count", torch.zeros(1))
-        self.requires_grad_(False)
 
-    def forward(self, x):
+    def forward(self, x, state):
         self.count.add_(1)
-        x = self.scale(self.linear(x), 1)
+        state.add_(torch.rand_like(state))
+        x = self.scale(x * self.before, 1)
         x = self.scale(x.sin(), factor=self.factor)
         if self.twice:
             x = self.scale(x, 1)
-        return x + self.count
+        return x + self.count + state + self.after
 
 
-def breakable(device: str) -> tuple[Any, Any, Any, list[Any]]:
-    """(module, wrapper, buffer, contexts of its breaks), captured."""
-    scale, calls = counted(lambda x, factor: soft(x) * factor)
-    torch.manual_seed(0)
-    module = Scaled(scale).to(device)
-    wrapper = BreakableCUDAGraphWrapper(
-        module, CompilationConfig(capture_device="host"), name="block"
-    )
-    x = rand(device=device)
-    with step(4):
-        wrapper(x)
-    return module, wrapper, x, calls
+class Captured:
+    """A wrapper of either class that has captured a step, and its buffers."""
 
+    def __init__(self, kind: Any, device: str) -> None:
+        self.device, self.raising = device, False
+        scale, self.calls = counted(self.run)
+        self.module = Scaled(scale).to(device)
+        self.mode = FULL if kind is CUDAGraphWrapper else PIECEWISE
+        config = CompilationConfig(capture_device="host")
+        self.wrapper = kind(self.module, config, self.mode, name="block")
+        self.x, self.state = rand(device=device), rand(device=device)
+        with step(4, self.mode):
+            self.wrapper(self.x, self.state)
 
-def test_nothing_in_a_good_wrapper(device: str) -> None:
-    module, wrapper, x, calls = breakable(device)
-    del calls[:]
-    x.uniform_()
-    with step(4):
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
-    assert len(calls) == 4  # two plain, two replayed
-    assert module.count.item() == 2  # the capture, and one step
-    x.uniform_()
-    with step(4):
-        found = wrapper(x).clone()
-    module.count.fill_(2)
-    assert same(found, module(x))
-
-
-@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
-def test_nothing_in_a_good_stack(device: str, mode: Any) -> None:
-    library()
-    model = Stack(3, 8).to(device)
-    config = CompilationConfig(
-        capture_device="host", splitting_ops=("cgtest::attend",) if mode is PIECEWISE else ()
-    )
-    kind = BreakableCUDAGraphWrapper if mode is PIECEWISE else CUDAGraphWrapper
-    wrapper, x = kind(model, config, mode), rand(device=device)
-    with step(4, mode):
-        wrapper(x)
-        x.uniform_()
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
-        assert same(wrapper(x), model(x))
-
-
-def test_a_number_of_the_module_that_changed_is_named(device: str) -> None:
-    module, wrapper, x, _ = breakable(device)
-    module.factor = 3
-    with step(4):
-        found = wrapper_difference(wrapper, x, **TOLERANCE[device])
-    assert found.piece.startswith("break 1 (")
-    assert "lambda" in found.piece
-    assert found.value.endswith("['factor']")
-    assert found.detail == "2 in the replay, 3 in the plain step"
-    assert math.isnan(found.largest)
-    module.factor = 2
-    with step(4):
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
-
-
-def test_a_tensor_that_differs_is_named(device: str) -> None:
-    """A graph has frozen a number that Python reads before the first break."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor = 1.0
-
-        def forward(self, x):
-            return cut(x + 1) + cut(x * self.factor)
-
-    cut, _ = counted(soft)
-    model = Model()
-    wrapper = BreakableCUDAGraphWrapper(model, CompilationConfig(capture_device="host"))
-    x = rand(device=device)
-    with step(4):
-        wrapper(x)
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
-        model.factor = 2.0
-        x.fill_(1)
-        x[2] = 0
-        found = wrapper_difference(wrapper, x, **TOLERANCE[device])
-        assert found.piece.startswith("break 1 (")
-        assert (found.largest, found.rows) == (1.0, (0, 1, 3))
-        assert wrapper_difference(wrapper, x, atol=1.0) is None
-
-
-@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
-def test_a_result_that_differs(device: str, mode: Any) -> None:
-    class Model(nn.Module):
-        shift = 0.0
-
-        def forward(self, x):
-            return cut(x) + self.shift
-
-    cut, _ = counted(soft)
-    model = Model()
-    kind = CUDAGraphWrapper if mode is FULL else BreakableCUDAGraphWrapper
-    wrapper = kind(model, CompilationConfig(capture_device="host"), mode)
-    x = rand(device=device)
-    with step(4, mode):
-        wrapper(x)
-        model.shift = 1.0
-        found = wrapper_difference(wrapper, x, **TOLERANCE[device])
-    assert (found.piece, found.rows) == ("the result", (0, 1, 2, 3))
-    assert found.largest == pytest.approx(1.0, abs=1e-5)
-
-
-def test_python_that_takes_another_way(device: str) -> None:
-    module, wrapper, x, _ = breakable(device)
-    module.twice = True
-    with step(4), pytest.raises(DispatchError, match="block: the plain step breaks at") as caught:
-        wrapper_difference(wrapper, x)
-    now, before = str(caught.value).split("recorded were")
-    assert (now.count("lambda"), before.count("lambda")) == (3, 2)
-    module.twice = False
-    with step(4):
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
-
-
-def test_no_entry(device: str) -> None:
-    _, wrapper, x, calls = breakable(device)
-    del calls[:]
-    with pytest.raises(DispatchError, match="no forward context"):
-        wrapper_difference(wrapper, x)
-    with set_forward_context(None), pytest.raises(DispatchError, match="no forward context"):
-        wrapper_difference(wrapper, x)
-    for context in (step(5), step(4, FULL)):
-        with context, pytest.raises(DispatchError, match="block has nothing for") as caught:
-            wrapper_difference(wrapper, x)
-    assert "FULL, num_tokens=4" in str(caught.value)
-    assert not calls
-
-
-def test_inputs_of_another_call_are_refused(device: str) -> None:
-    module, wrapper, x, calls = breakable(device)
-    before = len(calls), module.count.item()
-    with step(4), pytest.raises(AddressChangedError):
-        wrapper_difference(wrapper, x.clone())
-    assert (len(calls), module.count.item()) == before
-
-
-def test_arguments_and_random_numbers_are_stepped_once(device: str) -> None:
-    cut, _ = counted(soft)
-
-    def model(x, *, state):
-        state["a"].add_(cut(x))
-        return cut(x + torch.rand_like(x)) + state["a"]
-
-    wrapper = BreakableCUDAGraphWrapper(model, CompilationConfig(capture_device="host"))
-    x, state = rand(device=device), {"a": torch.zeros(4, 8, device=device)}
-    own = {"a": state["a"].clone()}
-    with step(4):
-        for k in range(4):
-            x.uniform_()
-            torch.manual_seed(k)
-            model(x.clone(), state=own)
-            expected = torch.rand(3, device=device)
-            torch.manual_seed(k)
-            if k:
-                found = wrapper_difference(wrapper, x, state=state, **TOLERANCE[device])
-                assert found is None
-            else:
-                wrapper(x, state=state)
-            assert same(torch.rand(3, device=device), expected)
-            assert same(state, own)
-
-
-def test_an_error_while_verifying_leaves_the_wrapper_usable(device: str) -> None:
-    raising: list[int] = []
-
-    def fails(x):
-        if raising:
+    def run(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        if self.raising:
             raise Asked
-        return soft(x)
+        return soft(x) * factor
 
-    cut, _ = counted(fails)
-    wrapper = BreakableCUDAGraphWrapper(
-        lambda x: cut(x + 1) * 2, CompilationConfig(capture_device="host")
-    )
-    x = rand(device=device)
-    with step(4):
-        wrapper(x)
-        raising.append(1)
-        with pytest.raises(Asked):
-            wrapper_difference(wrapper, x)
-        raising.clear()
-        x.uniform_()
-        assert wrapper_difference(wrapper, x, **TOLERANCE[device]) is None
-        assert same(wrapper(x), soft(x + 1) * 2)
-    with step(5):
-        y = rand(5, 8, device=device)
-        assert same(wrapper(y), soft(y + 1) * 2)  # a capture may begin
+    def verify(self, **settings: Any) -> Any:
+        with step(4, self.mode):
+            call = (self.x, self.state)
+            return verify(self.wrapper, call, sets=1, **{**TOLERANCE[self.device], **settings})
+
+
+@pytest.fixture(params=[CUDAGraphWrapper, BreakableCUDAGraphWrapper], ids=["plain", "breakable"])
+def captured_wrapper(device: str, request: pytest.FixtureRequest) -> Captured:
+    return Captured(request.param, device)
+
+
+def test_a_verified_wrapper_steps_never(captured_wrapper: Captured) -> None:
+    """What the module, the arguments and the random generators held is restored."""
+    it = captured_wrapper
+    for seed in range(3):
+        it.x.uniform_()
+        before = it.module.count.clone(), it.state.clone()
+        torch.manual_seed(seed)
+        random = torch.rand(3, device=it.device)
+        torch.manual_seed(seed)
+        found = it.verify()
+        assert (found.ok, found.replays) == (True, 1), found
+        assert same(torch.rand(3, device=it.device), random)
+        assert same((it.module.count, it.state), before)
+    with step(4, it.mode):
+        torch.manual_seed(3)
+        found = it.wrapper(it.x, it.state).clone()
+    it.module.count.sub_(1), it.state.copy_(before[1])
+    torch.manual_seed(3)
+    assert same(found, it.module(it.x, it.state))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "piece", "detail"),
+    [
+        ("factor", 3, "break 1 (", "['factor']: 2 in the replay, 3 in the plain step"),
+        ("before", 2.0, "break 0 (", "numbers differ"),
+        ("after", 1.0, "the result", "numbers differ"),
+        ("twice", True, "", "block: the plain step breaks at"),
+    ],
+)
+def test_what_a_wrapper_has_frozen_is_named(
+    device: str, name: str, value: Any, piece: str, detail: str
+) -> None:
+    it = Captured(BreakableCUDAGraphWrapper, device)
+    before = getattr(it.module, name)
+    setattr(it.module, name, value)
+    (found,) = it.verify().differences
+    assert found.piece.startswith(piece), found
+    assert detail in found.detail
+    setattr(it.module, name, before)
+    assert it.verify().ok
+
+
+def test_an_error_while_verifying_leaves_the_wrapper_usable(captured_wrapper: Captured) -> None:
+    it = captured_wrapper
+    it.raising = True
+    with pytest.raises(Asked):
+        it.verify()
+    it.raising = False
+    it.x.uniform_()
+    assert it.verify().ok
+    y = rand(5, 8, device=it.device)
+    with step(5, it.mode):
+        it.wrapper(y, torch.zeros_like(y))  # a capture may begin
+    assert it.wrapper.counters.captures == 2
+
+
+def test_a_step_without_a_graph_is_not_verified(captured_wrapper: Captured) -> None:
+    it = captured_wrapper
+    contexts = {"no_forward_context": nullcontext(), "mode_none": set_forward_context(None)}
+    for reason, context in contexts.items():
+        with context:
+            found = verify(it.wrapper, (it.x, it.state), sets=1)
+        assert (found.ok, found.replays) == (False, 0)
+        assert found.checks[0].missing.startswith(reason)
+
+
+def test_inputs_of_another_call_are_refused(captured_wrapper: Captured) -> None:
+    it = captured_wrapper
+    it.x = it.x.clone()
+    before = it.module.count.clone()
+    with pytest.raises(AddressChangedError):
+        it.verify()
+    assert same(it.module.count, before)

@@ -103,25 +103,31 @@ def test_names_that_are_not_given_keep_their_values(device: str) -> None:
     assert_counts(backend, 1, 5, {Reason.WARMING: 1})
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_other_dtypes_are_converted(device: str, dtype: torch.dtype) -> None:
+def of_dtype(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    state = {name: value.to(dtype) for name, value in new_state("cpu").items() if "b" in name}
+    return state | {"order": torch.randperm(D).to(torch.int32)}
+
+
+OTHER_STATES = {
+    "float64": lambda: of_dtype(torch.float64),
+    "float16": lambda: of_dtype(torch.float16),
+    "bfloat16": lambda: of_dtype(torch.bfloat16),
+    "layouts": lambda: {
+        "first.weight": torch.randn(D, D).t(),
+        "first.bias": torch.ones(()).expand(D),
+    },
+}
+
+
+@pytest.mark.parametrize("build", OTHER_STATES.values(), ids=OTHER_STATES)
+def test_other_dtypes_layouts_and_devices_are_converted(device: str, build: Any) -> None:
     model, compiled, backend = captured_model(device)
-    state = {name: value.to(dtype) for name, value in new_state(device).items() if "b" in name}
-    state["order"] = torch.randperm(D).to(torch.int32)
+    state = build()  # of the CPU, whatever the model is on
     update_weights(compiled, state)
     for name, value in state.items():
         own = weights(model)[name]
         assert own.dtype is (torch.int64 if name == "order" else torch.float32)
         assert torch.equal(own, value.to(own))
-    assert_steps(compiled, model, device)
-    assert_counts(backend, 1, 5, {Reason.WARMING: 1})
-
-
-def test_other_layouts_and_devices_are_converted(device: str) -> None:
-    model, compiled, backend = captured_model(device)
-    state = {"first.weight": torch.randn(D, D).t(), "second.bias": torch.ones(()).expand(D)}
-    update_weights(compiled, state)  # of the CPU, whatever the model is on
-    assert torch.equal(model.first.weight.cpu(), state["first.weight"])
     assert_steps(compiled, model, device)
     assert_counts(backend, 1, 5, {Reason.WARMING: 1})
 

@@ -1,60 +1,44 @@
-"""CUDAGraphWrapper: when it runs, captures and replays, what it refuses, and what it passes on."""
+"""Both wrappers: when they run, capture and replay, what they refuse, and what they pass on."""
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
+from lib.breakable import FULL, NONE, PIECEWISE, assert_calls, assert_counters, in_thread, same
+from lib.breakable import step as step_in_mode
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_structure
 
-from cgcompile import BatchDescriptor, CompilationConfig, CUDAGraphMode, set_forward_context
+from cgcompile import (
+    BatchDescriptor,
+    BreakableCUDAGraphWrapper,
+    CompilationConfig,
+    CUDAGraphMode,
+    CUDAGraphOptions,
+    CUDAGraphWrapper,
+    set_forward_context,
+)
 from cgcompile.errors import AddressChangedError, DispatchError, HostValueChangedError
 from cgcompile.graphs.capture import allow_capture
-from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.reasons import Reason
 
-NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+
+@pytest.fixture
+def wrap(wrap_either):
+    return wrap_either
 
 
 def step(tokens, mode=FULL):
-    return set_forward_context(
-        cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(tokens)
-    )
+    return step_in_mode(tokens, mode)
+
+
+def check(wrapper, plain, buffer, tokens=4, mode=FULL, calls=3):
+    assert_calls(wrapper, plain, buffer, mode, tokens, calls)
 
 
 def wave(x):
     return (x.sin() + x * 2).relu()
-
-
-def same(found, expected):
-    """Bitwise on the CPU; a library of kernels may choose another one inside of a capture."""
-    if found.device.type == "cpu":
-        return torch.equal(found, expected)
-    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
-
-
-def check(wrapper, plain, buffer, tokens=4, mode=FULL, calls=3):
-    """Compare calls with eager, on new numbers in the same buffer, and each with the one before."""
-    previous = None
-    for _ in range(calls):
-        buffer.copy_(torch.rand_like(buffer))
-        expected = plain(buffer.clone())
-        with step(tokens, mode):
-            found = wrapper(buffer)
-        assert same(found, expected)
-        assert previous is None or not torch.equal(found, previous)
-        previous = found.clone()
-
-
-def check_counters(wrapper, **expected):
-    """The numbers that are named, zero for those that are not, and their sum."""
-    counters = wrapper.counters
-    names = ("captures", "replays", "failures")
-    found = {name: getattr(counters, name) for name in names}
-    assert found == {name: expected.get(name, 0) for name in names}, counters
-    assert counters.plain == expected.get("plain", {}), counters
-    assert counters.calls == sum(found.values()) + counters.plain.total(), counters
 
 
 # ---------------------------------------------------------------- when nothing is captured
@@ -65,7 +49,7 @@ def test_without_context_runs_plain(device, wrap) -> None:
     for _ in range(2):
         x = torch.rand(4, 8, device=device)
         assert torch.equal(wrapper(x), wave(x))
-    check_counters(wrapper, plain={Reason.NO_CONTEXT: 2})
+    assert_counters(wrapper, plain={Reason.NO_CONTEXT: 2})
     assert not wrapper.concrete_cudagraph_entries
 
 
@@ -81,15 +65,15 @@ def test_without_context_runs_plain(device, wrap) -> None:
 def test_another_mode_runs_plain(device, wrap, own, asked, reason) -> None:
     wrapper, x = wrap(wave, own), torch.rand(4, 8, device=device)
     check(wrapper, wave, x, mode=asked)
-    check_counters(wrapper, plain={reason: 3})
+    assert_counters(wrapper, plain={reason: 3})
     check(wrapper, wave, x, mode=own)
-    check_counters(wrapper, captures=1, replays=2, plain={reason: 3})
+    assert_counters(wrapper, captures=1, replays=2, plain={reason: 3})
 
 
 def test_another_mode_is_no_error_when_strict(device, wrap) -> None:
     wrapper, x = wrap(wave, strict=True), torch.rand(4, 8, device=device)
     check(wrapper, wave, x, mode=PIECEWISE)
-    check_counters(wrapper, plain={Reason.OTHER_MODE: 3})
+    assert_counters(wrapper, plain={Reason.OTHER_MODE: 3})
 
 
 def test_mode_without_descriptor_is_an_error(device, wrap) -> None:
@@ -99,10 +83,10 @@ def test_mode_without_descriptor_is_an_error(device, wrap) -> None:
         pytest.raises(DispatchError, match=r"block: .* mode FULL and has no batch descriptor"),
     ):
         wrapper(x)
-    check_counters(wrapper, failures=1)
+    assert_counters(wrapper, failures=1)
     with set_forward_context(cudagraph_runtime_mode=PIECEWISE):
         assert torch.equal(wrapper(x), wave(x))
-    check_counters(wrapper, failures=1, plain={Reason.OTHER_MODE: 1})
+    assert_counters(wrapper, failures=1, plain={Reason.OTHER_MODE: 1})
 
 
 @pytest.mark.parametrize("mode", [NONE, CUDAGraphMode.FULL_AND_PIECEWISE, None, "FULL", 2])
@@ -116,37 +100,35 @@ def test_cpu_has_no_graphs_unless_asked_for() -> None:
     x = torch.rand(4, 8)
     wrapper = CUDAGraphWrapper(wave, CompilationConfig())
     check(wrapper, wave, x)
-    check_counters(wrapper, plain={Reason.NO_DEVICE: 3})
+    assert_counters(wrapper, plain={Reason.NO_DEVICE: 3})
     strict = CUDAGraphWrapper(wave, CompilationConfig(strict=True), name="block")
     with step(4), pytest.raises(DispatchError, match=r"block .* no_capture_device"):
         strict(x)
 
 
 def test_other_thread_has_no_context(device, wrap) -> None:
-    wrapper, x, found = wrap(wave), torch.rand(4, 8, device=device), []
+    wrapper, x = wrap(wave), torch.rand(4, 8, device=device)
     check(wrapper, wave, x)
     with step(4):
-        thread = threading.Thread(target=lambda: found.append(wrapper(x + 1)))
-        thread.start()
-        thread.join()
-    assert torch.equal(found[0], wave(x + 1))
-    check_counters(wrapper, captures=1, replays=2, plain={Reason.NO_CONTEXT: 1})
+        found, error = in_thread(lambda: wrapper(x + 1))
+    assert error is None
+    assert torch.equal(found, wave(x + 1))
+    assert_counters(wrapper, captures=1, replays=2, plain={Reason.NO_CONTEXT: 1})
 
 
 def test_other_thread_replays_in_its_own_context(device, wrap) -> None:
-    wrapper, x, found = wrap(wave), torch.rand(4, 8, device=device), []
+    wrapper, x = wrap(wave), torch.rand(4, 8, device=device)
     check(wrapper, wave, x)
     x.uniform_()
 
-    def target():
+    def replay():
         with step(4):
-            found.append(wrapper(x).clone())
+            return wrapper(x).clone()
 
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    assert torch.equal(found[0], wave(x))
-    check_counters(wrapper, captures=1, replays=3)
+    found, error = in_thread(replay)
+    assert error is None
+    assert torch.equal(found, wave(x))
+    assert_counters(wrapper, captures=1, replays=3)
 
 
 # ---------------------------------------------------------------- capture and replay
@@ -156,7 +138,7 @@ def test_other_thread_replays_in_its_own_context(device, wrap) -> None:
 def test_capture_and_replay_equal_eager(device, wrap, mode) -> None:
     wrapper = wrap(wave, mode)
     check(wrapper, wave, torch.rand(4, 8, device=device), mode=mode, calls=5)
-    check_counters(wrapper, captures=1, replays=4)
+    assert_counters(wrapper, captures=1, replays=4)
     assert set(wrapper.concrete_cudagraph_entries) == {BatchDescriptor(4)}
 
 
@@ -167,7 +149,7 @@ def test_module_equals_eager_and_sees_new_weights(device, wrap) -> None:
     check(wrapper, module, x)
     module[2].weight.mul_(-3)
     check(wrapper, module, x)
-    check_counters(wrapper, captures=1, replays=5)
+    assert_counters(wrapper, captures=1, replays=5)
 
 
 def test_replays_return_the_same_memory(device, wrap) -> None:
@@ -175,7 +157,7 @@ def test_replays_return_the_same_memory(device, wrap) -> None:
     with step(4):
         addresses = {wrapper(x).data_ptr() for _ in range(4)}
     assert len(addresses) == 1
-    check_counters(wrapper, captures=1, replays=3)
+    assert_counters(wrapper, captures=1, replays=3)
 
 
 class Cached(nn.Module):
@@ -208,7 +190,7 @@ def test_each_call_is_one_execution(device, wrap) -> None:
         assert (module.cache != 0).any(1).sum().item() == 2 * call
         caches.append(module.cache.clone())
     assert not torch.equal(caches[-1], caches[-2])
-    check_counters(wrapper, captures=1, replays=4)
+    assert_counters(wrapper, captures=1, replays=4)
 
 
 def test_sizes_are_captured_one_by_one(device, wrap) -> None:
@@ -216,11 +198,11 @@ def test_sizes_are_captured_one_by_one(device, wrap) -> None:
     small, large = torch.rand(2, 8, device=device), torch.rand(6, 8, device=device)
     check(wrapper, wave, small, tokens=2)
     check(wrapper, wave, large, tokens=6)
-    check_counters(wrapper, captures=2, replays=4)
+    assert_counters(wrapper, captures=2, replays=4)
     for _ in range(2):
         check(wrapper, wave, small, tokens=2)
         check(wrapper, wave, large, tokens=6)
-    check_counters(wrapper, captures=2, replays=16)
+    assert_counters(wrapper, captures=2, replays=16)
     assert set(wrapper.concrete_cudagraph_entries) == {BatchDescriptor(2), BatchDescriptor(6)}
 
 
@@ -232,7 +214,7 @@ def test_descriptors_of_one_size_are_different_keys(device, wrap) -> None:
             descriptor = BatchDescriptor(4, extra=(k,))
             with set_forward_context(cudagraph_runtime_mode=FULL, batch_descriptor=descriptor):
                 assert torch.equal(wrapper(x, k), x * k)
-    check_counters(wrapper, captures=2, replays=4)
+    assert_counters(wrapper, captures=2, replays=4)
 
 
 def test_capture_forbidden(device, wrap) -> None:
@@ -242,10 +224,10 @@ def test_capture_forbidden(device, wrap) -> None:
     with allow_capture(False):
         check(wrapper, wave, other, tokens=6)
         check(wrapper, wave, x)
-    check_counters(wrapper, captures=1, replays=5, plain={Reason.CAPTURE_FORBIDDEN: 3})
+    assert_counters(wrapper, captures=1, replays=5, plain={Reason.CAPTURE_FORBIDDEN: 3})
     assert "num_tokens=6" in wrapper.counters.details[Reason.CAPTURE_FORBIDDEN]
     check(wrapper, wave, other, tokens=6)
-    check_counters(wrapper, captures=2, replays=7, plain={Reason.CAPTURE_FORBIDDEN: 3})
+    assert_counters(wrapper, captures=2, replays=7, plain={Reason.CAPTURE_FORBIDDEN: 3})
 
 
 def test_capture_forbidden_and_strict(device, wrap) -> None:
@@ -256,7 +238,7 @@ def test_capture_forbidden_and_strict(device, wrap) -> None:
         with step(6), pytest.raises(DispatchError, match=r"block .*capture_forbidden.*tokens=6"):
             wrapper(other)
         check(wrapper, wave, x)
-    check_counters(wrapper, captures=1, replays=5, failures=1)
+    assert_counters(wrapper, captures=1, replays=5, failures=1)
 
 
 @pytest.mark.parametrize("mode", [FULL, PIECEWISE, NONE])
@@ -265,13 +247,13 @@ def test_full_outside_piecewise_inside(device, wrap, mode) -> None:
     outer = wrap(lambda x: inner(x) + 1, FULL)
     check(outer, lambda x: wave(x) + 1, torch.rand(4, 8, device=device), mode=mode)
     if mode is FULL:
-        check_counters(outer, captures=1, replays=2)
-        check_counters(inner, plain={Reason.OTHER_MODE: 1})
+        assert_counters(outer, captures=1, replays=2)
+        assert_counters(inner, plain={Reason.OTHER_MODE: 1})
     elif mode is PIECEWISE:
-        check_counters(outer, plain={Reason.OTHER_MODE: 3})
+        assert_counters(outer, plain={Reason.OTHER_MODE: 3})
     else:
-        check_counters(outer, plain={Reason.MODE_NONE: 3})
-        check_counters(inner, plain={Reason.MODE_NONE: 3})
+        assert_counters(outer, plain={Reason.MODE_NONE: 3})
+        assert_counters(inner, plain={Reason.MODE_NONE: 3})
 
 
 def test_nested_wrappers_keep_both_kinds_of_graphs(device, wrap) -> None:
@@ -281,8 +263,8 @@ def test_nested_wrappers_keep_both_kinds_of_graphs(device, wrap) -> None:
     for _ in range(2):
         for mode in (PIECEWISE, FULL):
             check(outer, lambda x: x * 2 + 1, x, mode=mode)
-    check_counters(outer, captures=1, replays=5, plain={Reason.OTHER_MODE: 6})
-    check_counters(inner, captures=1, replays=5, plain={Reason.OTHER_MODE: 1})
+    assert_counters(outer, captures=1, replays=5, plain={Reason.OTHER_MODE: 6})
+    assert_counters(inner, captures=1, replays=5, plain={Reason.OTHER_MODE: 1})
 
 
 # ---------------------------------------------------------------- what must not change
@@ -304,88 +286,116 @@ def test_which_argument_is_none(device, wrap) -> None:
             assert torch.equal(wrapper(x, None, y), x * 2 - y)
         with step(5):
             assert torch.equal(wrapper(x, y, None), x * 2 + y)
-    check_counters(wrapper, captures=2, replays=4)
+    assert_counters(wrapper, captures=2, replays=4)
     with step(4), pytest.raises(HostValueChangedError, match=r"input 1 is a tensor.* was None"):
         wrapper(x, y, None)
     with step(5), pytest.raises(HostValueChangedError, match=r"input 1 is None.* was a tensor"):
         wrapper(x, None, y)
     with step(4):
         assert torch.equal(wrapper(x, None, y), x * 2 - y)
-    check_counters(wrapper, captures=2, replays=5, failures=2)
+    assert_counters(wrapper, captures=2, replays=5, failures=2)
 
 
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        (2, 3),
-        (2, 2.0),
-        (1, True),
-        (0.5, 0.25),
-        (0.0, -0.0),
-        (complex(1, 0.0), complex(1, -0.0)),
-        ("a", "b"),
-        (None, 0),
-        (torch.float32, torch.float64),
-        (torch.Size([1]), torch.Size([2])),
+def total(value):
+    """Adds all tensors of a value, however nested."""
+    return sum(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def model(first, more=None, **named):
+    return total(first) * 2 + total((more, named))
+
+
+def call(*args, **kwargs):
+    return args, kwargs
+
+
+VALUES = [
+    (2, 3),
+    (2, 2.0),
+    (1, True),
+    (0.5, 0.25),
+    (0.0, -0.0),
+    (complex(1, 0.0), complex(1, -0.0)),
+    ("a", "b"),
+    (None, 0),
+    (torch.float32, torch.float64),
+    (torch.Size([1]), torch.Size([2])),
+]
+PLACES = {
+    "input 0 is": lambda x, y: call(y),
+    "input 'more' is": lambda x, y: call(x, more=y),
+    r"input 0\[1\] is": lambda x, y: call((x, y)),
+    r"input 0\[1\]\[1\] is": lambda x, y: call([x, (x, y)]),
+    r"input 0\['b'\] is": lambda x, y: call({"a": x, "b": y}),
+    r"input 'more'\['a'\]\[1\] is": lambda x, y: call(x, more={"a": (x, y)}),
+}
+LAYOUTS = [
+    lambda x: x[:2],
+    lambda x: x.t(),
+    lambda x: x.view(1, 64),
+    lambda x: x.view(torch.int32),
+    lambda x: x.as_strided((8, 8), (0, 1)),
+    lambda x: 1,
+    lambda x: None,
+    lambda x: [x],
+]
+ARGUMENTS = [
+    lambda x: call(x, x),
+    lambda x: call(first=x),
+    lambda x: call(x, more=x),
+    lambda x: call((x,)),
+]
+# A call that is captured, one that is refused, the error and a part of its text.
+REFUSED = [
+    *[
+        (lambda x, y, v=v: call(x, v), lambda x, y, w=w: call(x, w), "input 1.* is .*, was")
+        for v, w in VALUES
     ],
-)
-def test_changed_value_is_an_error(device, wrap, before, now) -> None:
-    wrapper, x = wrap(lambda x, value: wave(x), name="block"), torch.rand(4, 8, device=device)
-    with step(4):
-        wrapper(x, before)
-        with pytest.raises(
-            HostValueChangedError, match=r"block, num_tokens=4: input 1.* is .*, was"
-        ):
-            wrapper(x, now)
-        x.uniform_()
-        assert torch.equal(wrapper(x, before), wave(x))
-    check_counters(wrapper, captures=1, replays=1, failures=1)
-
-
-def test_changed_int_names_the_keyword_and_the_path(device, wrap) -> None:
-    wrapper, x = wrap(lambda x, *, sizes: x * sizes["k"][0]), torch.rand(4, 8, device=device)
-    with step(4):
-        wrapper(x, sizes={"k": (2, 0)})
-        with pytest.raises(HostValueChangedError, match=r"input 'sizes'\['k'\]\[0\] is 3, was 2"):
-            wrapper(x, sizes={"k": (3, 0)})
-        x.uniform_()
-        assert torch.equal(wrapper(x, sizes={"k": (2, 0)}), x * 2)
-    check_counters(wrapper, captures=1, replays=1, failures=1)
-
-
-def nested_sum(first, *, more=None, extra=None):
-    """Adds all tensors of an argument, however nested."""
-    if isinstance(first, torch.Tensor):
-        total = first
-    else:
-        values = first.values() if isinstance(first, dict) else first
-        total = sum(nested_sum(each) for each in values)
-    return total if more is None else total + nested_sum(more)
-
-
-@pytest.mark.parametrize(
-    ("place", "path"),
-    [
-        (lambda x, y: ((y,), {}), "input 0 is"),
-        (lambda x, y: ((x,), {"more": y}), "input 'more' is"),
-        (lambda x, y: (((x, y),), {}), r"input 0\[1\] is"),
-        (lambda x, y: (([x, (x, y)],), {}), r"input 0\[1\]\[1\] is"),
-        (lambda x, y: (({"a": x, "b": y},), {}), r"input 0\['b'\] is"),
-        (lambda x, y: ((x,), {"more": {"a": (x, y)}}), r"input 'more'\['a'\]\[1\] is"),
+    (
+        lambda x, y: call(x, sizes={"k": (2, 0)}),
+        lambda x, y: call(x, sizes={"k": (3, 0)}),
+        r"input 'sizes'\['k'\]\[0\] is 3, was 2",
+    ),
+    *[
+        (lambda x, y, p=place: p(x, y), lambda x, y, p=place: p(x, y.clone()), f"{path} at 0x")
+        for path, place in PLACES.items()
     ],
-)
-def test_moved_tensor_is_an_error_that_names_it(device, wrap, place, path) -> None:
-    wrapper = wrap(nested_sum, name="block")
-    x, y, moved = (torch.rand(4, 8, device=device) for _ in range(3))
+    *[
+        (lambda x, y: call(x), lambda x, y, c=change: call(c(x)), "input 0 is .*, was a tensor")
+        for change in LAYOUTS
+    ],
+    *[(lambda x, y: call(x), lambda x, y, o=other: o(x), "when captured") for other in ARGUMENTS],
+    # address, shape, strides and dtype are equal; what the kernels read is not
+    *[
+        (lambda x, y, v=v: call(v(complex_of(x))), lambda x, y, o=o: call(o(complex_of(x))), "0")
+        for v, o in ((lambda z: z, torch.conj), (lambda z: z.imag, lambda z: z.conj().imag))
+    ],
+]
+
+
+def complex_of(x):
+    return x.view(torch.complex64)
+
+
+@pytest.mark.parametrize(("captured", "refused", "text"), REFUSED)
+def test_another_input_is_an_error_that_names_it(device, wrap, captured, refused, text) -> None:
+    wrapper = wrap(model, name="block")
+    x, y = (torch.rand(8, 8, device=device) for _ in range(2))
+    moved = "at 0x" in text
+    previous = None
     with step(4):
-        args, kwargs = place(x, y)
-        assert torch.equal(wrapper(*args, **kwargs), nested_sum(*args, **kwargs))
-        y.uniform_()
-        other, other_kwargs = place(x, moved)
-        with pytest.raises(AddressChangedError, match=f"block, num_tokens=4: {path} at 0x"):
-            wrapper(*other, **other_kwargs)
-        assert torch.equal(wrapper(*args, **kwargs), nested_sum(*args, **kwargs))
-    check_counters(wrapper, captures=1, replays=1, failures=1)
+        for _ in range(3):
+            x.uniform_(), y.uniform_()
+            args, kwargs = captured(x, y)
+            found = wrapper(*args, **kwargs)
+            assert torch.equal(found, model(*args, **kwargs))
+            assert previous is None or not torch.equal(found, previous)
+            previous = found.clone()
+            args, kwargs = refused(x, y)
+            kind = AddressChangedError if moved else HostValueChangedError
+            with pytest.raises(kind, match=f"block, num_tokens=4: .*{text}"):
+                wrapper(*args, **kwargs)
+    assert_counters(wrapper, captures=1, replays=2, failures=3)
 
 
 def test_other_object_at_the_same_address(device, wrap) -> None:
@@ -396,76 +406,7 @@ def test_other_object_at_the_same_address(device, wrap) -> None:
             x.uniform_()
             assert other is not x
             assert torch.equal(wrapper(other), wave(x))
-    check_counters(wrapper, captures=1, replays=3)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x[:2],
-        lambda x: x.t(),
-        lambda x: x.view(1, 64),
-        lambda x: x.view(torch.int32),
-        lambda x: x.as_strided((8, 8), (0, 1)),
-        lambda x: 1,
-        lambda x: None,
-        lambda x: [x],
-    ],
-)
-def test_other_layout_at_the_same_address_is_an_error(device, wrap, change) -> None:
-    wrapper, x = wrap(wave), torch.rand(8, 8, device=device)
-    with step(8):
-        wrapper(x)
-        with pytest.raises(HostValueChangedError, match=r"input 0 is .*, was a tensor"):
-            wrapper(change(x))
-        x.uniform_()
-        assert torch.equal(wrapper(x), wave(x))
-    check_counters(wrapper, captures=1, replays=1, failures=1)
-
-
-def test_conjugate_view_is_another_layout(device, wrap) -> None:
-    """Address, shape, strides and dtype are equal; what the kernels read is not."""
-    wrapper = wrap(lambda z: z * 2)
-    z = torch.randn(4, 8, dtype=torch.complex64, device=device).mul_(2)
-    with step(4):
-        wrapper(z)
-        with pytest.raises(HostValueChangedError, match="input 0"):
-            wrapper(z.conj())
-        z.mul_(3)
-        assert torch.equal(wrapper(z), z * 2)
-    check_counters(wrapper, captures=1, replays=1, failures=1)
-
-
-def test_negative_view_is_another_layout(device, wrap) -> None:
-    wrapper = wrap(lambda x: x * 2)
-    z = torch.randn(4, 8, dtype=torch.complex64, device=device).mul_(2)
-    with step(4):
-        wrapper(z.imag)
-        with pytest.raises(HostValueChangedError, match="input 0"):
-            wrapper(z.conj().imag)
-        z.mul_(3)
-        assert torch.equal(wrapper(z.imag), z.imag * 2)
-    check_counters(wrapper, captures=1, replays=1, failures=1)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda f, x: f(x, x),
-        lambda f, x: f(first=x),
-        lambda f, x: f(x, more=x),
-        lambda f, x: f((x,)),
-    ],
-)
-def test_other_arguments_are_an_error(device, wrap, call) -> None:
-    wrapper, x = wrap(lambda first, more=None: wave(first)), torch.rand(4, 8, device=device)
-    with step(4):
-        wrapper(x)
-        with pytest.raises(HostValueChangedError, match="when captured"):
-            call(wrapper, x)
-        x.uniform_()
-        assert torch.equal(wrapper(x), wave(x))
-    check_counters(wrapper, captures=1, replays=1, failures=1)
+    assert_counters(wrapper, captures=1, replays=3)
 
 
 def test_keywords_in_another_order_are_the_same_call(device, wrap) -> None:
@@ -475,7 +416,7 @@ def test_keywords_in_another_order_are_the_same_call(device, wrap) -> None:
         wrapper(a=a, b=b)
         a.uniform_()
         assert torch.equal(wrapper(b=b, a=a), a - b)
-    check_counters(wrapper, captures=1, replays=1)
+    assert_counters(wrapper, captures=1, replays=1)
 
 
 # ---------------------------------------------------------------- gradients
@@ -503,7 +444,7 @@ def test_grad_modes_of_capture_and_call(device, wrap, capturing, calling, weak) 
         assert found.requires_grad is expected.requires_grad is False
         found += 1  # eager's result may be written in this mode too
         assert same(found, expected + 1)
-    check_counters(wrapper, captures=1, replays=4)
+    assert_counters(wrapper, captures=1, replays=4)
 
 
 def test_parameter_that_requires_grad_runs_plain(device, wrap) -> None:
@@ -518,13 +459,13 @@ def test_parameter_that_requires_grad_runs_plain(device, wrap) -> None:
         assert same(found, module(x))
     (gradient,) = torch.autograd.grad(found.sum(), [module.bias])
     assert torch.equal(gradient, torch.full_like(gradient, 4))
-    check_counters(wrapper, plain={Reason.GRADIENTS: 2})
+    assert_counters(wrapper, plain={Reason.GRADIENTS: 2})
     with torch.no_grad():
         check(wrapper, module, x)
-    check_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 2})
+    assert_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 2})
     with step(4):
         assert wrapper(x).requires_grad
-    check_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 3})
+    assert_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 3})
 
 
 def test_call_with_gradients_executes_once(device, wrap) -> None:
@@ -539,7 +480,7 @@ def test_call_with_gradients_executes_once(device, wrap) -> None:
     with step(4):
         assert wrapper(x).requires_grad
     assert count.item() == 1
-    check_counters(wrapper, plain={Reason.GRADIENTS: 1})
+    assert_counters(wrapper, plain={Reason.GRADIENTS: 1})
 
 
 def test_input_that_requires_grad_runs_plain(device, wrap) -> None:
@@ -550,7 +491,7 @@ def test_input_that_requires_grad_runs_plain(device, wrap) -> None:
         found = wrapper(tracked)
     assert found.requires_grad
     assert torch.equal(found, wave(x))
-    check_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 1})
+    assert_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 1})
 
 
 @pytest.mark.parametrize("kind", ["method", "wrapper"])
@@ -562,55 +503,49 @@ def test_module_behind_another_callable_gives_gradients(device, wrap, kind) -> N
     module(x)
     with torch.no_grad():
         check(wrapper, module, x)
-    check_counters(wrapper, captures=1, replays=2)
+    assert_counters(wrapper, captures=1, replays=2)
     with step(4):
         assert wrapper(x).requires_grad
-    check_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 1})
+    assert_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 1})
 
 
 # ---------------------------------------------------------------- outputs
 
 
-def test_structure_of_outputs(device, wrap) -> None:
-    def function(x):
-        return x * 2, {"sum": x.sum(0), "more": [x + 1, None, 7, "text"]}
-
-    wrapper, x, previous = wrap(function), torch.rand(4, 8, device=device), None
-    for _ in range(3):
-        x.uniform_()
-        with step(4):
-            double, named = wrapper(x)
-        assert torch.equal(double, x * 2)
-        assert set(named) == {"sum", "more"}
-        assert torch.equal(named["sum"], x.sum(0))
-        assert torch.equal(named["more"][0], x + 1)
-        assert named["more"][1:] == [None, 7, "text"]
-        assert previous is None or not torch.equal(double, previous)
-        previous = double.clone()
-    check_counters(wrapper, captures=1, replays=2)
+def add_one(x):
+    y = x + 1
+    return y, y[1:], y.t()
 
 
-def test_output_is_a_view_of_an_input(device, wrap) -> None:
-    wrapper, x = wrap(lambda x: x.mul_(2)[1:, ::2]), torch.rand(4, 8, device=device)
-    for _ in range(3):
-        x.uniform_()
-        expected = x.clone() * 2
-        with step(4):
-            found = wrapper(x)
-        assert torch.equal(found, expected[1:, ::2])
-        assert found.data_ptr() == x[1:].data_ptr()
-        assert torch.equal(x, expected)
-    check_counters(wrapper, captures=1, replays=2)
+OUTPUTS = {
+    "nested": lambda x: (x * 2, {"sum": x.sum(0), "more": [x + 1, None, 7, "text"]}),
+    "view of an input": lambda x: x.mul_(2)[1:, ::2],
+    "the input": lambda x: (x, x.add_(1)),
+    "shared memory": add_one,
+    "empty": lambda x: (x[:0] * 2, x + 1),
+}
 
 
-def test_output_is_the_input(device, wrap) -> None:
-    wrapper, x = wrap(lambda x: (x, x.add_(1))), torch.zeros(4, device=device)
-    for call in (1, 2, 3):
-        with step(4):
-            first, second = wrapper(x)
-        assert first.data_ptr() == second.data_ptr() == x.data_ptr()
-        assert first.tolist() == [call] * 4
-    check_counters(wrapper, captures=1, replays=2)
+def offsets(value, x):
+    """Where the tensors of a result begin: in bytes after that of an input, or of the first."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    starts = [leaf.data_ptr() for leaf in leaves if leaf.numel()]
+    first = x.data_ptr() if x.data_ptr() <= starts[0] < x.data_ptr() + x.nbytes else starts[0]
+    return [start - first for start in starts]
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_equal_eager_in_structure_and_aliasing(device, wrap, kind) -> None:
+    wrapper, x = wrap(OUTPUTS[kind]), torch.rand(4, 8, device=device)
+    check(wrapper, OUTPUTS[kind], x)
+    with step(4):
+        found = wrapper(x)
+    other = x.clone()
+    expected = OUTPUTS[kind](other)
+    assert tree_structure(found) == tree_structure(expected)
+    if kind != "nested":
+        assert offsets(found, x) == offsets(expected, other)
+    assert_counters(wrapper, captures=1, replays=3)
 
 
 class Shows(nn.Module):
@@ -634,36 +569,7 @@ def test_output_is_a_parameter(device, wrap) -> None:
         assert weight.data_ptr() == module.weight.data_ptr()
         assert torch.equal(weight, module.weight)
         assert torch.equal(found, x * module.weight)
-    check_counters(wrapper, captures=1, replays=2)
-
-
-def test_outputs_that_share_memory(device, wrap) -> None:
-    def function(x):
-        y = x + 1
-        return y, y[1:], y.t()
-
-    wrapper, x = wrap(function), torch.rand(4, 8, device=device)
-    for _ in range(3):
-        x.uniform_()
-        with step(4):
-            whole, part, turned = wrapper(x)
-        assert torch.equal(whole, x + 1)
-        assert torch.equal(part, whole[1:])
-        assert torch.equal(turned, whole.t())
-        assert part.data_ptr() == whole[1:].data_ptr()
-        assert turned.data_ptr() == whole.data_ptr()
-    check_counters(wrapper, captures=1, replays=2)
-
-
-def test_empty_output(device, wrap) -> None:
-    wrapper, x = wrap(lambda x: (x[:0] * 2, x + 1)), torch.rand(4, 8, device=device)
-    for _ in range(3):
-        x.uniform_()
-        with step(4):
-            empty, found = wrapper(x)
-        assert empty.shape == (0, 8)
-        assert torch.equal(found, x + 1)
-    check_counters(wrapper, captures=1, replays=2)
+    assert_counters(wrapper, captures=1, replays=2)
 
 
 def test_outputs_with_memory_of_their_own_outlive_other_descriptors(device, wrap) -> None:
@@ -680,7 +586,7 @@ def test_outputs_with_memory_of_their_own_outlive_other_descriptors(device, wrap
             second = wrapper(large)
         assert torch.equal(second, wave(large))
         assert torch.equal(first, expected)
-    check_counters(wrapper, captures=2, replays=2)
+    assert_counters(wrapper, captures=2, replays=2)
 
 
 def test_weak_outputs_leave_their_memory_to_later_captures(wrap) -> None:
@@ -690,7 +596,7 @@ def test_weak_outputs_leave_their_memory_to_later_captures(wrap) -> None:
         for tokens in (7, 6, 5):
             check(wrapper, wave, torch.rand(tokens, 256), tokens)
             reserved.setdefault(weak, []).append(wrapper.pool.memory.reserved)
-        check_counters(wrapper, captures=3, replays=6)
+        assert_counters(wrapper, captures=3, replays=6)
     assert len(set(reserved[True])) == 1, reserved
     assert sorted(set(reserved[False])) == reserved[False], reserved
     assert reserved[True][-1] < reserved[False][-1]
@@ -704,7 +610,7 @@ def test_result_that_is_held_keeps_its_memory(device, wrap) -> None:
         held = wrapper(small)
     check(wrapper, wave, large, tokens=5)
     assert torch.equal(held, wave(small))
-    check_counters(wrapper, captures=2, replays=2)
+    assert_counters(wrapper, captures=2, replays=2)
 
 
 # ---------------------------------------------------------------- what it passes on
@@ -729,6 +635,9 @@ def test_unwrap_through_wrappers(wrap) -> None:
     inner = wrap(module, PIECEWISE)
     assert inner.unwrap() is module
     assert wrap(inner).unwrap() is module
+    config = CompilationConfig(capture_device="host")
+    for kind in (CUDAGraphWrapper, BreakableCUDAGraphWrapper):
+        assert kind(inner, config, FULL).unwrap() is module
     assert wrap(wave).unwrap() is wave
 
 
@@ -744,17 +653,17 @@ def test_copies_have_no_graphs_and_work(device, wrap, copied) -> None:
     x = torch.rand(4, 8, device=device)
     check(wrapper, module, x, mode=PIECEWISE)
     other = copied(wrapper)
-    assert type(other) is CUDAGraphWrapper
+    assert type(other) is type(wrapper)
     assert (other.runtime_mode, other.options, other.name) == (PIECEWISE, options, "block")
     assert other.config.strict
     assert other.out_features == 8
     assert not other.concrete_cudagraph_entries
-    check_counters(other)
+    assert_counters(other)
     assert (other.runnable is module) is (copied is copy.copy)
     check(other, module, x, mode=PIECEWISE)
-    check_counters(other, captures=1, replays=2)
+    assert_counters(other, captures=1, replays=2)
     check(wrapper, module, x, mode=PIECEWISE)
-    check_counters(wrapper, captures=1, replays=5)
+    assert_counters(wrapper, captures=1, replays=5)
 
 
 def test_entries_are_read_only(device, wrap) -> None:
@@ -781,7 +690,7 @@ def test_cleared_graphs_are_captured_again(device, wrap) -> None:
     wrapper.clear_graphs()
     assert not wrapper.concrete_cudagraph_entries
     check(wrapper, wave, moved)
-    check_counters(wrapper, captures=2, replays=4)
+    assert_counters(wrapper, captures=2, replays=4)
 
 
 def test_one_descriptor_is_dropped(device, wrap) -> None:
@@ -795,7 +704,7 @@ def test_one_descriptor_is_dropped(device, wrap) -> None:
     assert set(wrapper.concrete_cudagraph_entries) == {BatchDescriptor(6)}
     check(wrapper, wave, large, tokens=6)
     check(wrapper, wave, small, tokens=2)
-    check_counters(wrapper, captures=3, replays=9)
+    assert_counters(wrapper, captures=3, replays=9)
 
 
 def test_clear_all_graphs_of_a_shared_pool(device, wrap, pool) -> None:
@@ -811,9 +720,9 @@ def test_clear_all_graphs_of_a_shared_pool(device, wrap, pool) -> None:
     assert pool.memory is not memory
     for wrapper, plain in wrappers:
         check(wrapper, plain, x)
-    check_counters(first, captures=2, replays=4)
-    check_counters(second, captures=2, replays=4)
-    check_counters(own, captures=1, replays=5)
+    assert_counters(first, captures=2, replays=4)
+    assert_counters(second, captures=2, replays=4)
+    assert_counters(own, captures=1, replays=5)
 
 
 def test_wrappers_of_one_pool_do_not_disturb_each_other(device, wrap, pool) -> None:
@@ -826,7 +735,7 @@ def test_wrappers_of_one_pool_do_not_disturb_each_other(device, wrap, pool) -> N
             with step(4):
                 assert torch.equal(wrapper(x), plain(x))
     for wrapper in wrappers:
-        check_counters(wrapper, captures=1, replays=2)
+        assert_counters(wrapper, captures=1, replays=2)
 
 
 def test_clear_all_graphs_before_the_first_capture(device, wrap) -> None:
@@ -834,7 +743,7 @@ def test_clear_all_graphs_before_the_first_capture(device, wrap) -> None:
     assert wrapper.pool is None
     wrapper.clear_all_graphs()
     check(wrapper, wave, x)
-    check_counters(wrapper, captures=1, replays=2)
+    assert_counters(wrapper, captures=1, replays=2)
 
 
 # ---------------------------------------------------------------- counters
@@ -866,6 +775,6 @@ def test_counters_add_up_after_anything(device, wrap) -> None:
         Reason.OTHER_MODE: 3,
         Reason.CAPTURE_FORBIDDEN: 1,
     }
-    check_counters(wrapper, captures=1, replays=4, failures=3, plain=plain)
+    assert_counters(wrapper, captures=1, replays=4, failures=3, plain=plain)
     assert wrapper.counters.calls == 16
-    assert repr(wrapper) == "CUDAGraphWrapper(function, FULL, 1 captured)"
+    assert repr(wrapper) == f"{type(wrapper).__name__}(function, FULL, 1 captured)"

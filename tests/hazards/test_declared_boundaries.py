@@ -1,4 +1,4 @@
-"""A declared splitting op is found however the model spells it, or a warning names it."""
+"""A declared splitting op matches every spelling of it in the model, or a warning names it."""
 
 import logging
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lib.front_ends import COMPILED, ROWS, WIDTH, compiled, settings
+from lib.front_ends import COMPILED, ROWS, WIDTH, check, compiled, context, settings
 
 import cgcompile
 from cgcompile.reasons import Reason
@@ -32,31 +32,48 @@ DECLARED: tuple[Any, ...] = (
     torch.ops.aten.sigmoid,
     torch.ops.aten.sigmoid.default,
 )
+SEVERAL: tuple[tuple[Any, ...], ...] = (
+    ("aten::sigmoid", torch.sigmoid),
+    ("aten::sigmoid", "aten::sigmoid.default"),
+    (torch.sigmoid, torch.Tensor.sigmoid, torch.ops.aten.sigmoid),
+)
 
 
-def steps(name: str, step: Callable[..., Any], device: str, *ops: Any, **more: Any) -> Any:
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return sorted(r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+
+
+def boundaries(name: str, step: Callable[..., Any], device: str, *ops: Any, **more: Any) -> int:
+    """Run four steps with ``ops`` declared; return how many boundaries the last graph has."""
+    torch._dynamo.reset()
     served = compiled(name, step, settings(device, splitting_ops=ops, **more))
-    with torch.inference_mode():
-        for _ in range(4):
-            x = torch.randn(ROWS, WIDTH, device=device)
-            torch.testing.assert_close(served.step(x), step(x))
-    return served.target
-
-
-def boundaries(backend: Any) -> int:
-    found = [why for piece in backend.graphs[-1].split.pieces for why in piece.why]
-    return sum(why.reason is Reason.SPLITTING_OP for why in found)
+    check(served.step, step, device, steps=4)
+    assert served.counters().replays >= 2
+    pieces = served.target.graphs[-1].split.pieces
+    return sum(why.reason is Reason.SPLITTING_OP for piece in pieces for why in piece.why)
 
 
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("call", CALLS)
-def test_every_spelling_of_an_op_is_the_op(name: str, call: str, caplog: Any, device: str) -> None:
-    for op in DECLARED:
-        torch._dynamo.reset()
-        backend = steps(name, CALLS[call], device, op, cudagraph_mode="PIECEWISE")
-        assert boundaries(backend) == 1, op
-        assert backend.counters.replays >= 2
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+def test_every_spelling_of_an_op_is_the_op(
+    name: str, call: str, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    for ops in (*((op,) for op in DECLARED), *SEVERAL):
+        assert boundaries(name, CALLS[call], device, *ops, cudagraph_mode="PIECEWISE") == 1, ops
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "step",
+    [lambda x: F.relu(x + 1, True) * 2, lambda x: F.relu(x + 1, inplace=True) * 2],
+    ids=["position", "keyword"],
+)
+def test_a_call_in_place_is_the_op_in_place(
+    step: Any, name: str, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    assert boundaries(name, step, device, "aten::relu_", cudagraph_mode="PIECEWISE") == 1
+    assert warnings_of(caplog) == []
 
 
 @pytest.mark.parametrize(
@@ -68,77 +85,49 @@ def test_every_spelling_of_an_op_is_the_op(name: str, call: str, caplog: Any, de
         ("aten::add", lambda x: x.view(x.shape[0] + 0, -1) * 2),
     ],
 )
-def test_other_ops_are_not_the_op(op: str, step: Any, caplog: Any, device: str) -> None:
-    backend = steps("torch.compile", step, device, op)
-    assert boundaries(backend) == 0
-    assert backend.counters.replays >= 2
-    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert record.getMessage().startswith(f"splitting op {op} is in no graph")
+def test_other_ops_are_not_the_op(
+    op: str, step: Any, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    assert boundaries("torch.compile", step, device, op) == 0
+    (text,) = warnings_of(caplog)
+    assert text.startswith(f"splitting op {op} is in no graph")
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_an_op_that_is_in_no_graph_is_told_once(name: str, caplog: Any, device: str) -> None:
-    backend = steps(name, CALLS["torch"], device, "aten::log_sigmoid_forward", torch.cos)
-    assert boundaries(backend) == 0
-    found = sorted(r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
-    assert [text.split(" is in no graph")[0] for text in found] == [
+def test_an_op_that_is_in_no_graph_is_a_warning_once(
+    name: str, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    assert boundaries(name, CALLS["torch"], device, "aten::log_sigmoid_forward", torch.cos) == 0
+    texts = warnings_of(caplog)
+    assert [text.split(" is in no graph")[0] for text in texts] == [
         "splitting op aten::log_sigmoid_forward",
         "splitting op torch.cos",
     ]
-    assert "Similar in the graphs: aten::sigmoid" in found[0]
+    assert "Similar in the graphs: aten::sigmoid" in texts[0]
 
 
-def test_an_op_in_another_graph_of_the_model_is_not_told(caplog: Any, device: str) -> None:
+def test_an_op_in_another_graph_of_the_model_is_no_warning(
+    caplog: pytest.LogCaptureFixture, device: str
+) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
         torch._dynamo.graph_break()
         return torch.sigmoid(y) * 2
 
-    backend = steps("torch.compile", step, device, "aten::sigmoid", num_warmups=1)
-    assert len(backend.graphs) == 2
-    assert backend.counters.replays >= 4
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    served = compiled("torch.compile", step, settings(device, splitting_ops=("aten::sigmoid",)))
+    check(served.step, step, device, steps=4)
+    assert len(served.target.graphs) == 2
+    assert served.counters().replays >= 4
+    assert warnings_of(caplog) == []
 
 
 def test_a_function_is_found_in_a_breakable_capture(device: str) -> None:
-    model = torch.nn.Module()
-    model.forward = CALLS["method"]
     config = settings(device, splitting_ops=(torch.sigmoid,))
-    wrapper = cgcompile.BreakableCUDAGraphWrapper(model, config, cgcompile.CUDAGraphMode.PIECEWISE)
+    mode = cgcompile.CUDAGraphMode.PIECEWISE
+    wrapper = cgcompile.BreakableCUDAGraphWrapper(CALLS["method"], config, mode)
     static = torch.empty(ROWS, WIDTH, device=device)
-    with torch.inference_mode():
-        for _ in range(3):
-            static.copy_(torch.randn_like(static))
-            with cgcompile.set_forward_context(
-                cudagraph_runtime_mode=cgcompile.CUDAGraphMode.PIECEWISE,
-                batch_descriptor=cgcompile.BatchDescriptor(ROWS),
-            ):
-                torch.testing.assert_close(wrapper(static), CALLS["method"](static))
+    with context(mode=mode):
+        check(lambda x: wrapper(static.copy_(x)), CALLS["method"], device, steps=3)
     (entry,) = wrapper.entries
     assert entry.sequence.num_eager_breaks == 1
     assert wrapper.counters.replays == 2
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_entries_of_one_op_are_met_together(name: str, caplog: Any, device: str) -> None:
-    for ops in (
-        ("aten::sigmoid", torch.sigmoid),
-        ("aten::sigmoid", "aten::sigmoid.default"),
-        (torch.sigmoid, torch.Tensor.sigmoid, torch.ops.aten.sigmoid),
-    ):
-        for call in ("torch", "method", "overload"):
-            torch._dynamo.reset()
-            backend = steps(name, CALLS[call], device, *ops, cudagraph_mode="PIECEWISE")
-            assert boundaries(backend) == 1, ops
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_a_call_in_place_by_position_is_the_op_in_place(
-    name: str, caplog: Any, device: str
-) -> None:
-    for step in (lambda x: F.relu(x + 1, True) * 2, lambda x: F.relu(x + 1, inplace=True) * 2):
-        torch._dynamo.reset()
-        backend = steps(name, step, device, "aten::relu_", cudagraph_mode="PIECEWISE")
-        assert boundaries(backend) == 1
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

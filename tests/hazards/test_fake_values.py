@@ -5,15 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from lib.front_ends import COMPILED, ROWS, WIDTH, compiled, settings
+from lib.front_ends import COMPILED, ROWS, WIDTH, check, compiled, context, settings
 
-from cgcompile import (
-    AttentionCGSupport,
-    BatchDescriptor,
-    CUDAGraphMode,
-    SplittingOp,
-    set_forward_context,
-)
+from cgcompile import AttentionCGSupport, CUDAGraphMode, SplittingOp
 from cgcompile.errors import PieceCompileError
 
 # name -> what the fake implementation returns for x, f32[rows, WIDTH]
@@ -69,22 +63,20 @@ def test_each_batch_size_is_compared(name: str, ops: Any, device: str) -> None:
 
     config = settings(device, splitting_ops=("hazard_fakes::right",), cudagraph_mode="PIECEWISE")
     served = compiled(name, step, config, dynamic=True if name == "torch.compile" else None)
-    with torch.inference_mode():
-        for rows in (ROWS, 6, 9) * 4:
-            x = torch.randn(rows, WIDTH, device=device)
-            torch.testing.assert_close(served.step(x), step(x))
+    for rows in (ROWS, 6, 9) * 4:
+        check(served.step, step, device, rows=rows)
     counters = served.counters()
-    assert counters.captures == 3
-    assert counters.replays == 6
+    assert (counters.captures, counters.replays) == (3, 6)
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_under_a_forward_context(mode: str, ops: Any, device: str) -> None:
     config = settings(device, splitting_ops=("hazard_fakes::wider",), num_warmups=0)
     served = compiled("torch.compile", lambda x: ops["wider"](x + 1) * 3, config)
-    context = set_forward_context(
-        cudagraph_runtime_mode=CUDAGraphMode[mode], batch_descriptor=BatchDescriptor(ROWS)
-    )
     x = torch.randn(ROWS, WIDTH, device=device)
-    with torch.inference_mode(), context, pytest.raises(PieceCompileError, match="register_fake"):
+    with (
+        torch.inference_mode(),
+        context(mode=CUDAGraphMode[mode]),
+        pytest.raises(PieceCompileError, match="register_fake"),
+    ):
         served.step(x)

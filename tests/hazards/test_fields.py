@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lib.breakable import FULL, PIECEWISE, step
 from lib.front_ends import FRONT_ENDS, MANAGERS, ROWS, WIDTH, WRAPPERS, front_end, settings
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
 from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
@@ -71,23 +71,23 @@ def namespace(t: torch.Tensor, k: float = 1.0, more: Any = None) -> SimpleNamesp
 KINDS: list[Callable[..., Any]] = [Record, Plain, Slotted, Table, Module, namespace]
 
 
-def step(x: torch.Tensor, *, options: Any) -> torch.Tensor:
+def scaled(x: torch.Tensor, *, options: Any) -> torch.Tensor:
     return x + options.t * options.k
 
 
 class Called:
     """A step with an object among its arguments, behind a wrapper."""
 
-    def __init__(self, name: str, device: str, options: Any, run: Any = step, **more: Any) -> None:
+    def __init__(
+        self, name: str, device: str, options: Any, run: Any = scaled, **more: Any
+    ) -> None:
         self.run, self.options = run, options
-        self.wrapper = getattr(cgcompile, name)(run, settings(device, **more), CUDAGraphMode.FULL)
+        self.wrapper = getattr(cgcompile, name)(run, settings(device, **more), FULL)
         self.x = torch.empty(ROWS, WIDTH, device=device)
 
     def __call__(self) -> torch.Tensor:
         self.x.uniform_()
-        with set_forward_context(
-            cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(ROWS)
-        ):
+        with step(ROWS, FULL):
             return self.wrapper(self.x, options=self.options)
 
     def check(self) -> None:
@@ -105,20 +105,12 @@ def called(name: str, device: str, kind: Any, **more: Any) -> Called:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_number_of_an_object(name: str, device: str, kind: Any) -> None:
+def test_a_number_and_a_tensor_of_an_object(name: str, device: str, kind: Any) -> None:
     made = called(name, device, kind)
     made.options.k = 5.0
     with pytest.raises(HostValueChangedError, match=r"'options'.*k.* is 5.0, was 1.0"):
         made()
     made.options.k = 1.0
-    made.check()
-    assert made.wrapper.counters.replays == 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_a_tensor_of_an_object(name: str, device: str, kind: Any) -> None:
-    made = called(name, device, kind)
     made.options.t.mul_(2)  # in place: a graph sees it
     made.check()
     old = made.options.t
@@ -128,6 +120,19 @@ def test_a_tensor_of_an_object(name: str, device: str, kind: Any) -> None:
     made.options.t = old
     made.check()
     assert made.wrapper.counters.replays == 4
+
+
+@pytest.mark.parametrize("path", [("on", "bias"), ("off", "mask")])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_value_under_another_name(name: str, device: str, path: tuple[str, str]) -> None:
+    more: dict[str, Any] = {"on": {"mask": None}, "off": {}}
+    made = Called(name, device, Record(torch.rand(WIDTH, device=device), more=more))
+    for _ in range(3):
+        made.check()
+    more[path[0]][path[1]] = more["on"].pop("mask")
+    with pytest.raises(HostValueChangedError, match="more"):
+        made()
+    assert made.wrapper.counters.replays == 2
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -238,6 +243,23 @@ class Counts(Rebinds):
         return x * self.count
 
 
+class Renames(Rebinds):
+    """Moves one value from name to name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept_odd = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "kept_odd"):
+            del self.kept_odd
+            self.kept_even = True
+            return x * 2
+        del self.kept_even
+        self.kept_odd = True
+        return x * 3
+
+
 class Lists(Rebinds):
     """Keeps tensors in a list and in a dict."""
 
@@ -279,7 +301,7 @@ class Swaps(Rebinds):
         return x + self.state
 
 
-REBINDING = [Rebinds, Counts, Lists, Holds, Swaps]
+REBINDING = [Rebinds, Counts, Renames, Lists, Holds, Swaps]
 
 
 @pytest.mark.parametrize("kind", REBINDING)
@@ -296,28 +318,17 @@ def test_a_field_that_a_step_rebinds(name: str, device: str, kind: type[nn.Modul
             torch.testing.assert_close(served.step(x).clone(), expected(x))
     for field, value in fields(expected).items():
         torch.testing.assert_close(fields(model)[field], value)
+    if name in WRAPPERS:
+        counters = served.counters()
+        assert (counters.captures, counters.plain[Reason.CAPTURE_FAILED]) == (0, 6)
+        assert "rebinds self." in counters.details[Reason.CAPTURE_FAILED]
 
 
 def fields(model: nn.Module) -> dict[str, Any]:
-    own = {
-        name: getattr(model, name)
-        for name in ("count", "kept", "kept_by_name")
-        if hasattr(model, name)
-    }
+    own = {name: each for name, each in vars(model).items() if name.startswith(("count", "kept"))}
     if hasattr(model, "cache"):
         own["cache"] = model.cache.total
     return {**dict(model.named_buffers()), **own}
-
-
-@pytest.mark.parametrize("kind", REBINDING)
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_the_reason_names_the_field(name: str, device: str, kind: type[nn.Module]) -> None:
-    served = front_end(name, kind().to(device), device)
-    for _ in range(4):
-        served.step(torch.rand(ROWS, WIDTH, device=device))
-    counters = served.counters()
-    assert (counters.captures, counters.plain[Reason.CAPTURE_FAILED]) == (0, 4)
-    assert "rebinds self." in counters.details[Reason.CAPTURE_FAILED]
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -354,44 +365,57 @@ def test_what_the_first_step_makes_is_captured_later(name: str, device: str) -> 
 
 
 class Breaks(Rebinds):
-    """Rebinds a number in an eager break, and a buffer around it if told so."""
+    """Rebinds fields before, in and after an eager break."""
 
-    def __init__(self, rebinds: bool) -> None:
+    def __init__(self, *kinds: str) -> None:
         super().__init__()
-        self.rebinds, self.count = rebinds, 0
+        self.kinds, self.count = kinds, 0
+        self.names = {"0": torch.ones(())}
         self.scale = cgcompile.eager_break_during_capture(self.break_)
 
+    def rebind(self, kind: str, y: torch.Tensor) -> None:
+        if kind == "number":
+            self.count += 1
+        elif kind == "name":
+            (name,) = self.names
+            self.names[name + "0"] = self.names.pop(name)
+        elif kind == "buffer":
+            self.state = self.state * 0.5 + y.sum(0)
+
     def break_(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        return x * self.count
+        self.rebind(self.kinds[1], x)
+        (name,) = self.names
+        return x * (self.count + len(name))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rebind(self.kinds[0], x)
         y = self.scale(x + 1)
-        if self.rebinds:
-            self.state = self.state * 0.5 + y.sum(0)
+        self.rebind(self.kinds[2], y)
         return y + self.state
 
 
-@pytest.mark.parametrize("rebinds", [False, True])
-def test_an_eager_break_may_rebind(device: str, rebinds: bool) -> None:
-    model, expected = Breaks(rebinds).to(device), Breaks(rebinds).to(device)
+@pytest.mark.parametrize(
+    "kinds",
+    [("", "number", ""), ("", "name", ""), ("", "number", "buffer"), ("name", "number", "")],
+)
+def test_an_eager_break_may_rebind(device: str, kinds: tuple[str, str, str]) -> None:
+    model, expected = Breaks(*kinds).to(device), Breaks(*kinds).to(device)
+    refused = bool(kinds[0] or kinds[2])
     wrapper = cgcompile.BreakableCUDAGraphWrapper(model, settings(device))
     x = torch.empty(ROWS, WIDTH, device=device)
-    for count in range(5):
-        with set_forward_context(
-            cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=BatchDescriptor(ROWS)
-        ):
+    for _ in range(5):
+        with step(ROWS, PIECEWISE):
             result = wrapper(x.uniform_()).clone()
         torch.testing.assert_close(result, expected(x))
-        assert model.count == expected.count == count + 1
+        assert (model.count, [*model.names]) == (expected.count, [*expected.names])
         torch.testing.assert_close(model.state, expected.state)
         if wrapper.pool is not None:
             assert not wrapper.pool.holds(model.state.untyped_storage().data_ptr())
             wrapper.pool.poison()
             torch.testing.assert_close(model.state, expected.state)
     counters = wrapper.counters
-    assert (counters.captures, counters.replays) == ((0, 0) if rebinds else (1, 4))
-    assert counters.plain[Reason.CAPTURE_FAILED] == (5 if rebinds else 0)
+    assert (counters.captures, counters.replays) == ((0, 0) if refused else (1, 4))
+    assert counters.plain[Reason.CAPTURE_FAILED] == (5 if refused else 0)
 
 
 def test_a_function_that_rebinds_what_is_around_it(device: str) -> None:
@@ -407,9 +431,7 @@ def test_a_function_that_rebinds_what_is_around_it(device: str) -> None:
     wrapper = cgcompile.CUDAGraphWrapper(run, settings(device))
     x = torch.empty(ROWS, WIDTH, device=device)
     for number in range(1, 5):
-        with set_forward_context(
-            cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(ROWS)
-        ):
+        with step(ROWS, FULL):
             torch.testing.assert_close(wrapper(x.uniform_()), x + number * number)
     assert wrapper.counters.plain[Reason.CAPTURE_FAILED] == 4
 
@@ -474,9 +496,7 @@ def test_a_number_around_a_function_may_change(device: str) -> None:
     wrapper = cgcompile.CUDAGraphWrapper(run, settings(device))
     x = torch.empty(ROWS, WIDTH, device=device)
     for _ in range(3):
-        with set_forward_context(
-            cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(ROWS)
-        ):
+        with step(ROWS, FULL):
             torch.testing.assert_close(wrapper(x.uniform_()), x * 3)
     assert (wrapper.counters.captures, wrapper.counters.replays, calls) == (1, 2, 1)
 
@@ -522,16 +542,14 @@ class Grows(nn.Module):
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_bulk_capture_follows_what_changes_between_captures(name: str, device: str) -> None:
     model = Grows(device).to(device)
-    wrapper = getattr(cgcompile, name)(model, settings(device), CUDAGraphMode.FULL)
+    wrapper = getattr(cgcompile, name)(model, settings(device), FULL)
     expected = 0
     with bulk_capture():
         for rows in (1, 2, 3, 4, 3, 5):
             model.cache.total = model.cache.total.clone()  # no part of the step
             vars(model.cache)["count"] = rows
             x = torch.rand(rows, WIDTH, device=device)
-            with set_forward_context(
-                cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(rows)
-            ):
+            with step(rows, FULL):
                 result = wrapper(x)
             expected += rows == 3
             torch.testing.assert_close(result, x + expected)

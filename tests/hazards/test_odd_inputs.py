@@ -38,11 +38,10 @@ def test_a_meta_tensor_beside_others(name: str, step: Any, device: str) -> None:
         for count in (4, 4, 4, 4, 6, 6, 6):
             x = torch.randn(ROWS, WIDTH, device=device)
             m = torch.empty(count, 2, device="meta")
-            made, result = served.step(m, x)
-            expected, right = step(m, x)
-            assert made.device.type == "meta"
-            assert (made is m) is (expected is m)
-            assert (made.shape, made.stride()) == (expected.shape, expected.stride())
+            (meta, result), (expected, right) = served.step(m, x), step(m, x)
+            assert meta.device.type == "meta"
+            assert (meta is m) is (expected is m)
+            assert (meta.shape, meta.stride()) == (expected.shape, expected.stride())
             torch.testing.assert_close(result, right)
     counters = served.counters()
     assert counters.captures >= 1

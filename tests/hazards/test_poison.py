@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from lib.front_ends import FRONT_ENDS, ROWS, WIDTH, front_end, settings
+from lib.front_ends import FRONT_ENDS, ROWS, WIDTH, WRAPPERS, context, front_end, settings
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile import CUDAGraphMode
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 
@@ -15,15 +15,13 @@ pytestmark = pytest.mark.usefixtures("without_gradients")
 
 @torch.library.custom_op("hazards::unwritten", mutates_args=())
 def unwritten(x: torch.Tensor) -> torch.Tensor:
-    """Return memory that is not written, but for the first row."""
-    made = torch.empty_like(x)
-    made[:1] = x[:1]
-    return made
+    """Return memory of which the first row alone is written."""
+    result = torch.empty_like(x)
+    result[:1] = x[:1]
+    return result
 
 
-@unwritten.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+unwritten.register_fake(torch.empty_like)
 
 
 class Right(nn.Module):
@@ -57,22 +55,18 @@ def test_a_stale_read_shows(name: str, device: str) -> None:
     assert stale.counters().replays >= 2
 
 
-@pytest.mark.parametrize("name", ["CUDAGraphWrapper", "BreakableCUDAGraphWrapper"])
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_two_wrappers_of_one_pool_in_one_step(name: str, device: str) -> None:
-    """What the first one returned is read by the second one, and by the caller after it."""
+    """The second one reads the result of the first one, and so does the caller after it."""
     config = settings(device, poison=True)
-    found = capture_device(torch.device(device), "host")
-    assert found is not None
-    pool = GraphPool(found)
+    pool = GraphPool(capture_device(torch.device(device), "host"))
     kind = getattr(cgcompile, name)
     first = kind(Right(), config, CUDAGraphMode.FULL, pool=pool)
     stale = kind(Stale(), config, CUDAGraphMode.FULL, pool=pool)
     x, y = (torch.empty(ROWS, WIDTH, device=device) for _ in range(2))
     for call in range(4):
         x.uniform_()
-        with set_forward_context(
-            cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(ROWS)
-        ):
+        with context():
             kept = first(x)
             last = stale(y.copy_(kept))
         torch.testing.assert_close(kept, Right()(x))

@@ -1,12 +1,12 @@
-"""Dynamo gives a function up after some compilations: then a warning, a count and ``strict`` tell."""
+"""A function that Dynamo stops compiling is a warning and a count, and an error under strict."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from lib.front_ends import ROWS, WIDTH, settings
+from lib.front_ends import ROWS, WIDTH, check, compiled, settings
 
 import cgcompile
 from cgcompile.errors import DispatchError
@@ -22,27 +22,40 @@ def new_step() -> Callable[..., Any]:
     return scope["step"]
 
 
-def calls(step: Any, backend: Any, numbers: Any, device: str, **more: Any) -> None:
-    options = more.pop("limits", {"recompile_limit": 3})
+def calls(
+    step: Any,
+    backend: Any,
+    numbers: Iterable[int],
+    device: str,
+    limit: str = "recompile_limit",
+    **more: Any,
+) -> None:
+    """Compare calls with eager, at most three compilations allowed."""
     compiled = torch.compile(step, backend=backend, **more)
-    with torch._dynamo.config.patch(options), torch.inference_mode():
+    with torch._dynamo.config.patch({limit: 3}), torch.inference_mode():
         for number in numbers:
             x = torch.randn(ROWS, WIDTH, device=device)
             torch.testing.assert_close(compiled(x, number + 0.5), step(x, number + 0.5))
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    records = [r for r in caplog.records if r.name.startswith("cgcompile")]
+    return [r.getMessage() for r in records if r.levelno >= logging.WARNING]
+
+
 @pytest.mark.parametrize("limit", LIMITS)
-def test_the_call_that_runs_eager_is_counted_and_told(limit: str, caplog: Any, device: str) -> None:
-    step, limits = new_step(), {limit: 3}
+def test_the_call_that_runs_eager_is_a_warning_and_counted(
+    limit: str, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    step = new_step()
     backend = cgcompile.Backend(settings(device))
-    calls(step, backend, [0, 1, 2] * 4, device, limits=limits)
+    calls(step, backend, [0, 1, 2] * 4, device, limit)
     assert Reason.RECOMPILE_LIMIT not in backend.counters.degraded
     before = backend.counters
     assert (before.captures, before.replays) == (3, 6)
-    calls(step, backend, range(7), device, limits=limits)
+    calls(step, backend, range(7), device, limit)
     assert backend.counters.degraded == {Reason.RECOMPILE_LIMIT: 1}
-    told = [r.getMessage() for r in caplog.records if r.name.startswith("cgcompile")]
-    (text,) = [text for text in told if f"config.{limit} is 3" in text]
+    (text,) = [text for text in warnings_of(caplog) if f"config.{limit} is 3" in text]
     assert text.startswith("step (test_recompile_limit.py:")
     assert "scale" in text
     assert "recompile_limit" in str(cgcompile.coverage(backend))
@@ -50,15 +63,15 @@ def test_the_call_that_runs_eager_is_counted_and_told(limit: str, caplog: Any, d
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_strict_refuses_the_call_that_would_run_eager(limit: str, device: str) -> None:
-    step, limits = new_step(), {limit: 3}
+    step = new_step()
     backend = cgcompile.Backend(settings(device, strict=True))
-    calls(step, backend, [0, 1, 2] * 4, device, limits=limits)  # as many as are allowed
+    calls(step, backend, [0, 1, 2] * 4, device, limit)  # as many as are allowed
     for _ in range(2):
         with pytest.raises(DispatchError, match=rf"step \(test_recompile_limit.*{limit} is 3"):
-            calls(step, backend, [3], device, limits=limits)
+            calls(step, backend, [3], device, limit)
     before = backend.counters
     assert (before.captures, before.replays) == (3, 6)
-    calls(step, backend, [0, 1, 2], device, limits=limits)  # these are served as before
+    calls(step, backend, [0, 1, 2], device, limit)  # these are served as before
     assert backend.counters.replays == 9
 
 
@@ -93,21 +106,19 @@ def test_a_compilation_inside_of_a_compilation(device: str) -> None:
     assert used
 
 
-def test_functions_of_other_backends_are_not_told(caplog: Any) -> None:
+def test_functions_of_other_backends_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     backend = cgcompile.Backend(settings("cpu", strict=True))
     calls(new_step(), backend, range(2), "cpu")
     calls(new_step(), "eager", range(7), "cpu", dynamic=False)
     assert not backend.counters.degraded
-    assert not [r for r in caplog.records if r.name.startswith("cgcompile") and r.levelno > 20]
+    assert warnings_of(caplog) == []
 
 
-def test_equal_modules_are_no_recompilations(caplog: Any, device: str) -> None:
+def test_equal_modules_are_no_recompilations(caplog: pytest.LogCaptureFixture, device: str) -> None:
     backend = cgcompile.Backend(settings(device, strict=True))
-    with torch._dynamo.config.patch(recompile_limit=3), torch.inference_mode():
+    with torch._dynamo.config.patch(recompile_limit=3):
         for _ in range(6):
             layer = torch.nn.Linear(WIDTH, WIDTH).to(device)
-            compiled = torch.compile(layer, backend=backend)
-            x = torch.randn(ROWS, WIDTH, device=device)
-            torch.testing.assert_close(compiled(x), layer(x))
+            check(compiled("torch.compile", layer, backend).step, layer, device)
     assert Reason.RECOMPILE_LIMIT not in backend.counters.degraded
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING and "limit" in r.msg]
+    assert not [text for text in warnings_of(caplog) if "limit" in text]

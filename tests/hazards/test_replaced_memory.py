@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from lib.breakable import FULL, PIECEWISE, step
 from lib.front_ends import COMPILED, ROWS, WIDTH, WRAPPERS, front_end, settings
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode
 from cgcompile.errors import CaptureError
 from cgcompile.reasons import Reason
 
@@ -35,19 +35,11 @@ def buffer_data(net: Net) -> None:
     net.table.data = net.table * 2
 
 
-def parameter_set(net: Net) -> None:
-    net.weight.set_(net.weight * 2)
-
-
-def transposed(net: Net) -> None:
-    net.table.t_()
-
-
 HOWS = {
     "weight": parameter_data,
     "table": buffer_data,
-    "weight, by set_": parameter_set,
-    "table, transposed": transposed,
+    "weight, by set_": lambda net: net.weight.set_(net.weight * 2),
+    "table, transposed": lambda net: net.table.t_(),
 }
 
 
@@ -135,17 +127,18 @@ def test_weights_that_move_between_steps_are_captured_once_they_stay(
 
 
 def test_an_argument_of_a_wrapper_is_restored_too(device: str) -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
         x.data = x.data * 2
         return x + 1
 
-    wrapper = cgcompile.CUDAGraphWrapper(step, settings(device))
+    wrapper = cgcompile.CUDAGraphWrapper(doubled, settings(device))
     x = torch.rand(ROWS, WIDTH, device=device)
     kept, start = x.clone(), x.data_ptr()
-    context = cgcompile.set_forward_context(
-        cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(ROWS)
-    )
-    with torch.no_grad(), context, pytest.raises(CaptureError, match="replaces the memory"):
+    with (
+        torch.no_grad(),
+        step(ROWS, FULL),
+        pytest.raises(CaptureError, match="replaces the memory"),
+    ):
         wrapper(x)
     assert torch.equal(x, kept)
     assert x.data_ptr() == start
@@ -163,10 +156,7 @@ def test_a_break_may_replace_memory_that_no_segment_reads(device: str) -> None:
     wrapper = cgcompile.BreakableCUDAGraphWrapper(model, settings(device))
     x = torch.rand(ROWS, WIDTH, device=device)
     before = model.weight.clone()
-    context = cgcompile.set_forward_context(
-        cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=BatchDescriptor(ROWS)
-    )
-    with torch.no_grad(), context:
+    with torch.no_grad(), step(ROWS, PIECEWISE):
         torch.testing.assert_close(wrapper(x), (x + 1) @ model.table)
     torch.testing.assert_close(model.weight, before * 2)
     assert wrapper.counters.captures == 1

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lib.breakable import FULL, step
 from lib.front_ends import (
     COMPILED,
     FRONT_ENDS,
@@ -16,17 +17,8 @@ from lib.front_ends import (
 )
 from torch import nn
 
-from cgcompile import (
-    BatchDescriptor,
-    CompilationConfig,
-    CUDAGraphMode,
-    CUDAGraphOptions,
-    CUDAGraphWrapper,
-    set_forward_context,
-)
-from cgcompile import (
-    torch_compat as compat,
-)
+from cgcompile import CompilationConfig, CUDAGraphMode, CUDAGraphOptions, CUDAGraphWrapper
+from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
@@ -63,14 +55,12 @@ def in_context(name: str, model: nn.Module, device: str, mode: str, **more: Any)
     inputs: dict[int, torch.Tensor] = {}
     plain = served.step
 
-    def step(x: torch.Tensor) -> Any:
+    def run(x: torch.Tensor) -> Any:
         static = inputs.setdefault(len(x), torch.empty_like(x)).copy_(x)
-        with set_forward_context(
-            cudagraph_runtime_mode=CUDAGraphMode[mode], batch_descriptor=BatchDescriptor(len(x))
-        ):
+        with step(len(x), CUDAGraphMode[mode]):
             return plain(static)
 
-    served.step = step
+    served.step = run
     return served
 
 
@@ -169,46 +159,25 @@ def test_the_result_of_another_size_expires_too(device: str) -> None:
             result.clone()
 
 
-def test_a_result_that_the_next_graph_reads_stays_readable(device: str) -> None:
-    """Two wrappers of one pool, captured in one step: the input of the second is not stale."""
+@pytest.mark.parametrize("held", [True, False])
+def test_a_result_that_another_graph_of_the_pool_reads(device: str, held: bool) -> None:
+    """Results of a capturing call may be captured; memory of those of a replay is not held."""
     torch.manual_seed(0)
     first, second = (Model().to(device).requires_grad_(False) for _ in range(2))
     config = settings(device, debug=True)
     pool = GraphPool(capture_device(torch.device(device), config.capture_device))
     one, two = (CUDAGraphWrapper(each, config, pool=pool) for each in (first, second))
     static = torch.zeros(ROWS, WIDTH, device=device)
-    context = {
-        "cudagraph_runtime_mode": CUDAGraphMode.FULL,
-        "batch_descriptor": BatchDescriptor(ROWS),
-    }
-    with torch.inference_mode(), set_forward_context(**context):
+    with torch.inference_mode(), step(ROWS, FULL):
+        if not held:
+            one(static)
         for _ in range(5):
-            static.copy_(torch.randn_like(static))
-            h = one(static)
-            y = two(h)
-            torch.testing.assert_close(h, first(static))
-            torch.testing.assert_close(y, second(first(static)))
-    assert (two.counters.captures, two.counters.replays) == (1, 4)
-
-
-def test_a_result_of_a_replay_is_not_captured_into_another_graph(device: str) -> None:
-    """Its memory is not held, so the second wrapper runs plain, as without ``debug``."""
-    torch.manual_seed(0)
-    first, second = (Model().to(device).requires_grad_(False) for _ in range(2))
-    config = settings(device, debug=True)
-    pool = GraphPool(capture_device(torch.device(device), config.capture_device))
-    one, two = (CUDAGraphWrapper(each, config, pool=pool) for each in (first, second))
-    static = torch.zeros(ROWS, WIDTH, device=device)
-    context = {
-        "cudagraph_runtime_mode": CUDAGraphMode.FULL,
-        "batch_descriptor": BatchDescriptor(ROWS),
-    }
-    with torch.inference_mode(), set_forward_context(**context):
-        one(static)
-        h = one(static)
-        torch.testing.assert_close(two(h), second(first(static)))
-    assert two.counters.captures == 0
-    assert two.counters.plain[Reason.UNSUPPORTED_INPUT] == 1
+            hidden = one(static.normal_())
+            result = two(hidden)
+            torch.testing.assert_close(hidden, first(static))
+            torch.testing.assert_close(result, second(first(static)))
+    assert (two.counters.captures, two.counters.replays) == ((1, 4) if held else (0, 0))
+    assert two.counters.plain[Reason.UNSUPPORTED_INPUT] == (0 if held else 5)
 
 
 def test_a_result_that_outlives_other_sizes_expires_with_its_own(device: str) -> None:
@@ -217,27 +186,22 @@ def test_a_result_that_outlives_other_sizes_expires_with_its_own(device: str) ->
     wrapper = CUDAGraphWrapper(model, settings(device, debug=True), cudagraph_options=options)
     inputs = {rows: new(device, rows) for rows in (4, 8)}
 
-    def step(rows: int) -> torch.Tensor:
-        with set_forward_context(
-            cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(rows)
-        ):
+    def run(rows: int) -> torch.Tensor:
+        with step(rows, FULL):
             return wrapper(inputs[rows].normal_())
 
     with torch.inference_mode():
         for rows in (8, 4, 8):
-            result = step(rows)
-        step(4)
+            result = run(rows)
+        run(4)
         torch.testing.assert_close(result, model(inputs[8]))
-        step(8)
+        run(8)
         with pytest.raises(RuntimeError, match=r"num_tokens=8 .* is stale"):
             result.clone()
 
 
-def test_debug_is_off_by_default() -> None:
-    assert CompilationConfig().debug is False
-
-
 def test_a_build_of_torch_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "can_expire_storages", lambda: False)
+    CUDAGraphWrapper(Model(), CompilationConfig())  # debug is off by default
     with pytest.raises(ConfigError, match="built without the function that makes a result raise"):
         CUDAGraphWrapper(Model(), CompilationConfig(debug=True))

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -12,11 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from lib.front_ends import COMPILED, FRONT_ENDS, ROWS, WIDTH, WRAPPERS, front_end, settings
+from lib.front_ends import (
+    COMPILED,
+    FRONT_ENDS,
+    ROWS,
+    WIDTH,
+    WRAPPERS,
+    check,
+    context,
+    front_end,
+    settings,
+)
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile import CUDAGraphMode
 from cgcompile.errors import CaptureBusyError, ManagerError
 from cgcompile.graphs.breakable import (
     BreakableCUDAGraphCapture,
@@ -29,13 +38,12 @@ from cgcompile.reasons import Reason
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
-class Model(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x) * 2 + 1
+def model(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * 2 + 1
 
 
 def run_in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Run a function in another thread; its result, or what it raised, comes into the list."""
+    """Run a function in another thread; return it, and the list of its result or its error."""
     results: list[Any] = []
 
     def run() -> None:
@@ -51,7 +59,7 @@ def run_in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[A
 
 
 class Captures:
-    """Another thread that is inside of a capture until it is told to go on."""
+    """Another thread that is inside of a capture until ``go_on`` is set."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -65,7 +73,7 @@ class Captures:
 
     def capture(self) -> Any:
         x = torch.ones(2, 2, device=self.device)
-        with cgcompile.BreakableCUDAGraphCapture(device=self.device):
+        with BreakableCUDAGraphCapture(device=self.device):
             y = x * 2
             self.inside.set()
             self.go_on.wait(30)
@@ -85,13 +93,13 @@ def skip_uncompiled(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", COMPILED + WRAPPERS)
 def test_a_capture_waits_for_that_of_another_thread(name: str, device: str) -> None:
     skip_uncompiled(name, device)
-    served = front_end(name, Model(), device)
+    served = front_end(name, model, device)
     inputs = [torch.rand(ROWS, WIDTH, device=device) for _ in range(4)]
     with torch.inference_mode(), Captures(device) as other:  # CUDA draws no numbers in it
         timer = threading.Timer(0.5, other.go_on.set)
         timer.start()
         for x in inputs:
-            torch.testing.assert_close(served.step(x), Model()(x))
+            torch.testing.assert_close(served.step(x), model(x))
         timer.join()
     counters = served.counters()
     assert counters.captures == 1
@@ -100,73 +108,111 @@ def test_a_capture_waits_for_that_of_another_thread(name: str, device: str) -> N
 
 
 @pytest.mark.parametrize("name", COMPILED + WRAPPERS)
-def test_a_capture_that_does_not_end_is_not_waited_for_for_ever(name: str, device: str) -> None:
+def test_a_wait_for_a_capture_that_does_not_end_is_bounded(name: str, device: str) -> None:
     skip_uncompiled(name, device)
-    served = front_end(name, Model(), device)
+    served = front_end(name, model, device)
     calls = 2 if name in COMPILED else 1  # the first call of a compiled model warms up
     inputs = [torch.rand(ROWS, WIDTH, device=device) for _ in range(calls)]
     with torch.inference_mode(), Captures(device):
         for x in inputs:
             start = time.monotonic()
-            torch.testing.assert_close(served.step(x), Model()(x))
+            torch.testing.assert_close(served.step(x), model(x))
             assert time.monotonic() - start < 20
     counters = served.counters()
     assert (counters.captures, counters.plain[Reason.CAPTURE_BUSY]) == (0, 1)
-    with torch.inference_mode():
-        for _ in range(3):
-            x = torch.rand(ROWS, WIDTH, device=device)
-            torch.testing.assert_close(served.step(x), Model()(x))
+    check(served.step, model, device, steps=3)
     assert served.counters().captures == 1
 
 
 def test_an_eager_break_that_waits_for_another_thread_that_captures(device: str) -> None:
-    inner = front_end("CUDAGraphWrapper", Model(), device)
+    inner = front_end("CUDAGraphWrapper", model, device)
+    ones = torch.ones(ROWS, WIDTH, device=device)
     results: list[Any] = []
 
     @cgcompile.eager_break_during_capture
     def attend(x: torch.Tensor) -> torch.Tensor:
-        thread, found = run_in_thread(lambda: inner.step(torch.ones(ROWS, WIDTH, device=device)))
+        thread, result = run_in_thread(lambda: inner.step(ones))
         thread.join(30)
-        results.extend(found)
+        results.extend(result)
         return x * 2
 
-    config = settings(device)
-    wrapper = cgcompile.BreakableCUDAGraphWrapper(lambda x: attend(x + 1) - 1, config)
+    wrapper = BreakableCUDAGraphWrapper(lambda x: attend(x + 1) - 1, settings(device))
     x = torch.empty(ROWS, WIDTH, device=device)
     for _ in range(3):
-        with (
-            torch.inference_mode(),
-            set_forward_context(
-                cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
-                batch_descriptor=BatchDescriptor(ROWS),
-            ),
-        ):
+        with torch.inference_mode(), context(mode=CUDAGraphMode.PIECEWISE):
             torch.testing.assert_close(wrapper(x.uniform_()), (x + 1) * 2 - 1)
     assert wrapper.counters.replays == 2
     for result in results:
-        torch.testing.assert_close(result, Model()(torch.ones(ROWS, WIDTH, device=device)))
+        torch.testing.assert_close(result, model(ones))
     assert inner.counters().plain[Reason.CAPTURE_BUSY] == 1
     assert inner.counters().captures == 1
 
 
 def test_a_raw_capture_waits_and_raises_in_the_end(device: str) -> None:
-    capture = cgcompile.BreakableCUDAGraphCapture(device=device)
-    with (
-        Captures(device),
-        pytest.raises(CaptureBusyError, match="runs in another thread"),
-        capture,
-    ):
+    capture = BreakableCUDAGraphCapture(device=device)
+    busy = pytest.raises(CaptureBusyError, match="runs in another thread")
+    with Captures(device), busy, capture:
         pass
     with capture:
         torch.ones(2, device=device)
     assert capture.num_graphs == 1
 
 
+def test_a_capture_inside_of_a_break_raises_and_the_step_is_not_run_again(device: str) -> None:
+    """Code before the break has run: a second run, without a graph, would do it twice."""
+    count = torch.zeros(1, device=device)
+
+    @eager_break_during_capture
+    def captures(x: torch.Tensor) -> torch.Tensor:
+        with BreakableCUDAGraphCapture(device=device):
+            return x + 1
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return captures(x * 2)
+
+    wrapper = BreakableCUDAGraphWrapper(step, settings(device), CUDAGraphMode.PIECEWISE)
+    busy = pytest.raises(CaptureBusyError, match="in this thread")
+    with context(mode=CUDAGraphMode.PIECEWISE), busy:
+        wrapper(torch.randn(ROWS, WIDTH, device=device))
+    assert count.item() == 1
+    assert wrapper.counters.failures == 1
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_capture_that_waits_does_not_block_replays(name: str, device: str) -> None:
+    """Another buffer needs another capture: this call waits for the other capture, others replay."""
+    config = settings(device, on_input_change="recapture")
+    wrapper = getattr(cgcompile, name)(model, config, CUDAGraphMode.FULL)
+    known, new, *inputs = (torch.rand(ROWS, WIDTH, device=device) for _ in range(5))
+
+    def step(x: torch.Tensor) -> Any:
+        with torch.inference_mode(), context():
+            return wrapper(x).clone()
+
+    torch.testing.assert_close(step(known), model(known))
+    with Captures(device) as other:
+        thread, results = run_in_thread(lambda: step(new))
+        time.sleep(0.3)
+        assert thread.is_alive()
+        for x in inputs:
+            start = time.monotonic()
+            torch.testing.assert_close(step(known.copy_(x)), model(x))
+            assert time.monotonic() - start < 2
+        assert thread.is_alive()
+        other.go_on.set()
+        thread.join(30)
+    torch.testing.assert_close(results[0], model(new))
+    counters = wrapper.counters
+    assert (counters.captures, counters.replays) == (2, 3)
+    assert counters.plain[Reason.CAPTURE_BUSY] == 0
+
+
 # ---------------------------------------------------------------- one manager, two threads
 
 
 class Slow(nn.Module):
-    """Stays inside of a step until it is told to go on."""
+    """Stays inside of a step until ``go_on`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,16 +226,16 @@ class Slow(nn.Module):
 
 
 def test_a_manager_refuses_a_second_thread(device: str) -> None:
-    """Rows that no graph serves run plain, so Python is inside of the step."""
-    model = Slow()
-    served = front_end("CudaGraphManager", model, device)
+    """A step of rows without a graph runs plain, so Python is inside of the step."""
+    slow = Slow()
+    served = front_end("CudaGraphManager", slow, device)
     x, large = (torch.rand(rows, WIDTH, device=device) for rows in (ROWS, 0))
     with torch.inference_mode():
         torch.testing.assert_close(served.step(x), x + 1)
-        model.inside.clear()
-        model.go_on.clear()
+        slow.inside.clear()
+        slow.go_on.clear()
         thread, results = run_in_thread(lambda: served.step(large))
-        if not model.inside.wait(5):
+        if not slow.inside.wait(5):
             pytest.fail("the step of the other thread did not begin")
         for call in (
             lambda: served.step(x),
@@ -198,7 +244,7 @@ def test_a_manager_refuses_a_second_thread(device: str) -> None:
         ):
             with pytest.raises(ManagerError, match="another thread is inside of a call"):
                 call()
-        model.go_on.set()
+        slow.go_on.set()
         thread.join(30)
         assert results[0].shape == large.shape
         thread, results = run_in_thread(lambda: served.step(x).clone())  # one after the other
@@ -212,124 +258,47 @@ def test_a_manager_refuses_a_second_thread(device: str) -> None:
 
 
 FORKS = """
-    import os, sys, threading, time
-    sys.path.insert(0, {tests!r})
-    import torch
-    from lib.front_ends import front_end
-    from torch import nn
-    from cgcompile.locks import _locks
+import os, signal, sys, threading
+sys.path.insert(0, sys.argv[1])
+import torch
+from lib.front_ends import ROWS, WIDTH, check, front_end
+from cgcompile.locks import _locks
 
-    class Model(nn.Module):
-        def forward(self, x):
-            return x * 2 + 1
+def model(x):
+    return x * 2 + 1
 
-    with torch.inference_mode():
-        served = front_end({name!r}, Model(), "cpu")
-        x = torch.rand(4, 8)
-        for _ in range(4):
-            served.step(x)
-        stop = threading.Event()
-        locks = list(_locks)
-        assert locks, "no lock is held"
+served = front_end(sys.argv[2], model, "cpu")
+check(served.step, model, "cpu", steps=4)
+locks = list(_locks)
+assert locks, "no lock is held"
 
-        def hold():
-            for lock in locks:
-                lock.acquire()
-            held.set()
-            stop.wait(30)
+def hold():
+    for lock in locks:
+        lock.acquire()
+    held.set()
+    threading.Event().wait(60)
 
-        held = threading.Event()
-        threading.Thread(target=hold, daemon=True).start()
-        held.wait(30)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                y = torch.rand(4, 8)
-                code = 0 if torch.equal(served.step(y), y * 2 + 1) else 2
-            finally:
-                os._exit(code)
-        for _ in range(200):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                break
-            time.sleep(0.1)
-        else:
-            os.kill(pid, 9)
-            status = "the child hangs"
-        print("child", status)
+held = threading.Event()
+threading.Thread(target=hold, daemon=True).start()
+held.wait(30)
+if pid := os.fork():
+    print("child", os.waitpid(pid, 0)[1])
+else:
+    signal.alarm(20)  # ends a child that hangs
+    check(served.step, model, "cpu")
+    os._exit(0)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("name", FRONT_ENDS)
 def test_a_fork_while_another_thread_holds_the_locks_of_a_step(name: str) -> None:
-    tests = str(Path(__file__).parents[1])
-    program = textwrap.dedent(FORKS).format(tests=tests, name=name)
-    found = subprocess.run(
-        [sys.executable, "-c", program],
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(tests), name],
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=Path(tests).parent,
-        env={**os.environ, "PYTHONPATH": str(Path(tests).parent)},
+        env={**os.environ, "PYTHONPATH": str(tests.parent)},
     )
-    assert "child 0" in found.stdout, found.stdout + found.stderr[-2000:]
-
-
-def test_a_capture_inside_of_a_break_raises_and_the_step_is_not_run_again(device: str) -> None:
-    """Code before the break has run: a second run, without a graph, would do it twice."""
-    count = torch.zeros(1, device=device)
-
-    @eager_break_during_capture
-    def captures(x: torch.Tensor) -> torch.Tensor:
-        with BreakableCUDAGraphCapture(device=device):
-            return x + 1
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return captures(x * 2)
-
-    wrapper = BreakableCUDAGraphWrapper(model, settings(device), CUDAGraphMode.PIECEWISE)
-    context = set_forward_context(
-        cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=BatchDescriptor(ROWS)
-    )
-    with context, pytest.raises(CaptureBusyError, match="in this thread"):
-        wrapper(torch.randn(ROWS, WIDTH, device=device))
-    assert count.item() == 1
-    assert wrapper.counters.failures == 1
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_a_capture_that_waits_does_not_block_replays(name: str, device: str) -> None:
-    """Another buffer is captured anew: this call waits for the other capture, others replay."""
-    config = settings(device, on_input_change="recapture")
-    wrapper = getattr(cgcompile, name)(Model(), config, CUDAGraphMode.FULL)
-    known, new = (torch.rand(ROWS, WIDTH, device=device) for _ in range(2))
-    inputs = [torch.rand(ROWS, WIDTH, device=device) for _ in range(3)]
-
-    def step(x: torch.Tensor) -> Any:
-        with (
-            torch.inference_mode(),
-            set_forward_context(
-                cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(ROWS)
-            ),
-        ):
-            return wrapper(x).clone()
-
-    torch.testing.assert_close(step(known), Model()(known))
-    with Captures(device) as other:
-        thread, results = run_in_thread(lambda: step(new))
-        time.sleep(0.3)
-        assert thread.is_alive()
-        for x in inputs:
-            start = time.monotonic()
-            torch.testing.assert_close(step(known.copy_(x)), Model()(x))
-            assert time.monotonic() - start < 2
-        assert thread.is_alive()
-        other.go_on.set()
-        thread.join(30)
-    torch.testing.assert_close(results[0], Model()(new))
-    counters = wrapper.counters
-    assert (counters.captures, counters.replays) == (2, 3)
-    assert counters.plain[Reason.CAPTURE_BUSY] == 0
+    assert "child 0" in done.stdout, done.stdout + done.stderr[-2000:]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lib.front_ends import COMPILED, ROWS, WIDTH, compiled, settings
+from lib.front_ends import COMPILED, ROWS, WIDTH, check, compiled, layers, settings
 from torch import nn
 
 import cgcompile
@@ -84,6 +84,49 @@ def test_a_float_has_few_traces(guards: str, strict: bool, device: str) -> None:
     assert len(served.traces) == 9
 
 
+class Counts(nn.Linear):
+    """Counts its calls in a number that is baked into a trace."""
+
+    calls: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def test_a_number_of_the_model_has_few_traces(device: str) -> None:
+    module = Counts(WIDTH, WIDTH).to(device).requires_grad_(False)
+    module.calls = 0
+    served = cgcompile.compile(module, settings(device))
+    x = torch.randn(ROWS, WIDTH, device=device)
+    for calls in range(1, 21):
+        torch.testing.assert_close(served(x), nn.functional.linear(x, *module.parameters()) * calls)
+        assert module.calls == calls
+    assert len(served.traces) == 8
+    counters = served.backend.counters
+    assert counters.plain == {Reason.WARMING: 8, Reason.VARYING_NUMBER: 12}
+    assert "the number 'calls' differs" in counters.details[Reason.VARYING_NUMBER]
+    for _ in range(8 + 3):  # one that repeats is traced
+        module.calls = 30
+        torch.testing.assert_close(served(x), nn.functional.linear(x, *module.parameters()) * 31)
+    assert served.backend.counters.replays == 1
+
+
+def test_strict_refuses_a_number_of_the_model(device: str) -> None:
+    module = Counts(WIDTH, WIDTH).to(device).requires_grad_(False)
+    module.calls = 0
+    served = cgcompile.compile(module, settings(device, strict=True))
+    x = torch.randn(ROWS, WIDTH, device=device)
+    for _ in range(8):
+        served(x)
+    for _ in range(2):
+        with pytest.raises(DispatchError, match=r"varying_number.*'calls'"):
+            served(x)
+    assert module.calls == 8, "nothing has run"
+    module.calls = 2
+    torch.testing.assert_close(served(x), nn.functional.linear(x, *module.parameters()) * 3)
+
+
 class Options(nn.Module):
     def forward(self, x: torch.Tensor, *sizes: int, options: dict[str, Any]) -> torch.Tensor:
         return x * options["scale"] + sizes[0] * sizes[1]
@@ -96,8 +139,7 @@ def test_numbers_inside_of_arguments_are_named(device: str) -> None:
     with torch.inference_mode():
         for step in range(12):
             more = {"options": {"flag": True, "scale": 0.5 * (step // 4), "name": "a"}}
-            made = served(x, 2, step, **more)
-            torch.testing.assert_close(made, module(x, 2, step, **more))
+            torch.testing.assert_close(served(x, 2, step, **more), module(x, 2, step, **more))
     assert served.backend.counters.plain[Reason.VARYING_NUMBER] == 4
     assert "the number 'sizes' differs" in served.backend.counters.details[Reason.VARYING_NUMBER]
 
@@ -109,8 +151,9 @@ def test_two_numbers_that_vary_in_turn(device: str) -> None:
     with torch.inference_mode():
         for step in range(40):
             options = {"scale": float(step // 2)}
-            made = served(x, 2, step % 2, options=options)
-            torch.testing.assert_close(made, module(x, 2, step % 2, options=options))
+            sizes = (2, step % 2)
+            result, expected = (m(x, *sizes, options=options) for m in (served, module))
+            torch.testing.assert_close(result, expected)
     assert len(served.traces) == 8
     assert "options['scale']" in served.backend.counters.details[Reason.VARYING_NUMBER]
 
@@ -132,12 +175,10 @@ def test_numbers_of_a_bulk_capture_and_new_shapes_are_no_reason(device: str) -> 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_new_sizes_are_no_varying_number(name: str, device: str) -> None:
-    module = nn.Linear(WIDTH, WIDTH).to(device).requires_grad_(False)
+    module = layers(device)
     served = compiled(name, module, settings(device, strict=True), dynamic=True)
-    with torch.inference_mode():
-        for rows in (*range(2, 16), *range(2, 16)):
-            x = torch.randn(rows, WIDTH, device=device)
-            torch.testing.assert_close(served.step(x), module(x))
+    for rows in (*range(2, 16), *range(2, 16)):
+        check(served.step, module, device, rows=rows)
     assert served.counters().captures == 14
 
 

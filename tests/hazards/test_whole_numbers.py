@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lib.front_ends import ROWS, WIDTH, front_end
-from torch import nn
+from lib.front_ends import ROWS, WIDTH, front_end, layers
 
 from cgcompile import BatchDescriptor, CompilationConfig, set_forward_context
 from cgcompile.encoder import EncoderCaptureAxis, EncoderItemSpec
@@ -36,13 +35,13 @@ def test_whole_gives_an_int(kind: Callable[[int], Any]) -> None:
     assert whole(kind(3)) == 3
 
 
-@pytest.mark.parametrize("found", REFUSED)
-def test_what_is_no_whole_number(found: object) -> None:
-    assert whole(found) is None
+@pytest.mark.parametrize("value", REFUSED)
+def test_values_that_are_no_whole_number(value: object) -> None:
+    assert whole(value) is None
     for make in (
-        lambda: BatchDescriptor(found),
-        lambda: EncoderItemSpec(found, 1),
-        lambda: EncoderCaptureAxis("frames", (found,)),
+        lambda: BatchDescriptor(value),
+        lambda: EncoderItemSpec(value, 1),
+        lambda: EncoderCaptureAxis("frames", (value,)),
     ):
         with pytest.raises(CGCompileError):
             make()
@@ -52,11 +51,11 @@ def test_what_is_no_whole_number(found: object) -> None:
 def test_numbers_of_other_types_become_ints(kind: Callable[[int], Any]) -> None:
     descriptor = BatchDescriptor(kind(8), kind(4), True, True, kind(2), kind(2))
     assert descriptor == BatchDescriptor(8, 4, True, True, 2, 2)
-    assert all(type(each) in (int, bool, tuple) for each in descriptor)
+    assert all(type(field) in (int, bool, tuple) for field in descriptor)
     assert hash(descriptor) == hash(BatchDescriptor(8, 4, True, True, 2, 2))
     item = EncoderItemSpec(kind(4), kind(1), path_output_tokens={"a": kind(1)}, axes={"n": kind(0)})
     assert item == EncoderItemSpec(4, 1, path_output_tokens={"a": 1}, axes={"n": 0})
-    assert all(type(each) is int for each in (item.input_size, item.tokens("a"), item.axes["n"]))
+    assert all(type(size) is int for size in (item.input_size, item.tokens("a"), item.axes["n"]))
     assert EncoderCaptureAxis("n", (kind(4), 2)).values == (2, 4)
     batch = Batch(kind(3), kind(3), {}, kind(1), num_active_loras=kind(0))
     assert batch == Batch(3, 3, {}, 1)
@@ -70,13 +69,13 @@ def test_numbers_of_other_types_become_ints(kind: Callable[[int], Any]) -> None:
 def test_a_manager_takes_a_batch_of_any_whole_numbers(
     kind: Callable[[int], Any], device: str
 ) -> None:
-    model = nn.Linear(WIDTH, WIDTH, device=device).requires_grad_(False)
+    model = layers(device)
     manager = front_end("CudaGraphManager", model, device).target
     manager.capture()
     for rows in (3, ROWS, 1):
         x = torch.randn(rows, WIDTH, device=device)
-        made = manager.run(Batch(kind(rows), kind(rows), {"x": x}))
-        torch.testing.assert_close(made, model(x))
+        result = manager.run(Batch(kind(rows), kind(rows), {"x": x}))
+        torch.testing.assert_close(result, model(x))
     assert manager.counters.replays >= 3
 
 

@@ -1,9 +1,6 @@
 """Models, marked lines and single messages, for the tests of ``cgcompile.debug``."""
 
-import inspect
 import re
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +9,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
-from cgcompile.debug import Diagnosis, compare, findings
+from cgcompile.debug import Diagnosis, Difference, Finding
 
 D = 16
 CALLS: list[str] = []
@@ -95,61 +92,63 @@ def names_of(data: Any, indent: str = "") -> str:
     return "\n".join(rows)
 
 
-def marked_line(code: Any, marker: str) -> int:
-    """The number of the one line of a class or function that ends in ``# <marker>``."""
-    lines, first = inspect.getsourcelines(code)
-    found = [first + i for i, text in enumerate(lines) if text.rstrip().endswith(f"# <{marker}>")]
-    assert len(found) == 1, f"{marker}: {len(found)} lines"
-    return found[0]
+MARKER = re.compile(r"# (?:<|FAULT: )([\w ]+)>?$")
 
 
-def examine(model: Any, *args: Any, **more: Any) -> cgcompile.debug.Diagnosis:
+def marker(line: Any) -> str:
+    """The ``mean`` of a line of code that ends in ``# <mean>`` or ``# FAULT: mean``; else empty."""
+    match = MARKER.search(str(line))
+    return match[1] if match else ""
+
+
+def examine(model: Any, *args: Any, **more: Any) -> Diagnosis:
     with torch.inference_mode():
         return cgcompile.debug.doctor(model, *args, **more)
 
 
-def found(
-    diagnosis: cgcompile.debug.Diagnosis, kind: str, code: Any, marker: str
-) -> cgcompile.debug.findings.Finding:
-    """The one finding of a kind on the marked line."""
-    line = marked_line(code, marker)
-    alike = [e for e in diagnosis.of_kind(kind) if e.source is not None and e.source.line == line]
-    assert len(alike) == 1, f"{kind} in line {line}:\n{diagnosis}"
-    assert alike[0].source.file == inspect.getsourcefile(inspect.unwrap(code))
-    assert alike[0].source.code.endswith(f"# <{marker}>")
-    assert alike[0].fix
-    return alike[0]
+def by_line(diagnosis: Diagnosis) -> dict[str, Finding]:
+    """The findings by the marker of their line; by their op where the line has none."""
+    found: dict[str, Finding] = {}
+    for finding in diagnosis.findings:
+        assert finding.fix
+        key = marker(finding.source) or finding.op
+        assert key not in found, str(diagnosis)
+        found[key] = finding
+    return found
 
 
-def worse_than_notes(diagnosis: cgcompile.debug.Diagnosis) -> list[str]:
-    return [str(each) for each in diagnosis.findings if each.severity != "note"]
+def kinds(diagnosis: Diagnosis) -> dict[str, str]:
+    """``{"mean": "host_sync break"}``: kind and severity of all findings; see :func:`by_line`."""
+    return {key: f"{each.kind} {each.severity}" for key, each in by_line(diagnosis).items()}
+
+
+def only_finding(diagnosis: Diagnosis | BaseException) -> Finding:
+    """The one finding of a diagnosis, or of that of an error."""
+    if isinstance(diagnosis, BaseException):
+        diagnosis = Diagnosis.of_error(diagnosis)
+    (finding,) = diagnosis.findings
+    return finding
+
+
+def worse_than_notes(diagnosis: Diagnosis) -> list[str]:
+    return [str(finding) for finding in diagnosis.findings if finding.severity != "note"]
 
 
 ROWS = 6
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
-def at(code: Any, marker: str) -> str:
-    """``test_faults.py:41 in``, of the marked line of a class or function."""
-    file = inspect.getsourcefile(code)
-    assert file is not None
-    return f"{Path(file).name}:{marked_line(code, marker)} in "
-
-
-def step(mode: CUDAGraphMode = FULL, metadata: Any = None) -> AbstractContextManager[Any]:
+def step(mode: CUDAGraphMode = FULL, metadata: Any = None, real: int | None = None) -> Any:
     return set_forward_context(
-        metadata, cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(ROWS)
+        metadata,
+        cudagraph_runtime_mode=mode,
+        batch_descriptor=BatchDescriptor(ROWS),
+        num_unpadded_tokens=real,
     )
 
 
-def only(verified: Any) -> compare.Difference:
+def only(verified: Any) -> Difference:
     """The one difference, of something that was replayed."""
     assert (verified.ok, verified.replays >= 1) == (False, True), verified
     (difference,) = verified.differences
     return difference
-
-
-def only_finding(error: BaseException) -> findings.Finding:
-    """What an error says."""
-    (finding,) = Diagnosis.of_error(error).findings
-    return finding

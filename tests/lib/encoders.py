@@ -21,6 +21,8 @@ from cgcompile.encoder import (
     SupportsEncoderCudaGraph,
 )
 from cgcompile.encoder.patches import Grid, frame_offsets
+from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.pool import GraphPool
 
 C, D, H, MERGE = 3, 8, 6, 2
 BUDGETS = (8, 16, 32, 64)
@@ -34,29 +36,28 @@ def config(device: str = "cpu", **more: Any) -> CompilationConfig:
 
 
 def positions(grids: Sequence[Grid]) -> torch.Tensor:
-    """int64 [patches, 2]: row and column of each patch."""
-    found = [(y, x) for t, h, w in grids for _ in range(t) for y in range(h) for x in range(w)]
-    return torch.tensor(found, dtype=torch.int64).view(-1, 2)
+    """Return int64 [patches, 2]: row and column of each patch."""
+    corners = [(y, x) for t, h, w in grids for _ in range(t) for y in range(h) for x in range(w)]
+    return torch.tensor(corners, dtype=torch.int64).view(-1, 2)
 
 
 def cells(grids: Sequence[Grid]) -> torch.Tensor:
-    """int64 [tokens, 4]: the patches of each cell; what an odd grid has over belongs to none."""
-    found, start = [], 0
+    """Return int64 [tokens, 4]: the patches of each cell; odd grids leave some patches out."""
+    rows, start = [], 0
     for t, h, w in grids:
         for _ in range(t):
             for y in range(0, h // 2 * 2, 2):
                 for x in range(0, w // 2 * 2, 2):
                     corner = start + y * w + x
-                    found.append((corner, corner + 1, corner + w, corner + w + 1))
+                    rows.append((corner, corner + 1, corner + w, corner + w + 1))
             start += h * w
-    return torch.tensor(found, dtype=torch.int64).view(-1, 4)
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
 
 
 def scale(grids: Sequence[Grid]) -> torch.Tensor:
-    """float32 [patches, 1]: something that depends on the whole image, as interpolation does."""
-    return torch.cat(
-        [torch.full((t * h * w, 1), 1.0 / (h + w)) for t, h, w in grids] or [torch.zeros(0, 1)]
-    )
+    """Return float32 [patches, 1], from the size of the image, as interpolation does."""
+    values = [1.0 / (h + w) for t, h, w in grids for _ in range(t * h * w)]
+    return torch.tensor(values).view(-1, 1)
 
 
 class Tower(nn.Module):
@@ -89,7 +90,7 @@ def attend(qkv: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     rows = torch.arange(q.shape[0], device=q.device, dtype=starts.dtype)
     owner = (rows[:, None] >= starts[None, 1:]).sum(1)
     scores = (q @ k.T).masked_fill(owner[:, None] != owner[None, :], float("-inf"))
-    out = torch.full_like(q, float("nan"))  # what memory may hold
+    out = torch.full_like(q, float("nan"))  # unwritten memory
     return torch.where((rows < starts.max())[:, None], scores.softmax(-1) @ v, out)
 
 
@@ -117,29 +118,26 @@ def patches(device: str = "cpu", deep: bool = False, frames: int = 1, **more: An
     return PatchEncoder(tower, **{**settings, **more})
 
 
+def _call(grids: Sequence[Grid], pixels: str, grid: str, device: str) -> dict[str, Any]:
+    rows = torch.randn(sum(t * h * w for t, h, w in grids), C, device=device)
+    return {pixels: rows, grid: torch.tensor(grids, dtype=torch.int64).view(-1, 3)}
+
+
 def images(*sizes: tuple[int, int], device: str = "cpu") -> dict[str, Any]:
-    """A call of images of random content, (rows, columns) of patches each."""
-    grids = [(1, h, w) for h, w in sizes]
-    rows = sum(h * w for h, w in sizes)
-    return {
-        "pixel_values": torch.randn(rows, C, device=device),
-        "image_grid_thw": torch.tensor(grids, dtype=torch.int64).view(-1, 3),
-    }
+    """Return a call of images of random content, (rows, columns) of patches each."""
+    return _call([(1, h, w) for h, w in sizes], "pixel_values", "image_grid_thw", device)
 
 
 def videos(*grids: Grid, device: str = "cpu") -> dict[str, Any]:
-    rows = sum(t * h * w for t, h, w in grids)
-    return {
-        "pixel_values_videos": torch.randn(rows, C, device=device),
-        "video_grid_thw": torch.tensor(grids, dtype=torch.int64).view(-1, 3),
-    }
+    """Return a call of videos of random content, (frames, rows, columns) each."""
+    return _call(grids, "pixel_values_videos", "video_grid_thw", device)
 
 
 # ------------------------------------------------------------------ the least of a protocol
 
 
 class Rows(nn.Module):
-    """Six methods and no more: rows [n, C] to tokens [n, H], lengths say which are whose."""
+    """The six mandatory methods: rows [n, C] to tokens [n, H]; lengths divide them among items."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -168,26 +166,17 @@ class Rows(nn.Module):
         self, mm_kwargs: dict[str, Any], indices: list[int]
     ) -> dict[str, Any]:
         parts = mm_kwargs["x"].split(mm_kwargs["lengths"])
-        found = {"lengths": [mm_kwargs["lengths"][i] for i in indices]}
-        if "frames" in mm_kwargs:
-            found["frames"] = [mm_kwargs["frames"][i] for i in indices]
-        rows = torch.cat([parts[i] for i in indices]) if indices else mm_kwargs["x"][:0]
-        return {"x": rows, **found}
+        lists = {key: [mm_kwargs[key][i] for i in indices] for key in mm_kwargs if key != "x"}
+        return {"x": torch.cat([mm_kwargs["x"][:0], *[parts[i] for i in indices]]), **lists}
 
     def prepare_encoder_cudagraph_capture_inputs(
-        self,
-        token_budget: int,
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, budget: int, items: int, frames: int, device: torch.device, dtype: torch.dtype
     ) -> EncoderCudaGraphCaptureInputs:
-        return EncoderCudaGraphCaptureInputs(
-            {"x": torch.randn(token_budget, C, device=device, dtype=dtype)}
-        )
+        x = torch.randn(budget, C, device=device, dtype=dtype)
+        return EncoderCudaGraphCaptureInputs({"x": x})
 
     def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int
+        self, mm_kwargs: dict[str, Any], items: int, frames: int
     ) -> EncoderCudaGraphReplayBuffers:
         return EncoderCudaGraphReplayBuffers({"x": mm_kwargs["x"]})
 
@@ -224,12 +213,12 @@ class DualPath(SupportsEncoderCudaGraph):
         return 4, 16
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        found = []
-        for count in mm_kwargs["counts"]:
-            local = count * self.LOCAL
-            total = self.GLOBAL + local
-            found.append(EncoderItemSpec(total, total, self.GLOBAL, local))
-        return found
+        locals_ = [count * self.LOCAL for count in mm_kwargs["counts"]]
+        totals = [self.GLOBAL + local for local in locals_]
+        return [
+            EncoderItemSpec(total, total, self.GLOBAL, local)
+            for total, local in zip(totals, locals_, strict=True)
+        ]
 
     def select_encoder_cudagraph_items(
         self, mm_kwargs: dict[str, Any], indices: list[int]
@@ -239,8 +228,8 @@ class DualPath(SupportsEncoderCudaGraph):
         whole = mm_kwargs["global"].split(self.GLOBAL)
         return {
             "counts": [counts[i] for i in indices],
-            "local": torch.cat([local[i] for i in indices] or [mm_kwargs["local"][:0]]),
-            "global": torch.cat([whole[i] for i in indices] or [mm_kwargs["global"][:0]]),
+            "local": torch.cat([mm_kwargs["local"][:0], *[local[i] for i in indices]]),
+            "global": torch.cat([mm_kwargs["global"][:0], *[whole[i] for i in indices]]),
         }
 
     def prepare_encoder_cudagraph_capture_inputs(
@@ -250,29 +239,18 @@ class DualPath(SupportsEncoderCudaGraph):
         max_frames_per_batch: int,
         device: torch.device,
         dtype: torch.dtype,
-        *,
-        path: str = "default",
-        axes: Any = None,
+        **_: Any,
     ) -> EncoderCudaGraphCaptureInputs:
-        return EncoderCudaGraphCaptureInputs(
-            {"x": torch.ones(token_budget, C, device=device, dtype=dtype)}
-        )
+        x = torch.ones(token_budget, C, device=device, dtype=dtype)
+        return EncoderCudaGraphCaptureInputs({"x": x})
 
     def prepare_encoder_cudagraph_replay_buffers(
-        self,
-        mm_kwargs: dict[str, Any],
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        *,
-        path: str = "default",
-        axes: Any = None,
+        self, mm_kwargs: Any, max_batch_size: int, max_frames_per_batch: int, **named: Any
     ) -> EncoderCudaGraphReplayBuffers:
-        return EncoderCudaGraphReplayBuffers({"x": mm_kwargs[path]})
+        return EncoderCudaGraphReplayBuffers({"x": mm_kwargs[named["path"]]})
 
-    def encoder_cudagraph_forward(
-        self, inputs: dict[str, torch.Tensor], *, path: str = "default", axes: Any = None
-    ) -> Any:
-        return self.towers[path](inputs["x"])
+    def encoder_cudagraph_forward(self, inputs: dict[str, torch.Tensor], **named: Any) -> Any:
+        return self.towers[named["path"]](inputs["x"])
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], *, path: str = "default") -> Any:
         self.ran.append(("eager", path))
@@ -280,19 +258,13 @@ class DualPath(SupportsEncoderCudaGraph):
 
 
 class Merges(DualPath):
-    """Puts the parts together itself, the local ones first, and a row between them."""
+    """Joins the parts itself: the local ones, a row of ones, the global one."""
 
     def postprocess_encoder_output(
-        self,
-        output: Any,
-        indices: list[int],
-        per_item_out_tokens: Any,
-        dest: dict[int, Any],
-        clone: bool = False,
-        batch_mm_kwargs: Any = None,
+        self, output: Any, indices: Any, per_item_out_tokens: Any, dest: Any, *_: Any, **named: Any
     ) -> None:
-        assert not clone
-        assert len(batch_mm_kwargs["counts"]) == len(indices)
+        assert not named["clone"]
+        assert len(named["batch_mm_kwargs"]["counts"]) == len(indices)
         whole = output["global"].split(per_item_out_tokens["global"])
         local = [whole[0][:0]] * len(indices)
         if "local" in output:
@@ -319,45 +291,55 @@ GRAPHS = Costs(fixed=1.0, eager_fixed=1e6)
 def manager(
     model: Any = None, device: str = "cpu", captured: bool = True, **more: Any
 ) -> EncoderCudaGraphManager:
+    """Return a manager of ``model``, by default a tower of patches, whose graphs are captured."""
     settings = {"token_budgets": BUDGETS, "costs": GRAPHS, "config": config(device), **more}
     if model is None:
         model = patches(device)
     elif isinstance(model, nn.Module):
         model = model.to(device)
-    made = EncoderCudaGraphManager(model, device=device, dtype=torch.float32, **settings)
+    encoder = EncoderCudaGraphManager(model, device=device, dtype=torch.float32, **settings)
     if captured:
-        assert made.capture().missing == ()
-    return made
+        assert encoder.capture().missing == ()
+    return encoder
+
+
+def counts(encoder: EncoderCudaGraphManager) -> tuple[int, int]:
+    """Return hits and misses."""
+    return encoder.statistics.hits, encoder.statistics.misses
+
+
+def new_pool(device: str = "cpu") -> GraphPool:
+    """Return an empty pool."""
+    capturing = capture_device(torch.device(device), "host")
+    assert capturing is not None
+    return GraphPool(capturing)
 
 
 def one_by_one(model: Any, call: dict[str, Any]) -> list[Any]:
-    """What each item gives eager, alone."""
-    count = len(model.get_encoder_cudagraph_item_specs(call))
+    """Run each item eager, alone."""
     eager = getattr(model, "encoder_eager_forward", None)
-    found = []
+    results = []
     with torch.inference_mode():
-        for item in range(count):
+        for item in range(len(model.get_encoder_cudagraph_item_specs(call))):
             alone = model.select_encoder_cudagraph_items(call, [item])
             if eager is not None:
-                found.append(eager(alone))
+                results.append(eager(alone))
             else:
                 values = model.prepare_encoder_cudagraph_replay_buffers(alone, 1, 1).values
-                found.append(model.encoder_cudagraph_forward(dict(values)))
-    return found
+                results.append(model.encoder_cudagraph_forward(dict(values)))
+    return results
 
 
-def close(found: Any, expected: Any) -> None:
-    """Equal but for the order of sums: other sizes take other kernels."""
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+def close(results: Any, expected: Any) -> None:
+    """Compare, but for the order of sums: other sizes take other kernels."""
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
 
 
-def check(made: EncoderCudaGraphManager, model: Any, call: dict[str, Any]) -> list[Any]:
-    """One call, each item equal to eager; sums over padded rows are in another order."""
-    found = made.execute(call)
-    expected = one_by_one(model, call)
-    assert len(found) == len(expected)
-    for mine, other in zip(found, expected, strict=True):
-        close(mine, other)
-        leaves = compat.tree_leaves(mine)
-        assert all(leaf.isfinite().all() and (leaf.any() or not leaf.numel()) for leaf in leaves)
-    return found
+def check(encoder: EncoderCudaGraphManager, model: Any, call: dict[str, Any]) -> list[Any]:
+    """Execute a call, and compare each item with its eager run alone."""
+    results = encoder.execute(call)
+    close(results, one_by_one(model, call))
+    for leaf in compat.tree_leaves(results):
+        assert leaf.isfinite().all()
+        assert leaf.any() or not leaf.numel()
+    return results

@@ -20,11 +20,11 @@ from llm_engine.runner import Limits, Runner, configuration
 from llm_engine.scheduler import BlockAllocator, Request, Scheduler
 from llm_engine.workload import Workload, scarce_blocks
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def outside(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run a program on its own, offline, with no setting of this machine and no path of tests."""
+    """Run a program in its own process: offline, without settings of this machine or test paths."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CGCOMPILE_")}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CGCOMPILE_CACHE_DIR": "off"}
     environment["PYTHONPATH"] = str(EXAMPLES.parent)
@@ -32,22 +32,31 @@ def outside(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
-def run(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Call ``main`` of an example in this process, which has imported torch already.
+def call(module: ModuleType, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Call ``main`` of an example in this process, which has imported torch already."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = module.main(list(arguments))
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
-    The module stays: some define operators, which a process can do once.
-    """
+
+def imported(script: str) -> ModuleType:
+    """Import an example, which stays: some define operators, which a process can do once."""
     path = EXAMPLES / script
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = importlib.import_module(path.stem).main(list(arguments))
-    return subprocess.CompletedProcess([script, *arguments], code, out.getvalue(), err.getvalue())
+    return importlib.import_module(path.stem)
+
+
+def run(script: str, *arguments: str) -> list[str]:
+    """Run an example that must succeed; return the lines that it prints."""
+    done = call(imported(script), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
 
 
 def load(script: str) -> ModuleType:
-    """An example as a module, for its functions."""
+    """Load an example as a new module, for its functions."""
     path = EXAMPLES / script
     spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
     assert spec is not None
@@ -80,9 +89,9 @@ def runner(model: Llama, mode: str, query_lens: Sequence[int]) -> Runner:
     """A runner that has captured its graphs."""
     device = model.embed.weight.device.type
     limits = Limits(MAX_REQS, BUDGET, WIDTH)
-    made = Runner(model, configuration(device, "eager"), limits)
-    made.start(mode, query_lens)
-    return made
+    result = Runner(model, configuration(device, "eager"), limits)
+    result.start(mode, query_lens)
+    return result
 
 
 def workload(requests: int = 8) -> list[Request]:
@@ -96,7 +105,7 @@ class Served:
 
     @property
     def output(self) -> list[list[int]]:
-        return [each.output for each in self.requests]
+        return [request.output for request in self.requests]
 
 
 def serve(

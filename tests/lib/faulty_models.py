@@ -1,6 +1,5 @@
-"""Models with one fault each, and where the faults are: what the tests of ``observe`` share."""
+"""Models with one fault each, on the line that ends in ``# FAULT: <name>``."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,18 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import cgcompile
+from cgcompile import torch_compat as compat
 from cgcompile.graphs.device import any_capture
 from lib.cases import D
 from lib.entry import operators
 
 LAYOUT = (4, D)  # of a row of a batch
-
-
-def marked_line(marker: str) -> str:
-    """``file:number`` of the line of this file that ends with the marker."""
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = [k for k, text in enumerate(lines, 1) if text.endswith(f"# {marker}")]
-    return f"{Path(__file__).name}:{number}"
 
 
 def config(**settings: Any) -> cgcompile.CompilationConfig:
@@ -71,7 +64,7 @@ class Mixes(nn.Module):
 
 
 class Stale(nn.Module):
-    """The kernel of a captured op asks Python for a number, or for a table."""
+    """The kernel of a captured op reads a number, or a table, of Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,12 +78,20 @@ class Stale(nn.Module):
 
 
 class Shares(nn.Module):
-    """Two captured pieces whose op has one workspace while a graph is captured."""
+    """Two pieces of equal structure, whose op may return one workspace."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
 
+    def forward(self, x):
+        kept = torch.ops.cgentry.hooked(self.first(x))
+        y = attention(x)
+        other = torch.ops.cgentry.hooked(self.second(y))  # FAULT: overwrites
+        return attention(other) + kept
+
+
+class SharesInOtherPieces(Shares):
     def forward(self, x):
         kept = torch.ops.cgentry.hooked(self.first(x))
         y = attention(x)
@@ -129,6 +130,27 @@ def _swapped(gm: torch.fx.GraphModule, old: Any, new: Any) -> torch.fx.GraphModu
         node.target = new
     gm.recompile()
     return gm
+
+
+def aten_miscompiler(gm: torch.fx.GraphModule, fake_inputs: Any) -> Any:
+    """Takes sines for cosines in the ATen graph, long after the trace."""
+
+    def swap(aten: torch.fx.GraphModule, inputs: Any) -> Any:
+        return _swapped(aten, torch.ops.aten.sin.default, torch.ops.aten.cos.default).forward
+
+    return compat.compile_aten(gm, fake_inputs, swap)
+
+
+def one_buffer(gm: torch.fx.GraphModule, fake_inputs: Any) -> Any:
+    """Returns the first result of each call in one buffer, as graphs with static outputs do."""
+    buffer: list[torch.Tensor] = []
+
+    def run(*inputs: Any) -> Any:
+        first, *others = gm.forward(*inputs)
+        buffer[:] = buffer or [torch.empty_like(first)]
+        return [buffer[0].copy_(first), *others]
+
+    return run
 
 
 def miscompiler(gm: torch.fx.GraphModule, fake_inputs: Any) -> Any:

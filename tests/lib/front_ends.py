@@ -6,6 +6,7 @@ model once on ``x``, f32[rows, WIDTH], and returns what that front end returns. 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,24 +40,46 @@ FRONT_ENDS = COMPILED + WRAPPERS + MANAGERS
 
 @dataclass
 class FrontEnd:
-    """A model behind one front end.
-
-    Attributes:
-        name: one of ``FRONT_ENDS``.
-        step: runs the model once on x, f32[rows, WIDTH].
-        counters: returns the counters of all its graphs.
-        target: the backend handle, compiled model, wrapper or manager.
-    """
+    """A model behind one front end; ``target`` is the backend, wrapper or manager."""
 
     name: str
-    step: Callable[[torch.Tensor], Any]
-    counters: Callable[[], Counters]
+    step: Callable[..., Any]
     target: Any
+
+    def counters(self) -> Counters:
+        """Return the counters of all graphs of this front end."""
+        return self.target.counters
 
 
 def settings(device: str, **more: Any) -> CompilationConfig:
     capture_device = "host" if device == "cpu" else "auto"
     return CompilationConfig(**{"capture_device": capture_device, "compiler": "eager", **more})
+
+
+def context(rows: int = ROWS, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> Any:
+    """Set the forward context of a batch of ``rows`` tokens."""
+    return set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(rows))
+
+
+def layers(device: str, seed: int = 0) -> nn.Module:
+    """Make a small model of frozen weights."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device).requires_grad_(False)
+
+
+def check(
+    step: Callable[..., Any],
+    eager: Callable[..., Any],
+    device: str,
+    steps: int = 1,
+    rows: int = ROWS,
+    grad: Callable[[], AbstractContextManager[Any]] = torch.inference_mode,
+) -> None:
+    """Compare steps on new inputs, f32[rows, WIDTH], with eager."""
+    with grad():
+        for _ in range(steps):
+            x = torch.randn(rows, WIDTH, device=device)
+            torch.testing.assert_close(step(x), eager(x))
 
 
 def front_end(name: str, model: nn.Module, device: str, **more: Any) -> FrontEnd:
@@ -66,37 +89,43 @@ def front_end(name: str, model: nn.Module, device: str, **more: Any) -> FrontEnd
         return compiled(name, model, config)
     if name in WRAPPERS:
         return wrapped(name, model, config)
-    return (
-        managed(model, device, config)
-        if name == "CudaGraphManager"
-        else encoder(model, device, config)
-    )
+    if name == "CudaGraphManager":
+        return managed(model, device, config)
+    return encoder(model, device, config)
 
 
-def compiled(
-    name: str, model: nn.Module, config: CompilationConfig, dynamic: bool | None = None
-) -> FrontEnd:
-    backend = cgcompile.Backend(config)
+def compiled(name: str, model: Any, config: Any, dynamic: bool | None = None) -> FrontEnd:
+    """Compile with one backend; ``config`` may be a Backend."""
+    backend = config if isinstance(config, cgcompile.Backend) else cgcompile.Backend(config)
     if name == "torch.compile":
         step = torch.compile(model, backend=backend, dynamic=dynamic)
     else:
         step = cgcompile.compile(model, backend)
-    return FrontEnd(name, step, lambda: backend.counters, backend)
+    return FrontEnd(name, step, backend)
 
 
-def wrapped(name: str, model: nn.Module, config: CompilationConfig) -> FrontEnd:
+def wrapped(name: str, model: Any, config: CompilationConfig) -> FrontEnd:
     wrapper = getattr(cgcompile, name)(model, config, CUDAGraphMode.FULL)
+    inputs: dict[int, torch.Tensor] = {}
 
     def step(x: torch.Tensor) -> Any:
-        descriptor = BatchDescriptor(len(x))
-        with set_forward_context(
-            cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=descriptor
-        ):
+        with context(len(x)):
             static = inputs.setdefault(len(x), torch.empty_like(x))
             return wrapper(static.copy_(x))
 
-    inputs: dict[int, torch.Tensor] = {}
-    return FrontEnd(name, step, lambda: wrapper.counters, wrapper)
+    return FrontEnd(name, step, wrapper)
+
+
+def capture_first(manager: Any, run: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    """Return a step that captures all graphs before its first run."""
+    captured = []
+
+    def step(x: torch.Tensor) -> Any:
+        if not captured:
+            captured.append(manager.capture())
+        return run(x)
+
+    return step
 
 
 class Named(nn.Module):
@@ -122,15 +151,8 @@ def managed(model: nn.Module, device: str, config: CompilationConfig) -> FrontEn
         config=config,
         metadata=lambda *_: Metadata({}),
     )
-
-    captured = []
-
-    def step(x: torch.Tensor) -> Any:
-        if not captured:
-            captured.append(manager.capture())
-        return manager.run(Batch(len(x), len(x), {"x": x}))
-
-    return FrontEnd("CudaGraphManager", step, lambda: manager.counters, manager)
+    step = capture_first(manager, lambda x: manager.run(Batch(len(x), len(x), {"x": x})))
+    return FrontEnd("CudaGraphManager", step, manager)
 
 
 class EncoderModel:
@@ -177,12 +199,5 @@ def encoder(model: nn.Module, device: str, config: CompilationConfig) -> FrontEn
         max_batch_size=1,
         config=config,
     )
-
-    captured = []
-
-    def step(x: torch.Tensor) -> Any:
-        if not captured:
-            captured.append(manager.capture())
-        return manager.execute({"x": x})[0]
-
-    return FrontEnd("EncoderCudaGraphManager", step, lambda: manager.counters, manager)
+    step = capture_first(manager, lambda x: manager.execute({"x": x})[0])
+    return FrontEnd("EncoderCudaGraphManager", step, manager)

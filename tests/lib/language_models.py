@@ -19,36 +19,26 @@ VOCABULARY = 96
 NEW_TOKENS = 16
 
 
+DECODER: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+
+
 def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**DECODER))
 
 
 def mixtral() -> MixtralForCausalLM:
-    config = MixtralConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        pad_token_id=0,
-    )
-    return MixtralForCausalLM(config)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**DECODER, **experts))
 
 
 def t5() -> T5ForConditionalGeneration:
@@ -88,7 +78,7 @@ MODELS = {"llama": llama, "t5": t5, "bart": bart}
 
 
 def build(name: str, device: str) -> Any:
-    """A model that never stops early, so that all rows make all tokens."""
+    """Build a model that never stops early, so that all rows give all tokens."""
     torch.manual_seed(0)
     model = {**MODELS, "mixtral": mixtral}[name]().eval().to(device)
     model.generation_config.eos_token_id = None
@@ -97,7 +87,7 @@ def build(name: str, device: str) -> Any:
 
 
 def prompt(device: str, padded: int = 0) -> dict[str, torch.Tensor]:
-    """Two rows of tokens, the first one left-padded."""
+    """Return two rows of tokens, the first one left-padded."""
     ids = torch.randint(1, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     ids[0, :padded] = 0
@@ -106,14 +96,14 @@ def prompt(device: str, padded: int = 0) -> dict[str, torch.Tensor]:
 
 
 def generate(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> torch.Tensor:
-    """Greedy tokens, repetitions made unlikely: (rows, prompt + NEW_TOKENS)."""
+    """Return greedy tokens, repetitions unlikely: (rows, prompt + NEW_TOKENS)."""
     settings = {"do_sample": False, "repetition_penalty": 2.0, **settings}
     tokens: torch.Tensor = model.generate(**inputs, max_new_tokens=NEW_TOKENS, **settings)
     return tokens
 
 
 def compile_config(**settings: Any) -> CompileConfig:
-    """transformers compiles on accelerators only, unless it is told."""
+    """Return a configuration that compiles on every device; transformers skips the CPU by default."""
     config = CompileConfig(backend="cgcompile", **settings)
     config._compile_all_devices = True
     return config

@@ -1,5 +1,6 @@
 """A small decoder whose attention reads metadata, and an engine's part of a step."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -74,11 +75,27 @@ class Decoder(nn.Module):
         return (last, [first]) if self.aux else last
 
 
+class Picky(Decoder):
+    """A batch of some sizes reads the device, so that it cannot be captured."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(input_ids, positions)
+        if input_ids.shape[0] not in self.sizes:
+            return hidden
+        return hidden * float(hidden.mean() * 0 + 1)
+
+
 INPUTS = (
     InputBuffer("input_ids", ("tokens",), torch.int64, 0),
     InputBuffer("positions", ("tokens",), torch.int64, 0),
     InputBuffer("query_start_loc", ("reqs+1",), torch.int32, None, argument=False),
 )
+
+EMBEDS = InputBuffer("inputs_embeds", ("tokens", D), torch.float32, float("nan"), optional=True)
 
 
 def metadata(batch: Batch, descriptor: Any, buffers: dict[str, Any]) -> Metadata:
@@ -95,6 +112,10 @@ def requests(*lengths: int, device: str = "cpu", decode: bool = False, **more: A
         "query_start_loc": starts.to(device),
     }
     return Batch(count, len(lengths), inputs, max(lengths), decode, **more)
+
+
+def with_inputs(batch: Batch, **inputs: torch.Tensor | None) -> Batch:
+    return replace(batch, inputs={**batch.inputs, **inputs})
 
 
 def eager(model: Any, batch: Batch) -> Any:
@@ -123,9 +144,10 @@ def manager(
     model: nn.Module | None = None,
     dispatch: CudagraphDispatcher | None = None,
     strict: bool = False,
+    wrapped: Any = None,
     **more: Any,
 ) -> CudaGraphManager:
-    """A manager of a model that is plain (not compiled) or compiled."""
+    """A manager of a model that is plain (not compiled) or compiled; ``wrapped`` makes a callable."""
     library()
     torch.manual_seed(1)
     made = (Decoder() if model is None else model).to(device).eval()
@@ -139,7 +161,21 @@ def manager(
     called: Any = made
     if kind == "compiled":
         called = torch.compile(made, backend=cgcompile.Backend(config), dynamic=True)
+    if wrapped is not None:
+        called = wrapped(called)
     settings = {"inputs": INPUTS, "metadata": metadata, **more}
     return CudaGraphManager(
         called, dispatch or dispatcher(mode), device=device, config=config, **settings
     )
+
+
+def inner(made: CudaGraphManager) -> Any:
+    """The module of a manager, compiled or not."""
+    return getattr(made.model, "_orig_mod", made.model)
+
+
+def check(made: CudaGraphManager, batch: Batch, **restrictions: Any) -> Any:
+    """Run one step, which must equal eager; attention sums over padded rows in another order."""
+    found = made.run(batch, **restrictions)
+    torch.testing.assert_close(found, eager(inner(made), batch), rtol=1e-5, atol=1e-5)
+    return found

@@ -7,8 +7,8 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +19,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import cgcompile
-from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context, set_forward_context
-from cgcompile.config import CUDAGraphMode
+from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context
 from cgcompile.errors import AgreementError
 from cgcompile.graphs.cuda import bury_graphs
 from cgcompile.serving.batch import Batch
-from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.ranks import Agreement
-from lib.manager import INPUTS, MAX_REQS, VOCABULARY, metadata, requests
+from lib.manager import INPUTS, VOCABULARY, dispatcher, eager, metadata, requests
 
 Work = Callable[[int, int], Any]
 
 
-def _entered(
-    rank: int, work: Work, ranks: int, folder: str, seconds: float, deadline: float, nccl: bool
-) -> None:
-    # Collectives in a graph have no timeout: whatever hangs ends here, with a traceback.
-    faulthandler.dump_traceback_later(deadline, exit=True)
-    torch.set_num_threads(1)
-    gc.freeze()
-    try:
-        found = _found(rank, work, ranks, folder, seconds, nccl)
-        torch.save(found, os.path.join(folder, f"said.{rank}"))
-        _wait_for_others(Path(folder), ranks)
-        if nccl:  # graphs are gone by now: they must not outlive the communicator
-            torch.cuda.synchronize()
-            dist.destroy_process_group()
-    except BaseException:
-        Path(folder, f"error.{rank}").write_text(traceback.format_exc())
-        os._exit(1)
-    os._exit(0)  # a rank whose group broke has nobody to wait for, and torch would
-
-
-def _wait_for_others(folder: Path, ranks: int) -> None:
-    """For a moment: what this rank has sent must arrive before its connections end."""
-    until = time.monotonic() + 2
-    while time.monotonic() < until:
-        if len([*folder.glob("said.*"), *folder.glob("error.*")]) == ranks:
-            return
-        time.sleep(0.02)
-
-
-def _found(rank: int, work: Work, ranks: int, folder: str, seconds: float, nccl: bool) -> Any:
-    given: dict[str, Any] = {
+def _run_rank(rank: int, work: Work, ranks: int, folder: str, seconds: float, nccl: bool) -> Any:
+    """Run the work of one rank in its process group."""
+    options: dict[str, Any] = {
         "backend": "nccl" if nccl else "gloo",
         "store": dist.FileStore(os.path.join(folder, "store"), ranks),
         "rank": rank,
@@ -71,18 +41,38 @@ def _found(rank: int, work: Work, ranks: int, folder: str, seconds: float, nccl:
     }
     if nccl:
         torch.cuda.set_device(rank)
-        given["device_id"] = torch.device("cuda", rank)
-    dist.init_process_group(**given)
+        options["device_id"] = torch.device("cuda", rank)
+    dist.init_process_group(**options)
     if nccl:  # connections are made by the first collective, which must not be a captured one
         dist.all_reduce(torch.zeros(1, device="cuda"))
         torch.cuda.synchronize()
-    found = work(rank, ranks)
+    result = work(rank, ranks)
     gc.collect()
     bury_graphs()
-    return found
+    return result
 
 
-def said(
+def _main(rank: int, deadline: float, *arguments: Any) -> None:
+    _, ranks, folder, _, nccl = arguments
+    # Collectives in a graph have no timeout: a hang ends here, with a traceback.
+    faulthandler.dump_traceback_later(deadline, exit=True)
+    torch.set_num_threads(1)
+    gc.freeze()
+    try:
+        torch.save(_run_rank(rank, *arguments), os.path.join(folder, f"result.{rank}"))
+        until = time.monotonic() + 2  # what was sent must arrive before the connections end
+        while len([*Path(folder).glob("*.?")]) < ranks and time.monotonic() < until:
+            time.sleep(0.02)
+        if nccl:  # graphs must not outlive the communicator
+            torch.cuda.synchronize()
+            dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"error.{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)  # torch would wait for the others, and the group may be broken
+
+
+def run_ranks(
     work: Work,
     ranks: int,
     folder: Path,
@@ -91,14 +81,14 @@ def said(
     deadline: float = 120,
     nccl: bool = False,
 ) -> list[Any]:
-    """What ``work(rank, ranks)`` returned in each process; None of one that ended before.
+    """Return what ``work(rank, ranks)`` returned in each process; None of one that ended before.
 
     Args:
         work: a function of a module, which the processes import.
         ranks: how many.
         folder: empty.
         seconds: the timeout of the group.
-        deadline: seconds after which a process ends, whatever it does.
+        deadline: seconds after which a process ends in any case.
         nccl: one CUDA device for each rank; else gloo.
 
     Raises:
@@ -109,26 +99,42 @@ def said(
         # A server that has imported torch, and nothing else, forks them: a second instead of ten.
         method = "forkserver"
         mp.get_context(method).set_forkserver_preload(["torch._dynamo", "lib.manager"])
-    given = (work, ranks, str(folder), seconds, deadline, nccl)
+    arguments = (deadline, work, ranks, str(folder), seconds, nccl)
     try:
-        mp.start_processes(_entered, given, nprocs=ranks, start_method=method)
+        mp.start_processes(_main, arguments, nprocs=ranks, start_method=method)
     except mp.ProcessExitedException as error:
         texts = [f"{path.name}: {path.read_text()}" for path in sorted(folder.glob("error.*"))]
         raise AssertionError("\n".join(texts) or str(error)) from error
-    found = [folder / f"said.{rank}" for rank in range(ranks)]
-    return [torch.load(path, weights_only=False) if path.exists() else None for path in found]
+    paths = [folder / f"result.{rank}" for rank in range(ranks)]
+    return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
 
 
-HIDDEN, HEADS, SIZE, INNER, LAYERS = 64, 4, 16, 128, 2  # SIZE: of a head
-SIZES = (1, 2, 4, 8, 16)
-MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+def caught(call: Callable[[], Any], errors: Any = AgreementError) -> str:
+    """Return the type and the first line of the error that a call raises; "" if it raises none."""
+    try:
+        call()
+    except errors as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+HIDDEN, SIZE, INNER, LAYERS = 64, 16, 128, 2  # SIZE: of a head
+
+# by the mode of the manager, the first letters of those that the batches run in
+MODES = {
+    "NONE": "NNNNN",
+    "PIECEWISE": "PPPPP",
+    "FULL": "FFFFF",
+    "FULL_DECODE_ONLY": "FFFNN",
+    "FULL_AND_PIECEWISE": "FFFPP",
+}
 
 # (lengths of the requests, uniform decode)
 BATCHES = (((1,), True), ((1,) * 3, True), ((1,) * 8, True), ((5, 2, 1), False), ((16,), False))
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-    """Causal attention of each request to itself, [n, heads, size]; the metadata says where."""
+    """Causal attention of each request to itself, [n, heads, size]; metadata has the starts."""
     starts = get_forward_context().attn_metadata
     rows = torch.arange(q.shape[0], device=q.device, dtype=starts.dtype)
     owner = torch.searchsorted(starts[1:], rows, right=True)
@@ -158,17 +164,11 @@ def library() -> torch.library.Library:
 
 @dataclass(frozen=True)
 class Shard:
-    """One part of each layer.
-
-    Attributes:
-        rank: which part.
-        ranks: of how many.
-        own_op: all-reduce through an op of this file; else through ``dist.all_reduce``.
-    """
+    """One part of each layer."""
 
     rank: int = 0
     ranks: int = 1
-    own_op: bool = field(default=False)
+    own_op: bool = False  # all-reduce through an op of this file, not through `dist.all_reduce`
 
     def of(self, weight: torch.Tensor, dim: int) -> nn.Parameter:
         part = weight.chunk(self.ranks, dim)[self.rank]
@@ -224,16 +224,6 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-def dispatcher(mode: str) -> CudagraphDispatcher:
-    return CudagraphDispatcher(
-        CUDAGraphMode[mode],
-        SIZES,
-        max_num_reqs=MAX_REQS,
-        max_num_tokens=64,
-        support=AttentionCGSupport.ALWAYS,
-    )
-
-
 def model_of(shard: Shard, device: str, compiler: str | None = None) -> tuple[Any, Any]:
     """(model, config) of one rank's shard; with ``compiler`` the model is compiled."""
     library()
@@ -266,34 +256,17 @@ def manager_of(
 def batches(seed: int, device: str) -> list[Batch]:
     """The same on every rank."""
     torch.manual_seed(seed)
-    found = [requests(*lengths, decode=decode) for lengths, decode in BATCHES]
-    return [
-        Batch(
-            each.num_tokens,
-            each.num_reqs,
-            {name: value.to(device) for name, value in each.inputs.items() if value is not None},
-            each.max_query_len,
-            each.uniform_decode,
-        )
-        for each in found
-    ]
+    return [requests(*lengths, device=device, decode=decode) for lengths, decode in BATCHES]
 
 
-def unsharded(device: str) -> Any:
+def unsharded(device: str) -> Callable[[Batch], torch.Tensor]:
     """A function that runs a batch on one rank alone, without padding and without graphs."""
     library()
-    model = Decoder(Shard()).to(device).eval()
-
-    def run(batch: Batch) -> torch.Tensor:
-        given = {k: v for k, v in batch.inputs.items() if k != "query_start_loc"}
-        with torch.inference_mode(), set_forward_context(batch.inputs["query_start_loc"]):
-            return model(**given)
-
-    return run
+    return partial(eager, Decoder(Shard()).to(device).eval())
 
 
 def check_mode(made: CudaGraphManager, alone: Any, device: str, rounds: int = 2) -> Any:
-    """Runs all batches and compares with one rank's results.
+    """Run all batches and compare with the results of one rank.
 
     Returns:
         (captures, replays, modes of the batches, tokens of all batches).
@@ -301,11 +274,11 @@ def check_mode(made: CudaGraphManager, alone: Any, device: str, rounds: int = 2)
     for bulk in made.capture().values():
         assert bulk.missing == (), bulk
     captures, before = made.counters.captures, made.counters.replays
-    modes, tokens = [], []
+    modes, tokens = "", []
     for seed in range(rounds):
         previous = None
         for batch in batches(seed, device):
-            modes.append(made.dispatched(batch).mode.name)
+            modes += made.dispatched(batch).mode.name[0]
             logits = made.run(batch)
             expected = alone(batch)
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
@@ -314,18 +287,6 @@ def check_mode(made: CudaGraphManager, alone: Any, device: str, rounds: int = 2)
             previous = logits[0].clone()
             tokens += logits.argmax(-1).tolist()
     return captures, made.counters.replays - before, modes, tokens
-
-
-def expected_modes(mode: str, rounds: int = 2) -> list[str]:
-    letters = {
-        "NONE": "NNNNN",
-        "PIECEWISE": "PPPPP",
-        "FULL": "FFFFF",
-        "FULL_DECODE_ONLY": "FFFNN",
-        "FULL_AND_PIECEWISE": "FFFPP",
-    }[mode]
-    names = {"N": "NONE", "P": "PIECEWISE", "F": "FULL"}
-    return [names[letter] for letter in letters] * rounds
 
 
 def every_mode(shard: Shard, compiler: str | None, device: str) -> dict[str, Any]:
@@ -341,21 +302,21 @@ def every_mode(shard: Shard, compiler: str | None, device: str) -> dict[str, Any
 
 
 def check_every_mode(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """What two ranks found: graphs ran where they should, and tokens are those of one rank."""
+    """Check what two ranks found: graphs ran where they should, with the tokens of one rank."""
     assert first == second
     *_, tokens = first["NONE"]
     assert len(set(tokens)) > 10
     for mode, (captures, replays, modes, same) in first.items():
-        assert modes == expected_modes(mode)
+        assert modes == MODES[mode] * 2
         assert (captures > 0) is (mode != "NONE")
-        assert replays == sum(each != "NONE" for each in modes)
+        assert replays == len(modes) - modes.count("N")
         assert same == tokens
 
 
 def other_inputs(made: CudaGraphManager, rank: int, device: str) -> tuple[int, list[torch.Tensor]]:
-    """How many graphs a FULL step is, and what it gives as only rank 1 changes its tokens."""
+    """The number of graphs of a FULL step, and its results as only rank 1 changes its tokens."""
     made.capture()
-    entries = made._steps.full.concrete_cudagraph_entries
+    entries = made.wrappers[0].concrete_cudagraph_entries
     (entry,) = [entry for key, entry in entries.items() if key.num_tokens == 16]
     made.run(batches(0, device)[-1])
     results = []
@@ -367,14 +328,10 @@ def other_inputs(made: CudaGraphManager, rank: int, device: str) -> tuple[int, l
 
 
 def forced(shard: Shard, device: str, agreed: Agreement) -> str:
-    """A rank replays another size: what each is told. Nothing of it is left behind."""
+    """The error of a rank where one replays another size; the next steps are right."""
     made = manager_of("FULL", *model_of(shard, device), device, agreed)
     made.capture()
-    told = ""
-    try:
-        made.run_fullgraph((8, 4)[shard.rank])
-    except AgreementError as error:
-        told = str(error).splitlines()[0]
+    error = caught(lambda: made.run_fullgraph((8, 4)[shard.rank]))
     alone = unsharded(device)
     for batch in batches(0, device):
         torch.testing.assert_close(made.run(batch), alone(batch), rtol=1e-4, atol=1e-4)
@@ -383,7 +340,7 @@ def forced(shard: Shard, device: str, agreed: Agreement) -> str:
     assert (result is None) is (shard.rank == 1)
     assert made.counters.replays == before + 1
     made.release()
-    return told
+    return error
 
 
-FORCED = "rank 1 is about to run FULL, 4 tokens; rank 0 FULL, 8 tokens."
+FORCED = "AgreementError: rank 1 is about to run FULL, 4 tokens; rank 0 FULL, 8 tokens."

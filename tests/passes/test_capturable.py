@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from expecttest import TestCase
 from lib.cases import D
+from lib.snapshots import assert_snapshot
 from torch import nn
 
 import cgcompile
@@ -61,83 +61,17 @@ class MixedIndex(nn.Module):
         return x.sin()[rows].cos()
 
 
-class Snapshots(TestCase):
-    def setUp(self) -> None:
-        torch._dynamo.reset()
-
-    def test_pageable_copies(self) -> None:
-        split = split_of(Experts(), torch.randn(6, D, device="meta"))
-        self.assertExpectedInline(
-            split.text(lines=False),
-            """\
-3 pieces: 2 captured, 1 eager; 3 distinct; 80*s0 + 32 B cross
-sizes: s0 = x.size()[0]
-piece_0  captured  2 ops
-  at   scores = self.gate(x).softmax(-1)
-  in   s0, x f32[s0, 16] 64*s0 B, 2 static 272 B
-  out  scores f32[s0, 4] 16*s0 B
-piece_1  eager     1 op
-  why  device_copy: to copies from the CPU to meta
-  at   offsets = self.offsets.to(x.device)
-  in   1 static 32 B
-  out  offsets_1 i64[4] 32 B
-piece_2  captured  4 ops
-  at   return self.up(x) * (scores + offsets).sum(-1, keepdim=True)
-  in   s0, x f32[s0, 16] 64*s0 B, scores f32[s0, 4] 16*s0 B, offsets_1 i64[4] 32 B, 2 static 1088 B
-  out  mul f32[s0, 16] 64*s0 B""",
-        )
-
-    def test_cpu_tensors(self) -> None:
-        split = split_of(CpuPart(), torch.randn(6, D, device="meta"), torch.arange(6))
-        self.assertExpectedInline(
-            split.text(lines=False),
-            """\
-4 pieces: 2 captured, 2 eager; 4 distinct; 136*s0 + 4 B cross
-sizes: s0 = lengths.size()[0]
-piece_0  eager     3 ops
-  why  cpu_tensor: float computes on the CPU
-  why  cpu_tensor: mul computes on the CPU
-  why  cpu_tensor: full computes on the CPU
-  at   longest = lengths.float() * 2
-  at   half = torch.full((), 0.5)  # a 0-dim CPU tensor is read like a number
-  in   s0, lengths i64[s0] 8*s0 B
-  out  longest f32[s0] 4*s0 B, half f32[] 4 B
-piece_1  captured  2 ops
-  at   return x.sin() * half + longest.to(x.device)[:, None]
-  in   s0, x f32[s0, 16] 64*s0 B, half f32[] 4 B
-  out  mul_1 f32[s0, 16] 64*s0 B
-piece_2  eager     1 op
-  why  device_copy: to copies from the CPU to meta
-  at   return x.sin() * half + longest.to(x.device)[:, None]
-  in   s0, longest f32[s0] 4*s0 B
-  out  to f32[s0] 4*s0 B
-piece_3  captured  2 ops
-  at   return x.sin() * half + longest.to(x.device)[:, None]
-  in   s0, to f32[s0] 4*s0 B, mul_1 f32[s0, 16] 64*s0 B
-  out  add f32[s0, 16] 64*s0 B""",
-        )
-
-    def test_index_on_the_cpu(self) -> None:
-        split = split_of(MixedIndex(), torch.randn(6, D, device="meta"), torch.arange(6))
-        self.assertExpectedInline(
-            split.text(lines=False),
-            """\
-3 pieces: 2 captured, 1 eager; 3 distinct; 64*s0 + 128*s1 B cross
-sizes: s0 = x.size()[0], s1 = rows.size()[0]
-piece_0  captured  1 op
-  at   return x.sin()[rows].cos()
-  in   s0, x f32[s0, 16] 64*s0 B
-  out  sin f32[s0, 16] 64*s0 B
-piece_1  eager     1 op
-  why  cpu_tensor: getitem reads a CPU tensor
-  at   return x.sin()[rows].cos()
-  in   s0, s1, sin f32[s0, 16] 64*s0 B, rows i64[s1] 8*s1 B
-  out  getitem f32[s1, 16] 64*s1 B
-piece_2  captured  1 op
-  at   return x.sin()[rows].cos()
-  in   s1, getitem f32[s1, 16] 64*s1 B
-  out  cos f32[s1, 16] 64*s1 B""",
-        )
+@pytest.mark.parametrize(
+    ("name", "model", "inputs"),
+    [
+        ("pageable_copies", Experts, ()),
+        ("cpu_tensors", CpuPart, (torch.arange(6),)),
+        ("index_on_the_cpu", MixedIndex, (torch.arange(6),)),
+    ],
+)
+def test_split_of(name: str, model: type[nn.Module], inputs: tuple[torch.Tensor, ...]) -> None:
+    split = split_of(model(), torch.randn(6, D, device="meta"), *inputs)
+    assert_snapshot(f"capturable/{name}", split.text(lines=False))
 
 
 def test_on_the_cpu_alone_nothing_is_foreign() -> None:

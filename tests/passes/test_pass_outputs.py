@@ -6,10 +6,12 @@ import pytest
 import torch
 from lib.cases import D
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import cgcompile
 from cgcompile.errors import PassError
-from cgcompile.passes import FunctionPass
+from cgcompile.passes import FunctionPass, PassManager
 
 attend = nn.functional.scaled_dot_product_attention
 WHERE = ["graph_passes", "piece_passes"]
@@ -244,6 +246,38 @@ def test_strides_stay_where_another_piece_takes_the_output() -> None:
     torch.testing.assert_close(found, Attention()(x))
     found = compiled(Attention(), turned, "graph_passes", x)
     torch.testing.assert_close(found, Attention()(x))
+
+
+def _identity(value: torch.Tensor) -> fx.GraphModule:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["example_value"] = value
+    graph.output((node,))
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize(
+    ("rows", "new_rows", "strides", "same"),
+    [
+        (1, 1, (7, 1), True),
+        (2, 2, (7, 1), False),
+        (1, 0, (4, 1), True),
+        (0, 1, (7, 1), True),
+        (0, 1, (4, 2), False),
+    ],
+)
+def test_the_stride_of_a_single_row_is_free(rows: int, new_rows: int, strides, same: bool) -> None:
+    """Also beside a number of rows that depends on data (0 in the table)."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        unbacked = mode.shape_env.create_unbacked_symint()
+        before = torch.empty(rows or unbacked, 4)
+        after = torch.empty_strided((new_rows or unbacked, 4), strides)
+    manager = PassManager([FunctionPass("mine", lambda gm: _identity(after))])
+    if same:
+        manager(_identity(before), strided={0})
+        return
+    with pytest.raises(PassError, match="pass 'mine' changed output 0 of graph: it is f32"):
+        manager(_identity(before), strided={0})
 
 
 def test_the_next_good_pass_works_after_a_refused_one() -> None:

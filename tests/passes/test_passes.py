@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import cgcompile
 from cgcompile.errors import ConfigError, PassError
-from cgcompile.passes import OPTIONAL, PIPELINE, FunctionPass, PassManager
+from cgcompile.passes import OPTIONAL, PIPELINE, FunctionPass, GraphPass, PassManager
 
 
 def run(model: nn.Module, x: torch.Tensor, **settings) -> tuple[torch.Tensor, cgcompile.Backend]:
@@ -159,6 +159,20 @@ def test_something_that_is_no_pass() -> None:
         cgcompile.Backend(graph_passes=(drop_output,))
     with pytest.raises(PassError, match="found 3"):
         PassManager([3])
+
+
+def test_a_pass_may_inherit_the_interface() -> None:
+    @dataclasses.dataclass
+    class Named(GraphPass):
+        name: str
+
+        def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+            return gm
+
+        def uuid(self) -> str:
+            return self.name
+
+    assert [one.name for one in PassManager([Named("mine")]).passes] == ["mine"]
 
 
 def test_uuid_of_a_manager_depends_on_order_and_passes() -> None:

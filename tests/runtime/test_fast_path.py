@@ -1,7 +1,11 @@
-"""The shortest way through a compiled step: what it asks each time, and how many calls it takes."""
+"""Fast paths: how many calls they take, which steps they serve, and which they leave."""
 
+import asyncio
 import contextvars
+import gc
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,26 +13,25 @@ from typing import Any
 import pytest
 import torch
 from lib.asserts import watched
-from lib.entry import Hook
-from lib.fast_paths import FULL, NONE, PIECEWISE, ROWS, Engine
+from lib.entry import Hook, assert_same
+from lib.fast_paths import FULL, NONE, PIECEWISE, ROWS, Deep, Engine, Linear, compiled, context
+from lib.snapshots import assert_snapshot
+from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
 from cgcompile.graphs.profiling import observing
+from cgcompile.reasons import Reason
+from cgcompile.runtime.fast_path import ANOTHER
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 # ---------------------------------------------------------------- how many calls
 
 
 def calls_of(run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
-    """How often each function of Python, and of C, was called; none of the recorder's own."""
+    """Count the calls of each function of Python, and of C, outside of the host recorder."""
     python: Counter[str] = Counter()
     native: Counter[str] = Counter()
     depth = 0
@@ -53,170 +56,268 @@ def calls_of(run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
 
 
 def without_graphs(engine: Engine) -> None:
-    """Let the graphs be functions of C that do nothing: what is left is our own."""
+    """Replace graphs by functions of C that do nothing: what is left is cgcompile's own."""
     (recording,) = engine.graph.recordings
     sequence, nothing = recording.sequence, {}.clear
-    kinds = [type(each).__name__ for each in sequence.segments]
+    kinds = [type(segment).__name__ for segment in sequence.segments]
     sequence.steps = sequence._padded_steps = tuple(
         nothing if kind == "GraphSegment" else step
         for kind, step in zip(kinds, sequence.steps, strict=True)
     )
-    engine.graph.turn.forget()  # what holds the graph's own replay
+    engine.paths.forget()  # they hold the graph's own replay
     for _ in range(2):
         engine.step()
 
 
 @pytest.mark.parametrize("layers", [1, 6])
-def test_a_full_step_takes_as_many_calls_as_there_are_questions(layers: int) -> None:
+def test_calls_of_a_full_step(layers: int) -> None:
     engine = Engine(layers)
     without_graphs(engine)
     python, native = calls_of(engine.step)
-    assert engine.graph.turn.replays >= 2
+    assert engine.paths.replays >= 2
     assert python.total() <= 8, python  # of them one of this test, two of the host device
     assert native.total() <= 18, native
     assert python["replay"] == python["fits"] == python["forward"] == 0, python
     assert native["is_grad_enabled"] == native["check"] == 1, native
 
 
-def test_another_step_takes_few_calls_more() -> None:
+def test_calls_of_another_step_than_the_last() -> None:
     engine = Engine(1)
-    contexts = engine.context, engine.context_of(FULL, ROWS - 1)
+    contexts = engine.context, context(FULL, ROWS - 1)
     views = engine.x, engine.x[:-1]
     for _ in range(4):
-        for x, context in zip(views, contexts, strict=True):
-            engine.step(x, context)
-    before = engine.graph.turn.replays
+        for x, own in zip(views, contexts, strict=True):
+            engine.step(x, own)
+    before = engine.paths.replays
     same, _ = calls_of(lambda: engine.step(views[1], contexts[1]))
-    python, _ = calls_of(lambda: engine.step(views[0], contexts[0]))
-    assert engine.graph.turn.replays == before + 2
-    assert python - same == {"step": 1, "switched": 1, "__hash__": 1}
+    other, _ = calls_of(lambda: engine.step(views[0], contexts[0]))
+    assert engine.paths.replays == before + 2
+    assert other - same == {"step": 1, "switched": 1, "__hash__": 1}
     engine.step(views[1], contexts[1])
-    again, _ = calls_of(lambda: engine.step(views[1], contexts[1]))
-    assert again == same, "the step before is the one that is tried first"
+    assert calls_of(lambda: engine.step(views[1], contexts[1]))[0] == same
 
 
-def test_a_break_takes_the_calls_of_its_op() -> None:
-    found = []
+def test_calls_of_a_break() -> None:
+    counts = []
     for layers in (1, 6):
         engine = Engine(layers, PIECEWISE, hooked=False)
         without_graphs(engine)
-        found.append(calls_of(engine.step))
-    (few, few_native), (many, many_native) = found
+        counts.append(calls_of(engine.step))
+    (few, few_native), (many, many_native) = counts
     assert many - few == {"attend": 5}, "no function of ours for any of them"
     assert many_native - few_native == {"clear": 5}, "nothing but the graphs"
 
 
-# ---------------------------------------------------------------- what is asked
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE], ids=lambda mode: mode.name.lower())
+def test_text(mode: Any) -> None:
+    engine = Engine(mode=mode)
+    assert_snapshot(f"fast_path_{mode.name.lower()}", str(engine.paths.call.__doc__))
 
 
-def test_the_same_step_again() -> None:
-    engine = Engine()
-    assert engine.short(engine.step)
-    assert engine.short(lambda: engine.step(context=engine.context_of(FULL)))  # an equal descriptor
-    assert engine.short(lambda: engine.step(engine.x[:]))  # another object at the same place
+# ---------------------------------------------------------------- which steps
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+def test_repeated_steps(mode: Any) -> None:
+    engine = Engine(2, mode)
+    assert engine.is_fast()
+    assert engine.is_fast(lambda: engine.step(context=context(mode, ROWS)))  # equal descriptor
+    assert engine.is_fast(lambda: engine.step(engine.x[:]))  # another object, the same address
+    padded = context(mode, ROWS, num_unpadded_tokens=ROWS - 5)
+    expected, before = engine.model(engine.x), engine.paths.replays
+    assert_same([engine.step(context=padded)[: ROWS - 5]], [expected[: ROWS - 5]])
+    assert engine.paths.replays == before + 1
+    assert engine.is_fast(lambda: engine.step(context=context(mode, ROWS, inputs_ready=object())))
     (recording,) = engine.graph.recordings
-    replays = recording.sequence.stats.replays
-    assert engine.short(engine.step)
+    replays, counters = recording.sequence.stats.replays, engine.backend.counters
+    assert recording.sequence.stats.padding == 5
+    engine.model.cache_0.mul_(2)
+    engine.model.layers[1].after.weight.mul_(2)
+    assert engine.is_fast()
     assert recording.sequence.stats.replays == replays + 1
-    assert engine.backend.counters.calls == engine.backend.counters.replays + 2  # warming, capture
+    assert counters.calls == counters.replays + 2  # warming, capture
 
 
-def test_another_mode_or_batch() -> None:
+def test_calls_that_are_left() -> None:
     engine = Engine()
-    assert not engine.short(lambda: engine.step(context=engine.context_of(NONE)))
-    assert engine.short(engine.step)
-    assert not engine.short(lambda: engine.step(context=engine.context_of(PIECEWISE)))
-    other = engine.context_of(FULL, ROWS - 1)
-    assert not engine.short(lambda: engine.step(context=other))
+    step, x = engine.paths.call, engine.x
+    wide = torch.empty(ROWS, 2 * x.shape[1])
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "another address": ((x.clone(),), {}),
+        "fewer rows": ((x[:-1],), {}),
+        "other strides": ((wide[:, ::2],), {}),
+        "another type": ((nn.Parameter(x, requires_grad=False),), {}),
+        "another dtype": ((x.double(),), {}),
+        "a keyword": ((), {"x": x}),
+        "nothing": ((), {}),
+        "too much": ((x, x), {}),
+        "no tensor": ((3,), {}),
+    }
+    with engine.context:
+        assert all(step(*call) is ANOTHER for call in calls.values()), calls.keys()
+        assert step((x,), {}) is not ANOTHER
+    for around in (torch.inference_mode, torch.enable_grad):
+        with around(), engine.context:
+            assert step((x,), {}) is ANOTHER
+    assert step((x,), {}) is ANOTHER, "no context"
+    for other in (context(NONE, ROWS), context(PIECEWISE, ROWS), context(FULL, ROWS - 1)):
+        with other:
+            assert step((x,), {}) is ANOTHER
+    with engine.context, torch.autocast("cpu", torch.bfloat16):
+        assert step((x,), {}) is ANOTHER
+    engine.paths.forget()
+    with engine.context:
+        assert step((x,), {}) is ANOTHER
 
 
-def test_gradients_and_autocast() -> None:
+def observed(engine: Engine) -> None:
+    def observer(program: Any, recording: Any, inputs: tuple[Any, ...], real: Any) -> Any:
+        assert len(inputs) == len(program.split.inputs)  # the frozen ones are among them
+        return recording.replay(inputs, real)
+
+    engine.graph.observe(observer)
+
+
+@pytest.mark.parametrize(
+    "forget",
+    [lambda e: e.backend.release(), lambda e: e.graph.pool.release(), observed],
+    ids=["release", "pool", "observer"],
+)
+def test_graphs_that_are_gone_or_observed(forget: Any) -> None:
+    engine = Engine()
+    forget(engine)
+    assert not engine.is_fast()
+
+
+def test_weights_that_die() -> None:
+    """The fast path goes with them, and does not hold their graphs."""
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    models = [Linear().requires_grad_(False) for _ in range(2)]
+    runs, x = [torch.compile(model, backend=backend) for model in models], torch.randn(3, 4)
+
+    def step(index: int) -> int:
+        x.normal_()
+        before = graph.fast_paths.replays
+        with context():
+            assert_same([runs[index](x)], [models[index](x)])
+        return graph.fast_paths.replays - before
+
+    for index in (0, 0, 0, 1, 1, 1):
+        with context():
+            runs[index](x)
+    (graph,) = backend.graphs
+    assert step(1) == 1
+    recording = weakref.ref(graph.recordings[-1])
+    del models[1], runs[1]
+    gc.collect()
+    assert graph.fast_paths.graph is None
+    assert len(graph.recordings) == 1
+    assert (step(0), step(0)) == (0, 1)
+    models.append(Linear().requires_grad_(False))
+    runs.append(torch.compile(models[1], backend=backend))
+    assert [step(1) for _ in range(4)] == [0, 0, 0, 1]
+    gc.collect()
+    assert recording() is None
+
+
+def test_a_result_of_other_weights_that_moves() -> None:
+    """Layers of one class: an input that is a result of another layer has no fast path."""
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    layers = [Linear().requires_grad_(False) for _ in range(2)]
+    runs, x = [torch.compile(layer, backend=backend) for layer in layers], torch.randn(3, 4)
+    old = list(layers[0].parameters())  # stay alive
+    for step in range(12):
+        if step == 6:
+            layers[0].load_state_dict(Linear().state_dict(), assign=True)
+            layers[0].requires_grad_(False)
+        x.normal_()
+        with context():
+            assert_same([runs[1](runs[0](x))], [layers[1](layers[0](x))])
+    (graph,) = backend.graphs
+    assert len(graph.recordings) == 3, old
+    assert graph.counters.plain[Reason.INPUT_CHANGED] == 1
+
+
+def test_gradients() -> None:
     engine = Engine()
     with torch.enable_grad():
-        assert not engine.short(engine.step)
+        assert not engine.is_fast()
         engine.x.requires_grad_()
-        result = engine.step()
-        assert result.requires_grad
+        assert engine.step().requires_grad
         engine.x.requires_grad_(False)
-    assert engine.short(engine.step)
-    with torch.autocast("cpu", torch.bfloat16):
-        before = engine.graph.turn.replays
-        engine.compiled(engine.x)
-        assert engine.graph.turn.replays == before
+    assert engine.is_fast()
+
+
+def test_another_grad_mode_gets_its_own() -> None:
+    engine = Engine()
+    first = engine.paths.call
+    with torch.inference_mode():
+        for _ in range(3):
+            engine.step()
+        assert engine.paths.call not in (None, first)
+        assert engine.is_fast()
 
 
 def test_inside_of_a_capture() -> None:
     engine = Engine()
     device = engine.graph.pool.device
-    outer = device.new_graph()
-    results: list[torch.Tensor] = []
-    pool = device.new_pool(None)
+    outer, pool = device.new_graph(), device.new_pool(None)
     outer.begin(pool)
     try:
-        before = engine.graph.turn.replays
-        results.append(engine.step())
-        assert engine.graph.turn.replays == before
+        before = engine.paths.replays
+        engine.step()
+        assert engine.paths.replays == before
     finally:
         outer.end()
 
 
-def test_an_input_elsewhere_or_of_another_size() -> None:
+def test_an_input_that_moved_or_of_another_size() -> None:
     engine = Engine()
     with pytest.raises(AddressChangedError, match="'x'"):
         engine.step(engine.x.clone())
     with pytest.raises(HostValueChangedError):
         engine.step(engine.x[: ROWS - 1])
-    assert engine.short(engine.step)
+    assert engine.is_fast()
 
 
-def test_released_graphs() -> None:
+def test_a_hook_that_is_added() -> None:
     engine = Engine()
-    engine.backend.release()
-    assert not engine.short(engine.step)
+    handle = engine.model.register_forward_hook(lambda module, args, result: result + 1)
+    before = engine.model(engine.x)
+    assert_same([engine.step()], [before])
+    handle.remove()
+    assert_same([engine.step()], [engine.model(engine.x)])
 
 
-def test_graphs_that_somebody_else_dropped() -> None:
+def test_invalidated_and_released_steps_come_back() -> None:
     engine = Engine()
-    engine.graph.pool.release()
-    assert not engine.short(engine.step)
+    engine.model.layers[0].after = nn.Linear(*engine.model.layers[0].after.weight.shape)
+    engine.compiled.invalidate("another layer")
+    assert engine.paths.call is None
+    for _ in range(5):
+        assert_same([engine.step()], [engine.model(engine.x)])
+    graph = engine.backend.graphs[-1]
+    assert graph.fast_paths.call is not None
+    for _ in range(20):
+        engine.backend.release()
+        for _ in range(3):
+            engine.step()
+    assert graph.fast_paths.call is not None
 
 
-def test_weights_that_died() -> None:
-    engine = Engine()
-    (binding,) = engine.graph.bindings
-    binding.let_go()
-    assert engine.graph.turn.again is None
-    assert engine.graph.turn.short is None
-    assert not engine.short(engine.step)
-
-
-def test_somebody_who_observes() -> None:
-    engine = Engine()
-    seen: list[Any] = []
-
-    def observer(program: Any, recording: Any, inputs: tuple[Any, ...], real: Any) -> Any:
-        seen.append(len(inputs))
-        return recording.replay(inputs, real)
-
-    engine.graph.observe(observer)
-    assert not engine.short(engine.step)
-    assert seen == [len(engine.graph.split.inputs)]  # the frozen ones are among them
-
-
-def test_ranges_are_seen() -> None:
+def test_profiler_ranges() -> None:
     engine, seen = Engine(), []
 
-    class Ranges:
-        def around(self, sequence: Any, place: int | None) -> Any:
-            seen.append(place)
-            return torch.no_grad()
+    def around(sequence: Any, index: int | None) -> Any:
+        seen.append(index)
+        return torch.no_grad()
 
-    with observing(Ranges()):
-        assert engine.short(engine.step)
+    with observing(around):
+        assert engine.is_fast()
     assert seen == [None, 0]
 
 
-def test_stale_memory_shows() -> None:
+def test_poisoned_memory() -> None:
     engine = Engine(poison=True)
     result = engine.step()
     without_graphs(engine)
@@ -224,71 +325,201 @@ def test_stale_memory_shows() -> None:
     assert result.data_ptr() == engine.step().data_ptr()
 
 
-def test_a_step_within_a_step() -> None:
+def test_a_result_whose_layout_the_caller_changes() -> None:
+    engine = Engine()
+    step = engine.paths.call
+    for _ in range(3):
+        engine.x.copy_(torch.randn_like(engine.x))
+        with engine.context:
+            result = step((engine.x,), {})
+        assert result is not ANOTHER
+        assert_same([result], [engine.model(engine.x)])
+        result.unsqueeze_(0)
+    assert engine.paths.call is step
+
+
+# ---------------------------------------------------------------- several steps, several traces
+
+
+def test_several_sizes() -> None:
+    engine = Engine()
+    sizes = [ROWS, ROWS - 1, ROWS - 100]
+    contexts = {n: context(FULL, n) for n in sizes}
+    for _ in range(4):
+        for n in sizes:
+            engine.step(engine.x[:n], contexts[n])
+    paths = engine.paths
+    assert len(paths.calls) == 3
+    used = set()
+    for n in [*sizes, *sizes[::-1]]:
+        engine.x.copy_(torch.randn_like(engine.x))
+        before = paths.replays
+        assert_same([engine.step(engine.x[:n], contexts[n])], [engine.model(engine.x[:n])])
+        assert paths.replays == before + 1
+        assert paths.call in paths.calls.values()
+        used.add(paths.call)
+    assert len(used) == 3
+
+
+def test_several_sizes_of_a_graph_with_guards() -> None:
+    model = Linear().requires_grad_(False)
+    runs, x, known = compiled(model, guards="keep"), torch.randn(4, 4), []
+    for _ in range(5):
+        for rows in (4, 3):
+            with context(FULL, rows):
+                assert torch.equal(runs(x[:rows]), model(x[:rows]))
+            known.append(runs.backend.graphs[0].fast_paths.graph)
+    assert known[-1] is known[-3] is not known[-2]
+
+
+def test_two_traces() -> None:
+    runs = compiled(nn.Sequential(nn.ReLU(), nn.Sigmoid()), dynamic_dims={"input": 0})
+    both = [torch.randn(3, 4), torch.randn(3, 4, dtype=torch.float64)]
+
+    def call_both() -> None:
+        for x in both:
+            x.copy_(torch.randn_like(x))
+            with context():
+                torch.testing.assert_close(runs(x), runs.runnable(x))
+
+    for _ in range(5):
+        call_both()
+    paths = [graph.fast_paths for graph in runs.backend.graphs]
+    assert len(paths) == 2
+    known, before = [dict(each.calls) for each in paths], [each.replays for each in paths]
+    assert all(known)
+    for _ in range(20):
+        call_both()
+    assert [each.calls for each in paths] == known
+    assert [each.replays for each in paths] == [count + 20 for count in before]
+
+
+# ---------------------------------------------------------------- failures, threads and tasks
+
+
+def test_a_failing_step_is_counted_once(hook: Any) -> None:
     engine = Engine(mode=PIECEWISE)
+    before = engine.backend.counters
     plain = Hook.function
-    try:
-        Hook.function = lambda x: engine.step()
-        with pytest.raises(CaptureError, match="inside"):
-            engine.step()
-    finally:
-        Hook.function = plain
-    assert engine.graph.turn.owner == 0
-    assert engine.short(engine.step)
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("broken")
+
+    hook(broken)
+    with pytest.raises(ValueError, match="broken"):
+        engine.step()
+    hook(lambda x: engine.step())
+    with pytest.raises(CaptureError, match="inside"):
+        engine.step()
+    hook(plain)
+    after = engine.backend.counters
+    assert (after.calls, after.failures) == (before.calls + 3, before.failures + 3)
+    assert engine.paths.owner == 0
+    assert engine.is_fast()
 
 
-def test_one_step_at_a_time() -> None:
-    engine = Engine()
-    done: list[torch.Tensor] = []
-
-    def other() -> None:
+def run_in_thread(function: Callable[[], Any]) -> threading.Thread:
+    def run() -> None:
         with torch.no_grad():
-            done.append(engine.step())
+            function()
 
-    thread = threading.Thread(target=other)
-    with engine.graph.turn.lock:
-        thread.start()
-        thread.join(0.2)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_one_step_at_a_time(cleared: bool) -> None:
+    engine, results = Engine(), []
+    before = engine.paths.replays
+    with engine.paths.lock:  # as if another step ran
+        thread = run_in_thread(lambda: results.append(engine.step().clone()))
+        time.sleep(0.2)
         assert thread.is_alive()
-        assert not done
-    thread.join(10)
-    assert len(done) == 1
+        assert not results
+        engine.graph.pool.generation += cleared  # as clear_graphs() of a wrapper
+    thread.join(20)
+    assert engine.paths.replays == before + (not cleared)
+    assert_same(results, [engine.model(engine.x)])
 
 
-def test_a_context_that_another_thread_copied() -> None:
+def test_a_trace_of_another_thread_delays_nothing() -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        if inputs[-1].dtype is torch.float64:
+            begun.set()
+            assert done.wait(20)
+        return gm.forward
+
+    runs = cgcompile.compile(nn.ReLU(), compiler=compiler, guards="none", capture_device="host")
+    x = torch.randn(3, 4)
+    for _ in range(4):
+        with context():
+            runs(x)
+    tracing = run_in_thread(lambda: runs(x.double()))
+    assert begun.wait(20)
+    with context(PIECEWISE):  # the full path
+        thread = run_in_thread(lambda: runs(x))
+        thread.join(20)
+    assert not thread.is_alive()
+    done.set()
+    tracing.join(20)
+    assert len(runs.traces) == 2
+
+
+def test_a_call_inside_of_a_step_that_runs_plain(hook: Any) -> None:
+    engine = Engine(mode=PIECEWISE)
+    model = Deep(1, True).eval()  # its weights require grad
+    runs = cgcompile.compile(model, engine.backend, dynamic_dims={"x": 0}, guards="none")
+    for _ in range(4):
+        with engine.context:
+            runs(engine.x)
+    plain, inside = Hook.function, []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if not inside:
+            with torch.enable_grad():
+                inside.append(None)
+                inside.append(runs(engine.x))
+        return plain(x)
+
+    def call() -> None:
+        with engine.context:
+            runs(engine.x)
+
+    hook(function)
+    thread = run_in_thread(call)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert inside[1].requires_grad
+
+
+def test_a_context_copied_to_another_thread() -> None:
     engine = Engine()
-    before = engine.graph.turn.replays
-
-    def other() -> None:
-        with torch.no_grad():
-            engine.compiled(engine.x)
-
+    before = engine.paths.replays
     with engine.context:
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(other,))
-        thread.start()
-        thread.join(10)
-        assert engine.graph.turn.replays == before
+        run = contextvars.copy_context().run
+        run_in_thread(lambda: run(engine.compiled, engine.x)).join(10)
+        assert engine.paths.replays == before
         engine.compiled(engine.x)
-    assert engine.graph.turn.replays == before + 1
+    assert engine.paths.replays == before + 1
 
 
-def test_rows_that_are_padding() -> None:
+def test_a_task_has_its_own_context() -> None:
     engine = Engine()
-    real = cgcompile.set_forward_context(
-        cudagraph_runtime_mode=FULL,
-        batch_descriptor=BatchDescriptor(ROWS),
-        num_unpadded_tokens=ROWS - 5,
-    )
-    assert engine.short(lambda: engine.step(context=real))
-    (recording,) = engine.graph.recordings
-    assert recording.sequence.stats.padding == 5
 
+    async def inner() -> int:
+        before = engine.paths.replays
+        engine.compiled(engine.x)
+        return engine.paths.replays - before
 
-def test_weights_changed_in_place() -> None:
-    engine = Engine(2, PIECEWISE)
-    assert engine.short(engine.step)
-    engine.model.cache_0.mul_(2)
-    engine.model.layers[1].after.weight.mul_(2)
-    assert engine.short(engine.step)
-    with torch.enable_grad():  # the parameters themselves, and the same numbers
-        assert not engine.short(engine.step)
+    async def outer() -> tuple[int, int]:
+        with engine.context:
+            inside = asyncio.create_task(inner())
+            own = await inner()
+            return own, await inside
+
+    assert asyncio.run(outer()) == (1, 0)
+    with engine.context:
+        assert asyncio.run(inner()) == 0

@@ -17,7 +17,7 @@ from cgcompile.reasons import Reason
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-DOORS = ("torch", "keep", "shape", "none")
+ENTRY_POINTS = ("torch", "keep", "shape", "none")
 N = 4
 
 
@@ -26,12 +26,12 @@ def fresh() -> None:
     torch.compiler.reset()
 
 
-def built(model: nn.Module, door: str, **settings: Any) -> tuple[Any, Backend]:
+def built(model: nn.Module, entry_point: str, **settings: Any) -> tuple[Any, Backend]:
     given = {"compiler": "eager", "capture_device": "host", "cache_dir": "off", **settings}
     backend = Backend(**given)
-    if door == "torch":
+    if entry_point == "torch":
         return torch.compile(model, backend=backend), backend
-    return cgcompile.compile(model, backend, guards=door), backend
+    return cgcompile.compile(model, backend, guards=entry_point), backend
 
 
 def recorder(device: str) -> str:
@@ -93,13 +93,13 @@ def objects(model: Count, x: torch.Tensor, y: torch.Tensor, result: Any) -> dict
 
 
 @pytest.mark.parametrize("mode", [None, FULL, PIECEWISE], ids=str)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_a_buffer_that_is_changed_in_place_stays(
-    door: str, mode: CUDAGraphMode | None, device: str
+    entry_point: str, mode: CUDAGraphMode | None, device: str
 ) -> None:
     model, eager = Count().to(device), Count().to(device)
     eager.load_state_dict(model.state_dict())
-    compiled, backend = built(model, door, strict=True, capture_device=recorder(device))
+    compiled, backend = built(model, entry_point, strict=True, capture_device=recorder(device))
     count, x = model.count, torch.empty(2, N, device=device)
     for calls in range(1, 31):
         x.copy_(torch.randn(2, N))
@@ -114,15 +114,22 @@ def test_a_buffer_that_is_changed_in_place_stays(
 
 @pytest.mark.parametrize("mode", [None, FULL, PIECEWISE], ids=str)
 @pytest.mark.parametrize(
-    ("compiler", "door"),
-    [*(("eager", door) for door in DOORS), ("aot", "torch"), ("aot", "none"), ("inductor", "none")],
+    ("compiler", "entry_point"),
+    [
+        *(("eager", entry_point) for entry_point in ENTRY_POINTS),
+        ("aot", "torch"),
+        ("aot", "none"),
+        ("inductor", "none"),
+    ],
 )
 def test_the_same_items_are_inputs_as_in_eager(
-    compiler: str, door: str, mode: CUDAGraphMode | None, device: str
+    compiler: str, entry_point: str, mode: CUDAGraphMode | None, device: str
 ) -> None:
     model, eager = Returns().to(device), Returns().to(device)
     eager.load_state_dict(model.state_dict())
-    compiled, backend = built(model, door, compiler=compiler, capture_device=recorder(device))
+    compiled, backend = built(
+        model, entry_point, compiler=compiler, capture_device=recorder(device)
+    )
     x, y = torch.empty(N, N, device=device), torch.randn(N, N, device=device)
     for calls in range(1, 6):
         x.copy_(torch.randn(N, N))
@@ -172,12 +179,12 @@ class OneBreak(Hooked):
         return super().forward(x) * self.count
 
 
-@pytest.mark.parametrize("door", ["torch", "none"])
-def test_a_step_whose_capture_fails(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("entry_point", ["torch", "none"])
+def test_a_step_whose_capture_fails(entry_point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operators()
     model, eager = OneBreak(), OneBreak()
     eager.load_state_dict(model.state_dict())
-    compiled, backend = built(model, door)
+    compiled, backend = built(model, entry_point)
     count, x = model.count, torch.randn(3, model.before.in_features)
     assert torch.allclose(compiled(x), eager(x), atol=1e-5)
     monkeypatch.setattr(Hook, "function", staticmethod(lambda x: x * x.sum().item()))
@@ -189,10 +196,10 @@ def test_a_step_whose_capture_fails(door: str, monkeypatch: pytest.MonkeyPatch) 
     assert backend.counters.plain[Reason.CAPTURE_FAILED] > 0, backend.counters
 
 
-@pytest.mark.parametrize("door", ["torch", "none"])
-def test_steps_in_other_modes_of_autograd(door: str) -> None:
+@pytest.mark.parametrize("entry_point", ["torch", "none"])
+def test_steps_in_other_modes_of_autograd(entry_point: str) -> None:
     model = Count()
-    compiled, backend = built(model, door)
+    compiled, backend = built(model, entry_point)
     count, calls = model.count, 0
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
         for _ in range(4):
@@ -219,10 +226,10 @@ def test_without_graphs(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("look", ["verify", "bisect", "doctor", "explain"])
-@pytest.mark.parametrize("door", ["torch", "none"])
-def test_looking_leaves_the_buffer_where_it_was(door: str, look: str) -> None:
+@pytest.mark.parametrize("entry_point", ["torch", "none"])
+def test_looking_leaves_the_buffer_where_it_was(entry_point: str, look: str) -> None:
     model = Count()
-    compiled, backend = built(model, door)
+    compiled, backend = built(model, entry_point)
     count, x = model.count, torch.randn(2, N)
     for _ in range(3):
         compiled(x)
@@ -240,11 +247,11 @@ def test_looking_leaves_the_buffer_where_it_was(door: str, look: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [None, FULL], ids=str)
-@pytest.mark.parametrize("door", ["torch", "none"])
-def test_a_buffer_that_is_replaced_is_said(door: str, mode: CUDAGraphMode | None) -> None:
+@pytest.mark.parametrize("entry_point", ["torch", "none"])
+def test_a_buffer_that_is_replaced_is_said(entry_point: str, mode: CUDAGraphMode | None) -> None:
     model, eager = Replaced(), Replaced()
     eager.load_state_dict(model.state_dict())
-    compiled, backend = built(model, door, max_bindings=8)
+    compiled, backend = built(model, entry_point, max_bindings=8)
     x = torch.randn(2, N)
     for _ in range(80):
         with context(mode):

@@ -3,11 +3,10 @@
 from typing import Any
 
 import pytest
-from lib.ranks import said
+from lib.ranks import caught, run_ranks
 
 from cgcompile.config import CUDAGraphMode
 from cgcompile.descriptor import BatchDescriptor
-from cgcompile.errors import AgreementError
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.ranks import Agreement
@@ -41,7 +40,7 @@ def dispatcher(sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> CudagraphDispatcher
 
 
 def work(rank: int, ranks: int) -> list[Any]:
-    told: list[Any] = []
+    steps: list[Any] = []
     agreement = Agreement(dispatcher(), check=True)
     for batches, _ in STEPS:
         tokens, reqs, uniform = batches[rank]
@@ -49,30 +48,26 @@ def work(rank: int, ranks: int) -> list[Any]:
         found = agreement.dispatch(tokens, reqs, length, uniform)
         mode, descriptor, _ = found.dispatched
         across = found.num_tokens_across_dp.tolist()
-        told.append((mode.name, descriptor.num_tokens, descriptor.uniform, across, found.has_work))
+        steps.append((mode.name, descriptor.num_tokens, descriptor.uniform, across, found.has_work))
     # One rank forbids FULL: none takes it.
     modes = (NONE, PIECEWISE) if rank == 1 else None
-    told.append(agreement.dispatch(2, 2, 1, True, valid_modes=modes).dispatched.mode.name)
+    steps.append(agreement.dispatch(2, 2, 1, True, valid_modes=modes).dispatched.mode.name)
     # Requests left out: the dispatcher finds them from the length of the queries.
     descriptor = agreement.dispatch(8, None, 2, True).dispatched.descriptor
-    told.append((descriptor.num_tokens, descriptor.num_reqs))
+    steps.append((descriptor.num_tokens, descriptor.num_reqs))
     # One rank goes its own way: all are told which, and nobody waits.
     if rank == 2:
         agreement.dispatcher.refused(FULL, BatchDescriptor(2, 2, True), "by this rank alone")
-    try:
-        agreement.dispatch(*((1, 1, 1, True) if rank == 2 else (2, 2, 1, True)))
-    except AgreementError as error:
-        told.append(str(error).splitlines()[0])
-    try:
-        Agreement(dispatcher((1, 2, 4) if rank == 2 else (1, 2, 8)))
-    except AgreementError as error:
-        told.append(str(error).splitlines()[0])
-    return told
+    numbers = (1, 1, 1, True) if rank == 2 else (2, 2, 1, True)
+    steps.append(caught(lambda: agreement.dispatch(*numbers)))
+    sizes = (1, 2, 4) if rank == 2 else (1, 2, 8)
+    steps.append(caught(lambda: Agreement(dispatcher(sizes))))
+    return steps
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    return said(work, RANKS, tmp_path_factory.mktemp("ranks"))
+    return run_ranks(work, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 def test_ranks_take_the_same_graph(found: list[list[Any]]) -> None:
@@ -93,10 +88,10 @@ def test_requests_that_are_left_out(found: list[list[Any]]) -> None:
 
 
 def test_the_rank_that_differs_is_named(found: list[list[Any]]) -> None:
-    text = "rank 2 is about to run FULL, 4 tokens, uniform; rank 0 FULL, 2 tokens, uniform."
+    text = "AgreementError: rank 2 is about to run FULL, 4 tokens, uniform; rank 0 FULL, 2 tokens, uniform."
     assert [each[len(STEPS) + 2] for each in found] == [text] * RANKS
 
 
 def test_other_tables_are_named(found: list[list[Any]]) -> None:
-    text = "the dispatchers of ranks 2 plan other graphs than that of rank 0."
+    text = "AgreementError: the dispatchers of ranks 2 plan other graphs than that of rank 0."
     assert [each[len(STEPS) + 3] for each in found] == [text] * RANKS

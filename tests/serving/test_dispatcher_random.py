@@ -1,4 +1,4 @@
-"""Random ladders and batches: the tables answer as a search through all planned graphs would."""
+"""Random ladders and batches: the tables give what a search through all planned graphs gives."""
 
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -43,16 +43,16 @@ def batches(draw) -> Batch:
     reqs = draw(st.integers(1, 11))
     if draw(st.booleans()):
         query_len = draw(st.integers(1, 5))
-        said = draw(st.sampled_from([None, query_len]))
-        return Batch(reqs * query_len, reqs, said, True, **more)
+        longest = draw(st.sampled_from([None, query_len]))
+        return Batch(reqs * query_len, reqs, longest, True, **more)
     longest = draw(st.integers(1, 6))
     tokens = draw(st.integers(longest + reqs - 1, longest * reqs))
-    said_reqs, said_longest = draw(st.booleans()), draw(st.booleans())
-    return Batch(tokens, reqs if said_reqs else None, longest if said_longest else None, **more)
+    with_reqs, with_longest = draw(st.booleans()), draw(st.booleans())
+    return Batch(tokens, reqs if with_reqs else None, longest if with_longest else None, **more)
 
 
 @given(dispatchers(), batches(), st.data())
-def test_answers_as_a_search_would(pair, batch, data) -> None:
+def test_the_graph_that_a_search_finds(pair, batch, data) -> None:
     made, lora = pair
     every = list(made.plan())
     chosen = st.sets(st.sampled_from(every))
@@ -64,7 +64,7 @@ def test_answers_as_a_search_would(pair, batch, data) -> None:
         made.captured(mode, key)
     valid = data.draw(st.sampled_from([None, set(), {Mode.PIECEWISE}, {Mode.FULL, Mode.NONE}]))
     invalid = data.draw(st.sampled_from([None, set(), {Mode.FULL}, {Mode.PIECEWISE}]))
-    before = [None if each is None else set(each) for each in (valid, invalid)]
+    before = [None if modes is None else set(modes) for modes in (valid, invalid)]
 
     found = batch.through(made, valid_modes=valid, invalid_modes=invalid)
 

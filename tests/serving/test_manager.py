@@ -1,13 +1,14 @@
-"""The manager: every mode on a compiled and on a plain model, captures, hooks, refusals."""
+"""The manager: every mode on a compiled and on a plain model, captures, look-ups, hooks, weights."""
 
 import logging
 from collections import Counter
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lib.manager import (
+    EMBEDS,
     FULL,
     INPUTS,
     MAX_REQS,
@@ -16,14 +17,18 @@ from lib.manager import (
     SIZES,
     D,
     Decoder,
+    Picky,
+    check,
     dispatcher,
     eager,
+    inner,
     manager,
     metadata,
     requests,
 )
 from torch import nn
 
+import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode
 from cgcompile.errors import (
     AddressChangedError,
@@ -34,39 +39,28 @@ from cgcompile.errors import (
 )
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.reasons import Reason
-from cgcompile.serving.batch import Batch, GraphHooks, Metadata
-from cgcompile.serving.buffers import InputBuffer
-from cgcompile.serving.plan import Axis, LoraCases
+from cgcompile.serving import Axis, Batch, GraphHooks, LoraCases, Metadata
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-KINDS = ("plain", "compiled")
+kinds = pytest.mark.parametrize("kind", ["plain", "compiled"])
 
 # (lengths, decode, the mode it runs in by the mode of the manager)
 BATCHES = (
     ((1,), True, "NPFFF"),
+    ((1,), False, "NPFNP"),
     ((1, 1, 1), True, "NPFFF"),
     ((1,) * 8, True, "NPFFF"),
     ((1,) * 8, False, "NPFNP"),  # prompts of one token each are no decode
     ((3, 2, 1), False, "NPFNP"),
     ((7,), False, "NPFNP"),
     ((16,), False, "NPFNP"),
-    ((20,), False, "NNNNN"),
+    ((17,), False, "NNNNN"),
+    ((64,), False, "NNNNN"),
 )
 BY_LETTER = {"N": NONE, "P": PIECEWISE, "F": FULL}
 
 
-def inner(made: Any) -> nn.Module:
-    return getattr(made.model, "_orig_mod", made.model)
-
-
-def check(made: Any, batch: Batch, **restrictions: Any) -> torch.Tensor:
-    """One step, equal to eager; attention sums over padded rows in another order."""
-    found = made.run(batch, **restrictions)
-    torch.testing.assert_close(found, eager(inner(made), batch), rtol=1e-5, atol=1e-5)
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 @pytest.mark.parametrize("mode", MODES)
 def test_every_batch_equals_eager_in_its_mode(mode: str, kind: str, device: str) -> None:
     made = manager(mode, kind, device)
@@ -77,10 +71,8 @@ def test_every_batch_equals_eager_in_its_mode(mode: str, kind: str, device: str)
     before = made.counters.replays
     for _ in range(2):
         for lengths, decode, expected in BATCHES:
-            previous = check(made, requests(*lengths, device=device, decode=decode)).clone()
-            assert not torch.equal(
-                previous, check(made, requests(*lengths, device=device, decode=decode))
-            )
+            first, second = (requests(*lengths, device=device, decode=decode) for _ in range(2))
+            assert not torch.equal(check(made, first).clone(), check(made, second))
             modes[BY_LETTER[expected[MODES.index(mode)]]] += 2
     assert made.counters.replays - before == modes[PIECEWISE] + modes[FULL]
     counted: Counter[Any] = Counter()
@@ -89,65 +81,58 @@ def test_every_batch_equals_eager_in_its_mode(mode: str, kind: str, device: str)
     assert counted == +modes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_tails_hold_never_reaches_real_rows(kind: str, device: str) -> None:
-    """A large batch, then a small one in the same buffers; and NaN behind what is real."""
-    embeds = InputBuffer("inputs_embeds", ("tokens", D), torch.float32, float("nan"), optional=True)
-    axes = (Axis("inputs_embeds", (True,)),)
-    made = manager(
-        "FULL_AND_PIECEWISE",
-        kind,
-        device,
-        dispatch=dispatcher("FULL_AND_PIECEWISE", axes=axes),
-        inputs=(*INPUTS, embeds),
-    )
+def test_batches_without_rows_and_with_too_many() -> None:
+    made = manager()
     made.capture()
-    for lengths, decode in (((16,), False), ((3, 2), False), ((1,) * 8, True), ((1,) * 5, True)):
-        batch = requests(*lengths, device=device, decode=decode, extra=(True,))
-        rows = torch.randn(batch.num_tokens, D, device=device)
-        batch = replace(batch, inputs={**batch.inputs, "inputs_embeds": rows})
-        assert check(made, batch).isfinite().all()
-    assert made.statistics.reasons() == {}
+    batch = requests(3)
+    empty = {name: value[:0] for name, value in batch.inputs.items()}
+    nothing = Batch(0, 0, {**empty, "query_start_loc": batch.inputs["query_start_loc"][:1]})
+    assert made.run(nothing).shape == (0, D)
+    assert made.run(Batch(0, 0, {})) is None  # no work, and not counted
+    assert made.run(None) is None
+    assert made.statistics.reasons() == {Reason.EMPTY_BATCH: 1}
+    with pytest.raises(BatchError, match="num_reqs = 0"):
+        made.run(Batch(3, 0, batch.inputs))
+    with pytest.raises(InputBufferError, match="room for 64"):
+        made.run(requests(65))
 
 
-def test_optional_inputs_are_part_of_the_key() -> None:
-    embeds = InputBuffer("inputs_embeds", ("tokens", D), torch.float32, 0.0, optional=True)
-    inputs = (*INPUTS, embeds)
-    with pytest.raises(ManagerError, match="no axis of that name"):
-        manager(inputs=inputs)
-    axes = (Axis("inputs_embeds", (False, True)),)
-    made = manager(dispatch=dispatcher("FULL_AND_PIECEWISE", axes=axes), inputs=inputs)
+def test_excluded_modes() -> None:
+    made = manager()
     made.capture()
-    with_it = requests(1, 1, 1, decode=True, extra=(True,))
-    rows = torch.randn(3, D)
-    with_it = replace(with_it, inputs={**with_it.inputs, "inputs_embeds": rows})
-    check(made, with_it)
-    check(made, requests(1, 1, 1, decode=True, extra=(False,)))
-    with pytest.raises(ManagerError, match="expected whether it is given"):
-        made.run(replace(with_it, extra=(False,)))
-    check(made, with_it)
-    assert made.run(Batch(0, 0, {})) is None  # what it says of the axes does not matter
-    empty = {name: value[:0] for name, value in with_it.inputs.items()}
-    empty["query_start_loc"] = with_it.inputs["query_start_loc"][:1]
-    assert made.run(Batch(0, 0, empty)).shape == (0, D)
+    batch = requests(1, 1, 1, decode=True)
+    check(made, batch, invalid_modes={FULL})
+    check(made, batch, valid_modes=[NONE])
+    counted = {cell.mode: cell.hits for cell in made.statistics.cells() if cell.hits}
+    assert counted == {"PIECEWISE": 1, "NONE": 1}
+
+
+def test_each_reason_of_a_lesser_mode_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = manager("FULL")
+    made.capture()
+    with caplog.at_level(logging.INFO, logger="cgcompile.serving"):
+        for count in (20, 3, 21, 24):
+            made.run(requests(count))
+    lines = [line for line in caplog.messages if line.startswith("a step")]
+    why = "oversize: more than 16 tokens: no graph is as large"
+    assert lines == [f"a step of 20 tokens runs in mode NONE: {why}"]
+
+
+# ---------------------------------------------------------------- captures
 
 
 def test_each_phase_gets_fresh_inputs() -> None:
-    seen: list[tuple[str, BatchDescriptor, Any]] = []
+    seen: list[tuple[str, int, Any]] = []
 
     def prepare(descriptor: BatchDescriptor, phase: str) -> Batch:
-        lengths = [1] * (descriptor.num_tokens - 1)
-        batch = requests(*lengths, 1) if descriptor.num_reqs else requests(descriptor.num_tokens)
-        seen.append((phase, descriptor, batch))
+        batch = requests(descriptor.num_tokens)
+        seen.append((phase, descriptor.num_tokens, batch))
         return batch
 
-    made = manager("PIECEWISE", prepare=prepare)
-    made.capture()
-    sizes = [16, 8, 4, 2, 1]
-    assert [(phase, each.num_tokens) for phase, each, _ in seen] == [
-        *(("warmup", size) for size in sizes),
-        *(("capture", size) for size in sizes),
-    ]
+    manager("PIECEWISE", prepare=prepare).capture()
+    sizes = sorted(SIZES, reverse=True)
+    phases = ("warmup", "capture")
+    assert [entry[:2] for entry in seen] == [(phase, size) for phase in phases for size in sizes]
     assert len({id(batch) for _, _, batch in seen}) == 10
 
 
@@ -155,11 +140,8 @@ def test_a_graph_for_mixed_batches_is_captured_with_a_long_query() -> None:
     seen: dict[BatchDescriptor, Any] = {}
 
     def noted(batch: Batch, descriptor: BatchDescriptor, buffers: Any) -> Metadata:
-        seen[descriptor] = (
-            batch.num_reqs,
-            batch.max_query_len,
-            buffers["query_start_loc"].tolist(),
-        )
+        starts = buffers["query_start_loc"].tolist()
+        seen[descriptor] = (batch.num_reqs, batch.max_query_len, starts)
         return metadata(batch, descriptor, buffers)
 
     manager("FULL", metadata=noted).capture()
@@ -171,7 +153,7 @@ def test_a_graph_for_mixed_batches_is_captured_with_a_long_query() -> None:
     assert seen[BatchDescriptor(12, 4, True)] == (4, 3, [0, 3, 6, 9, 12])
 
 
-def test_what_cannot_be_captured_is_said() -> None:
+def test_captures_that_are_refused() -> None:
     made = manager("FULL", metadata=lambda batch, descriptor, buffers: Metadata())
     with pytest.raises(ManagerError, match="no attention metadata"):
         made.capture()
@@ -183,9 +165,9 @@ def test_what_cannot_be_captured_is_said() -> None:
         made.capture_graph(FULL, BatchDescriptor(5, 5))
     assert made.counters.calls == 0
     made.capture_graph(FULL, BatchDescriptor(4, 4))
-    for again in (lambda: made.capture_graph(FULL, BatchDescriptor(4, 4)), made.capture):
+    for call in (lambda: made.capture_graph(FULL, BatchDescriptor(4, 4)), made.capture, made.plan):
         with pytest.raises(ManagerError, match="captured already"):
-            again()
+            call()
     check(made, requests(1, 2))
     check(made, requests(7))
     assert made.statistics.reasons() == {Reason.NOT_CAPTURED: 1}
@@ -195,88 +177,49 @@ def test_what_cannot_be_captured_is_said() -> None:
 
 
 def test_one_size_that_fails(device: str) -> None:
-    class Picky(Decoder):
-        def forward(self, input_ids, positions, inputs_embeds=None):
-            made = super().forward(input_ids, positions)
-            if input_ids.shape[0] != 4:
-                return made
-            return made * float(made.mean() * 0 + 1)  # reads the device
-
-    made = manager("FULL", device=device, model=Picky())
+    made = manager("FULL", device=device, model=Picky(4))
     (bulk,) = made.capture().values()
-    assert [each.num_tokens for each in bulk.captured] == [16, 8, 2, 1]
-    assert [each.num_tokens for each, _ in bulk.missing] == [4]
+    assert [key.num_tokens for key in bulk.captured] == [16, 8, 2, 1]
+    assert [key.num_tokens for key, _ in bulk.missing] == [4]
     for lengths in ((3,), (2,), (7,)):
         check(made, requests(*lengths, device=device))
     assert not made.statistics.reasons()
     assert made.get_cudagraph_size(3) == 8  # the next larger one
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_lazily(kind: str, device: str) -> None:
-    made = manager("FULL_AND_PIECEWISE", kind, device, lazily=True)
-    captures = []
-    for _ in range(4):
+    announced: list[int] = []
+
+    class Noting(GraphHooks):
+        def before_full_capture(self) -> None:
+            announced.append(made.counters.captures)
+
+    made = manager("FULL_AND_PIECEWISE", kind, device, lazily=True, hooks=[Noting()])
+    counted = []
+    for step in range(5):
+        for wrapper in made.wrappers:
+            wrapper.closed = step == 1  # a capture that does not begin is not announced
         check(made, requests(1, 1, 1, device=device, decode=True))
-        captures.append((made.counters.captures, made.counters.replays))
-    assert captures == [(0, 0), (1, 0), (1, 1), (1, 2)]
+        counted.append((made.counters.captures, made.counters.replays, len(announced)))
+    warm, closed, *others = counted
+    assert warm == (0, 0, 0)
+    assert closed[1:] == (0, 0)
+    assert [(replays, calls) for _, replays, calls in others] == [(0, 1), (1, 1), (2, 1)]
+    captures, replays = made.counters.captures, made.counters.replays
     for _ in range(3):
         check(made, requests(5, device=device))
-    assert (made.counters.captures, made.counters.replays) == (2, 3)
+    assert (made.counters.captures, made.counters.replays) == (captures + 1, replays + 1)
+    assert len(announced) == 1  # by piece: not announced
 
 
-@pytest.mark.parametrize("aux", [False, True])
-def test_run_fullgraph(aux: bool, device: str) -> None:
-    made = manager("FULL_AND_PIECEWISE", device=device, model=Decoder(aux))
-    with pytest.raises(ManagerError, match="No cudagraph for 4 tokens; captured FULL: none"):
-        made.run_fullgraph(4)
-    made.capture()
-    for size in (4, 8, 4):
-        batch = requests(*[1] * size, device=device, decode=True)
-        made.inputs.stage(batch.inputs, (size, size), (size, size))
-        found, expected = made.run_fullgraph(size), eager(inner(made), batch)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        hidden = found[0] if aux else found
-        assert hidden.shape == (size, D)
-    again = made.run_fullgraph(4)
-    assert (again[0] if aux else again).data_ptr() == hidden.data_ptr()
-    with pytest.raises(ManagerError, match="No cudagraph for 5 tokens; captured FULL: 1, 2, 4, 8"):
-        made.run_fullgraph(5)
-
-
-def test_which_graph_serves() -> None:
-    made = manager("FULL_DECODE_ONLY")
-    assert made.get_cudagraph_runtime_mode(3, 3, 1) == (NONE, None)
-    made.capture()
-    assert made.get_cudagraph_runtime_mode(3, 3, 1) == (FULL, 4)
-    assert made.get_cudagraph_runtime_mode(1, 3, 3) == (NONE, None)
-    assert made.get_cudagraph_runtime_mode(9, 9, 1) == (NONE, None)
-    assert (made.get_cudagraph_size(3, True), made.get_cudagraph_size(3)) == (4, None)
-    made = manager(dispatch=dispatcher("FULL", axes=(Axis("a", (1,)),), lora=LoraCases((2,))))
-    made.capture()
-    for more, size in (({"extra": (1,)}, 4), ({"extra": (7,)}, None)):
-        more = {"has_lora": True, "num_active_loras": 1, **more}
-        assert made.get_cudagraph_size(3, **more) == size
-        mode = FULL if size else NONE
-        assert made.get_cudagraph_runtime_mode(1, 3, 3, **more) == (mode, size)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights(kind: str, device: str) -> None:
-    made = manager("FULL_DECODE_ONLY", kind, device)
-    made.capture()
-    batch = requests(1, 1, 1, device=device, decode=True)
-    first = check(made, batch).clone()
-    with torch.no_grad():
-        inner(made).layers[0].out.weight.mul_(2)
-    assert not torch.equal(check(made, batch), first)
-    old = inner(made).layers[0].out.weight
-    inner(made).layers[0].out.weight = nn.Parameter(torch.randn_like(old))
-    with pytest.raises(AddressChangedError, match=r"out\.weight"):
-        made.run(batch)
-    made.release()
-    made.capture()
-    check(made, batch)
+def test_lazily_what_cannot_be_captured_runs_plain() -> None:
+    made = manager("FULL", model=Picky(*SIZES), lazily=True)
+    for _ in range(4):
+        check(made, requests(16))
+    chosen = made.dispatched(requests(16))
+    assert chosen.mode is NONE
+    assert "not permitted when stream is capturing" in chosen.why.detail
 
 
 def test_hooks_and_contexts() -> None:
@@ -309,68 +252,53 @@ def test_hooks_and_contexts() -> None:
 
     made = manager("FULL", hooks=[Noting()], graph_capture=Around)
     made.capture_graph(FULL, BatchDescriptor(4, 4))
-    # Two warm-ups would be as right: one plain pass, one capture, which is one execution.
-    assert calls == [
-        "before_capture",
-        "enter",
-        "end_of_capture",
-        "before_full_capture",
-        "end_of_capture",
-        "exit",
-    ]
+    capture = ["before_full_capture", "end_of_capture"]
+    assert calls == ["before_capture", "enter", "end_of_capture", *capture, "exit"]
     del calls[:]
     check(made, requests(3))
-    assert calls == ["before_replay", "after_replay"]
     check(made, requests(20))
-    assert len(calls) == 2
+    assert calls == ["before_replay", "after_replay"]
     made.release()
     del calls[:]
-    assert sum(len(each.captured) for each in made.capture().values()) == len(SIZES)
+    assert sum(len(bulk.captured) for bulk in made.capture().values()) == len(SIZES)
     assert calls.count("before_full_capture") == len(SIZES)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_lazy_capture_of_a_whole_step_is_announced_too(kind: str, device: str) -> None:
-    calls: list[int] = []
+def test_hooks_end_where_a_step_raises() -> None:
+    calls: list[str] = []
 
     class Noting(GraphHooks):
-        def before_full_capture(self) -> None:
-            calls.append(made.counters.captures)
+        def __init__(self, name: str, fails: bool = False) -> None:
+            self.name, self.fails = name, fails
 
-    made = manager("FULL_AND_PIECEWISE", kind, device, hooks=[Noting()], lazily=True)
-    for step in range(4):
-        check(made, requests(1, 1, device=device, decode=True))
-        assert calls == [0] * (step >= 1)  # the first step warms up, the second captures
-    assert made.counters.replays == 2
-    for _ in range(3):
-        check(made, requests(3, device=device))  # by piece: not announced
-    assert len(calls) == 1
+        def before_replay(self) -> None:
+            if self.fails:
+                raise ValueError(self.name)
+            calls.append(f"before {self.name}")
+
+        def after_replay(self) -> None:
+            calls.append(f"after {self.name}")
+
+    batch, wrong = requests(3), requests(3)
+    wrong.inputs["positions"] = torch.zeros(3)
+    for fails, step, error, expected in (
+        (False, wrong, InputBufferError, ["before a", "before b", "after a", "after b"]),
+        (True, batch, ValueError, ["before a", "after a"]),
+    ):
+        made = manager("FULL", hooks=[Noting("a"), Noting("b", fails)])
+        made.capture()
+        del calls[:]
+        with pytest.raises(error):
+            made.run(step)
+        assert calls == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_capture_that_does_not_begin_is_not_announced(kind: str, device: str) -> None:
-    calls: list[int] = []
-
-    class Noting(GraphHooks):
-        def before_full_capture(self) -> None:
-            calls.append(made.counters.captures)
-
-    made = manager("FULL_AND_PIECEWISE", kind, device, hooks=[Noting()], lazily=True)
-    check(made, requests(1, 1, device=device, decode=True))  # warms up
-    for closed in (True, False):
-        for wrapper in made._steps.wrappers:
-            wrapper.closed = closed
-        check(made, requests(1, 1, device=device, decode=True))
-        assert len(calls) == (not closed)
-    check(made, requests(1, 1, device=device, decode=True))
-    assert made.counters.captures >= 1
-    assert made.counters.replays >= 1
-    assert len(calls) == 1
+# ---------------------------------------------------------------- look-ups
 
 
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE", "NONE"])
-def test_sizes_are_told_before_and_after_capture(mode: str, lazily: bool) -> None:
+def test_sizes_before_and_after_capture(mode: str, lazily: bool) -> None:
     made = manager(mode, lazily=lazily)
     sizes = {n: min(size for size in SIZES if size >= n) for n in range(1, SIZES[-1] + 1)}
     decode = {n: size for n, size in sizes.items() if n <= MAX_REQS}
@@ -396,7 +324,24 @@ def test_sizes_of_decode_with_drafts() -> None:
     assert made.uniform_decode_cudagraph_sizes == expected
 
 
-def test_a_refused_size_is_not_told() -> None:
+def test_which_graph_serves() -> None:
+    made = manager("FULL_DECODE_ONLY")
+    assert made.get_cudagraph_runtime_mode(3, 3, 1) == (NONE, None)
+    made.capture()
+    assert made.get_cudagraph_runtime_mode(3, 3, 1) == (FULL, 4)
+    assert made.get_cudagraph_runtime_mode(1, 3, 3) == (NONE, None)
+    assert made.get_cudagraph_runtime_mode(9, 9, 1) == (NONE, None)
+    assert (made.get_cudagraph_size(3, True), made.get_cudagraph_size(3)) == (4, None)
+    made = manager(dispatch=dispatcher("FULL", axes=(Axis("a", (1,)),), lora=LoraCases((2,))))
+    made.capture()
+    for extra, size in (((1,), 4), ((7,), None)):
+        more = {"has_lora": True, "num_active_loras": 1, "extra": extra}
+        assert made.get_cudagraph_size(3, **more) == size
+        mode = FULL if size else NONE
+        assert made.get_cudagraph_runtime_mode(1, 3, 3, **more) == (mode, size)
+
+
+def test_a_refused_size_is_skipped() -> None:
     made = manager("FULL")
     made.dispatcher.refused(FULL, BatchDescriptor(16, 8), "an op reads the host")
     made.dispatcher.refused(FULL, BatchDescriptor(2, 2), "an op reads the host")
@@ -405,103 +350,115 @@ def test_a_refused_size_is_not_told() -> None:
     assert made.get_cudagraph_size(2) == 4
 
 
-def test_what_full_graphs_write_can_be_looked_at(device: str) -> None:
-    made = manager("FULL", device=device, model=Decoder(aux=True))
+@pytest.mark.parametrize("aux", [False, True])
+def test_run_fullgraph(aux: bool, device: str) -> None:
+    made = manager("FULL_AND_PIECEWISE", device=device, model=Decoder(aux))
+    with pytest.raises(ManagerError, match="No cudagraph for 4 tokens; captured FULL: none"):
+        made.run_fullgraph(4)
     assert made.output_buffers is None
     made.capture()
-    hidden, [aux] = made.output_buffers
-    assert hidden.shape == aux.shape == (SIZES[-1], D)
-    last, [first] = made.run(requests(3, device=device))
-    torch.testing.assert_close(hidden[:3], last)
-    assert (last.data_ptr(), first.data_ptr()) == (hidden.data_ptr(), aux.data_ptr())
+    for size in (4, 8, 4):
+        batch = requests(*[1] * size, device=device, decode=True)
+        made.inputs.stage(batch.inputs, (size, size), (size, size))
+        found, expected = made.run_fullgraph(size), eager(inner(made), batch)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        hidden = found[0] if aux else found
+        assert hidden.shape == (size, D)
+    second, whole = made.run_fullgraph(4), made.output_buffers
+    assert (second[0] if aux else second).data_ptr() == hidden.data_ptr()
+    assert (whole[0] if aux else whole).data_ptr() == hidden.data_ptr()
+    assert (whole[0] if aux else whole).shape == (MAX_REQS, D)
+    with pytest.raises(ManagerError, match="No cudagraph for 5 tokens; captured FULL: 1, 2, 4, 8"):
+        made.run_fullgraph(5)
     made.release()
     assert made.output_buffers is None
 
 
-def test_dummies_have_sequences_that_are_not_empty() -> None:
-    lengths: dict[Any, list[int]] = {}
-
-    def noted(batch: Batch, descriptor: BatchDescriptor, buffers: Any) -> Metadata:
-        lengths[descriptor] = buffers["seq_lens"].tolist()
-        return metadata(batch, descriptor, buffers)
-
-    spec = InputBuffer("seq_lens", ("reqs",), torch.int32, argument=False, dummy_value="num_tokens")
-    made = manager("FULL", inputs=(*INPUTS, spec), metadata=noted)
+def test_the_full_graph_of_a_variant() -> None:
+    axes = [Axis("inputs_embeds", (False, True))]
+    made = manager(dispatch=dispatcher("FULL", axes=axes), inputs=(*INPUTS, EMBEDS))
     made.capture()
-    assert lengths[BatchDescriptor(4, 4)] == [4] * 4
-    assert lengths[BatchDescriptor(16, 8)] == [16] * 8
-    batch = requests(3)
-    batch = replace(
-        batch, inputs={**batch.inputs, "seq_lens": torch.tensor([3], dtype=torch.int32)}
-    )
-    made.run(batch)
-    assert lengths[BatchDescriptor(4, 4)] == [3, 0, 0, 0]
-    assert InputBuffer("s", ("reqs",), torch.int32, 1, dummy_value=7).dummy(4, 2).tolist() == [7, 7]
-    for bad in ("tokens", 0.5, 2**40):
-        with pytest.raises(InputBufferError, match=f"dummy_value={bad!r}"):
-            InputBuffer("s", ("reqs",), torch.int32, dummy_value=bad)
+    batch = requests(*[1] * 8, extra=(False,))
+    made.inputs.stage(batch.inputs, (8, 8), (8, 8))
+    found, expected = made.run_fullgraph(8, extra=(False,)), eager(made.model, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ManagerError, match="No cudagraph for 8 tokens"):
+        made.run_fullgraph(8)
 
 
-def test_each_reason_of_a_lesser_mode_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    made = manager("FULL")
+# ---------------------------------------------------------------- weights and modes of autograd
+
+
+class Called:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._model(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "wrapped"),
+    [
+        ("FULL_DECODE_ONLY", "plain", None),
+        ("FULL_DECODE_ONLY", "compiled", None),
+        *(
+            (mode, "plain", wrapped)
+            for mode in ("FULL", "PIECEWISE")
+            for wrapped in (partial, Called, lambda model: lambda **given: model(**given))
+        ),
+    ],
+)
+def test_weights(mode: str, kind: str, wrapped: Any, device: str) -> None:
+    """Written in place: read by the graphs; replaced: an error. Also where no module is given."""
+    model = Decoder().to(device).eval()
+    made = manager(mode, kind, device, model=model, wrapped=wrapped)
     made.capture()
-    with caplog.at_level(logging.INFO, logger="cgcompile.serving"):
-        for count in (20, 3, 21, 24):
-            made.run(requests(count))
-    lines = [each for each in caplog.messages if each.startswith("a step")]
-    why = "oversize: more than 16 tokens: no graph is as large"
-    assert lines == [f"a step of 20 tokens runs in mode NONE: {why}"]
-
-
-def test_excluded_modes() -> None:
-    made = manager("FULL_AND_PIECEWISE")
+    batch = requests(1, 1, 1, device=device, decode=True)
+    first = made.run(batch).clone()
+    with torch.no_grad():
+        model.places.weight.mul_(2)
+    found = made.run(batch)
+    assert not torch.equal(found, first)
+    torch.testing.assert_close(found, eager(model, batch), rtol=1e-5, atol=1e-5)
+    model.places.weight = nn.Parameter(torch.randn_like(model.places.weight))
+    with pytest.raises(AddressChangedError, match=r"places\.weight"):
+        made.run(batch)
+    made.release()
     made.capture()
-    batch = requests(1, 1, 1, decode=True)
-    check(made, batch, invalid_modes={FULL})
-    check(made, batch, valid_modes=[NONE])
-    counted = {cell.mode: cell.hits for cell in made.statistics.cells() if cell.hits}
-    assert counted == {"PIECEWISE": 1, "NONE": 1}
+    torch.testing.assert_close(made.run(batch), eager(model, batch), rtol=1e-5, atol=1e-5)
 
 
-def test_inputs_that_do_not_fit() -> None:
-    made = manager("FULL_AND_PIECEWISE")
+def test_a_step_on_other_weights_is_no_hit() -> None:
+    made = manager("PIECEWISE", "compiled")
     made.capture()
-    batch = requests(1, 1, 1, decode=True)
-    for name, value in (
-        ("input_ids", torch.zeros(4, dtype=torch.int64)),
-        ("input_ids", torch.zeros(3, dtype=torch.int32)),
-        ("positions", None),
-        ("other", torch.zeros(3)),
-    ):
-        with pytest.raises(InputBufferError, match=name):
-            made.run(replace(batch, inputs={**batch.inputs, name: value}))
-        check(made, batch)
+    model = inner(made)
+    made.run(requests(3, 2))
+    model.layers[0].qkv.weight = nn.Parameter(torch.randn_like(model.layers[0].qkv.weight))
+    check(made, requests(4, 2))
+    assert made.statistics.reasons() == {Reason.WARMING: 1}
 
 
-def test_outputs_by_request(device: str) -> None:
-    class Last(Decoder):
-        """Hidden states [n, D], and one row for each request."""
-
-        def forward(self, input_ids, positions, inputs_embeds=None, query_start_loc=None):
-            hidden = super().forward(input_ids, positions)
-            return hidden, hidden[(query_start_loc[1:] - 1).clamp(min=0)]
-
-    inputs = (*INPUTS[:2], replace(INPUTS[2], argument=True))
-    made = manager("FULL", device=device, model=Last(), inputs=inputs, outputs=("tokens", "reqs"))
-    made.capture()
-    for lengths in ((3, 2, 1), (4, 4), (1,) * 8):
-        batch = requests(*lengths, device=device)
-        found = made.run(batch)
-        assert [each.shape[0] for each in found] == [batch.num_tokens, batch.num_reqs]
-        hidden = eager(Decoder.forward.__get__(inner(made)), batch)
-        ends = (batch.inputs["query_start_loc"][1:] - 1).long()
-        torch.testing.assert_close(found[0], hidden, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found[1], hidden[ends], rtol=1e-5, atol=1e-5)
-    for outputs, message in (("rows", "expected 'tokens'"), (("tokens",), "names 1")):
-        with pytest.raises(ManagerError, match=message):
-            manager("FULL", model=Last(), inputs=inputs, outputs=outputs).capture()
-    with pytest.raises(ManagerError, match="expected a tensor with 16 rows"):
-        manager("FULL", model=Last(), inputs=inputs).capture()
+@kinds
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_where_gradients_are_due_a_step_runs_plain(mode: str, kind: str, device: str) -> None:
+    made = manager(mode, kind, device, inference_mode=False)
+    with torch.no_grad():
+        made.capture()
+        check(made, requests(3, 2, device=device))
+    assert made.counters.replays == 1
+    result = made.run(requests(3, 2, device=device))
+    result.sum().backward()
+    assert inner(made).layers[0].out.weight.grad.abs().sum() > 0
+    assert made.counters.replays == 1
+    hits = {(row.mode, row.reason, row.ran) for row in made.statistics.rows() if row.hits}
+    assert hits == {(mode, None, 8), ("NONE", Reason.GRADIENTS, 5)}
+    if mode == "FULL":
+        with pytest.raises(ManagerError, match="gradients are asked for"):
+            made.run_fullgraph(8)
+    with torch.no_grad():
+        check(made, requests(3, 2, device=device))
+    assert "2 of 3 steps on graphs" in str(cgcompile.coverage(made))
 
 
 def test_another_autocast_mode_than_at_capture(device: str) -> None:
@@ -510,23 +467,8 @@ def test_another_autocast_mode_than_at_capture(device: str) -> None:
     batch = requests(2, 1, device=device)
     check(made, batch)
     before = made.counters.replays
-    with (
-        torch.autocast(device, torch.bfloat16),
-        pytest.raises(HostValueChangedError, match="autocast"),
-    ):
+    autocast = torch.autocast(device, torch.bfloat16)
+    with autocast, pytest.raises(HostValueChangedError, match="autocast"):
         made.run(batch)
     assert made.counters.replays == before
     check(made, batch)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_outside_of_inference_mode(kind: str, device: str) -> None:
-    """Where gradients are asked for, the step runs plain; the weights of the model get them."""
-    made = manager("FULL", kind, device, inference_mode=False)
-    with torch.no_grad():
-        made.capture()
-        check(made, requests(3, device=device))
-    assert made.counters.replays == 1
-    made.run(requests(3, device=device)).sum().backward()
-    assert inner(made).layers[0].out.weight.grad.abs().sum() > 0
-    assert made.counters.replays == 1

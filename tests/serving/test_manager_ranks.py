@@ -19,7 +19,7 @@ from lib.manager import (
     manager,
     requests,
 )
-from lib.ranks import said
+from lib.ranks import caught, run_ranks
 
 from cgcompile import BatchDescriptor, get_forward_context, verify
 from cgcompile.errors import AgreementError, BatchError, ManagerError
@@ -86,14 +86,6 @@ class Engine:
         torch.testing.assert_close(self.manager.run(batch), expected, rtol=1e-5, atol=1e-5)
 
 
-def caught(call: Any) -> str:
-    try:
-        call()
-    except AgreementError as error:
-        return str(error)
-    return ""
-
-
 # ---------------------------------------------------------------- uneven batches, idle ranks
 
 
@@ -128,7 +120,7 @@ def _across() -> Any:
 
 
 def test_every_rank_runs_what_was_agreed(tmp_path: Path) -> None:
-    found = said(uneven, 3, tmp_path)
+    found = run_ranks(uneven, 3, tmp_path)
     graphs = sum(1 for _, runs in STEPS if runs[0] and runs[0][0] != "NONE")
     for kind in range(2):
         for rank in range(3):
@@ -179,23 +171,18 @@ def refusing(rank: int, ranks: int) -> Any:
     cells = engine.manager.statistics.cells()
     runs = {(cell.mode, cell.unpadded, cell.padded): cell.hits for cell in cells}
     engine = Engine(mode="FULL", model=Picky(rank == 1, broken=True))
-    error = ""
-    try:
-        engine.manager.capture()
-    except (AgreementError, ValueError) as raised:
-        error = str(raised).splitlines()[0]
-    return missing, runs, error
+    return missing, runs, caught(engine.manager.capture, (AgreementError, ValueError))
 
 
 def test_what_one_rank_cannot_capture_no_rank_has(tmp_path: Path) -> None:
-    found = said(refusing, 2, tmp_path)
+    found = run_ranks(refusing, 2, tmp_path)
     assert found[0][0] == [(4, "rank 1 has not captured it")]
     assert found[1][0] == [(4, "CaptureError")]
     for _, runs, _ in found:
         # The next larger one serves what the missing one would have.
         assert runs == {("FULL", 3, 8): 2, ("FULL", 7, 8): 1, ("FULL", 1, 1): 1}
-    gave_up = "rank 1 raised an exception in plan() or in a capture."
-    assert [each[2] for each in found] == [gave_up, "of one rank alone"]
+    gave_up = "AgreementError: rank 1 raised an exception in plan() or in a capture."
+    assert [error for _, _, error in found] == [gave_up, "ValueError: of one rank alone"]
 
 
 def lazily(rank: int, ranks: int) -> Any:
@@ -210,7 +197,7 @@ def lazily(rank: int, ranks: int) -> Any:
 
 
 def test_an_idle_rank_captures_lazily(tmp_path: Path) -> None:
-    assert said(lazily, 2, tmp_path) == [(1, 4)] * 2
+    assert run_ranks(lazily, 2, tmp_path) == [(1, 4)] * 2
 
 
 # ---------------------------------------------------------------- restrictions, variants
@@ -222,20 +209,20 @@ def restricted(rank: int, ranks: int) -> Any:
     agreement = Agreement(dispatch, check=True)
     found = []
 
-    def ask(kernel: str, bound: int, loras: int, **more: Any) -> None:
-        said = agreement.dispatch(2, 2, 1, True, loras > 0, loras, (kernel, bound), **more)
-        mode, descriptor, why = said.dispatched
+    def dispatch(kernel: str, bound: int, loras: int, **more: Any) -> None:
+        agreed = agreement.dispatch(2, 2, 1, True, loras > 0, loras, (kernel, bound), **more)
+        mode, descriptor, why = agreed.dispatched
         key = (descriptor.num_active_loras, descriptor.extra)
         found.append((mode.name, *key, why and why.reason.value))
 
-    ask("a", (5, 12)[rank], 0)
-    ask("ab"[rank], 8, 0)
-    ask("b", 8, (0, 3)[rank])
-    ask("a", 8, (2, 9)[rank])
-    ask("a", 8, 0, **({"valid_modes": (FULL,)} if rank else {"invalid_modes": (FULL,)}))
-    ask("a", 8, 0, **({"valid_modes": (PIECEWISE, NONE)} if rank else {}))
-    said = agreement.dispatch(0) if rank else agreement.dispatch(3, 3, 1, True, extra=("b", 9))
-    found.append((said.dispatched.mode.name, *said.dispatched.descriptor[4:]))
+    dispatch("a", (5, 12)[rank], 0)
+    dispatch("ab"[rank], 8, 0)
+    dispatch("b", 8, (0, 3)[rank])
+    dispatch("a", 8, (2, 9)[rank])
+    dispatch("a", 8, 0, **({"valid_modes": (FULL,)} if rank else {"invalid_modes": (FULL,)}))
+    dispatch("a", 8, 0, **({"valid_modes": (PIECEWISE, NONE)} if rank else {}))
+    agreed = agreement.dispatch(0) if rank else agreement.dispatch(3, 3, 1, True, extra=("b", 9))
+    found.append((agreed.dispatched.mode.name, *agreed.dispatched.descriptor[4:]))
     if rank == 0:
         with pytest.raises(BatchError):  # before the others count on it
             agreement.dispatch(2, 2, 1, True, extra=("a",))
@@ -246,7 +233,7 @@ def restricted(rank: int, ranks: int) -> Any:
 
 
 def test_ranks_agree_on_variants_and_restrictions(tmp_path: Path) -> None:
-    found = said(restricted, 2, tmp_path)
+    found = run_ranks(restricted, 2, tmp_path)
     none = (0, ())
     for rank, steps in enumerate(found):
         assert steps[0] == ("FULL", 0, ("a", 16), None)
@@ -280,7 +267,7 @@ def verifying(rank: int, ranks: int) -> Any:
 
 
 def test_full_graphs_that_do_not_hold_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:
-    assert said(verifying, 2, tmp_path) == [(0, "PIECEWISE"), (1, "PIECEWISE")]
+    assert run_ranks(verifying, 2, tmp_path) == [(0, "PIECEWISE"), (1, "PIECEWISE")]
 
 
 # ---------------------------------------------------------------- ranks that differ or stay away
@@ -294,17 +281,17 @@ def own_way(rank: int, ranks: int) -> Any:
     if rank == 1:
         made.dispatcher.refused(FULL, BatchDescriptor(4, 4), "by this rank alone")
     lengths = (1,) if rank == 1 else (3,)
-    told = [caught(lambda: made.run(staged(*lengths, decode=False)))]
-    told.append(caught(lambda: made.run_fullgraph(8 if rank == 1 else 16)))
+    errors = [caught(lambda: made.run(staged(*lengths, decode=False)))]
+    errors.append(caught(lambda: made.run_fullgraph(8 if rank == 1 else 16)))
     alone = (lambda: made.run_fullgraph(8)) if rank == 1 else (lambda: made.run(None))
-    told.append(caught(alone))
+    errors.append(caught(alone))
     engine.step((7,), MIXED)
     made.run_fullgraph(8)
-    return [each.splitlines()[0] for each in told]
+    return [error.removeprefix("AgreementError: ") for error in errors]
 
 
 def test_a_rank_that_goes_its_own_way_is_named(tmp_path: Path) -> None:
-    found = said(own_way, 3, tmp_path)
+    found = run_ranks(own_way, 3, tmp_path)
     assert found[0] == [
         "rank 1 is about to run FULL, 8 tokens; rank 0 FULL, 4 tokens.",
         "rank 1 is about to run FULL, 8 tokens; rank 0 FULL, 16 tokens.",
@@ -323,8 +310,8 @@ def staying_away(rank: int, ranks: int, *, dies: bool) -> Any:
         time.sleep(8)  # with work of its own
         os._exit(0)
     start = time.monotonic()
-    told = caught(lambda: engine.manager.run(staged(3, decode=False)))
-    return told, time.monotonic() - start
+    error = caught(lambda: engine.manager.run(staged(3, decode=False)))
+    return error, time.monotonic() - start
 
 
 def dying(rank: int, ranks: int) -> Any:
@@ -337,12 +324,12 @@ def sleeping(rank: int, ranks: int) -> Any:
 
 @pytest.mark.parametrize("work", [dying, sleeping])
 def test_a_rank_that_stays_away_is_named(work: Any, tmp_path: Path) -> None:
-    found = said(work, 3, tmp_path, seconds=4)
+    found = run_ranks(work, 3, tmp_path, seconds=4)
     assert found[1] is None
     for rank in (0, 2):
-        told, seconds = found[rank]
-        start = f"rank {rank} asks for the graph of a step, and waited for all ranks in vain"
-        assert told.startswith(f"{start}; not there: rank 1.")
+        error, seconds = found[rank]
+        start = f"AgreementError: rank {rank} asks for the graph of a step, and waited for all ranks in vain"
+        assert error.startswith(f"{start}; not there: rank 1.")
         assert seconds < 8
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lib.manager import FULL, Decoder, dispatcher, eager, manager, metadata, requests
-from lib.ranks import said
+from lib.ranks import caught, run_ranks
 from torch import nn
 
 from cgcompile.errors import AddressChangedError, AgreementError, InputBufferError, ManagerError
@@ -17,12 +17,7 @@ from cgcompile.serving.ranks import Agreement
 SECONDS = 20.0  # the timeout of the group: nobody waits so long
 
 
-def caught(call: Any) -> str:
-    try:
-        call()
-    except (AddressChangedError, AgreementError, InputBufferError, ManagerError, OSError) as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return ""
+ERRORS = (AddressChangedError, AgreementError, InputBufferError, ManagerError, OSError)
 
 
 class Preparing:
@@ -43,18 +38,18 @@ def planning(rank: int, ranks: int) -> Any:
     made = manager(dispatch=dispatch, agreement=Agreement(dispatch), prepare=prepare)
     prepare.made = made
     start = time.monotonic()
-    told = []
+    errors = []
     for phase, error in (("warmup", OSError("no host memory")), ("capture", ManagerError("own"))):
         if rank == 1:
             prepare.errors[phase] = error
-        told.append(caught(made.plan))
-    told.append(caught(lambda: made.capture(max_graph_bytes=1 if rank == 1 else 1 << 40))[:33])
+        errors.append(caught(made.plan, ERRORS))
+    errors.append(caught(lambda: made.capture(1 if rank == 1 else 1 << 40), ERRORS)[:33])
     found = made.capture(max_graph_bytes=1 << 40)  # ranks are in step again
-    return told, time.monotonic() - start, [len(each.captured) for each in found.values()]
+    return errors, time.monotonic() - start, [len(each.captured) for each in found.values()]
 
 
-def test_what_one_rank_refuses_while_it_plans_all_are_told(tmp_path: Path) -> None:
-    found = said(planning, 2, tmp_path, seconds=SECONDS)
+def test_what_one_rank_refuses_while_it_plans_all_are_errors(tmp_path: Path) -> None:
+    found = run_ranks(planning, 2, tmp_path, seconds=SECONDS)
     gave_up = "AgreementError: rank 1 raised an exception in plan() or in a capture."
     assert found[0][0] == [gave_up, gave_up, gave_up[:33]]
     errors = ["OSError: no host memory", "ManagerError: own", "ManagerError: max_graph_bytes=1: "]
@@ -76,7 +71,7 @@ def stepping(rank: int, ranks: int) -> Any:
         dispatch=dispatch, model=model, agreement=Agreement(dispatch, check=True), metadata=building
     )
     made.capture()
-    told = []
+    errors = []
 
     def check(*lengths: int) -> None:
         batch = requests(*lengths)
@@ -86,26 +81,26 @@ def stepping(rank: int, ranks: int) -> Any:
     # More requests than tokens on one rank: the graph has rows for all of them.
     steps = len(starts)
     check(*((1, 0, 1, 0, 1, 1) if rank == 1 else (2,)))
-    told.append((made.dispatched(requests(1, 0, 1, 0, 1, 1))[:2], starts[steps]))
+    errors.append((made.dispatched(requests(1, 0, 1, 0, 1, 1))[:2], starts[steps]))
 
     # Wrong inputs and moved weights: refused before the exchange, so that this rank may come again.
     batch = requests(3)
     wrong = {**batch.inputs, "positions": batch.inputs["positions"].int()}
     weight = model.embed.weight
     if rank == 1:
-        told.append(caught(lambda: made.run(replace(batch, inputs=wrong))))
-        told.append(caught(lambda: made.run(requests(65))))
+        errors.append(caught(lambda: made.run(replace(batch, inputs=wrong)), ERRORS))
+        errors.append(caught(lambda: made.run(requests(65)), ERRORS))
         model.embed.weight = nn.Parameter(weight.detach().clone())
-        told += [caught(lambda given=given: made.run(given)) for given in (batch, None)]
-        told.append(caught(lambda: made.run_fullgraph(4)))
+        errors += [caught(lambda given=given: made.run(given), ERRORS) for given in (batch, None)]
+        errors.append(caught(lambda: made.run_fullgraph(4), ERRORS))
         model.embed.weight = weight
     check(3)
     made.run_fullgraph(4)
-    return told
+    return errors
 
 
 def test_what_one_rank_refuses_at_a_step_no_rank_has_begun(tmp_path: Path) -> None:
-    found = said(stepping, 2, tmp_path, seconds=SECONDS)
+    found = run_ranks(stepping, 2, tmp_path, seconds=SECONDS)
     (chosen, starts), *_ = found[1]
     mode, descriptor = chosen
     assert (mode, descriptor.num_tokens, descriptor.num_reqs) == (FULL, 8, 8)  # alone

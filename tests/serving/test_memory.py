@@ -180,19 +180,18 @@ def test_planning_refuses_where_graphs_are(device) -> None:
 
 
 def test_a_step_that_raises_leaves_nothing_behind(device) -> None:
-    made = MODELS["decoder"]("PIECEWISE", "plain", device)
-    prepare = made._prepare
+    fails = [True]
 
-    def failing(descriptor: BatchDescriptor, phase: str) -> Any:
-        if phase == "warmup" and descriptor.num_tokens == 1:
+    def prepare(descriptor: BatchDescriptor, phase: str) -> Any:
+        if fails[0] and phase == "warmup" and descriptor.num_tokens == 1:
             raise RuntimeError("no such batch")
-        return prepare(descriptor, phase)
+        return made.dummy_batch(descriptor, phase)
 
-    made._prepare = failing
+    made = manager("PIECEWISE", device=device, dispatch=dispatcher("PIECEWISE"), prepare=prepare)
     with pytest.raises(RuntimeError, match="no such batch"):
         made.plan()
     assert made.graph_memory().total == 0
-    made._prepare = prepare
+    fails[0] = False
     made.capture()
 
 

@@ -5,6 +5,7 @@ import threading
 
 from expecttest import assert_expected_inline
 from lib.oracles import Batch, Mode, decode, dispatcher
+from lib.snapshots import assert_snapshot
 
 from cgcompile.reasons import Reason
 from cgcompile.serving.statistics import Cell, DispatchStatistics
@@ -24,28 +25,7 @@ MANY += [Batch(7, 3, 4), Batch(11, 3, 9), Batch(40, 2, 39), Batch(30, 2, 29), Ba
 def test_coverage() -> None:
     found = dispatcher(sizes=[1, 2, 4, 8, 16], query_lens=(1, 3))
     found.refused(Mode.FULL, decode(1).through(found).descriptor, "an op reads the host")
-    assert_expected_inline(
-        recorded(found, MANY).coverage(),
-        """\
-batches                    mode       graph                                    padding  hits  reason
-decode, 1 request x 1      FULL       num_tokens=1, num_reqs=1, uniform=True   -        0
-decode, 2 requests x 1     FULL       num_tokens=2, num_reqs=2, uniform=True   50.0%    4
-decode, 3..4 requests x 1  FULL       num_tokens=4, num_reqs=4, uniform=True   -        0
-decode, 5..8 requests x 1  FULL       num_tokens=8, num_reqs=8, uniform=True   37.5%    3
-decode, 1 request x 3      FULL       num_tokens=3, num_reqs=1, uniform=True   -        0
-decode, 2 requests x 3     FULL       num_tokens=6, num_reqs=2, uniform=True   -        0
-decode, 3..5 requests x 3  FULL       num_tokens=15, num_reqs=5, uniform=True  40.0%    1
-1 token                    PIECEWISE  num_tokens=1                             -        0
-2 tokens                   PIECEWISE  num_tokens=2                             -        0
-3..4 tokens                PIECEWISE  num_tokens=4                             0.0%     1
-5..8 tokens                PIECEWISE  num_tokens=8                             12.5%    1
-9..16 tokens               PIECEWISE  num_tokens=16                            37.5%    2
-4 tokens                   PIECEWISE  -                                                 1     query_length: decode of 2 tokens a request; graphs: 1, 3
-9 tokens                   PIECEWISE  -                                                 1     oversize: more than 8 requests of length 1: no graph is as large
-30..40 tokens              NONE       -                                                 2     oversize: more than 16 tokens: no graph is as large
-0 tokens                   NONE       -                                                 1     empty_batch: the batch has no tokens
-15 steps, 19.9% of their rows padding""",
-    )
+    assert_snapshot("dispatch/coverage", recorded(found, MANY).coverage())
 
 
 def test_coverage_of_variants_and_of_nothing() -> None:

@@ -16,7 +16,7 @@ from lib.ranks import (
     manager_of,
     model_of,
     other_inputs,
-    said,
+    run_ranks,
 )
 
 from cgcompile.reasons import Reason
@@ -41,13 +41,13 @@ def compiled_own_op(rank: int, ranks: int) -> Any:
 
 @pytest.mark.parametrize("work", [plain, plain_own_op, compiled, compiled_own_op])
 def test_every_mode_gives_the_tokens_of_one_rank(work: Any, tmp_path: Path) -> None:
-    check_every_mode(*said(work, 2, tmp_path))
+    check_every_mode(*run_ranks(work, 2, tmp_path))
 
 
 def inside(rank: int, ranks: int) -> Any:
     made = manager_of("FULL", *model_of(Shard(rank, ranks), "cpu"), "cpu")
     graphs, results = other_inputs(made, rank, "cpu")
-    entries = made._steps.full.concrete_cudagraph_entries.values()
+    entries = made.wrappers[0].concrete_cudagraph_entries.values()
     ops = [[op for s in e.sequence.segments for op in s.graph.ops] for e in entries]
     split = manager_of("PIECEWISE", *model_of(Shard(rank, ranks), "cpu", "eager"), "cpu")
     split.run(batches(0, "cpu")[-1])
@@ -57,7 +57,7 @@ def inside(rank: int, ranks: int) -> Any:
 
 
 def test_a_full_graph_holds_the_collectives(tmp_path: Path) -> None:
-    for graphs, results, reductions, why in said(inside, 2, tmp_path):
+    for graphs, results, reductions, why in run_ranks(inside, 2, tmp_path):
         assert (graphs, reductions) == (1, {4})
         assert torch.equal(results[0], results[1])
         assert not torch.equal(results[1], results[2])
@@ -69,4 +69,4 @@ def other_size(rank: int, ranks: int) -> str:
 
 
 def test_a_rank_forced_to_another_size_is_named(tmp_path: Path) -> None:
-    assert said(other_size, 2, tmp_path) == [FORCED] * 2
+    assert run_ranks(other_size, 2, tmp_path) == [FORCED] * 2

@@ -62,7 +62,7 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
         assert chosen.mode is NONE
         assert chosen.why is not None
         assert chosen.why.reason is Reason.NOT_CAPTURED
-        assert "an op inside has frozen a number" in chosen.why.detail
+        assert "an op inside has baked in a number" in chosen.why.detail
     else:
         assert made.dispatched(requests(3, device=device)).mode is PIECEWISE
     batch = requests(3, device=device)

@@ -27,26 +27,24 @@ def test_one_trace_whatever_size_comes_first(sizes: Any, guards: str, shapes: st
 
 
 @pytest.mark.parametrize("guards", GUARDS)
-def test_a_branch_on_the_size_is_a_trace_of_its_own(guards: str) -> None:
+@pytest.mark.parametrize(
+    ("branch", "sizes", "traces"),
+    [
+        (lambda n: n > 4, (3, 7, 1, 0, 33, 4, 5), 3),  # size 0 is one as well
+        (lambda n: n == 1, (1, 3, 0, 5, 1), 3),
+        (lambda n: n == 1, (3, 1, 5, 1), 2),
+    ],
+)
+def test_a_branch_on_the_size_is_a_trace_of_its_own(
+    branch: Any, sizes: Any, traces: int, guards: str
+) -> None:
     def f(x):
-        return x * 2 if x.shape[0] > 4 else x * 3
-
-    one = compiled(f, guards=guards, dynamic_dims={"x": 0})
-    for size in (3, 7, 1, 0, 33, 4, 5):
-        check(one, f, rows(size))
-    assert len(one.traces) == 3  # size 0 is one as well
-
-
-@pytest.mark.parametrize("guards", GUARDS)
-@pytest.mark.parametrize("sizes", [(1, 3, 0, 5, 1), (3, 1, 5, 1)])
-def test_code_that_compares_with_one(sizes: Any, guards: str) -> None:
-    def f(x):
-        return x * 2 if x.shape[0] == 1 else x * 3
+        return x * 2 if branch(x.shape[0]) else x * 3
 
     one = compiled(f, guards=guards, dynamic_dims={"x": 0})
     for size in sizes:
         check(one, f, rows(size))
-    assert len(one.traces) == 2 + (0 in sizes)
+    assert len(one.traces) == traces
 
 
 def test_code_that_branches_on_an_unbacked_size_is_refused() -> None:
@@ -67,17 +65,6 @@ def test_a_size_within_an_op_that_only_data_tells_is_a_trace_error() -> None:
     compiled = cgcompile.compile(ragged, compiler="eager", dynamic_dims={"x": 0})
     with pytest.raises(TraceError, match=r"(?s)does not become one graph.*test_dims\.py"):
         compiled(torch.randn(8, 2), torch.tensor([2, 2]))
-
-
-@pytest.mark.parametrize("guards", GUARDS)
-def test_sizes_that_are_equal_by_accident(guards: str) -> None:
-    def f(x, y):
-        return x.sum() + y.sum()
-
-    one = compiled(f, guards=guards, dynamic_dims={"x": 0, "y": 0})
-    for n, m in ((4, 4), (3, 5), (1, 2), (2, 1), (6, 4)):
-        check(one, f, rows(n), rows(m))
-    assert len(one.traces) == 1
 
 
 @pytest.mark.parametrize("guards", GUARDS)
@@ -120,41 +107,52 @@ def test_ways_to_say_the_last_dimension(dims: Any) -> None:
     assert len(one.traces) == 2
 
 
+def in_containers(batch):
+    return batch["pair"][0] + batch["pair"][1].sum() + batch["all"][0]["x"].mean()
+
+
+def collects(x, *rest, flag=False, **named):
+    return x + sum(each.sum() for each in (*rest, *named.values()))
+
+
+# (function, dynamic dims, the arguments of a call by a size)
+ONE_TRACE: dict[str, tuple[Any, Any, Any]] = {
+    "equal by accident": (
+        lambda x, y: x.sum() + y.sum(),
+        {"x": 0, "y": 0},
+        lambda n: ((rows(8 - n), rows(n)), {}),
+    ),
+    "unused": (lambda x, y: x * 2, {"x": 0, "y": 0}, lambda n: ((rows(n), rows(n + 1)), {})),
+    "size alone": (
+        lambda x, y: x * y.shape[0],
+        {"x": 0, "y": 0},
+        lambda n: ((rows(n), rows(n + 1)), {}),
+    ),
+    "containers": (
+        in_containers,
+        {"batch": 0},
+        lambda n: (({"pair": (rows(n), rows(n + 2)), "all": [{"x": rows(n + 1)}]},), {}),
+    ),
+    "collected": (
+        collects,
+        {"rest": 0, "named": 0, "other": 1},
+        lambda n: (
+            (rows(2), rows(n), rows(n + 1)),
+            {"first": rows(n), "other": rows(2, n)},
+        ),
+    ),
+}
+
+
 @pytest.mark.parametrize("guards", GUARDS)
-def test_dimensions_of_tensors_in_containers(guards: str) -> None:
-    def f(batch):
-        return batch["pair"][0] + batch["pair"][1].sum() + batch["all"][0]["x"].mean()
-
-    one = compiled(f, guards=guards, dynamic_dims={"batch": 0})
-    for size in (1, 3, 5):
-        pair = (rows(size), rows(size + 2))
-        check(one, f, {"pair": pair, "all": [{"x": rows(size + 1)}]})
-    assert len(one.traces) == 1
-
-
-def test_dimensions_of_collected_arguments() -> None:
-    def f(x, *rest, flag=False, **named):
-        return x + sum(each.sum() for each in (*rest, *named.values()))
-
-    one = compiled(f, guards="none", dynamic_dims={"rest": 0, "named": 0, "other": 1})
-    for size in (3, 4, 1):
-        given = {"first": rows(size), "other": rows(2, size)}
-        check(one, f, rows(2), rows(size), rows(size + 1), **given)
-    assert len(one.traces) == 1
-
-
-@pytest.mark.parametrize("guards", GUARDS)
-def test_a_tensor_that_is_not_computed_with(guards: str) -> None:
-    def unused(x, y):
-        return x * 2
-
-    def size_alone(x, y):
-        return x * y.shape[0]
-
-    for f in (unused, size_alone):
-        one = compiled(f, guards=guards, dynamic_dims={"x": 0, "y": 0})
-        for size in (3, 4, 7, 1):
-            check(one, f, rows(size), rows(size + 1))
+@pytest.mark.parametrize("name", ONE_TRACE)
+def test_one_trace_for_all_sizes(name: str, guards: str) -> None:
+    f, dims, arguments = ONE_TRACE[name]
+    for sizes in ((4, 3, 5, 7, 1), (1, 3, 5)):
+        one = compiled(f, guards=guards, dynamic_dims=dims)
+        for size in sizes:
+            args, kwargs = arguments(size)
+            check(one, f, *args, **kwargs)
         assert len(one.traces) == 1
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lib.entry import GUARDS, compiled
 from torch import nn
 
 import cgcompile
@@ -11,15 +12,11 @@ import cgcompile
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
-def compiled(called: Any, guards: str = "none", **given: Any) -> Any:
-    return cgcompile.compile(called, compiler="eager", guards=guards, **given)
-
-
 def test_strides_that_follow_from_sizes() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x + x.stride(1)
 
-    one = compiled(step, dynamic_dims={"x": 0})
+    one = compiled(step, guards="none", dynamic_dims={"x": 0})
     for x in (
         torch.arange(9.0).view(3, 3).t(),
         torch.arange(15.0).view(3, 5).t(),
@@ -29,14 +26,14 @@ def test_strides_that_follow_from_sizes() -> None:
     assert len(one.traces) == 2
 
 
-@pytest.mark.parametrize("guards", ["keep", "shape", "none"])
+@pytest.mark.parametrize("guards", GUARDS)
 def test_globals_with_two_underscores_are_the_users(guards: str) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x * __weight  # noqa: F821
 
     names = step.__globals__
     names["__weight"] = torch.full((3,), 2.0)
-    one, x = compiled(step, guards), torch.randn(3)
+    one, x = compiled(step, guards=guards), torch.randn(3)
     assert torch.equal(one(x), step(x))
     names["__weight"] = torch.full((3,), 5.0)
     if guards == "none":
@@ -77,7 +74,7 @@ def test_a_first_call_that_fails_proves_nothing() -> None:
 
 def test_replaced_weights_are_old_ones_and_never_something_else() -> None:
     model = nn.Linear(4, 4)
-    one, x = compiled(model), torch.randn(2, 4)
+    one, x = compiled(model, guards="none"), torch.randn(2, 4)
     before = one(x)
     weight = model.weight
     weight.data = torch.zeros(4, 4, dtype=torch.float64)
@@ -98,7 +95,7 @@ def test_a_compiler_that_asks_for_another_trace_gets_it() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * float(self.scale)
 
-    one, x = compiled(Scaled()), torch.randn(3)
+    one, x = compiled(Scaled(), guards="none"), torch.randn(3)
     assert torch.equal(one(x), x * 3.0)
 
 
@@ -116,7 +113,7 @@ def by_layout(x: torch.Tensor) -> torch.Tensor:
 
 def in_turns(called: Any, first: Any, second: Any, **given: Any) -> None:
     """Two calls that differ, in turns: each has a trace of its own."""
-    one = compiled(called, **given)
+    one = compiled(called, guards="none", **given)
     for args in (first, second, first, second):
         result, expected = one(*args), called(*args)
         assert torch.equal(torch.as_tensor(result), torch.as_tensor(expected))
@@ -128,14 +125,3 @@ def test_sizes_and_layouts_that_no_kernel_uses() -> None:
     in_turns(by_size, (x, torch.ones(8)), (x, torch.ones(3)), dynamic_dims={"y": 0})
     in_turns(number_by_size, (torch.ones(8),), (torch.ones(3),), dynamic_dims={"x": 0})
     in_turns(by_layout, (torch.ones(3, 5).t(),), (torch.ones(5, 3),), dynamic_dims={"x": 0})
-
-
-def test_sizes_of_one_name_share_a_trace() -> None:
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x.sum(1) + y
-
-    one = compiled(step, dynamic_dims={"x": {0: "n"}, "y": {0: "n"}})
-    for n in (3, 5):
-        x, y = torch.randn(n, 4), torch.randn(n)
-        assert torch.equal(one(x, y), step(x, y))
-    assert len(one.traces) == 1

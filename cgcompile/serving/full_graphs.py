@@ -1,0 +1,207 @@
+"""The FULL graphs of one manager: :class:`FullGraphs` records, finds and guards them.
+
+Attention inside of a graph reads the tensors of the capture, whatever later steps build: metadata
+with a new tensor at each step would silently give the results of old ones. So the addresses of all
+tensors in the metadata, and the weights, are compared with those at capture.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from types import MemberDescriptorType
+from typing import Any
+
+import torch
+
+from cgcompile import torch_compat as compat
+from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.descriptor import BatchDescriptor
+from cgcompile.errors import AddressChangedError, ManagerError
+from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
+from cgcompile.graphs.guards import WeightsGuard
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.stale import StaleResults
+from cgcompile.graphs.wrapper import Whole, gradients_due
+from cgcompile.serving.batch import GraphHooks, Metadata
+from cgcompile.serving.buffers import Outputs
+from cgcompile.serving.dispatcher import CudagraphDispatcher, check_numbers
+
+FULL = CUDAGraphMode.FULL
+
+
+class FullGraphs:
+    """Graphs of whole steps: the model, the joins of hooks, the copy of results to the outputs."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        dispatcher: CudagraphDispatcher,
+        outputs: Outputs,
+        hooks: Sequence[GraphHooks],
+        pool: GraphPool | None,
+        config: CompilationConfig,
+        weights_on: str | None,
+    ) -> None:
+        self.outputs = outputs
+        self.sizes = (0, 0)  # (tokens, requests) of the step that runs, padded
+        self._model = model
+        self._dispatcher = dispatcher
+        self._hooks = hooks
+        self._config = config
+        self._device_type = "" if pool is None else pool.where.type
+        self._weights_on = weights_on  # the device type of guarded weights; None: not guarded
+        whole = Whole(model, self._record)
+        self.wrapper = BreakableCUDAGraphWrapper(whole, config, FULL, pool=pool, name="step")
+        self.wrapper.before_capture = self._before_capture
+        self._by_size: dict[int, list[BatchDescriptor]] = {}
+        self._weights: WeightsGuard | None = None
+        self.metadata: dict[BatchDescriptor, dict[str, int]] = {}  # addresses at capture
+        self._stale = StaleResults()
+
+    def _before_capture(self) -> None:
+        for hook in self._hooks:
+            hook.before_full_capture()
+
+    def _record(self, **arguments: Any) -> Any:
+        """Run what a FULL graph records."""
+        result = self._model(**arguments)
+        for hook in self._hooks:
+            hook.end_of_capture()
+        if gradients_due(False, (result,), {}):  # runs plain then, and must stay differentiable
+            return result
+        return self.outputs.keep(result, self.sizes)
+
+    def add(self, descriptor: BatchDescriptor) -> None:
+        """Note a captured graph, and guard the weights from now on."""
+        self.check_weights(descriptor)
+        same_size = self._by_size.setdefault(descriptor.num_tokens, [])
+        if descriptor not in same_size:
+            same_size.append(descriptor)
+            same_size.sort(key=lambda key: not key.uniform)
+        if self._weights is None and self._weights_on is not None:
+            unwrap = getattr(self._model, "unwrap", lambda: self._model)
+            self._weights = WeightsGuard(unwrap(), self._weights_on)
+
+    def find(
+        self, num_tokens: int, uniform: bool | None, loras: int, extra: tuple[Any, ...]
+    ) -> BatchDescriptor:
+        """Return the graph of a padded size and variant; of several the one for uniform decode."""
+        if not (type(num_tokens) is type(loras) is int and type(uniform) in (bool, type(None))):
+            check_numbers(num_tokens, None, None, loras, uniform is not None and uniform)
+        for key in self._by_size.get(num_tokens, ()):
+            same = (key.num_active_loras, key.extra) == (loras, extra)
+            same &= uniform in (None, key.uniform)
+            if same and self._dispatcher.is_captured(FULL, key):
+                return key
+        usable = {
+            size
+            for size, keys in self._by_size.items()
+            for key in keys
+            if self._dispatcher.is_captured(FULL, key)
+        }
+        raise ManagerError.no_graph(num_tokens=num_tokens, captured=sorted(usable))
+
+    def check_weights(self, descriptor: BatchDescriptor) -> None:
+        """Raise GuardError if a weight differs from that at the first capture."""
+        if self._weights is not None:  # pieces check their own
+            self._weights.check("the captured step", descriptor)
+
+    def remember_metadata(self, metadata: Metadata, descriptor: BatchDescriptor) -> None:
+        """Keep the addresses of a step's metadata, if it was just captured."""
+        if self.wrapper.entry_of(FULL, descriptor) is not None:
+            self.metadata[descriptor] = _addresses_in(metadata, self._device_type)
+
+    def check_metadata(
+        self, metadata: Metadata, before: dict[str, int], descriptor: BatchDescriptor
+    ) -> None:
+        """Raise AddressChangedError if a tensor of the captured step's metadata has moved."""
+        now = _addresses_in(metadata, self._device_type)
+        if now == before:
+            return
+        for path, address in before.items():
+            if now.get(path) != address:
+                raise AddressChangedError.metadata(
+                    batch=str(descriptor), path=path, now=now.get(path), before=address
+                )
+
+    def spoil(self, mode: CUDAGraphMode) -> None:
+        """Make reads of earlier results visible from now on: as NaN, or as an error."""
+        if self._config.debug:
+            self._stale.expire(None)
+        if self._config.poison and mode is FULL:
+            self.outputs.poison()
+
+    def track(self, result: Any, descriptor: BatchDescriptor) -> Any:
+        """Return a result that raises once it is stale."""
+        leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
+        what = f"the manager's step, {descriptor}"
+        tracked = self._stale.hand_out(leaves, self.outputs.owns, None, what)
+        return compat.tree_unflatten(tracked, spec)
+
+    def drop(self) -> None:
+        """Drop the graphs and the output buffers."""
+        self.wrapper.clear_all_graphs()
+        self.outputs.release()
+        self._stale.clear()
+        self.metadata.clear()
+
+    def forget(self) -> None:
+        """Forget which graphs were added, and their weights."""
+        self._weights = None
+        self._by_size.clear()
+
+
+# ---------------------------------------------------------------- addresses in metadata
+
+
+_DEPTH = 3  # of objects in objects
+_OPAQUE = (int, float, str, bytes, type, torch.nn.Module)  # weights are compared elsewhere
+
+
+def _addresses_in(metadata: Metadata, device_type: str) -> dict[str, int]:
+    """Return path -> address of each tensor on a device; does not synchronise."""
+    addresses: dict[str, int] = {}
+    for name in ("attn_metadata", "slot_mapping", "additional"):
+        value = getattr(metadata, name)
+        if value is not None:
+            addresses.update(_addresses(value, name, device_type, _DEPTH))
+    return addresses
+
+
+def _addresses(value: Any, path: str, device_type: str, depth: int) -> Iterator[tuple[str, int]]:
+    if isinstance(value, torch.Tensor):
+        if value.device.type == device_type:  # a graph cannot read others
+            yield path, value.data_ptr()
+        return
+    if not depth or value is None or isinstance(value, _OPAQUE):
+        return
+    for name, item in _items(value):
+        yield from _addresses(item, f"{path}{name}", device_type, depth - 1)
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (tuple, list)):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    else:
+        attributes = getattr(value, "__dict__", {})
+        kind: Any = type(value)  # mypy takes it for unhashable
+        yield from ((f".{name}", item) for name, item in attributes.items())
+        for name in _declared(kind):
+            if name not in attributes and hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+@lru_cache(maxsize=256)
+def _declared(kind: Any) -> tuple[str, ...]:
+    """Return attributes that may be in no ``__dict__``: slots, and fields with a default."""
+    slots = [
+        name
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType)
+    ]
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple(dict.fromkeys([*(spec.name for spec in fields), *slots]))

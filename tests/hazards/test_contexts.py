@@ -1,0 +1,103 @@
+"""Forward contexts that are missing, or whose descriptor does not fit the inputs."""
+
+import logging
+
+import pytest
+import torch
+from lib.front_ends import COMPILED, ROWS, WIDTH, FrontEnd, compiled, front_end, settings
+from torch import nn
+
+import cgcompile
+from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile.errors import DispatchError, ForwardContextError
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_op_that_reads_a_missing_context_raises_as_in_eager(name: str, device: str) -> None:
+    available = []
+
+    @torch.library.custom_op(f"cghazard::slots_{COMPILED.index(name)}", mutates_args=())
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        available.append(cgcompile.context.is_forward_context_available())
+        return x * cgcompile.get_forward_context().attn_metadata["factor"]
+
+    attend.register_fake(torch.empty_like)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return attend(x + 1) + 1
+
+    op = cgcompile.SplittingOp(f"cghazard::slots_{COMPILED.index(name)}")
+    served = compiled(name, step, settings(device, splitting_ops=(op,)))
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with torch.inference_mode():
+        for function in (step, served.step, served.step):
+            with pytest.raises(ForwardContextError, match="no forward context is set"):
+                function(x)
+        with set_forward_context({"factor": 3.0}):
+            torch.testing.assert_close(served.step(x), (x + 1) * 3 + 1)
+    assert available == [False, False, False, True]
+
+
+# ---------------------------------------------------------------- rows of a descriptor
+
+
+def steps(served: FrontEnd, model: nn.Module, shape: tuple[int, ...], descriptor: BatchDescriptor):
+    """Compare four steps on one buffer with eager."""
+    x = torch.empty(shape, device=model.weight.device)
+    for _ in range(4):
+        x.normal_()
+        with (
+            torch.no_grad(),
+            set_forward_context(
+                cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=descriptor
+            ),
+        ):
+            torch.testing.assert_close(served.step(x), model(x))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_rows_that_no_input_has_are_a_warning_once(
+    name: str, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Coverage and padding would be counted in wrong rows."""
+    model = nn.Linear(WIDTH, WIDTH, device=device)
+    served = front_end(name, model, device)
+    with caplog.at_level(logging.WARNING, "cgcompile"):
+        steps(served, model, (6, WIDTH), BatchDescriptor(16))
+    (text,) = [text for text in caplog.messages if "no input has 16 rows" in text]
+    assert "[6, 8]" in text
+    assert served.counters().replays >= 2
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_rows_that_no_input_has_are_an_error_if_strict(name: str, device: str) -> None:
+    model = nn.Linear(WIDTH, WIDTH, device=device)
+    served = front_end(name, model, device, strict=True)
+    with pytest.raises(DispatchError, match="no input has 16 rows"):
+        steps(served, model, (6, WIDTH), BatchDescriptor(16))
+    assert served.counters().plain.total() == 1  # the first call warms up
+    assert served.counters().captures == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "descriptor"),
+    [
+        ((6, WIDTH), BatchDescriptor(6)),
+        ((2, 6, WIDTH), BatchDescriptor(12)),
+        ((1, 6, WIDTH), BatchDescriptor(6)),
+        ((3, WIDTH), BatchDescriptor(12, 3)),
+    ],
+    ids=["rows", "product", "second dimension", "requests"],
+)
+def test_rows_that_an_input_has_are_right(
+    shape: tuple[int, ...],
+    descriptor: BatchDescriptor,
+    device: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(WIDTH, WIDTH, device=device)
+    served = front_end("torch.compile", model, device, strict=True)
+    with caplog.at_level(logging.WARNING, "cgcompile"):
+        steps(served, model, shape, descriptor)
+    assert not [text for text in caplog.messages if "no input has" in text]
+    assert served.counters().replays >= 2
