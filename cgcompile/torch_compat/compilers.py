@@ -184,6 +184,7 @@ def compile_standalone(
     if any(tensor.device.type == "cuda" for tensor in tensors):
         start_compile_workers()  # before the imports of the next line, which take seconds
     from torch._inductor import standalone_compile
+    from torch._inductor.exc import InductorError
 
     def compiled(settings: dict[str, Any]) -> Any:
         return standalone_compile(
@@ -197,9 +198,8 @@ def compile_standalone(
     settings = known_patches(patches)
     try:
         return compiled(settings)
-    except RuntimeError as error:
-        cannot_be_saved = "serialize" in str(error)
-        if cannot_be_saved or "combo_kernels" in patches or not settings.get("combo_kernels"):
+    except InductorError as error:  # no other: restarts of a trace are errors as well
+        if "combo_kernels" in patches or not settings.get("combo_kernels"):
             raise
         log.info("without combined kernels, because of %s", str(error).splitlines()[0])
     return compiled({**settings, "combo_kernels": False})

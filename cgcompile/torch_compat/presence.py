@@ -59,6 +59,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._inductor": "standalone_compile",
     "torch._inductor.async_compile": "maybe_warm_pool",
     "torch._inductor.custom_graph_pass": "CustomGraphPass",
+    "torch._inductor.exc": "InductorError",
     "torch._inductor.standalone_compile": "AOTCompiledArtifact",
     "torch._inductor.utils": "clear_caches",
     "torch._library.triton": "get_triton_kernels_for_op",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.exc import InductorError
 from torch._subclasses import FakeTensorMode
@@ -193,3 +194,17 @@ def test_a_piece_that_cannot_be_combined_is_compiled_without(
     else:
         assert compilers.compile_standalone(gm, [], asked) == "compiled"
         assert tried == [True, False]
+
+
+def test_a_restart_of_the_trace_is_no_failed_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def compile_standalone(*args: Any, **settings: Any) -> str:
+        tried.append(settings)
+        raise TensorifyScalarRestartAnalysis
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch._inductor.standalone_compile", compile_standalone)
+    with pytest.raises(TensorifyScalarRestartAnalysis):
+        compilers.compile_standalone(traced(torch.add, (4,), (4,)), [], {})
+    assert len(tried) == 1
