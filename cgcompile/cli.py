@@ -462,7 +462,7 @@ def _add_cache_commands(cache: argparse.ArgumentParser) -> None:
     folder.add_argument("--dir", type=Path, help=help)
     listing = actions.add_parser("list", parents=[folder], help="one line per entry")
     listing.set_defaults(run=_list)
-    clear = actions.add_parser("clear", parents=[folder], help="remove entries; asks nothing")
+    clear = actions.add_parser("clear", parents=[folder], help="remove entries at once")
     clear.add_argument("keys", nargs="*", metavar="KEY", help="beginnings of keys; none: all")
     clear.set_defaults(run=_clear)
     help = "what an entry depends on, or in what two entries differ"

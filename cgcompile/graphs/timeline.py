@@ -75,7 +75,7 @@ class Timeline:
         return tuple(self._records)
 
     def record_of(self, sequence: GraphSequence) -> CaptureRecord | None:
-        """Return the capture that made a sequence; None if it was none of these."""
+        """Return the capture that made a sequence; None for a sequence of another owner."""
         return self._by_sequence.get(sequence)
 
     @contextmanager

@@ -200,7 +200,7 @@ class Recording:
 
     @property
     def one_graph(self) -> GraphSequence | None:
-        """Its sequence, where a replay is that of one graph, and only lent results vary."""
+        """The sequence, if it is one graph whose results are constants or reused tensors."""
         if self._context is not None or self._program.split.sets_grad_mode:
             return None
         return self.sequence if self.sequence.is_one_graph and self._returns.is_steady else None
