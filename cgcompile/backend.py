@@ -12,7 +12,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,29 +23,14 @@ from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.passes import check_disabled
-from cgcompile.pieces.cache import PieceCache, trace_code, trace_split
+from cgcompile.passes.split import split_data
+from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
-from cgcompile.pieces.stitch import check_sizes, split_as_set
+from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
 
 log = logging.getLogger(__name__)
-
-
-class _OfInstances:
-    """A method that the class itself does not have.
-
-    ``torch._dynamo.reset()`` calls ``reset`` of all that was ever passed as a backend, of the class
-    ``Backend`` too after ``torch.compile(model, backend=cgcompile.Backend)``.
-    """
-
-    def __init__(self, function: Callable[[Any], None]) -> None:
-        self._function = function
-
-    def __get__(self, instance: Any, owner: type) -> Callable[[], None]:
-        if instance is None:
-            raise AttributeError(f"{owner.__name__} is a class: make an instance of it")
-        return partial(self._function, instance)
 
 
 class Backend(Registry):
@@ -64,6 +48,15 @@ class Backend(Registry):
 
     Raises:
         ConfigError: unknown, malformed or impossible settings.
+
+    Example:
+        >>> backend = cgcompile.Backend(num_warmups=1)
+        >>> model = torch.compile(nn.Linear(8, 8), backend=backend)
+        >>> with torch.inference_mode():
+        ...     for _ in range(3):  # warm up, capture, replay
+        ...         y = model(torch.randn(4, 8))
+        >>> backend.counters.captures, backend.counters.replays
+        (1, 1)
     """
 
     def __init__(
@@ -81,6 +74,15 @@ class Backend(Registry):
         self._pieces = PieceCache(self.config)
         self._unmet: UnmetOps | None = None
 
+    def __reduce__(self) -> Any:
+        return type(self), (self.config,)  # a copy has compiled nothing yet
+
+    def __repr__(self) -> str:
+        mode, counts = self.config.cudagraph_mode, self.counters
+        compiled = f"{len(self.graphs)} compiled graphs, {len(self.wrappers)} wrappers"
+        calls = f"{counts.calls} calls, {counts.replays} replays"
+        return f"<Backend {mode.name if mode else ''}: {compiled}, {calls}>"
+
     def anticipate(self, model: Any) -> None:
         """Start the processes that compile kernels for a GPU model or method; do not wait."""
         config, owner = self.config, getattr(model, "__self__", model)
@@ -93,9 +95,10 @@ class Backend(Registry):
             except (OSError, RuntimeError) as error:  # Inductor starts them, and raises, later
                 log.info("no compile workers yet: %s", error)
 
-    @_OfInstances
-    def reset(self) -> None:
+    def reset(self: "Backend | None" = None) -> None:
         """Forget what was compiled; ``torch._dynamo.reset()`` calls it."""
+        if self is None:  # on the class, after ``torch.compile(model, backend=cgcompile.Backend)``
+            return
         self._forget()
         for shape_env in tuple(self._shape_envs):
             compat.drop_fakes(shape_env)
@@ -156,7 +159,10 @@ class Backend(Registry):
         with compat.new_sources() as sources:
             graph = _build(gm, config, self._pieces, frozen)
         compat.drop_sources_with(graph, sources)
-        trace_code(graph.source, graph.artifacts, graph.compilation)
+        compat.trace_artifact("cgcompile_code", lambda: graph.source)
+        compat.trace_artifact(
+            "cgcompile_compilation", lambda: f"{graph.compilation}\n\n{graph.artifacts}\n"
+        )
         if unmet is not None:
             for piece in graph.split.pieces:  # passes may have put the op in
                 unmet.discard_met(piece.module)
@@ -176,15 +182,15 @@ class Backend(Registry):
 def _build(
     gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: int
 ) -> CompiledGraph:
-    """Split a graph, check the sizes, compile the pieces, check again, build the compiled graph.
-
-    In modes other than PIECEWISE the graph is one piece, for FULL graphs where its ops allow them.
-    """
+    """Split a graph, check the sizes, compile the pieces, check again, build the compiled graph."""
+    # In modes other than PIECEWISE the graph is one piece, for FULL graphs where its ops allow
+    # them.
     if config.mode is CompilationMode.PIECEWISE:
         compat.make_floats_constant(gm)
-    split, boundaries = split_as_set(gm, config)
+    split, boundaries = split_by_config(gm, config)
     log.info("split graph:\n%s", split)
-    trace_split(split)
+    compat.trace_artifact("cgcompile_split", split.text)
+    compat.trace_artifact("cgcompile_split_data", lambda: split_data(split))
     check_sizes(split, config)
     if config.mode is not CompilationMode.PIECEWISE:
         compiler = "eager" if config.mode is CompilationMode.NONE else "inductor"
@@ -259,6 +265,14 @@ def runtime(compiled: Any) -> Backend:
     Raises:
         ConfigError: no module, or not compiled with this backend. Of a function keep the object of
             ``backend=cgcompile.Backend(...)``; ``cgcompile.compile`` gives ``model.backend``.
+
+    Example:
+        >>> model = torch.compile(nn.Linear(8, 8), backend="cgcompile")
+        >>> with torch.inference_mode():
+        ...     y = model(torch.randn(4, 8))
+        >>> handle = cgcompile.runtime(model)
+        >>> len(handle.graphs[-1].split.pieces)
+        1
     """
     torch_backend, mode, options = compat.backend_of(compiled)
     if isinstance(torch_backend, Backend):
@@ -266,4 +280,4 @@ def runtime(compiled: Any) -> Backend:
     if isinstance(torch_backend, NamedBackend):
         return torch_backend.handle(mode, options)
     known = isinstance(getattr(compiled, "backend", None), Backend)
-    raise ConfigError.not_compiled_here(found=type(compiled).__name__, knows_handle=known)
+    raise ConfigError.not_compiled_here(found=type(compiled).__name__, has_handle=known)

@@ -69,6 +69,14 @@ class SplittingOp:
         impl: a function, or one per device type (``{"cuda": f}``), that a replay calls in place of
             the op, with the arguments of the op by position: it saves the way through the
             dispatcher. It must do what the op does.
+
+    Example:
+        >>> op = cgcompile.SplittingOp(torch.relu, support=cgcompile.AttentionCGSupport.ALWAYS)
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        >>> model[1].forward = torch.relu
+        >>> split = cgcompile.explain(model, torch.randn(4, 8), config={"splitting_ops": (op,)})
+        >>> [piece.captured for piece in split.pieces]
+        [True, False, True]
     """
 
     target: Any = None
@@ -149,8 +157,7 @@ class _Table:
     """Entries by what they match: names of ops, functions, name patterns, predicates."""
 
     def __init__(self) -> None:
-        self.names: dict[str, SplittingOp] = {}
-        self.functions: dict[Any, SplittingOp] = {}
+        self.exact: dict[Any, SplittingOp] = {}  # by the name of an op, or the function
         # By the op of aten that is called: functions, and ops that are declared with all overloads.
         self.called: dict[str, SplittingOp] = {}
         self.packets: dict[str, SplittingOp] = {}
@@ -163,35 +170,26 @@ class _Table:
             self.predicates.append(op)
         elif isinstance(op.target, str) and "*" in op.target:
             self.patterns.append(op)
-        elif isinstance(op.target, str):
-            self._claim(self.names, op.target, op)
-        elif compat.is_op(op.target):
-            self._claim(self.names, compat.op_names(op.target)[0], op)
         else:
-            self._claim(self.functions, op.target, op)
+            present = self.exact.setdefault((*compat.op_names(op.target), op.target)[0], op)
+            if replace(present, target=op.target, name=op.name) != op:
+                raise BoundaryError.declared_twice(name=op.name)
         name = _called_name(op)
         if name is not None:  # the name of one overload is never looked up
             by_name = isinstance(op.target, str) or compat.is_op(op.target)
             (self.packets if by_name else self.called).setdefault(name, op)
 
-    @staticmethod
-    def _claim(table: dict[Any, SplittingOp], key: Any, op: SplittingOp) -> None:
-        present = table.setdefault(key, op)
-        if replace(present, target=op.target, name=op.name) != op:
-            raise BoundaryError.declared_twice(name=op.name)
-
     def __iter__(self) -> Iterator[SplittingOp]:
-        yield from (*self.names.values(), *self.functions.values())
-        yield from (*self.patterns, *self.predicates)
+        yield from (*self.exact.values(), *self.patterns, *self.predicates)
 
     def match(self, function: Any, name: str | None) -> SplittingOp | None:
         """Return the entry of a function or op; ``name`` is the ``aten::op`` that it calls."""
         for op_name in compat.op_names(function):
-            entry = self.names.get(op_name) or self._match_pattern(op_name)
+            entry = self.exact.get(op_name) or self._match_pattern(op_name)
             if entry is not None:
                 return entry
         try:
-            entry = self.functions.get(function)
+            entry = self.exact.get(function)
         except TypeError:  # an unhashable callable has no entry
             entry = None
         if entry is not None or name is None:
@@ -246,8 +244,7 @@ class Boundaries:
             builtins.add(op)  # not resolved: its package may not be installed
         self._tables = (user, builtins)
         self.declared = tuple(op.name for op in user)
-        named = (*user.names.values(), *user.functions.values())
-        self.named = {op.name: _called_name(op) or op.name for op in named}
+        self.named = {op.name: _called_name(op) or op.name for op in user.exact.values()}
 
     def __iter__(self) -> Iterator[SplittingOp]:
         for table in self._tables:
@@ -271,7 +268,7 @@ class Boundaries:
         elif node.op == "call_function" and not (
             on_numbers and compat.is_python_operator(node.target)
         ):
-            entry = self.match_call(node.target, _calls_in_place(node))
+            entry = self.match_call(node.target, compat.given_argument(node, "inplace") is True)
         matches = (table.match_predicate(node) for table in self._tables)
         return entry or next((op for op in matches if op is not None), None)
 
@@ -287,7 +284,7 @@ class Boundaries:
             in_place: whether the call writes its argument, as ``relu(x, inplace=True)`` does.
         """
         require(is_flag(in_place), "in_place", "match_call", in_place, "bool")
-        name = _aten_name(function)
+        name = compat.aten_name(function)
         entry = self._find(function, f"{name}_" if in_place and name is not None else name)
         if entry is not None:
             return entry
@@ -295,23 +292,6 @@ class Boundaries:
         if any(unsafe in overload.tags for overload in compat.op_overloads(function)):
             return SplittingOp(function, name=f"{target_name(function)} (tag cudagraph_unsafe)")
         return None
-
-
-def _aten_name(function: Any) -> str | None:
-    try:
-        return compat.aten_name(function)
-    except TypeError:  # an unhashable callable
-        return None
-
-
-def _calls_in_place(node: fx.Node) -> bool:
-    """Return whether a function such as ``F.relu(x, inplace=True)`` is called in place."""
-    if node.kwargs.get("inplace", False) is True:
-        return True
-    if _aten_name(node.target) is None or not any(arg is True for arg in node.args):
-        return False
-    names = compat.parameter_names(node.target) or ()
-    return ("inplace", True) in zip(names, node.args, strict=False)
 
 
 class UnmetOps:
@@ -333,7 +313,7 @@ class UnmetOps:
                 if entry is not None and entry.name in self._unmet:
                     op = self._unmet[entry.name]
                     self._unmet = {name: of for name, of in self._unmet.items() if of != op}
-                self._seen.add(_aten_name(node.target) or target_name(node.target))
+                self._seen.add(compat.aten_name(node.target) or target_name(node.target))
 
     def warn_once(self) -> None:
         """Warn once of those in no graph so far; called when the first graph is captured."""
@@ -366,19 +346,18 @@ def _resolved(name: str) -> Any:
     """Return the registry key or the function of a name; raises if nothing has that name."""
     ops = compat.all_op_names()
     packets = {op.split(".")[0] for op in ops}
-    higher = {f"higher_order::{op}" for op in compat.higher_order_ops()}
-    known = {*ops, *packets, *higher}
+    known = {*ops, *packets}
     spelled = name if "::" in name or "." not in name else name.replace(".", "::", 1)
     # 'ns::op.default' is the overload that the dispatcher lists without a name.
     if spelled in known or spelled.removesuffix(".default") in known:
         return spelled
     if "*" in spelled and fnmatch.filter(known, spelled):
         return spelled
-    if f"higher_order::{name}" in higher:
+    if f"higher_order::{name}" in known:
         return f"higher_order::{name}"
     function = None if "*" in spelled else _imported(name)
     if function is None:
-        raise BoundaryError.unknown(name=name, known=sorted({*packets, *higher}))
+        raise BoundaryError.unknown(name=name, known=sorted(packets))
     return function
 
 

@@ -1,8 +1,8 @@
 """The command line: ``python -m cgcompile``, or ``cgcompile`` where the package is installed.
 
-``explain``, ``doctor``, ``verify`` and ``report`` take a :data:`TARGET` that makes a model. ``env``
-describes this process, ``cache`` the compiled pieces on disk. The rule: a command prints its result
-and returns the exit status.
+The commands in :data:`_MODEL_COMMANDS` take a :data:`TARGET` that makes a model. ``env`` describes
+this process, ``settings`` and ``reasons`` what there is, ``cache`` the compiled pieces on disk. The
+rule: a command prints its result and returns the exit status.
 """
 
 import argparse
@@ -11,10 +11,11 @@ import importlib
 import importlib.util
 import inspect
 import json
+import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -28,15 +29,21 @@ from cgcompile.backend import handle_of
 from cgcompile.boundaries import Boundaries
 from cgcompile.compile import compile
 from cgcompile.config import CompilationConfig
-from cgcompile.debug.doctor import check_arguments, doctor
-from cgcompile.debug.environment import environment, environment_text
-from cgcompile.debug.explain import explain
+from cgcompile.debug.bisect import bisect
+from cgcompile.debug.compare import Call
+from cgcompile.debug.coverage import coverage
+from cgcompile.debug.doctor import doctor
+from cgcompile.debug.environment import environment, environment_text, setting_meanings
+from cgcompile.debug.explain import explain, settings_of
+from cgcompile.debug.output import plain, wrapped
+from cgcompile.debug.profile import profile, timeline
 from cgcompile.debug.report import report
-from cgcompile.debug.subject import original_of
+from cgcompile.debug.subject import original_of, with_recorder
 from cgcompile.debug.verify import verify
 from cgcompile.errors import BoundaryError, CGCompileError, CommandError, ConfigError
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.pieces.cache import Entry, Store, cache_folder
+from cgcompile.reasons import Reason
 from cgcompile.serving.statistics import text_table
 
 TARGET = """\
@@ -44,7 +51,7 @@ TARGET is module:function or path/to/file.py:function. The function takes nothin
   (model, args)           args: a tuple, or one tensor
   (model, args, kwargs)
   {"model": ..., "args": ..., "kwargs": ...}
-  a compiled model or a manager that has run, alone (report and doctor)
+  a compiled model or a manager that has run, alone (report, coverage, timeline and doctor)
 """
 STATUS = "Exit status: 0 fine; 1 {}, or an error; 2 words that cannot be."
 CPU = "Tensors on the CPU are recorded by the host recorder, unless capture_device is set."
@@ -176,55 +183,150 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    return _compare(options, "verify", verify)
+
+
+def _bisect(options: argparse.Namespace) -> int:
+    return _compare(options, "bisect", bisect)
+
+
+def _compare(options: argparse.Namespace, command: str, function: Any) -> int:
     with load(options.target) as target:
-        args, kwargs = target.call("verify")
-        inputs: Any = check_arguments(target.model, args, kwargs) if kwargs else args
-        config = _config(options, target, recorded=True)
-        tolerance = {"rtol": options.rtol, "atol": options.atol}
-        result = verify(target.model, inputs, config=config, sets=options.sets, **tolerance)
+        args, kwargs = target.call(command)
+        chosen = {name: getattr(options, name) for name in ("sets", "rtol", "atol")}
+        config = _config(options, target)
+        result = function(target.model, *args, config=config, **chosen, **kwargs)
     return _show(options, result, not result.ok)
 
 
 def _report(options: argparse.Namespace) -> int:
+    with _ran(options, "report", calls=options.speed) as (model, call):
+        result = report(model, speed=_speed(model, *call) if options.speed else None)
+    return _show(options, result, not result.counters.replays)
+
+
+def _coverage(options: argparse.Namespace) -> int:
+    with _ran(options, "coverage") as (model, _):
+        result = coverage(model)
+    return _show(options, result, not result.counters.replays)
+
+
+def _timeline(options: argparse.Namespace) -> int:
+    with _ran(options, "timeline") as (model, _):
+        result = timeline(model)
+    if options.trace:
+        result.to_trace(options.trace)
+    return _show(options, result, all(record.why is not None for record in result))
+
+
+def _profile(options: argparse.Namespace) -> int:
+    with profile() as result, _ran(options, "profile", calls=True):
+        pass
+    return _show(options, result, not result.steps)
+
+
+@contextmanager
+def _ran(
+    options: argparse.Namespace, command: str, *, calls: bool = False
+) -> Iterator[tuple[Any, Call]]:
+    """Give a model that has run, and its inputs: called unless it is alone and need not be."""
     with load(options.target) as target, torch.inference_mode():
         config = _config(options, target, recorded=True)
         model = target.model if config is None else compile(target.model, config)
-        if target.args is not None or config is not None:
-            args, kwargs = target.call("report")
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if calls or target.args is not None or config is not None:
+            args, kwargs = target.call(command)
             for _ in range(options.calls):
                 model(*args, **kwargs)
-        result = report(model)
-    text = f"{result.title}:\n{result.coverage}"
-    return _show(options, result, not result.counters.replays, text)
+        yield model, (args, kwargs)
 
 
-# By name: what runs, the help, an example, and the cause of exit status 1.
+def _speed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float]:
+    """Return the seconds of an eager call and of one of the compiled model: medians of ten."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(24):  # in turns, so that both meet the same machine; the first ones warm up
+        compiled = bool(number % 2)
+        start = time.perf_counter()
+        (model if compiled else original_of(model))(*args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds[compiled].append(time.perf_counter() - start)
+    eager, replayed = (statistics.median(seconds[compiled][2:]) for compiled in (False, True))
+    return eager, replayed
+
+
+class _Command(NamedTuple):
+    """A command on a model."""
+
+    run: Callable[[argparse.Namespace], int]
+    about: str
+    example: str
+    bad: str  # the cause of exit status 1
+    options: tuple[str, ...] = ()  # names in _OPTIONS, beside those of all
+
+
 _MODEL_COMMANDS = {
-    "explain": (
+    "explain": _Command(
         _explain,
         "what would be split where, and why; runs nothing",
         "model.py:make --set splitting_ops=mylib::attend --html split.html",
         "a graph break",
+        ("html",),
     ),
-    "doctor": (
+    "doctor": _Command(
         _doctor,
         "what CUDA graphs cannot hold, with the line and the fix",
         "mylib.models:decoder --json",
         "a finding",
+        ("html",),
     ),
-    "verify": (
+    "verify": _Command(
         _verify,
         "eager against replayed, on several inputs",
         "model.py:make --set compiler=aot --sets 5",
         "a difference",
+        ("html", "sets", "rtol", "atol"),
     ),
-    "report": (
+    "bisect": _Command(
+        _bisect,
+        "which piece and op make a replay wrong",
+        "model.py:make --set compiler=aot",
+        "a difference",
+        ("sets", "rtol", "atol"),
+    ),
+    "report": _Command(
         _report,
-        "one page: split, graphs, coverage, timeline, settings",
+        "one page: verdict, batches, memory, split, timeline, settings",
         "model.py:make --html report.html",
         "no replay",
+        ("html", "calls", "speed"),
+    ),
+    "coverage": _Command(
+        _coverage,
+        "which graph served which batches, and what had none",
+        "model.py:make --calls 10",
+        "no replay",
+        ("calls",),
+    ),
+    "timeline": _Command(
+        _timeline,
+        "what was captured when, how long it took and how many bytes",
+        "model.py:make --trace captures.json",
+        "no capture",
+        ("calls", "trace"),
+    ),
+    "profile": _Command(
+        _profile,
+        "host time of each segment of replayed steps",
+        "model.py:make --calls 100",
+        "no replay",
+        ("calls",),
     ),
 }
+
+
+# ---------------------------------------------------------------- commands without a model
 
 
 def _env(options: argparse.Namespace) -> int:
@@ -233,20 +335,51 @@ def _env(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(options: argparse.Namespace, result: Any, bad: bool, text: str | None = None) -> int:
-    """Write the page and print the result as text or JSON; ``text`` replaces its own."""
-    if options.html:
+def _settings(options: argparse.Namespace) -> int:
+    found = settings_of(_config_of(options))
+    meanings = setting_meanings()
+    if options.json:
+        rows = [{**each._asdict(), "meaning": meanings.get(each.name)} for each in found]
+        print(json.dumps(plain(rows), indent=2))
+        return 0
+    for name, value, origin in found:
+        meaning = wrapped("", meanings[name], 4) if meanings else []
+        print(f"{name} = {value!r} ({origin})", *meaning, sep="\n")
+    return 0
+
+
+def _reasons(options: argparse.Namespace) -> int:
+    found = options.names or [*Reason]
+    if options.json:
+        facts = {
+            each.value: {"when": each.when, "remedy": each.remedy, "page": each.page}
+            for each in found
+        }
+        print(json.dumps(facts, indent=2))
+        return 0
+    for reason in found:
+        print(reason.value, *wrapped("  when", reason.when, 10), sep="\n")
+        print(
+            *wrapped("  remedy", reason.remedy, 10), *wrapped("  page", reason.page, 10), sep="\n"
+        )
+    return 0
+
+
+def _show(options: argparse.Namespace, result: Any, bad: bool) -> int:
+    """Write the page and print the result as text or JSON."""
+    page = getattr(options, "html", None)
+    if page:
         try:
-            result.to_html(options.html)
+            result.to_html(page)
         except OSError as error:
             why = error.strerror or str(error)
-            raise CommandError.no_page(path=str(options.html), why=why) from error
+            raise CommandError.no_page(path=str(page), why=why) from error
     if options.json:
         print(result.to_json())
     else:
-        print(result if text is None else text)
-        if options.html:
-            print(f"page: {options.html}")
+        print(result)
+        if page:
+            print(f"page: {page}")
     return int(bad)
 
 
@@ -254,6 +387,16 @@ def _config(
     options: argparse.Namespace, target: Target, recorded: bool = False
 ) -> CompilationConfig | None:
     """Return the settings of a model that is to be compiled; None of one that is."""
+    config = _config_of(options)
+    if _is_compiled(target.model):
+        if options.set:
+            raise CommandError.settings_are_fixed(target=target.name)
+        return None
+    return with_recorder(config) if recorded and _on_cpu(target) else config
+
+
+def _config_of(options: argparse.Namespace) -> CompilationConfig:
+    """Return the settings of the environment, and of ``--set``."""
     pairs = [pair.partition("=") for pair in options.set]
     for pair, (key, equals, _) in zip(options.set, pairs, strict=True):
         if not (key and equals):
@@ -263,13 +406,6 @@ def _config(
         Boundaries(config.splitting_ops)
     except BoundaryError as error:
         raise CommandError.bad_splitting_ops(why=str(error)) from error
-    if _is_compiled(target.model):
-        if pairs:
-            raise CommandError.settings_are_fixed(target=target.name)
-        return None
-    default = config.origins["capture_device"] == "default"
-    if recorded and default and config.cudagraph_mode and _on_cpu(target):
-        return CompilationConfig.resolve(config, options={"capture_device": "host"})
     return config
 
 
@@ -413,46 +549,104 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--traceback", action="store_true", help="of an error, show where it was")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_model_commands(commands)
-    env = commands.add_parser(
-        "env",
-        help="versions, machine, cache and settings, for an issue",
-        description="Versions, machine, cache and settings: a text to paste into an issue.",
-        epilog="Example: cgcompile env --json",
+    for name, command in _MODEL_COMMANDS.items():
+        _add_model_command(commands, name, command)
+    env = _add_command(
+        commands, "env", _env, "versions, machine, cache and settings, for an issue", "env --json"
     )
-    env.add_argument("--json", action="store_true", help="as JSON, not as text")
-    env.set_defaults(run=_env)
+    settings = _add_command(
+        commands, "settings", _settings, "all settings, what they do and where each comes from"
+    )
+    reasons = _add_command(
+        commands,
+        "reasons",
+        _reasons,
+        "why steps run without a graph, and what to do",
+        "reasons warming host_sync",
+    )
+    _add_options(env, "json")
+    _add_options(settings, "set", "json")
+    _add_options(reasons, "json")
+    help = "which ones; none: all"
+    reasons.add_argument("names", nargs="*", metavar="REASON", type=_reason, help=help)
     _add_cache_commands(commands.add_parser("cache", help="what is kept on disk"))
     return parser
 
 
-def _add_model_commands(commands: Any) -> None:
-    for name, (run, about, example, bad) in _MODEL_COMMANDS.items():
-        replays = name in ("verify", "report")
-        notes = [TARGET, CPU] if replays else [TARGET.rstrip()]
-        notes += [STATUS.format(bad), f"Example: cgcompile {name} {example}"]
-        parser = commands.add_parser(
-            name,
-            help=about,
-            description=f"{about[0].upper()}{about[1:]}.",
-            epilog="\n".join(notes),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.set_defaults(run=run)
-        parser.add_argument("target", metavar="TARGET", help="what makes the model; see below")
-        help = "a setting, as in options of torch.compile; may be repeated"
-        parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
-        parser.add_argument("--json", action="store_true", help="as JSON, not as text")
-        parser.add_argument("--html", type=_page, metavar="PATH", help="write a page there as well")
-        if name == "verify":
-            parser.add_argument(
-                "--sets", type=_count, default=3, help="sets of inputs (default: 3)"
-            )
-            parser.add_argument("--rtol", type=float, help="relative tolerance; left out: by dtype")
-            parser.add_argument("--atol", type=float, help="absolute tolerance; left out: by dtype")
-        if name == "report":
-            help = "calls of the model before the report (default: 4)"
-            parser.add_argument("--calls", type=_count, default=4, help=help)
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 1")
+    return int(text)
+
+
+def _page(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected the path of a file")
+    return path
+
+
+def _reason(text: str) -> Reason:
+    known = {reason.value: reason for reason in Reason}
+    if text not in known:
+        likely = difflib.get_close_matches(text, known, 1, 0.5) or known
+        raise argparse.ArgumentTypeError(f"{text!r}; expected {' or '.join(likely)}")
+    return known[text]
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "set": {
+        "action": "append",
+        "default": [],
+        "metavar": "KEY=VALUE",
+        "help": "a setting, as in options of torch.compile; may be repeated",
+    },
+    "json": {"action": "store_true", "help": "as JSON, not as text"},
+    "html": {"type": _page, "metavar": "PATH", "help": "write a page there as well"},
+    "sets": {"type": _count, "default": 3, "help": "sets of inputs (default: 3)"},
+    "rtol": {"type": float, "help": "relative tolerance; left out: by dtype"},
+    "atol": {"type": float, "help": "absolute tolerance; left out: by dtype"},
+    "calls": {"type": _count, "default": 4, "help": "calls of the model (default: 4)"},
+    "speed": {
+        "action": "store_true",
+        "help": "time eager and compiled calls too (recorded CPU tensors are slower than eager)",
+    },
+    "trace": {
+        "type": _page,
+        "metavar": "PATH",
+        "help": "write a trace there as well, for ui.perfetto.dev or chrome://tracing",
+    },
+}
+
+
+def _add_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    for name in names:
+        parser.add_argument(f"--{name}", **_OPTIONS[name])
+
+
+def _add_command(
+    commands: Any, name: str, run: Any, about: str, example: str = "", notes: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """Add a command whose help ends with notes and an example."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog="\n".join([*notes, f"Example: cgcompile {example or name}"]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_model_command(commands: Any, name: str, command: _Command) -> None:
+    runs = {"calls", "sets"} & {*command.options}
+    notes = [TARGET, CPU] if runs else [TARGET.rstrip()]
+    notes.append(STATUS.format(command.bad))
+    example = f"{name} {command.example}"
+    parser = _add_command(commands, name, command.run, command.about, example, notes)
+    parser.add_argument("target", metavar="TARGET", help="what makes the model; see below")
+    _add_options(parser, "set", "json", *command.options)
 
 
 def _add_cache_commands(cache: argparse.ArgumentParser) -> None:
@@ -472,19 +666,6 @@ def _add_cache_commands(cache: argparse.ArgumentParser) -> None:
     help = f"facts of more than {_FACT_LENGTH} lines too"
     why.add_argument("--full", action="store_true", help=help)
     why.set_defaults(run=_why)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 1")
-    return int(text)
-
-
-def _page(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected the path of a file")
-    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

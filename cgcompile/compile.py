@@ -1,8 +1,8 @@
 """``cgcompile.compile(model)``: all compilation modes behind one call, traced once.
 
-With ``torch.compile(model, backend="cgcompile")`` Dynamo decides when to trace and what to check at
-each call. Here a trace runs nothing, so that the first call may have any size; it marks the dynamic
-dimensions; and a user chooses what is checked at each call.
+With ``torch.compile(model, backend="cgcompile")`` Dynamo determines when to trace and what to
+check at each call. Here a trace runs nothing, so that the first call may have any size, dynamic
+dimensions are marked, and a user chooses what is checked at each call.
 """
 
 import functools
@@ -72,6 +72,11 @@ def compile(
 
     Raises:
         ConfigError: unknown or impossible settings, or something that cannot be compiled.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8), dynamic_dims={"input": 0}, guards="none")
+        >>> [model(torch.randn(rows, 8)).shape[0] for rows in (4, 6)], len(model.traces)
+        ([4, 6], 1)
     """
     if model is None:
         settings |= {"dynamic_dims": dynamic_dims, "guards": guards, "check_guards": check_guards}
@@ -149,7 +154,7 @@ class CompiledModel(Transparent):
                 because="mode NONE and splitting='breakable' trace nothing",
                 instead="Leave them out, or use mode PIECEWISE with splitting='fx'.",
             )
-        self._trace_arguments = (dict(dynamic_dims or {}), rules)
+        self.trace_arguments = (dict(dynamic_dims or {}), rules)  # as passed to :func:`compile`
         if self.wrapper is not None:
             backend.adopt(self.wrapper)
 
@@ -179,7 +184,7 @@ class CompiledModel(Transparent):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, also in another process, is compiled again.
-        dims, rules = self._trace_arguments
+        dims, rules = self.trace_arguments
         return {"runnable": self.runnable, "settings": (self.backend.config, dims, rules)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -192,11 +197,6 @@ class CompiledModel(Transparent):
     def unwrap(self) -> Any:
         """Return the original model."""
         return self.runnable
-
-    @property
-    def trace_arguments(self) -> tuple[dict[str, Any], Rules]:
-        """The dynamic dimensions and the rules, as passed to :func:`compile`."""
-        return self._trace_arguments
 
     @property
     def wrapper(self) -> CUDAGraphWrapper | None:

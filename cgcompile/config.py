@@ -39,6 +39,7 @@ from cgcompile.settings import (
 _SIZES = "cudagraph_capture_sizes, compile_sizes or compile_ranges_endpoints"
 _NEEDS = {
     "pieces": ("only mode PIECEWISE splits the graph and compiles pieces", "use mode PIECEWISE"),
+    "trace": ("breakable capture traces nothing", "use splitting 'fx'"),
     "graphs": ("nothing is captured", "set cudagraph_mode, for example to FULL"),
     "sizes": (f"no dimension is chosen without {_SIZES}", "give sizes (explain() takes both)"),
     "inductor": ("nothing there is compiled by Inductor", "use compiler 'inductor'"),
@@ -50,7 +51,7 @@ _NEEDS = {
 
 
 class _Origins(dict[str, tuple[str, Any]]):
-    """The origin and the value of each setting."""
+    """The origin and the value of each setting; a type of its own, which no user passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,8 @@ class CompilationConfig:
     ``capture_device`` on need a mode with CUDA graphs. One that would be ignored is an error.
 
     Attributes:
-        mode: how much is compiled, and in how many parts.
+        mode: how much is compiled: ``NONE``, ``STOCK_TORCH_COMPILE`` (not split, compiled by
+            Inductor), ``DYNAMO_TRACE_ONCE`` (likewise, traced once), or ``PIECEWISE``.
         cudagraph_mode: which CUDA graphs serve a step; unset: the first in the table above.
         compiler: what compiles a piece: ``inductor``, ``aot`` (functorch's ATen graph, run op by
             op), ``eager``, or a callable ``(gm, fake_inputs) -> callable``.
@@ -109,14 +111,16 @@ class CompilationConfig:
         capture_device: ``auto``: CUDA graphs for CUDA tensors, nothing for CPU tensors. ``host``:
             graphs of CPU tensors too, by a slow recorder with the rules of CUDA graphs, for tests.
         strict: raise where a step would otherwise run without a graph and count a reason.
+        warn_fallbacks: log a warning, with the remedy, for the first step that runs without a graph
+            for an avoidable reason; once for each reason and handle.
         on_input_change: under a forward context, if the address of an input or a number differs
             from capture: ``raise``, ``recapture`` (bounded by ``max_captured_shapes``) or run
             ``eager``. ``copy``: inputs that are only read are copied, from any address; compiled
             models only.
-        poison: fill the memory of graphs with NaN before each replay, so that stale reads show;
-            slow.
+        poison: fill the memory of graphs with NaN before each replay, so that stale reads show; of
+            a shared pool, only what neither results nor other tensors hold; slow.
         debug: raise where a result is touched whose memory a later step has overwritten; slow.
-        num_warmups: calls of a new shape that run plain before one is captured.
+        num_warmups: calls of a new shape that run without a graph before one is captured.
         max_captured_shapes: how many shapes are captured without a forward context, per graph and
             weight set.
         max_bindings: maximum number of weight sets (and mutated inputs) for which one graph is
@@ -124,6 +128,11 @@ class CompilationConfig:
 
     Raises:
         ConfigError: unknown, malformed or impossible settings, with close matches.
+
+    Example:
+        >>> config = cgcompile.CompilationConfig(mode="NONE", cudagraph_mode="FULL")
+        >>> config.cudagraph_mode.name, config.num_warmups
+        ('FULL', 1)
     """
 
     mode: CompilationMode = setting(CompilationMode.PIECEWISE, enum_parser(CompilationMode))
@@ -136,22 +145,23 @@ class CompilationConfig:
     splitting: str = setting("fx", one_of("fx", "breakable"), "pieces")
     splitting_ops: tuple[Any, ...] = setting((), parse_ops, "pieces")
     builtin_splitting_ops: bool = setting(True, parse_bool, "pieces")
-    graph_passes: tuple[Any, ...] = setting((), parse_passes, "pieces")
-    piece_passes: tuple[Any, ...] = setting((), parse_passes, "pieces")
-    disabled_passes: tuple[str, ...] = setting((), parse_names, "pieces")
+    graph_passes: tuple[Any, ...] = setting((), parse_passes, "trace")
+    piece_passes: tuple[Any, ...] = setting((), parse_passes, "trace")
+    disabled_passes: tuple[str, ...] = setting((), parse_names, "trace")
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None, optional(parse_sizes), "pieces")
     compile_sizes: tuple[int | str, ...] | None = setting(
-        None, optional(parse_compile_sizes), "pieces"
+        None, optional(parse_compile_sizes), "trace"
     )
     compile_ranges_endpoints: tuple[int, ...] | None = setting(
-        None, optional(parse_endpoints), "pieces"
+        None, optional(parse_endpoints), "trace"
     )
     capture_dim: str | None = setting(None, optional(parse_text), "sizes")
-    dump_passes: str | None = setting(None, optional(parse_text), "pieces")
+    dump_passes: str | None = setting(None, optional(parse_text), "trace")
 
     cache_dir: str | None = setting(None, optional(parse_text))
     capture_device: str = setting("auto", one_of("auto", "host"), "graphs")
     strict: bool = setting(False, parse_bool, "graphs")
+    warn_fallbacks: bool = setting(True, parse_bool, "graphs")
     on_input_change: str = setting("raise", one_of("raise", "copy", "recapture", "eager"), "graphs")
     poison: bool = setting(False, parse_bool, "graphs")
     debug: bool = setting(False, parse_bool, "graphs")
@@ -202,10 +212,8 @@ class CompilationConfig:
         return spec.metadata["default"], "default"
 
     def _settle(self, spec: dataclasses.Field[Any], origin: str) -> str:
-        """Refuse a setting without effect; reset one of the environment, which is for all models.
-
-        Returns the origin of the setting after that.
-        """
+        """Refuse a setting without effect, or reset it; return its origin."""
+        # The environment is for all models: what has no effect for one of them is no error.
         value, default = getattr(self, spec.name), spec.metadata["default"]
         missing = self._missing(spec.metadata["needs"])
         if missing is None or (value == default and origin != "environment"):
@@ -228,8 +236,11 @@ class CompilationConfig:
             if not self._splits:
                 return "pieces"
             return None if (*sizes, self.compile_ranges_endpoints) != (None,) * 3 else needs
+        if needs == "trace" and not self._splits:
+            return "pieces"
         present = {
             "pieces": self._splits,
+            "trace": self.splitting == "fx",
             "graphs": self._splits or self.cudagraph_mode not in (None, CUDAGraphMode.NONE),
             "inductor": self.compiler == "inductor" and self.mode is not CompilationMode.NONE,
             "split": self._splits

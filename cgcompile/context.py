@@ -5,7 +5,7 @@ must not, because its value would be baked into the graph. Without it every atte
 the metadata as arguments. The rule: set the context around the call of the model, in the same
 thread and asyncio task.
 
-Dynamo's own flag tells whether code is traced: ``torch.compiler.is_compiling()`` is true in all
+Dynamo's own flag shows whether code is traced: ``torch.compiler.is_compiling()`` is true in all
 threads while one compiles. The context variable below and the permission to capture are the only
 ambient state of cgcompile.
 """
@@ -13,6 +13,7 @@ ambient state of cgcompile.
 import difflib
 from asyncio import Task, _get_running_loop, current_task
 from contextvars import ContextVar, Token
+from copy import copy
 from functools import lru_cache
 from threading import get_ident
 from typing import Any
@@ -34,12 +35,19 @@ class ForwardContext:
 
     Attributes are those of :class:`set_forward_context`; ``additional`` holds its extra keywords,
     and ``ran_plain`` is the last fallback of a call in it.
+
+    Example:
+        >>> with cgcompile.set_forward_context(attn_metadata=[3, 5], layer=2):
+        ...     context = cgcompile.get_forward_context()
+        >>> context.attn_metadata, context.additional
+        ([3, 5], {'layer': 2})
     """
 
     __slots__ = (
         "additional",
         "attn_metadata",
         "batch_descriptor",
+        "captured_piece",
         "cudagraph_runtime_mode",
         "inputs_ready",
         "is_synthetic",
@@ -81,6 +89,7 @@ class ForwardContext:
         self.inputs_ready = inputs_ready
         self.additional = additional
         self.is_synthetic = False
+        self.captured_piece = ""  # that is being captured; its ops may not read the context
         self.ran_plain: Fallback | None = None
 
     @classmethod
@@ -99,7 +108,8 @@ def _runtime_mode(name: Any) -> CUDAGraphMode:
     return mode
 
 
-_STATE = ("additional", "is_synthetic", "ran_plain")  # attributes that are no parameters
+# Attributes that are no parameters.
+_STATE = ("additional", "captured_piece", "is_synthetic", "ran_plain")
 _PARAMETERS = tuple(name for name in ForwardContext.__slots__ if name not in _STATE)
 # Keywords of other engines and of our settings, with the parameter that they stand for.
 _MEANT = {
@@ -231,6 +241,16 @@ class override_forward_context:
         _current.reset(token)
 
 
+def unreadable_context(piece: str) -> override_forward_context | None:
+    """Return what is entered around the capture of a piece: its ops cannot read the context."""
+    context = callers_context()
+    if context is None:
+        return None
+    hidden = copy(context)
+    hidden.captured_piece = piece
+    return override_forward_context(hidden)
+
+
 class EagerRegion(override_forward_context):
     """Context manager: run compiled graphs, wrappers and managers eager inside.
 
@@ -271,6 +291,13 @@ class set_forward_context(override_forward_context):
         ForwardContextError: a keyword is a near miss, the mode is not a runtime mode, the
             descriptor is not a BatchDescriptor, the number of real rows is out of range, or the
             caller is being traced.
+
+    Example:
+        >>> batch = cgcompile.BatchDescriptor(num_tokens=8)
+        >>> mode = cgcompile.CUDAGraphMode.PIECEWISE
+        >>> with cgcompile.set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=batch):
+        ...     print(cgcompile.get_forward_context().batch_descriptor.num_tokens)
+        8
     """
 
     __slots__ = ()
@@ -321,10 +348,17 @@ def get_forward_context() -> ForwardContext:
 
     Raises:
         ForwardContextError: none is set, or the caller is being traced by torch.compile.
+
+    Example:
+        >>> with cgcompile.set_forward_context(attn_metadata="lengths"):
+        ...     cgcompile.get_forward_context().attn_metadata
+        'lengths'
     """
     if is_dynamo_compiling():
         raise ForwardContextError.traced(what="get_forward_context()")
     context = current_forward_context()
     if context is None or context.is_synthetic:
         raise ForwardContextError.missing()
+    if context.captured_piece:
+        raise ForwardContextError.captured(piece=context.captured_piece)
     return context

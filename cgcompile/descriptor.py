@@ -31,6 +31,11 @@ class BatchDescriptor(_Fields):
 
     Raises:
         BatchError: a field is out of range, or ``uniform`` does not divide.
+
+    Example:
+        >>> batch = cgcompile.BatchDescriptor(num_tokens=8, num_reqs=4, uniform=True)
+        >>> batch.num_tokens // batch.num_reqs  # tokens of each request
+        2
     """
 
     __slots__ = ()
@@ -59,7 +64,9 @@ class BatchDescriptor(_Fields):
             num_active_loras = _count("num_active_loras", num_active_loras, 0)
             if max_query_len is not None:
                 max_query_len = _count("max_query_len", max_query_len, 1)
-            _check_flags(uniform=uniform, has_lora=has_lora)
+            for name, value in (("uniform", uniform), ("has_lora", has_lora)):
+                if not is_flag(value):
+                    raise BatchError.descriptor_field(name=name, value=value, expected="bool")
         if type(extra) is not tuple or extra:
             _check_extra(extra)
         if uniform and (num_reqs is None or num_tokens % num_reqs):
@@ -82,6 +89,9 @@ class BatchDescriptor(_Fields):
         rows = [(k, v) for k, v in fields if k not in defaults or v != defaults[k]]
         return ", ".join([f"{name}={value!r}" for name, value in rows])
 
+    def __repr__(self) -> str:
+        return f"BatchDescriptor({self})"
+
     @property
     def query_len(self) -> int | None:
         """The number of tokens of each request of a uniform batch; None for any other batch."""
@@ -96,12 +106,6 @@ def _count(name: str, value: Any, least: int) -> int:
         expected = f"a whole number of at least {least}{optional}"
         raise BatchError.descriptor_field(name=name, value=value, expected=expected)
     return number
-
-
-def _check_flags(**flags: Any) -> None:
-    for name, value in flags.items():
-        if not is_flag(value):
-            raise BatchError.descriptor_field(name=name, value=value, expected="bool")
 
 
 def _check_extra(extra: Any) -> None:

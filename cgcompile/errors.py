@@ -1,6 +1,6 @@
 """Every error that cgcompile raises, with every message, in one tree.
 
-A message says what was expected, what was found (argument path, node and user source line where
+A message contains what was expected, what was found (argument path, node and user source line where
 there is one) and what to do next. It is a :class:`Template`, called with its fields by name:
 ``raise CaptureError.refused(op="aten.item")``. Fields are plain values: this file imports nothing
 of cgcompile and nothing of torch. ``tests/data/errors.txt`` has an example of each message.
@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound=Exception)
+
+# Where ``python -m sphinx -b html docs docs/build`` writes the pages that errors and reasons name.
+DOCUMENTATION = "docs/build"
 
 _LONGEST = 400
 
@@ -109,11 +112,27 @@ class Template:
         error = kind(_Formatter().vformat(self._text, (), values))
         for name in self.fields & set(getattr(kind, "attributes", ())):
             setattr(error, name, values[name])
+        vars(error)["__notes__"] = [
+            f"See {_page(kind)}"
+        ]  # a traceback ends with it; str() does not
         return error
 
 
+def _page(kind: type[Exception]) -> str:
+    """Where the documentation explains an error."""
+    return f"{DOCUMENTATION}/reference/errors.html#cgcompile.errors.{kind.__name__}"
+
+
 class CGCompileError(Exception):
-    """The root: ``except CGCompileError`` catches whatever cgcompile itself refuses."""
+    """The root: ``except CGCompileError`` catches whatever cgcompile itself refuses.
+
+    Example:
+        >>> try:
+        ...     cgcompile.Backend(compiler="gcc")
+        ... except cgcompile.CGCompileError as error:
+        ...     print(type(error).__name__)
+        ConfigError
+    """
 
 
 class ConfigError(CGCompileError, ValueError):
@@ -146,7 +165,7 @@ class ConfigError(CGCompileError, ValueError):
         Give them to cgcompile.Backend(...), or use backend='cgcompile' with options.""")
     not_compiled_here = Template("""
         cgcompile.runtime(): found {found:a}; expected a module that this backend compiled.
-        {knows_handle:if This one knows its handle by itself: model.backend.|For a function, keep \
+        {has_handle:if The handle of this one is model.backend.|For a function, keep \
         the object of backend=cgcompile.Backend(...).}""")
     captures_nothing = Template("""
         cgcompile.{function}(): found {found:a}, which captures nothing; expected a compiled \
@@ -181,7 +200,7 @@ class ConfigError(CGCompileError, ValueError):
         disabled_passes: pass {name!r} cannot be disabled: without it a graph cannot be split.
         What can be disabled: {known:list}.""")
     which_dimension = Template("""
-        cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints must speak of one \
+        cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints are sizes of one \
         dynamic dimension of the inputs, but the graph has {dims:count} of them.
         Set capture_dim to one of: {dims:list}.""")
     sizes_of_which = Template("""
@@ -209,7 +228,7 @@ class BoundaryError(CGCompileError, ValueError):
         arguments, or a mapping from device types ('cuda') to such functions.""")
     predicate_raised = Template("""
         splitting op {name!r}: its predicate raised {error:error}
-        It was asked about node {node!r}; it must answer True or False for every node.""")
+        The node was {node!r}; a predicate must return True or False for every node.""")
     declared_twice = Template("""
         splitting op {name!r} is declared twice with different settings. Declare it once.""")
 
@@ -219,8 +238,14 @@ class ForwardContextError(CGCompileError, RuntimeError):
 
     missing = Template("""
         get_forward_context(): no forward context is set in this thread or task.
-        Wrap the call: with cgcompile.set_forward_context(...): model(...). A new thread or task \
-        has none.""")
+        Wrap the call (or cgcompile.verify): with cgcompile.set_forward_context(...): model(...). \
+        A new thread or task has none.""")
+
+    captured = Template("""
+        get_forward_context() was called by an op in {piece}, a captured piece: each replay would \
+        repeat what the op reads now.
+        Declare the op as a splitting op (mode PIECEWISE, splitting_ops=...), with the support \
+        that it has in FULL graphs; or pass what it reads as an argument.""")
 
     @classmethod
     def traced(cls, *, what: str) -> "ForwardContextError":  # Dynamo traces this, but no template
@@ -249,7 +274,7 @@ class ForwardContextError(CGCompileError, RuntimeError):
     unpadded = Template("""
         set_forward_context(num_unpadded_tokens={found:shown}): expected a whole number from 0 \
         {most:if to {most}, the tokens of the batch descriptor|or more}.
-        It says how many rows of the batch are real; the rest is padding.""")
+        It is the number of real rows of the batch; the others are padding.""")
     not_entered = Template("""
         set_forward_context: the context is left more often than it was entered.
         Use it in a with statement; a context belongs to one thread or task at a time.""")
@@ -325,7 +350,8 @@ class TraceError(CGCompileError, RuntimeError):
         Name a dimension that it has in every call.""")
     fixed = Template("""
         {name}: {dim}, and the model fixes it to that, though it was to vary (dynamic_dims).
-        Look for a comparison with a constant, or int() of the size; or leave the dimension out.""")
+        If another argument has this size too, list it in dynamic_dims as well. Else look for a \
+        comparison with a constant, or int() of the size; or leave the dimension out.""")
     writes_globals = Template("""
         {name} assigns to global names: {names}; a compiled call would not.
         Keep that state in an object, or take torch.compile(model, backend='cgcompile').""")
@@ -442,7 +468,7 @@ class CaptureError(CGCompileError, RuntimeError):
         Capture this batch in mode PIECEWISE, or declare SplittingOp(..., support=...).""")
     unjoined_stream = Template("""
         the capture ended with unjoined work: a stream that forked from the capturing one is not \
-        joined, so nothing says when a replay may go on.
+        joined, so that a replay would not wait for it.
         Join it within forward, and before each break: \
         torch.cuda.current_stream().wait_stream(side). cgcompile.debug.doctor names the line.""")
     swallowed = Template("""
@@ -496,7 +522,7 @@ class CaptureBusyError(CaptureError):
 
 
 class GradientError(CGCompileError, RuntimeError):
-    """Gradients were asked for where they would be wrong."""
+    """Gradients were required where they would be wrong."""
 
     of_a_capture = Template("""
         {what}: a result of the captured step requires grad, and graphs have no gradients.
@@ -511,8 +537,8 @@ class DispatchError(CGCompileError, RuntimeError):
     """A step could not run as the forward context or ``strict`` demands."""
 
     no_descriptor = Template("""
-        {what}: the forward context asks for mode {mode} and has no batch descriptor, so nothing \
-        says which graph to replay.
+        {what}: the forward context has mode {mode} and no batch descriptor, which selects the \
+        graph.
         set_forward_context(..., batch_descriptor=BatchDescriptor(num_tokens=...)).""")
     bad_mode = Template("""
         {where}(runtime_mode={mode}): a wrapper serves a runtime mode that has graphs.
@@ -530,7 +556,7 @@ class DispatchError(CGCompileError, RuntimeError):
         verify: this call replays no graph, so there is nothing to compare: {why}.
         Call the model until its step is captured, and verify then.""")
     strict = Template("""
-        {what} would run without a graph: {reason}: {detail}.
+        {what} would run without a graph: {why}.
         strict=True forbids that. Remove the cause, or set strict=False to count it.""")
 
 
@@ -550,7 +576,7 @@ class GuardError(CGCompileError, RuntimeError):
 
 
 class AddressChangedError(GuardError):
-    """A tensor that a graph reads or writes lies elsewhere now."""
+    """A tensor that a graph reads or writes has moved since the capture."""
 
     moved = Template("""
         {what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.
@@ -561,7 +587,7 @@ class AddressChangedError(GuardError):
         A CUDA graph reads the address it saw at capture, and a wrapper copies no inputs. Write \
         into the same buffer each step, or set on_input_change to 'recapture' or 'eager'.""")
     grown = Template("""
-        a result lies at {now:#x} now, was at {before:#x} when captured.
+        a result is at {now:#x}, was at {before:#x} when captured.
         A CUDA graph writes where it did at capture, and resize_() moved that memory. Clone a \
         result before it grows; drop the graphs (clear_graphs()) and capture again.""")
     metadata = Template("""
@@ -571,7 +597,7 @@ class AddressChangedError(GuardError):
     weight = Template("""
         {what}, {batch}: weight {path!r} was replaced or moved after it was captured.
         A CUDA graph reads the weights where they were. Write new values in place \
-        (cgcompile.update_weights), or drop the graphs (clear_graphs()) and capture again.""")
+        (cgcompile.update_weights), or drop the graphs ({drop}) and capture again.""")
 
 
 class HostValueChangedError(GuardError):
@@ -579,8 +605,9 @@ class HostValueChangedError(GuardError):
 
     changed = Template("""
         {what}, {batch}: {path} is {now}, was {before} when captured.
-        A CUDA graph repeats the host values it saw at capture. Put what varies into the batch \
-        descriptor (extra=...), into a tensor, or into the forward context.""")
+        A CUDA graph repeats the host values it saw at capture. A number of rows must be \
+        num_tokens of the batch descriptor; put other values that vary into the descriptor \
+        (extra=...), into a tensor, or into the forward context.""")
     cpu_scalar = Template("""
         {what}, {batch}: the 0-dim CPU tensor {path!r} is {now}, was {before} when captured.
         A CUDA graph repeats the value that its kernels were launched with. Move the tensor to the \
@@ -591,7 +618,7 @@ class HostValueChangedError(GuardError):
 
 
 class SizesError(CGCompileError, ValueError):
-    """Batch sizes to capture that cannot be, or that nothing says how to choose."""
+    """Batch sizes to capture that are impossible, or that cannot be chosen."""
 
     number = Template("{name} = {found:shown}; expected a whole number of at least {least}.")
     not_a_size = Template("""
@@ -618,7 +645,7 @@ class SizesError(CGCompileError, ValueError):
         fit_sizes(): no budget was given; without one every observed batch size would get a graph.
         Give count=, or nbytes= and bytes_of=, or all three.""")
     bytes_unknown = Template("""
-        fit_sizes(nbytes={nbytes}): nothing says what a graph takes.
+        fit_sizes(nbytes={nbytes}): the bytes of a graph are unknown.
         Give bytes_of=, a function from a size to the bytes of its graph.""")
     bad_measure = Template("""
         fit_sizes(): {name}({size}) returned {found:shown}; expected {expected}.""")
@@ -641,7 +668,7 @@ class BatchError(CGCompileError, ValueError):
         Give the numbers before padding, or uniform_decode=False.""")
     which_query_len = Template("""
         dispatch(num_tokens={num_tokens}, uniform_decode=True): there are graphs for several query \
-        lengths ({known:list}), and nothing says which one this is.
+        lengths ({known:list}), and the batch does not state its own.
         Give num_reqs or max_query_len.""")
     axes = Template("""
         dispatch: extra = {extra!r}; expected a tuple with one hashable value per axis, each \
@@ -699,13 +726,13 @@ class InputBufferError(CGCompileError, ValueError):
 
 
 class ManagerError(CGCompileError, RuntimeError):
-    """The manager was asked for something that it has not, or given what it cannot serve."""
+    """A request that the manager cannot serve, or an argument that does not fit."""
 
     no_graph = Template("""
         No cudagraph for {num_tokens} tokens; captured FULL: {captured:list none}.
-        Ask get_cudagraph_size() for a size first, and capture() before.""")
+        Take a size from get_cudagraph_size(), and call capture() before.""")
     no_replay = Template("""
-        run_fullgraph: FULL, {batch} cannot be replayed here: gradients are asked for, or a \
+        run_fullgraph: FULL, {batch} cannot be replayed here: gradients are required, or a \
         capture or an eager region is open.
         Call it under no_grad() or inference_mode(), outside of captures and of eager_region().""")
     other_thread = Template("""
@@ -729,8 +756,8 @@ class ManagerError(CGCompileError, RuntimeError):
         graphs.
         Graphs with and without it differ: axes=[Axis({name!r}, (False, True))].""")
     presence = Template("""
-        input {name!r}: the batch says {said!r} in extra; expected whether it is given.
-        Say True with a tensor, False with None.""")
+        input {name!r}: extra of the batch has {found!r}; expected whether the input is given.
+        Pass True with a tensor, False with None.""")
     rows = Template("""
         outputs={found:shown}; expected 'tokens' or 'reqs', or one of them for each output.
         Say what the first dimension of what the model returns counts.""")
@@ -765,17 +792,18 @@ class AgreementError(CGCompileError, RuntimeError):
         {missing:plural rank}|no rank can be named}.
         Every rank must take part in each step: one without work calls run(None). Look for what \
         ended or holds up the other; the group has to be made anew.
-        torch.distributed said: {said}""")
+        torch.distributed raised: {error}""")
     gave_up = Template("""
         rank {rank} raised an exception in plan() or in a capture.
-        Its own message says why; no rank has the graphs that it was at.""")
+        Its own message has the cause; no rank has the graphs of that call.""")
     out_of_step = Template("""
         rank {rank} {found}; rank 0 {first}.
         Let all ranks make the same calls: capture(), then run() at each step, with a batch or \
         None.""")
     other_dispatcher = Template("""
-        the agreement asks another dispatcher than the manager's.
-        Take one: Agreement(dispatcher), CudaGraphManager(model, dispatcher, agreement=...).""")
+        the agreement has another dispatcher than the manager.
+        Pass the same one: Agreement(dispatcher), CudaGraphManager(model, dispatcher, \
+        agreement=...).""")
 
 
 class EncoderError(CGCompileError, ValueError):
@@ -783,8 +811,8 @@ class EncoderError(CGCompileError, ValueError):
 
     no_method = Template("""
         {model} has no method {method}(), which encoder graphs need.
-        SupportsEncoderCudaGraph tells what it takes and returns; PatchEncoder has all of them for \
-        flattened patches with a grid.""")
+        SupportsEncoderCudaGraph documents its arguments and result; PatchEncoder has all methods \
+        for flattened patches with a grid.""")
     older_protocol = Template("""
         {model} has {found:list}, of an older protocol.
         One method replaces the three: get_encoder_cudagraph_item_specs(mm_kwargs) returns \
@@ -821,10 +849,10 @@ class EncoderError(CGCompileError, ValueError):
         item {item}: output tokens on path {path!r}, which the configuration does not have; paths: \
         {known:list}.{known:close {path}}""")
     no_path = Template("""
-        item {item}: {tokens} output tokens, and none of them on a path; paths: {known:list}.
+        item {item}: {tokens} output tokens, but 0 on each path; paths: {known:list}.
         Give global_output_tokens and local_output_tokens, or path_output_tokens={{...}}.""")
     no_axis = Template("""
-        item {item}: nothing is said for capture axis {axis!r}; it says {known:list}.
+        item {item}: no value for capture axis {axis!r}; it has {known:list}.
         Give EncoderItemSpec(axes={{...}}) the value that the item needs at least.""")
     not_a_call = Template("""
         a call of an encoder is a {found}; expected a mapping from names to inputs.
@@ -836,8 +864,8 @@ class EncoderError(CGCompileError, ValueError):
         rename = f" Rename {near[0]!r} to {name!r}?" if near else ""
         return cls(
             f"a call of an encoder has no {name!r}; it has {_list(known)}.{rename}\n"
-            "  Patches of all items and the grid of each go together. inputs= of PatchEncoder says "
-            "what they are called."
+            "  Patches of all items and the grid of each go together. inputs= of PatchEncoder "
+            "sets their names."
         )
 
     rows = Template("""
@@ -864,6 +892,19 @@ class EncoderError(CGCompileError, ValueError):
         Sizes behind the first must be the buffer's, and the dtype must cast to its. Give such a \
         value, or another buffer in prepare_encoder_cudagraph_capture_inputs() (in_features=, \
         PatchTable).""")
+    buffer_rows = Template("""
+        buffer {key!r}: the value is {found}; expected {expected} rows, the \
+        {unit} of {items} items.
+        Padding would hide rows that are missing. Return one for each of the {unit}, or set what \
+        the rows count (PatchTable(rows=...), buffer_rows).""")
+    offsets = Template("""
+        buffer {key!r}: offsets are {found}; expected {expected}.
+        Offsets are the ends of all sequences behind a leading 0, not lengths: take \
+        [0, *lengths] and cumsum(0).""")
+    offset_count = Template("""
+        buffer {key!r}: {found} offsets; expected {expected}.
+        Offsets are the ends of all sequences behind a leading 0, not lengths. \
+        PatchOffsets(most=...) declares other sequences than one for each frame.""")
     no_offset_room = Template("""
         buffer {key!r}: {entries} offsets fill it, so that none is left for the padding.
         Capture offset buffers with max_frames_per_batch + 2 entries: the last one is padding.""")
@@ -933,7 +974,8 @@ class EncoderShardError(CGCompileError, RuntimeError):
     failed = Template("""
         rank {rank}: the share of another rank failed.
         {shares}
-        Its own error says more. No rank has results of this call; the next one is not affected.""")
+        Its own error has the cause. No rank has results of this call; the next one is not \
+        affected.""")
 
 
 class CommandError(CGCompileError, ValueError):

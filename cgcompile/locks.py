@@ -10,10 +10,8 @@ _watched: list[bool] = []  # not empty once the fork hook is registered
 
 
 def new_lock(watch: bool = True) -> Any:
-    """Return a new ``threading.RLock`` that is free in a forked child.
-
-    ``watch`` registers the fork hook, once per process; False for locks created at import.
-    """
+    """Return a new ``threading.RLock`` that is free in a forked child."""
+    # ``watch`` registers the fork hook, once per process; False for locks created at import.
     lock = threading.RLock()
     if watch and not _watched:
         _watched.append(True)

@@ -6,7 +6,13 @@ from typing import Any
 
 
 class CompilationMode(enum.Enum):
-    """How much of the model is compiled, and in how many parts."""
+    """How much of the model is compiled, and in how many parts.
+
+    Example:
+        >>> backend = cgcompile.Backend(mode=cgcompile.CompilationMode.STOCK_TORCH_COMPILE)
+        >>> backend.config.cudagraph_mode.name
+        'NONE'
+    """
 
     NONE = 0
     """Compile nothing: the traced graph is returned as it is."""
@@ -26,6 +32,11 @@ class CUDAGraphMode(enum.Enum):
 
     A pair means (uniform decode batches, all other batches). Only NONE, PIECEWISE and FULL are
     *runtime* modes, those in which one step can run.
+
+    Example:
+        >>> mode = cgcompile.CUDAGraphMode.FULL_AND_PIECEWISE
+        >>> mode.decode_mode().name, mode.mixed_mode().name
+        ('FULL', 'PIECEWISE')
     """
 
     NONE = 0
@@ -74,7 +85,13 @@ class CUDAGraphMode(enum.Enum):
 
 
 class AttentionCGSupport(enum.IntEnum):
-    """Which batches an attention op supports inside of a FULL graph. Undeclared is NEVER."""
+    """Which batches an attention op supports inside of a FULL graph. Undeclared is NEVER.
+
+    Example:
+        >>> support = cgcompile.AttentionCGSupport.UNIFORM_BATCH
+        >>> cgcompile.SplittingOp("aten::mm", support=support).support is support
+        True
+    """
 
     NEVER = 0
     """No batch: the op must run outside of CUDA graphs."""

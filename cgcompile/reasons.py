@@ -7,63 +7,247 @@ The rule: each fallback has a :class:`Reason`. ``SplitGraph.text()`` prints thos
 import enum
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cgcompile.locks import new_lock
+from cgcompile.errors import DOCUMENTATION
 
 log = logging.getLogger(__name__)
 
 
 class Reason(enum.Enum):
-    """Why something runs without a graph. The value is the stable name, for logs and JSON."""
+    """Why something runs without a graph. The value is the stable name, for logs and JSON.
+
+    Attributes:
+        when: what the cause is.
+        remedy: what to change so that a graph serves it; "nothing" where that is right as it is.
+
+    Example:
+        >>> reason = cgcompile.Reason("gradients")
+        >>> print(reason.remedy)
+        call the model in `torch.inference_mode()` or `torch.no_grad()`
+    """
+
+    _value_: str
+    when: str
+    remedy: str
+
+    def __new__(cls, value: str, when: str, remedy: str) -> "Reason":
+        member = object.__new__(cls)
+        member._value_, member.when, member.remedy = value, when, remedy
+        return member
 
     # Of a piece: decided when the graph is split. Of a whole step where all its pieces are eager.
-    SPLITTING_OP = "splitting_op"  # registered as a boundary, or tagged cudagraph_unsafe
-    EAGER_REGION = "eager_region"  # in cgcompile.eager_region(); of a whole step as well
-    HOST_SYNC = "host_sync"  # the host has to read a value that the device computes
-    CPU_TENSOR = "cpu_tensor"  # computes on the CPU, or reads CPU memory on the device
-    DEVICE_COPY = "device_copy"  # copies between host and device through pageable memory
-    OTHER_DEVICE = "other_device"  # runs on another device than the graph
-    COLLECTIVE = "collective"  # a collective whose process group cannot be captured
-    UNBACKED_SIZE = "unbacked_size"  # a size that is only known once data was read
-    STATE_REGION = "state_region"  # in one vmap, grad or inference-mode region with one of these
-    NO_KERNEL = "no_kernel"  # launches nothing: there is nothing to capture
+    SPLITTING_OP = (
+        "splitting_op",
+        "the op is registered as a boundary, or tagged `cudagraph_unsafe`",
+        "nothing; if the op can be captured, declare its `support`, so that FULL graphs hold it",
+    )
+    EAGER_REGION = (
+        "eager_region",
+        "the code is in `cgcompile.eager_region()`",
+        "nothing; make the region smaller if it holds more than it must",
+    )
+    HOST_SYNC = (
+        "host_sync",
+        "the host has to read a value that the device computes: `.item()`, `nonzero`",
+        "keep the value on the device: `torch.where`, `masked_fill`, a fixed number of rows",
+    )
+    CPU_TENSOR = (
+        "cpu_tensor",
+        "an op computes on the CPU, or reads CPU memory on the device",
+        "create the tensor with `device=x.device`, or once as a buffer of the module",
+    )
+    DEVICE_COPY = (
+        "device_copy",
+        "an op copies between host and device through pageable memory",
+        "copy before the step, into a tensor that is made once",
+    )
+    OTHER_DEVICE = (
+        "other_device",
+        "an op runs on another device than the graph",
+        "keep a model on one device, or compile the part of each device",
+    )
+    COLLECTIVE = (
+        "collective",
+        "a collective whose process group cannot be captured",
+        "use a process group of NCCL that is initialised before the capture",
+    )
+    UNBACKED_SIZE = (
+        "unbacked_size",
+        "a size is only known once data was read",
+        "give tensors a fixed size, and mask the rows that do not count",
+    )
+    STATE_REGION = (
+        "state_region",
+        "the op shares a vmap, grad or inference-mode region with one that cannot be captured",
+        "move the other op out of the region",
+    )
+    NO_KERNEL = (
+        "no_kernel",
+        "the piece launches nothing, so there is nothing to capture",
+        "nothing",
+    )
 
     # Of a whole step: decided at each call.
-    GRADIENTS = "gradients"  # an input requires grad in grad mode, or has a forward gradient
-    WARMING = "warming"  # the first calls of a shape run plain, so that no kernel compiles later
-    NO_CONTEXT = "no_forward_context"  # a wrapper was called without a forward context
-    MODE_NONE = "mode_none"  # the forward context, or the settings, request no graph
-    OTHER_MODE = "other_mode"  # the context requests a mode that this wrapper or graph lacks
-    INSIDE_CAPTURE = "inside_capture"  # the call is part of another capture
-    CAPTURE_BUSY = "capture_busy"  # another thread is capturing
-    CAPTURE_FORBIDDEN = "capture_forbidden"  # an unknown shape while no capture is allowed
-    CAPTURE_FAILED = "capture_failed"  # the device refused to capture an op of this shape
-    NO_DEVICE = "no_capture_device"  # tensors on a device without graphs
-    ATTENTION_SUPPORT = "attention_support"  # FULL was requested; an op does not support it
-    UNSUPPORTED_INPUT = "unsupported_input"  # a tensor subclass or a sparse tensor
-    UNLISTED_SIZE = "unlisted_size"  # not one of cudagraph_capture_sizes
-    TOO_MANY_SHAPES = "too_many_shapes"  # max_captured_shapes are captured already
-    TOO_MANY_BINDINGS = "too_many_bindings"  # more than max_bindings weight sets, or none lasts
-    INPUT_CHANGED = "input_changed"  # a guard refused a replay, and on_input_change is "eager"
-    RECOMPILE_LIMIT = "recompile_limit"  # Dynamo stopped compiling a function; its calls bypass us
-    VARYING_NUMBER = "varying_number"  # a number that is baked into graphs differs at each call
-    GROWING_STATE = "growing_state"  # a result comes back as an input, larger: a new shape a step
+    GRADIENTS = (
+        "gradients",
+        "an input requires grad in grad mode, or has a forward gradient",
+        "call the model in `torch.inference_mode()` or `torch.no_grad()`",
+    )
+    WARMING = (
+        "warming",
+        "the first calls of a shape run without a graph, so that no kernel compiles later",
+        "nothing; if it never ends, pad to a few sizes and write buffers in place",
+    )
+    NO_CONTEXT = (
+        "no_forward_context",
+        "a wrapper was called without a forward context",
+        "call it in `cgcompile.set_forward_context(...)`; each thread needs its own",
+    )
+    MODE_NONE = (
+        "mode_none",
+        "the forward context, or the settings, request no graph",
+        "pass `cudagraph_runtime_mode=`, or set `cudagraph_mode`",
+    )
+    OTHER_MODE = (
+        "other_mode",
+        "the context requests a mode that this wrapper or graph lacks",
+        "nothing where modes alternate; otherwise request the mode of the wrapper",
+    )
+    INSIDE_CAPTURE = (
+        "inside_capture",
+        "the call is part of another capture",
+        "nothing",
+    )
+    CAPTURE_BUSY = (
+        "capture_busy",
+        "another thread is capturing",
+        "capture all sizes before serving, in one thread",
+    )
+    CAPTURE_FORBIDDEN = (
+        "capture_forbidden",
+        "an unknown shape arrives while no capture is allowed",
+        "capture the shape before `close_capture()` or `allow_capture(False)`",
+    )
+    CAPTURE_FAILED = (
+        "capture_failed",
+        "the device refused to capture an op of this shape",
+        "register the op that the detail names as a splitting op, or replace it",
+    )
+    NO_DEVICE = (
+        "no_capture_device",
+        "the tensors are on a device without graphs",
+        "move the model to a GPU; for tests on a CPU set `capture_device='host'`",
+    )
+    ATTENTION_SUPPORT = (
+        "attention_support",
+        "FULL was requested; an op does not support it",
+        "declare the `support` of the op, or request PIECEWISE",
+    )
+    UNSUPPORTED_INPUT = (
+        "unsupported_input",
+        "an input is a tensor subclass or a sparse tensor",
+        "pass plain dense tensors",
+    )
+    UNLISTED_SIZE = (
+        "unlisted_size",
+        "the size is not one of `cudagraph_capture_sizes`",
+        "pad to a listed size, or list this one",
+    )
+    TOO_MANY_SHAPES = (
+        "too_many_shapes",
+        "`max_captured_shapes` are captured already",
+        "pad to a few sizes, or raise `max_captured_shapes`",
+    )
+    TOO_MANY_BINDINGS = (
+        "too_many_bindings",
+        "there are more than `max_bindings` weight sets, or none lasts",
+        "write weights and caches in place, or raise `max_bindings`",
+    )
+    INPUT_CHANGED = (
+        "input_changed",
+        "a guard refused a replay, and `on_input_change` is `eager`",
+        "write into the same buffer at each step, or choose `copy`",
+    )
+    RECOMPILE_LIMIT = (
+        "recompile_limit",
+        "Dynamo stopped compiling a function, whose calls bypass the backend",
+        "find what recompiles with `TORCH_LOGS=recompiles`",
+    )
+    VARYING_NUMBER = (
+        "varying_number",
+        "a number that is baked into graphs differs at each call",
+        "pass the number as a tensor",
+    )
+    GROWING_STATE = (
+        "growing_state",
+        "a result comes back as an input, larger: a new shape at each step",
+        "use a cache of fixed size that is written in place",
+    )
 
     # Of a batch: decided by the dispatcher, before the step runs.
-    EMPTY_BATCH = "empty_batch"  # no tokens: there is nothing to run
-    OVERSIZE = "oversize"  # more tokens or requests than any graph of the kind takes
-    MIXED_BATCH = "mixed_batch"  # only uniform decode has graphs; this batch is another
-    QUERY_LENGTH = "query_length"  # uniform decode of a length that has no graphs
-    UNLISTED_VARIANT = "unlisted_variant"  # a LoRA count or a value of an axis without graphs
-    MODE_EXCLUDED = "mode_excluded"  # the caller forbids the mode for this batch
-    NOT_CAPTURED = "not_captured"  # a planned graph that was not captured yet, or was refused
-    OTHER_RANK = "other_rank"  # ranks agree on one mode, and another rank has a lesser one
-    TOO_MANY_FRAMES = "too_many_frames"  # more sequences of attention than a graph has room for
-    CHEAPER_EAGER = "cheaper_eager"  # a graph serves it, padded so far that it is the slower way
-    NOT_PIECEWISE = "not_piecewise"  # the model has no pieces: neither compiled nor breakable
+    EMPTY_BATCH = (
+        "empty_batch",
+        "the batch has no tokens",
+        "nothing",
+    )
+    OVERSIZE = (
+        "oversize",
+        "the batch has more tokens or requests than any graph of its kind",
+        "add a larger size, or split the batch",
+    )
+    MIXED_BATCH = (
+        "mixed_batch",
+        "only uniform decode has graphs, and this batch is another",
+        "use `FULL_AND_PIECEWISE`",
+    )
+    QUERY_LENGTH = (
+        "query_length",
+        "uniform decode of a length that has no graphs",
+        "list the length among the query lengths of the dispatcher",
+    )
+    UNLISTED_VARIANT = (
+        "unlisted_variant",
+        "a LoRA count or a value of an axis has no graphs",
+        "list the value in `LoraCases` or `Axis`",
+    )
+    MODE_EXCLUDED = (
+        "mode_excluded",
+        "the caller forbids the mode for this batch",
+        "nothing",
+    )
+    NOT_CAPTURED = (
+        "not_captured",
+        "a planned graph was not captured yet, or was refused",
+        "call `capture()` before serving, and read its report",
+    )
+    OTHER_RANK = (
+        "other_rank",
+        "ranks agree on one mode, and another rank has a lesser one",
+        "read the reason that the other rank counts",
+    )
+    TOO_MANY_FRAMES = (
+        "too_many_frames",
+        "there are more sequences of attention than a graph has room for",
+        "raise the limit of frames",
+    )
+    CHEAPER_EAGER = (
+        "cheaper_eager",
+        "a graph would be padded so far that it is slower",
+        "nothing; a budget between two others makes it a replay",
+    )
+    NOT_PIECEWISE = (
+        "not_piecewise",
+        "the model has no pieces: it is neither compiled nor breakable",
+        "compile it, or wrap it in `BreakableCUDAGraphWrapper`",
+    )
+
+    @property
+    def page(self) -> str:
+        """Where the documentation explains this reason."""
+        return f"{DOCUMENTATION}/reference/reasons.html#reason-{self.value}"
 
 
 class Fallback(NamedTuple):
@@ -107,6 +291,20 @@ EXPECTED = frozenset(
 )
 
 
+def warn_of(what: str, why: Fallback, how: str = "without a CUDA graph") -> None:
+    """Log a warning of something that runs without a graph, or in a lesser mode."""
+    name = why.reason.value
+    log.warning(
+        "%s runs %s: %s. Remedy: %s. (Logged once for a reason; "
+        "warn_fallbacks=False turns it off; `python -m cgcompile reasons %s` explains it.)",
+        what,
+        how,
+        why,
+        why.reason.remedy,
+        name,
+    )
+
+
 @dataclass
 class Counters:
     """What the calls of one compiled graph, or of one wrapper, did.
@@ -122,6 +320,15 @@ class Counters:
         degraded: how often a lesser mode was taken than requested: at each call of a batch that
             a FULL graph may not serve, and once where the capture of a FULL graph was refused.
         details: the last detail of each reason.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> with torch.inference_mode():
+        ...     for _ in range(4):
+        ...         y = model(torch.randn(4, 8))
+        >>> counters = model.backend.counters
+        >>> counters.calls, counters.captures, counters.replays, counters.plain.total()
+        (4, 1, 2, 1)
     """
 
     calls: int = 0
@@ -138,14 +345,22 @@ class Counters:
             captures=self.captures + other.captures,
             replays=self.replays + other.replays,
             failures=self.failures + other.failures,
-            plain=self.plain + other.plain,
-            degraded=self.degraded + other.degraded,
+            # Copies, as another thread may add a reason while the sum iterates.
+            plain=self.plain.copy() + other.plain.copy(),
+            degraded=self.degraded.copy() + other.degraded.copy(),
             details={**self.details, **other.details},
         )
 
     def why_plain(self, before: "Counters") -> list[str]:
         """Return each reason, with its detail, of calls without graphs since ``before``."""
-        return [f"{r.value}: {self.details.get(r, '-')}" for r in self.plain - before.plain]
+        return self._texts(self.plain.copy() - before.plain)
+
+    def why_degraded(self, before: "Counters") -> list[str]:
+        """Return each reason, with its detail, of a lesser mode since ``before``."""
+        return self._texts(self.degraded.copy() - before.degraded)
+
+    def _texts(self, reasons: Iterable[Reason]) -> list[str]:
+        return [f"{reason.value}: {self.details.get(reason, '-')}" for reason in reasons]
 
     def __str__(self) -> str:
         rows = [
@@ -156,56 +371,3 @@ class Counters:
             for reason, number in sorted(counts.items(), key=lambda item: item[0].value):
                 rows.append(f"  {title} {number} {reason.value}: {self.details.get(reason, '-')}")
         return "\n".join(rows)
-
-
-class Ledger:
-    """Counters that several threads write; callbacks run without its lock."""
-
-    def __init__(
-        self, on_plain: Callable[[Fallback], None], on_degraded: Callable[[Fallback], None]
-    ) -> None:
-        self._on_plain, self._on_degraded = on_plain, on_degraded
-        self._lock = new_lock()
-        self._counters = Counters()
-
-    @property
-    def counters(self) -> Counters:
-        """A copy of the counters."""
-        with self._lock:
-            return self._counters + Counters()
-
-    def captured(self) -> None:
-        """Count a call that captured."""
-        with self._lock:
-            self._counters.calls += 1
-            self._counters.captures += 1
-
-    def replayed(self) -> None:
-        """Count a call that replayed."""
-        with self._lock:
-            self._counters.calls += 1
-            self._counters.replays += 1
-
-    def failed(self) -> None:
-        """Count a call that raised."""
-        with self._lock:
-            self._counters.calls += 1
-            self._counters.failures += 1
-
-    def plain(self, fallback: Fallback) -> None:
-        """Count a call that ran without graphs, and log it if the detail is new."""
-        with self._lock:
-            self._counters.calls += 1
-            self._counters.plain[fallback.reason] += 1
-            new = self._counters.details.get(fallback.reason) != fallback.detail
-            self._counters.details[fallback.reason] = fallback.detail
-        if new:
-            log.info("a step runs without graphs: %s", fallback)
-        self._on_plain(fallback)
-
-    def degraded(self, fallback: Fallback) -> None:
-        """Count a call that takes a lesser mode than was requested."""
-        with self._lock:
-            self._counters.degraded[fallback.reason] += 1
-            self._counters.details[fallback.reason] = fallback.detail
-        self._on_degraded(fallback)

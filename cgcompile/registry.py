@@ -19,7 +19,7 @@ from cgcompile.graphs.capture_all import BulkCapture, capture_all
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.reasons import Counters, Fallback, Ledger, Reason
+from cgcompile.reasons import Counters, Fallback, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.settings import checked
 
@@ -44,7 +44,7 @@ class Registry:
         self._traces: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_compilations = 0
         self._capture_closed = False
-        self._ledger = _new_ledger()  # of calls that reach no graph
+        self._timeline = Timeline(config.warn_fallbacks)  # of calls that reach no graph
 
     def remember(self, traces: Any) -> None:
         """Register the traces of a compiled model, for :meth:`invalidate` to clear."""
@@ -53,11 +53,13 @@ class Registry:
     def adopt(self, wrapper: CUDAGraphWrapper) -> None:
         """Register the wrapper of an untraced model of :func:`cgcompile.compile`."""
         wrapper.closed = self._capture_closed
+        wrapper.timeline.warned = self._timeline.warned
         self.wrappers.add(wrapper)
 
     def _register(self, graph: CompiledGraph) -> None:
         """Register a new compiled graph."""
         self._num_compilations += 1
+        graph.timeline.warned = self._timeline.warned
         if self._capture_closed:
             graph.close_capture()
         self._graphs = [ref for ref in self._graphs if ref() is not None]
@@ -66,7 +68,7 @@ class Registry:
     def _forget(self) -> None:
         """Drop the compiled graphs from the registry, with the counts of calls without a graph."""
         self._graphs.clear()
-        self._ledger = _new_ledger()
+        self._timeline = Timeline(self.config.warn_fallbacks)
 
     @property
     def num_compilations(self) -> int:
@@ -86,7 +88,7 @@ class Registry:
         """The sum of what all calls did: of graphs, of wrappers, and of calls with neither."""
         counters = [graph.counters for graph in self.graphs]
         counters += [wrapper.counters for wrapper in self.wrappers]
-        return sum(counters, self._ledger.counters)
+        return sum(counters, self._timeline.counters)
 
     @checked
     def capture(
@@ -140,7 +142,7 @@ class Registry:
     def close_capture(self) -> None:
         """Forbid captures from now on, in all threads, of graphs that are compiled later as well.
 
-        A step without a graph runs plain, counted; with ``strict`` it raises.
+        Steps of other shapes run without a graph, counted; with ``strict`` they raise.
         """
         self._capture_closed = True
         for graph in self.graphs:
@@ -175,12 +177,13 @@ class Registry:
         Raises:
             DispatchError: ``strict``.
         """
+        fallback = Fallback(Reason.RECOMPILE_LIMIT, detail)
         if self.config.strict:
-            raise DispatchError.strict(
-                what="the model", reason=Reason.RECOMPILE_LIMIT.value, detail=detail
-            )
-        log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
-        self._ledger.degraded(Fallback(Reason.RECOMPILE_LIMIT, detail))
+            raise DispatchError.strict(what="the model", why=fallback)
+        if self._timeline.warned is not None:  # of each function, so not by the timeline
+            log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
+            self._timeline.warned.add(fallback.reason)
+        self._timeline.degraded(fallback)
 
     def run_plain(self, name: str, fallback: Fallback, function: Callable[[], Any]) -> Any:
         """Run and count a call that no graph serves.
@@ -194,16 +197,10 @@ class Registry:
             wait_for_inputs(context.inputs_ready, None)
         try:
             if self.config.strict:
-                reason, detail = fallback.reason.value, fallback.detail
-                raise DispatchError.strict(what=name, reason=reason, detail=detail)
+                raise DispatchError.strict(what=name, why=fallback)
             result = function()
         except BaseException:
-            self._ledger.failed()
+            self._timeline.failed()
             raise
-        self._ledger.plain(fallback)
+        self._timeline.plain(fallback)
         return result
-
-
-def _new_ledger() -> Ledger:
-    timeline = Timeline()
-    return Ledger(timeline.plain, timeline.refused)

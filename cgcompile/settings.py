@@ -72,10 +72,8 @@ LARGEST_ROWS = 2**40
 
 
 def whole(value: Any) -> int | None:
-    """Return a whole number of any type (NumPy's too) as an int; None for anything else.
-
-    Also None for a bool, and for a tensor: reading it would wait for its device.
-    """
+    """Return a whole number of any type (NumPy's too) as an int; None for anything else."""
+    # Also None for a bool, and for a tensor: reading it would wait for its device.
     if type(value) is int:
         return value
     if isinstance(value, bool) or hasattr(value, "data_ptr"):
@@ -112,11 +110,9 @@ def is_flag(value: object) -> bool:
 
 
 def require_arguments(where: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first argument that does not match the annotation of its parameter.
-
-    A flag must be a bool, an ``int`` must have 64 bits, a ``float`` must be finite, and items must
-    match. Annotations that are text or a type variable match everything.
-    """
+    """Raise ConfigError for the first argument that does not match its annotation."""
+    # A flag must be a bool, an ``int`` must have 64 bits, a ``float`` must be finite, and items
+    # must match. Annotations that are text or a type variable match everything.
     for name, value in values.items():
         hint = hints.get(name, Any)
         if not _matches(value, hint):
@@ -127,10 +123,8 @@ def require_arguments(where: str, values: Mapping[str, Any], hints: Mapping[str,
 
 
 def checked(function: F_, but: Collection[str] = (), last: bool = False) -> F_:
-    """Decorate a function to check its arguments, see :func:`require_arguments`.
-
-    It costs some microseconds: not for functions that a step calls.
-    """
+    """Decorate a function to check its arguments, see :func:`require_arguments`."""
+    # It costs some microseconds: not for functions that a step calls.
     signature = inspect.signature(function)
     hints = {
         name: parameter.annotation
@@ -330,10 +324,8 @@ def parse_compile_sizes(value: Any) -> tuple[int | str, ...]:
 def sizes_meant(
     listed: Sequence[int | str], captured: Sequence[int] | None, *, pads: bool
 ) -> tuple[int, ...]:
-    """Return the sizes of ``compile_sizes``, where steps are padded to ``captured`` if ``pads``.
-
-    Raises ConfigError if padding would change one of them, or if it names missing capture sizes.
-    """
+    """Return the sizes of ``compile_sizes``, where steps are padded to ``captured`` if ``pads``."""
+    # Raises ConfigError if padding would change one of them, or if it names missing capture sizes.
     if captured is None and ALL_CAPTURE_SIZES in listed:
         raise ConfigError.impossible(
             what=f"compile_sizes = {tuple(listed)!r} without cudagraph_capture_sizes",

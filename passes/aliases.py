@@ -17,11 +17,13 @@ from torch import fx
 
 from cgcompile.passes.assign import PLACEMENT, Placement, placement
 from cgcompile.passes.nodes import (
+    COMPUTING,
     changes_layout,
     is_view,
     layout_of,
     nodes_by_storage,
     storages,
+    surely_written,
     tensors,
     value,
     written,
@@ -53,7 +55,9 @@ def _use_written_arguments(gm: fx.GraphModule) -> None:
         if changes_layout(node):
             moved |= storages([value(node), *map(value, node.all_input_nodes)])
     for node in gm.graph.nodes:
-        for target in () if changes_layout(node) else written(gm, node):
+        # A call that may write its argument may also return another object: a dual tensor.
+        known = node.op in COMPUTING and not changes_layout(node)
+        for target in surely_written(node) if known else ():
             if _same_tensor(node, target) and moved.isdisjoint(storages(value(node))):
                 node.replace_all_uses_with(target)
                 break

@@ -1,4 +1,4 @@
-"""Assign each node to a piece, captured or eager: :class:`AssignPieces`.
+"""Assign each node to a piece, captured or eager: :func:`assign_pieces`.
 
 The order of the graph is kept. Consecutive nodes that cannot be captured form an eager piece, the
 nodes between two of these a captured piece, with two refinements: allocations between two
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from cgcompile import torch_compat as compat
-from cgcompile.boundaries import AttentionCGSupport, Boundaries
+from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp
 from cgcompile.passes.capturable import Capturability
 from cgcompile.passes.nodes import (
     COMPUTING,
     bound_symbols,
     is_allocation,
     is_container_item,
-    is_floating,
+    is_size_arithmetic,
     launches_kernel,
     runs_once_on_host,
     toggles_state,
@@ -54,59 +54,51 @@ class _Run:
     nodes: list[fx.Node] = field(default_factory=list)
 
 
-class AssignPieces:
+def assign_pieces(gm: fx.GraphModule, boundaries: Boundaries) -> None:
     """Write a :class:`Placement` into the meta of every node that computes."""
+    whys = _why_not_captured(gm, boundaries)
+    in_region = _spread_over_regions(gm, whys)
+    for number, run in enumerate(_settle(gm, _group(whys), in_region, whys)):
+        ops = {node: _boundary(node, whys[node], boundaries) for node in run.nodes}
+        compiled = run.capture or _compiles_alone(ops, whys)
+        for node, op in ops.items():
+            why, support = whys[node], AttentionCGSupport.ALWAYS
+            if why is not None and why.reason is not Reason.NO_KERNEL:
+                support = AttentionCGSupport.NEVER if op is None else op.support
+            node.meta[PLACEMENT] = Placement(number, run.capture, why, compiled, support=support)
 
-    name = "assign_pieces"
 
-    def __init__(self, boundaries: Boundaries) -> None:
-        self._boundaries = boundaries
+def _boundary(node: fx.Node, why: Fallback | None, boundaries: Boundaries) -> SplittingOp | None:
+    """Return the splitting op of a node or, of an item of a result, of the node it is read from."""
+    if why is None or why.reason is not Reason.SPLITTING_OP:
+        return None
+    return boundaries.match(node.args[0] if is_container_item(node) else node)  # type: ignore[arg-type]
 
-    def uuid(self) -> str:
-        return f"assign_pieces/2/{self._boundaries.uuid()}"
 
-    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        whys = self._why_not_captured(gm)
-        in_region = _spread_over_regions(gm, whys)
-        runs = _settle(gm, _group(whys), in_region, whys)
-        for number, run in enumerate(runs):
-            compiled = run.capture or self._compiles_alone(run, whys)
-            for node in run.nodes:
-                support = self._support(node, whys[node])
-                node.meta[PLACEMENT] = Placement(
-                    number, run.capture, whys[node], compiled, support=support
-                )
-        return gm
+def _compiles_alone(
+    ops: dict[fx.Node, SplittingOp | None], whys: dict[fx.Node, Fallback | None]
+) -> bool:
+    """Return whether all ops of an eager run are registered with ``compiled``."""
+    nodes = [node for node in ops if not is_container_item(node)]
+    whys_of_rest = [whys[node] for node in nodes if ops[node] is None]
+    matched = [op for node in nodes if (op := ops[node]) is not None]
+    launch_nothing = all(why is None or why.reason is Reason.NO_KERNEL for why in whys_of_rest)
+    return bool(matched) and launch_nothing and all(op.compiled for op in matched)
 
-    def _support(self, node: fx.Node, why: Fallback | None) -> AttentionCGSupport:
-        if why is None or why.reason is Reason.NO_KERNEL:
-            return AttentionCGSupport.ALWAYS
-        source = node.args[0] if is_container_item(node) else node
-        op = self._boundaries.match(source) if why.reason is Reason.SPLITTING_OP else None  # type: ignore[arg-type]
-        return op.support if op is not None else AttentionCGSupport.NEVER
 
-    def _compiles_alone(self, run: _Run, whys: dict[fx.Node, Fallback | None]) -> bool:
-        """Return whether all ops of an eager run are registered with ``compiled``."""
-        reasons = {n: whys[n].reason for n in run.nodes if whys[n] and not is_container_item(n)}  # type: ignore[union-attr]
-        if not set(reasons.values()) <= {Reason.SPLITTING_OP, Reason.NO_KERNEL}:
-            return False
-        ops = [n for n, reason in reasons.items() if reason is Reason.SPLITTING_OP]
-        matched = [self._boundaries.match(node) for node in ops]
-        return bool(matched) and all(op is not None and op.compiled for op in matched)
-
-    def _why_not_captured(self, gm: fx.GraphModule) -> dict[fx.Node, Fallback | None]:
-        """Return, for every node that needs a piece, in order, why it cannot be captured."""
-        predicate = Capturability(gm, self._boundaries)
-        bound = bound_symbols(gm).keys()
-        whys: dict[fx.Node, Fallback | None] = {}
-        for node in gm.graph.nodes:
-            if node.op not in COMPUTING or is_floating(node, bound):
-                continue
-            if is_container_item(node) and node.args[0] in whys:
-                whys[node] = whys[node.args[0]]
-            else:
-                whys[node] = predicate.why_not(node)
-        return whys
+def _why_not_captured(gm: fx.GraphModule, boundaries: Boundaries) -> dict[fx.Node, Fallback | None]:
+    """Return, for every node that needs a piece, in order, why it cannot be captured."""
+    predicate = Capturability(gm, boundaries)
+    bound = bound_symbols(gm).keys()
+    whys: dict[fx.Node, Fallback | None] = {}
+    for node in gm.graph.nodes:
+        if node.op not in COMPUTING or is_size_arithmetic(node, bound):
+            continue
+        if is_container_item(node) and node.args[0] in whys:
+            whys[node] = whys[node.args[0]]
+        else:
+            whys[node] = predicate.why_not(node)
+    return whys
 
 
 def _spread_over_regions(gm: fx.GraphModule, whys: dict[fx.Node, Fallback | None]) -> set[fx.Node]:

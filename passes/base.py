@@ -51,7 +51,21 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """The interface of every pass, ours or a user's."""
+    """The interface of every pass, ours or a user's.
+
+    Example:
+        >>> class Recompile:
+        ...     name = "recompile"
+        ...
+        ...     def uuid(self):
+        ...         return "1"
+        ...
+        ...     def __call__(self, gm):
+        ...         gm.recompile()
+        ...         return gm
+        >>> isinstance(Recompile(), cgcompile.passes.GraphPass)
+        True
+    """
 
     name: str
 
@@ -73,6 +87,14 @@ class FunctionPass:
 
     Raises:
         ConfigError: a name that is no text, or a function that cannot be called.
+
+    Example:
+        >>> def count(gm):
+        ...     print(len(gm.graph.nodes), "nodes")
+        >>> counted = cgcompile.passes.FunctionPass("count", count)
+        >>> gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
+        >>> gm = counted(gm)
+        5 nodes
     """
 
     name: str
@@ -109,6 +131,11 @@ class PassRecord:
         ops_after: nodes that compute, after.
         difference: how many more of each op there are after it: ``{"clone": -3}``. An op that was
             replaced by another of the same kind does not show.
+
+    Example:
+        >>> split = cgcompile.explain(nn.Linear(8, 8), torch.randn(4, 8)).split
+        >>> [record.name for record in split.passes][:2]
+        ['bind_symbols', 'pull_items']
     """
 
     name: str
@@ -152,6 +179,12 @@ class PassManager:
 
     Raises:
         PassError: something in ``passes`` is not a pass.
+
+    Example:
+        >>> from cgcompile.passes import FunctionPass, PassManager
+        >>> nothing = FunctionPass("nothing", lambda gm: gm)
+        >>> [each.name for each in PassManager([nothing]).passes]
+        ['nothing']
     """
 
     @checked
@@ -285,12 +318,10 @@ def calls_of(gm: fx.GraphModule) -> dict[fx.Node, _Call]:
 
 
 def fill_values(gm: fx.GraphModule, before: Mapping[fx.Node, _Call]) -> str | None:
-    """Give computing nodes the fake values that they have after a pass; return what failed.
-
-    Nodes that had no value before get none: Dynamo's own statements (entering autocast) have none.
-    Nodes in a state region (``vmap``) keep theirs. In a graph of new nodes alone, values that the
-    pass brought are kept.
-    """
+    """Give computing nodes the fake values that they have after a pass; return what failed."""
+    # Nodes that had no value before get none: Dynamo's own statements (entering autocast) have
+    # none. Nodes in a state region (``vmap``) keep theirs. In a graph of new nodes alone, values
+    # that the pass brought are kept.
     filler = _Filler(gm, before)
     problems = (filler.visit(node) for node in gm.graph.nodes if node.op in COMPUTING)
     return next((problem for problem in problems if problem is not None), None)
@@ -409,10 +440,8 @@ def _autocast_at(gm: fx.GraphModule, node: fx.Node) -> Iterator[None]:
 
 
 def alike(some: list[Any], others: list[Any]) -> bool:
-    """Return whether values are the same without their data; sizes that depend on data are equal.
-
-    An op creates new symbols for these at each run.
-    """
+    """Return whether values are the same without their data; unbacked sizes are equal."""
+    # An op creates new symbols for these at each run.
     one, other = compat.tree_leaves(some), compat.tree_leaves(others)
     return len(one) == len(other) and all(map(_alike, one, other))
 
@@ -486,10 +515,8 @@ def _facts(output: Any, strided: bool) -> tuple[Any, list[Any]]:
 
 
 def _equal_numbers(one: Any, other: Any, symbols: Symbols) -> bool:
-    """Return whether numbers are equal at all allowed sizes, as far as some sizes tell.
-
-    A size that depends on data is equal to any other, and so is None.
-    """
+    """Return whether numbers are equal at all allowed sizes, as far as some sizes show."""
+    # A size that depends on data is equal to any other, and so is None.
     if one is other or one is None or other is None:
         return True
     if not all(type(n) is int or hasattr(n.node, "expr") for n in (one, other)):
@@ -504,7 +531,7 @@ def _equal_numbers(one: Any, other: Any, symbols: Symbols) -> bool:
     return all(a.subs(numbers) == b.subs(numbers) for numbers in tried if numbers is not None)
 
 
-# Sizes at which two expressions are compared that sympy does not know to be equal.
+# Sizes at which two expressions are compared that are equal, but not as sympy compares them.
 _TRIED = (2, 3, 4, 5, 7, 8, 12, 16, 24, 30, 31, 32, 48, 64, 100, 128, 240, 256, 1000, 1024, 4096)
 
 

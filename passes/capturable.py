@@ -144,10 +144,8 @@ class Capturability:
         return why or self._cpu_scalars(node)
 
     def _cpu_scalars(self, node: fx.Node) -> Fallback | None:
-        """Return why a node cannot take its 0-dim CPU tensors on the device instead, or None.
-
-        A kernel gets such a value as a launch argument, which would be baked in.
-        """
+        """Return why a node cannot take its 0-dim CPU tensors on the device instead, or None."""
+        # A kernel gets such a value as a launch argument, which would be baked in.
         scalars = {
             argument: on_device(value(argument), self.device, self._gm.graph)
             for argument in node.all_input_nodes

@@ -21,7 +21,6 @@ from cgcompile.passes.nodes import (
     COMPUTING,
     bound_symbols,
     changes_layout,
-    given_argument,
     is_allocation,
     is_known_view,
     is_torchs,
@@ -54,7 +53,7 @@ class _Memory:
         self._switches_grad = any(node.target in _SWITCHES_GRAD for node in self._order)
         self._bound = bound_symbols(gm).keys()
         self._wrapped = any(_is_wrapped(value(node)) for node in self._order)
-        self._replaced: list[Any] = []  # a storage that dies would give its key to another
+        self._replaced: list[Any] = []  # the key of a freed storage would be used for another
 
     def family(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes whose value is in the memory of ``node``, itself included, in order."""
@@ -220,6 +219,12 @@ class EliminateNoOps(_Elimination):
 
     Args:
         boundaries: splitting ops, which stay.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Dropout()).eval()
+        >>> split = cgcompile.explain(model, torch.randn(4, 8)).split
+        >>> next(record.difference for record in split.passes if record.name == "eliminate_noops")
+        {'torch.nn.functional.dropout': -1}
     """
 
     name = "eliminate_noops"
@@ -249,6 +254,13 @@ class EliminateClones(_Elimination):
 
     Args:
         boundaries: splitting ops, which stay.
+
+    Example:
+        >>> def model(x):
+        ...     return torch.relu(x).clone() + 1
+        >>> split = cgcompile.explain(model, torch.randn(4)).split
+        >>> next(record.difference for record in split.passes if record.name == "eliminate_clones")
+        {'clone': -1}
     """
 
     name = "eliminate_clones"
@@ -290,7 +302,7 @@ def _dropout_is_off(node: fx.Node) -> bool:
     if node.op != "call_function" or short_name(node.target) != "dropout":
         return False
     if node.target is torch.nn.functional.dropout:
-        p, on = given_argument(node, "p"), given_argument(node, "training")
+        p, on = compat.given_argument(node, "p"), compat.given_argument(node, "training")
     elif len(node.args) == 3:  # torch.dropout and aten::dropout
         p, on = node.args[1:]
     else:

@@ -12,7 +12,6 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping, Set
-from functools import cache
 from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -120,16 +119,10 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Functions and methods whose result is a view, or at times their argument itself, such as dropout
-# that is off.
+# Functions and methods without a schema whose result may be a view, or their argument itself.
 _VIEWS = _words("""
-    H T adjoint alias alpha_dropout as_strided bfloat16 bool broadcast_to chunk conj contiguous cpu
-    cuda detach diagonal double dropout dropout1d dropout2d dropout3d dsplit expand expand_as
-    feature_alpha_dropout feature_dropout flatten float getattr getitem half hsplit imag int
-    lift_fresh long mH mT movedim moveaxis narrow permute positive ravel real reshape reshape_as
-    resolve_conj resolve_neg select slice split split_with_sizes squeeze swapaxes swapdims t
-    tensor_split to transpose type type_as unbind unflatten unfold unsafe_chunk unsafe_split
-    unsqueeze view view_as view_as_complex view_as_real vsplit
+    bfloat16 bool cpu cuda double dropout1d dropout2d dropout3d float getattr getitem half int long
+    type
 """)
 _ALLOCATIONS = _words("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
 _RESTRIDES = {"as_strided", "as_strided_copy"}
@@ -206,7 +199,7 @@ def bound_symbols(gm: fx.GraphModule) -> dict[sympy.Symbol, fx.Node]:
     return bound
 
 
-def is_floating(node: fx.Node, bound: Set[sympy.Symbol]) -> bool:
+def is_size_arithmetic(node: fx.Node, bound: Set[sympy.Symbol]) -> bool:
     """Return whether the node is arithmetic on sizes that inputs give: each piece repeats it."""
     numbers = compat.tree_leaves(value(node))
     return (
@@ -250,26 +243,29 @@ def attribute(gm: torch.nn.Module, node: fx.Node) -> Any:
 
 
 def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """Return the argument nodes whose tensors ``node`` writes; where in doubt, too many.
-
-    Exact for ops with a schema; of torch functions and methods by torch's naming rules.
-    """
+    """Return the argument nodes whose tensors ``node`` writes; where in doubt, too many."""
     if node.op not in COMPUTING:
         return []
+    if compat.is_higher_order_op(node.target):
+        return _written_by_higher_order(gm, node)
+    overloads = compat.op_overloads(node.target)
+    if node.op != "call_method" and not overloads and _is_users_own(node.target):
+        return [n for n in node.all_input_nodes if tensors(value(n))]
+    return surely_written(node) or _suspected_write(node)
+
+
+def surely_written(node: fx.Node) -> list[fx.Node]:
+    """Return the argument nodes whose tensors an op of torch, or one with a schema, writes."""
+    # Exact for ops with a schema; of torch functions and methods by torch's naming rules.
     if node.op == "call_method":
         name = str(node.target)
-        inplace = _is_inplace(name) or name == "__setitem__"
-        return _nodes(node.args[:1]) if inplace else _suspected_write(node)
+        return _nodes(node.args[:1]) if _is_inplace(name) or name == "__setitem__" else []
     overloads = compat.op_overloads(node.target)
     if overloads:
         writes = {argument for op in overloads for argument in compat.written_arguments(op)}
         positional = [node.args[i] for i, _ in writes if i < len(node.args)]
         return _nodes(positional + [node.kwargs[name] for _, name in writes if name in node.kwargs])
-    if compat.is_higher_order_op(node.target):
-        return _written_by_higher_order(gm, node)
-    if _is_users_own(node.target):
-        return [n for n in node.all_input_nodes if tensors(value(n))]
-    return _written_by_function(node) or _suspected_write(node)
+    return _written_by_function(node) if is_torchs(node) else []
 
 
 def _is_users_own(function: Any) -> bool:
@@ -318,13 +314,13 @@ def _written_by_function(node: fx.Node) -> list[fx.Node]:
     """Return the writes of a torch function, which has no schema, by torch's naming rules."""
     name = short_name(node.target)
     by_name = node.target in _INPLACE_OPERATORS or _is_inplace(name)
-    if by_name or given_argument(node, "inplace") is True:
+    if by_name or compat.given_argument(node, "inplace") is True:
         return _nodes(node.args[:1])
-    if given_argument(node, "out") is not None:
-        return _nodes(given_argument(node, "out"))
+    if compat.given_argument(node, "out") is not None:
+        return _nodes(compat.given_argument(node, "out"))
     for flag, targets in _WRITES_IF.get(name, {}).items():
-        if given_argument(node, flag) not in (None, False):
-            return _nodes([given_argument(node, target) for target in targets])
+        if compat.given_argument(node, flag) not in (None, False):
+            return _nodes([compat.given_argument(node, target) for target in targets])
     return []
 
 
@@ -349,10 +345,19 @@ def _is_inplace(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
+_STATISTICS = ("running_mean", "running_var")
+
 # Functions that write some of their arguments if another argument is not None or False.
 _WRITES_IF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "batch_norm": {"training": ("running_mean", "running_var")},
-    "instance_norm": {"use_input_stats": ("running_mean", "running_var")},
+    "batch_norm": {"training": _STATISTICS},
+    "native_batch_norm": {"training": _STATISTICS},
+    "_native_batch_norm_legit": {"training": _STATISTICS},
+    "cudnn_batch_norm": {"training": _STATISTICS},
+    "rrelu_with_noise": {"noise": ("noise",)},
+    "fused_moving_avg_obs_fake_quant": {
+        "observer_on": ("running_min", "running_max", "scale", "zero_point")
+    },
+    "instance_norm": {"use_input_stats": _STATISTICS},
     "embedding": {"max_norm": ("weight",)},
     "embedding_bag": {"max_norm": ("weight",)},
 }
@@ -367,30 +372,14 @@ def _suspected_write(node: fx.Node) -> list[fx.Node]:
 
 
 def is_known_view(node: fx.Node) -> bool:
-    """Return whether the call only makes a view, or returns its argument."""
+    """Return whether a call whose result is in an argument's memory only makes a view."""
     overloads = compat.op_overloads(node.target)
+    if not overloads and is_torchs(node):
+        overloads = compat.aten_overloads(node.target)
     if overloads:
-        return not any(True for op in overloads for _ in compat.written_arguments(op))
+        writes = {argument for op in overloads for argument in compat.written_arguments(op)}
+        return not any(i < len(node.args) or name in node.kwargs for i, name in writes)
     return short_name(node.target) in _VIEWS
-
-
-def given_argument(node: fx.Node, name: str) -> Any:
-    """Return an argument of a call by its name, whether it is positional or a keyword."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    position = _position(node.target, name)
-    return node.args[position] if position is not None and position < len(node.args) else None
-
-
-_NORM = ["input", "weight", "bias", "running_mean", "running_var"]
-_BUILTINS = {"batch_norm": [*_NORM, "training"], "instance_norm": [*_NORM, "use_input_stats"]}
-
-
-@cache
-def _position(function: Any, name: str) -> int | None:
-    names: Any = compat.parameter_names(function)
-    names = _BUILTINS.get(short_name(function), []) if names is None else names
-    return names.index(name) if name in names else None
 
 
 def _written_by_higher_order(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:

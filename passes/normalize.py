@@ -22,8 +22,8 @@ from cgcompile.passes.nodes import (
     COMPUTING,
     bound_symbols,
     is_container_item,
-    is_floating,
     is_integer,
+    is_size_arithmetic,
     short_name,
     symbols_of,
     tensors,
@@ -55,7 +55,7 @@ def _lift_numbers(gm: fx.GraphModule) -> None:
     placeholders = gm.graph.find_nodes(op="placeholder")
     anchor = placeholders[-1] if placeholders else None
     for node in list(gm.graph.nodes):
-        if anchor is not None and (node.op == "get_attr" or is_floating(node, bound)):
+        if anchor is not None and (node.op == "get_attr" or is_size_arithmetic(node, bound)):
             if anchor.next is not node:
                 anchor.append(node)
             anchor = node
@@ -77,7 +77,7 @@ class _Binder:
         if not isinstance(size, torch.SymInt) or placeholder in self._bound.values():
             return
         if symbols_of(size) <= self._bound.keys():
-            _replace_uses(placeholder, self._number(size))
+            compat.replace_uses(placeholder, self._number(size))
 
     def visit(self, node: fx.Node) -> None:
         """Replace a size that the node reads off a tensor."""
@@ -106,7 +106,7 @@ class _Binder:
         elif isinstance(result, torch.SymFloat) and result.node.expr.is_number:
             result = float(result.node.expr)
         if isinstance(result, (int, float, fx.Node)):
-            _replace_uses(node, result)
+            compat.replace_uses(node, result)
             if compat.is_arithmetic(node.target):
                 self._graph.erase_node(node)
 
@@ -127,16 +127,9 @@ class _Binder:
         return self._computed[expression]
 
     def _replace(self, node: fx.Node, new: Any) -> None:
-        _replace_uses(node, new)
+        compat.replace_uses(node, new)
         if short_name(node.target) in _SIZE_READERS:
             self._graph.erase_node(node)
-
-
-def _replace_uses(old: fx.Node, new: Any) -> None:
-    """As ``Node.replace_all_uses_with``, also for a number or a tuple of numbers."""
-    for user in list(old.users):
-        user.args = fx.map_arg(user.args, lambda argument: new if argument is old else argument)
-        user.kwargs = fx.map_arg(user.kwargs, lambda argument: new if argument is old else argument)
 
 
 def pull_items(gm: fx.GraphModule) -> None:

@@ -24,7 +24,7 @@ from cgcompile.passes.nodes import (
     attribute,
     bound_symbols,
     is_cpu_scalar,
-    is_floating,
+    is_size_arithmetic,
     on_device,
     outreached_storages,
     runs_once_on_host,
@@ -37,7 +37,7 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.printer import GraphText
 from cgcompile.passes.regions import grad_mode_around
-from cgcompile.passes.split import Piece, Ref, SplitGraph, Value
+from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.symbols import Symbols, dotted_source, identifier
 from cgcompile.reasons import Fallback, Reason
 
@@ -137,9 +137,9 @@ class _Cutter:
         )
 
     def _result(self, output: Any) -> Any:
-        """Return the result of the graph, with a Ref for each node."""
+        """Return the result of the graph, with a Value for each node."""
         if isinstance(output, fx.Node):
-            return Ref(self._names[output])
+            return self._value(output)
         if isinstance(output, (tuple, list)):
             return tuple(self._result(item) for item in output)
         return output
@@ -162,7 +162,7 @@ class _Cutter:
     def _returned_sizes(self) -> Piece | None:
         """Return a piece that computes the sizes which the caller gets, or None."""
         output = self._gm.graph.output_node()
-        sizes = [n for n in output.all_input_nodes if is_floating(n, self._bound.keys())]
+        sizes = [n for n in output.all_input_nodes if is_size_arithmetic(n, self._bound.keys())]
         if not sizes:
             return None
         state = _State((), self._grad_outside)
@@ -266,7 +266,7 @@ class _Cutter:
         def use(node: fx.Node) -> None:
             if node in inside or node.target in compat.LEAVES:
                 return
-            if is_floating(node, self._bound.keys()):
+            if is_size_arithmetic(node, self._bound.keys()):
                 for argument in node.all_input_nodes:
                     use(argument)
                 floating[node] = None

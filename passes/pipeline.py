@@ -6,6 +6,7 @@ after the cut (over each distinct captured piece).
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -14,7 +15,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.errors import ConfigError
 from cgcompile.passes.aliases import resolve_aliases
-from cgcompile.passes.assign import AssignPieces
+from cgcompile.passes.assign import assign_pieces
 from cgcompile.passes.base import FunctionPass, PassManager
 from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
 from cgcompile.passes.normalize import bind_symbols, pull_items
@@ -22,16 +23,20 @@ from cgcompile.passes.partition import cut
 from cgcompile.passes.split import SplitGraph
 from cgcompile.settings import checked, parse_passes, parsed
 
-# Each pass is constructed from the registry of splitting ops, whether it needs it or not.
 PIPELINE: Mapping[str, Callable[[Boundaries], Any]] = {
     "bind_symbols": lambda _: FunctionPass("bind_symbols", bind_symbols, "3"),
     "pull_items": lambda _: FunctionPass("pull_items", pull_items, "2"),
     EliminateNoOps.name: EliminateNoOps,
     EliminateClones.name: EliminateClones,
-    AssignPieces.name: AssignPieces,
+    "assign_pieces": lambda boundaries: FunctionPass(
+        "assign_pieces", partial(assign_pieces, boundaries=boundaries), f"2/{boundaries.uuid()}"
+    ),
     "resolve_aliases": lambda _: FunctionPass("resolve_aliases", resolve_aliases, "4"),
 }
-OPTIONAL = (EliminateNoOps.name, EliminateClones.name)  # a split is right without these
+"""The passes of a split in order, by name: functions from the splitting ops to a pass."""
+
+OPTIONAL = (EliminateNoOps.name, EliminateClones.name)
+"""The names of the passes without which a split is right too: ``disabled_passes`` takes them."""
 
 
 @checked
@@ -48,7 +53,7 @@ def split_graph(
 
     Args:
         gm: the graph; it is changed (sizes are bound to inputs) but computes what it did.
-        boundaries: the registry that says what is a splitting op.
+        boundaries: the registry of splitting ops.
         graph_passes: passes over the whole graph, before ours.
         piece_passes: passes over each distinct captured piece, after the cut.
         disabled_passes: names of passes to leave out, theirs or :data:`OPTIONAL` ones of ours.
@@ -61,6 +66,14 @@ def split_graph(
         PassError: a pass raised, left an invalid graph, or changed what an output is.
         SymbolError: a size that no input gives would cross into a captured piece.
         ConfigError: a disabled pass does not exist, or is needed.
+
+    Example:
+        >>> from cgcompile.boundaries import Boundaries
+        >>> def backend(gm, inputs):
+        ...     print(len(cgcompile.passes.split_graph(gm, Boundaries()).pieces), "piece")
+        ...     return gm
+        >>> y = torch.compile(torch.sin, backend=backend)(torch.randn(4))
+        1 piece
     """
     graph_passes, piece_passes = tuple(graph_passes), tuple(piece_passes)
     check_disabled(disabled_passes, (*graph_passes, *piece_passes))
@@ -86,6 +99,14 @@ def check_disabled(disabled: Collection[str], theirs: Iterable[Any]) -> None:
 
     Raises:
         ConfigError: names the pass, with close matches.
+
+    Example:
+        >>> cgcompile.passes.check_disabled(["eliminate_clones"], [])  # optional: no error
+        >>> try:
+        ...     cgcompile.passes.check_disabled(["bind_symbols"], [])
+        ... except cgcompile.CGCompileError as error:
+        ...     print(type(error).__name__)
+        ConfigError
     """
     theirs = parsed("theirs", "passes", tuple(theirs), parse_passes)
     choices = [*(str(graph_pass.name) for graph_pass in theirs), *OPTIONAL]

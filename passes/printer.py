@@ -202,7 +202,7 @@ class GraphText:
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in self.symbols:
                 if compat.is_unbacked(symbol):
-                    raise Unnameable("it has a size that only the data tells")
+                    raise Unnameable("it has a size that depends on data")
                 name = f"s{len(self.symbols)}"
                 self.symbols[symbol] = sympy.Symbol(name, **symbol.assumptions0)
         return str(expression.xreplace(self.symbols))

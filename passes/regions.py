@@ -77,10 +77,8 @@ def _paired_regions(gm: fx.GraphModule) -> list[Region]:
 
 
 def _differentiating_regions(gm: fx.GraphModule) -> list[Region]:
-    """Return the region from the start of a nested gradient to the last computed gradient.
-
-    The values between carry the history that the gradient needs; a compiled piece would drop it.
-    """
+    """Return the region from the start of a nested gradient to the last computed gradient."""
+    # The values between carry the history that the gradient needs; a compiled piece would drop it.
     nodes = list(gm.graph.nodes)
     called = [(i, short_name(n.target)) for i, n in enumerate(nodes) if n.op in COMPUTING]
     starts = [i for i, name in called if name == "_grad_increment_nesting"]

@@ -30,9 +30,14 @@ class Value:
         name: a valid Python identifier, unique in the graph; the one in the generated code.
         meta: the fake tensor, symbolic number or constant that was traced.
         source: where the caller has it, such as ``model.layers.0.weight``; None for results.
-        static: the caller promises a fixed address: a parameter, a buffer or a module attribute.
+        static: its address is fixed: a parameter, a buffer or a module attribute.
         written: some node writes the memory that it is in, before or after, as far as the graph
             shows, or reads it beyond the value itself: a copy will not do. When in doubt, yes.
+
+    Example:
+        >>> split = cgcompile.explain(nn.Linear(8, 8), torch.randn(4, 8)).split
+        >>> [value.static for value in split.inputs]
+        [True, True, False]
     """
 
     name: str
@@ -59,6 +64,11 @@ class Piece:
         lines: the user's source lines, as (where, code), of the boundary or of the first node.
         same_as: index of the first piece of equal structure; its own index if it is the first.
         support: how far it can go into a FULL graph; ALWAYS for a captured piece.
+
+    Example:
+        >>> split = cgcompile.explain(nn.Linear(8, 8), torch.randn(4, 8)).split
+        >>> split.pieces[0].capture, split.pieces[0].num_ops
+        (True, 1)
     """
 
     index: int
@@ -84,13 +94,6 @@ class Piece:
         return self.lines[0][0] if self.lines else "an unknown line"
 
 
-@dataclass(frozen=True)
-class Ref:
-    """A named value in ``SplitGraph.result``."""
-
-    name: str
-
-
 @dataclass(frozen=True, eq=False)
 class SplitGraph:
     """A graph, cut at its boundaries; immutable.
@@ -101,7 +104,7 @@ class SplitGraph:
         values: every named value, inputs included.
         constants: tensors that the graph holds as attributes, by name.
         numbers: a piece that computes sizes which the caller gets back; None if there are none.
-        result: what the caller gets, with :class:`Ref` for each value.
+        result: what the caller gets, with a :class:`Value` for each node.
         symbols: the sizes, and what the traced code demands of them.
         device: where most values are; the CPU only if all are there.
         cpu_scalars: names of the 0-dim CPU tensors that captured pieces read on ``device``: the
@@ -112,6 +115,11 @@ class SplitGraph:
         sets_grad_mode: whether pieces switch grad mode, and back.
         recomputes: whether the model holds ``torch.utils.checkpoint``.
         passes: what each pass did, in order, those over pieces last; not in the printed form.
+
+    Example:
+        >>> split = cgcompile.explain(nn.Linear(8, 8), torch.randn(4, 8)).split
+        >>> len(split.pieces)
+        1
     """
 
     pieces: tuple[Piece, ...]
@@ -128,6 +136,10 @@ class SplitGraph:
     sets_grad_mode: bool = False
     recomputes: bool = False
     passes: tuple[PassRecord, ...] = ()
+
+    def __repr__(self) -> str:
+        captured = sum(piece.capture for piece in self.pieces)
+        return f"<SplitGraph: {count(len(self.pieces), 'piece')}, {captured} captured>"
 
     @property
     def distinct(self) -> tuple[Piece, ...]:
@@ -206,3 +218,28 @@ class SplitGraph:
 
     def __str__(self) -> str:
         return self.text()
+
+
+def split_data(split: SplitGraph) -> dict[str, Any]:
+    """Return a split as plain data."""
+    return {
+        "device": str(split.device),
+        "sizes": {name: str(dim) for name, dim in split.symbols.dims.items()},
+        "crossing_bytes": split.symbols.pretty(split.crossing_bytes()),
+        "graph_break": split.graph_break,
+        "pieces": [
+            {
+                "name": piece.name,
+                "captured": piece.capture,
+                "compiled": piece.compiled,
+                "same_as": f"piece_{piece.same_as}",
+                "support": piece.support.name,
+                "num_ops": piece.num_ops,
+                "why": [{"reason": why.reason.value, "detail": why.detail} for why in piece.why],
+                "lines": [{"where": where, "code": code} for where, code in piece.lines],
+                "inputs": list(piece.inputs),
+                "outputs": list(piece.outputs),
+            }
+            for piece in split.pieces
+        ],
+    }

@@ -1,4 +1,4 @@
-"""The sizes of a graph as sympy expressions, and names of its inputs that a reader knows.
+"""The sizes of a graph as sympy expressions, and readable names of its inputs.
 
 A graph traced with dynamic sizes has one symbol per varying dimension of its inputs. Every size and
 every number of bytes is an expression of these symbols, so that a capture size that the model's own
@@ -14,7 +14,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import sympy
 import torch
@@ -59,15 +59,15 @@ def identifier(text: str, taken: set[str]) -> str:
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "b8"}
 
 
-class Symbols:
+class Symbols(compat.Shapes):
     """The symbols of the inputs of one graph, in the order of the inputs."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         bound = bound_symbols(gm)
         self._dims = {symbol: dotted_source(node) or node.name for symbol, node in bound.items()}
         self._short = {symbol: sympy.Symbol(f"s{i}") for i, symbol in enumerate(bound)}
-        shapes = compat.Shapes.of(value(node) for node in bound.values())
-        self._shapes = cast(compat.Shapes, shapes)  # None without symbols, and then not used
+        envs = (value(node).node.shape_env for node in bound.values())
+        super().__init__(next(envs, None))  # None without symbols, and then not used
 
     @property
     def dims(self) -> dict[str, str]:
@@ -114,30 +114,23 @@ class Symbols:
         """Return the dimensions that were fixed to a number after tracing, with that number."""
         fixed = {}
         for symbol, dim in self._dims.items():
-            now = self._shapes.replacement(symbol)
+            now = self.current(symbol)
             if now.is_number:
                 fixed[dim] = str(now)
         return fixed
 
     def guards_on(self, symbol: sympy.Symbol) -> list[str]:
         """Return what the traced code assumes of a symbol, as printed expressions, each once."""
-        guards = [guard for guard, _ in self._shapes.guards() if symbol in guard.free_symbols]
+        guards = [guard for guard, _ in self.guards() if symbol in guard.free_symbols]
         return list(dict.fromkeys(map(self.pretty, guards)))
 
-    def bounds(self, symbol: sympy.Symbol) -> tuple[Any, Any]:
-        """Return the least and the largest value of a symbol."""
-        return self._shapes.bounds(symbol)
-
     def numbers_with(self, symbol: sympy.Symbol, size: int) -> dict[sympy.Symbol, int] | None:
-        """Return a value for each symbol, ``size`` for one of them, that the guards allow, or None.
-
-        None also means that no values for the others were found.
-        """
-        guards = [guard for guard, _ in self._shapes.guards()]
+        """Return values of all symbols, ``size`` for one, that the guards allow, or None."""
+        guards = [guard for guard, _ in self.guards()]
         if not self._allows({symbol: size}, guards):
             return None
         others = [other for other in self._dims if other != symbol]
-        scale = size / (self._shapes.hint(symbol) or size or 1)
+        scale = size / (self.traced_with(symbol) or size or 1)
         choices = [self._likely(other, size, scale) for other in others]
         for numbers in itertools.islice(itertools.product(*choices), 256):
             candidate = {symbol: size, **dict(zip(others, numbers, strict=True))}
@@ -160,25 +153,15 @@ class Symbols:
                 return False
         return all(guard.subs(numbers) is not sympy.false for guard in guards)
 
-    def traced_with(self, symbol: sympy.Symbol) -> int | None:
-        """Return the value of a symbol at tracing; None if it is unbacked."""
-        return self._shapes.hint(symbol)
-
-    def current(self, symbol: sympy.Symbol) -> sympy.Expr:
-        """Return what a symbol stands for now: itself, unless a guard made it equal to another."""
-        return self._shapes.replacement(symbol)
-
     def check_sizes(
         self, sizes: Sequence[int], dim: str | None, setting: str = "cudagraph_capture_sizes"
     ) -> None:
-        """Refuse a size that a guard or range of the traced code excludes.
-
-        Sizes 0 and 1 of a backed dimension are not checked: torch traces a graph for each of them.
-        """
+        """Refuse a size that a guard or range of the traced code excludes."""
+        # Sizes 0 and 1 of a backed dimension are not checked: torch traces a graph for each.
         symbol = self.chosen(dim) if sizes else None
         if symbol is None:
             return
-        lower, upper = self._shapes.bounds(symbol)
+        lower, upper = self.bounds(symbol)
         own_graph = () if compat.is_unbacked(symbol) else (0, 1)
         for size in sizes:
             if size in own_graph:
@@ -186,7 +169,7 @@ class Symbols:
             if not lower <= size <= upper:
                 limits = f"{lower} <= {self._short[symbol]} <= {upper}"
                 self._refuse(setting, size, symbol, limits, "")
-            for guard, line in self._shapes.guards():
+            for guard, line in self.guards():
                 if guard.subs(symbol, size) is sympy.false:
                     self._refuse(setting, size, symbol, self.pretty(guard), line)
 

@@ -83,7 +83,7 @@ INTERNAL = {
     "CudaGraphManager": {"capture_graph", "record", "run_dummy"},
     "ForwardContext": {"synthetic"},
     "GraphPool": words("""
-        add_keeper add_owner add_user captures_into holds lends owns poison retire
+        add_keeper add_owner add_user captures_into holds aliases_results owns poison retire
     """),
     "GraphSequence": {"fill", "replay"},
     "MemoryPlan": {"against"},
@@ -275,6 +275,14 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "CudaGraphManager.dispatched": lambda: {"batch": serving.Batch(2, 2, {"input": X})},
     "CudaGraphManager.dummy_batch": lambda: {"descriptor": DESCRIPTOR, "phase": "capture"},
+    "CudaGraphManager.from_model": lambda: {
+        "model": MODEL,
+        "inputs": [ROWS],
+        "max_num_tokens": 8,
+        "max_num_reqs": 4,
+        "config": CONFIG,
+        "device": "cpu",
+    },
     "CudaGraphManager.get_cudagraph_runtime_mode": lambda: {
         "num_reqs": 2,
         "num_tokens": 2,
@@ -284,6 +292,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "CudaGraphManager.run": lambda: {"batch": serving.Batch(2, 2, {"input": X})},
     "CudaGraphManager.run, inputs": lambda: {"inputs": {"input": X}},
     "CudaGraphManager.run_fullgraph": lambda: {"num_tokens": 2},
+    "EncoderStatistics": lambda: {"warn_fallbacks": True},
     "CudagraphDispatcher": lambda: {
         "mode": FULL,
         "sizes": (2, 4),
@@ -323,7 +332,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "SplittingOp.impl_for": lambda: {"device_type": "cpu"},
     "Verification.to_html": lambda: {"path": f"{folder()}/page.html"},
     "allow_capture": lambda: {"allowed": True},
-    "bisect": lambda: {"model": MODEL, "inputs": (X,), "config": CONFIG, "sets": 1},
+    "bisect": lambda: {"model": MODEL, "*": X, "config": CONFIG, "sets": 1},
     "capture_all": lambda: {"step": lambda batch: None, "batches": [], "target": backend()},
     "compile": lambda: {"model": MODEL, "config": CONFIG},
     "coverage": lambda: {"model": manager()},
@@ -344,7 +353,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "timeline": lambda: {"target": manager()},
     "tracing_ranges": lambda: {"push": len, "pop": lambda: None},
     "update_weights": lambda: {"module": MODEL, "state": MODEL.state_dict()},
-    "verify": lambda: {"model": MODEL, "inputs": (X,), "config": CONFIG, "sets": 1},
+    "verify": lambda: {"model": MODEL, "*": X, "config": CONFIG, "sets": 1},
     "Agreement": lambda: {"dispatcher": dispatcher()},
     "Axis": lambda: {"name": "x", "values": (1, 2)},
     "Batch": lambda: {**BATCH, "inputs": {"input": X}},

@@ -18,6 +18,8 @@ from cgcompile.cli import main
 from cgcompile.pieces.cache import Store, key_of
 
 EAGER = ("--set", "compiler=eager")
+OF_MODELS = ["explain", "doctor", "verify", "bisect", "report", "coverage", "timeline", "profile"]
+COMMANDS = [*OF_MODELS, "settings", "reasons", "env", "cache"]
 
 
 @pytest.fixture
@@ -95,6 +97,7 @@ page: PAGE""",
     )
     (row,) = page_of(page).rows("checks")
     assert row["replays"] == ("2", ["2"])
+    assert "missing" not in row
 
 
 def test_verify_finds_a_difference(run: Any, tmp_path: Path) -> None:
@@ -114,7 +117,7 @@ def test_report(run: Any, tmp_path: Path) -> None:
     assert_expected_inline(
         out.replace(str(page), "PAGE"),
         """\
-Net:
+Net: Graphs served all 4 steps after 1 warming.
 batches   mode  graph         padding  hits
 2 tokens  FULL  num_tokens=2  -        4
           NONE  -             -        1
@@ -127,6 +130,92 @@ page: PAGE""",
     assert (status, json.loads(out)["counters"]["replays"]) == (0, 1)
     status, _, _ = run("report", target("pair"), *EAGER, "--calls", "1")
     assert status == 1  # nothing was replayed
+    status, out, _ = run("report", target("pair"), *EAGER, "--json", "--speed")
+    found = json.loads(out)
+    assert status == 0
+    assert found["speedup"] == found["speed"][0] / found["speed"][1] > 0
+
+
+def test_bisect(run: Any) -> None:
+    status, out, _ = run("bisect", target("triple"), *EAGER, "--sets", "1")
+    assert status == 0
+    assert out == "Net: nothing differs\n  1. inputs 0, all replayed: right"
+    status, out, _ = run("bisect", target("miscompiled"), "--json")
+    found = json.loads(out)
+    assert (status, found["stage"], found["ok"]) == (1, "compilation", False)
+    assert found["finding"]["op"] == "torch._C._nn.linear"
+    assert run("bisect", target("miscompiled"), "--atol", "100", "--sets", "1")[0] == 0
+
+
+def test_coverage(run: Any) -> None:
+    status, out, _ = run("coverage", target("named"), *EAGER, "--calls", "3", "--json")
+    found = json.loads(out)
+    assert (status, found["total"], found["on_graphs"]) == (0, 3, 2)
+    status, out, _ = run("coverage", target("ran"))
+    assert (status, out.splitlines()[-1]) == (0, "2 of 3 steps on graphs")
+    assert run("coverage", target("pair"), *EAGER, "--calls", "1")[0] == 1
+
+
+def test_timeline(run: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "deep" / "trace.json"
+    status, out, _ = run("timeline", target("pair"), *EAGER, "--trace", str(trace))
+    assert status == 0
+    head, row = out.splitlines()
+    assert head.split() == ["after", "time", "memory", "mode", "batch", "what"]
+    assert row.split()[-3:] == ["FULL", "num_tokens=2", "step"]
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names == ["thread_name", "FULL num_tokens=2"]
+    status, out, _ = run("timeline", target("ran"), "--json")
+    (record,) = json.loads(out)
+    assert (status, record["mode"], record["why"]) == (0, "FULL", None)
+    assert run("timeline", target("pair"), *EAGER, "--calls", "1") == (
+        1,
+        "nothing was captured",
+        "",
+    )
+
+
+def test_profile(run: Any) -> None:
+    status, out, _ = run("profile", target("pair"), *EAGER, "--calls", "6", "--json")
+    found = json.loads(out)
+    assert (status, found["steps"]) == (0, 5)  # that of the capturing call too
+    assert [segment["count"] for segment in found["segments"]] == [5]
+    status, out, _ = run("profile", target("pair"), *EAGER, "--calls", "1")
+    assert (status, out.startswith("no step was replayed")) == (1, True)
+
+
+def test_settings(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGCOMPILE_NUM_WARMUPS", "0")
+    status, out, _ = run("settings", "--set", "compiler=aot")
+    assert status == 0
+    lines = out.splitlines()
+    at = lines.index("compiler = 'aot' (options)")
+    assert lines[at + 1].startswith("    what compiles a piece: ``inductor``")
+    assert "num_warmups = 0 (environment)" in lines
+    status, out, _ = run("settings", "--json")
+    found = {each["name"]: each for each in json.loads(out)}
+    assert [*found] == [*cgcompile.CompilationConfig.names()]
+    assert all(each["meaning"] for each in found.values())
+    assert found["strict"]["origin"] == "default"
+    assert run("settings", "--set", "compilr=aot")[0] == 2
+    monkeypatch.setattr(cgcompile.CompilationConfig, "__doc__", None)  # as of python -OO
+    status, out, _ = run("settings")
+    assert (status, len(out.splitlines())) == (0, len(found))
+    assert {each["meaning"] for each in json.loads(run("settings", "--json")[1])} == {None}
+
+
+def test_reasons(run: Any) -> None:
+    status, out, _ = run("reasons", "warming", "host_sync")
+    assert status == 0
+    assert [line for line in out.splitlines() if line[0] != " "] == ["warming", "host_sync"]
+    assert "\n  remedy  keep the value on the device" in out
+    status, out, _ = run("reasons", "--json")
+    found = json.loads(out)
+    assert (status, [*found]) == (0, [reason.value for reason in cgcompile.Reason])
+    assert all(each["when"] and each["remedy"] and each["page"] for each in found.values())
+    status, _, errors = run("reasons", "warning")
+    assert status == 2
+    assert "argument REASON: 'warning'; expected warming" in errors
 
 
 def test_env(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +264,7 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert process.stdout.startswith("Linear: 1 piece: 1 captured, 0 eager")
 
 
-@pytest.mark.parametrize("command", ["", "explain", "doctor", "verify", "report", "env"])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help(run: Any, command: str) -> None:
     status, out, _ = run(*command.split(), "--help")
     assert status == 0
@@ -200,6 +289,9 @@ MISTAKES = [  # words, exit status, beginning of the message
     ("verify FILE:confuses", 1, "TypeError: sized() missing 1 required positional argument: 'si"),
     ("verify FILE:four", 2, "FILE:four returned a tuple of 4; expected a model and its inputs."),
     ("verify FILE:ran", 2, "FILE:ran returned a model without inputs, and verify calls it."),
+    ("bisect FILE:ran", 2, "FILE:ran returned a model without inputs, and bisect calls it."),
+    ("profile FILE:ran", 2, "FILE:ran returned a model without inputs, and profile calls it."),
+    ("coverage FILE:alone", 2, "FILE:alone returned a model without inputs, and coverage calls"),
     ("doctor FILE:alone", 2, "FILE:alone returned a model without inputs, and doctor calls"),
     (
         "verify FILE:miscompiled --set compiler=eager",
@@ -209,14 +301,11 @@ MISTAKES = [  # words, exit status, beginning of the message
     ("verify FILE:pair --set compilr=eager", 2, "options: there is no setting 'compilr'. Did"),
     ("verify FILE:pair --set compiler", 2, "--set compiler: expected key=value, such as --set"),
     ("verify FILE:pair --set num_warmups=-1", 2, "options: num_warmups = '-1'; expected a whole"),
-    *(
-        (f"{c} FILE:pair --set splitting_ops=aten::nonsense", 2, NO_OP)
-        for c in ("explain", "doctor", "verify", "report")
-    ),
+    *((f"{c} FILE:pair --set splitting_ops=aten::nonsense", 2, NO_OP) for c in OF_MODELS),
     ("verify FILE:raises", 1, "RuntimeError: boo\n  at FILE:"),
     ("verify FILE:leaves", 1, "SystemExit: 5\n  at FILE:"),
     ("explain FILE:without_inputs", 1, f"Net.forward {NOT_TAKEN}"),
-    ("doctor FILE:without_inputs", 1, f"Net {NOT_TAKEN}"),
+    *((f"{c} FILE:without_inputs", 1, f"Net {NOT_TAKEN}") for c in ("doctor", "verify", "bisect")),
     ("explain model.py", 2, "'model.py' is no target; expected module:function or path/to/file."),
     ("explain nowhere.py:f", 2, "cannot import 'nowhere.py': there is no such file."),
     ("explain no_such:f", 2, "cannot import 'no_such': No module named 'no_such'."),
@@ -240,7 +329,9 @@ def test_usage(run: Any, words: str) -> None:
     assert errors.startswith("usage: cgcompile")
 
 
-@pytest.mark.parametrize("words", ["verify --sets", "report --calls"])
+@pytest.mark.parametrize(
+    "words", ["verify --sets", "bisect --sets", "report --calls", "profile --calls"]
+)
 @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])
 def test_bad_numbers(run: Any, words: str, number: str) -> None:
     command, option = words.split()

@@ -322,6 +322,38 @@ def test_copies(how: Any) -> None:
     assert (other.runnable is model) == (how is copy.copy)
 
 
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.usefixtures("without_gradients")
+def test_copies_of_a_module_of_torch_compile(how: Any) -> None:
+    model = nn.Linear(4, 4)
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    one = torch.compile(model, backend=backend, dynamic=True)
+    check(one, model, rows(2))
+    other = how(one)
+    copied = cgcompile.runtime(other)
+    assert copied is not backend
+    assert copied.config == backend.config
+    assert copied.graphs == ()
+    for _ in range(3):
+        check(other, model, rows(3))
+    assert copied.counters.replays == 1
+
+
+class OwnBackend(cgcompile.Backend):
+    pass
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))]
+)
+def test_copies_of_a_subclass_of_backend(how: Any) -> None:
+    backend = OwnBackend(compiler="eager", capture_device="host")
+    copied = how(backend)
+    assert type(copied) is OwnBackend
+    assert copied is not backend
+    assert copied.config == backend.config
+
+
 @pytest.mark.parametrize("bad", [nn.Linear, 3, "x", torch.sin, functools.partial(torch.add, 1)])
 def test_what_cannot_be_compiled(bad: Any) -> None:
     with pytest.raises(ConfigError, match="expected a module, a bound method of one, or a func"):

@@ -1,6 +1,7 @@
 """Settings: every door, every precedence, and what is refused."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,23 @@ def test_default_cudagraph_mode(mode: CompilationMode) -> None:
 def test_settings_that_a_mode_would_ignore_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"splitting_ops = .* with mode NONE is impossible"):
         CompilationConfig(mode="NONE", splitting_ops="ns::op")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("graph_passes", (cgcompile.passes.FunctionPass("mine", lambda gm: gm),)),
+        ("piece_passes", (cgcompile.passes.FunctionPass("mine", lambda gm: gm),)),
+        ("disabled_passes", "eliminate_noops"),
+        ("dump_passes", "folder"),
+        ("compile_sizes", "1,2"),
+        ("compile_ranges_endpoints", "8"),
+    ],
+)
+def test_settings_of_a_trace_are_refused_without_one(name: str, value: Any) -> None:
+    assert getattr(CompilationConfig(**{name: value}), name)
+    with pytest.raises(ConfigError, match=f"{name} = (.|\n)*breakable capture traces nothing"):
+        CompilationConfig(splitting="breakable", **{name: value})
 
 
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"])
@@ -490,3 +508,8 @@ def test_a_failed_compilation_leaves_nothing_behind() -> None:
     assert backend.graphs == ()
     good = torch.compile(model, backend=cgcompile.Backend(compiler="eager"))
     check(model, good)
+
+
+def test_the_origins_of_settings_are_no_setting() -> None:
+    with pytest.raises(ConfigError, match="there is no setting '_origins'"):
+        CompilationConfig(_origins={"mode": ("argument", 1)})  # type: ignore[call-arg]

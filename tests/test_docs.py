@@ -1,14 +1,55 @@
-"""The code of each page runs, from its first block to its last, in one namespace."""
+"""The pages and the docstrings: their code runs, and the reference has every public name."""
 
+import doctest
+import importlib
+import inspect
+import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import nn
+
+import cgcompile
+from cgcompile import debug, errors
+from cgcompile.cli import main
+from cgcompile.config import CompilationConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tables = load("docs_tables", ROOT / "docs" / "tables.py")
+pictures = load("docs_pictures", ROOT / "docs" / "pictures.py")
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setenv("CGCOMPILE_CAPTURE_DEVICE", "host")
+    monkeypatch.setenv("CGCOMPILE_COMPILER", "eager")
+    monkeypatch.setenv("CGCOMPILE_CACHE_DIR", "off")
+    monkeypatch.chdir(tmp_path)
+
+
+# ---------------------------------------------------------------- pages
 
 
 def blocks(page: Path) -> list[str]:
@@ -19,19 +60,216 @@ WITH_CODE = [page for page in PAGES if blocks(page)]
 
 
 def test_the_pages_have_code() -> None:
-    assert len(WITH_CODE) >= 12
+    assert len(WITH_CODE) >= 15
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setenv("CGCOMPILE_CAPTURE_DEVICE", "host")
-    monkeypatch.setenv("CGCOMPILE_COMPILER", "eager")
-    monkeypatch.setenv("CGCOMPILE_CACHE_DIR", "off")
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / f"{page.stem}.py"  # torch reads the source of what it traces
+def test_the_code_of_a_page_runs_in_a_fresh_interpreter(page: Path, tmp_path: Path) -> None:
+    for module in re.findall(
+        r"^(?:import|from) (diffusers|transformers)\b", page.read_text(), re.M
+    ):
+        pytest.importorskip(module)
+    file = tmp_path / f"{page.stem}_page.py"  # torch reads the source of what it traces
     file.write_text("\n\n".join(blocks(page)))
-    scope: dict[str, Any] = {"__name__": page.stem, "__file__": str(file)}
-    exec(compile(file.read_text(), str(file), "exec"), scope)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ran = subprocess.run(
+        [sys.executable, str(file)],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_the_pictures_of_the_figures_are_those_of_the_results() -> None:
+    drawn = pictures.files()
+    assert {path.name: path.read_text() for path in pictures.FOLDER.iterdir()} == drawn
+    step = json.loads(pictures.RESULTS.read_text())["models"]["main"]["batches"]["8"]["rows"]
+    shown = f"{step['cgcompile FULL']['wall'] / 1e3:.2f}"
+    assert all(f">{shown}</text>" in drawing for drawing in drawn.values())
+    assert drawn["steps-light.svg"] != drawn["steps-dark.svg"]
+    assert any(
+        row.endswith(f" {step['cgcompile FULL']['wall']:,.0f} |") for row in pictures.table()
+    )
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "concepts").glob("*.md")), ids=lambda page: page.stem
+)
+def test_a_concept_has_a_picture(page: Path) -> None:
+    names = re.findall(r"^```\{picture\} (\w+)$", page.read_text(), re.MULTILINE)
+    assert names or page.stem == "index"
+    for name in names:
+        drawing = ElementTree.fromstring(pictures.inline(name))
+        width, height = map(int, drawing.attrib["viewBox"].split()[2:])
+        for box in drawing.iter("{http://www.w3.org/2000/svg}rect"):
+            x, y, wide, high = (float(box.attrib[key]) for key in ("x", "y", "width", "height"))
+            assert 0 <= x <= x + wide <= width
+            assert 0 <= y <= y + high <= height
+
+
+# ---------------------------------------------------------------- docstrings
+
+
+def public() -> Iterator[tuple[str, str, Any]]:
+    """Every public class and function, with the first room that has it."""
+    seen = set()
+    for room in tables.ROOMS:
+        module = importlib.import_module(room)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if (inspect.isclass(value) or inspect.isfunction(value)) and value not in seen:
+                seen.add(value)
+                yield room, name, value
+
+
+def test_the_reference_has_every_public_name() -> None:
+    rooms = {
+        f"cgcompile.{path.parent.name}"
+        for path in [*ROOT.glob("cgcompile/*/__init__.py"), ROOT / "passes" / "__init__.py"]
+        if "__all__" in path.read_text()
+    }
+    assert set(tables.ROOMS) == {"cgcompile", *rooms}
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.rst"))
+    assert set(re.findall(r"^\.\. from-code:: (\S+)$", pages, re.MULTILINE)) == set(tables.PAGES)
+    for room in tables.ROOMS:
+        text = "\n".join(tables.public_names(room))
+        for name in importlib.import_module(room).__all__:
+            assert re.search(rf":: {room}\.{name}$|^``{name}``$", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(f"{room}.{name}", value) for room, name, value in public()]
+)
+def test_the_example_of_a_docstring_runs(name: str, value: Any) -> None:
+    scope = {"torch": torch, "nn": nn, "cgcompile": cgcompile, "__name__": "example"}
+    example = doctest.DocTestParser().get_doctest(value.__doc__ or "", scope, name, None, 0)
+    assert any(each.want for each in example.examples), f"the docstring of {name} has no example"
+    shown: list[str] = []
+    found = doctest.DocTestRunner(verbose=False).run(example, out=shown.append)
+    assert not found.failed, "".join(shown)
+
+
+# ---------------------------------------------------------------- tables of the reference
+
+
+def test_the_settings_have_a_meaning_and_a_variable() -> None:
+    text = "\n".join(tables.settings())
+    listed = re.findall(
+        r"^\.\. confval:: (\w+)\n   :default: ``.+``\n\n"
+        r"   (\S.{20,}\.)\n\n   Environment: ``CGCOMPILE_(\w+)``$",
+        text,
+        re.MULTILINE,
+    )
+    assert [name for name, _, _ in listed] == [*CompilationConfig.names()]
+    assert all(variable == name.upper() for name, _, variable in listed)
+    assert len({meaning for _, meaning, _ in listed}) == len(listed) == text.count("confval::")
+    assert ":default: ``PIECEWISE``" in text
+    assert "STOCK_TORCH_COMPILE  NONE, FULL, FULL_DECODE_ONLY" in text
+    assert "calls of a new shape that run without a graph" in text.lower()
+
+
+def test_a_reason_has_a_cause_a_remedy_and_an_address() -> None:
+    text = "\n".join(tables.reasons())
+    for reason in cgcompile.Reason:
+        assert reason.when
+        assert reason.remedy
+        assert reason is cgcompile.Reason(reason.value)
+        assert f".. reason:: {reason.value}\n" in text
+        assert reason.page == f"{errors.DOCUMENTATION}/reference/reasons.html#reason-{reason.value}"
+
+
+def test_an_error_ends_its_traceback_with_its_address() -> None:
+    text = "\n".join(tables.error_tree())
+    with pytest.raises(errors.ConfigError) as caught:
+        cgcompile.Backend(compiler="gcc")
+    (note,) = caught.value.__notes__
+    anchor = note.removeprefix(f"See {errors.DOCUMENTATION}/reference/errors.html#")
+    assert anchor == "cgcompile.errors.ConfigError"
+    assert f".. autoexception:: {anchor}\n" in text
+    assert errors.DOCUMENTATION not in str(caught.value)
+    assert "   ``bad_value``\n" in text
+    classes = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+    listed = set(re.findall(r"autoexception:: cgcompile\.errors\.(\w+)", text))
+    assert listed == {name for name in classes if name.endswith("Error")}
+
+
+def test_the_commands_are_those_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(tables.commands())
+    for command in ("explain", "cache why"):
+        assert f"\ncgcompile {command}\n---" in text
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+        assert tables.indented(capsys.readouterr().out.rstrip()) in text
+
+
+def conforms(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> bool:
+    """Return whether plain data matches a schema of the kinds that ``tables.schema`` makes."""
+    if "$ref" in schema:
+        return conforms(value, defs[schema["$ref"].rpartition("/")[2]], defs)
+    if "anyOf" in schema:
+        return any(conforms(value, each, defs) for each in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    kinds = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "boolean": bool,
+        "integer": int,
+        "number": (int, float),
+        "null": type(None),
+    }
+    wanted = schema.get("type", [])
+    wanted = wanted if isinstance(wanted, list) else [wanted]
+    if wanted and not any(isinstance(value, kinds[each]) for each in wanted):
+        return False
+    if isinstance(value, bool) and wanted and "boolean" not in wanted:
+        return False
+    if isinstance(value, dict) and "properties" in schema:
+        fields = schema["properties"]
+        same = value.keys() == fields.keys() == set(schema["required"])
+        return same and all(conforms(value[name], fields[name], defs) for name in fields)
+    if isinstance(value, dict):
+        each = schema.get("additionalProperties", {})
+        return all(conforms(item, each, defs) for item in value.values())
+    if isinstance(value, list):
+        first = schema.get("prefixItems")
+        if first is not None:
+            pairs = zip(value, first, strict=True)
+            return len(value) == len(first) and all(conforms(*pair, defs) for pair in pairs)
+        return all(conforms(item, schema.get("items", {}), defs) for item in value)
+    return True
+
+
+def results() -> Iterator[Any]:
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    model = cgcompile.compile(module, dynamic_dims={"input": 0})
+    with torch.inference_mode():
+        for _ in range(3):
+            model(x)
+        yield cgcompile.explain(module, x, sizes=[4], dynamic_dims={"input": 0})
+        yield cgcompile.verify(model, x)
+        yield cgcompile.coverage(model)
+        yield debug.doctor(lambda x: x * x.max().item(), x)
+        yield debug.report(model)
+        yield debug.bisect(model, x)
+        yield from debug.timeline(model)
+
+
+def test_json_is_as_its_schema() -> None:
+    text, checked = "\n".join(tables.schemas()), set()
+    for result in results():
+        name = type(result).__name__
+        schema, data = tables.schema(type(result)), result.to_dict()
+        assert f".. _json-{name}:" in text
+        assert conforms(data, schema, schema.get("$defs", {})), name
+        less = {key: value for key, value in data.items() if key != next(iter(data))}
+        assert not conforms(less, schema, schema.get("$defs", {})), name
+        checked.add(name)
+    assert len(checked) == 7

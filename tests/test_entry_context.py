@@ -250,6 +250,27 @@ def test_full_with_a_boundary_that_forbids_it_runs_in_pieces(device: str) -> Non
     assert recorded(backend) == [(PIECEWISE, BatchDescriptor(6))]
 
 
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE], ids=lambda mode: mode.name)
+def test_a_bulk_capture_lists_what_has_a_lesser_mode_than_requested(
+    device: str, mode: CUDAGraphMode
+) -> None:
+    _model, compiled, backend = compiled_case("op_packet", device)
+    buffers = Buffers(device)
+
+    def step(size: int) -> None:
+        with context(mode, size):
+            compiled(buffers.fill(size))
+
+    found = backend.capture(step, (4, 6))
+    assert (found.captured, found.missing) == ((6, 4), ())
+    assert [size for size, _ in found.degraded] == ([6, 4] if mode is FULL else [])
+    for size, why in found.degraded:
+        assert why.startswith("attention_support: a boundary supports NEVER only")
+        assert f"num_tokens={size}" in why
+        assert f"  {size}: captured in a lesser mode: {why}" in str(found).splitlines()
+    assert {mode for mode, _ in recorded(backend)} == {PIECEWISE}
+
+
 def test_strict_refuses_full_with_a_boundary_that_forbids_it(device: str) -> None:
     model, compiled, backend = compiled_case("op_packet", device, strict=True)
     buffers = Buffers(device)

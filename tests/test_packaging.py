@@ -124,9 +124,7 @@ def test_wheel_and_editable_install_import(tree: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("cgcompile.passes.pipeline ")
         where = done.stdout.split()[1]
-        page = (
-            "from cgcompile.debug.output import render; print(render('diagnosis', {'model': 'm', "
-        )
+        page = "from cgcompile.debug.pages import render; print(render('diagnosis', {'model': 'm', "
         page += "'device': 'cpu', 'ok': True, 'findings': []})[-7:])"
         done = subprocess.run(
             [str(environment / "bin" / "python"), "-c", page],

@@ -230,6 +230,70 @@ def test_a_result_of_a_break_that_is_kept_and_written(
     assert not wrapper.concrete_cudagraph_entries
 
 
+HIDDEN: list[torch.Tensor] = []  # a global: nothing that the wrapper reads holds its items
+
+
+def test_a_result_of_a_break_that_is_written_and_dropped_by_the_next_one(device: str) -> None:
+    @eager_break_during_capture
+    def doubles(x):
+        HIDDEN[:] = [x * 2]
+        return HIDDEN[0]
+
+    @eager_break_during_capture
+    def drop():
+        HIDDEN.clear()
+
+    def model(x):
+        result = doubles(x)
+        HIDDEN[0].add_(1)
+        drop()
+        return result + 1
+
+    wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
+    with step(4), pytest.raises(CaptureError, match=r"doubles.*one of the two is stale"):
+        wrapper(torch.ones(4, 8, device=device))
+    assert not wrapper.concrete_cudagraph_entries
+
+
+@pytest.mark.parametrize(
+    ("returns", "as_view", "grad_mode"),
+    [
+        (False, False, torch.inference_mode),
+        (False, True, torch.no_grad),
+        (True, False, torch.no_grad),
+        (True, True, torch.inference_mode),  # in which a view does not keep its base
+    ],
+)
+def test_a_result_of_a_break_that_another_one_writes_and_drops(
+    device: str, returns: bool, as_view: bool, grad_mode: Any
+) -> None:
+
+    @eager_break_during_capture
+    def doubles(x):
+        result = x * 2
+        HIDDEN[:] = [result[:2] if as_view else result]
+        return result
+
+    @eager_break_during_capture
+    def take():
+        written = HIDDEN.pop().add_(1)
+        return written if returns else None
+
+    def model(x):
+        result = doubles(x)
+        taken = take()
+        return result + 1 if taken is None else result.sum() + taken.sum()
+
+    wrapper = BreakableCUDAGraphWrapper(model, HOST, PIECEWISE)
+    with (
+        grad_mode(),
+        step(4),
+        pytest.raises(CaptureError, match=r"doubles.*one of the two is stale"),
+    ):
+        wrapper(torch.ones(4, 8, device=device))
+    assert not wrapper.concrete_cudagraph_entries
+
+
 def test_a_graph_may_write_what_a_break_made(device: str) -> None:
     check_wrapper(lambda x: doubled(x).add_(x).sin_() + x, device)
 

@@ -11,7 +11,7 @@ from cgcompile.debug.compare import Difference
 from cgcompile.debug.coverage import Coverage, coverage
 from cgcompile.debug.doctor import Diagnosis, Finding, doctor
 from cgcompile.debug.explain import Explanation, explain
-from cgcompile.debug.profile import Profile, profile, timeline
+from cgcompile.debug.profile import Captures, Profile, profile, timeline
 from cgcompile.debug.report import Overview, report
 from cgcompile.debug.verify import Check, Verification, verify
 from cgcompile.graphs.profiling import tracing_ranges
@@ -21,6 +21,7 @@ from cgcompile.reasons import Counters
 __all__ = [
     "Bisection",
     "CaptureRecord",
+    "Captures",
     "Check",
     "Counters",
     "Coverage",

@@ -6,16 +6,25 @@ the pieces; the op is the one that makes the first value that differs. Where unc
 wrong too, the model is compiled without each pass in turn.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from torch import fx
 
+from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.debug.compare import Call, Difference, InputSets, Tolerance, require_comparison
+from cgcompile.debug.compare import (
+    Call,
+    Difference,
+    InputSets,
+    Tolerance,
+    require_comparison,
+    require_prepare,
+)
 from cgcompile.debug.locate import (
     WHOLE,
     Nodes,
@@ -28,12 +37,12 @@ from cgcompile.debug.locate import (
     run_step,
 )
 from cgcompile.debug.output import Result
-from cgcompile.debug.restore import restored_after
-from cgcompile.debug.subject import Subject
+from cgcompile.debug.subject import Subject, comparing
 from cgcompile.debug.verify import find_break, real_rows
 from cgcompile.errors import CGCompileError, DispatchError
 from cgcompile.passes import OPTIONAL
 from cgcompile.passes.nodes import COMPUTING
+from cgcompile.progress import progress
 from cgcompile.settings import checked_but
 
 T_ = TypeVar("T_")
@@ -41,7 +50,7 @@ Item = tuple[int, int]
 """(number of the compiled graph, index of the piece); -1 is all of a FULL graph."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bisection(Result):
     """The result of :func:`cgcompile.debug.bisect`; ``print`` it.
 
@@ -55,6 +64,13 @@ class Bisection(Result):
         finding: the first value that differs, with op and line; None if no value does.
         steps: what was tried, in order, with its outcome.
         replays: how many replays took part.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> with torch.inference_mode():
+        ...     found = cgcompile.debug.bisect(model, torch.randn(4, 8))
+        >>> found.stage  # empty: no result is wrong
+        ''
     """
 
     computed: ClassVar[tuple[str, ...]] = ("ok",)
@@ -82,16 +98,17 @@ class Bisection(Result):
         return "\n".join(rows + ([] if self.finding is None else [str(self.finding)]))
 
 
-@checked_but("sets", "padded_sizes")
+@checked_but("config", "sets", "prepare")
 def bisect(
     model: Any,
-    inputs: Any,
-    *,
-    config: CompilationConfig | None = None,
+    *args: Any,
+    config: CompilationConfig | Backend | Mapping[str, Any] | None = None,
+    prepare: Callable[[], Any] | None = None,
     sets: int = 3,
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
+    **kwargs: Any,
 ) -> Bisection:
     """Find the piece, and the op, that make the result of a model wrong.
 
@@ -100,40 +117,46 @@ def bisect(
 
     Args:
         model: as of ``verify``, without managers.
-        inputs: likewise; the first set that is wrong is examined.
-        config: with which a plain model is compiled.
+        *args: of one call; the first set of inputs that is wrong is examined.
+        config: with which a plain model is compiled; as of ``verify``.
+        prepare: makes the inputs of a call, in place of ``args``; as of ``verify``.
         sets: how many sets of inputs are tried.
         rtol: relative tolerance; as of ``verify``.
         atol: absolute tolerance.
         seed: of the random numbers.
+        **kwargs: of the call.
 
     Raises:
         DispatchError: nothing was replayed.
         ConfigError: settings for a model that has its own, something that is no model, or ``sets``
             below 1.
+        ArgumentsError: the model does not take these arguments; a ``TypeError``.
         BaseException: what the model raised.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> with torch.inference_mode():
+        ...     found = cgcompile.debug.bisect(model, torch.randn(4, 8))
+        >>> found.ok
+        True
     """
     require_comparison("bisect", sets, rtol, atol, seed)
-    with _released(Subject(model, config, "bisect")) as subject:
-        arguments = InputSets(inputs, seed)
-        with restored_after(arguments.tensors):
-            tolerance = subject.tolerance(arguments.first, rtol, atol)
-            return _Search(subject, arguments, tolerance).run(sets)
-
-
-@contextmanager
-def _released(subject: Subject) -> Iterator[Subject]:
-    try:
-        yield subject
-    finally:
-        subject.release()
+    require_prepare("bisect", prepare, args, kwargs)
+    inputs = InputSets((args, kwargs), prepare, seed)
+    with comparing(model, config, "bisect", inputs) as subject:
+        tolerance = subject.tolerance(inputs.first, rtol, atol)
+        with closing(progress(itertools.count(1), "bisect", "run")) as runs:
+            return _Search(subject, inputs, tolerance, runs).run(sets)
 
 
 class _Search:
     """One bisection."""
 
-    def __init__(self, subject: Subject, inputs: InputSets, tolerance: Tolerance) -> None:
+    def __init__(
+        self, subject: Subject, inputs: InputSets, tolerance: Tolerance, runs: Iterator[int]
+    ) -> None:
         self.steps: list[str] = []
+        self._runs = runs
         self._subject = subject
         self._inputs = inputs
         self._tolerance = tolerance
@@ -184,6 +207,7 @@ class _Search:
     def _judge(self, what: str, actual: dict[str, Any]) -> Difference | None:
         """Compare an outcome with that of the eager model, and note the step."""
         difference = self._tolerance.first("the result", self._expected, actual)
+        next(self._runs)
         self.steps.append(f"{what}: {'right' if difference is None else 'wrong'}")
         return difference
 
@@ -244,10 +268,10 @@ class _Search:
     def _in_pieces(self) -> Bisection | None:
         """Bisect the model captured anew in pieces, as a FULL graph has none."""
         other = self._subject.recompiled(cudagraph_mode=CUDAGraphMode.PIECEWISE)
-        with _released(other):
+        with closing(other):
             missing = other.until_replayed(self._inputs.first)
             self.steps.append(f"captured anew, in pieces: {missing or 'replays'}")
-            search = _Search(other, self._inputs, self._tolerance)
+            search = _Search(other, self._inputs, self._tolerance, self._runs)
             result = None if missing else search.run(self._number + 1)
             self.steps += search.steps
         return result if result is not None and result.stage else None
@@ -283,13 +307,13 @@ class _Search:
         except CGCompileError as error:
             self.steps.append(f"{what}: {str(error).splitlines()[0]}")
             return False
-        with _released(other):
+        with closing(other):
             outcome = other.outcome(other.call, self._call)
         return self._judge(what, outcome) is None
 
     def _changed_by_pass(self, settings: dict[str, Any]) -> Difference:
         """Return the first op that has another value without a pass."""
-        with _released(self._subject.recompiled(**settings)) as good:
+        with closing(self._subject.recompiled(**settings)) as good:
             if good.until_replayed(self._call):
                 return Difference()
             runs = [nodes_seen(subject, self._call) for subject in (self._subject, good)]

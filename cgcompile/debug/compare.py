@@ -6,7 +6,7 @@ reported as not compared.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -141,6 +141,11 @@ class Difference(Result):
         padding_rows: those of them that are padding.
         largest: the largest absolute difference; NaN where that has no meaning.
         detail: in words.
+
+    Example:
+        >>> difference = cgcompile.debug.Difference(stage="replay", piece="piece_2", rows=(3,))
+        >>> difference.piece
+        'piece_2'
     """
 
     stage: str = ""
@@ -251,12 +256,9 @@ _MOST_SETS = 2**20
 class InputSets:
     """The arguments of several calls. Tensors of equal layout stay the same objects."""
 
-    def __init__(self, inputs: Any, seed: int = 0) -> None:
-        self._make: Callable[[int], Any] | None = None
-        if callable(inputs) and not isinstance(inputs, torch.Tensor):
-            self._make = inputs
-        self._seed = seed
-        self.first = _call(inputs if self._make is None else self._make(0))
+    def __init__(self, call: Call, prepare: Callable[[], Any] | None = None, seed: int = 0) -> None:
+        self._prepare, self._seed = prepare, seed
+        self.first = call if prepare is None else prepared(prepare)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -267,12 +269,12 @@ class InputSets:
         """Return the arguments of a call; the tensors of the first one are filled, if they fit."""
         if number == 0:
             return self.first
-        if self._make is None:
+        if self._prepare is None:
             generator = torch.Generator().manual_seed(self._seed + number)
             for tensor in self.tensors:
                 _refill(tensor, generator)
             return self.first
-        call = _call(self._make(number))
+        call = prepared(self._prepare)
         if _layouts(call) != _layouts(self.first):
             return call
         for tensor, new in zip(self.tensors, compat.tree_tensors(call), strict=True):
@@ -281,16 +283,25 @@ class InputSets:
         return self.first
 
 
-def _call(inputs: Any) -> Call:
-    if isinstance(inputs, torch.Tensor):
+def prepared(prepare: Callable[[], Any]) -> Call:
+    """Return what a function makes as inputs: a tuple, a dict, both, or one argument."""
+    inputs = prepare()
+    if isinstance(inputs, dict):
+        return (), inputs
+    if not isinstance(inputs, tuple):
         return (inputs,), {}
-    if isinstance(inputs, Mapping):
-        named = all(isinstance(name, str) for name in inputs)
-        require(named, "inputs", "verify", inputs, "a mapping of arguments by name")
-        return (), dict(inputs)
-    expected = "a tensor, a sequence of arguments or a mapping of arguments by name"
-    require(isinstance(inputs, Iterable), "inputs", "verify", inputs, expected)
-    return tuple(inputs), {}
+    both = len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict)
+    return (inputs[0], inputs[1]) if both else (inputs, {})
+
+
+def require_prepare(
+    where: str, prepare: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse what makes no inputs, or makes them beside arguments that are given."""
+    expected = "a function that makes the inputs of a call"
+    require(prepare is None or callable(prepare), "prepare", where, prepare, expected)
+    alone = prepare is None or not (args or kwargs)
+    require(alone, "prepare", where, prepare, "None where the arguments are given")
 
 
 def require_comparison(

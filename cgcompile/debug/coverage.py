@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cgcompile.config import CUDAGraphMode
-from cgcompile.debug.output import Result, clipped, wrapped
+from cgcompile.debug.output import Result, table_lines
 from cgcompile.debug.subject import counters_of, recorders_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.passes.printer import count
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.serving.statistics import text_table
 
 VERSION = 2  # of the schema of Coverage.to_dict()
 
@@ -45,7 +45,7 @@ class CoverageRow:
         return _padding([self])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Coverage(Result):
     """What graphs were worth. ``print`` it.
 
@@ -60,6 +60,15 @@ class Coverage(Result):
         total: the sum of all hits.
         on_graphs: of these, on graphs.
         padding: the share of rows that was padding on graphs; None where it is unknown.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> with torch.inference_mode():
+        ...     for _ in range(4):
+        ...         y = model(torch.randn(4, 8))
+        >>> found = cgcompile.coverage(model)
+        >>> sorted(found.to_dict())[:3]
+        ['counters', 'kind', 'lesser']
     """
 
     computed: ClassVar[tuple[str, ...]] = ("total", "on_graphs", "padding")
@@ -86,12 +95,17 @@ class Coverage(Result):
         """The share of rows that was padding on graphs; None where it is unknown."""
         return _padding(self.rows)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        return f"<Coverage {self._sum()}>"
+
+    def _sum(self) -> str:
         share = "" if self.padding is None else f", {self.padding:.1%} of their rows padding"
-        last = f"{self.on_graphs} of {self.total} {self.unit} on graphs{share}"
-        lines = [*_lines(self.rows), last]
+        return f"{self.on_graphs} of {count(self.total, self.unit[:-1])} on graphs{share}"
+
+    def __str__(self) -> str:
+        lines = [*_lines(self.rows), self._sum()]
         if self.lesser:
-            lines += ["in a lesser mode than was to be:", *_lines(self.lesser)]
+            lines += ["in a lesser mode than requested:", *_lines(self.lesser)]
         return "\n".join(lines)
 
 
@@ -109,6 +123,15 @@ def coverage(model: Any) -> Coverage:
 
     Raises:
         ConfigError: ``model`` is not one of these.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> with torch.inference_mode():
+        ...     for _ in range(4):
+        ...         y = model(torch.randn(4, 8))
+        >>> found = cgcompile.coverage(model)
+        >>> found.total, found.on_graphs
+        (4, 3)
     """
     kind, unit = "model", "steps"
     lesser: list[CoverageRow] = []
@@ -157,10 +180,10 @@ def _of_recorders(
 
 def _of_graph(graph: CompiledGraph, part: str) -> Iterator[CoverageRow]:
     for recording in graph.recordings:
-        batch, stats = recording.batch, recording.sequence.stats
-        descriptor, hits = batch.descriptor, stats.replays + 1
+        batch, sequence = recording.batch, recording.sequence
+        descriptor, hits = batch.descriptor, sequence.replays + 1
         ran = hits * descriptor.num_tokens  # a capture is of the padded size
-        real = None if batch.own_context else ran - stats.padding
+        real = None if batch.own_context else ran - sequence.padding
         if batch.own_context:  # without what this library added to the key
             descriptor = descriptor._replace(extra=())
         key = str(descriptor)
@@ -172,7 +195,7 @@ def _of_wrapper(wrapper: CUDAGraphWrapper) -> Iterator[CoverageRow]:
     for descriptor in wrapper.concrete_cudagraph_entries:
         for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
             for entry in wrapper.entries_of(mode, descriptor):
-                size, hits = descriptor.num_tokens, entry.sequence.stats.replays + 1
+                size, hits = descriptor.num_tokens, entry.sequence.replays + 1
                 batches, key, ran = _tokens(size), str(descriptor), hits * size
                 yield CoverageRow(
                     batches, mode.name, hits, key, captured=True, ran=ran, part=wrapper.name
@@ -235,16 +258,13 @@ def _tokens(least: int, limit: int | None = None) -> str:
 
 def _lines(rows: Sequence[CoverageRow]) -> list[str]:
     """Return a table without empty columns, each reason below its row."""
+    if not rows:
+        return []
     cells = [("part", "batches", "mode", "graph", "padding", "hits")]
     for row in rows:
         share = "-" if row.padding is None else f"{row.padding:.1%}"
         graph = row.graph if row.captured is not False else f"{row.graph} (not there)"
         cells.append((row.part, row.batches, row.mode, graph or "-", share, str(row.hits)))
     columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
-    head, *table = text_table(list(zip(*columns, strict=True))) or [""]
-    lines = [clipped(head)] if head else []
-    for row, line in zip(rows, table, strict=True):
-        lines.append(clipped(line))
-        if row.reason is not None or row.detail:
-            lines += wrapped("", ": ".join(filter(None, (row.reason, row.detail))), 10)
-    return lines
+    whys = [": ".join(filter(None, (row.reason, row.detail))) for row in rows]
+    return table_lines(list(zip(*columns, strict=True)), [[why] if why else [] for why in whys])

@@ -1,6 +1,6 @@
 """Find what CUDA graphs cannot hold, before anything is captured: :func:`doctor`.
 
-The model runs plain, twice, while :mod:`~cgcompile.debug.op_observer` observes its ops, and its
+The model runs eagerly, twice, while :mod:`~cgcompile.debug.op_observer` observes its ops, and its
 state is restored. The rules are those of the split (``passes/capturable.py``), of the host recorder
 (``graphs/host.py``) and of the registry of boundaries. :meth:`Diagnosis.of_error` and the counters
 of a handle give the same kinds of finding after a capture.
@@ -23,11 +23,12 @@ from cgcompile.boundaries import Boundaries
 from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import callers_context
-from cgcompile.debug.compare import Call
+from cgcompile.debug.compare import Call, prepared, require_prepare
 from cgcompile.debug.op_observer import Note, Notes, Watch, Way
-from cgcompile.debug.output import Page, Result
+from cgcompile.debug.output import Result, sentence
+from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import Held, Snapshot, State
-from cgcompile.debug.subject import name_of, original_of, resolved
+from cgcompile.debug.subject import check_arguments, name_of, original_of, resolved
 from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
@@ -44,7 +45,6 @@ from cgcompile.graphs.wrapper import CUDAGraphWrapper, devices_of
 from cgcompile.passes.nodes import Line, came_by_us, is_users_file, line_at, raised_at
 from cgcompile.reasons import EXPECTED, Reason
 from cgcompile.settings import checked, checked_but, require
-from cgcompile.tracing.dynamic_dims import bind_arguments
 
 VERSION = 1  # of to_dict(); raised when a key goes or changes its meaning
 SEVERITIES = ("error", "break", "note")
@@ -104,7 +104,7 @@ _FIXES = {
     "rebound_input": "Pass the same buffer at each call and write new data into it.",
     "capture_failed": "Let that op run outside of graphs: add it to splitting_ops, or put its "
     "caller under cgcompile.eager_region() or cgcompile.eager_break_during_capture.",
-    "forward_raised": "Let the model run plain first; a forward context goes around doctor().",
+    "forward_raised": "Let the model run eagerly first; a forward context goes around doctor().",
 }
 _ERROR, _NOTE = ("error", "error", "error"), ("note", "note", "note")
 # Split, whole, untraced: see Way. Other kinds: break, break, error.
@@ -119,21 +119,6 @@ _SEVERITY = {
     "functorch": ("note", "note", "error"),
 }
 KINDS = tuple(_FIXES)
-# What to do about a reason that is no kind of finding.
-_REASON_FIXES = {
-    Reason.TOO_MANY_SHAPES: "Pad batches to fewer sizes, or raise max_captured_shapes.",
-    Reason.VARYING_NUMBER: "Pass it as a tensor, or let splitting ops alone read it.",
-    Reason.TOO_MANY_BINDINGS: "Keep weights and written inputs where they are: pass the same "
-    "buffers at each call; or raise max_bindings.",
-    Reason.NO_DEVICE: "Put the model on a GPU; for a study on the CPU: capture_device='host'.",
-    Reason.CAPTURE_FORBIDDEN: "Capture this shape before capture is closed.",
-    Reason.CAPTURE_BUSY: "Capture in one thread at a time.",
-    Reason.ATTENTION_SUPPORT: "Say how far the op can go: SplittingOp(..., "
-    "support=AttentionCGSupport....); or take cudagraph_mode='PIECEWISE'.",
-    Reason.UNLISTED_SIZE: "Pad the batch to one of cudagraph_capture_sizes, or add the size.",
-    Reason.INPUT_CHANGED: "Write into the same buffers at each step, or choose "
-    "on_input_change='copy' or 'recapture'.",
-}
 
 
 @dataclass(frozen=True)
@@ -149,6 +134,13 @@ class Finding(Result):
         op: the op, function, argument or attribute that it is about.
         source: the user's line; None where it concerns no code of the user.
         count: how often one call of the model does it.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     found = cgcompile.debug.doctor(lambda x: x * x.max().item(), torch.randn(4))
+        >>> finding = found.findings[0]
+        >>> finding.kind
+        'host_sync'
     """
 
     kind: str
@@ -173,7 +165,7 @@ def finding(note: Note, way: Way) -> Finding:
     return Finding(note.kind, severity, note.message, fix, note.op, note.line, note.count)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis(Page):
     """What was found, the worst first; ``print`` it.
 
@@ -181,6 +173,12 @@ class Diagnosis(Page):
         model: the name of the model.
         device: where a graph of it would be.
         findings: sorted by severity, then in the order in which a call meets them.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     found = cgcompile.debug.doctor(nn.Linear(8, 8), torch.randn(4, 8))
+        >>> found.ok, found.findings
+        (True, ())
     """
 
     template: ClassVar[str] = "diagnosis"
@@ -242,7 +240,7 @@ def doctor(
 ) -> Diagnosis:
     """Find what graphs cannot hold in one call of a model, with your source lines and the fixes.
 
-    The call runs plain, twice, on the device where the tensors are and in the grad mode, autocast
+    The call runs eagerly, twice, on the device where the tensors are and in the grad mode, autocast
     and forward context of the caller; nothing is captured, and compiled parts run uncompiled (a
     class whose ``forward`` is decorated with ``cgcompile.compile`` is reported as an error of the
     trace). While the model calls a decorated function of ``torch.compile``, all threads run
@@ -270,6 +268,12 @@ def doctor(
     Raises:
         ConfigError: something that is no model, settings or ``prepare`` that cannot be.
         ArgumentsError: the model does not take these arguments; a ``TypeError``.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     found = cgcompile.debug.doctor(lambda x: x * x.max().item(), torch.randn(4))
+        >>> found.ok
+        False
     """
     is_wrapper = isinstance(model, CUDAGraphWrapper)
     handle: Any = model if is_wrapper or isinstance(model, Backend) else handle_of(model)
@@ -278,14 +282,13 @@ def doctor(
         return Diagnosis.of(name, "-", _of_counters(handle))
     if isinstance(model, type) or not callable(original_of(model)):
         check_compilable(model, "doctor")  # any other callable is taken as a function
-    valid = prepare is None or callable(prepare)
-    require(valid, "prepare", "doctor", prepare, "a function that makes the inputs of a call")
+    require_prepare("doctor", prepare, args, kwargs)
     if config is None and is_wrapper:
         settings = handle.config
     else:
         settings = resolved(handle_of(model) if config is None else config, "doctor")
-    first = (args, kwargs) if prepare is None else _prepared(prepare)
-    second = first if prepare is None else _prepared(prepare)
+    first = (args, kwargs) if prepare is None else prepared(prepare)
+    second = first if prepare is None else prepared(prepare)
     return _Examination(model, settings, first, second).run(compare=prepare is not None)
 
 
@@ -371,8 +374,7 @@ def _of_counters(handle: Backend | CUDAGraphWrapper) -> list[Finding]:
         if kind in KINDS:
             result.append(finding(Note(kind, op, detail, line, "break", count), Way.SPLIT))
         else:
-            fix = _REASON_FIXES.get(reason, "See cgcompile.Reason for what it means.")
-            result.append(Finding(kind, "break", detail, fix, op, line, count))
+            result.append(Finding(kind, "break", detail, sentence(reason.remedy), op, line, count))
     return sorted(result, key=lambda finding: (-finding.count, finding.kind))
 
 
@@ -390,31 +392,10 @@ def _named_line(text: str) -> Line | None:
 _CPU = torch.device("cpu")
 
 
-def _prepared(prepare: Callable[[], Any]) -> Call:
-    """Return what a function makes as inputs: a tuple, a dict, both, or one argument."""
-    inputs = prepare()
-    if isinstance(inputs, dict):
-        return (), inputs
-    if not isinstance(inputs, tuple):
-        return (inputs,), {}
-    both = len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict)
-    return (inputs[0], inputs[1]) if both else (inputs, {})
-
-
 def _leaves(call: Call) -> list[tuple[str, Any]]:
     """Return (path such as ``input 0['mask']``, leaf) of the arguments, containers opened."""
     arguments = [(top, compat.tree_paths(tree)) for top, tree in named_arguments(*call)]
     return [(top + path, leaf) for top, paths in arguments for path, leaf in paths]
-
-
-def check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of a model by name."""
-    called = model.forward if isinstance(model, torch.nn.Module) else model
-    try:
-        signature = inspect.signature(called)
-    except ValueError:  # it is not written in Python
-        return dict(kwargs)
-    return dict(bind_arguments(name_of(model), signature, args, kwargs).arguments)
 
 
 def _call(model: Any, call: Call) -> Any:

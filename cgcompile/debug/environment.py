@@ -1,5 +1,6 @@
 """Versions, machine, cache and settings of this process: what an issue should contain."""
 
+import inspect
 import os
 import platform
 import re
@@ -44,6 +45,13 @@ def environment_text(environment: dict[str, dict[str, Any]]) -> str:
     settings = environment["settings"].items()
     rows += [f"{name}={value}" for name, value in settings] or ["no settings"]
     return "\n".join(rows)
+
+
+def setting_meanings() -> dict[str, str]:
+    """Return what each setting does, by its name; nothing where docstrings are stripped."""
+    text = (inspect.getdoc(CompilationConfig) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in found}
 
 
 def versions() -> dict[str, str]:

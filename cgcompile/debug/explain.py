@@ -7,6 +7,8 @@ tuples of such, and a change of a field raises ``VERSION``.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import sympy
@@ -18,7 +20,9 @@ from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.debug.output import Page, clipped, human, wrapped
+from cgcompile.debug.drawing import alone, split_svg
+from cgcompile.debug.output import clipped, human, plain, table_lines, wrapped, written
+from cgcompile.debug.pages import Page
 from cgcompile.debug.subject import name_of, resolved
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.passes.nodes import (
@@ -32,13 +36,12 @@ from cgcompile.passes.nodes import (
 from cgcompile.passes.printer import count
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.symbols import dtype_text
-from cgcompile.pieces.stitch import check_sizes, split_as_set
+from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.dispatch import auto_mode
 from cgcompile.runtime.inputs import full_support, why_never
 from cgcompile.serving.plan import resolve_mode
-from cgcompile.serving.statistics import text_table
-from cgcompile.settings import checked_but, sizes_given
+from cgcompile.settings import checked, checked_but, sizes_given
 from cgcompile.tracing.preview import Preview
 from cgcompile.tracing.trace_cache import SHAPES, Rules
 
@@ -180,7 +183,7 @@ def _plain_setting(value: Any) -> Any:
     return str(getattr(value, "name", None) or getattr(value, "__qualname__", None) or value)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Explanation(Page):
     """What would be split where, and why. ``print`` it.
 
@@ -200,6 +203,11 @@ class Explanation(Page):
         split: the split graph itself, with FX modules and fake values; None if nothing was traced.
             No part of equality, of :meth:`to_dict` or of JSON. ``print(explanation.split)`` shows
             all values that cross.
+
+    Example:
+        >>> split = cgcompile.explain(nn.Linear(8, 8), torch.randn(4, 8))
+        >>> split.totals.captured, split.breaks
+        (1, ())
     """
 
     template: ClassVar[str] = "explanation"
@@ -219,6 +227,19 @@ class Explanation(Page):
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    @checked
+    def to_svg(self, path: str | PathLike[str]) -> Path:
+        """Write a drawing of the pieces, and of the bytes that they hand on, as an SVG file.
+
+        Returns:
+            The path of the drawing.
+
+        Raises:
+            OSError: the drawing cannot be written there.
+        """
+        label = f"The pieces of {self.model}"
+        return written(path, "to_svg", lambda: alone(split_svg(plain(self.pieces), label)))
 
 
 # ---------------------------------------------------------------- as text
@@ -263,9 +284,9 @@ def _mode_lines(modes: ModeReport) -> Iterator[str]:
     text = modes.result if modes.asked == modes.result else f"{modes.asked} -> {modes.result}"
     if modes.without_context is not None:
         text += f"; without a forward context {modes.without_context}"
-    if modes.support is not None:
-        text += f"; boundaries allow FULL graphs: {modes.support}"
     yield from wrapped("mode", text)
+    if modes.support is not None:
+        yield from wrapped("", f"FULL graphs: {modes.support} (boundaries)")
     for cause in modes.lost:
         yield from wrapped("", str(cause))
 
@@ -281,12 +302,7 @@ def _piece_lines(pieces: Sequence[PieceReport]) -> Iterator[str]:
         numbers = str(1 + len(others)), str(first.num_ops), first.bytes_out.expression
         cells.append((first.name, kind, *numbers, where[0]))
     if pieces:
-        head, *rows = map(clipped, text_table(cells))
-        yield head
-        for (first, *_), row in zip(equal.values(), rows, strict=True):
-            yield row
-            for remark in _remarks(first):
-                yield from wrapped("", remark, 10)
+        yield from table_lines(cells, [[*_remarks(first)] for first, *_ in equal.values()])
 
 
 def _remarks(piece: PieceReport) -> Iterator[str]:
@@ -493,20 +509,17 @@ def explain(
     Args:
         model: a module, bound method or function; or what ``torch.compile`` or
             :func:`cgcompile.compile` made of one, whose settings are then used.
-        *args: of the call.
+        *args: of the call; ``**kwargs`` likewise.
         config: a config, a backend, or a mapping as for ``options``; None: as in the environment.
         dynamic_dims: which dimensions vary, as for :func:`cgcompile.compile`; None: as compiled.
         dynamic_shapes: what a trace may assume of them; likewise.
         sizes: sizes of the batch dimension at which bytes are evaluated, as numbers or as text
             ``"8,64"``; empty: ``cudagraph_capture_sizes``.
-        capture_dim: the dimension that they are sizes of, such as ``"x.size()[0]"``, where several
-            vary; None: the setting of that name.
+        capture_dim: the dimension of ``sizes``, such as ``"x.size()[0]"``; None: the setting.
         query_lens: tokens per request of uniform decode, for the resulting mode.
-        **kwargs: of the call.
 
     Returns:
-        The split; without pieces where the call does not become one graph or the settings trace
-        nothing: ``breaks`` and ``notes`` contain the cause.
+        The split; where it has no pieces, ``breaks`` and ``notes`` contain the cause.
 
     Raises:
         ConfigError: settings or dimensions are invalid.
@@ -514,6 +527,9 @@ def explain(
         SymbolError: a size that no input has would cross into a captured piece.
         PassError: a pass raised or left an invalid graph.
         ArgumentsError: the model does not take these arguments; a ``TypeError``.
+
+    >>> cgcompile.explain(nn.Linear(8, 8), torch.randn(4, 8)).traced
+    True
     """
     numbers = sizes_given("sizes", "explain", sizes)
     runnable, settings, dims, rules = _traced_as(model, config, dynamic_dims, dynamic_shapes)
@@ -556,7 +572,7 @@ def _split_of(
     if config.splitting == "breakable":
         return None, (), _untraced(config)
     try:
-        split = preview.trace(*call, lambda graph, inputs: split_as_set(graph, config)[0])
+        split = preview.trace(*call, lambda graph, inputs: split_by_config(graph, config)[0])
     except compat.CannotTrace as error:
         line = None if error.line is None else SourceLine(*error.line)
         fix = _RAISES_FIX if error.model_raises else _FIX

@@ -289,7 +289,7 @@ class PythonCalls:
         elif event == "c_call" and _ATTENTION.search(getattr(what, "__name__", "")):
             top = str(getattr(what, "__module__", None) or "torch").partition(".")[0]
             if top not in ("torch", "builtins"):
-                text = "neither torch nor a trace sees what it does: a graph repeats this step's"
+                text = "neither torch nor a trace sees what it does; a graph repeats this step"
                 self._notes.here("opaque_call", f"{top}.{what.__name__}", text)
 
     def _wait(self, name: str, frame: FrameType) -> None:
@@ -525,7 +525,7 @@ class _Ops(compat.DispatchMode):
         name, notes, device = str(func), self._notes, self._watch.device
         alike = resembles(func, args, kwargs)
         if alike is not None:
-            text = f"{alike[1]}, and it is no splitting op: a graph repeats this step's"
+            text = f"{alike[1]}, and it is no splitting op; a graph repeats this step"
             notes.here(alike[0], compat.op_names(func)[-1], text)
         refused = refusal(func, args, kwargs)
         if refused is not None and refused.generator:

@@ -1,30 +1,36 @@
-"""How results become text, JSON and HTML: one way for each.
+"""How results become text and JSON: one way for each. HTML is in ``pages``.
 
 The rule: a result is a frozen dataclass of text, numbers and tuples or dicts of such. Its text is
-ASCII. Its page needs no network, script or other file; templates escape all of it and write each
-number exactly, as ``<data value="...">``.
+ASCII.
 """
 
 import json
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from importlib.resources import files
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked, require, require_whole
 
 WIDTH = 100  # columns of text
 
 
 class Result:
-    """A dataclass that prints, and that is JSON."""
+    """A dataclass that prints, and that is JSON. Its ``repr`` is the first line of its text."""
 
     computed: ClassVar[tuple[str, ...]] = ()  # properties that are data beside the fields
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {str(self).partition(chr(10))[0]}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: dicts by field name, lists, text, numbers, bools and None."""
@@ -39,26 +45,13 @@ class Result:
         return json.dumps(self.to_dict(), indent=indent)
 
 
-class Page(Result):
-    """A result with an HTML page."""
-
-    template: ClassVar[str]  # the name of its file in ``templates``
-
-    @checked
-    def to_html(self, path: str | PathLike[str]) -> Path:
-        """Write the result as one page that needs nothing else, and create missing folders.
-
-        Returns:
-            The path of the page.
-
-        Raises:
-            OSError: the page cannot be written there.
-        """
-        require("\0" not in str(path), "path", "to_html", path, "a path without null bytes")
-        target, text = Path(path), render(self.template, self.to_dict())
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-        return target
+def written(path: str | PathLike[str], where: str, text: Callable[[], str]) -> Path:
+    """Write a file, and create missing folders."""
+    require("\0" not in str(path), "path", where, path, "a path without null bytes")
+    target, content = Path(path), text()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(content, encoding="utf-8")
+    return target
 
 
 def plain(value: Any) -> Any:
@@ -89,6 +82,20 @@ def _ascii(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode()
 
 
+def sentence(text: str) -> str:
+    """Return a text with a capital letter in front and a full stop behind."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
+def table_lines(cells: Sequence[tuple[str, ...]], remarks: Sequence[Iterable[str]]) -> list[str]:
+    """Return rows below a head, aligned, each followed by its remarks."""
+    head, *rows = map(clipped, text_table(cells))
+    lines = [head]
+    for row, texts in zip(rows, remarks, strict=True):
+        lines += [row, *(line for text in texts for line in wrapped("", text, 10))]
+    return lines
+
+
 def clipped(text: str) -> str:
     """Return the part of a line of text that fits into a row, in ASCII."""
     text = _ascii(text)
@@ -116,28 +123,3 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds * 1e6:.1f} us"
-
-
-# ---------------------------------------------------------------- pages
-
-
-def render(template: str, result: dict[str, Any]) -> str:
-    """Return the page of one kind of result."""
-    from jinja2 import Environment, FunctionLoader, StrictUndefined
-
-    folder = files("cgcompile.debug") / "templates"
-    environment = Environment(
-        autoescape=True,
-        loader=FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "human": human,
-        "duration": duration,
-        "count": "{:,}".format,
-        "share": "{:.1%}".format,
-        "percent": "{:.3f}%".format,
-    }
-    return environment.get_template(f"{template}.html").render(found=result)

@@ -4,17 +4,21 @@ A profile is an observer of :mod:`cgcompile.graphs.profiling`: outside of its co
 its usual loop.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from html import escape
 from itertools import pairwise
+from os import PathLike
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from cgcompile.debug.output import Result, plain
+from cgcompile.debug.output import Result, duration, human, plain, table_lines, written
 from cgcompile.debug.subject import recorders_of, sequences_of
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.profiling import observing
@@ -57,6 +61,15 @@ class Profile(Result):
         step_us: host time of a step's segments, in microseconds, on average; 0 without steps.
         break_share: the share of host time in eager breaks, between 0 and 1.
         segments: a row for each segment of each recorded step, in order.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8)
+        >>> with torch.inference_mode(), cgcompile.debug.profile(model) as found:
+        ...     for _ in range(5):
+        ...         y = model(x)
+        >>> found.steps, found.break_share
+        (3, 0)
     """
 
     def __init__(
@@ -186,8 +199,8 @@ def profile(target: Any = _ANY, *, device_times: bool = False) -> AbstractContex
         print(found)
 
     Each segment gets a pair of clock readings, which costs a few microseconds; replays outside of
-    the context cost nothing more. Capturing calls, and what surrounds the segments of a step
-    (guards, copies of inputs), are not measured.
+    the context cost nothing more. Captures, and what surrounds the segments of a step (guards,
+    copies of inputs), are not measured; a replay with which a capturing call ends is.
 
     Args:
         target: whose replays count: a compiled model, a :class:`cgcompile.Backend`, one of its
@@ -201,6 +214,15 @@ def profile(target: Any = _ANY, *, device_times: bool = False) -> AbstractContex
     Raises:
         ConfigError: the target replays nothing.
         CaptureError: ``device_times``, and there is no CUDA device.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8)
+        >>> with torch.inference_mode(), cgcompile.debug.profile(model) as found:
+        ...     for _ in range(5):
+        ...         y = model(x)
+        >>> found.steps  # replays alone
+        3
     """
     if device_times and not torch.cuda.is_available():
         raise CaptureError.no_device(found="cpu")
@@ -218,7 +240,76 @@ def _measured(result: Profile) -> Iterator[Profile]:
         result.finish()
 
 
-def timeline(target: Any) -> tuple[CaptureRecord, ...]:
+class Captures(tuple[CaptureRecord, ...]):
+    """What :func:`timeline` returns: a tuple of records; ``print`` it.
+
+    Example:
+        >>> found = cgcompile.debug.timeline(cgcompile.compile(nn.Linear(8, 8)))
+        >>> found.to_json()  # nothing is captured yet
+        '[]'
+    """
+
+    __slots__ = ()
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Return plain data, a dict for each record."""
+        return [record.to_dict() for record in self]
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return :meth:`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @checked
+    def to_trace(self, path: str | PathLike[str]) -> Path:
+        """Write the captures as a trace in JSON, for Perfetto or ``chrome://tracing``.
+
+        Each capture is a slice of the track of its owner, from the begin of the first one on.
+
+        Returns:
+            The path of the trace.
+
+        Raises:
+            OSError: the trace cannot be written there.
+        """
+        tracks = {name: number for number, name in enumerate(dict.fromkeys(r.name for r in self))}
+        named = [
+            {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": name}}
+            for name, number in tracks.items()
+        ]
+        slices = [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": tracks[record.name],
+                "name": f"{record.mode.name} {record.batch}",
+                "cat": "capture" if record.why is None else "refused",
+                "ts": (record.start - self[0].start) * 1e6,
+                "dur": record.seconds * 1e6,
+                "args": record.to_dict(),
+            }
+            for record in self
+        ]
+        return written(path, "to_trace", lambda: json.dumps({"traceEvents": [*named, *slices]}))
+
+    def __str__(self) -> str:
+        if not self:
+            return "nothing was captured"
+        rows = [("after", "time", "memory", "mode", "batch", "what")]
+        for record in self:
+            after = duration(record.start - self[0].start)
+            cost = duration(record.seconds), human(record.nbytes)
+            rows.append((after, *cost, record.mode.name, record.batch, record.name))
+        whys = [[] if record.why is None else [f"refused: {record.why}"] for record in self]
+        return "\n".join(table_lines(rows, whys))
+
+    def __repr__(self) -> str:
+        return f"<Captures {len(self)}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def timeline(target: Any) -> Captures:
     """Return what was captured, or refused, when, how long it took and how many bytes.
 
     Args:
@@ -227,11 +318,20 @@ def timeline(target: Any) -> tuple[CaptureRecord, ...]:
 
     Returns:
         A record for each of the last few thousand captures of each recorder that exists, in the
-        order they began. Releasing graphs removes none. ``record.to_dict()`` is JSON.
+        order they began. Releasing graphs removes none. It prints as a table, is JSON, and
+        ``to_trace`` writes it for Perfetto.
 
     Raises:
         ConfigError: the target captures nothing.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> with torch.inference_mode():
+        ...     for rows in (4, 4, 6, 6):
+        ...         y = model(torch.randn(rows, 8))
+        >>> len(cgcompile.debug.timeline(model))
+        2
     """
     recorders = recorders_of(target, "debug.timeline")
     records = [record for recorder in recorders for record in recorder.timeline.records]
-    return tuple(sorted(records, key=lambda record: record.start))
+    return Captures(sorted(records, key=lambda record: record.start))

@@ -3,6 +3,7 @@
 The rule: everything on the page is in :class:`Overview`.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -20,18 +21,19 @@ from cgcompile.debug.explain import (
     Totals,
     settings_of,
 )
-from cgcompile.debug.output import Page
+from cgcompile.debug.pages import Page
 from cgcompile.debug.profile import timeline
 from cgcompile.debug.subject import name_of, original_of, recorders_of
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.passes.printer import count
 from cgcompile.pieces.cache import Compilation
-from cgcompile.reasons import Counters
+from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.settings import checked, sizes_given
+from cgcompile.settings import checked, require, sizes_given
 
-VERSION = 2  # of the schema of Overview.to_dict()
+VERSION = 3  # of the schema of Overview.to_dict()
 _NOTHING = "Nothing was compiled yet: call the model, then ask again."
 
 
@@ -61,7 +63,7 @@ class StepReport:
     replays: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Overview(Page):
     """What a compiled model, a wrapper or a manager did so far; a value of one moment.
 
@@ -74,13 +76,25 @@ class Overview(Page):
         timeline: the captures in the order of time, those that failed as well.
         coverage: which batches ran how, as of :func:`cgcompile.coverage`.
         counters: the counters of all calls, as in ``coverage``.
+        remedies: what to do about each reason in ``coverage``, by its name.
+        speed: seconds of an eager call and of a replayed one, where the caller has measured them.
         memory: bytes that the graphs take, by purpose.
         settings: all of them, with the origin of each.
         environment: versions and the machine, by name.
         notes: further remarks, in sentences.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> with torch.inference_mode():
+        ...     for _ in range(3):
+        ...         y = model(torch.randn(4, 8))
+        >>> page = cgcompile.debug.report(model)
+        >>> len(page.graphs), len(page.timeline)
+        (1, 1)
     """
 
     template: ClassVar[str] = "overview"
+    computed: ClassVar[tuple[str, ...]] = ("verdict", "speedup")
 
     version: int
     title: str
@@ -90,10 +104,53 @@ class Overview(Page):
     timeline: tuple[CaptureRecord, ...]
     coverage: Coverage
     counters: Counters
+    remedies: Mapping[str, str]
+    speed: tuple[float, float] | None
     memory: Mapping[str, int]
     settings: tuple[SettingReport, ...]
     environment: Mapping[str, str]
     notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.verdict}\n{self.coverage}"
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as an eager call a replayed one is; None if not measured."""
+        return None if self.speed is None else self.speed[0] / self.speed[1]
+
+    @property
+    def verdict(self) -> str:
+        """What the numbers mean, in words."""
+        raised = self.counters.failures
+        lesser = Counter[str]()
+        for row in self.coverage.lesser:
+            lesser[str(row.reason)] += row.hits
+        sentences = [self._served()]
+        if lesser:
+            sentences.append(f"In a lesser mode than requested: {_tally(lesser)}.")
+        if raised:
+            sentences.append(f"{count(raised, 'call')} raised an error.")
+        return " ".join(sentences)
+
+    def _served(self) -> str:
+        found = self.coverage
+        if not found.total:
+            return "No step was completed." if self.counters.failures else "Nothing has run yet."
+        others = Counter[str]()
+        for row in found.rows:
+            others[str(row.reason)] += row.hits if row.mode == "NONE" else 0
+        causes, total = _tally(others), count(found.total, found.unit[:-1])
+        if not found.on_graphs:
+            return f"No graph served any of {total}: {causes}."
+        if others[Reason.WARMING.value] == found.total - found.on_graphs:
+            warm = f" after {causes}" if causes else ""
+            return f"Graphs served all {count(found.on_graphs, found.unit[:-1])}{warm}."
+        return f"Graphs served {found.on_graphs} of {total}; without a graph: {causes}."
+
+
+def _tally(hits: Counter[str]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in hits.most_common() if number)
 
 
 @checked
@@ -104,6 +161,7 @@ def report(
     title: str | None = None,
     sizes: Sequence[int] | str = (),
     capture_dim: str | None = None,
+    speed: tuple[float, float] | None = None,
 ) -> Overview:
     """Return what a compiled model or a manager did so far, and write it as one HTML page.
 
@@ -112,24 +170,24 @@ def report(
 
     Args:
         target: what ``torch.compile`` or :func:`cgcompile.compile` returned; a
-            :class:`cgcompile.Backend`; a wrapper; a ``CudaGraphManager`` or an
-            ``EncoderCudaGraphManager``.
+            :class:`cgcompile.Backend`; a wrapper; a manager of either kind.
         path: of the page; None writes none.
         title: of the page; None: the name of the model.
-        sizes: sizes of the batch dimension at which bytes are evaluated, as numbers or as text;
-            empty: ``cudagraph_capture_sizes``.
-        capture_dim: the dimension that they are sizes of, such as ``"x.size()[0]"``, where several
-            vary; None: the setting of that name.
-
-    Returns:
-        The content of the page.
+        sizes: at which bytes are evaluated, as of :func:`cgcompile.explain`.
+        capture_dim: the dimension that they are sizes of, likewise.
+        speed: seconds of an eager call and of a replayed one, if you have measured them.
 
     Raises:
         ConfigError: the target captures nothing, or ``sizes`` are invalid.
         OSError: the page cannot be written there.
+
+    >>> cgcompile.debug.report(cgcompile.compile(nn.Linear(8, 8)), title="a layer").title
+    'a layer'
     """
     recorders = recorders_of(target, "debug.report")
     chosen = sizes_given("sizes", "report", sizes)
+    positive = speed is None or (len(speed) == 2 and min(speed) > 0)
+    require(positive, "speed", "report", speed, "two positive numbers of seconds, or None")
     config = _config_of(target, recorders)
     graphs: list[GraphReport] = []
     for graph in [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]:
@@ -147,6 +205,8 @@ def report(
         timeline=timeline(target),
         coverage=served,
         counters=served.counters,
+        remedies=_remedies(served),
+        speed=speed,
         memory=_memory(target, recorders),
         settings=settings_of(config),
         environment=versions(),
@@ -184,8 +244,16 @@ def _steps(recorders: Sequence[CompiledGraph | CUDAGraphWrapper]) -> Iterator[St
                     breaks=sequence.num_eager_breaks,
                     seconds=record.seconds,
                     nbytes=record.nbytes,
-                    replays=sequence.stats.replays,
+                    replays=sequence.replays,
                 )
+
+
+def _remedies(served: Coverage) -> dict[str, str]:
+    """Return what to do about each reason of a coverage, with what happened most first."""
+    rows = [row for row in (*served.rows, *served.lesser) if row.reason is not None]
+    rows.sort(key=lambda row: -row.hits)
+    known = {reason.value: reason.remedy for reason in Reason}
+    return {str(row.reason): known[str(row.reason)] for row in rows}
 
 
 def _memory(target: Any, recorders: Sequence[Any]) -> dict[str, int]:

@@ -4,8 +4,9 @@
 target.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.compile import CompiledModel, check_compilable, compile
 from cgcompile.config import CompilationConfig, CompilationMode
-from cgcompile.debug.compare import Call, Opened, Tolerance, named_values, uncompared
+from cgcompile.debug.compare import Call, InputSets, Opened, Tolerance, named_values, uncompared
 from cgcompile.debug.restore import State, copies, restored_after
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.breakable import BreakableCUDAGraphCapture
@@ -25,21 +26,19 @@ from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
 from cgcompile.runtime.compiled_graph import CompiledGraph, Observer
 from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.tracing.dynamic_dims import bind_arguments
 
 
 class Subject:
     """A model whose graphs are compared with the eager one; a plain model is compiled for it."""
 
-    def __init__(
-        self, model: Any, config: CompilationConfig | None = None, function: str = "verify"
-    ) -> None:
+    def __init__(self, model: Any, config: Any = None, function: str = "verify") -> None:
         self.handle = handle_of(model)
         self.wrapper = model if isinstance(model, CUDAGraphWrapper) else None
         self._owned: Backend | None = None  # compiled for this alone
         if self.handle is None and self.wrapper is None:
             check_compilable(model, function)
-            # on the CPU nothing else has graphs
-            model = compile(model, config or CompilationConfig(capture_device="host"))
+            model = compile(model, with_recorder(resolved(config, function)))
             self.handle = self._owned = model.backend
         elif config is not None:
             raise ConfigError.settings_are_fixed()
@@ -136,7 +135,7 @@ class Subject:
         """Let an observer run each recorded step; see :func:`observed`."""
         return observed(self.handle, observer)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Free what was compiled and captured for this alone."""
         if self._owned is not None:
             self._owned.release()
@@ -149,6 +148,17 @@ class Subject:
 def name_of(model: Any) -> str:
     """Return the name of a function, or of the class of a module."""
     return getattr(model, "__qualname__", None) or type(model).__name__
+
+
+@contextmanager
+def comparing(model: Any, config: Any, function: str, inputs: InputSets) -> Iterator[Subject]:
+    """Give a subject whose inputs are restored; refuse arguments that the model does not take."""
+    with closing(Subject(model, config, function)) as subject, restored_after(inputs.tensors):
+        try:
+            yield subject
+        except TypeError:
+            check_arguments(subject.original, *inputs.first)
+            raise
 
 
 @contextmanager
@@ -177,6 +187,13 @@ def original_of(model: Any) -> Any:
         model = inner
 
 
+def check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ArgumentsError if a model does not take these arguments."""
+    called = model.forward if isinstance(model, torch.nn.Module) else model
+    with suppress(ValueError):  # it is not written in Python
+        bind_arguments(name_of(model), inspect.signature(called), args, kwargs)
+
+
 # ---------------------------------------------------------------- targets of a call
 
 
@@ -189,6 +206,13 @@ def resolved(settings: Any, function: str) -> CompilationConfig:
         expected = "a CompilationConfig, a Backend, or a mapping of settings"
         raise ConfigError.bad_value(name="config", where=function, value=result, expected=expected)
     return CompilationConfig.resolve(result)
+
+
+def with_recorder(config: CompilationConfig) -> CompilationConfig:
+    """Return settings that record CPU tensors, unless ``capture_device`` is set."""
+    if config.cudagraph_mode and config.origins["capture_device"] == "default":
+        return CompilationConfig.resolve(config, options={"capture_device": "host"})
+    return config
 
 
 def recorders_of(target: Any, function: str) -> list[CompiledGraph | CUDAGraphWrapper]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.backend import handle_of
+from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import SplittingOp, target_name
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import (
@@ -35,18 +35,20 @@ from cgcompile.debug.compare import (
     named_values,
     padded,
     require_comparison,
+    require_prepare,
     rows_of,
 )
 from cgcompile.debug.locate import Watcher, located, padding_place, real_part
-from cgcompile.debug.output import Page
+from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import State, copies, restored_after
-from cgcompile.debug.subject import Subject, observed
+from cgcompile.debug.subject import Subject, comparing, observed
 from cgcompile.errors import CGCompileError, DispatchError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.breaks import Breaker, BreakMode
 from cgcompile.graphs.capture import capture_lock
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
+from cgcompile.progress import progress
 from cgcompile.serving.batch import Batch
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.statistics import text_table
@@ -71,6 +73,11 @@ class Check:
             if nothing is missing.
         uncompared: the results that were not compared: objects without fields and without an ``==``
             of their own, such as functions.
+
+    Example:
+        >>> found = cgcompile.verify(nn.Linear(8, 8), torch.randn(4, 8), sets=2)
+        >>> [check.compared for check in found.checks][:1]
+        [2]
     """
 
     name: str
@@ -87,13 +94,31 @@ class Check:
         return bool(self.replays) and not self.missing and not self.findings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification(Page):
     """The result of :func:`cgcompile.verify`; ``print`` it.
 
     Attributes:
         subject: the name of the model.
         checks: each comparison.
+
+    Example:
+        >>> found = cgcompile.verify(nn.Linear(8, 8), torch.randn(4, 8))
+        >>> found.ok, found.checks[0].findings
+        (True, ())
+
+        Under a forward context the inputs vary and the metadata does not. An op that has baked in
+        its metadata differs only in a context with other metadata, so verify in several:
+
+        >>> x, batch = torch.randn(4, 8), cgcompile.BatchDescriptor(4)
+        >>> model = cgcompile.compile(nn.Linear(8, 8), dynamic_dims={"input": 0})
+        >>> for metadata in ([4], [1, 3]):
+        ...     with cgcompile.set_forward_context(
+        ...         metadata, cudagraph_runtime_mode="FULL", batch_descriptor=batch
+        ...     ):
+        ...         print(cgcompile.verify(model, x).ok)
+        True
+        True
     """
 
     template: ClassVar[str] = "verification"
@@ -137,12 +162,12 @@ def _result(check: Check) -> str:
     return check.missing or "equal"
 
 
-@checked_but("sets", "padded_sizes")
+@checked_but("config", "sets", "padded_sizes", "prepare")
 def verify(
     model: Any,
-    inputs: Any,
-    *,
-    config: CompilationConfig | None = None,
+    *args: Any,
+    config: CompilationConfig | Backend | Mapping[str, Any] | None = None,
+    prepare: Callable[[], Any] | None = None,
     sets: int = 3,
     padded_sizes: Sequence[int] | str = (),
     tails: str = "random",
@@ -151,28 +176,27 @@ def verify(
     atol: float | None = None,
     seed: int = 0,
     refuse: bool = False,
+    **kwargs: Any,
 ) -> Verification:
     """Run a model eager and replayed on several sets of inputs, and compare.
 
     Compares results and the tensors that a call writes among its arguments and in the model, which
-    are restored after each run; globals, and caches of the forward context, are written each time.
-    Runs without gradients. Captures what is not captured yet. Synchronises.
+    are restored after each run; globals, and caches of the forward context, are not. Runs without
+    gradients. Captures what is not captured yet; counts in the same counters. Synchronises.
+    Checks the metadata of one forward context, the present one: see :class:`Verification`.
 
     Args:
         model: a compiled model; a wrapper, in the forward context of the step; a
             ``CudaGraphManager`` with its graphs; or a plain module or function, which is compiled.
-        inputs: a tensor, or a sequence or mapping of arguments, whose tensors get other random
-            numbers for each set after the first; or a callable that makes one from the number of
-            the set. Of a manager: batches, or a callable that makes one.
-        config: of a plain model; left out: the defaults, on a CPU recorded.
-        sets: how many sets of inputs; of a manager with a list of batches, all those.
-        padded_sizes: batch sizes to pad to, as numbers or as text ``"8,16"``: the real rows must be
-            those of the exact batch. Without a forward context only.
+        *args: of one call, as ``**kwargs``; other sets have other numbers. Of a manager: batches.
+        config: of a plain model: the settings, a ``Backend``, or a mapping as for ``options``. CPU
+            tensors are recorded unless ``capture_device`` is set.
+        prepare: makes inputs, such as offsets, as of ``debug.doctor``; of a manager, a batch.
+        sets: how many sets of inputs; of a manager, how many batches ``prepare`` makes.
+        padded_sizes: sizes to pad the batch to, such as ``"8,16"``; not under a forward context.
         tails: what padding rows hold: ``"random"`` (integers in the real range) or ``"nan"``.
-        breakable: compare the model with a breakable capture of the eager one as well.
-        rtol: relative tolerance; 0 with ``atol`` 0 for bitwise. Left out: bitwise where graphs hold
-            eager's kernels (host device, pieces that are not compiled), else by dtype.
-        atol: absolute tolerance.
+        breakable: compare with a breakable capture as well.
+        rtol, atol: tolerances; left out: bitwise for uncompiled pieces on the CPU, else by dtype.
         seed: of the random numbers.
         refuse: of a manager: dispatch no FULL graph any more if one differs, on any rank.
 
@@ -181,23 +205,25 @@ def verify(
 
     Raises:
         ConfigError: settings for a model that has its own, no model, or an impossible argument.
-        BaseException: what the model raised.
+        ArgumentsError: the model does not take these arguments; a ``TypeError``.
+
+    >>> cgcompile.verify(nn.Linear(8, 8), torch.randn(4, 8)).ok
+    True
     """
     managed = isinstance(model, CudaGraphManager)
     require(tails in TAILS, "tails", "verify", tails, "one of " + ", ".join(TAILS))
     require(managed or not refuse, "refuse", "verify", refuse, "False: only a manager dispatches")
     require_comparison("verify", sets, rtol, atol, seed)
+    require_prepare("verify", prepare, args, kwargs)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if managed:
-        return _check_manager(model, inputs, sets, Tolerance(False, rtol, atol), refuse)
-    subject = Subject(model, config)
-    try:
-        input_sets = InputSets(inputs, seed)
-        tolerance = subject.tolerance(input_sets.first, rtol, atol)
-        checks = _Checks(subject, input_sets, sets, tolerance)
-        return checks.run(sizes, tails, seed, breakable)
-    finally:
-        subject.release()
+        require(not kwargs, "kwargs", "verify", kwargs, "no names: batches, for a manager")
+        batches = args if prepare is None else [prepare() for _ in range(sets)]
+        return _check_manager(model, batches, Tolerance(False, rtol, atol), refuse)
+    inputs = InputSets((args, kwargs), prepare, seed)
+    with comparing(model, config, "verify", inputs) as subject:
+        tolerance = subject.tolerance(inputs.first, rtol, atol)
+        return _Checks(subject, inputs, sets, tolerance).run(sizes, tails, seed, breakable)
 
 
 class _Run(NamedTuple):
@@ -233,7 +259,7 @@ class _Checks:
         findings: list[Difference] = []
         names: list[str] = []
         with restored_after(self.inputs.tensors):
-            for number in range(self.sets):
+            for number in progress(range(self.sets), f"verify: {name}", "set"):
                 call = self.inputs.fill(number)
                 outcome = run(call, number)
                 difference = tolerance.first("the result", outcome.expected, outcome.actual)
@@ -476,7 +502,7 @@ class _PlainBreaks(Breaker):
             stack.callback(mode.switch_off)
             return wrapper.runnable(*args, **kwargs)
 
-    def meet(
+    def on_splitting_op(
         self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if in_full_mode():
@@ -506,14 +532,15 @@ class _PlainBreaks(Breaker):
 
 
 def _check_manager(
-    manager: CudaGraphManager, batches: Any, sets: int, tolerance: Tolerance, refuse: bool
+    manager: CudaGraphManager, batches: Sequence[Batch], tolerance: Tolerance, refuse: bool
 ) -> Verification:
     """Compare eager exact batches with the graphs that the dispatcher chooses."""
+    valid = all(isinstance(batch, Batch) for batch in batches)
+    require(valid, "args", "verify", batches, "batches, for a manager")
     compared: dict[bool, list[Difference | None]] = {False: [], True: []}  # by: is it padded
-    batches = [batches(number) for number in range(sets)] if callable(batches) else list(batches)
     missing = "" if batches else "there are no batches"
     wrong: list[str] = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(progress(batches, "verify: batches", "batch")):
         chosen = manager.dispatched(batch)
         if chosen.mode is CUDAGraphMode.NONE:
             missing = missing or f"batch {number} has no graph: {chosen.why}"

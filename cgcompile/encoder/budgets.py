@@ -26,6 +26,10 @@ class Budgets(NamedTuple):
     Attributes:
         budgets: output tokens of each graph, ascending, without duplicates.
         max_items: items in one replay; at most the smallest budget.
+
+    Example:
+        >>> cgcompile.encoder.resolve_budgets([64, 16], 4, budget_range=(16, 64))
+        Budgets(budgets=(16, 64), max_items=4)
     """
 
     budgets: tuple[int, ...]
@@ -46,6 +50,10 @@ def generated_budgets(least: int, most: int, ratio: float = 2.0) -> tuple[int, .
 
     Raises:
         EncoderError: the range is not positive and in order, or ``ratio`` is not above 1.
+
+    Example:
+        >>> cgcompile.encoder.generated_budgets(16, 100)
+        (16, 32, 64, 100)
     """
     least, most = _checked_range((least, most))
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 < ratio < math.inf:
@@ -63,6 +71,10 @@ def smallest_budget(budgets: Sequence[int], tokens: int) -> int | None:
     Args:
         budgets: ascending.
         tokens: output tokens, 0 or more; 0 takes the smallest.
+
+    Example:
+        >>> cgcompile.encoder.smallest_budget([16, 64], 20)
+        64
     """
     try:
         index = bisect_left(budgets, tokens)
@@ -82,15 +94,15 @@ def resolve_budgets(
 ) -> Budgets:
     """Return the budgets and the number of items, from the user's values and the model's range.
 
-    ============ ============ ======================================= ============================
+    ============ ============= ====================================== ============================
     ``budgets``  ``max_items`` the budgets                            the items
-    ============ ============ ======================================= ============================
-    given        given        as given                                as given
-    None         given        generated, from at least ``max_items``  as given
-    given        None         as given                                the smaller of most // least
+    ============ ============= ====================================== ============================
+    given        given         as given                               as given
+    None         given         generated, from at least ``max_items`` as given
+    given        None          as given                               the smaller of most // least
                                                                       and the smallest budget
-    None         None         generated                               likewise
-    ============ ============ ======================================= ============================
+    None         None          generated                              likewise
+    ============ ============= ====================================== ============================
 
     Args:
         budgets: output tokens, in any order; may be outside of the range.
@@ -100,6 +112,10 @@ def resolve_budgets(
     Raises:
         EncoderError: a number is out of range, there are no budgets, or the smallest of them
             has less than one token for each item.
+
+    Example:
+        >>> cgcompile.encoder.resolve_budgets(budget_range=(16, 64))
+        Budgets(budgets=(16, 32, 64), max_items=4)
     """
     least, most = _checked_range(budget_range)
     ladder = None if budgets is None else _checked_budgets(budgets)
@@ -128,6 +144,10 @@ def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None 
 
     Raises:
         EncoderError: a number is out of range.
+
+    Example:
+        >>> cgcompile.encoder.resolve_frames(4, max_frames_per_video=8)
+        32
     """
     items = checked_number("max_items", max_items, 1)
     frames = checked_number("max_frames_per_video", max_frames_per_video, 0)
@@ -166,6 +186,10 @@ def fitted_budgets(
         EncoderError: nothing was observed, or a number is out of range.
         SizesError: neither ``count`` nor ``nbytes`` is given, nothing fits in ``nbytes``, or an
             entry of ``observed`` is not valid.
+
+    Example:
+        >>> cgcompile.encoder.fitted_budgets([10, 12, 60, 64], count=2)
+        (12, 64)
     """
     items = checked_number("max_items", max_items, 1)
     step = checked_number("multiple_of", multiple_of, 1)

@@ -33,6 +33,8 @@ from cgcompile.encoder.protocol import (
     EncoderItemSpec,
     check_keys,
     check_rows,
+    check_values,
+    layout,
     named_buffers,
     path_arguments,
     unpadded_forward,
@@ -43,7 +45,7 @@ from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import WeightsGuard, modules_of
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.wrapper import CUDAGraphWrapper, Whole, holds_parameters_with_grad
+from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad
 from cgcompile.reasons import Reason
 from cgcompile.serving.memory_plan import most_that_fit, ranked
 from cgcompile.settings import require_arguments, require_kind
@@ -61,6 +63,10 @@ class GraphKey(NamedTuple):
         path: its set of graphs.
         budget: rows of its result.
         axes: one value for each capture axis.
+
+    Example:
+        >>> cgcompile.encoder.GraphKey("default", 64)
+        GraphKey(path='default', budget=64, axes=())
     """
 
     path: str
@@ -121,10 +127,7 @@ class GraphInputs:
                 raise EncoderError.no_offset_end(key=key, last=offsets[-1] if offsets else None)
 
     def write(self, buffers: EncoderCudaGraphReplayBuffers, poison: bool = False) -> list[str]:
-        """Fill the buffers for a replay; return the keys that were left as they are.
-
-        Only copies from pageable memory synchronise.
-        """
+        """Fill the buffers for a replay; return the keys that were left as they are."""
         values = buffers.values
         check_keys(values, self._config, _REPLAY)
         for key, dst in self.values.items():
@@ -154,13 +157,12 @@ class GraphInputs:
             raise EncoderError.buffer_value(key=key, found=found, expected="a tensor, or None")
         if key in self._config.padding_logics:
             return
-        alike = value.dim() == dst.dim() and value.shape[1:] == dst.shape[1:]
-        alike = alike and torch.can_cast(value.dtype, dst.dtype)
+        alike = _alike(value, dst.shape, dst.dtype)
         if not alike or (dst.dim() and len(value) > len(dst)):
-            rows = f"at most the rows of {_layout(dst)}" if dst.dim() else _layout(dst)
+            rows = f"at most the rows of {layout(dst)}" if dst.dim() else layout(dst)
             if alike:
-                raise EncoderError.buffer_value(key=key, found=_layout(value), expected=rows)
-            raise EncoderError.buffer_layout(key=key, found=_layout(value), expected=rows)
+                raise EncoderError.buffer_value(key=key, found=layout(value), expected=rows)
+            raise EncoderError.buffer_layout(key=key, found=layout(value), expected=rows)
         if key in self._ends and len(value) == len(dst):
             raise EncoderError.no_offset_room(key=key, entries=len(value))
 
@@ -187,7 +189,7 @@ class GraphInputs:
 
     def _pad(self, key: str, dst: torch.Tensor, value: torch.Tensor) -> None:
         """Let a padding logic write a buffer; restore one that it moved, and raise."""
-        address, room = dst.data_ptr(), _layout(dst)
+        address, room = dst.data_ptr(), layout(dst)
         memory = dst.untyped_storage(), dst.storage_offset(), dst.size(), dst.stride()
         try:
             self._config.padding_logics[key](dst, value)
@@ -195,19 +197,33 @@ class GraphInputs:
             dst.set_(*memory)
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             raise EncoderError.padding_failed(
-                key=key, found=_layout(value), room=room, error=text
+                key=key, found=layout(value), room=room, error=text
             ) from error
-        if dst.data_ptr() != address or _layout(dst) != room:
-            found = _layout(dst)
+        if dst.data_ptr() != address or layout(dst) != room:
+            found = layout(dst)
             dst.set_(*memory)
             raise EncoderError.buffer_moved(key=key, found=found, room=room)
 
 
-def _layout(value: torch.Tensor) -> str:
-    return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+_Layout = tuple[torch.Size, torch.dtype]
+
+
+def _alike(value: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Return whether rows of a buffer can hold those of a value."""
+    same = value.dim() == len(shape) and value.shape[1:] == shape[1:]
+    return same and torch.can_cast(value.dtype, dtype)
 
 
 # ---------------------------------------------------------------- which graphs
+
+_FAILED = f"{Reason.CAPTURE_FAILED.value}: "
+
+
+def _fails(why: str) -> bool:
+    """Return whether a graph is missing for an error, and not for another reason."""
+    first = why.partition(":")[0]
+    return why.startswith(_FAILED) or first not in [reason.value for reason in Reason]
+
 
 Size = tuple[str, int]
 """Path and budget. Graphs of all values of capture axes are captured together."""
@@ -218,12 +234,8 @@ def choose_sizes(
     captured: Sequence[GraphKey],
     fits: Callable[[Sequence[Size]], bool],
 ) -> Sequence[Size]:
-    """Choose which of the missing graphs to capture: all if all fit.
-
-    Else the largest budget of each path comes first; a path for which it has no room gets no graph.
-    Then as many budgets as fit, those first that save the most padding if all numbers of tokens are
-    equally frequent.
-    """
+    """Choose which missing graphs to capture: all that fit, the largest of each path first."""
+    # Then as many budgets as fit, those first that save the most padding for equal frequencies.
     have = {key[:2] for key in captured}
     ladders: dict[str, set[int]] = {}
     for path, budget, _ in (*missing, *captured):
@@ -286,7 +298,7 @@ class EncoderGraphs:
             device = capture_device(setup.device, setup.settings.capture_device)
             pool = None if device is None else GraphPool(device)
         self.pool = pool  # None where nothing can be captured
-        self._whole = Whole(setup.model.model, self._recorded)
+        self._whole = ManagedStep(setup.model.model, self._recorded)
         self.wrapper = CUDAGraphWrapper(
             self._whole, setup.settings, FULL, pool=pool, name="encoder"
         )
@@ -300,9 +312,10 @@ class EncoderGraphs:
         self._running: GraphKey | None = None
         self._capacity: tuple[tuple[int, int], Capacity] | None = None  # with its version
         self._empty: dict[str, Any] = {}  # by path, a result without rows
-        self._dtypes: dict[str, dict[str, torch.dtype]] = {}  # of buffers, by path
+        self._layouts: dict[str, dict[str, _Layout]] = {}  # of buffers, by path
         self.kept_keys: dict[str, int] = {}  # how often a replay left a buffer as it was, by key
         self.without_room: dict[GraphKey, str] = {}
+        self.failed: dict[GraphKey, str] = {}  # with the first line of the error
         if len(self._descriptors) > _MANY:
             log.warning("%d encoder graphs are planned", len(self._descriptors))
 
@@ -360,11 +373,8 @@ class EncoderGraphs:
         return GraphInputs(self._config, inputs)
 
     def _sample(self, path: str) -> tuple[GraphKey, GraphInputs]:
-        """Return the smallest graph of a path and its buffers.
-
-        New ones are not kept: they may be made after :meth:`forget`, or inside another capture, in
-        whose pool they would have no contents.
-        """
+        """Return the smallest graph of a path and its buffers."""
+        # New ones are not kept: inside another capture they would have memory of its pool.
         key = min(key for key in self._descriptors if key.path == path)
         return key, self._inputs.get(key) or self._new_inputs(key)
 
@@ -377,6 +387,7 @@ class EncoderGraphs:
         missing = {batch: key for key, batch in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them were dropped
+        self.failed = {}
         self.without_room = self._left_out(list(missing.values()), max_graph_bytes)
         for key in self.without_room:
             del missing[self._descriptors[key]]
@@ -399,6 +410,11 @@ class EncoderGraphs:
         if self._setup.check_weights and not self._weights:
             kind = self._setup.device.type
             self._weights = [WeightsGuard(module, kind) for module in self._modules]
+        self.failed = {
+            missing[batch]: why.removeprefix(_FAILED)
+            for batch, why in result.missing
+            if _fails(why)
+        }
         left_out = tuple((self._descriptors[key], why) for key, why in self.without_room.items())
         return replace(result, missing=result.missing + left_out)
 
@@ -454,7 +470,7 @@ class EncoderGraphs:
     def _first_run(self, key: GraphKey) -> None:
         result = self.run(key)
         check_rows(result, key.budget, self._columns, "encoder_cudagraph_forward")
-        self._learn(key.path, result)
+        self._keep_empty(key.path, result)
 
     def forget(self) -> None:
         """Drop graphs, buffers and memory, but nothing of others that share the pool."""
@@ -466,7 +482,7 @@ class EncoderGraphs:
             self.wrapper.clear_all_graphs()
         self.wrapper.clear_graphs()
         self._inputs.clear()
-        self.without_room = {}
+        self.without_room, self.failed = {}, {}
         self._weights = []
 
     # -------------------------------------------------------------- replay
@@ -480,10 +496,12 @@ class EncoderGraphs:
     def check_weights(self) -> None:
         """Raise if a weight was replaced or moved."""
         for guard in self._weights:
-            guard.check("encoder", "its graphs")
+            guard.check("encoder", "its graphs", drop="clear()")
 
-    def replay(self, key: GraphKey, mm_kwargs: dict[str, Any], rows: int) -> Any:
-        """Run items on a graph; return ``rows`` rows in memory of the caller's own."""
+    def replay(
+        self, key: GraphKey, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]
+    ) -> Any:
+        """Run items on a graph; return their rows in memory of the caller's own."""
         limits, settings = self._setup.limits, self._setup.settings
         buffers = self._model.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs,
@@ -491,6 +509,8 @@ class EncoderGraphs:
             limits.max_frames,
             **path_arguments(self._config, key.path, key.axes),
         )
+        check_values(buffers.values, self._config, specs, key.path, settings.debug)
+        rows = sum(spec.tokens(key.path) for spec in specs)
         assert self.pool is not None
         self.pool.follow_stream()  # a replay on another stream may still read the buffers
         if settings.poison and self._owns_pool:
@@ -510,25 +530,34 @@ class EncoderGraphs:
             )
         rows = sum(spec.tokens(path) for spec in specs)
         check_rows(result, rows, self._columns, "encoder_eager_forward", exactly=True)
-        self._learn(path, result)
+        self._keep_empty(path, result)
         return result
 
     def _converter(self, path: str) -> Callable[[str, torch.Tensor], torch.Tensor]:
         """Return a function that moves values where the buffers of a path are, as their dtype."""
-        if path not in self._dtypes:
+        if path not in self._layouts:
             _, sample = self._sample(path)
-            self._dtypes[path] = {key: buffer.dtype for key, buffer in sample.values.items()}
-        dtypes = self._dtypes[path]
-        return lambda key, value: value.to(self._setup.device, dtypes[key])
+            values = sample.values.items()
+            self._layouts[path] = {key: (value.shape, value.dtype) for key, value in values}
+        layouts = self._layouts[path]
+
+        def converted(key: str, value: torch.Tensor) -> torch.Tensor:
+            shape, dtype = layouts[key]
+            if key not in self._config.padding_logics and not _alike(value, shape, dtype):
+                expected = f"rows of {list(shape)} of {str(dtype).removeprefix('torch.')}"
+                raise EncoderError.buffer_layout(key=key, found=layout(value), expected=expected)
+            return value.to(self._setup.device, dtype)
+
+        return converted
 
     def empty(self, path: str) -> Any:
         """Return a result without rows, of the structure of others."""
         if path not in self._empty:  # nothing has run yet
             key, sample = self._sample(path)
-            self._learn(path, self._forward(key, sample.values))
+            self._keep_empty(path, self._forward(key, sample.values))
         return compat.tree_map(torch.clone, self._empty[path])
 
-    def _learn(self, path: str, result: Any) -> None:
+    def _keep_empty(self, path: str, result: Any) -> None:
         if path not in self._empty:
             self._empty[path] = compat.tree_map(
                 lambda leaf: leaf.new_empty((0, *leaf.shape[1:])), result

@@ -42,6 +42,7 @@ from cgcompile.settings import checked_but, require
 log = logging.getLogger(__name__)
 
 _LOGGED_EVERY = 100  # items between two lines of statistics
+_CLOSE, _MOST_RUNS = 1.1, 10  # of a measurement
 
 # ---------------------------------------------------------------- measured costs
 
@@ -64,16 +65,18 @@ def calibrated(graphs: EncoderGraphs, setup: EncoderSetup) -> tuple[Costs, dict[
     return costs, replays
 
 
-def _milliseconds(run: Callable[[], Any], device: torch.device, runs: int = 2) -> float:
+def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
     """Return the shortest of a few runs, host time included. Synchronises."""
-    times = []
-    for _ in range(1 + runs):
+    run()
+    times: list[float] = []
+    # Two runs, or more until the two shortest are close: one interruption must not decide.
+    while len(times) < 2 or (times[1] > _CLOSE * times[0] and len(times) < _MOST_RUNS):
         _synchronize(device)
         start = time.perf_counter()
         run()
         _synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
-    return min(times[1:])
+        times = sorted([*times, (time.perf_counter() - start) * 1e3])
+    return times[0]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -165,8 +168,7 @@ class EncoderCalls:
                     more = f" and {len(items) - 1} more" if items[1:] else ""
                     raise DispatchError.strict(
                         what=f"item {items[0]}{more} of an encoder",
-                        reason=reason.value,
-                        detail=f"{tokens} output tokens on path {path!r}",
+                        why=f"{reason.value}: {tokens} output tokens on path {path!r}",
                     )
 
     def encoded(self, mm_kwargs: dict[str, Any], specs: list[EncoderItemSpec]) -> list[Any]:
@@ -241,10 +243,11 @@ class EncoderCalls:
                 continue
             key, reason = self._graph_for(path, budget, specs)
             if key is not None:
-                outputs[path] = self._graphs.replay(key, mm_kwargs, tokens)
+                outputs[path] = self._graphs.replay(key, mm_kwargs, specs)
             else:
                 outputs[path] = self._graphs.eager(path, mm_kwargs, specs)
-            ran.append(Ran(path, key.budget if key else None, counts[path], reason))
+            detail = self._detail(path, tokens) if reason is Reason.CAPTURE_FAILED else ""
+            ran.append(Ran(path, key.budget if key else None, counts[path], reason, detail))
         self._statistics.record(ran, len(specs))
         self._split(outputs, items, counts, dest, mm_kwargs)
 
@@ -255,14 +258,17 @@ class EncoderCalls:
         axes = self._axes(specs)
         if budget and axes is not None:
             key = GraphKey(path, budget, axes)
-            return (key, None) if self._graphs.has(key) else (None, Reason.NOT_CAPTURED)
+            if self._graphs.has(key):
+                return key, None
+            failed = key in self._graphs.failed
+            return None, Reason.CAPTURE_FAILED if failed else Reason.NOT_CAPTURED
         blocked = self._graphs.blocked()
         if blocked is not None:
             return None, blocked
         budgets = self._graphs.capacity().budgets[self._paths.index(path)]
         room, frames = sum(self._room(path, spec) for spec in specs), sum(s.frames for s in specs)
         if not budgets:
-            reason = Reason.NO_DEVICE if self._graphs.pool is None else Reason.NOT_CAPTURED
+            reason = self._why_none(path, room)
         elif axes is None:
             reason = Reason.UNLISTED_VARIANT
         elif room > self._limits.budgets[path][-1]:
@@ -270,8 +276,21 @@ class EncoderCalls:
         elif frames > (self._limits.max_frames or self._limits.max_items):
             reason = Reason.TOO_MANY_FRAMES
         else:
-            reason = Reason.NOT_CAPTURED if room > budgets[-1] else Reason.CHEAPER_EAGER
+            reason = Reason.CHEAPER_EAGER
+            if room > budgets[-1]:
+                reason = self._why_none(path, room)
         return None, reason
+
+    def _why_none(self, path: str, room: int) -> Reason:
+        """Return why no graph of a path holds so many tokens, although a budget does."""
+        if self._graphs.pool is None:
+            return Reason.NO_DEVICE
+        return Reason.CAPTURE_FAILED if self._detail(path, room) else Reason.NOT_CAPTURED
+
+    def _detail(self, path: str, room: int) -> str:
+        """Return the error of the smallest graph of a path for so many tokens that failed."""
+        failed = [key for key in self._graphs.failed if key.path == path and key.budget >= room]
+        return self._graphs.failed[min(failed)] if failed else ""
 
     def _run_idle(
         self, items: list[int], mm_kwargs: dict[str, Any], count: int, dest: dict[int, Any]
@@ -362,6 +381,22 @@ class EncoderCudaGraphManager:
         EncoderError: budgets, items or frames are not valid.
         ConfigError: ``token_budgets`` for paths that the model does not have, or an argument of
             another kind than above.
+
+    Example:
+        >>> from cgcompile.encoder import PatchEncoder
+        >>> tower = nn.Linear(12, 32)
+        >>> encoder = PatchEncoder(
+        ...     lambda buffers: tower(buffers["pixel_values"]),
+        ...     merge_size=1, in_features=12, out_hidden_size=32, offsets={}, tower=tower,
+        ... )
+        >>> manager = cgcompile.EncoderCudaGraphManager(
+        ...     encoder, device="cpu", dtype=torch.float32, token_budgets=[16, 64]
+        ... )
+        >>> report = manager.capture()
+        >>> grids = [(1, 2, 4), (1, 4, 4)]
+        >>> images = {"pixel_values": torch.randn(24, 12), "image_grid_thw": grids}
+        >>> [tuple(result.shape) for result in manager.execute(images)]
+        [(8, 32), (16, 32)]
     """
 
     @checked_but("device", "sharder")
@@ -391,7 +426,6 @@ class EncoderCudaGraphManager:
         device = device_named(device, where)
         self._model = CheckedModel(model)
         self.config = self._model.config
-        self.statistics = EncoderStatistics()
         method, span = "get_encoder_cudagraph_budget_range", None
         if token_budgets is None or (max_batch_size is None and self._model.has_own(method)):
             span = self._model.get_encoder_cudagraph_budget_range(settings)
@@ -412,6 +446,8 @@ class EncoderCudaGraphManager:
             graph_capture,
             check_weights,
         )
+        warns = self._setup.settings.warn_fallbacks
+        self.statistics = EncoderStatistics(warn_fallbacks=warns)
         self.max_batch_size, self.max_frames_per_batch = limits.max_items, limits.max_frames
         self._graphs = EncoderGraphs(self._setup, pool)
         self.pool, self.wrapper = self._graphs.pool, self._graphs.wrapper
@@ -423,6 +459,10 @@ class EncoderCudaGraphManager:
         text = "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay"
         largest = self.max_batch_size, self.max_frames_per_batch
         log.info(text, type(model).__name__, self.token_budgets, *largest)
+
+    def __repr__(self) -> str:
+        model, captured = type(self._model.model).__name__, len(self.budget_graphs)
+        return f"<EncoderCudaGraphManager of {model}: {captured} graphs captured>"
 
     @property
     def token_budgets(self) -> list[int] | dict[str, list[int]]:
@@ -545,7 +585,7 @@ class EncoderCudaGraphManager:
         Raises:
             EncoderError: the model returned what the protocol does not allow.
             EncoderError: item specs that do not fit the configuration.
-            EncoderError: replay buffers that do not fit those of a graph.
+            EncoderError: replay buffers that do not fit those of a graph, or their items.
             AddressChangedError: a weight was replaced since the capture: clear() and capture().
             DispatchError: ``strict``, and an item would run eager; nothing ran then, on any rank.
             EncoderShardError: with a sharder: the share of another rank failed.

@@ -32,6 +32,10 @@ class Need(NamedTuple):
     Attributes:
         tokens: output tokens, one number per path; 0 for a path that the item does not take.
         frames: sequences of attention: the frames of a video, 1 for an image.
+
+    Example:
+        >>> cgcompile.encoder.Need(tokens=(16,), frames=2)
+        Need(tokens=(16,), frames=2)
     """
 
     tokens: tuple[int, ...]
@@ -46,6 +50,11 @@ class Capacity(NamedTuple):
             without graphs.
         max_items: items in one group.
         max_frames: frames in one group; None for no limit; 0 (no videos) for one per item.
+
+    Example:
+        >>> capacity = cgcompile.encoder.Capacity(budgets=((16, 64),), max_items=4)
+        >>> capacity.max_frames is None
+        True
     """
 
     budgets: tuple[tuple[int, ...], ...]
@@ -69,6 +78,11 @@ class Costs:
 
     Raises:
         EncoderError: a cost is negative, infinite or not a number.
+
+    Example:
+        >>> costs = cgcompile.encoder.Costs(fixed=100.0, replays={(0, 64): 150.0})
+        >>> costs.fixed
+        100.0
     """
 
     fixed: float = 300.0
@@ -109,6 +123,12 @@ class Group(NamedTuple):
         items: indices in the call.
         budgets: the graph that serves the group on each path; 0 if it has no tokens there, None
             if it runs eager.
+
+    Example:
+        >>> from cgcompile.encoder import Capacity, Costs, Need, pack
+        >>> groups = pack([Need((10,)), Need((5,))], Capacity(((16, 64),), max_items=4), Costs())
+        >>> groups
+        [Group(items=(1, 0), budgets=(16,))]
     """
 
     items: tuple[int, ...]
@@ -135,6 +155,13 @@ def pack(needs: Sequence[Need], capacity: Capacity, costs: Costs) -> list[Group]
     Raises:
         EncoderError: an item has tokens or frames that are not whole numbers of at least 0, or
             another number of paths than ``capacity``; or ``capacity`` is not valid.
+
+    Example:
+        >>> from cgcompile.encoder import Capacity, Costs, Need
+        >>> needs = [Need((10,)), Need((50,)), Need((5,))]
+        >>> capacity = Capacity(budgets=((16, 64),), max_items=4)
+        >>> cgcompile.encoder.pack(needs, capacity, Costs())
+        [Group(items=(1,), budgets=(64,)), Group(items=(2, 0), budgets=(16,))]
     """
     try:
         limits = _limits(capacity, costs)
@@ -223,11 +250,9 @@ _limits = lru_cache(maxsize=32)(_Limits)
 
 
 class _GroupCosts(dict[int, float]):
-    """The cost of a group by the sum of its items' keys; infinite above a limit.
+    """The cost of a group by the sum of its items' keys; infinite above a limit."""
 
-    A key holds the tokens of each path and the frames of an item, each in as many bits as the sum
-    needs, so that adding keys adds them all.
-    """
+    # A key has the tokens of each path and the frames in as many bits as their sums need.
 
     def __init__(self, limits: _Limits, totals: Sequence[int]) -> None:
         super().__init__()
@@ -275,10 +300,7 @@ def _grouped(
 def _runs(
     keys: Sequence[int], costs: _GroupCosts, top: float, most: int
 ) -> tuple[float, list[Sequence[int]]]:
-    """Return cost and groups of the best cut into runs of neighbours, a shortest path.
-
-    No group with a key above ``top`` is within the limits.
-    """
+    """Return cost and groups of the best cut into runs of neighbours, a shortest path."""
     before = [0, *accumulate(keys)]
     best, cuts = [0.0], [0]
     for end in range(1, len(before)):

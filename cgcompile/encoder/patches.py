@@ -14,22 +14,26 @@ import torch
 
 from cgcompile.encoder.protocol import (
     DEFAULT,
+    PATCHES,
+    TOKENS,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphPaddingLogic,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
+    check_offsets,
+    layout,
     unpadded_forward,
 )
 from cgcompile.errors import EncoderError
+from cgcompile.graphs.capture import inside_capture
 from cgcompile.settings import LARGEST_TABLE, checked, require, require_fields, require_whole, whole
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of one image or video, in patches."""
 
 PIXELS = "pixel_values"
-PATCHES, TOKENS = "patches", "tokens"
 ZEROS, POSITIONS = "zeros", "positions"
 
 
@@ -38,12 +42,20 @@ class PatchTable:
     """A value that a tower reads for each patch, or for each output token.
 
     Attributes:
-        make: ``make(grids)``: [rows, *shape] for these items together, on the CPU or the device.
+        make: ``make(grids)``: ``[rows, *shape]`` for these items together, on any device.
         shape: sizes behind the first.
         dtype: of the buffer; None: that of the encoder.
         rows: what the first dimension counts, ``"patches"`` or ``"tokens"``.
         tail: contents of padding rows: ``"zeros"``, or ``"positions"``, the number of the row
             itself, which makes a permutation of all real rows one of all rows.
+
+    Example:
+        >>> def places(grids):  # a row for each patch
+        ...     rows = [torch.linspace(0, 1, t * h * w) for t, h, w in grids]
+        ...     return torch.cat(rows)[:, None]
+        >>> table = cgcompile.encoder.PatchTable(places, shape=(1,))
+        >>> table.make([(1, 2, 2)]).shape
+        torch.Size([4, 1])
     """
 
     make: Callable[[Sequence[Grid]], torch.Tensor]
@@ -63,13 +75,23 @@ class PatchOffsets:
     """Where sequences of attention begin and end, such as ``cu_seqlens``.
 
     Attributes:
-        make: ``make(grids)``: integers [sequences + 1], from 0 to the number of rows.
+        make: ``make(grids)``: integers [sequences + 1], from 0 to the number of rows. On the CPU
+            each call checks them; on a device the number of entries alone, so that nothing
+            synchronises, and the contents at capture and with ``CompilationConfig(debug=True)``.
         most: ``most(token_budget, max_items, max_frames)``: how many sequences there can be in a
-            replay; left out: one for each frame.
+            replay; left out: exactly one for each frame.
         longest_padding: most rows of a sequence of padding rows; one long sequence would cost more
             attention than all real ones. None: no limit.
         rows: what offsets count, ``"patches"`` or ``"tokens"``.
         dtype: of the buffer.
+
+    Example:
+        >>> def starts(grids):  # one sequence for each item
+        ...     sizes = torch.tensor([0, *(t * h * w for t, h, w in grids)])
+        ...     return sizes.cumsum(0).to(torch.int32)
+        >>> offsets = cgcompile.encoder.PatchOffsets(starts, most=lambda tokens, items, _: items)
+        >>> offsets.make([(1, 2, 2), (1, 4, 4)])
+        tensor([ 0,  4, 20], dtype=torch.int32)
     """
 
     make: Callable[[Sequence[Grid]], torch.Tensor]
@@ -89,6 +111,10 @@ class PatchOffsets:
 def _require_one_of(name: str, record: object, known: Sequence[str]) -> None:
     value = getattr(record, name)
     require(value in known, name, type(record).__name__, value, " or ".join(map(repr, known)))
+
+
+class _CheckedGrids(list[Grid]):
+    """Grids that were read and checked: they are not read again."""
 
 
 def frame_offsets(grids: Sequence[Grid]) -> torch.Tensor:
@@ -131,6 +157,15 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         odd_grids: accept grids that m does not divide; ``tables`` then make the tower leave out the
             patches that remain. Else they are refused, because a tower that merges consecutive rows
             would merge those of different blocks.
+
+    Example:
+        >>> tower = nn.Linear(12, 32)
+        >>> encoder = cgcompile.encoder.PatchEncoder(
+        ...     lambda buffers: tower(buffers["pixel_values"]),
+        ...     merge_size=1, in_features=12, out_hidden_size=32, offsets={}, tower=tower,
+        ... )
+        >>> cgcompile.encoder.supports_encoder_cudagraph(encoder)
+        True
     """
 
     @checked
@@ -173,6 +208,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             max_frames_per_video=max_frames_per_video,
             offset_keys={key: spec.longest_padding for key, spec in self._offsets.items()},
             input_rows_per_token=merge_size**2,
+            buffer_rows={PIXELS: PATCHES, **{k: spec.rows for k, spec in self._computed.items()}},
         )
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
@@ -203,6 +239,12 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             raise EncoderError.grid(name=name, item=0, found=rows, merge=self._merge)
         return [self._grid(name, item, grid) for item, grid in enumerate(rows)]
 
+    def _grids_of(self, mm_kwargs: Mapping[str, Any]) -> list[Grid]:
+        """Return the grids of a call, which are read unless that was done."""
+        name = self._inputs_of(mm_kwargs)[1]
+        known = mm_kwargs.get(name)
+        return known if isinstance(known, _CheckedGrids) else self.grids(mm_kwargs)
+
     def _grid(self, name: str, item: int, grid: Any) -> Grid:
         numbers = grid.tolist() if isinstance(grid, torch.Tensor) else grid
         sizes = [whole(size) for size in numbers] if isinstance(numbers, Iterable) else []
@@ -216,7 +258,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
     def _patches(self, mm_kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, list[Grid]]:
         """Return all patches of a call and the grids, which must agree."""
         pixels, grid = self._inputs_of(mm_kwargs)
-        rows, grids = _input(mm_kwargs, pixels), self.grids(mm_kwargs)
+        rows, grids = _input(mm_kwargs, pixels), self._grids_of(mm_kwargs)
         if not isinstance(rows, torch.Tensor) or rows.dim() == 0:
             raise EncoderError.rows(name=pixels, found=rows)
         expected = sum(t * h * w for t, h, w in grids)
@@ -228,7 +270,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         m = self._merge
         return [
             EncoderItemSpec(t * h * w, t * (h // m) * (w // m), frames=t)
-            for t, h, w in self.grids(mm_kwargs)
+            for t, h, w in self._grids_of(mm_kwargs)
         ]
 
     def select_encoder_cudagraph_items(
@@ -251,6 +293,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         dtype: torch.dtype,
         **_: Any,
     ) -> EncoderCudaGraphCaptureInputs:
+        self._try_functions()
         length = {PATCHES: token_budget * self._merge**2, TOKENS: token_budget}
         pixels = torch.zeros(length[PATCHES], self._columns, dtype=dtype, device=device)
         values = {PIXELS: pixels}
@@ -274,8 +317,26 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, **_: Any
     ) -> EncoderCudaGraphReplayBuffers:
         rows, grids = self._patches(mm_kwargs)
-        values = {key: spec.make(grids) for key, spec in self._computed.items()}
+        values = {
+            key: _checked(key, spec, spec.make(grids), grids)
+            for key, spec in self._computed.items()
+        }
         return EncoderCudaGraphReplayBuffers({PIXELS: rows, **values})
+
+    def _try_functions(self) -> None:
+        """Compute all buffers of two small images, so that a wrong layout is refused at capture."""
+        if inside_capture():  # contents of a device cannot be read
+            return
+        m = self._merge
+        grids = [(1, m, m), (1, m, 2 * m)]
+        for key, spec in self._computed.items():
+            try:
+                value = spec.make(grids)
+            except Exception:  # a function may take other sizes alone: each call checks it
+                continue
+            _checked(key, spec, value, grids)
+            if isinstance(spec, PatchOffsets):
+                check_offsets(key, value, None, synchronises=True)
 
     # -------------------------------------------------------------- running
 
@@ -285,8 +346,13 @@ class PatchEncoder(SupportsEncoderCudaGraph):
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], *, path: str = DEFAULT) -> Any:
         if self._eager is not None:
             return self._eager(*self._patches(mm_kwargs))
-        convert = self._converter(mm_kwargs)  # buffers do not depend on the numbers of items
-        return unpadded_forward(self, self._config, path, mm_kwargs, (), convert)
+        grids = _CheckedGrids(self._grids_of(mm_kwargs))
+        mm_kwargs = {**mm_kwargs, self._inputs_of(mm_kwargs)[1]: grids}
+        specs, convert = (
+            self.get_encoder_cudagraph_item_specs(mm_kwargs),
+            self._converter(mm_kwargs),
+        )
+        return unpadded_forward(self, self._config, path, mm_kwargs, specs, convert)
 
     def _converter(self, mm_kwargs: Mapping[str, Any]) -> Callable[[str, Any], torch.Tensor]:
         """Return a function that moves values to the tower, as the dtype of their buffer."""
@@ -296,6 +362,37 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         like = next((tensor for tensor in weights if tensor.is_floating_point()), pixels)
         dtypes = {key: spec.dtype for key, spec in self._computed.items()}
         return lambda key, value: value.to(like.device, dtypes.get(key) or like.dtype)
+
+
+def _checked(
+    key: str, spec: PatchTable | PatchOffsets, value: Any, grids: Sequence[Grid]
+) -> torch.Tensor:
+    """Return the value of a buffer; raise unless its layout is the declared one."""
+    if not isinstance(value, torch.Tensor):
+        found = type(value).__name__
+        raise EncoderError.buffer_value(key=key, found=found, expected="a tensor")
+    shape = spec.shape if isinstance(spec, PatchTable) else ()
+    dtype = spec.dtype or torch.get_default_dtype()
+    alike = value.dim() == 1 + len(shape) and value.shape[1:] == shape
+    if not alike or not torch.can_cast(value.dtype, dtype):
+        sizes = ", ".join(map(str, (spec.rows, *shape)))
+        expected = f"[{sizes}] of {str(dtype).removeprefix('torch.')}"
+        raise EncoderError.buffer_layout(key=key, found=layout(value), expected=expected)
+    if isinstance(spec, PatchOffsets):
+        _check_entries(key, spec, len(value), grids)
+    return value
+
+
+def _check_entries(key: str, spec: PatchOffsets, found: int, grids: Sequence[Grid]) -> None:
+    """Raise unless offsets are as many as sequences, and one."""
+    frames = sum(t for t, _, _ in grids)
+    if spec.most is None and found != frames + 1:
+        expected = f"{frames + 1}, one sequence for each frame"
+    elif found < 2 and any(t * h * w for t, h, w in grids):
+        expected = "at least 2, of one sequence"
+    else:
+        return
+    raise EncoderError.offset_count(key=key, found=found, expected=expected)
 
 
 def _input(mm_kwargs: Mapping[str, Any], name: str) -> Any:

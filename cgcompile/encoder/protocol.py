@@ -24,6 +24,7 @@ from cgcompile.settings import is_whole, require, require_fields, require_items,
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"  # paths
 VIDEO = "video"
 KEEP, ZERO = "keep", "zero"
+PATCHES, TOKENS = "patches", "tokens"  # what rows of buffers count
 
 EncoderCudaGraphPaddingLogic: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 """``logic(dst, src)``: write all of the captured buffer ``dst`` from the rows ``src`` of a replay.
@@ -61,6 +62,11 @@ class EncoderItemSpec:
 
     Raises:
         EncoderError: a number is not whole, or below 0.
+
+    Example:
+        >>> spec = cgcompile.encoder.EncoderItemSpec(input_size=64, output_tokens=16)
+        >>> spec.frames
+        1
     """
 
     input_size: int
@@ -96,6 +102,19 @@ class EncoderCudaGraphPathConfig:
     Attributes:
         min_token_budget: the smallest inferred budget, in output tokens; None: the least of
             :meth:`~cgcompile.encoder.SupportsEncoderCudaGraph.get_encoder_cudagraph_budget_range`.
+
+    Example:
+        >>> config = cgcompile.encoder.EncoderCudaGraphConfig(
+        ...     modalities=["image"],
+        ...     buffer_keys=["pixel_values"],
+        ...     out_hidden_size=32,
+        ...     paths={
+        ...         "global": cgcompile.encoder.EncoderCudaGraphPathConfig(min_token_budget=16),
+        ...         "local": cgcompile.encoder.EncoderCudaGraphPathConfig(),
+        ...     },
+        ... )
+        >>> list(config.paths)
+        ['global', 'local']
     """
 
     min_token_budget: int | None = None
@@ -118,6 +137,12 @@ class EncoderCaptureAxis:
     Attributes:
         name: as items and the model call it.
         values: the captured whole numbers.
+
+    Example:
+        >>> axis = cgcompile.encoder.EncoderCaptureAxis("longest", (256, 1024))
+        >>> spec = cgcompile.encoder.EncoderItemSpec(64, 16, axes={"longest": 200})
+        >>> axis.values, spec.axes
+        ((256, 1024), {'longest': 200})
     """
 
     name: str
@@ -160,9 +185,19 @@ class EncoderCudaGraphConfig:
             more of them takes the room of more tokens. 0: the input always fits.
         on_none: by key, what a ``None`` in the replay buffers does: ``"keep"`` (the default) or
             ``"zero"``.
+        buffer_rows: by key, what the rows of a replay buffer count, or the last entry of offsets:
+            ``"patches"`` (``input_size``) or ``"tokens"`` of its items. Other numbers are refused
+            before anything runs. Padding hides rows that are missing in a buffer that is left out.
 
     Raises:
         ConfigError: fields contradict each other, or a value is not valid.
+
+    Example:
+        >>> config = cgcompile.encoder.EncoderCudaGraphConfig(
+        ...     modalities=["image"], buffer_keys=["pixel_values"], out_hidden_size=32
+        ... )
+        >>> config.max_frames_per_video
+        1
     """
 
     modalities: Sequence[str]
@@ -178,6 +213,7 @@ class EncoderCudaGraphConfig:
     offset_keys: Sequence[str] | Mapping[str, int | None] = ()
     input_rows_per_token: int = 0
     on_none: Mapping[str, str] = field(default_factory=dict)
+    buffer_rows: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_fields(self, but=("modalities", "buffer_keys"))
@@ -230,7 +266,7 @@ class EncoderCudaGraphConfig:
 
 
 _WHERE = "EncoderCudaGraphConfig"
-_TABLES = ("padding_logics", "on_none", "paths")
+_TABLES = ("padding_logics", "on_none", "paths", "buffer_rows")
 _LEAST = {
     "out_hidden_size": 1,
     "max_frames_per_video": 0,
@@ -271,7 +307,7 @@ def _check_paths(config: EncoderCudaGraphConfig) -> None:
 def _check_keys(config: EncoderCudaGraphConfig) -> None:
     """Refuse keys that are not among the buffers, and rules of a buffer that are not valid."""
     expected = f"names among buffer_keys ({', '.join(config.buffer_keys)})"
-    for name in ("padding_logics", "offset_keys", "on_none"):
+    for name in ("padding_logics", "offset_keys", "on_none", "buffer_rows"):
         for key in getattr(config, name):
             _require(key in config.buffer_keys, name, key, expected)
     for key in config.offset_keys:
@@ -288,6 +324,9 @@ def _check_keys(config: EncoderCudaGraphConfig) -> None:
             _require(valid, f"offset_keys[{key!r}]", rows, expected)
     for key, rule in config.on_none.items():
         _require(rule in (KEEP, ZERO), f"on_none[{key!r}]", rule, "'keep' or 'zero'")
+    units = (TOKENS,) if len(config.graph_sets) > 1 else (PATCHES, TOKENS)  # each path has an input
+    for key, unit in config.buffer_rows.items():
+        _require(unit in units, f"buffer_rows[{key!r}]", unit, " or ".join(map(repr, units)))
 
 
 @dataclass
@@ -297,6 +336,12 @@ class EncoderCudaGraphCaptureInputs:
     Attributes:
         values: by key of ``buffer_keys``. The manager keeps these very tensors, writes into them
             before each replay, and passes them to the forward that is recorded.
+
+    Example:
+        >>> buffers = {"pixel_values": torch.zeros(64, 12)}
+        >>> inputs = cgcompile.encoder.EncoderCudaGraphCaptureInputs(buffers)
+        >>> list(inputs.values)
+        ['pixel_values']
     """
 
     values: dict[str, torch.Tensor]
@@ -309,6 +354,12 @@ class EncoderCudaGraphReplayBuffers:
     Attributes:
         values: by key of ``buffer_keys``: rows, at most as many as the buffer has; ``None`` leaves
             the buffer as the last replay left it, unless ``on_none`` requests zeros.
+
+    Example:
+        >>> values = {"pixel_values": torch.zeros(24, 12), "places": None}
+        >>> buffers = cgcompile.encoder.EncoderCudaGraphReplayBuffers(values)
+        >>> buffers.values["places"] is None  # this buffer keeps what it has
+        True
     """
 
     values: dict[str, torch.Tensor | None]
@@ -353,6 +404,10 @@ class SupportsEncoderCudaGraph(Protocol):
 
     ``mm_kwargs`` is one call: the keyword arguments of one modality, for any number of items. The
     first six methods are mandatory. The manager copies results out of the memory of graphs.
+
+    Example:
+        >>> isinstance(nn.Linear(2, 2), cgcompile.encoder.SupportsEncoderCudaGraph)
+        False
     """
 
     supports_encoder_cudagraph: ClassVar[bool] = True
@@ -548,6 +603,9 @@ def check_columns(leaves: Sequence[Any], columns: int, method: str) -> None:
         raise EncoderError.columns(method=method, found=dict.fromkeys(sizes), expected=columns)
 
 
+_REPLAY = "prepare_encoder_cudagraph_replay_buffers()"
+
+
 def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, where: str) -> None:
     """Raise unless the keys are exactly the configured ones."""
     for key in values:
@@ -556,6 +614,67 @@ def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, whe
     for key in config.buffer_keys:
         if key not in values:
             raise EncoderError.no_value(where=where, key=key, known=sorted(values))
+
+
+def check_values(
+    values: Mapping[str, Any],
+    config: EncoderCudaGraphConfig,
+    specs: Sequence[EncoderItemSpec],
+    path: str,
+    synchronises: bool = False,
+) -> None:
+    """Raise unless replay buffers have the rows of their items, and offsets are cumulative.
+
+    Contents of offsets on a device are read only if that may synchronise.
+    """
+    check_keys(values, config, _REPLAY)
+    counts = {
+        PATCHES: sum([spec.input_size for spec in specs]),
+        TOKENS: sum([spec.tokens(path) for spec in specs]),
+    }
+    for key, value in values.items():
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            found = type(value).__name__
+            raise EncoderError.buffer_value(key=key, found=found, expected="a tensor, or None")
+        unit = config.buffer_rows.get(key)
+        rows = None if unit is None else counts[unit]
+        if key in config.offset_keys:
+            check_offsets(key, value, rows, synchronises)
+        elif rows is not None and (not value.dim() or len(value) != rows):
+            raise EncoderError.buffer_rows(
+                key=key, found=layout(value), expected=rows, unit=unit, items=len(specs)
+            )
+
+
+def check_offsets(key: str, value: torch.Tensor, rows: int | None, synchronises: bool) -> None:
+    """Raise unless offsets rise from 0, to ``rows`` if that is known."""
+    if value.dim() != 1 or value.is_floating_point():
+        raise _not_offsets(key, layout(value), rows)
+    if value.device.type != "cpu" and not synchronises:
+        return
+    if not len(value):
+        if rows:
+            raise _not_offsets(key, "empty", rows)
+        return
+    first, last = int(value[0]), int(value[-1])
+    if first:
+        raise _not_offsets(key, f"{first} at first", rows)
+    if (value[1:] < value[:-1]).any():
+        raise _not_offsets(key, "decreasing", rows)
+    if rows is not None and last != rows:
+        raise _not_offsets(key, f"{last} at last", rows)
+
+
+def _not_offsets(key: str, found: str, rows: int | None) -> EncoderError:
+    end = "the number of rows" if rows is None else f"{rows}, the rows of these items"
+    return EncoderError.offsets(key=key, found=found, expected=f"integers from 0 to {end}")
+
+
+def layout(value: torch.Tensor) -> str:
+    """Return the shape and dtype of a tensor as text."""
+    return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
 
 
 def path_arguments(
@@ -587,7 +706,7 @@ def unpadded_forward(
     values = model.prepare_encoder_cudagraph_replay_buffers(
         mm_kwargs, len(specs), frames, **named
     ).values
-    check_keys(values, config, "prepare_encoder_cudagraph_replay_buffers()")
+    check_values(values, config, specs, path)
     inputs: dict[str, torch.Tensor] = {}
     for key in config.buffer_keys:
         if values[key] is None:
@@ -617,7 +736,12 @@ def _is_own(model: object, name: str) -> bool:
 
 
 def supports_encoder_cudagraph(model: object) -> bool:
-    """Return whether a manager takes the model: it implements the mandatory methods."""
+    """Return whether a manager takes the model: it implements the mandatory methods.
+
+    Example:
+        >>> cgcompile.encoder.supports_encoder_cudagraph(nn.Linear(2, 2))
+        False
+    """
     return all(_is_own(model, name) for name in MANDATORY)
 
 

@@ -31,6 +31,10 @@ def shares_by_load(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
     Returns:
         For each rank its items, ascending; maybe none.
+
+    Example:
+        >>> cgcompile.encoder.shares_by_load([10, 4, 5], ranks=2)
+        [[0], [1, 2]]
     """
     require_whole("ranks", "shares_by_load", ranks, 1, MOST_RANKS)
     loads = [(0, rank) for rank in range(ranks)]
@@ -60,6 +64,15 @@ class Sharder:
     Attributes:
         rank: of this process.
         size: number of ranks.
+
+    Example:
+        >>> from torch import distributed
+        >>> store = distributed.HashStore()
+        >>> distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> sharder = cgcompile.encoder.Sharder()
+        >>> sharder.rank, sharder.size
+        (0, 1)
+        >>> distributed.destroy_process_group()
     """
 
     @checked

@@ -6,12 +6,15 @@ neither.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cgcompile.locks import new_lock
-from cgcompile.reasons import Reason
-from cgcompile.serving.statistics import Lost, count_by_reason, text_table
+from cgcompile.passes.printer import count
+from cgcompile.reasons import EXPECTED, Fallback, Reason, warn_of
+from cgcompile.serving.statistics import FallbackCount, count_by_reason, text_table
+from cgcompile.settings import checked
+
+_NOTHING = (0, 0, 0)
 
 
 class Ran(NamedTuple):
@@ -21,37 +24,44 @@ class Ran(NamedTuple):
     budget: int | None  # of the graph; None without one
     tokens: Sequence[int]  # real output tokens of each item
     reason: Reason | None = None  # why there was no graph
-
-
-@dataclass
-class _Graph:
-    """One budget of one path."""
-
-    replays: int = 0
-    items: int = 0
-    tokens: int = 0
+    detail: str = ""  # of the reason
 
 
 class EncoderStatistics:
     """Counts items, replays and eager runs of a manager. Methods are safe in any thread.
 
+    Args:
+        warn_fallbacks: log a warning of the first items that run without a graph for a reason.
+
     Attributes:
         hits: items that replayed on every path that they have tokens on.
         misses: items that ran eager on one path at least.
         idle: items without tokens.
+
+    Example:
+        >>> statistics = cgcompile.encoder.EncoderStatistics()
+        >>> statistics.hits, statistics.misses
+        (0, 0)
     """
 
-    def __init__(self) -> None:
+    @checked
+    def __init__(self, *, warn_fallbacks: bool = False) -> None:
+        self._warns = warn_fallbacks
         self._lock = new_lock()
         self._costs: dict[tuple[str, int], float] = {}
         self.clear()
+
+    def __repr__(self) -> str:
+        hits, misses, idle = self.hits, self.misses, self.idle
+        return f"<EncoderStatistics: {hits} hits, {misses} misses, {idle} without tokens>"
 
     def clear(self) -> None:
         """Reset all counts; measured costs stay."""
         with self._lock:
             self.hits = self.misses = self.idle = 0
-            self._graphs: dict[tuple[str, int], _Graph] = {}
-            self._eager: dict[tuple[str, Reason], Lost] = {}
+            # By (path, budget): replays, and the items and real tokens of them.
+            self._graphs: dict[tuple[str, int], tuple[int, int, int]] = {}
+            self._eager: dict[tuple[str, Reason], FallbackCount] = {}
 
     def measured(self, costs: dict[tuple[str, int], float]) -> None:
         """Set the milliseconds of a replay of each (path, budget), for the table."""
@@ -68,15 +78,21 @@ class EncoderStatistics:
             self.hits += served.count(True)
             self.misses += served.count(False)
             self.idle += served.count(None)
-            for path, budget, counts, reason in ran:
+            for path, budget, counts, reason, detail in ran:
                 items, tokens = sum(map(bool, counts)), sum(counts)
                 if budget is not None:
-                    graph = self._graphs.setdefault((path, budget), _Graph())
-                    graph.replays += 1
-                    graph.items += items
-                    graph.tokens += tokens
+                    before = self._graphs.get((path, budget), _NOTHING)
+                    counts_now = before[0] + 1, before[1] + items, before[2] + tokens
+                    self._graphs[path, budget] = counts_now
                 elif reason is not None:
-                    self._eager.setdefault((path, reason), Lost(tokens)).add(tokens, items)
+                    self._count_eager(path, Fallback(reason, detail), tokens, items)
+
+    def _count_eager(self, path: str, why: Fallback, tokens: int, items: int) -> None:
+        reason, detail = why.reason, why.detail
+        if self._warns and (path, reason) not in self._eager and reason not in EXPECTED:
+            text = f"{tokens} tokens on path {path!r}" + (f": {detail}" if detail else "")
+            warn_of("a group of items", Fallback(reason, text))
+        self._eager.setdefault((path, reason), FallbackCount(tokens)).add(tokens, items, detail)
 
     @property
     def hit_rate(self) -> float:
@@ -88,7 +104,7 @@ class EncoderStatistics:
     def replays(self) -> int:
         """Number of replays of all graphs."""
         with self._lock:
-            return sum(graph.replays for graph in self._graphs.values())
+            return sum(replays for replays, _, _ in self._graphs.values())
 
     def waste(self, path: str | None = None) -> float:
         """Return the share of padding in replayed output tokens, of one path or of all."""
@@ -98,9 +114,9 @@ class EncoderStatistics:
     def tokens(self, path: str | None = None) -> tuple[int, int]:
         """Return (real, padded) output tokens of replays, on one path or on all."""
         with self._lock:
-            graphs = [(k, g) for k, g in self._graphs.items() if path in (None, k[0])]
-        real = sum(graph.tokens for _, graph in graphs)
-        return real, sum(graph.replays * key[1] for key, graph in graphs)
+            graphs = [(k[1], g) for k, g in self._graphs.items() if path in (None, k[0])]
+        real = sum(tokens for _, (_, _, tokens) in graphs)
+        return real, sum(replays * budget for budget, (replays, _, _) in graphs)
 
     def reasons(self) -> dict[Reason, int]:
         """Return the items that ran without a graph by reason, once for each path."""
@@ -119,23 +135,23 @@ class EncoderStatistics:
                     {
                         "path": path,
                         "budget": budget,
-                        "replays": graph.replays,
-                        "items": graph.items,
-                        "tokens": graph.tokens,
-                        "padded_tokens": graph.replays * budget,
+                        "replays": replays,
+                        "items": items,
+                        "tokens": tokens,
+                        "padded_tokens": replays * budget,
                         "replay_ms": self._costs.get((path, budget)),
                     }
-                    for (path, budget), graph in sorted(self._graphs.items())
+                    for (path, budget), (replays, items, tokens) in sorted(self._graphs.items())
                 ],
                 "eager": [
                     {
                         "path": path,
                         "reason": reason.value,
-                        "items": lost.count,
-                        "tokens": lost.real,
-                        **lost.as_dict(),
+                        "items": fallback.count,
+                        "tokens": fallback.real,
+                        **fallback.as_dict(),
                     }
-                    for (path, reason), lost in self._eager.items()
+                    for (path, reason), fallback in self._eager.items()
                 ],
             }
 
@@ -150,16 +166,18 @@ class EncoderStatistics:
         rows = [("path", "budget", "graph", "replays", "items", "padding", "replay ms")]
         with self._lock:
             for key in planned:
-                graph = self._graphs.get(key, _Graph())
-                ran = graph.replays * key[1]
-                waste = f"{1 - graph.tokens / ran:.1%}" if ran else "-"
+                replays, items, tokens = self._graphs.get(key, _NOTHING)
+                ran = replays * key[1]
+                waste = f"{1 - tokens / ran:.1%}" if ran else "-"
                 cost = f"{self._costs[key]:.3f}" if key in self._costs else "-"
                 there = "yes" if key in captured else "no"
-                counts = (str(graph.replays), str(graph.items))
+                counts = (str(replays), str(items))
                 rows.append((key[0], str(key[1]), there, *counts, waste, cost))
             lines = text_table(rows)
-            for (path, reason), lost in self._eager.items():
-                span = f"{lost.least}..{lost.most} tokens"
-                lines.append(f"eager on {path}: {reason.value}: {lost.count} items, {span}")
+            for (path, reason), fallback in self._eager.items():
+                span = f"{fallback.least}..{fallback.most} tokens"
+                number = count(fallback.count, "item")
+                lines.append(f"eager on {path}: {reason.value}: {number}, {span}")
+                lines += [f"  {fallback.detail}"] * bool(fallback.detail)
             lines.append(f"{self.hits} hits, {self.misses} misses, {self.idle} without tokens")
         return "\n".join(lines)

@@ -49,12 +49,12 @@ class Block:
         self.owner: Hashable = None  # whose results it serves alone; None for any use
 
     @property
-    def is_lent(self) -> bool:
-        """Whether a tensor that :meth:`lend` returned is still alive."""
+    def in_use(self) -> bool:
+        """Whether a tensor that :meth:`alias` returned is still alive."""
         self.lives = [life for life in self.lives if not life.ended]
         return bool(self.lives)
 
-    def lend(self, layout: torch.Tensor) -> torch.Tensor:
+    def alias(self, layout: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the block with a life of its own, which keeps the block in use."""
         tensor = compat.weak_tensor(layout)
         self.lives.append(compat.StorageLife(tensor))
@@ -101,7 +101,7 @@ class Arena:
         return next((block.owner for block in self._blocks if block.address == address), None)
 
     def free(self, owner: Hashable) -> None:
-        """Drop the blocks of an owner that is gone; steps that use them keep them alive."""
+        """Drop the blocks of a dropped owner; steps that use them keep them alive."""
         self._blocks[:] = [block for block in self._blocks if block.owner != owner]
 
     def poison(self, owner: Hashable = None) -> None:
@@ -121,7 +121,7 @@ class Frame:
     def __init__(self, blocks: list[Block], owner: Hashable = None) -> None:
         self._arena = blocks
         self._owner = owner
-        self._free = [block for block in blocks if not block.is_lent]
+        self._free = [block for block in blocks if not block.in_use]
         self._used: list[Block] = []
 
     def take(self, nbytes: int, device: torch.device, result: bool = False) -> Block:
@@ -190,11 +190,9 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OwnedCopy:
-    """A buffer with the layout of one tensor, at a fixed address, refilled from others.
+    """A buffer with the layout of one tensor, at a fixed address, refilled from others."""
 
-    What is not contiguous is copied as the stretch of memory that it reaches over. Memory is that
-    of the frame, or begins at a byte of the block ``within``; a ``result`` goes to the caller.
-    """
+    # What is not contiguous is copied as the stretch of memory that it reaches over.
 
     __slots__ = ("_contiguous", "_flat", "block", "tensor")
 
@@ -228,16 +226,13 @@ class OwnedCopy:
 
 
 class ScalarCopy(OwnedCopy):
-    """A 0-dim tensor on a device, refilled from 0-dim CPU tensors.
-
-    A fill takes the value as a launch argument: it needs no pinned memory and does not synchronise.
-    """
+    """A 0-dim tensor on a device, refilled from 0-dim CPU tensors."""
 
     def __init__(self, template: torch.Tensor, frame: Frame, device: torch.device) -> None:
         super().__init__(torch.empty((), dtype=template.dtype, device="meta"), frame, device)
 
     def fill(self, source: torch.Tensor) -> None:
-        """Copy the value of ``source``, on the current stream."""
+        """Copy the value of ``source``, on the current stream: it needs no pinned memory."""
         self.tensor.fill_(source.detach() if source.requires_grad else source)
 
 
@@ -250,10 +245,7 @@ def moved(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class FreshCopies:
-    """Copies of tensors at fixed addresses, new at every call.
-
-    The copies of tensors of one memory and one dtype share memory, too.
-    """
+    """Copies of tensors at fixed addresses, new at every call; shared memory stays shared."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         shared: dict[tuple[int, torch.dtype], list[int]] = {}

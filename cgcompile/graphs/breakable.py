@@ -57,6 +57,9 @@ from cgcompile.settings import checked_but, require_callable
 
 log = logging.getLogger(__name__)
 
+F_ = TypeVar("F_", bound=Callable[..., Any])
+E_ = TypeVar("E_", bound=BaseException)
+
 
 def _name_of(function: Callable[..., Any]) -> str:
     name: str = getattr(function, "__qualname__", type(function).__name__)
@@ -64,15 +67,11 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 class SegmentRecorder(Breaker):
-    """Records one step: what this thread runs between :meth:`start` and :meth:`finish`.
+    """Records one step: what this thread runs between :meth:`start` and :meth:`finish`."""
 
-    With ``state``, the fields and storages to compare around each segment, the recording is one
-    execution of the step: graph segments are replayed on the caller's stream as soon as they have
-    ended, and eager ones run there. Without it graph segments are not executed, and eager ones run
-    on the capture stream. ``sees_composites``: ops skip autograd, so that composite ones arrive
-    whole. ``debug``: find tensors that a break leaves behind. ``batch`` names the batch in
-    messages. ``compiled``: code of ``torch.compile`` may run inside.
-    """
+    # With ``state`` the recording is one execution of the step: graph segments are replayed on the
+    # caller's stream as soon as they have ended, and eager ones run there. Without it graph
+    # segments are not executed, and eager ones run on the capture stream.
 
     def __init__(
         self,
@@ -80,11 +79,11 @@ class SegmentRecorder(Breaker):
         name: str,
         boundaries: Boundaries,
         *,
-        state: tuple[Rebinding, SameStorages] | None = None,
-        sees_composites: bool = False,
-        debug: bool = False,
-        batch: str = "one batch",
-        compiled: bool = True,
+        state: tuple[Rebinding, SameStorages] | None = None,  # to compare around each segment
+        sees_composites: bool = False,  # ops skip autograd, so that composite ones arrive whole
+        debug: bool = False,  # find tensors that a break leaves behind
+        batch: str = "one batch",  # for messages
+        compiled: bool = True,  # code of ``torch.compile`` may run inside
     ) -> None:
         self.pool, self.name = pool, name
         self.owner: BreakableCUDAGraphCapture | None = None
@@ -188,9 +187,10 @@ class SegmentRecorder(Breaker):
         with self._stack, device.on_stream(self._callers_stream):
             device.wait_for(self.pool.stream)
 
-    def fail(self, name: str, error: BaseException) -> None:
+    def fail(self, name: str, error: E_) -> E_:
         """Note that the recording is lost, even if the program swallows the exception."""
         self._failed = self._failed or (name, error)
+        return error
 
     # -------------------------------------------------------------- segments
 
@@ -236,7 +236,7 @@ class SegmentRecorder(Breaker):
 
     # -------------------------------------------------------------- breaks
 
-    def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._left_behind or self._host_results:
             for leaf in compat.tree_tensors((args, kwargs)):
                 life, name = self._left_behind.get(address(leaf), (None, ""))
@@ -249,7 +249,7 @@ class SegmentRecorder(Breaker):
                 lives, name = self._copied[address(leaf)]
                 self._writes.append((lives, str(op), name))
 
-    def meet(
+    def on_splitting_op(
         self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self.is_full:
@@ -273,9 +273,7 @@ class SegmentRecorder(Breaker):
         arguments = args, dict(kwargs or {})
         transform = transform_around(arguments)
         if transform is not None:
-            error = CaptureError.under_transform(name=name, transform=transform)
-            self.fail(name, error)
-            raise error
+            raise self.fail(name, CaptureError.under_transform(name=name, transform=transform))
         return self._between(name, function, arguments, False)
 
     def _between(
@@ -283,9 +281,7 @@ class SegmentRecorder(Breaker):
     ) -> Any:
         """Run a break; the schema of a ``silent`` function returns nothing."""
         if compat.inside_backward():
-            error = CaptureError.break_in_backward(name=name)
-            self.fail(name, error)
-            raise error
+            raise self.fail(name, CaptureError.break_in_backward(name=name))
         with self.pause(name):
             return self._break(name, function, arguments, silent)
 
@@ -297,10 +293,12 @@ class SegmentRecorder(Breaker):
         try:
             self._end()
             with self._on_stream_of_breaks():
-                self._refuse_stale_originals()
+                self._refuse_stale_originals()  # that captured code wrote
                 self._reuse_bridges()
+                alive = [original.tensor() for original in self._originals]
                 yield
-                self._refuse_stale_originals()
+                self._refuse_stale_originals()  # that the break wrote
+                del alive  # no sooner: a break may write an original and drop it
             if self._rebinding is not None:
                 self._rebinding.begin_segment()
             self._begin()
@@ -310,7 +308,7 @@ class SegmentRecorder(Breaker):
 
     def _reuse_bridges(self) -> None:
         """Let bridges that the program has dropped serve later breaks."""
-        for block in [block for block in self._bridges if not block.is_lent]:
+        for block in [block for block in self._bridges if not block.in_use]:
             self._bridges.remove(block)
             self._frame.give(block)
             for original in self._originals:
@@ -321,7 +319,6 @@ class SegmentRecorder(Breaker):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Record a foreign break that has run; its result is not compared."""
-        self._refuse_stale_originals()
         bound = held((args, kwargs), self._owns)
         self._segments.append(EagerSegment(_name_of(function), function, *bound, lambda _: []))
 
@@ -341,7 +338,7 @@ class SegmentRecorder(Breaker):
             result = self._run_watched(name, function, arguments)
         else:
             result = function(*args, **kwargs)
-        self._refuse_stale_originals()
+        self._refuse_stale_originals()  # while the result, which may be one of them, is alive
         if changed():
             raise CaptureError.mutates_arguments(name=name)
         result = None if silent else result
@@ -370,19 +367,19 @@ class SegmentRecorder(Breaker):
         ours = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._owns(leaf)]
         fixed = {address(tensor) for tensor in (*compat.tree_tensors(inputs), *ours)} - {0}
         names = {place.name for place in places}
-        across = crossings(places, leaves, names, (), fixed, self._frame)
-        for crossing in across.crossings:
+        across, bridges = crossings(places, leaves, names, (), fixed, self._frame)
+        for crossing in across:
             crossing(leaves)
         host = self._on_host(places, leaves)
-        for block, crossed in across.blocks:
+        for block, crossed in bridges:
             items = [place.item for place in places if place.name in crossed]
             originals = [Original(name, results[item], leaves[item], block) for item in items]
             self._bridges.append(block)
             self._originals += originals
             self._copied[block.address] = ([original.life for original in originals], name)
             for item in items:
-                leaves[item] = block.lend(leaves[item])
-        return (*across.crossings, *host)
+                leaves[item] = block.alias(leaves[item])
+        return (*across, *host)
 
     def _on_host(self, places: Sequence[Place], leaves: list[Any]) -> list[Crossing]:
         """Return checks of the CPU tensors that a break returned, in a graph of another device."""
@@ -417,14 +414,11 @@ class SegmentRecorder(Breaker):
                 raise CaptureError.stale_copy(name=original.name)
 
 
-F_ = TypeVar("F_", bound=Callable[..., Any])
-
-
 def eager_break_during_capture(function: F_) -> F_:
     """Decorator: inside of a breakable capture, the function runs eager, then and at every replay.
 
     Outside of one it is called as it is; so it is inside of another break, in code that
-    torch.compile traces, and where the forward context asks for mode FULL: then it is captured.
+    torch.compile traces, and where the forward context has mode FULL: then it is captured.
     Put it outermost, so that what other decorators do around the function happens at every replay.
 
     Tensors that the function returns are copied into buffers of the capture, so that the graph
@@ -434,6 +428,24 @@ def eager_break_during_capture(function: F_) -> F_:
     Raises:
         ConfigError: ``function`` cannot be called.
         CaptureError: called from another thread than the capturing one, with its memory.
+
+    Example:
+        >>> @cgcompile.eager_break_during_capture
+        ... def scaled(x):
+        ...     return x * cgcompile.get_forward_context().attn_metadata
+        >>> step = cgcompile.BreakableCUDAGraphWrapper(lambda x: scaled(x + 1))
+        >>> x = torch.zeros(2)
+        >>> for scale in (1.0, 2.0, 3.0):
+        ...     context = cgcompile.set_forward_context(
+        ...         scale,
+        ...         cudagraph_runtime_mode="PIECEWISE",
+        ...         batch_descriptor=cgcompile.BatchDescriptor(2),
+        ...     )
+        ...     with torch.inference_mode(), context:
+        ...         print(step(x).tolist())
+        [1.0, 1.0]
+        [2.0, 2.0]
+        [3.0, 3.0]
     """
     require_callable("function", "eager_break_during_capture", function)
 
@@ -458,15 +470,12 @@ def _refuse_other_thread(name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     recorder = who_captures_elsewhere()
     if not isinstance(recorder, SegmentRecorder):
         return
-    pool, error = recorder.pool, None
+    pool = recorder.pool
     # The backward pass of CUDA runs in a thread of autograd, on the stream of the forward pass.
     if compat.inside_backward() and pool.device.is_capturing():
-        error = CaptureError.break_in_backward(name=name)
-    elif any(map(pool.owns, compat.tree_tensors((args, kwargs)))):
-        error = CaptureError.other_thread(name=name, what=recorder.name)
-    if error is not None:
-        recorder.fail(name, error)
-        raise error
+        raise recorder.fail(name, CaptureError.break_in_backward(name=name))
+    if any(map(pool.owns, compat.tree_tensors((args, kwargs)))):
+        raise recorder.fail(name, CaptureError.other_thread(name=name, what=recorder.name))
 
 
 class BreakableCUDAGraphCapture:
@@ -493,6 +502,16 @@ class BreakableCUDAGraphCapture:
     Raises:
         CaptureError: ``device`` has no graphs.
         ConfigError: an argument is of another kind than above.
+
+    Example:
+        >>> x = torch.ones(3)
+        >>> capture = cgcompile.BreakableCUDAGraphCapture(device="cpu")
+        >>> with torch.no_grad(), capture:
+        ...     y = x * 2
+        >>> _ = x.fill_(3.0)
+        >>> capture.replay()
+        >>> y
+        tensor([6., 6., 6.])
     """
 
     @checked_but("device")
@@ -577,7 +596,7 @@ class BreakableCUDAGraphCapture:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Graph and eager segments in turn, beginning and ending with a graph."""
+        """Graph and eager segments, alternating, beginning and ending with a graph."""
         return () if self._sequence is None else self._sequence.segments
 
     @property
@@ -612,7 +631,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
     and decorated functions break; in mode FULL all of it is one graph, and a splitting op that
     does not support the batch is an error. A capturing call is one execution of the step; eager
     breaks run on the caller's stream. What the runnable takes is compared as by
-    :class:`CUDAGraphWrapper`; fields that eager breaks rebind are no matter.
+    :class:`CUDAGraphWrapper`; fields that eager breaks rebind are not compared.
 
     Args:
         runnable: what to capture.
@@ -630,6 +649,18 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
     Raises:
         DispatchError: ``runtime_mode`` is not PIECEWISE, FULL or None.
         ConfigError: an argument is of another kind than above.
+
+    Example:
+        >>> step = cgcompile.BreakableCUDAGraphWrapper(nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8)
+        >>> context = cgcompile.set_forward_context(
+        ...     cudagraph_runtime_mode="PIECEWISE", batch_descriptor=cgcompile.BatchDescriptor(4)
+        ... )
+        >>> with torch.inference_mode(), context:
+        ...     for _ in range(3):
+        ...         y = step(x)
+        >>> step.counters.captures, step.counters.replays
+        (1, 2)
     """
 
     _executes = True
@@ -698,7 +729,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             compat.add_note(error, f"{self.name}: in a breakable capture, {recorder.reached}")
             recorder.abandon()
             if not recorder.has_run:  # else tensors may be computed
-                rebinding.put_back(tensors_alone=getattr(error, "field", "") == "")
+                rebinding.restore(tensors_alone=getattr(error, "field", "") == "")
             raise
         sequence = recorder.finish()
         if refused is not None:

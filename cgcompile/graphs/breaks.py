@@ -13,6 +13,7 @@ keeps, such as a cache, exists twice; where either is written, the other is stal
 """
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -41,10 +42,8 @@ def held(arguments: Arguments, owns: Callable[[torch.Tensor], bool]) -> Argument
 
 
 def transform_around(arguments: Arguments) -> str | None:
-    """Return the transform of ``torch.func`` that lets no break run, if there is one.
-
-    Under ``vmap`` the arguments may be ordinary tensors, which are not mapped.
-    """
+    """Return the transform of ``torch.func`` that lets no break run, if there is one."""
+    # Under vmap the arguments may be ordinary tensors, which are not mapped.
     transform = compat.functorch_transform()
     if transform == "Vmap" and not any(map(compat.is_wrapped, compat.tree_tensors(arguments))):
         return None
@@ -52,13 +51,10 @@ def transform_around(arguments: Arguments) -> str | None:
 
 
 def watch_containers(arguments: Arguments) -> tuple[list[Any], Callable[[], bool]]:
-    """Return the leaves of arguments, and a function: whether their containers have changed since.
-
-    A function cannot change the tuple and the dict that its arguments come in, so without a
-    container among them there is nothing to compare.
-    """
+    """Return the leaves of arguments, and whether their containers have changed since."""
     leaves = compat.tree_leaves(arguments)
     args, kwargs = arguments
+    # A function cannot change the tuple and the dict that its arguments come in.
     if not any(map(compat.is_container, (*args, *kwargs.values()))):
         return leaves, lambda: False
     spec = compat.tree_spec(arguments)
@@ -72,15 +68,12 @@ def watch_containers(arguments: Arguments) -> tuple[list[Any], Callable[[], bool
 
 
 class Original:
-    """A result of a break that was copied into a bridge, while the program keeps it.
-
-    Both tensors are held weakly. Used on the stream that breaks run on.
-    """
+    """A result of a break that is in a bridge, while the program keeps it; both held weakly."""
 
     def __init__(self, name: str, source: torch.Tensor, bridge: torch.Tensor, block: Block) -> None:
         self.name = name
         self.block: Block | None = block  # of the bridge; None when the program dropped the bridge
-        self.life = compat.StorageLife(source)
+        self.life, self.tensor = compat.StorageLife(source), weakref.ref(source)
         self._source, self._bridge = compat.weak_tensor(source), compat.weak_tensor(bridge)
         self._before: torch.Tensor | None = None  # the values at the first check
 
@@ -93,18 +86,14 @@ class Original:
             return False
         if not torch.equal(now, self._before):
             return True
-        if self.block is None or not self.block.is_lent:
+        if self.block is None or not self.block.in_use:
             return False
         return not torch.equal(numbers_as_bytes(self._bridge), self._before)
 
 
 @contextmanager
 def foreign_breaks(recorder: Any) -> Iterator[None]:
-    """Within it, in this thread, functions under ``no_graph`` break what a recorder records.
-
-    Of the recorder it uses ``is_recording``, ``pause(name)`` and ``add_eager(function, args,
-    kwargs)``. The functions return no CUDA tensors; their own package refuses that.
-    """
+    """Within it, in this thread, functions under ``no_graph`` break what a recorder records."""
     listener = _Listener(recorder)
     with ExitStack() as stack:
         stack.push(listener.leave)  # the last: what it restores was there before
@@ -162,13 +151,13 @@ class Breaker:
         """Whether it is outside of any break."""
         raise NotImplementedError
 
-    def meet(
+    def on_splitting_op(
         self, entry: SplittingOp, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a splitting op, in a break or not, and return its result."""
         raise NotImplementedError
 
-    def pass_by(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that another op is about to be called."""
 
     def run_eager(
@@ -183,13 +172,14 @@ class Breaker:
 
 
 class BreakMode(compat.DispatchMode):
-    """Pass each op of the segments of one capture to a breaker.
-
-    ``sees_composites``: an op such as SDPA arrives whole, whichever kernel it takes.
-    """
+    """Pass each op of the segments of one capture to a breaker."""
 
     def __init__(
-        self, breaker: Breaker, boundaries: Boundaries, tensor_type: str, sees_composites: bool
+        self,
+        breaker: Breaker,
+        boundaries: Boundaries,
+        tensor_type: str,
+        sees_composites: bool,  # an op such as SDPA arrives whole, whichever kernel it takes
     ) -> None:
         super().__init__()
         self._breaker = breaker
@@ -227,10 +217,10 @@ class BreakMode(compat.DispatchMode):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entry, kernel = self._known.get(func) or self._look_up(func, args)
         if entry is not None:
-            return self._breaker.meet(entry, func, args, kwargs)
+            return self._breaker.on_splitting_op(entry, func, args, kwargs)
         if func is _SAFE_SOFTMAX and self._sdpa_breaks and not self._sees_composites:
             raise CaptureError.math_attention()
-        self._breaker.pass_by(func, args, kwargs)
+        self._breaker.on_op(func, args, kwargs)
         if kernel is None:
             return func(*args, **kwargs)
         self._kept_by_torch = False  # see the ops in the body of the kernel

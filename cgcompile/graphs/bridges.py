@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile.errors import AddressChangedError, HostValueChangedError
+from cgcompile.errors import AddressChangedError, GuardError
 from cgcompile.graphs.arena import Block, Frame, OwnedCopy, address, numbers_as_bytes, stretch
-from cgcompile.graphs.guards import Placed, layout_text, same_layout, same_value
+from cgcompile.graphs.guards import Change, Placed, layout_text, same_layout, same_value
 from cgcompile.graphs.sequence import Crossing
 
 
@@ -30,10 +30,8 @@ class Place(NamedTuple):
     def path(self) -> str:
         return f"result {self.item} {self.name!r}"
 
-    def changed(self, now: Any, before: Any) -> HostValueChangedError:
-        return HostValueChangedError.changed(
-            what=self.segment, batch=self.batch, path=self.path, now=now, before=before
-        )
+    def changed(self, now: Any, before: Any) -> GuardError:
+        return Change(self.path, before, now).error(self.segment, self.batch)
 
     def moved(self, now: int, before: int) -> AddressChangedError:
         return AddressChangedError.moved(
@@ -45,62 +43,50 @@ class Place(NamedTuple):
             raise self.changed(layout_text(value), layout_text(expected))
 
 
-class Bridged(NamedTuple):
-    """The crossings of a segment, in order, and each bridge with the results that cross in it."""
-
-    crossings: list[Crossing]
-    blocks: list[tuple[Block, list[str]]]
-
-    @property
-    def replaced(self) -> set[str]:
-        """The names of the results that a bridge replaces."""
-        return {name for _, names in self.blocks for name in names}
+Bridges = list[tuple[Block, list[str]]]
+"""Bridges, each with the names of the results that cross in it."""
 
 
 def crossings(
     places: Sequence[Place],
     made: Sequence[Any],
-    read: Collection[str],
-    lasting: Collection[str],
-    fixed: set[int],
+    read: Collection[str],  # names of the results that are read at a fixed address
+    lasting: Collection[str],  # those that must stay where they are, if that is fixed
+    fixed: set[int],  # fixed addresses; those of the bridges are added
     frame: Frame,
-) -> Bridged:
-    """Return the crossings of the results of an eager segment, which had the values ``made``.
-
-    Results with names in ``read`` are read at a fixed address; those in ``lasting`` must stay where
-    they are if memory at one of the ``fixed`` addresses. Bridges take memory of the frame, and are
-    added to ``fixed``.
-    """
-    across = Bridged([], [])
+) -> tuple[list[Crossing], Bridges]:
+    """Return the crossings of results that had the values ``made``, and their bridges."""
+    across: list[Crossing] = []
+    bridges: Bridges = []
     fresh: dict[int, list[Place]] = {}
     for place in places:
         value = made[place.item]
         if not isinstance(value, torch.Tensor):
             if place.name in read:
-                across.crossings.append(_same_value(place, value))
+                across.append(_same_value(place, value))
         elif address(value) in fixed:
             if place.name in read or place.name in lasting:
-                across.crossings.append(_same_address(place, value))
+                across.append(_same_address(place, value))
         else:
             fresh.setdefault(address(value) or -1 - place.item, []).append(place)
     for members in fresh.values():
         if any(place.name in read for place in members):
             result = any(place.name in lasting for place in members)
-            bridge = _bridge if len(members) == 1 else _shared_bridge
-            block, crossing = bridge(
-                members, [made[place.item] for place in members], frame, result
-            )
-            across.crossings.append(crossing)
-            across.blocks.append((block, [place.name for place in members]))
+            values = [made[place.item] for place in members]
+            if len(members) == 1:
+                block, crossing = _bridge(members[0], values[0], frame, result)
+            else:
+                block, crossing = _shared_bridge(members, values, frame, result)
+            across.append(crossing)
+            bridges.append((block, [place.name for place in members]))
             fixed.add(block.address)
-    return across
+    return across, bridges
 
 
 def _bridge(
-    places: Sequence[Place], values: Sequence[torch.Tensor], frame: Frame, result: bool
+    place: Place, value: torch.Tensor, frame: Frame, result: bool
 ) -> tuple[Block, Crossing]:
     """Return what copies a fresh result to where the graphs after it read."""
-    (place,), (value,) = places, values
     buffer = OwnedCopy(value, frame, result=result)
 
     def cross(results: list[Any]) -> None:

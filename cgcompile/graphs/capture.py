@@ -31,7 +31,7 @@ from cgcompile.context import (
     eager_region_is_open,
 )
 from cgcompile.errors import CaptureBusyError, CaptureError, DispatchError
-from cgcompile.graphs.cuda import bury_graphs
+from cgcompile.graphs.cuda import destroy_unused_graphs
 from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.guards import modules_of
 from cgcompile.graphs.pool import GraphPool
@@ -43,10 +43,7 @@ from cgcompile.settings import require_kind
 
 
 class SameStorages:
-    """Compare memory and layout of tensors before and after a capture, and restore them.
-
-    Tensor subclasses are not compared. About 0.5 us a tensor. ``name_of`` names one in messages.
-    """
+    """Compare memory and layout of tensors before and after a capture, and restore them."""
 
     def __init__(
         self,
@@ -56,7 +53,7 @@ class SameStorages:
     ) -> None:
         self._what, self._name_of = what, name_of
         distinct = {id(tensor): tensor for tensor in tensors}.values()
-        # torch cannot compare the memory of quantized and nested tensors (is_set_to)
+        # Not of subclasses; torch cannot compare that of quantized and nested ones (is_set_to).
         self._tensors = [
             tensor
             for tensor in distinct
@@ -99,10 +96,8 @@ class SameStorages:
 
 
 def weights_of(runnable: object) -> list[torch.Tensor]:
-    """Return all parameters, then all buffers, of the modules that a runnable is or holds.
-
-    At a third of the cost of torch's own walk.
-    """
+    """Return all parameters, then all buffers, of the modules that a runnable is or holds."""
+    # A third of the time of torch's own walk.
     modules = dict.fromkeys(modules_of(runnable))
     walked = list(modules)
     for module in walked:  # grows meanwhile
@@ -135,10 +130,18 @@ class allow_capture:
     """Context manager: whether unknown shapes may be captured in this thread or task; re-entrant.
 
     A server that has captured what it wants closes capture: ``with allow_capture(False):`` around
-    its loop. A shape without a graph then runs plain, counted; with ``strict=True`` it raises.
+    its loop. Other shapes then run without a graph, counted; with ``strict=True`` it raises.
 
     Args:
         allowed: whether captures may begin.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8)
+        >>> with torch.inference_mode(), cgcompile.graphs.allow_capture(False):
+        ...     y = model(x), model(x)
+        >>> model.backend.counters.captures
+        0
     """
 
     __slots__ = ("_allowed", "_tokens")
@@ -194,10 +197,7 @@ def why_not_here(gradients: bool = False) -> Fallback | None:
 def why_not_in(
     context: ForwardContext | None, modes: Collection[CUDAGraphMode], what: str
 ) -> Fallback | None:
-    """Return why no graph of ``modes`` may run in a caller's forward context; None if one may.
-
-    Raises :class:`DispatchError` if the context has one of the modes and no batch descriptor.
-    """
+    """Return why no graph of ``modes`` may run in a caller's forward context; None if one may."""
     if context is None:
         no_context = Fallback(Reason.NO_CONTEXT, "no forward context")
         return IN_REGION if eager_region_is_open() else no_context
@@ -225,7 +225,10 @@ def why_never_captured(closed: bool, descriptor: BatchDescriptor) -> Fallback | 
 
 
 def why_not_captured_yet(warming: Fallback | None = None) -> Fallback | None:
-    """Return why a later call captures a step; ``warming``: it has not warmed up itself."""
+    """Return why this call does not capture although a later one may; None if it may capture.
+
+    ``warming`` is returned for a step whose own warm-up is not finished.
+    """
     if capture_postponed():
         return Fallback(Reason.WARMING, "a bulk capture runs all batches plain first")
     if warming is None and captured_elsewhere():
@@ -241,11 +244,9 @@ _lock = new_lock(watch=False)  # one a process; waited for some seconds, against
 
 
 class capture_lock:
-    """Context manager that holds the capture lock; no generator, which a collection would end.
+    """Context manager that holds the capture lock; it waits for the capture of another thread."""
 
-    It waits ``wait`` seconds for the capture of another thread, then raises
-    :class:`CaptureBusyError`. ``before`` is called once no other thread can capture any more.
-    """
+    # No generator, which a garbage collection would end.
 
     holder: ClassVar["capture_lock | None"] = None
 
@@ -255,7 +256,7 @@ class capture_lock:
         owner: object = None,
         *,
         wait: float = _PATIENCE,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None,  # called once no other thread can capture
     ) -> None:
         self.what, self.owner, self._wait, self._before = what, owner, wait, before
 
@@ -319,11 +320,8 @@ Attempt = tuple[Fallback | None, Any]  # (None, result) of a step that ran; else
 
 
 def retry_while_busy(attempt: Callable[[], Attempt], result: Attempt) -> Attempt:
-    """Repeat an attempt that came to ``result`` after other threads' captures, for some seconds.
-
-    ``attempt`` may take locks, but must not wait for a capture inside of them: all other threads
-    that need these locks would wait as long.
-    """
+    """Repeat an attempt that came to ``result`` after other threads' captures, for some seconds."""
+    # It may take locks, but must not wait for a capture inside of them: others need them, too.
     until = time.monotonic() + _PATIENCE
     while result[0] is not None and result[0].reason is Reason.CAPTURE_BUSY:
         left = until - time.monotonic()
@@ -336,18 +334,15 @@ def retry_while_busy(attempt: Callable[[], Attempt], result: Attempt) -> Attempt
 
 @contextmanager
 def releasing() -> Iterator[None]:
-    """Around what drops graphs: nothing is captured meanwhile, and their memory is released.
-
-    Waits for a capture in another thread to end, so hold no lock that it may want. Raises
-    :class:`CaptureError` inside of a capture of this thread.
-    """
+    """Around what drops graphs: nothing is captured meanwhile, and their memory is released."""
+    # It waits for a capture in another thread, so hold no lock that this capture may want.
     if inside_capture():
         raise CaptureError.release_inside()
     with capture_lock("release", wait=_PATIENCE_OF_RELEASE):
         try:
             yield
         finally:
-            bury_graphs(give_back=True)
+            destroy_unused_graphs(give_back=True)
 
 
 # ---------------------------------------------------------------- garbage collection
@@ -356,47 +351,35 @@ def releasing() -> Iterator[None]:
 _FROZEN_BY_A_PROGRAM = 1000
 
 
-class _NoCollection:
-    """Turns automatic garbage collection off until the last block of any thread has ended."""
+class without_garbage_collection:
+    """Context manager: no automatic collection in this process until the last such block ends."""
 
-    def __init__(self) -> None:
-        self._lock = new_lock(watch=False)
-        self._depth = 0
-        self._was_on = False
+    # A collection could free a graph or a module of kernels, which ends a running capture; and it
+    # takes a good part of the time of a trace, which creates millions of objects.
+    _guard: ClassVar[Any] = new_lock(watch=False)
+    _depth: ClassVar[int] = 0  # of blocks in all threads: automatic collection is the process's
+    _was_on: ClassVar[bool] = False
 
     def __enter__(self) -> None:
-        with self._lock:
-            if not self._depth:
-                self._was_on = gc.isenabled()
+        kind = without_garbage_collection
+        with kind._guard:
+            if not kind._depth:
+                kind._was_on = gc.isenabled()
                 gc.disable()
-            self._depth += 1
+            kind._depth += 1
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if not self._depth and self._was_on:
+        kind = without_garbage_collection
+        with kind._guard:
+            kind._depth -= 1
+            if not kind._depth and kind._was_on:
                 gc.enable()
-
-
-_no_collection = _NoCollection()  # automatic collection is the process's
-
-
-def without_garbage_collection() -> AbstractContextManager[None]:
-    """Turn automatic collection off in this process, until the last such block of any thread ends.
-
-    A collection could free a graph or a module of kernels, which ends a running capture; and it
-    takes a good part of the time of a trace, which creates millions of objects.
-    """
-    return _no_collection
 
 
 @contextmanager
 def bulk_capture() -> Iterator[None]:
-    """Around many captures: collect garbage once before, and not again until the end.
-
-    Objects are frozen meanwhile, unless the program froze some itself. After it automatic
-    collection is on or off as before.
-    """
+    """Around many captures: collect garbage once before, and not again until the end."""
+    # Objects are frozen meanwhile, unless the program froze some itself.
     gc.collect()
     freeze = gc.get_freeze_count() < _FROZEN_BY_A_PROGRAM
     if freeze:
@@ -430,10 +413,7 @@ def enter_capture(
     before: Callable[[], None] | None = None,
     collect: bool = False,
 ) -> None:
-    """Enter what surrounds a capture: the capture lock, no garbage collection, the pool's stream.
-
-    Raises :class:`CaptureError` if other code captures the current stream.
-    """
+    """Enter what surrounds a capture: its lock, no garbage collection, the pool's stream."""
     device = pool.device
     if device.is_capturing():
         raise CaptureError.nested(what=f"capture of {what}")
@@ -441,7 +421,7 @@ def enter_capture(
     stack.enter_context(capture_lock(what, owner, wait=patience, before=before))
     if collect and _in_bulk.get() is None:
         gc.collect()
-    bury_graphs()
+    destroy_unused_graphs()
     stack.enter_context(without_garbage_collection())
     stack.enter_context(device.on_stream(pool.stream))
     if device.is_capturing():
@@ -453,17 +433,12 @@ def capture(
     pool: GraphPool,
     what: str,
     *,
-    collect: bool = False,
-    storages: SameStorages | None = None,
-    compiled: bool = False,
+    collect: bool = False,  # garbage first, so that dead tensors release their memory
+    storages: SameStorages | None = None,  # memory not to be replaced; restored if it is
+    compiled: bool = False,  # ``function`` calls code of ``torch.compile``
     wait: bool = True,
 ) -> tuple[DeviceGraph, Any]:
-    """Record what ``function`` does, without doing it; return the graph and its result.
-
-    ``collect`` garbage first, so that dead tensors release their memory. ``storages`` are tensors
-    whose memory ``function`` must not replace; they are restored if it does. ``compiled``: it calls
-    code of ``torch.compile``. What it raises is raised unchanged.
-    """
+    """Record what ``function`` does, without doing it; return the graph and its result."""
     with ExitStack() as stack:
         enter_capture(stack, pool, what, wait=wait, collect=collect)
         graph, memory = pool.device.new_graph(), pool.memory
@@ -493,6 +468,16 @@ def eager_region() -> AbstractContextManager[Any]:
 
     Raises:
         CaptureError: cgcompile captures this code itself, not a trace of it.
+
+    Example:
+        >>> def model(x):
+        ...     x = x + 1
+        ...     with cgcompile.eager_region():
+        ...         x = x.sin()
+        ...     return x * 2
+        >>> split = cgcompile.explain(model, torch.randn(4))
+        >>> [piece.captured for piece in split.pieces]
+        [True, False, True]
     """
     if is_dynamo_compiling():
         return compat.annotate(REGION_MARK)

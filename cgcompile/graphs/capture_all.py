@@ -11,13 +11,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
-from tqdm import tqdm
-
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import DispatchError, ManagerError
 from cgcompile.graphs.capture import bulk_capture, capture_postponed, postponed_capture
+from cgcompile.progress import progress
 from cgcompile.reasons import EXPECTED, Counters
 from cgcompile.settings import checked_but, is_finite, require, require_callable
 
@@ -38,6 +36,16 @@ class BulkCapture:
         passes: how often all batches ran plain before.
         warm_seconds: host time of that, and of collecting garbage once.
         capture_seconds: host time of the captures, each of which is one execution as well.
+        degraded: those of ``captured`` that have graphs of a lesser mode than requested, such as
+            PIECEWISE for FULL, with the reason as text.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8), dynamic_dims={"input": 0})
+        >>> x = torch.randn(8, 8)
+        >>> with torch.inference_mode():
+        ...     report = model.backend.capture(lambda size: model(x[:size]), [2, 4, 8])
+        >>> report.captured, report.missing
+        ((8, 4, 2), ())
     """
 
     captured: tuple[Any, ...]
@@ -45,11 +53,20 @@ class BulkCapture:
     passes: int
     warm_seconds: float
     capture_seconds: float
+    degraded: tuple[tuple[Any, str], ...] = ()
 
     def __str__(self) -> str:
         count, seconds = len(self.captured), self.capture_seconds
-        rows = [f"{count} batches captured in {seconds:.2f} s, after {self.warm_seconds:.2f} s"]
-        return "\n".join(rows + [f"  {batch}: {reason}" for batch, reason in self.missing])
+        batches = "batch" if count == 1 else "batches"
+        rows = [f"{count} {batches} captured in {seconds:.2f} s, after {self.warm_seconds:.2f} s"]
+        rows += [f"  {batch}: {reason}" for batch, reason in self.missing]
+        rows += [f"  {batch}: captured in a lesser mode: {why}" for batch, why in self.degraded]
+        return "\n".join(rows)
+
+    def __repr__(self) -> str:
+        captured, missing = len(self.captured), len(self.missing)
+        degraded = f", {len(self.degraded)} degraded" if self.degraded else ""
+        return f"<BulkCapture: {captured} captured, {missing} missing{degraded}>"
 
 
 @checked_but("batches")
@@ -62,6 +79,7 @@ def capture_all(
     settled: Callable[[], Any] = tuple,
     warmups: int = 1,
     strict: bool = False,
+    title: str = "CUDA graphs",
 ) -> BulkCapture:
     """Warm and capture all batches.
 
@@ -72,23 +90,30 @@ def capture_all(
         target: a backend, compiled model or wrapper, which counts the captures.
         size: returns the size of a batch; left out: the number itself, or its ``num_tokens``.
         settled: returns a value that stays equal once nothing compiles any more.
-        warmups: how often each batch runs plain at least.
+        warmups: how often each batch runs without a graph at least.
         strict: raise where a batch has no graph in the end.
+        title: of the progress bar.
 
     Raises:
         ConfigError: an argument is of another kind than above; nothing ran.
         DispatchError: ``strict``, and a batch has no graph.
         BaseException: what ``step`` raised.
+
+    >>> model = cgcompile.compile(lambda x: x * 2, dynamic_dims={"x": 0})
+    >>> x = torch.ones(8)
+    >>> with torch.inference_mode():
+    ...     found = cgcompile.capture_all(lambda n: model(x[:n]), [2, 4], model.backend)
+    >>> found.captured
+    (4, 2)
     """
     start = time.perf_counter()
     _check(step, batches, target, size)
     ordered = sorted(batches, key=lambda batch: _size_of(batch, size), reverse=True)
-    passes = warm_all(step, ordered, settled, warmups)
-    captured: list[Any] = []
-    missing: list[tuple[Any, str]] = []
+    passes = warm_all(step, ordered, settled, warmups, title)
+    captured, missing, degraded = list[Any](), list[tuple[Any, str]](), list[tuple[Any, str]]()
     with bulk_capture():
         warm = time.perf_counter()
-        for batch in ordered:
+        for batch in progress(ordered, f"{title}: capture"):
             before = target.counters + Counters()  # a wrapper goes on counting in its own
             step(batch)
             after = target.counters
@@ -96,27 +121,33 @@ def capture_all(
             done = after.captures + after.replays > before.captures + before.replays
             if done and EXPECTED.issuperset(reasons):
                 captured.append(batch)
+                degraded += [(batch, why) for why in after.why_degraded(before)]
                 continue
             reason = "; ".join(after.why_plain(before)) or "the model was not called"
             if strict:
-                raise DispatchError.strict(
-                    what=f"batch {batch}", reason="bulk capture", detail=reason
-                )
+                raise DispatchError.strict(what=f"batch {batch}", why=f"bulk capture: {reason}")
             missing.append((batch, reason))
-    end = time.perf_counter()
-    capture = BulkCapture(tuple(captured), tuple(missing), passes, warm - start, end - warm)
+    seconds = warm - start, time.perf_counter() - warm
+    capture = BulkCapture(tuple(captured), tuple(missing), passes, *seconds, tuple(degraded))
     log.info("%s", capture)
     return capture
 
 
 def warm_all(
-    step: Callable[[B_], Any], batches: list[B_], settled: Callable[[], Any], warmups: int
+    step: Callable[[B_], Any],
+    batches: list[B_],
+    settled: Callable[[], Any],
+    warmups: int,
+    title: str = "",
 ) -> int:
-    """Run all batches plain until a whole pass compiles nothing; return the number of passes."""
+    """Run all batches plain until a whole pass compiles nothing; return the number of passes.
+
+    With a ``title`` under a progress bar.
+    """
     with postponed_capture():
         for done in range(1, _MAX_PASSES + 1):
             before = settled()
-            for batch in batches:
+            for batch in progress(batches, title and f"{title}: warm-up"):
                 step(batch)
             if done >= warmups and settled() == before:
                 return done
@@ -147,21 +178,13 @@ def capture_set(
     title: str,
     mode: CUDAGraphMode,
     descriptors: list[BatchDescriptor],
-    step: Callable[[BatchDescriptor, str], None],
+    step: Callable[[BatchDescriptor, str], None],  # on a batch; for a "warmup" or a "capture"
     target: Any,
     settled: Callable[[], int],
     config: CompilationConfig,
-    agreement: Any | None = None,
+    agreement: Any | None = None,  # of ranks that capture the same; what one lacks, all lack
 ) -> BulkCapture:
-    """Warm up and capture, with a progress bar ``title`` on the first rank alone.
-
-    ``step(descriptor, phase)`` runs a batch afresh; ``"warmup"`` or ``"capture"``. One that ran
-    plain and raises in the capture is missing, with the error as its reason; the others are still
-    captured, unless ``strict``. ``agreement`` is of ranks that capture the same set at the same
-    time; a graph that one rank lacks, all lack. It raises :class:`AgreementError`.
-    """
-    quiet = torch.distributed.is_initialized() and torch.distributed.get_rank() != 0
-    bar = tqdm(total=len(descriptors), desc=title, disable=quiet or None, leave=False)
+    """Warm up and capture for an engine: :func:`capture_all` with a title, on all ranks."""
     refused: dict[BatchDescriptor, str] = {}
 
     def run(descriptor: BatchDescriptor) -> None:
@@ -180,9 +203,8 @@ def capture_set(
             # Nothing of the step has run, and other ranks wait in its collectives.
             with postponed_capture():
                 step(descriptor, "warmup")
-        bar.update()
 
-    with nullcontext() if agreement is None else agreement.together(), bar:
+    with nullcontext() if agreement is None else agreement.together():
         capture = capture_all(
             run,
             descriptors,
@@ -190,6 +212,7 @@ def capture_set(
             settled=settled,
             warmups=config.num_warmups,
             strict=config.strict,
+            title=title,
         )
     missing = tuple((batch, refused.get(batch, reason)) for batch, reason in capture.missing)
     capture = replace(capture, missing=missing)
@@ -211,4 +234,5 @@ def _of_all_ranks(
         if batch in capture.captured
     )
     captured = tuple(batch for batch in capture.captured if batch not in lacking)
-    return replace(capture, captured=captured, missing=capture.missing + missing)
+    degraded = tuple(each for each in capture.degraded if each[0] in captured)
+    return replace(capture, captured=captured, missing=capture.missing + missing, degraded=degraded)

@@ -87,12 +87,9 @@ _broken: list[torch.cuda.CUDAGraph] = []
 _kept: set[torch.device] = set()
 
 
-def bury_graphs(give_back: bool = False) -> None:
-    """Destroy graphs without users, under the capture lock and outside of a capture.
-
-    Without ``give_back`` torch keeps the memory of their pools, which no other pool can take, until
-    an allocation fails; and 46 KB of host memory for each pool.
-    """
+def destroy_unused_graphs(give_back: bool = False) -> None:
+    """Destroy graphs without users, under the capture lock and outside of a capture."""
+    # Without ``give_back`` torch keeps the memory of their pools until an allocation fails.
     dead = [_dead.popleft() for _ in range(len(_dead))]
     devices = {device for device, _ in dead}
     for device in devices:
@@ -109,10 +106,9 @@ def bury_graphs(give_back: bool = False) -> None:
 
 
 class CudaPool:
-    """A private pool of torch's caching allocator, kept open by a small graph of its own.
+    """A private pool of torch's caching allocator, kept open by a small graph of its own."""
 
-    A pool whose last graph dies cannot be captured into again while tensors of it live.
-    """
+    # A pool whose last graph dies cannot be captured into again while tensors of it live.
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.id = torch.cuda.graph_pool_handle()
@@ -282,10 +278,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def recover(self, stream: torch.cuda.Stream) -> None:
-        """Capture something that works: the end of it resets the random generator.
-
-        After a broken capture the generator still captures, and every random op raises.
-        """
+        """Capture something that works: the end of it resets the random generator."""
+        # After a broken capture the generator still captures, and every random op raises.
         with contextlib.suppress(RuntimeError):
             CudaPool(self.device, stream)
 

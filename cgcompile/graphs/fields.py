@@ -193,14 +193,11 @@ def _bytes(value: Any) -> bytes | None:
 
 
 class Fields:
-    """A snapshot of the fields that are reachable from some roots, given by name.
-
-    A 0-dim CPU tensor counts as a number where ``tensor_type``, the device of graphs, is another.
-    """
+    """A snapshot of the fields that are reachable from some roots, given by name."""
 
     def __init__(self, roots: Mapping[str, Any], tensor_type: str = "cpu") -> None:
         self._roots = dict(roots)
-        self._tensor_type = tensor_type
+        self._tensor_type = tensor_type  # of graphs: in others a 0-dim CPU tensor is a number
         self.read()
 
     def read(self) -> None:
@@ -276,7 +273,7 @@ class Fields:
                 if not alike(change.before, change.after, holder.of_module):
                     yield change
 
-    def put_back(self, tensors_alone: bool = False) -> None:
+    def restore(self, tensors_alone: bool = False) -> None:
         """Restore every field; with ``tensors_alone``, of holders that have a new tensor."""
         for holder in self._holders:
             if not holder.is_same() and (not tensors_alone or holder.has_new_tensors()):
@@ -381,11 +378,9 @@ def _text(value: Any) -> str:
 
 
 class Rebinding:
-    """Find the fields that captured code rebinds; eager breaks may, they run at each replay.
+    """Find the fields that captured code rebinds; eager breaks may, they run at each replay."""
 
-    ``SameStorages`` finds tensors whose memory it replaces. Within one bulk capture, what is
-    reachable from ``runnable`` is read once, and compared after.
-    """
+    # Within one bulk capture, what is reachable from the runnable is read once, compared after.
 
     def __init__(self, runnable: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         unwrap = getattr(runnable, "unwrap", None)
@@ -429,10 +424,10 @@ class Rebinding:
         path, before, after, _ = self._change
         return CaptureError.rebinds(what=what, field=path, before=_text(before), after=_text(after))
 
-    def put_back(self, tensors_alone: bool = False) -> None:
-        """Restore every field as it was before the segment; see :meth:`Fields.put_back`."""
+    def restore(self, tensors_alone: bool = False) -> None:
+        """Restore every field as it was before the segment; see :meth:`Fields.restore`."""
         for fields in self._fields:
-            fields.put_back(tensors_alone)
+            fields.restore(tensors_alone)
 
     def move_out(self, holds: Callable[[int], bool]) -> None:
         """Copy the tensors of fields out of memory of graphs, which ``holds`` an address."""

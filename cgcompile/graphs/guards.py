@@ -31,18 +31,23 @@ _LIBRARIES = ("torch", "logging", "threading", "re", "weakref", "_thread", "func
 # -------------------------------------------------------------- attributes and items of objects
 
 
+def slots_of(kind: type) -> tuple[MemberDescriptorType, ...]:
+    """Return the slots of a class; of one name there may be several, each with its own value."""
+    return tuple(
+        member
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for member in vars(base).values()
+        if isinstance(member, MemberDescriptorType)
+    )
+
+
 class Slots:
     """The attributes of an object that are in no ``__dict__``."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self.members = [  # of one name there may be several, each with a value of its own
-            member
-            for kind in type(owner).__mro__
-            if "__slots__" in vars(kind)
-            for member in vars(kind).values()
-            if isinstance(member, MemberDescriptorType)
-        ]
+        self.members = slots_of(type(owner))
 
     def read(self) -> dict[MemberDescriptorType, Any]:
         values = {}
@@ -51,7 +56,7 @@ class Slots:
                 values[member] = member.__get__(self._owner)
         return values
 
-    def put_back(self, before: dict[MemberDescriptorType, Any]) -> None:
+    def restore(self, before: dict[MemberDescriptorType, Any]) -> None:
         for member in self.read().keys() - before.keys():
             member.__delete__(self._owner)
         for member, value in before.items():
@@ -67,7 +72,7 @@ class Cells:
     def read(self) -> dict[str, Any]:
         return {name: cell.cell_contents for name, cell in self._cells.items()}
 
-    def put_back(self, before: dict[str, Any]) -> None:
+    def restore(self, before: dict[str, Any]) -> None:
         for name, value in before.items():
             self._cells[name].cell_contents = value
 
@@ -103,7 +108,7 @@ def plainly(container: Any) -> Any:
 def restore(holder: Any, before: Any) -> None:
     """Put the contents of a container, cell or set of attributes back, if they differ."""
     if isinstance(holder, (Slots, Cells)):
-        holder.put_back(before)
+        holder.restore(before)
     elif isinstance(holder, CellType):
         holder.cell_contents = before
     elif isinstance(holder, dict):
@@ -131,12 +136,8 @@ _HOLD_NOTHING = frozenset((str, bytes, int, float, bool, type(None), type, torch
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
-    """Return the model, if it is a module; else the modules that it or its attributes hold.
-
-    Opened are methods of modules, closures and defaults of functions, partials, callable objects
-    and containers. Globals of a function are not, nor other objects: an engine among them would
-    have the weights of all its models.
-    """
+    """Return the model, if it is a module; else the modules that it or its attributes hold."""
+    # Not in globals of a function, nor in other objects: an engine has the weights of all models.
     if isinstance(model, torch.nn.Module):
         return [model]
     modules: dict[int, torch.nn.Module] = {}  # a tower may be its own forward
@@ -183,47 +184,34 @@ _BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None)
 _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class _Layout(NamedTuple):
-    """Everything about a tensor that a graph repeats, but for its address."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    conjugate: bool
-    negative: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_Layout":
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-
-    def __str__(self) -> str:
-        view = " conjugate" * self.conjugate + " negative" * self.negative
-        strides = f"strides {tuple(self.stride)}"
-        return f"a{view} tensor {tuple(self.shape)} with {strides} of {self.dtype}"
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return everything about a tensor that a graph repeats, but for its address."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 class Placed(NamedTuple):
     """The address and layout of a tensor."""
 
     address: int
-    layout: _Layout
+    layout: tuple[Any, ...]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Placed":
-        return cls(tensor.data_ptr(), _Layout.of(tensor))
+        return cls(tensor.data_ptr(), _layout(tensor))
 
 
 def same_layout(leaf: Any, other: torch.Tensor) -> bool:
     """Return whether ``leaf`` is a tensor of the shape, strides, dtype and bits of ``other``."""
-    return isinstance(leaf, torch.Tensor) and _Layout.of(leaf) == _Layout.of(other)
+    return isinstance(leaf, torch.Tensor) and _layout(leaf) == _layout(other)
 
 
 def layout_text(leaf: Any) -> str:
     """Return a value as messages show it: the layout of a tensor, a plain value, or a type."""
-    if isinstance(leaf, Placed):
-        return str(leaf.layout)
-    if isinstance(leaf, torch.Tensor):
-        return str(_Layout.of(leaf))
+    if isinstance(leaf, (Placed, torch.Tensor)):
+        layout = leaf.layout if isinstance(leaf, Placed) else _layout(leaf)
+        shape, stride, dtype, conjugate, negative = layout
+        view = " conjugate" * conjugate + " negative" * negative
+        return f"a{view} tensor {tuple(shape)} with strides {tuple(stride)} of {dtype}"
     if isinstance(leaf, _BY_VALUE):
         return repr(leaf)
     return f"{with_article(type(leaf).__name__)} object"
@@ -279,11 +267,9 @@ class Change(NamedTuple):
 
 
 class Tensors:
-    """The tensors with memory among some, by path: where they are, and the numbers in some.
+    """The tensors with memory among some, by path: where they are, and the numbers in some."""
 
-    A 0-dim CPU tensor among tensors of another device is a number: a kernel gets it as a launch
-    argument, which a graph bakes in.
-    """
+    # A kernel gets a 0-dim CPU tensor as a launch argument, which a graph bakes in.
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], tensor_type: str) -> None:
         pairs = [(path, tensor) for path, tensor in named if _has_address(tensor)]
@@ -328,15 +314,13 @@ _NO_TENSORS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, s
 
 
 class WeightsGuard:
-    """The parameters, buffers, other tensors and sub-modules of the modules of a runnable.
+    """The parameters, buffers, other tensors and sub-modules of the modules of a runnable."""
 
-    They must be the same objects at the same addresses. Keeps their memory, so that a graph never
-    reads what was freed. Nothing is compared if the runnable, or the object whose method it is, has
-    ``compares_weights = True``.
-    """
+    # It keeps their memory, so that a graph never reads what was freed.
 
     def __init__(self, runnable: Any, tensor_type: str = "cpu") -> None:
         owner = getattr(runnable, "__self__", runnable)
+        # An owner with this attribute compares weights itself.
         roots = () if getattr(owner, "compares_weights", False) is True else modules_of(runnable)
         self._items: list[tuple[dict[str, Any], str, str]] = []  # dict, name, path
         for prefix, module in (named for root in roots for named in root.named_modules()):
@@ -355,16 +339,17 @@ class WeightsGuard:
     def _now(self) -> tuple[Any, ...]:
         return tuple([table.get(name) for table, name, _ in self._items])
 
-    def check(self, what: str, batch: object) -> None:
+    def check(self, what: str, batch: object, drop: str = "clear_graphs()") -> None:
         """Raise AddressChangedError or HostValueChangedError for a weight; 0.1 us for each."""
         now = self._now()
         if compat.identities(now) != self._identities:
             rows = zip(now, self.objects, self._items, strict=True)
             path = next(item[2] for value, before, item in rows if value is not before)
-            raise AddressChangedError.weight(what=what, batch=str(batch), path=path)
+            raise AddressChangedError.weight(what=what, batch=str(batch), path=path, drop=drop)
         for change in self._tensors.changes():
             if change.moved:
-                raise AddressChangedError.weight(what=what, batch=str(batch), path=change.path)
+                path = change.path
+                raise AddressChangedError.weight(what=what, batch=str(batch), path=path, drop=drop)
             raise HostValueChangedError.cpu_scalar(
                 what=what,
                 batch=str(batch),
@@ -385,10 +370,7 @@ def _autocast(tensor_type: str) -> torch.dtype | None:
 
 
 class ArgumentGuard:
-    """The arguments of one captured call, opened in lists, tuples and dicts.
-
-    Tensors and plain values are compared; any other object must be the same object.
-    """
+    """The arguments of one captured call, opened in lists, tuples and dicts."""
 
     def __init__(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], tensor_type: str = "cpu"
@@ -419,10 +401,7 @@ class ArgumentGuard:
     def check(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str, batch: object
     ) -> None:
-        """Raise AddressChangedError or HostValueChangedError where a call has other arguments.
-
-        About 0.3 us a tensor; does not synchronise.
-        """
+        """Raise AddressChangedError or HostValueChangedError where a call has other arguments."""
         self.check_autocast(what, batch)
         names = self._names
         if len(args) != self._count or len(kwargs) != len(names) or set(kwargs) != set(names):
@@ -436,7 +415,7 @@ class ArgumentGuard:
         for position, leaf in enumerate(self._numbers_of(leaves)):
             known = self._known[position]
             if type(known) is Placed and isinstance(leaf, torch.Tensor):
-                if _Layout.of(leaf) == known.layout:
+                if _layout(leaf) == known.layout:
                     start = leaf.data_ptr()
                     if start == known.address:
                         continue
@@ -474,14 +453,11 @@ def _passed(count: int, names: Iterable[str]) -> str:
 
 
 class Transparent:
-    """Show the attributes of ``runnable`` beside its own.
-
-    Code that looks into a model (``model.layers``, ``model.config``) works on a wrapped one too.
-    """
+    """Show the attributes of ``runnable``, as ``model.layers``, beside its own."""
 
     def __getattr__(self, name: str) -> Any:
-        # Through __dict__, because a copy has no runnable for a moment. How to copy and pickle a
-        # module is its own affair.
+        # Through __dict__, because a copy has no runnable at first. Special methods, such as those
+        # for copies and pickles, are not those of the runnable.
         if "runnable" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
             kind = type(self.__dict__.get("runnable")).__name__
             raise AttributeError(missing_attribute(type(self).__name__, kind, name))

@@ -388,8 +388,8 @@ class _Recorder(compat.DispatchMode):
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
             self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(written[0])))
         if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it
-            put_back = compat.alias(made).copy_
-            self._steps.append(HostStep(str(func), put_back, (made.clone(),), {}, []))
+            fill = compat.alias(made).copy_
+            self._steps.append(HostStep(str(func), fill, (made.clone(),), {}, []))
             return made
         if packet in _ALLOCATIONS:
             return self._moved(made, [])[0]

@@ -17,7 +17,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,11 +25,10 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
-    HostValueChangedError,
     WeightsError,
     with_article,
 )
-from cgcompile.graphs.guards import is_plain_value, same_layout
+from cgcompile.graphs.guards import Change, is_plain_value, same_layout
 from cgcompile.settings import checked
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -99,9 +98,7 @@ def opener(name: str, batch: str, captured: Any, structure: Any) -> Callable[[An
     def opened(result: Any) -> list[Any]:
         leaves, now = flatten(result)
         if now != structure:
-            raise HostValueChangedError.changed(
-                what=name, batch=batch, path="the result", now="built in another way", before="not"
-            )
+            raise Change("the result", "not", "built in another way").error(name, batch)
         return leaves
 
     if isinstance(captured, torch.Tensor):
@@ -121,10 +118,7 @@ class ReusedTensors:
         self._alike = self._comparison()
 
     def get(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors as no caller has changed them; the same tuple if none has.
-
-        Raises AddressChangedError where a caller let their memory grow, so that it moved.
-        """
+        """Return the tensors as no caller has changed them; the same tuple if none has."""
         tensors = self.tensors
         if not self._alike(*tensors):
             return self._renewed()
@@ -158,36 +152,6 @@ def _is_unchanged(tensor: torch.Tensor, kept: torch.Tensor) -> bool:
     return tensor.data_ptr() == kept.data_ptr()
 
 
-class Passed(NamedTuple):
-    """The leaves of a result that are weights or arguments: the caller gets the very objects."""
-
-    weights: Mapping[int, torch.Tensor]  # by index of the leaf
-    arguments: Mapping[int, int]  # likewise; the index among the leaves of the arguments
-    names: tuple[str, ...]  # of the keyword arguments, in the order of those leaves
-
-    @classmethod
-    def of(
-        cls, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Sequence[Any]
-    ) -> "Passed":
-        """Find the arguments of a call, and the tensors of its module, in its result."""
-        names = tuple(kwargs)
-        leaves = _argument_leaves(args, kwargs, names)
-        indices = {id(leaf): index for index, leaf in enumerate(leaves)}
-        own = {id(weight) for weight in weights}
-        tensors = {
-            item: leaf
-            for item, leaf in enumerate(flatten(result)[0])
-            if isinstance(leaf, torch.Tensor)
-        }
-        passed = {item: leaf for item, leaf in tensors.items() if id(leaf) in own}
-        arguments = {
-            item: indices[id(leaf)]
-            for item, leaf in tensors.items()
-            if item not in passed and id(leaf) in indices
-        }
-        return cls(passed, arguments, names)
-
-
 def _argument_leaves(
     args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[Any]:
@@ -195,25 +159,40 @@ def _argument_leaves(
 
 
 class ReusedResult:
-    """The result of a step: reused tensors and ``passed`` ones, in containers of each step.
+    """The result of a step: reused tensors, arguments and weights, in new containers each time."""
 
-    Of ``output`` that is neither a plain tensor nor a container, such as a parameter, is the same
-    object at each step.
-    """
-
-    def __init__(self, output: Any, passed: Passed | None = None) -> None:
-        self._output = output
-        self._passed = passed = passed or Passed({}, {}, ())
+    def __init__(
+        self,
+        output: Any,
+        result: Any = (),  # of the capture, of which ``output`` is kept
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = _NOTHING,
+        weights: Sequence[Any] = (),
+    ) -> None:
+        self._output, self._names = output, tuple(kwargs)
+        indices = {id(x): at for at, x in enumerate(_argument_leaves(args, kwargs, self._names))}
+        own = {id(weight) for weight in weights}
+        made = {
+            item: leaf
+            for item, leaf in enumerate(flatten(result)[0])
+            if isinstance(leaf, torch.Tensor)
+        }
+        passed = {item: leaf for item, leaf in made.items() if id(leaf) in own}
+        self._arguments = {  # item of the result: index among the leaves of the arguments
+            item: indices[id(leaf)]
+            for item, leaf in made.items()
+            if item not in passed and id(leaf) in indices
+        }
         leaves, _ = flatten(output)
         self._is_flat = type(output) is tuple and all(map(operator.is_, output, leaves))
         self._items = [
             item
             for item, leaf in enumerate(leaves)
-            if item not in passed.weights and item not in passed.arguments and is_reusable(leaf)
+            if item not in passed and item not in self._arguments and is_reusable(leaf)
         ]
         self._reused = ReusedTensors([leaves[item] for item in self._items])
         self._is_tensor = self._items == [0] and leaves[0] is output
-        for item, weight in passed.weights.items():
+        for item, weight in passed.items():
             leaves[item] = weight
         self._leaves = leaves
 
@@ -225,9 +204,9 @@ class ReusedResult:
         leaves = list(self._leaves)
         for item, tensor in zip(self._items, tensors, strict=True):
             leaves[item] = tensor
-        if self._passed.arguments:
-            arguments = _argument_leaves(args, kwargs, self._passed.names)
-            for item, index in self._passed.arguments.items():
+        if self._arguments:
+            arguments = _argument_leaves(args, kwargs, self._names)
+            for item, index in self._arguments.items():
                 leaves[item] = arguments[index]
         return tuple(leaves) if self._is_flat else rebuilt(self._output, leaves)
 
@@ -257,6 +236,13 @@ def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
     Raises:
         WeightsError: a name that the module does not have, or another shape.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> address = model.weight.data_ptr()
+        >>> cgcompile.update_weights(model, {"weight": torch.zeros(2, 2)})
+        >>> model.weight.data_ptr() == address
+        True
     """
     original = compat.original_of(module)
     module = module if original is None else original

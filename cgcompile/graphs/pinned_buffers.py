@@ -19,7 +19,7 @@ from cgcompile.settings import checked_but, parse_count, parsed, require, requir
 MOST_SLOTS = 2**10
 
 
-class Turns:
+class UploadRing:
     """A ring of host slots for uploads to a device; on the CPU they are done at once."""
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
@@ -81,6 +81,13 @@ class HostStaging:
 
     Raises:
         ConfigError: for a buffer, number or sentinel that cannot serve.
+
+    Example:
+        >>> buffer = torch.zeros(4, dtype=torch.int64)
+        >>> staging = cgcompile.serving.HostStaging(buffer, sentinel=-1)
+        >>> rows = staging.fill(torch.tensor([7, 8]))
+        >>> buffer
+        tensor([ 7,  8, -1, -1])
     """
 
     @checked_but("buffer", "num_slots", "sentinel")
@@ -104,7 +111,7 @@ class HostStaging:
             for memory in self._slots:
                 memory.fill_(sentinel)
         self._rows_in = [0] * num_slots  # how many rows at the front of each may hold data
-        self._turns = Turns(buffer.device, num_slots)
+        self._ring = UploadRing(buffer.device, num_slots)
         self._sentinel = sentinel
         self._real = buffer.shape[0]  # rows of the buffer that may hold no sentinel
 
@@ -131,11 +138,11 @@ class HostStaging:
             raise CaptureError.refused(op="HostStaging.fill()")
         count = rows.shape[0]
         extent = count if self._sentinel is None else max(count, self._real)
-        self._turns.follow_stream()  # also without rows: the caller reads the buffer next
+        self._ring.follow_stream()  # also without rows: the caller reads the buffer next
         if extent:
-            memory = self._written(self._turns.begin(), rows)
+            memory = self._written(self._ring.begin(), rows)
             self._target[:extent].copy_(memory[:extent], non_blocking=True)
-            self._turns.end()
+            self._ring.end()
         self._real = count
         return self.buffer[:count]
 

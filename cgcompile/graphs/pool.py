@@ -16,7 +16,7 @@ from cgcompile.graphs.device import CaptureDevice, DeviceGraph, DevicePool, chos
 from cgcompile.graphs.stale import StaleResults
 from cgcompile.locks import new_lock
 
-LENT = (
+RESULT_AS_INPUT = (
     "an input is what a replay of another graph of this pool returned: its memory is not held, and "
     "a capture may use it. Capture all in one step, or set weak_ref_output=False"
 )
@@ -42,6 +42,19 @@ class GraphPool:
     Raises:
         CaptureError: ``device`` has no graphs.
         ConfigError: it is no device.
+
+    Example:
+        >>> pool = cgcompile.GraphPool("cpu")  # for two captures that never run at the same time
+        >>> first = cgcompile.BreakableCUDAGraphCapture(pool)
+        >>> second = cgcompile.BreakableCUDAGraphCapture(pool)
+        >>> x = torch.ones(2)
+        >>> with torch.no_grad(), first:
+        ...     y = x + 1
+        >>> with torch.no_grad(), second:
+        ...     z = x * 5
+        >>> first.replay()
+        >>> y
+        tensor([2., 2.])
     """
 
     def __init__(self, device: CaptureDevice | torch.device | str | None = None) -> None:
@@ -86,7 +99,7 @@ class GraphPool:
 
     @property
     def reserved(self) -> int:
-        """Bytes that grow by what a capture takes, in microseconds; on CUDA of all the device."""
+        """A counter of bytes that grows by what a capture takes; on CUDA of the whole device."""
         return self.device.reserved() or self.held.held + self.arena.nbytes
 
     def add_owner(self, owner: Any) -> None:
@@ -119,16 +132,16 @@ class GraphPool:
             self._last_stream = self.device.current_stream()
             self.stream_key = key
 
-    def lends(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def aliases_results(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether one is memory of a graph's result: not held, a capture may use it."""
         identity, origin = compat.storage_identity, self.stale.origin
-        results = {identity(tensor.untyped_storage()) for tensor in self._lent()}
+        results = {identity(tensor.untyped_storage()) for tensor in self._weak_results()}
         return any(origin(identity(tensor.untyped_storage())) in results for tensor in tensors)
 
-    def _lent(self) -> Iterator[torch.Tensor]:
+    def _weak_results(self) -> Iterator[torch.Tensor]:
         """Yield the results of replays that do not hold their memory."""
         for user in list(self._users):
-            yield from user.lent()
+            yield from user.weak_results()
 
     def poison(self, inputs: Iterable[Any] = (), owner: Hashable = None) -> None:
         """Fill the memory of the pool and of the arena, so that reading stale values shows.
@@ -154,7 +167,7 @@ class GraphPool:
     def poison_free(self) -> None:
         """Fill what no tensor holds and no replay returned; for several users in one step."""
         if self._memory is not None:
-            kept = [tensor.untyped_storage() for tensor in self._lent()]
+            kept = [tensor.untyped_storage() for tensor in self._weak_results()]
             self._memory.poison_free([(storage.data_ptr(), storage.nbytes()) for storage in kept])
 
     def retire(self, *broken: DeviceGraph) -> None:

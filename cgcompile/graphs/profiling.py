@@ -102,6 +102,17 @@ def tracing_ranges(
     Raises:
         CaptureError: this torch was built without NVTX.
         ConfigError: something that cannot be called.
+
+    Example:
+        >>> names = []
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8)
+        >>> with torch.inference_mode():
+        ...     y = model(x), model(x)
+        ...     with cgcompile.debug.tracing_ranges(names.append, lambda: None):
+        ...         y = model(x)
+        >>> len(names)
+        2
     """
     try:
         push("cgcompile/ranges")

@@ -2,9 +2,9 @@
 
 FULL capture, capture of FX pieces and breakable capture all end here; they differ in who makes the
 breaks. A replay is one loop over steps without arguments: a graph's ``replay``, or a function with
-all arguments bound. :meth:`GraphSequence.replay` is the only way to replay: stream order, poison,
-the copies of inputs, observers and the count are written there, once; :data:`REPLAY_OF_ONE` is the
-same of a single graph as text. Where each value of a step comes from:
+all arguments bound. :meth:`GraphSequence.replay` is the way to replay: stream order, poison, the
+copies of inputs, observers and the count are written there, once; :data:`REPLAY_OF_ONE` is the same
+of a single graph as text. Where each value of a step comes from:
 
 =============================== ============================ ============================ =========
 value                           read by a graph segment      read by an eager segment     released
@@ -65,6 +65,15 @@ class GraphSegment:
         graph: the recording.
         scalars: (buffer, source) of the 0-dim CPU tensors that it reads; a replay fills each buffer
             from its source, a tensor or a slot.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8)
+        >>> with torch.inference_mode():
+        ...     y = model(x), model(x)
+        >>> sequence = model.backend.graphs[-1].recordings[0].sequence
+        >>> [type(segment).__name__ for segment in sequence.segments]
+        ['GraphSegment']
     """
 
     name: str
@@ -90,8 +99,19 @@ class EagerSegment:
         originals: (item, slot) of results that later segments read as the function returned them.
         crossings: called in order with the results, to bring them to the graphs that read them.
         stores: (item, slot) of results that later segments read as the crossings left them.
-        tails: tensors [N, ...] of N padded rows; the padding is zeroed.
+        tails: results [N, ...] with N rows of the padded batch; those after the real are zeroed.
         what: the function's name for profilers; ``name`` if left out.
+
+    Example:
+        >>> def attend(x):
+        ...     return nn.functional.scaled_dot_product_attention(x, x, x) + 1
+        >>> model = cgcompile.compile(attend, cudagraph_mode="PIECEWISE")
+        >>> x = torch.randn(1, 4, 8)
+        >>> with torch.inference_mode():
+        ...     y = model(x), model(x)
+        >>> sequence = model.backend.graphs[-1].recordings[0].sequence
+        >>> [type(segment).__name__ for segment in sequence.segments]
+        ['EagerSegment', 'GraphSegment']
     """
 
     name: str
@@ -117,14 +137,6 @@ StepObserver = Callable[[int, Callable[[], Any]], Any]
 """Called with the index and the step of each segment; runs the step, or something in its place."""
 
 
-@dataclass(slots=True)
-class StepStats:
-    """Counts of the replays of one recorded step, without its capturing call."""
-
-    replays: int = 0
-    padding: int = 0  # rows of all of them, where callers passed how many are real
-
-
 # ``GraphSequence.replay`` of a sequence for which ``is_one_graph`` holds; see ``names_of_one``.
 REPLAY_OF_ONE = f"""\
 if stream_key() != pool.stream_key:
@@ -133,10 +145,10 @@ if {PROFILING[0]} or observers():
     run_observed(sequence, sequence.steps)
 else:
     replay()
-stats.replays += 1
+sequence.replays += 1
 real = context.num_unpadded_tokens
 if real is not None and real < rows:
-    stats.padding += rows - real
+    sequence.padding += rows - real
 """
 
 
@@ -162,7 +174,16 @@ class GraphSequence:
         slots: the values of the present step; empty between steps.
         prepare: called with the inputs before each replay, on its stream, to fill copies of inputs
             or to poison memory; None for nothing. May be set.
-        stats: counts the replays.
+        replays: how many there were, without the capturing call.
+        padding: padded rows of all replays whose caller passed how many are real.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8)
+        >>> with torch.inference_mode():
+        ...     y = model(x), model(x)
+        >>> print(model.backend.graphs[-1].recordings[0].sequence.text())
+        graph step
     """
 
     def __init__(
@@ -180,7 +201,7 @@ class GraphSequence:
         self.segments = tuple(segments)
         self.name, self.batch, self.rows = name, batch, rows
         self.prepare: Callable[[Sequence[Any]], None] | None = None
-        self.stats = StepStats()
+        self.replays = self.padding = 0
         self._pool = pool
         self._stream_key = None if pool is None else pool.device.stream_key
         self.slots: list[Any] = [None] * slots
@@ -259,7 +280,7 @@ class GraphSequence:
             pool.follow_stream()
         if self.prepare is not None:
             self.prepare(inputs)
-        slots, steps, stats = self.slots, self.steps, self.stats
+        slots, steps = self.slots, self.steps
         for slot, position in self._inputs:
             slots[slot] = inputs[position]
         padding = 0
@@ -278,8 +299,8 @@ class GraphSequence:
         except BaseException:
             self.clear()
             raise
-        stats.replays += 1
-        stats.padding += padding
+        self.replays += 1
+        self.padding += padding
         return slots
 
     def run_once(self) -> None:
@@ -308,7 +329,6 @@ class GraphSequence:
             "profiler": PROFILING[1],
             "observers": OBSERVERS.get,
             "run_observed": run_observed,
-            "stats": self.stats,
             "rows": self.rows,
         }
 
@@ -392,11 +412,8 @@ class GraphSequence:
 
 @cache
 def _binder(live: tuple[bool, ...]) -> Callable[..., Callable[[], Any]]:
-    """Return what binds arguments: ``(function, slots, *args) -> (() -> result)``.
-
-    ``live`` arguments are indices of slots, read at each call. Text, so that a call builds no
-    list: ``lambda: function(a0, slots[a1], a2)``.
-    """
+    """Return what binds arguments: ``(function, slots, *args) -> (() -> result)``."""
+    # Text, so that a call builds no list: ``lambda: function(a0, slots[a1], a2)``.
     names = [f"a{index}" for index in range(len(live))]
     values = [f"slots[{a}]" if is_slot else a for a, is_slot in zip(names, live, strict=True)]
     parameters, values_text = ", ".join(["function", "slots", *names]), ", ".join(values)

@@ -7,7 +7,7 @@ result share its storage, and raise as well. Graphs and eager segments read thro
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,29 +26,21 @@ def check_debug(debug: bool) -> None:
         )
 
 
-class _Result(NamedTuple):
-    """A result that was handed out."""
-
-    storage: torch.UntypedStorage  # its own; it does not keep the memory
-    origin: torch.UntypedStorage  # that of the step's result, which keeps it after a capture
-    text: str  # of the error where it is touched
-
-
 class StaleResults:
     """The results that callers may hold, by the owner of their memory."""
 
     def __init__(self) -> None:
-        self._results: dict[Hashable, list[_Result]] = {}
+        # By owner: the storage of a result, which does not keep the memory; that of the step's
+        # result, which keeps it after a capture; the text of the error where it is touched.
+        self._results: dict[
+            Hashable, list[tuple[torch.UntypedStorage, torch.UntypedStorage, str]]
+        ] = {}
         self._steps = 0
 
-    def hand_out(
+    def track(
         self, leaves: Sequence[Any], owns: Callable[[int], bool], owner: Hashable, what: str
     ) -> list[Any]:
-        """Return the leaves of a result of step ``what``, with storages of their own.
-
-        The next step of ``owner`` overwrites the memory at the addresses that ``owns`` accepts;
-        leaves in other memory stay as they are.
-        """
+        """Return the leaves of a result, those that ``owns`` accepts with own storages."""
         self._steps += 1
         known: dict[int, torch.UntypedStorage] = {}  # results that share memory share a storage
         results = self._results.setdefault(owner, [])
@@ -60,7 +52,7 @@ class StaleResults:
             if start not in known:
                 known[start] = compat.weak_storage(start, nbytes, leaf.device)
                 text = stale_result(item, what, self._steps)
-                results.append(_Result(known[start], leaf.untyped_storage(), text))
+                results.append((known[start], leaf.untyped_storage(), text))
             return compat.laid_over(known[start], leaf)
 
         return [own(item, leaf) for item, leaf in enumerate(leaves)]
@@ -69,13 +61,13 @@ class StaleResults:
         """Make the results of an owner raise, except ``inputs`` of its step that runs next."""
         tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
         read = {compat.storage_identity(tensor.untyped_storage()) for tensor in tensors}
-        results = self._results.pop(owner, [])
-        self._results[owner] = []
+        results, self._results[owner] = self._results.get(owner, []), []
         for result in results:
-            if compat.storage_identity(result.storage) in read:
+            storage, _, text = result
+            if compat.storage_identity(storage) in read:
                 self._results[owner].append(result)
             else:
-                compat.expire_storage(result.storage, result.text)
+                compat.expire_storage(storage, text)
 
     def clear(self) -> None:
         """Make all results raise: their memory is released."""
@@ -85,7 +77,7 @@ class StaleResults:
 
     def origin(self, identity: int) -> int:
         """Return the identity of the storage that a result was made of; ``identity`` otherwise."""
-        for result in chain.from_iterable(self._results.values()):
-            if compat.storage_identity(result.storage) == identity:
-                return compat.storage_identity(result.origin)
+        for storage, origin, _ in chain.from_iterable(self._results.values()):
+            if compat.storage_identity(storage) == identity:
+                return compat.storage_identity(origin)
         return identity

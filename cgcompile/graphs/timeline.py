@@ -1,12 +1,13 @@
-"""When what was captured, how long it took and how much memory: :class:`Timeline`.
+"""What calls did, and what was captured, when, and with how much memory: :class:`Timeline`.
 
 Every compiled graph and every wrapper keeps one. Captures and refusals go into torch's structured
 trace as well, where one is written: ``TORCH_TRACE=folder``, to be read with tlparse.
 """
 
+import logging
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +18,10 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.context import BatchDescriptor, callers_context
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.locks import new_lock
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason, warn_of
+
+log = logging.getLogger(__name__)
 
 _MOST = 4096  # captures that are remembered, the last ones
 
@@ -36,6 +40,15 @@ class CaptureRecord:
             device, through any code; the driver's own memory for graphs is not in it.
         segments: what was recorded, in order, as lines of text; none where it was refused.
         why: why nothing is kept of it, or None.
+
+    Example:
+        >>> model = cgcompile.compile(nn.Linear(8, 8))
+        >>> with torch.inference_mode():
+        ...     for _ in range(2):
+        ...         y = model(torch.randn(4, 8))
+        >>> (record,) = cgcompile.debug.timeline(model)
+        >>> record.mode.name, record.why
+        ('FULL', None)
     """
 
     name: str
@@ -52,22 +65,79 @@ class CaptureRecord:
         return {**asdict(self), "mode": self.mode.name, "segments": list(self.segments)}
 
 
-@dataclass
-class CaptureOutcome:
-    """How a capture ends: the caller of :meth:`Timeline.capture` sets one of the two."""
-
-    sequence: GraphSequence | None = None
-    why: str = "nothing was recorded"
-
-
 class Timeline:
-    """The captures of one owner, in order; the last few thousand."""
+    """Counts what the calls of one owner did, and keeps its last captures, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, warns: bool = True) -> None:
+        # Reasons that were warned of; a handle shares them among its graphs. None: no warnings.
+        self.warned: set[Reason] | None = set() if warns else None
+        self.live = Counters()  # grows with each call
+        self._lock = new_lock()
         self._records: deque[CaptureRecord] = deque(maxlen=_MOST)
         self._by_sequence: WeakKeyDictionary[GraphSequence, CaptureRecord] = WeakKeyDictionary()
-        self._refused: dict[Reason, str] = {}
         self._compile_id = compat.current_compile_id()
+
+    # -------------------------------------------------------------- calls
+
+    @property
+    def counters(self) -> Counters:
+        """A copy of the counters."""
+        with self._lock:
+            return self.live + Counters()
+
+    def captured(self) -> None:
+        """Count a call that captured."""
+        with self._lock:
+            self.live.calls += 1
+            self.live.captures += 1
+
+    def replayed(self) -> None:
+        """Count a call that replayed."""
+        with self._lock:
+            self.live.calls += 1
+            self.live.replays += 1
+
+    def failed(self) -> None:
+        """Count a call that raised."""
+        with self._lock:
+            self.live.calls += 1
+            self.live.failures += 1
+
+    def plain(self, why: Fallback) -> None:
+        """Count a call without a graph; the forward context, if a caller has set one, gets why."""
+        if self._count(self.live.plain, why, 1):
+            log.info("a step runs without graphs: %s", why)
+            self._warn(why)
+        context = callers_context()
+        if context is not None:
+            context.ran_plain = why
+
+    def degraded(self, why: Fallback) -> None:
+        """Count a call that takes a lesser mode than was requested."""
+        if self._count(self.live.degraded, why, 0):
+            self._warn(why, "in a lesser mode than was requested")
+
+    def _count(self, counts: Counter[Reason], why: Fallback, calls: int) -> bool:
+        """Count a fallback; trace it, and return True, where its detail is new."""
+        with self._lock:
+            self.live.calls += calls
+            counts[why.reason] += 1
+            new = self.live.details.get(why.reason) != why.detail
+            self.live.details[why.reason] = why.detail
+        if new:
+            found = {"reason": why.reason.value, "detail": why.detail}
+            compat.trace_artifact("cgcompile_refusal", lambda: found, self._compile_id)
+        return new
+
+    def _warn(self, why: Fallback, how: str = "without a CUDA graph") -> None:
+        """Warn of the first fallback of a reason that a user can avoid."""
+        warned = self.warned
+        if warned is None or why.reason in warned or why.reason in EXPECTED:
+            return
+        warned.add(why.reason)
+        warn_of("a step", why, how)
+
+    # -------------------------------------------------------------- captures
 
     @property
     def records(self) -> tuple[CaptureRecord, ...]:
@@ -85,44 +155,25 @@ class Timeline:
         name: str,
         mode: CUDAGraphMode,
         batch: BatchDescriptor,
-        before: int | None = None,
-    ) -> Iterator[CaptureOutcome]:
-        """Record the capture inside; ``before``: ``pool.reserved`` ahead of it, if not as now."""
-        outcome = CaptureOutcome()
+        before: int | None = None,  # ``pool.reserved`` ahead of the capture, if not as now
+    ) -> Iterator[Callable[[GraphSequence | str], None]]:
+        """Record the capture inside; call the value with its sequence, or with why it has none."""
+        outcomes: list[GraphSequence | str] = ["nothing was recorded"]
         before = pool.reserved if before is None else before
         start, begun = time.time(), time.perf_counter()
         try:
-            yield outcome
+            yield outcomes.append
         except BaseException as error:
-            outcome.sequence, outcome.why = None, f"{type(error).__name__}: {error}"
+            outcomes.append(f"{type(error).__name__}: {error}")
             raise
         finally:
-            seconds = time.perf_counter() - begun
-            sequence = outcome.sequence
-            text = "" if sequence is None else sequence.text()
-            grown, why = pool.reserved - before, outcome.why if sequence is None else None
-            lines = tuple(text.splitlines())
+            seconds, outcome = time.perf_counter() - begun, outcomes[-1]
+            why = outcome if isinstance(outcome, str) else None
+            text = "" if isinstance(outcome, str) else outcome.text()
+            grown, lines = pool.reserved - before, tuple(text.splitlines())
             record = CaptureRecord(name, mode, str(batch), start, seconds, grown, lines, why)
             self._records.append(record)
             compat.trace_artifact("cgcompile_capture", record.to_dict, self._compile_id)
-            if sequence is not None:
-                self._by_sequence[sequence] = record
+            if not isinstance(outcome, str):
+                self._by_sequence[outcome] = record
                 compat.trace_artifact("cgcompile_sequence", lambda: text, self._compile_id)
-
-    def plain(self, why: Fallback) -> None:
-        """Note a step without a graph; its forward context, if a caller has set one, gets why."""
-        context = callers_context()
-        if context is not None:
-            context.ran_plain = why
-        self.refused(why)
-
-    def refused(self, why: Fallback) -> None:
-        """Trace why a step has no graph, or a lesser one; once for each detail."""
-        if self._refused.get(why.reason) == why.detail:
-            return
-        self._refused[why.reason] = why.detail
-        compat.trace_artifact(
-            "cgcompile_refusal",
-            lambda: {"reason": why.reason.value, "detail": why.detail},
-            self._compile_id,
-        )

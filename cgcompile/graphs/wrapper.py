@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -50,13 +50,13 @@ from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import DeviceGraph, capture_device
 from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, Transparent, WeightsGuard
-from cgcompile.graphs.outputs import Passed, ReusedResult, flatten, is_record, is_reusable, rebuilt
-from cgcompile.graphs.pool import LENT, GraphPool
+from cgcompile.graphs.outputs import ReusedResult, flatten, is_record, is_reusable, rebuilt
+from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, StepObserver
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
-from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
+from cgcompile.reasons import EXPECTED, Fallback, Reason
 from cgcompile.settings import checked_but, require_callable, require_fields
 
 log = logging.getLogger(__name__)
@@ -76,11 +76,17 @@ class CUDAGraphOptions:
         gc_disable: do not collect garbage before a capture. Collecting costs 30 ms and more, and
             gives the memory of dead tensors back; a bulk capture does it once.
             Automatic collection is off inside of every capture in any case.
-        weak_ref_output: let the outputs of a capture go when the caller drops them, so that later
+        weak_ref_output: release the outputs of a capture when the caller drops them, so that later
             captures of the pool use their memory. False keeps the memory of each descriptor's
             outputs for itself, so that they outlive the replays of other descriptors.
         debug_breaks: find tensors that an eager break creates and leaves for captured ops to read,
             instead of returning them. Slow; for breakable wrappers.
+
+    Example:
+        >>> options = cgcompile.CUDAGraphOptions(gc_disable=True)
+        >>> step = cgcompile.CUDAGraphWrapper(nn.Linear(8, 8), cudagraph_options=options)
+        >>> step.counters.captures  # none before the first call
+        0
     """
 
     debug_log_enable: bool = True
@@ -92,7 +98,7 @@ class CUDAGraphOptions:
         require_fields(self)
 
 
-class Whole:
+class ManagedStep:
     """A step of a manager around its model, as a callable; ``unwrap`` returns the model."""
 
     compares_weights = True  # the manager does
@@ -117,14 +123,26 @@ class CUDAGraphEntry:
 
     Attributes:
         batch_descriptor: the key.
-        sequence: the recording; ``sequence.replay()`` runs it, ``sequence.stats`` counts that.
+        sequence: the recording; ``sequence.replay()`` runs it, ``sequence.replays`` counts that.
         output: where a replay leaves its results: tensors in pool memory, valid until another graph
             of the pool runs; and memory from outside of the pool, held here. Not to be changed.
         guard: compares the arguments; None where the owner of the wrapper does.
         weights: compares the parameters and buffers; None likewise.
         needs_grad: whether gradients would be due if grad mode were on.
-        passed: which leaves of the result are arguments or weights; None without :meth:`result`.
+        reused: makes the result of each replay; None where the owner of the wrapper does.
         fields: compares the fields of objects among the arguments; None without such objects.
+
+    Example:
+        >>> step = cgcompile.CUDAGraphWrapper(nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8)
+        >>> context = cgcompile.set_forward_context(
+        ...     cudagraph_runtime_mode="FULL", batch_descriptor=cgcompile.BatchDescriptor(4)
+        ... )
+        >>> with torch.inference_mode(), context:
+        ...     for _ in range(3):
+        ...         y = step(x)
+        >>> [entry.batch_descriptor.num_tokens for entry in step.entries]
+        [4]
     """
 
     batch_descriptor: BatchDescriptor
@@ -133,7 +151,7 @@ class CUDAGraphEntry:
     guard: ArgumentGuard | None
     weights: WeightsGuard | None
     needs_grad: bool
-    passed: Passed | None = None
+    reused: ReusedResult | None = None
     fields: FieldsGuard | None = None
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
@@ -150,10 +168,6 @@ class CUDAGraphEntry:
         if self.weights is not None:
             self.weights.check(what, self.batch_descriptor)
 
-    @cached_property
-    def _reused(self) -> ReusedResult:
-        return ReusedResult(self.output, self.passed)
-
     def result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return :attr:`output` of a replay, in objects that a caller may change.
 
@@ -163,7 +177,7 @@ class CUDAGraphEntry:
         Raises:
             AddressChangedError: a caller let the memory of an earlier result grow.
         """
-        return self._reused.get(args, kwargs)
+        return (self.reused or ReusedResult(self.output)).get(args, kwargs)
 
     @property
     def graph(self) -> DeviceGraph:
@@ -191,11 +205,8 @@ class Captured:
 
 
 def kept_output(result: Any, pool: GraphPool, weakly: bool) -> tuple[Any, list[int]]:
-    """Return what an entry keeps of a result, and where the memory of each leaf begins, or 0.
-
-    Memory of the pool is kept ``weakly`` on demand. No plain tensor is one that the caller gets,
-    who may change it.
-    """
+    """Return what an entry keeps of a result, and where the memory of each leaf begins, or 0."""
+    # Aliases, never the tensors of the caller, who may change them.
     starts: list[int] = []
     known: dict[tuple[int, int], torch.UntypedStorage | None] = {}  # by address and bytes
 
@@ -301,6 +312,18 @@ class CUDAGraphWrapper(Transparent):
     Raises:
         DispatchError: ``runtime_mode`` is not PIECEWISE or FULL.
         ConfigError: an argument is of another kind than above.
+
+    Example:
+        >>> step = cgcompile.CUDAGraphWrapper(nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8)
+        >>> context = cgcompile.set_forward_context(
+        ...     cudagraph_runtime_mode="FULL", batch_descriptor=cgcompile.BatchDescriptor(4)
+        ... )
+        >>> with torch.inference_mode(), context:
+        ...     for _ in range(3):
+        ...         y = step(x)
+        >>> step.counters.captures, step.counters.replays
+        (1, 2)
     """
 
     _executes = False  # whether :meth:`_record_step` runs the step as well
@@ -325,7 +348,8 @@ class CUDAGraphWrapper(Transparent):
         self.config = CompilationConfig() if config is None else config
         self.runtime_mode = runtime_mode
         self.options = CUDAGraphOptions() if cudagraph_options is None else cudagraph_options
-        self.counters, self.closed, self.timeline = Counters(), False, Timeline()
+        self.timeline, self.closed = Timeline(self.config.warn_fallbacks), False
+        self.counters = self.timeline.live
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
         # One entry each, or with on_input_change="recapture" several, the one used last first.
@@ -356,13 +380,10 @@ class CUDAGraphWrapper(Transparent):
             HostValueChangedError: an input has another value, layout or structure.
             BaseException: what ``runnable`` raised, unchanged; no graph is kept then.
         """
-        with self._lock:
-            self.counters.calls += 1
         try:
             return self._dispatch(callers_context(), args, kwargs)
         except BaseException:
-            with self._lock:
-                self.counters.failures += 1
+            self.timeline.failed()
             raise
 
     def _dispatch(
@@ -400,11 +421,8 @@ class CUDAGraphWrapper(Transparent):
     def _plain(self, why: Fallback, run: Callable[[], Any]) -> Any:
         """Return ``run()``, a step without a graph, and count that; with ``strict`` raise."""
         if self.config.strict and why.reason not in EXPECTED:
-            raise DispatchError.strict(what=self.name, reason=why.reason.value, detail=why.detail)
+            raise DispatchError.strict(what=self.name, why=why)
         result = run()
-        with self._lock:
-            self.counters.plain[why.reason] += 1
-            self.counters.details[why.reason] = why.detail
         self.timeline.plain(why)
         return result
 
@@ -461,8 +479,8 @@ class CUDAGraphWrapper(Transparent):
             self._pool.add_user(self)
         if self.config.on_input_change == "copy":
             raise DispatchError.cannot_copy(what=self.name)
-        if self._pool.lends(compat.tree_tensors((args, kwargs))):
-            return Fallback(Reason.UNSUPPORTED_INPUT, LENT)
+        if self._pool.aliases_results(compat.tree_tensors((args, kwargs))):
+            return Fallback(Reason.UNSUPPORTED_INPUT, RESULT_AS_INPUT)
         if self._guarded:
             fields = FieldsGuard.of(args, kwargs, self._pool.device.tensor_type)
             if fields is not None and not fields.complete:
@@ -475,7 +493,7 @@ class CUDAGraphWrapper(Transparent):
         mode, descriptor = key
         if self._debug:
             self._expire(descriptor, args, kwargs)
-        with self.timeline.capture(self._pool, self.name, mode, descriptor) as outcome:
+        with self.timeline.capture(self._pool, self.name, mode, descriptor) as ended:
             why, captured = GRADIENTS, None
             try:
                 captured = self.record(descriptor, args, kwargs, wait=False)
@@ -484,14 +502,14 @@ class CUDAGraphWrapper(Transparent):
             if captured is not None and captured.refused is None:
                 result = captured.run()
                 self.keep(captured.entry, mode)
-                self.counters.captures += 1
-                outcome.sequence = captured.entry.sequence
+                ended(captured.entry.sequence)
                 if self._debug:
                     result = self._tracked(captured.entry, result, args, kwargs)
+                self.timeline.captured()
                 return None, result
             if captured is not None:
                 why = Fallback(Reason.CAPTURE_FAILED, str(captured.refused).splitlines()[0])
-            outcome.why = why.detail
+            ended(why.detail)
         if why.reason is Reason.GRADIENTS:
             self._grads.add(descriptor)
         elif why.reason is Reason.CAPTURE_FAILED:
@@ -549,7 +567,7 @@ class CUDAGraphWrapper(Transparent):
                 ArgumentGuard(args, kwargs, tensor_type),
                 weights,
                 reads_grad or holds_parameters_with_grad(self.runnable),
-                Passed.of(result, args, kwargs, weights.objects),
+                ReusedResult(output, result, args, kwargs, weights.objects),
                 FieldsGuard.of(args, kwargs, tensor_type),
             )
         return Captured(entry, result, starts, self._executes, refused)
@@ -578,12 +596,12 @@ class CUDAGraphWrapper(Transparent):
                 )
             except BaseException:
                 if rebinding is not None:
-                    rebinding.put_back(tensors_alone=True)  # which hold nothing
+                    rebinding.restore(tensors_alone=True)  # which hold nothing
                 raise
         if rebinding is not None:
             error = rebinding.error(self.name)
             if error is not None:
-                rebinding.put_back()
+                rebinding.restore()
                 raise error
         return GraphSequence((GraphSegment(self.name, graph),), pool=pool), result, None
 
@@ -617,17 +635,18 @@ class CUDAGraphWrapper(Transparent):
         if entry.guard is not None:
             entry.guard.check_autocast(self.name, entry.batch_descriptor)
         entry.sequence.replay(inputs, None, observer)
-        self.counters.calls += 1
-        self.counters.replays += 1
+        self.timeline.replayed()
         return entry.output
 
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._debug:
             self._expire(entry.batch_descriptor, args, kwargs)
+        result = entry.result(args, kwargs)  # first: raises where a graph would write freed memory
         entry.sequence.replay((args, kwargs))
-        self.counters.replays += 1
-        result = entry.result(args, kwargs)
-        return self._tracked(entry, result, args, kwargs) if self._debug else result
+        if self._debug:
+            result = self._tracked(entry, result, args, kwargs)
+        self.timeline.replayed()
+        return result
 
     def _poisoning(self) -> Callable[[Sequence[Any]], None] | None:
         """Return what poisons before each replay; it holds the pool, not the wrapper: no cycle."""
@@ -659,7 +678,7 @@ class CUDAGraphWrapper(Transparent):
         arguments = {id(tensor) for tensor in compat.tree_tensors((args, kwargs))}
         leaves, _ = flatten(result)
         own = [None if id(leaf) in arguments else leaf for leaf in leaves]
-        tracked = self._pool.stale.hand_out(
+        tracked = self._pool.stale.track(
             own, self._pool.holds, self._owner(descriptor), f"{self.name}, {descriptor}"
         )
         pairs = zip(leaves, tracked, strict=True)
@@ -697,7 +716,7 @@ class CUDAGraphWrapper(Transparent):
         """The memory of the graphs; None before the first capture, if no pool was passed."""
         return self._pool
 
-    def lent(self) -> Iterator[torch.Tensor]:
+    def weak_results(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that replays return and that do not hold their memory."""
         if self._pool is not None and self.options.weak_ref_output:
             outputs = compat.tree_tensors([entry.output for entry in self.entries])

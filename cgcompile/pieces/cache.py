@@ -46,50 +46,9 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.passes.printer import GraphText, Unnameable
-from cgcompile.passes.split import SplitGraph
 from cgcompile.version import __version__
 
 log = logging.getLogger(__name__)
-
-# ---------------------------------------------------------------- structured trace (TORCH_TRACE)
-
-
-def trace_split(split: SplitGraph) -> None:
-    """Write a split to torch's structured trace, before its pieces are compiled."""
-    compat.trace_artifact("cgcompile_split", split.text)
-    compat.trace_artifact("cgcompile_split_data", lambda: split_data(split))
-
-
-def trace_code(source: str, artifacts: str, compilation: object) -> None:
-    """Write the generated step and the record of the compilation to torch's structured trace."""
-    compat.trace_artifact("cgcompile_code", lambda: source)
-    compat.trace_artifact("cgcompile_compilation", lambda: f"{compilation}\n\n{artifacts}\n")
-
-
-def split_data(split: SplitGraph) -> dict[str, Any]:
-    """Return a split as plain data."""
-    return {
-        "device": str(split.device),
-        "sizes": {name: str(dim) for name, dim in split.symbols.dims.items()},
-        "crossing_bytes": split.symbols.pretty(split.crossing_bytes()),
-        "graph_break": split.graph_break,
-        "pieces": [
-            {
-                "name": piece.name,
-                "captured": piece.capture,
-                "compiled": piece.compiled,
-                "same_as": f"piece_{piece.same_as}",
-                "support": piece.support.name,
-                "num_ops": piece.num_ops,
-                "why": [{"reason": why.reason.value, "detail": why.detail} for why in piece.why],
-                "lines": [{"where": where, "code": code} for where, code in piece.lines],
-                "inputs": list(piece.inputs),
-                "outputs": list(piece.outputs),
-            }
-            for piece in split.pieces
-        ],
-    }
-
 
 # ---------------------------------------------------------------- facts and keys
 
@@ -125,16 +84,15 @@ def facts_of_piece(module: fx.GraphModule, fake_inputs: Sequence[Any]) -> dict[s
 
 def _sizes(text: GraphText, fake_inputs: Sequence[Any]) -> list[str]:
     """Return the ranges of all symbols, and the guards on them so far."""
-    shapes = compat.Shapes.of(value for value in fake_inputs if isinstance(value, torch.SymInt))
-    if text.symbols and shapes is None:
+    envs = [size.node.shape_env for size in fake_inputs if isinstance(size, torch.SymInt)]
+    if text.symbols and not envs:
         raise Unnameable("a size of its tensors is not among its inputs")
     own = list(text.symbols)
     guards = sorted(compat.SizeGuards(fake_inputs).known(), key=str)
     texts = sorted(text.expression(guard) for guard in guards)
     rows = []
     for symbol, name in text.symbols.items():
-        assert shapes is not None
-        lower, upper = shapes.bounds(symbol)
+        lower, upper = compat.Shapes(envs[0]).bounds(symbol)
         rows.append(f"{lower} <= {name} <= {upper}" + ("" if symbol in own else " elsewhere"))
     return rows + texts
 
@@ -160,10 +118,8 @@ _WORK = "inductor-"  # prefix of the folders in a store's folder that hold Induc
 
 
 def cache_folder(config: CompilationConfig) -> Path | None:
-    """Return the folder in which a configuration keeps artifacts; None for no cache.
-
-    A home that cannot be determined (no ``HOME``, no entry in passwd) means no cache.
-    """
+    """Return the folder in which a configuration keeps artifacts; None for no cache."""
+    # A home that cannot be determined (no ``HOME``, no entry in passwd) means no cache.
     if config.cache_dir == "off":
         return None
     folder = config.cache_dir
@@ -297,10 +253,8 @@ class Store:
             raise OSError(0, str(error)) from None
 
     def work_folder(self, name: str) -> Path | None:
-        """Create a folder in this one for the files of a compiler; None if it cannot be used.
-
-        A file is written there: permissions do not show a full or read-only disk.
-        """
+        """Create a folder in this one for the files of a compiler; None if it cannot be used."""
+        # A file is written there: permissions do not show a full or read-only disk.
         work, usable = Store(self.folder / (_WORK + name)), False
         with self._failures_logged("cannot be written ({}): nothing is kept"):
             self._make()
@@ -316,7 +270,7 @@ class Store:
     def discard(self, kind: str, key: str, reason: str) -> None:
         """Remove an entry that cannot be used."""
         path = self._path(kind, key)
-        log.warning("%s: removed, it will be made again: %s", path, reason)
+        log.warning("%s: removed, it will be compiled again: %s", path, reason)
         _unlink(path)
 
     def entries(self) -> Iterator[Entry]:
@@ -526,10 +480,9 @@ class PieceCache:
 
 
 class Compiling:
-    """Compile the pieces of one graph; within ``with``, Inductor's files are in the cache folder.
+    """Compile the pieces of one graph; inside, Inductor's files are in the cache folder."""
 
-    A compiler of the user's is neither kept nor shared: its changes cannot be detected.
-    """
+    # A compiler of the user's is neither kept nor shared: its changes cannot be detected.
 
     def __init__(
         self, cache: PieceCache, compiler: PieceCompiler, config: CompilationConfig

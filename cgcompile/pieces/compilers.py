@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from tqdm import tqdm
 
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
@@ -21,6 +20,7 @@ from cgcompile.passes.nodes import COMPUTING, toggles_state, value
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceCompiler
 from cgcompile.pieces.size_ranges import Runnable, Variant, Variants
+from cgcompile.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,8 @@ def compile_pieces(
     variants = Variants(split, config)
     compiled: dict[int, Runnable] = {}
     distinct = [piece for piece in split.distinct if piece.compiled]
-    progress = tqdm(distinct, desc="cgcompile: pieces", unit="piece", disable=None, leave=False)
-    with torch.no_grad(), progress, Compiling(cache, compiler, config) as work:
-        for piece in progress:
+    with torch.no_grad(), Compiling(cache, compiler, config) as work:
+        for piece in progress(distinct, "cgcompile: pieces", "piece"):
             artifacts = []
             for variant in variants.of(piece):
                 log.debug("compiling %s (%d ops) with %s", variant.name, piece.num_ops, name)
@@ -93,11 +92,9 @@ def _compile_one(variant: Variant, work: Compiling, name: str) -> Runnable:
 
 
 def _without_inference_mode(gm: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
-    """Return a piece without the nodes that enter inference mode, and whether it was all inside.
-
-    torch 2.11 cannot trace these nodes and crashes the process. A piece is compiled without
-    gradients anyway; one that was all inside runs in inference mode as a whole instead.
-    """
+    """Return a piece without the nodes that enter inference mode, and whether it was all inside."""
+    # torch 2.11 cannot trace these nodes and crashes the process. A piece is compiled without
+    # gradients anyway; one that was all inside runs in inference mode as a whole instead.
     if not gm.graph.find_nodes(op="call_function", target=compat.ENTER_INFERENCE_MODE):
         return gm, False
     gm, depth, covered = compat.copied(gm), 0, True

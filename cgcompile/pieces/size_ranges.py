@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -220,11 +219,9 @@ def _check(
 
 
 def reader(inputs: Sequence[Any], symbol: sympy.Symbol) -> Reader | None:
-    """Return a function of a piece's inputs that returns the value of one symbol, or None.
-
-    It reads an input that is that number, or has it as a size, or has a size from which it follows
-    (``2*s0``, ``s0 + 1``), in this order. ``inputs`` are the fake values.
-    """
+    """Return a function of a piece's inputs that returns the value of one symbol, or None."""
+    # It reads an input that is that number, or has it as a size, or has a size from which it
+    # follows (``2*s0``, ``s0 + 1``), in this order. ``inputs`` are the fake values.
     sizes: list[tuple[Any, Reader]] = [(size, itemgetter(k)) for k, size in enumerate(inputs)]
     for k, tensor in enumerate(inputs):
         if isinstance(tensor, torch.Tensor):
@@ -272,10 +269,7 @@ class Artifact:
 
 
 class Ranged:
-    """A piece with several artifacts: run the one for the value of ``dim``, which ``read`` reads.
-
-    ``rest``, described by ``rest_is``, runs where no artifact may.
-    """
+    """Run the artifact of a piece for the value of ``dim``, which ``read`` reads; else ``rest``."""
 
     def __init__(
         self,
@@ -288,23 +282,22 @@ class Ranged:
     ) -> None:
         self._name, self._dim, self._read = name, dim, read
         self._rest, self._rest_is = rest, rest_is
-        single = [entry for entry in artifacts if entry.sizes.first == entry.sizes.last]
-        ranges = [entry for entry in artifacts if entry.sizes.first != entry.sizes.last]
-        self._single: dict[int, list[Artifact]] = {}  # a range may have one size, too
-        for entry in single:
-            self._single.setdefault(entry.sizes.first, []).append(entry)
-        self._ranges = sorted(ranges, key=lambda entry: entry.sizes.first)
+        self._artifacts = sorted(artifacts, key=_one_size_first)
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         size = self._read(inputs)
-        for artifact in [*self._single.get(size, []), *self._ranges]:
+        for artifact in self._artifacts:
             if size in artifact.sizes and (artifact.holds is None or artifact.holds(inputs)):
                 return artifact.run(*inputs)
         return self._rest(*inputs)
 
     def __str__(self) -> str:
-        rows = [f"  {entry}" for entry in (*chain(*self._single.values()), *self._ranges)]
+        rows = [f"  {entry}" for entry in self._artifacts]
         return "\n".join([f"{self._name} by {self._dim}", *rows, f"  otherwise {self._rest_is}"])
+
+
+def _one_size_first(artifact: Artifact) -> tuple[bool, int]:
+    return artifact.sizes.first != artifact.sizes.last, artifact.sizes.first
 
 
 def artifacts_text(split: SplitGraph, runnables: Sequence[Runnable]) -> str:

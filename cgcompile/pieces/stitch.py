@@ -25,16 +25,14 @@ from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.passes import split_graph
-from cgcompile.passes.split import Piece, Ref, SplitGraph
+from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.pieces.compilers import Runnable
 
 
-def split_as_set(gm: fx.GraphModule, config: CompilationConfig) -> tuple[SplitGraph, Boundaries]:
-    """Split a pre-grad graph of Dynamo, and return the boundaries that its pieces may contain.
-
-    Mode PIECEWISE cuts at boundaries. Any other leaves them in the piece, whose support of a FULL
-    graph is the least of theirs. The graph is changed but computes the same.
-    """
+def split_by_config(gm: fx.GraphModule, config: CompilationConfig) -> tuple[SplitGraph, Boundaries]:
+    """Split a pre-grad graph of Dynamo, and return the boundaries that its pieces may contain."""
+    # Mode PIECEWISE cuts at boundaries. Any other leaves them in the piece, whose support of a FULL
+    # graph is the least of theirs. The graph is changed but computes the same.
     if config.mode is not CompilationMode.PIECEWISE:
         return _unsplit(gm, config)
     boundaries = Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops)
@@ -150,13 +148,13 @@ def _last_uses(split: SplitGraph, calls: list[Piece]) -> dict[str, int]:
         for name in (*piece.inputs, *piece.outputs):
             if name in outputs:
                 last[name] = position
-    returned = {item.name for item in compat.tree_leaves(split.result) if isinstance(item, Ref)}
+    returned = {item.name for item in compat.tree_leaves(split.result) if isinstance(item, Value)}
     return {name: position for name, position in last.items() if name not in returned}
 
 
 def _expression(item: Any) -> str:
     """Return Python text for an item that the caller gets."""
-    if isinstance(item, Ref):
+    if isinstance(item, Value):
         return item.name
     if isinstance(item, tuple):
         return f"({_items(list(map(_expression, item)))})"

@@ -47,16 +47,17 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
+from cgcompile.passes.printer import count
 from cgcompile.passes.split import SplitGraph
 from cgcompile.pieces.cache import Compilation
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.size_ranges import artifacts_text
 from cgcompile.pieces.stitch import Step
-from cgcompile.reasons import EXPECTED, Counters, Fallback, Ledger, Reason
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.runtime.dispatch import Dispatch
 from cgcompile.runtime.fast_path import ANOTHER, FastPaths, GraphFastPath
 from cgcompile.runtime.inputs import FrozenTensors, Overlaps, Roles, why_never
-from cgcompile.runtime.program import Program, copying_cpu_scalars
+from cgcompile.runtime.program import Program, copying_cpu_scalars, not_reading_context
 from cgcompile.runtime.recorder import record
 from cgcompile.runtime.recording import Batch, Recording
 from cgcompile.runtime.weight_sets import WeightSet, WeightSets
@@ -74,10 +75,7 @@ FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 
 
 class CompiledGraph:
-    """One traced graph: split, compiled, captured per batch.
-
-    The last ``frozen`` inputs are the same objects, at the same addresses, in all calls.
-    """
+    """One traced graph: split, compiled, captured per batch."""
 
     def __init__(
         self,
@@ -87,23 +85,24 @@ class CompiledGraph:
         config: CompilationConfig,
         compilation: Compilation,
         *,
-        frozen: int = 0,
+        frozen: int = 0,  # so many of the last inputs are the same objects in all calls
     ) -> None:
         assert config.cudagraph_mode is not None
         self.split = split
         self.compilation = compilation  # which pieces were compiled, loaded or shared
-        self.timeline = Timeline()  # what was captured, and when
+        # What calls did, what was captured, and when.
+        self.timeline = Timeline(config.warn_fallbacks)
         step = Step(split)
         self.source = step.source  # the generated Python that runs the pieces
         self.artifacts = artifacts_text(split, runnables)
         self.fast_paths = FastPaths()
         self.before_capture: Callable[[], None] | None = None  # called once, before the first
         self._config = config
-        self._ledger = Ledger(self.timeline.plain, self.timeline.refused)
         self._observer: Observer | None = None
         self._frozen = FrozenTensors(frozen)
         self._overlaps = Overlaps(split)
         runnables = copying_cpu_scalars(split, runnables)
+        runnables = list(map(not_reading_context, split.pieces, runnables))
         self._run = self._run_compared = step.bind(runnables)
         self._run_differentiable = step.bind([piece.module.forward for piece in split.pieces])
         constants = split.constants.values() if split.differentiable else ()
@@ -114,7 +113,7 @@ class CompiledGraph:
             if split.differentiable and isinstance(value.meta, torch.Tensor)
         )
         self._roles = {mode: Roles.of(split, mode) for mode in (FULL, PIECEWISE)}
-        self._dispatch = Dispatch(split, config, self._roles, self._ledger)
+        self._dispatch = Dispatch(split, config, self._roles, self.timeline)
         device = capture_device(split.device, config.capture_device)
         self._never = why_never(split, config.cudagraph_mode, device is not None)
         self.pool = None if device is None else GraphPool(device)  # the memory of its graphs
@@ -128,6 +127,11 @@ class CompiledGraph:
         self._run_compared = self._program.traced.comparing_step(step, runnables, self._run)
         forget, static = self.fast_paths.forget, self._roles[FULL].static
         self._weight_sets = WeightSets(self._program, self._run_compared, forget, static)
+
+    def __repr__(self) -> str:
+        counts = self.counters
+        calls = f"{counts.calls} calls, {counts.captures} captures, {counts.replays} replays"
+        return f"<CompiledGraph: {count(len(self.split.pieces), 'piece')}; {calls}>"
 
     # -------------------------------------------------------------- the five steps of a call
 
@@ -170,7 +174,7 @@ class CompiledGraph:
                 inputs += self._frozen.for_plain_run
                 result = self._run_plain(fallback, context, inputs)
         except BaseException:
-            self._ledger.failed()
+            self.timeline.failed()
             raise
         return result
 
@@ -213,7 +217,7 @@ class CompiledGraph:
                     del weight_set.recordings[key]
                     paths.forget()
                 elif recording is not None:
-                    if not recording.chained or not recording.chain_moved(inputs):
+                    if not recording.from_other_weights or not recording.chain_moved(inputs):
                         return self._replay(weight_set, recording, context, inputs)
                     fallback = self._drop_moved(weight_set, key, recording, inputs)
                     if fallback is not None:
@@ -244,17 +248,17 @@ class CompiledGraph:
             return fallback, None
         if self._observer is not None:
             result = self._observer(self._program, recording, inputs, real)
-            self._ledger.replayed()
+            self.timeline.replayed()
             return None, result
         result = recording.replay(inputs, real)
-        simple = policy == "raise" and not recording.chained and not self._config.debug
+        simple = policy == "raise" and not recording.from_other_weights and not self._config.debug
         if (
             simple
             and context is not None
             and recording.batch.mode is context.cudagraph_runtime_mode
         ):
             self.fast_paths.graph = self._fast_path(weight_set, recording, inputs)
-        self._ledger.replayed()
+        self.timeline.replayed()
         return None, result
 
     def _capture_if_due(
@@ -285,7 +289,7 @@ class CompiledGraph:
             self.before_capture()
             self.before_capture = None
         sets, program = self._weight_sets, self._program
-        sets.reap()
+        sets.free_dropped()
         owner = sets.owner(weight_set, batch.own_context)
         program.pool.follow_stream()  # a recording copies inputs into shared blocks
         roles = self._roles[batch.mode]
@@ -301,19 +305,20 @@ class CompiledGraph:
             return fallback, None
         if self._config.debug:
             recording.expire(inputs)
-        outcome = record(program, weight_set.wrappers, weight_set.full, recording, inputs)
-        if outcome.fallback is None:
+        wrappers, full = weight_set.wrappers, weight_set.full
+        fallback, ran, result = record(program, wrappers, full, recording, inputs)
+        if fallback is None:
             weight_set.recordings[key] = recording
-            self._ledger.captured()
-            return None, outcome.result
-        if outcome.fallback.reason is Reason.CAPTURE_FAILED:
+            self.timeline.captured()
+            return None, result
+        if fallback.reason is Reason.CAPTURE_FAILED:
             if batch.mode is FULL and self._dispatch.has_pieces:
-                return self._capture_pieces(outcome.fallback, weight_set, key, batch, inputs)
-            weight_set.recordings[key] = outcome.fallback
-        if not outcome.ran:
-            return outcome.fallback, None
-        self._ledger.plain(outcome.fallback)
-        return None, outcome.result
+                return self._capture_pieces(fallback, weight_set, key, batch, inputs)
+            weight_set.recordings[key] = fallback
+        if not ran:
+            return fallback, None
+        self.timeline.plain(fallback)
+        return None, result
 
     def _capture_pieces(
         self,
@@ -324,7 +329,7 @@ class CompiledGraph:
         inputs: tuple[Any, ...],
     ) -> tuple[Fallback | None, Any]:
         """Capture the pieces of a step whose FULL capture failed before anything ran."""
-        self._ledger.degraded(fallback)
+        self.timeline.degraded(fallback)
         if batch.own_context:
             mutated = self._dispatch.mutated
             self._dispatch.use(PIECEWISE)
@@ -345,9 +350,7 @@ class CompiledGraph:
         fallback = overlap or fallback
         reason = fallback.reason
         if self._config.strict and reason not in EXPECTED:
-            raise DispatchError.strict(
-                what="the compiled step", reason=reason.value, detail=fallback.detail
-            )
+            raise DispatchError.strict(what="the compiled step", why=fallback)
         run = self._run_compared if reason is Reason.WARMING else self._run
         if overlap is not None or reason in (Reason.GRADIENTS, Reason.EAGER_REGION):
             run = self._run_differentiable
@@ -357,7 +360,7 @@ class CompiledGraph:
             self._dispatch.growth.remember(result)
         else:
             result = run(*inputs)
-        self._ledger.plain(fallback)
+        self.timeline.plain(fallback)
         if context is not None and self.pool is not None:
             self._weight_sets.ran_plain(inputs, result)
         return self._frozen.restore(result)
@@ -374,16 +377,13 @@ class CompiledGraph:
     def _drop_moved(
         self, weight_set: WeightSet, key: Hashable, recording: Recording, inputs: tuple[Any, ...]
     ) -> Fallback | None:
-        """Drop a step that reads a result of other weights which moved; else return why not.
-
-        It moves after those weights were replaced, and their step was captured again.
-        """
-        path = recording.path(recording.chained[0][0])
+        """Drop a step that reads a result of other weights which moved; else return why not."""
+        path = recording.path(recording.from_other_weights[0][0])
         if not recording.reads_results(inputs):
             detail = f"{path} was a result of other weights at capture, and is not now"
             return Fallback(Reason.INPUT_CHANGED, detail)
         if weight_set.dropped[key] >= _MOST_DROPPED:
-            detail = f"{path} was captured at {_MOST_DROPPED} addresses, and lies elsewhere"
+            detail = f"{path} was captured at {_MOST_DROPPED} addresses, and has moved again"
             return Fallback(Reason.INPUT_CHANGED, detail)
         self._weight_sets.drop_recording(weight_set, key)
         self.fast_paths.forget()
@@ -397,7 +397,7 @@ class CompiledGraph:
         fast_path = paths.by_recording.get(recording)
         if fast_path is None or fast_path.names["epoch"] is not paths.epoch:
             checks = self._weight_sets.checks(weight_set, inputs)
-            pool, failed = self._program.pool, self._ledger.failed
+            pool, failed = self._program.pool, self.timeline.failed
             fast_path = GraphFastPath(paths, recording, checks, self._frozen.held, pool, failed)
             paths.by_recording[recording] = fast_path
         return fast_path
@@ -414,7 +414,7 @@ class CompiledGraph:
     def counters(self) -> Counters:
         """What the calls did so far; ``print(graph.counters)`` shows it."""
         replays = self.fast_paths.replays
-        return self._ledger.counters + Counters(calls=replays, replays=replays)
+        return self.timeline.counters + Counters(calls=replays, replays=replays)
 
     @property
     def weight_sets(self) -> tuple[WeightSet, ...]:

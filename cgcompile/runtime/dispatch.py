@@ -19,9 +19,10 @@ from cgcompile.context import BatchDescriptor, ForwardContext
 from cgcompile.descriptor import allows_full
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.capture import why_never_captured, why_not_captured_yet, why_not_in
+from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.split import SplitGraph
-from cgcompile.reasons import VARYING, Fallback, Ledger, Reason, varying_number
+from cgcompile.reasons import VARYING, Fallback, Reason, varying_number
 from cgcompile.runtime.inputs import Roles, full_support
 from cgcompile.runtime.recording import Batch
 from cgcompile.runtime.weight_sets import MOVED, WeightSet, WeightSets, picker
@@ -34,11 +35,8 @@ _MOVING = 64  # weight sets that were seen and never captured, before that is a 
 
 
 def auto_mode(split: SplitGraph, wanted: CUDAGraphMode) -> CUDAGraphMode:
-    """Return the runtime mode of steps without a forward context; NONE if the settings leave none.
-
-    FULL where every boundary allows it for any batch and no number is read by boundaries alone:
-    such a number may change at each step, and a piecewise step takes it as it comes.
-    """
+    """Return the runtime mode of steps without a forward context; NONE if none is left."""
+    # PIECEWISE where only eager pieces read a number: a FULL graph would hold its value.
     piecewise = wanted.has_mode(PIECEWISE) and any(piece.capture for piece in split.pieces)
     full = wanted.has_mode(FULL) and allows_full(full_support(split), None)
     if full and piecewise:
@@ -51,11 +49,9 @@ def auto_mode(split: SplitGraph, wanted: CUDAGraphMode) -> CUDAGraphMode:
 
 
 class Growth:
-    """Notices a result that comes back as an input, larger: every step then has a new shape.
+    """Notices a result that comes back as an input, larger: every step then has a new shape."""
 
-    A key-value cache that is extended by ``torch.cat`` does that. Capturing it would record one
-    graph a step and replay none.
-    """
+    # A key-value cache that is extended by ``torch.cat`` does that; no graph would be replayed.
 
     def __init__(self, split: SplitGraph) -> None:
         self._inputs = split.inputs
@@ -107,13 +103,13 @@ class Dispatch:
         split: SplitGraph,
         config: CompilationConfig,
         roles: Mapping[CUDAGraphMode, Roles],
-        ledger: Ledger,
+        timeline: Timeline,
     ) -> None:
         wanted = config.cudagraph_mode
         assert wanted is not None
         self.closed = False  # whether captures have ended
         self.growth = Growth(split)
-        self._config, self._roles, self._ledger = config, roles, ledger
+        self._config, self._roles, self._timeline = config, roles, timeline
         self._inputs = split.inputs
         self._support = full_support(split)
         self._served = (wanted.decode_mode(), wanted.mixed_mode())
@@ -161,7 +157,7 @@ class Dispatch:
             fallback = Fallback(Reason.ATTENTION_SUPPORT, detail)
             if self._config.strict or PIECEWISE not in self._served:
                 return fallback
-            self._ledger.degraded(fallback)
+            self._timeline.degraded(fallback)
             return PIECEWISE
         return mode
 
@@ -198,14 +194,8 @@ class Dispatch:
         return Batch(mode, descriptor, own_context=True, copies=copies)
 
     def check_rows(self, descriptor: BatchDescriptor, inputs: tuple[Any, ...]) -> None:
-        """Compare the rows of a descriptor with the sizes of the inputs; once for each capture.
-
-        Coverage and padding are counted in these rows. They are right if an input has a dimension
-        of them, or of the requests, or leading dimensions with this product ([2, 8] of 16 tokens).
-
-        Raises:
-            DispatchError: ``strict``, and no input has them. Otherwise that is a warning.
-        """
+        """Warn, or raise if ``strict``, where no input has the rows of a descriptor."""
+        # Of the tokens, of the requests, or leading dimensions with that product ([2, 8] of 16).
         shapes = [
             tuple(inputs[position].shape)
             for position, value in enumerate(self._inputs)
@@ -311,7 +301,7 @@ class Dispatch:
     def _moving(self, sets: WeightSets, how: str) -> str:
         """Return what differs from the call before, and what to do, in words."""
         if not sets.replaced:
-            return "an input that the model writes lies elsewhere at every call. Pass the same one"
+            return "an input that the model writes moves at every call. Pass the same one"
         first, count = self._inputs[sets.replaced[0]], len(sets.replaced)
         more = f" (and {count - 1} more)" if count > 1 else ""
         return (

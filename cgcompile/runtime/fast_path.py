@@ -13,7 +13,7 @@ arguments and skips that Python::
             return another
         (v2, v3,) = args
         ...                                             # what else ``fits`` checks
-        (out_0,) = lent.tensors
+        (out_0,) = reused.tensors
         if not alike(v2, v3, out_0) or v2.data_ptr() != at_1 or ...:
             ...
         with lock:
@@ -100,7 +100,7 @@ class FastPaths:
         if self.owner == threading.get_ident() and owns_lock(self.lock):
             raise CaptureError.reentered()
 
-    def switch(self) -> Callable[..., Any] | None:
+    def find_requested(self) -> Callable[..., Any] | None:
         """Return the fast path of the call that the context requests, unless it is the last one."""
         context = callers_context()
         if context is None or self.owner == threading.get_ident():
@@ -112,7 +112,7 @@ class FastPaths:
             self.call = call or self.call
             return call
 
-    def switched(self, context: ForwardContext, *call: Any) -> Any:
+    def call_requested(self, context: ForwardContext, *call: Any) -> Any:
         """Run a call by the fast path that its context requests; :data:`ANOTHER` without one."""
         fast_path = self.calls.get((context.cudagraph_runtime_mode, context.batch_descriptor))
         if fast_path is None:
@@ -134,14 +134,10 @@ class FastPaths:
         python: Callable[[Callable[..., Any]], Callable[..., Any]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        bound: Any,
-        hooks: Sequence[Any],
+        bound: Any,  # the first of ``args`` where no caller passes it
+        hooks: Sequence[Any],  # must stay empty
     ) -> None:
-        """Generate the fast path of a call that just ran, if it replayed a recorded step.
-
-        ``python`` makes the Python around a graph; ``bound`` is the first of ``args`` where no
-        caller passes it; ``hooks`` must stay empty.
-        """
+        """Generate the fast path of a call that just ran, if it replayed a recorded step."""
         graph, context = self.graph, callers_context()
         if graph is None or context is None or any(hooks):
             return
@@ -194,12 +190,8 @@ for position, number in numbers:
 def _source(
     signature: str, before: str, inside: str, inputs: str | None, result: str, other: str
 ) -> str:
-    """Return the text of a fast path.
-
-    The lines ``before`` run without the lock and may return; those ``inside`` run with it. Without
-    ``inputs``, the step is one graph that reads them where they were at capture. ``result`` is an
-    expression, over ``outputs`` where there are inputs.
-    """
+    """Return the text of a fast path, of lines ``before`` the lock is taken and ``inside``."""
+    # Without ``inputs``, the step is one graph that reads them where they were at capture.
     indent = textwrap.indent
     context = _CONTEXT.format(other=other, forward=compat.FORWARD_GRADIENTS[0])
     run = f"outputs = replay({inputs}, context.num_unpadded_tokens)\n"
@@ -237,12 +229,7 @@ def _function(source: str, names: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 class GraphFastPath:
-    """The fast path of a compiled graph for one recording: ``step(inputs)``.
-
-    ``step`` raises what :meth:`Recording.check` and eager pieces raise, and counts that. The
-    ``weight_checks`` return whether the inputs of a call have other weights; ``frozen`` tensors are
-    added to the inputs of a call.
-    """
+    """The fast path of a compiled graph for one recording: ``step(inputs)``."""
 
     __slots__ = ("frozen", "names", "recording", "step", "watches_weights")
 
@@ -250,7 +237,7 @@ class GraphFastPath:
         self,
         paths: FastPaths,
         recording: Recording,
-        weight_checks: Sequence[Callable[[tuple[Any, ...]], bool]],
+        weight_checks: Sequence[Callable[[tuple[Any, ...]], bool]],  # whether inputs have others
         frozen: tuple[torch.Tensor, ...],
         pool: GraphPool,
         failed: Callable[[], None],
@@ -318,7 +305,7 @@ def _call_source(
         "",
         lines.inputs(inputs) if lines.one_graph is None else None,
         lines.result(result),
-        "paths.switched(context, args, kwargs)",
+        "paths.call_requested(context, args, kwargs)",
     )
     return source, lines.names
 
@@ -379,11 +366,8 @@ class _CallLines:
             self._unless(" or ".join(names))
 
     def _have_own_addresses(self, inputs: Sequence[Any]) -> bool:
-        """Return whether :meth:`layouts` checks the address of each tensor, and all differ.
-
-        Then no two arguments are one tensor, and no argument is a tensor that the trace reads from
-        elsewhere. A tensor that moved since is a replaced one.
-        """
+        """Return whether :meth:`layouts` checks the address of each tensor, and all differ."""
+        # Then no two arguments are one tensor, nor a tensor that the trace reads from elsewhere.
         addresses = self._recording.addresses
         starts = {id(inputs[index]): start for index, start in addresses if index < len(inputs)}
         tensors = [value for _, value in self._pairs if isinstance(value, torch.Tensor)]
@@ -396,10 +380,7 @@ class _CallLines:
     def arguments(
         self, count: int, keywords: Sequence[str], bound: int, inputs: Sequence[Any]
     ) -> None:
-        """Add the checks of ``fits``, without the ``bound`` first arguments.
-
-        They omit sizes, which :meth:`layouts` compares.
-        """
+        """Add the checks of ``fits``, but for sizes, without the ``bound`` first arguments."""
         many = "kwargs" if not keywords else f"len(kwargs) != {len(keywords)}"
         self._unless(f"len(args) != {count - bound} or {many}")
         checks = self._checks
@@ -417,13 +398,13 @@ class _CallLines:
             raise _NoFastPath
         conditions = self._moved(inputs)
         unpack = ""
-        lent = self._recording.returned.lent
-        if self.one_graph is not None and lent.tensors:
-            self.names["lent"] = lent
-            outs = [f"out_{index}" for index in range(len(lent.tensors))]
-            unpack = f"({', '.join(outs)},) = lent."
+        reused = self._recording.returned.reused
+        if self.one_graph is not None and reused.tensors:
+            self.names["reused"] = reused
+            outs = [f"out_{index}" for index in range(len(reused.tensors))]
+            unpack = f"({', '.join(outs)},) = reused."
             self.lines.append(unpack + "tensors")
-            for out, tensor, start in zip(outs, lent.tensors, lent.starts, strict=True):
+            for out, tensor, start in zip(outs, reused.tensors, reused.starts, strict=True):
                 tensors.append((out, tensor))
                 conditions.append(f"{out}.data_ptr() != {self._bound(f'at_{out}', start)}")
         if tensors:
@@ -490,8 +471,8 @@ class _CallLines:
             if not returned.is_flat:
                 raise _NoFastPath
             return f"outputs[{item}]"
-        if item in returned.lent_items:
-            return f"out_{returned.lent_items.index(item)}"
+        if item in returned.reused_items:
+            return f"out_{returned.reused_items.index(item)}"
         return self._bound(f"constant_{item}", returned.constants[item])
 
 

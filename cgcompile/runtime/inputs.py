@@ -39,11 +39,9 @@ from cgcompile.reasons import EXPECTED, Fallback, Reason
 
 
 class FrozenTensors:
-    """The last inputs of a graph, where a trace binds them: calls leave them out.
+    """The last inputs of a graph, where a trace binds them: calls leave them out."""
 
-    Graphs take other views of the same memory, which keep it. A caller gets the tensors
-    themselves: a model that changes a buffer in place and keeps what came of it keeps its buffer.
-    """
+    # Graphs take views of the same memory, which keep it; callers get the tensors themselves.
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -113,12 +111,8 @@ class Roles:
 
 
 def full_support(split: SplitGraph) -> AttentionCGSupport:
-    """Return how far the whole step can go into a FULL graph: as far as its least able piece.
-
-    Not at all if a piece reads memory of the CPU, such as sequence lengths, in a graph of another
-    device: the host would not read it again. A captured piece may read a 0-dim CPU tensor that is
-    an input of the step, because that is copied to the device before a replay.
-    """
+    """Return how far the whole step can go into a FULL graph: as far as its least able piece."""
+    # The host would not read memory of the CPU again. Captured pieces read copies of 0-dim inputs.
     if split.device.type != "cpu":
         copied = split.cpu_scalars.intersection(value.name for value in split.inputs)
         for piece in split.pieces:
@@ -173,12 +167,9 @@ def _unsupported_value(split: SplitGraph) -> str | None:
 
 
 class Overlaps:
-    """Notices memory that a step mutates and that has another name in a call.
+    """Notices memory that a step mutates and that has another name in a call."""
 
-    A compiled piece assumes that inputs which did not overlap when traced do not overlap now, and
-    reads them in any order; no guard of Dynamo covers that. Pieces with inputs that shared memory
-    when traced are not compiled.
-    """
+    # A compiled piece assumes that inputs overlap as when traced; no guard of Dynamo covers that.
 
     def __init__(self, split: SplitGraph) -> None:
         tensors = [(p, v) for p, v in enumerate(split.inputs) if isinstance(v.meta, torch.Tensor)]
@@ -187,10 +178,7 @@ class Overlaps:
         self._mutated = frozenset(position for position, value in tensors if value.written)
 
     def why(self, inputs: Sequence[Any]) -> Fallback | None:
-        """Return why pieces run neither compiled nor captured; None if memory is as when traced.
-
-        Costs 0.2 us for each tensor of a graph that mutates one of its inputs, else nothing.
-        """
+        """Return why pieces run neither compiled nor captured; None if memory is as when traced."""
         if not self._mutated:
             return None
         try:

@@ -7,6 +7,7 @@ own, which skips the dispatcher as well: :func:`_eager_call`.
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,8 +19,10 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.config import CompilationConfig
+from cgcompile.context import unreadable_context
 from cgcompile.errors import PieceCompileError
 from cgcompile.graphs.arena import moved
+from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.nodes import is_symbolic_number, storages, value, written_storages
@@ -120,6 +123,19 @@ def written_inputs(piece: Piece) -> list[str]:
     return [name for name, node in names if not memory.isdisjoint(storages(value(node)))]
 
 
+def not_reading_context(piece: Piece, run: Runnable) -> Runnable:
+    """Return ``run`` of a captured piece; its custom ops may not read the context in a capture."""
+    if not piece.capture or not _calls_users_code(piece.module):
+        return run
+
+    def checked(*inputs: Any) -> Sequence[Any]:
+        context = unreadable_context(f"{piece.name} ({piece.where})") if inside_capture() else None
+        with nullcontext() if context is None else context:
+            return run(*inputs)
+
+    return checked
+
+
 def _label(piece: Piece) -> str:
     """Return what an eager piece runs: its first splitting op, or why it is eager."""
     if not piece.why:
@@ -131,13 +147,10 @@ def _label(piece: Piece) -> str:
 
 
 class TracedOutputs:
-    """Compares the results of pieces that hold custom ops with their fake values.
+    """Compares the results of pieces that hold custom ops with their fake values."""
 
-    The fake implementation of a custom op is the user's. Where it returns another shape or dtype
-    than the op does, all that was worked out from the trace is wrong: roles, sizes, compiled
-    pieces. Warming and capturing calls compare; replays do not. Strides are not compared: the ops
-    of uncompiled pieces read the real ones, and compiled pieces assert those of their inputs.
-    """
+    # The fake implementation is the user's; roles, sizes and compiled pieces depend on it. Warming
+    # and capturing calls compare shapes and dtypes; replays do not.
 
     def __init__(self, split: SplitGraph) -> None:
         self._split = split
@@ -195,6 +208,19 @@ class TracedOutputs:
                 )
 
 
+def _calls_users_code(module: fx.GraphModule) -> bool:
+    """Return whether a graph calls custom ops, or functions that are not traced into."""
+    if any(_custom_ops(module)):
+        return True
+    functions = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    rooms = {str(getattr(f, "__module__", "")).partition(".")[0] for f in functions}
+    return not rooms <= _ROOMS_OF_TORCH
+
+
+# Modules of functions that read no forward context; the first part of their names.
+_ROOMS_OF_TORCH = {"torch", "_operator", "operator", "math", "builtins", "", "None"}
+
+
 def _custom_ops(module: fx.GraphModule) -> Iterator[fx.Node]:
     """Yield the nodes that call ops which are not torch's own, subgraphs included."""
     for graph in module.modules():
@@ -222,12 +248,9 @@ def _text(dtype: torch.dtype, sizes: Sequence[Any]) -> str:
 
 
 class Uses:
-    """Who uses each value of a PIECEWISE step, by name, apart from the piece that makes it.
+    """Who uses each value of a PIECEWISE step, by name, apart from the piece that makes it."""
 
-    With ``own``, results are copied for the caller.
-    """
-
-    def __init__(self, split: SplitGraph, own: bool) -> None:
+    def __init__(self, split: SplitGraph, own: bool) -> None:  # own: results are copied
         eager = [piece for piece in split.pieces if not piece.capture]
         sources = {name: piece.index for piece in eager for name in piece.outputs}
         self.outputs = {name for piece in split.pieces for name in piece.outputs}
@@ -255,10 +278,8 @@ class Uses:
     def _apart(
         self, split: SplitGraph, names: Iterable[str], sources: Mapping[str, int]
     ) -> set[str]:
-        """Return the names that share memory with no result of another piece.
-
-        Such a result is in the copy, and the caller may write to one and read the other.
-        """
+        """Return the names that share memory with no result of another piece."""
+        # Such a result is in the copy, and the caller may write to one and read the other.
         memory: dict[int, set[int | None]] = {}
         for name in self.returned & split.values.keys():  # numbers have no memory
             for key in storages(split.values[name].meta):

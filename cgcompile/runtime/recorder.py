@@ -12,7 +12,7 @@ entries, and between them the eager pieces, bound to what the graphs before them
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,9 +21,16 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.context import callers_context
 from cgcompile.errors import CaptureBusyError, DispatchError, PieceCompileError
 from cgcompile.graphs.arena import Block, ScalarCopy, address
-from cgcompile.graphs.bridges import Bridged, Place, crossings
+from cgcompile.graphs.bridges import Bridges, Place, crossings
 from cgcompile.graphs.capture import SameStorages
-from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence, Segment, Slot
+from cgcompile.graphs.sequence import (
+    Crossing,
+    EagerSegment,
+    GraphSegment,
+    GraphSequence,
+    Segment,
+    Slot,
+)
 from cgcompile.graphs.wrapper import Captured, CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.passes.nodes import raised_at, tensors
 from cgcompile.passes.split import Piece
@@ -36,12 +43,8 @@ from cgcompile.runtime.returns import returned_names
 log = logging.getLogger(__name__)
 
 
-class Outcome(NamedTuple):
-    """The outcome of a capturing call."""
-
-    fallback: Fallback | None  # why the step is not recorded
-    ran: bool  # whether the step has run
-    result: Any  # what the call returns, if it has
+Outcome = tuple[Fallback | None, bool, Any]
+"""Why a step is not recorded, or None; whether it has run; what the call returns, if it has."""
 
 
 def record(
@@ -51,23 +54,15 @@ def record(
     recording: Recording,
     inputs: Sequence[Any],
 ) -> Outcome:
-    """Run one step, and finish its recording: by ``full``, or by the ``wrappers`` of its pieces.
-
-    Raises:
-        DispatchError: ``strict``, and the step is not recorded.
-        BaseException: what the step raised when it ran plain, unchanged; nothing is kept then.
-    """
+    """Run one step, and finish its recording: by ``full``, or by the ``wrappers`` of its pieces."""
     mode, batch = recording.batch.mode, recording.batch.display
     capturing = program.timeline.capture(program.pool, full.name, mode, batch, recording.reserved)
-    with capturing as event:
+    with capturing as ended:
         if mode is CUDAGraphMode.FULL:
             outcome = _record_full(program, full, recording, inputs)
         else:
             outcome = _Recorder(program, wrappers, recording, inputs).run()
-        if outcome.fallback is not None:
-            event.why = str(outcome.fallback)
-        else:
-            event.sequence = recording.sequence
+        ended(recording.sequence if outcome[0] is None else str(outcome[0]))
     return outcome
 
 
@@ -83,9 +78,9 @@ def _record_full(
     except PieceCompileError:  # not caused by the graph
         raise
     except Exception as error:
-        return Outcome(_fallback(program, error, "the step", ""), False, None)
+        return _fallback(program, error, "the step", ""), False, None
     if captured is None:
-        return Outcome(Fallback(Reason.GRADIENTS, "a result requires grad"), False, None)
+        return Fallback(Reason.GRADIENTS, "a result requires grad"), False, None
     captured.entry.sequence.batch = str(recording.batch.display)
     result = captured.run()
     full.keep(captured.entry)
@@ -93,7 +88,7 @@ def _record_full(
     returns = recording.returns(result, compat.tree_leaves(captured.entry.output), fixed, inputs)
     recording.kept = [(full, captured.entry)]
     recording.finish(captured.entry.sequence, returns, {})
-    return Outcome(None, True, returns.make((), inputs))
+    return None, True, returns.make((), inputs)
 
 
 def _storages(
@@ -121,16 +116,10 @@ def _fallback(program: Program, error: Exception, what: str, where: str) -> Fall
         detail = f"{what}{where}: {type(error).__name__}: {first}{at}"
         fallback = Fallback(Reason.CAPTURE_FAILED, detail)
     if program.config.strict:
-        raise _strict(fallback) from error
+        raise DispatchError.strict(what="the compiled step", why=fallback) from error
     log.warning("%s%s cannot be captured: %s: %s", what, where, type(error).__name__, first)
     log.debug("the capture of %s failed", what, exc_info=error)
     return fallback
-
-
-def _strict(fallback: Fallback) -> DispatchError:
-    return DispatchError.strict(
-        what="the compiled step", reason=fallback.reason.value, detail=fallback.detail
-    )
 
 
 class _Recorder:
@@ -174,12 +163,12 @@ class _Recorder:
             self._drop()
             raise
         if self._fallback is None:
-            return Outcome(None, True, self._finish(result))
+            return None, True, self._finish(result)
         self._drop()
-        result = self._hand_over(result)
+        result = self._copied_out(result)
         if self._program.config.strict:
-            raise _strict(self._fallback)
-        return Outcome(self._fallback, True, result)
+            raise DispatchError.strict(what="the compiled step", why=self._fallback)
+        return self._fallback, True, result
 
     def _finish(self, result: Any) -> Any:
         """Keep the step that has run; return the result of the call."""
@@ -187,7 +176,7 @@ class _Recorder:
         if numbers is not None:
             call = EagerCall.of_all(numbers, numbers.module.forward)
             args = [self._value(name) for name in numbers.inputs]
-            self._append(numbers, call, list(numbers.module.forward(*args)), Bridged([], []))
+            self._append(numbers, call, list(numbers.module.forward(*args)), [], [])
         leaves = compat.tree_leaves(result)
         names = zip(returned_names(self._program.split), leaves, strict=True)
         sources = [self._source(name) if name else leaf for name, leaf in names]
@@ -211,7 +200,7 @@ class _Recorder:
         recording.finish(sequence, returns, known)
         return returns.make(self._slots, inputs)
 
-    def _hand_over(self, result: Any) -> Any:
+    def _copied_out(self, result: Any) -> Any:
         """Return the result of a call whose step is not kept: copied out of memory of the pool."""
         leaves = compat.tree_leaves(result)
         arena = self._program.pool.arena
@@ -348,7 +337,7 @@ class _Recorder:
             aliases = self._aliases_of_inputs(piece, outputs)
             read = uses.read - (aliases - uses.captured)
             across = crossings(places, outputs, read, uses.returned, self._fixed, frame)
-            self._append(piece, call, outputs, across, uses.originals | aliases)
+            self._append(piece, call, outputs, *across, uses.originals | aliases)
             return outputs
 
         return run
@@ -366,18 +355,19 @@ class _Recorder:
         piece: Piece,
         call: EagerCall,
         outputs: list[Any],
-        across: Bridged,
+        across: list[Crossing],
+        bridges: Bridges,
         originals: Collection[str] = (),
     ) -> None:
         """Record an eager piece that has run; its results cross, here as at every replay."""
-        bridged = across.replaced
+        bridged = {name for _, names in bridges for name in names}
         args = call.arguments(self._source)
         kept = [
             (item, self._slot(outputs[item]))
             for item, name in enumerate(piece.outputs)
             if name in bridged and name in originals
         ]
-        for crossing in across.crossings:
+        for crossing in across:
             crossing(outputs)
         stores = []
         for item, name in enumerate(piece.outputs):
@@ -388,7 +378,7 @@ class _Recorder:
                 stores.append((item, self._sources[name]))
         pairs = zip(piece.outputs, outputs, strict=True)
         self._starts.update({n: address(x) for n, x in pairs if isinstance(x, torch.Tensor)})
-        self._bridges += across.blocks
+        self._bridges += bridges
         tails = self._tails(piece)
         context = callers_context() if tails else None
         if context is not None and context.num_unpadded_tokens is not None:
@@ -401,7 +391,7 @@ class _Recorder:
                 args,
                 leaves=call.results,
                 originals=tuple(kept),
-                crossings=tuple(across.crossings),
+                crossings=tuple(across),
                 stores=tuple(stores),
                 tails=tails,
                 what=self._program.labels[piece.index],

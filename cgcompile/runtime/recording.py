@@ -14,16 +14,16 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.context import BatchDescriptor, ForwardContext, override_forward_context
-from cgcompile.errors import AddressChangedError, HostValueChangedError
+from cgcompile.errors import AddressChangedError
 from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretch
-from cgcompile.graphs.guards import same_value
+from cgcompile.graphs.guards import Change, same_value
 from cgcompile.graphs.sequence import GraphSequence, Slot, StepObserver
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.pieces.stitch import restoring_grad_mode
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.inputs import Roles
 from cgcompile.runtime.program import Program
-from cgcompile.runtime.returns import Given, Returns
+from cgcompile.runtime.returns import Returns, StepInputs
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,16 @@ class Batch:
 
 
 class Recording:
-    """A captured step.
-
-    ``inputs`` are those of the capturing call, ``weights`` the addresses of static inputs by
-    position. ``owner`` is the weight set where the compiled graph serves several: its results stay
-    valid until its own next call, in memory of that weight set.
-    """
+    """A captured step."""
 
     def __init__(
         self,
         program: Program,
         roles: Roles,
         batch: Batch,
-        inputs: Sequence[Any],
-        weights: Mapping[int, int],
-        owner: Hashable = None,
+        inputs: Sequence[Any],  # of the capturing call
+        weights: Mapping[int, int],  # addresses of static inputs, by position
+        owner: Hashable = None,  # the weight set whose memory has the results, if there are several
     ) -> None:
         self.batch = batch
         self.roles = roles
@@ -82,14 +77,16 @@ class Recording:
         device = program.split.device
         self._copied += [(p, ScalarCopy(inputs[p], self.frame, device)) for p in roles.scalars]
         self.addresses: list[tuple[int, int]] = []  # by position, of what graphs read in place
-        self.chained: list[tuple[int, int]] = []  # those that are results of other weight sets
+        self.from_other_weights: list[tuple[int, int]] = []  # those in graph memory at capture
         self.numbers: list[tuple[int, Any]] = []  # by position, those that are baked in
         if not batch.own_context:  # else these are part of the key
             bound = roles.mutated if batch.copies else (*roles.read, *roles.mutated)
             self.addresses = [(p, inputs[p].data_ptr()) for p in bound]
             self._held = [inputs[p].untyped_storage() for p in bound]
             holds = program.pool.holds
-            self.chained = [(p, at) for p, at in self.addresses if holds(address(inputs[p]))]
+            self.from_other_weights = [
+                (p, at) for p, at in self.addresses if holds(address(inputs[p]))
+            ]
             self.numbers = [(p, inputs[p]) for p in roles.numbers]
         # Until the step is recorded: the inputs, with buffers in place of what is copied, and where
         # the memory of each begins; 0 without memory.
@@ -113,12 +110,7 @@ class Recording:
     # -------------------------------------------------------------- guards
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Compare with the captured addresses and numbers.
-
-        Raises:
-            AddressChangedError: a tensor that graphs read has moved.
-            HostValueChangedError: a number that is baked in differs.
-        """
+        """Compare with the captured addresses and numbers; raise where one differs."""
         what, batch = "the compiled step", str(self.batch.descriptor)
         for position, before in self.addresses:
             now = inputs[position].data_ptr()
@@ -128,13 +120,7 @@ class Recording:
                 )
         for position, value in self.numbers:
             if not same_value(inputs[position], value):
-                raise HostValueChangedError.changed(
-                    what=what,
-                    batch=batch,
-                    path=self.path(position),
-                    now=inputs[position],
-                    before=value,
-                )
+                raise Change(self.path(position), value, inputs[position]).error(what, batch)
 
     def path(self, position: int) -> str:
         """Return the name of an input, for messages."""
@@ -154,15 +140,11 @@ class Recording:
     def why_not_bound(
         self,
         inputs: Sequence[Any],
-        keeps: Callable[[int], bool],
-        is_plain_result: Callable[[int], bool],
+        keeps: Callable[[int], bool],  # no graph of this weight set writes that address
+        is_plain_result: Callable[[int], bool],  # returned for other weights without a graph
     ) -> Fallback | None:
-        """Return why the memory of an input does not last until the next step.
-
-        ``keeps(address)``: no graph of this weight set writes that memory of the pool.
-        ``is_plain_result(address)``: another weight set returned it from a step without graphs.
-        """
-        for position, _ in self.chained:
+        """Return why the memory of an input does not last until the next step."""
+        for position, _ in self.from_other_weights:
             if not keeps(address(inputs[position])):
                 path = self.path(position)
                 detail = f"{path} is a result of this graph, which the next step overwrites"
@@ -176,15 +158,17 @@ class Recording:
 
     def chain_moved(self, inputs: Sequence[Any]) -> bool:
         """Return whether results of other weight sets have moved, and no other input."""
-        if not self.chained or not _have_moved(inputs, self.chained):
+        if not self.from_other_weights or not _have_moved(inputs, self.from_other_weights):
             return False
         return not _have_moved(
-            inputs, [pair for pair in self.addresses if pair not in self.chained]
+            inputs, [pair for pair in self.addresses if pair not in self.from_other_weights]
         )
 
     def reads_results(self, inputs: Sequence[Any]) -> bool:
         """Return whether the inputs that were results at capture are results again."""
-        return all(self._pool.holds(address(inputs[position])) for position, _ in self.chained)
+        return all(
+            self._pool.holds(address(inputs[position])) for position, _ in self.from_other_weights
+        )
 
     @property
     def void(self) -> bool:
@@ -217,11 +201,7 @@ class Recording:
         real: int | None = None,
         observer: StepObserver | None = None,
     ) -> Any:
-        """Replay the step on the inputs of a call and return its result.
-
-        See :meth:`GraphSequence.replay`. The result is the caller's own, or, where a caller set the
-        context, views of pool memory.
-        """
+        """Replay the step on the inputs of a call; return its result."""
         slots = self._run(inputs, real, observer)
         if not slots:
             return self._returns.make(slots, inputs)
@@ -269,7 +249,7 @@ class Recording:
         self._run = restoring_grad_mode(run) if self._program.split.sets_grad_mode else run
         self._returns = returns
         self._generation = self._program.pool.generation
-        self.inputs, self.starts = [], []  # let inputs die
+        self.inputs, self.starts = [], []  # they are held no longer
 
     def _prepare_function(self) -> Callable[[Sequence[Any]], None] | None:
         """Return what fills memory before each replay: copies of inputs, and debug settings."""
@@ -293,22 +273,20 @@ class Recording:
     ) -> Returns:
         """Return what makes results, given the result of the capturing call on ``inputs``."""
         lasting = self._program.frozen.by_position(len(inputs))
-        given = Given(self.inputs, self.starts, inputs, lasting)
+        step = StepInputs(self.inputs, self.starts, inputs, lasting)
         if self.batch.own_context:
-            return Returns(result, sources, given, fixed, self._pool.holds)
+            return Returns(result, sources, step, fixed, self._pool.holds)
         tracked = None
         if self._program.config.debug:
             what = f"the compiled step, {self.batch.descriptor}"
-            hand_out, holds = self._pool.stale.hand_out, self._pool.holds
-            tracked = partial(hand_out, owns=holds, owner=self.owner, what=what)
+            track, holds = self._pool.stale.track, self._pool.holds
+            tracked = partial(track, owns=holds, owner=self.owner, what=what)
         owned = None if self.owner is None else self._own_results(result)
-        return Returns(result, sources, given, fixed, None, tracked, owned)
+        return Returns(result, sources, step, fixed, None, tracked, owned)
 
     def _own_results(self, result: Any) -> Callable[[torch.Tensor], OwnedCopy | None]:
-        """Return what makes buffers of this weight set for results in memory of other steps.
-
-        Results that share memory get buffers that share it as well.
-        """
+        """Return what makes buffers of this weight set for results in memory of other steps."""
+        # Results that share memory get buffers that share it as well.
         blocks: dict[int, tuple[Block, int]] = {}
         members: dict[int, list[torch.Tensor]] = {}
         for leaf in compat.tree_tensors(result):

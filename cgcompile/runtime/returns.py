@@ -22,7 +22,7 @@ from cgcompile.graphs.sequence import Slot
 from cgcompile.passes.split import SplitGraph
 
 
-class Given(NamedTuple):
+class StepInputs(NamedTuple):
     """The inputs of a recorded step."""
 
     inputs: Sequence[Any]  # with buffers in place of copied inputs
@@ -43,24 +43,17 @@ class Given(NamedTuple):
 
 
 class Returns:
-    """Make the result of each replay of one recording.
-
-    ``made`` is what the recorded step returned, ``sources`` what later steps find in place of each
-    leaf: a slot, or an object. Memory of graphs, bridges and copied inputs begins at the addresses
-    ``fixed``. Results at addresses that ``owns`` are memory of the pool, and copied; None copies
-    nothing. ``tracked`` replaces the values of pieces, with ``debug``. ``owned`` returns a buffer
-    for a value that other steps may overwrite, None for any other value.
-    """
+    """Make the result of each replay of one recording."""
 
     def __init__(
         self,
-        made: Any,
-        sources: Sequence[Any],
-        given: Given,
-        fixed: Set[int],
-        owns: Callable[[int], bool] | None,
-        tracked: Callable[[Sequence[Any]], list[Any]] | None = None,
-        owned: Callable[[torch.Tensor], OwnedCopy | None] | None = None,
+        made: Any,  # what the recorded step returned
+        sources: Sequence[Any],  # what later steps find for each leaf: a slot, or an object
+        step: StepInputs,
+        fixed: Set[int],  # where memory of graphs, bridges and copied inputs begins
+        owns: Callable[[int], bool] | None,  # addresses of results to be copied; None: no copies
+        tracked: Callable[[Sequence[Any]], list[Any]] | None = None,  # with ``debug``
+        owned: Callable[[torch.Tensor], OwnedCopy | None] | None = None,  # own buffers, if needed
     ) -> None:
         self._spec = compat.tree_spec(made)
         self._tracked = tracked
@@ -79,15 +72,15 @@ class Returns:
             start = address(leaf) if is_tensor else 0
             is_fixed = is_tensor and start in fixed
             stays = is_tensor and (is_fixed or not in_slot)
-            same = given.position_of(leaf) if stays else None
-            aliased = given.position_of_memory(start) if is_fixed else None
+            same = step.position_of(leaf) if stays else None
+            aliased = step.position_of_memory(start) if is_fixed else None
             if same is not None:
-                if same in given.lasting:
-                    constant = given.lasting[same]
+                if same in step.lasting:
+                    constant = step.lasting[same]
                 else:
                     self._inputs.append((item, same))
             elif aliased is not None:
-                self._views.append((item, aliased, _view_of(given.inputs[aliased], leaf)))
+                self._views.append((item, aliased, _view_of(step.inputs[aliased], leaf)))
             elif is_fixed and owned is not None and (buffer := owned(leaf)) is not None:
                 self._owned.append((buffer, source if in_slot else compat.weak_tensor(leaf)))
                 constant = None
@@ -101,13 +94,13 @@ class Returns:
             self.constants.append(constant)
         self.slots = [Slot(index) for _, index in self._live]  # read after a replay
         self.slots += [source for _, source in self._owned if isinstance(source, Slot)]
-        # Of the inputs that the result is, or is memory of.
+        # Positions of inputs that are returned, themselves or as a view.
         self.positions = {position for _, position in self._inputs}
         self.positions |= {position for _, position, _ in self._views}
         self._copied = [*copied]
         self._copies = FreshCopies([*copied.values()]) if copied else None
-        self.lent_items = [*reused]  # the items that are tensors of ``lent``
-        self.lent = ReusedTensors([*reused.values()])
+        self.reused_items = [*reused]  # the items that are tensors of ``reused``
+        self.reused = ReusedTensors([*reused.values()])
         varies = bool(self._views or self._inputs or self._live or self._owned or copied)
         self.is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
         # Whether the result is a tuple of constants and reused tensors.
@@ -123,11 +116,11 @@ class Returns:
         """Return the result of a replay, from the slots after it and the inputs of the call."""
         for buffer, source in self._owned:
             buffer.fill(slots[source.at] if isinstance(source, Slot) else source)
-        tensors = self.lent.get()
+        tensors = self.reused.get()
         if tensors is self._last[0]:
             return self._last[1]
         leaves = list(self.constants)
-        for item, tensor in zip(self.lent_items, tensors, strict=True):
+        for item, tensor in zip(self.reused_items, tensors, strict=True):
             leaves[item] = tensor
         if self._copies is not None:
             for item, copy in zip(self._copied, self._copies.make(), strict=True):

@@ -61,21 +61,16 @@ class WeightSet:
         watched: Sequence[int],
         mutated: Sequence[int],
     ) -> None:
-        """Prepare for the first capture: graphs read the weights and mutated inputs in place.
-
-        The memory of weights is held. A mutated input may be freed, and its graphs with it.
-        """
+        """Prepare for the first capture: graphs read the weights and mutated inputs in place."""
+        # The memory of weights is held. A mutated input may be freed, and its graphs with it.
         self._held = [inputs[position].untyped_storage() for position in static]
         self.starts = {position: address(inputs[position]) for position in static}
         self._addresses = compat.Addresses(inputs, watched)
         self._mutated = [compat.StorageLife(inputs[position]) for position in mutated]
 
     def follow(self, inputs: Sequence[Any], watched: Sequence[int]) -> tuple[int, ...]:
-        """Return the positions of weights that moved since the last call; before a capture.
-
-        Warming calls count from the last move, so that a step that moves a weight each time is not
-        captured each time.
-        """
+        """Return the positions of weights that moved since the last call; before a capture."""
+        # Warming calls count from the last move: a step may move a weight each time.
         before, self._last = self._last, [inputs[position].data_ptr() for position in watched]
         if before is None or before == self._last:
             self.moved_in_a_row = 0
@@ -86,10 +81,7 @@ class WeightSet:
         return tuple([position for position, was, now in pairs if was != now])
 
     def moved(self, inputs: tuple[Any, ...]) -> bool:
-        """Return whether a weight moved, as after ``module.to()`` or ``weight.data = ...``.
-
-        Every call compares all: 0.07 us a weight where torch has a C++ helper for it.
-        """
+        """Return whether a weight moved, as after ``module.to()`` or ``weight.data = ...``."""
         return not self._addresses.hold(inputs)
 
     def release(self) -> None:
@@ -136,7 +128,7 @@ class WeightSet:
 
     @property
     def replays(self) -> int:
-        return sum([recording.sequence.stats.replays for recording in self.recorded])
+        return sum([recording.sequence.replays for recording in self.recorded])
 
     def count_warming(self, key: Hashable) -> int:
         """Count a warming call of ``key``; return how many there were before."""
@@ -152,19 +144,14 @@ class WeightSet:
 
 
 class WeightSets:
-    """The weight sets of one compiled graph, by the inputs of a call.
-
-    ``run`` runs the whole step. ``forget`` is called as soon as a weight set is dropped, maybe
-    inside of a garbage collection. ``static`` are positions of parameters, buffers and module
-    attributes; those that are not frozen may be other objects, or move, in another call.
-    """
+    """The weight sets of one compiled graph, by the inputs of a call."""
 
     def __init__(
         self,
         program: Program,
         run: Callable[..., Any],
-        forget: Callable[[], None],
-        static: Sequence[int],
+        forget: Callable[[], None],  # called when a set is dropped, maybe inside of a collection
+        static: Sequence[int],  # positions of parameters, buffers and module attributes
     ) -> None:
         self._program, self._run, self._on_drop = program, run, forget
         self._static, self._is_static = tuple(static), frozenset(static)
@@ -239,14 +226,14 @@ class WeightSets:
     def checks(
         self, weight_set: WeightSet, inputs: tuple[Any, ...]
     ) -> list[Callable[[tuple[Any, ...]], bool]]:
-        """Return what tells whether another call than this one has other weights, or moved ones."""
+        """Return predicates that are true for a call with other or moved weights."""
         if not self._watched:
             return []
         return [compat.SameObjects(inputs, self._ranges).differ, weight_set.moved]
 
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> WeightSet:
         """Add a weight set for a key that is not known; the oldest one without graphs may go."""
-        self.reap()
+        self.free_dropped()
         idle = [known for known, each in list(self._known.items()) if not each.captured]
         if len(idle) >= _MOST_IDLE:
             self._drop(idle[0])
@@ -260,10 +247,10 @@ class WeightSets:
         before, self._added = self._added, tuple(map(id, objects))
         pairs = zip(self._watched, before, self._added, strict=False)  # nothing before the first
         self.replaced = tuple([position for position, one, other in pairs if one != other])
-        myself = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def died(_: Any) -> None:
-            weight_sets = myself()
+            weight_sets = reference()
             if weight_sets is not None:
                 weight_sets._drop(key)
 
@@ -324,10 +311,10 @@ class WeightSets:
         for key, weight_set in list(self._known.items()):
             if weight_set.outlived:
                 self._drop(key)
-        self.reap()
+        self.free_dropped()
         return sum(weight_set.captured > 0 for weight_set in self)
 
-    def reap(self) -> None:
+    def free_dropped(self) -> None:
         """Free the graphs of dropped weight sets, if no capture runs."""
         if self._dead and not captured_elsewhere():
             self._program.pool.device.synchronize()  # a replay may still run, on whatever stream

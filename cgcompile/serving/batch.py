@@ -29,6 +29,12 @@ class Batch:
         num_active_loras: how many.
         extra: the values of the dispatcher's axes, in their order.
         state: what else the engine's ``metadata`` needs; the manager does not read it.
+
+    Example:
+        >>> inputs = {"input_ids": torch.tensor([1, 2, 3])}
+        >>> batch = cgcompile.serving.Batch(3, 3, inputs, max_query_len=1, uniform_decode=True)
+        >>> batch.num_tokens, batch.has_lora
+        (3, False)
     """
 
     num_tokens: int
@@ -76,6 +82,12 @@ class Metadata:
         num_tokens_across_dp: int32 [R] on the CPU, the tokens of each of R ranks; None: what the
             manager's agreement found.
         additional: anything else.
+
+    Example:
+        >>> def metadata(batch, descriptor, buffers):  # for CudaGraphManager(metadata=...)
+        ...     return cgcompile.serving.Metadata(buffers["starts"], slot_mapping=buffers["slots"])
+        >>> metadata(None, None, {"starts": [0, 3], "slots": [7, 8, 9]}).attn_metadata
+        [0, 3]
     """
 
     attn_metadata: Any = None
@@ -88,6 +100,17 @@ class GraphHooks:
     """What others do around graphs: offloaders with a copy stream, communicators, allocators.
 
     Each method does nothing here; override what you need.
+
+    Example:
+        >>> class Count(cgcompile.serving.GraphHooks):
+        ...     replays = 0
+        ...
+        ...     def before_replay(self):
+        ...         self.replays += 1
+        >>> hooks = Count()  # for CudaGraphManager(hooks=[hooks])
+        >>> hooks.before_replay()
+        >>> hooks.replays
+        1
     """
 
     def before_capture(self, pool: GraphPool | None) -> None:
@@ -135,11 +158,7 @@ def padding_batch(
     optional: Mapping[str, int],
     state: Any = None,
 ) -> Batch:
-    """Return a batch without requests of the engine, to be padded to the size of a graph.
-
-    A graph for mixed batches has one query of all its tokens as the longest, so that the kernels of
-    prefill are captured.
-    """
+    """Return a batch without requests of the engine, to be padded to the size of a graph."""
     extra = descriptor.extra  # empty in a step without a graph
     absent = dict.fromkeys(name for name, at in optional.items() if not extra or not extra[at])
     if descriptor.uniform:

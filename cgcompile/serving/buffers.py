@@ -20,7 +20,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError, InputBufferError, ManagerError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.device import any_capture, device_named
-from cgcompile.graphs.pinned_buffers import Turns, host_memory
+from cgcompile.graphs.pinned_buffers import UploadRing, host_memory
 from cgcompile.settings import (
     LARGEST_ROWS,
     LARGEST_TABLE,
@@ -53,8 +53,10 @@ class InputBuffer:
         shape: sizes; one of them is ``"tokens"``, ``"reqs"`` or ``"reqs+1"`` (query start
             locations), which is allocated for the largest batch.
         dtype: of the buffer; data of another one is refused.
-        tail: what padding rows hold: a number that the dtype can represent (token 0, slot -1,
-            sequence length 0 or 1), or None to repeat the last real value, as offsets do.
+        tail: what padding rows hold: a number that the dtype can represent (token 0, a scratch
+            slot, sequence length 0 or 1), or None to repeat the last real value, as offsets need
+            in order not to decrease. Slot -1 fits only kernels that skip negative slots: torch
+            indexing wraps around, and padding would overwrite the last slot.
         argument: the model takes it as a keyword argument; else metadata alone reads it. Request
             counts vary within a PIECEWISE graph, whose key has tokens alone: such a buffer may
             then reach the boundaries of a compiled model, and no piece.
@@ -64,12 +66,18 @@ class InputBuffer:
             prepare a step while the one before is still uploaded. Each buffer has as many as the
             largest number of all buffers.
         dummy_value: what rows hold in :meth:`dummy`: a number that the dtype can represent, or
-            ``"num_tokens"``, the tokens of the batch, so that attention is warmed up and captured
-            with sequences that are not empty. Left out: the tail's.
+            ``"num_tokens"``, the tokens of the batch, for sequence lengths that are not less than
+            the queries. Left out: the tail; where that is None, even offsets or zeros.
 
     Raises:
         InputBufferError: an impossible shape, tail or dummy value.
         ConfigError: an invalid name, dtype or number of slots.
+
+    Example:
+        >>> slots = cgcompile.serving.InputBuffer("slots", ("tokens",), torch.int64, tail=0)
+        >>> buffers = cgcompile.serving.StaticInputs([slots], 8, 8, "cpu")
+        >>> buffers.buffers["slots"].shape
+        torch.Size([8])
     """
 
     name: str
@@ -215,11 +223,8 @@ class _Buffer:
         self._version = self.whole._version
 
     def _end(self, real: int, padded: int) -> int:
-        """Return the row up to which the tail has to be written behind the real rows.
-
-        A model or a ``metadata`` that writes into a buffer changes tails too. Its replays do so
-        unseen, but its warm-ups raise the version, and from then on all tails are written.
-        """
+        """Return the row up to which the tail has to be written behind the real rows."""
+        # Who else writes into a buffer changes tails: warm-ups raise the version, replays do not.
         if self.whole._version != self._version:
             self.shared = True
         end = padded if self.shared or self.spec.tail is None else min(padded, self._clean)
@@ -253,6 +258,13 @@ class StaticInputs:
     Raises:
         InputBufferError: two buffers with one name.
         ConfigError: ``specs`` are no declarations, or ``device`` is no device.
+
+    Example:
+        >>> from cgcompile.serving import InputBuffer, StaticInputs
+        >>> ids = InputBuffer("input_ids", ("tokens",), torch.int64)
+        >>> inputs = StaticInputs([ids], max_num_tokens=8, max_num_reqs=4, device="cpu")
+        >>> inputs.buffers["input_ids"].shape
+        torch.Size([8])
     """
 
     @checked_but("specs", "device")
@@ -280,7 +292,7 @@ class StaticInputs:
         }
         self.buffers: dict[str, torch.Tensor] = {n: h.whole for n, h in self._held.items()}
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-        self._turns = Turns(where, max((spec.host_slots for spec in self.specs), default=1))
+        self._ring = UploadRing(where, max((spec.host_slots for spec in self.specs), default=1))
         self._idle: dict[str, torch.Tensor] = {}
 
     @property
@@ -378,16 +390,16 @@ class StaticInputs:
             else:
                 held.write(value, rows)
         if uploads:
-            slot = self._turns.begin()
+            slot = self._ring.begin()
             try:
                 for held, value, rows in uploads:
                     held.upload(value, rows, slot)
             finally:
-                self._turns.end()
+                self._ring.end()
 
     def follow_stream(self) -> None:
         """Wait for steps on another stream, which read the buffers; the host does not wait."""
-        self._turns.follow_stream()
+        self._ring.follow_stream()
 
     def written_by_others(self) -> None:
         """Note that the engine writes into the buffers itself: each tail is written from now on."""
@@ -432,11 +444,7 @@ def _misfit(spec: InputBuffer, rows: int, value: Any) -> InputBufferError:
 
 
 class Outputs:
-    """What a model returns: which rows are real, and the buffers that FULL graphs write.
-
-    A result is a tensor, or tensors in tuples, lists and dicts, whose rows count tokens or
-    requests.
-    """
+    """What a model returns, tensors or nests of them: the real rows, and buffers of FULL graphs."""
 
     def __init__(self, rows: str | Sequence[str], most: tuple[int, int]) -> None:
         self._rows = rows if isinstance(rows, str) else tuple(rows)  # one for all, or for each
@@ -476,10 +484,7 @@ class Outputs:
         self._known.clear()
 
     def keep(self, result: Any, sizes: tuple[int, int]) -> Any:
-        """Copy the result of a step to the front of the buffers; return views of those.
-
-        The first result allocates the buffers; later ones must have its structure.
-        """
+        """Copy the result of a step to the front of the buffers; return views of those."""
         leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
         kinds = self._kinds(leaves, sizes)
         if self._spec is None:

@@ -62,6 +62,11 @@ class Dispatched(NamedTuple):
         descriptor: the key of the graph, padded; for NONE ``BatchDescriptor(num_tokens)``,
             unpadded.
         why: why the step has a lesser mode than the requested one; None if it has that one.
+
+    Example:
+        >>> dispatcher = cgcompile.serving.CudagraphDispatcher("PIECEWISE", [4, 8], max_num_reqs=8)
+        >>> dispatcher.dispatch(30, num_reqs=1).why.reason.value
+        'oversize'
     """
 
     mode: CUDAGraphMode
@@ -116,10 +121,7 @@ class Row:
             slot.rows.append(self)
 
     def find(self, number: int) -> Slot | None:
-        """Return the smallest ready graph for ``number`` rows; if no graph is ready, the smallest.
-
-        None above the largest size.
-        """
+        """Return the smallest ready graph for ``number`` rows, else the smallest; or None."""
         return self._serving[self._steps[number]] if number < len(self._steps) else None
 
     def settle(self) -> None:
@@ -147,11 +149,7 @@ class Tables(NamedTuple):
 def build_tables(
     shapes: Shapes, variants: Mapping[Variant, Variant]
 ) -> tuple[dict[Variant, Tables], dict[Planned, Slot]]:
-    """Build the tables of each variant, and a slot for every graph, in the order of capture.
-
-    ``variants`` maps each variant to that of its PIECEWISE graphs, which has tables too: without
-    FULL graphs, unless it is a key itself.
-    """
+    """Build the tables of each variant, and a slot for every graph, in the order of capture."""
     slots = {planned: Slot(Dispatched(*planned)) for planned in capture_order(shapes, variants)}
 
     def row(
@@ -197,6 +195,10 @@ def is_uniform_decode(query_lens: Collection[int], is_prefilling: Collection[boo
 
     Raises:
         BatchError: the two have different lengths.
+
+    Example:
+        >>> cgcompile.serving.is_uniform_decode([1, 1, 1], [False, False, False])
+        True
     """
     for name, items in (("query_lens", query_lens), ("is_prefilling", is_prefilling)):
         # a tensor of one number has no length
@@ -363,6 +365,12 @@ class CudagraphDispatcher:
 
     Raises:
         ConfigError: no graph is possible in ``mode``, or a number is out of range.
+
+    Example:
+        >>> dispatcher = cgcompile.serving.CudagraphDispatcher("PIECEWISE", [4, 8], max_num_reqs=8)
+        >>> dispatched = dispatcher.dispatch(3, num_reqs=2)
+        >>> dispatched.mode.name, dispatched.descriptor.num_tokens
+        ('PIECEWISE', 4)
     """
 
     @checked_but("sizes", "decode_sizes", "varlen_decode_sizes", "axes")
@@ -421,6 +429,14 @@ class CudagraphDispatcher:
         self._plain = None if self.axes else self._serving(False, 0, ())[0]
         self._set_reasons(resolution.mixed_why, resolution.decode_why)
         self.only_captured = only_captured
+
+    def summary(self) -> str:
+        """Return the mode, and how many of the planned graphs exist."""
+        captured = sum(slot.captured for slot in self._slots.values())
+        return f"{self.mode.name}, {captured} of {len(self._slots)} planned graphs captured"
+
+    def __repr__(self) -> str:
+        return f"<CudagraphDispatcher: {self.summary()}>"
 
     def _set_reasons(self, mixed_why: Fallback | None, decode_why: Fallback | None) -> None:
         """Prepare the reasons of lesser modes, so that a step does not build them."""
@@ -539,10 +555,7 @@ class CudagraphDispatcher:
     def _serving(
         self, has_lora: bool, active: int, extra: tuple[Any, ...]
     ) -> tuple[Tables | None, Fallback | None]:
-        """Return the tables that serve a batch, and why it has no FULL graph, or no graph.
-
-        A reason beside tables: PIECEWISE graphs alone serve the batch.
-        """
+        """Return the tables that serve a batch, and why it has no FULL graph, or no graph."""
         loras = self._lora.count_for(has_lora, active)
         if loras is None:
             limit = max(self._lora.counts, default=0)
@@ -639,10 +652,8 @@ class CudagraphDispatcher:
         max_query_len: int | None,
         uniform_decode: bool,
     ) -> Slot | Fallback | None:
-        """Return the smallest ready FULL graph that serves the batch, else any; or why none does.
-
-        Of one size a graph for uniform decode comes first. None: no FULL graph was requested.
-        """
+        """Return the smallest ready FULL graph that serves a batch, else any; or why none does."""
+        # Of one size a graph for uniform decode comes first. None: no FULL graph was requested.
         # A graph of n tokens has min(n, max_num_reqs) requests, of which each batch needs enough.
         few = num_reqs is None or num_reqs <= self._max_num_reqs
         rows = num_tokens if num_reqs is None or num_reqs < num_tokens else num_reqs

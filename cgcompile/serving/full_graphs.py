@@ -8,7 +8,6 @@ tensors in the metadata, and the weights, are compared with those at capture.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import AddressChangedError, ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.guards import WeightsGuard
+from cgcompile.graphs.guards import WeightsGuard, slots_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import StaleResults
-from cgcompile.graphs.wrapper import Whole, gradients_due
+from cgcompile.graphs.wrapper import ManagedStep, gradients_due
 from cgcompile.serving.batch import GraphHooks, Metadata
 from cgcompile.serving.buffers import Outputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, check_numbers
@@ -50,7 +49,7 @@ class FullGraphs:
         self._config = config
         self._device_type = "" if pool is None else pool.where.type
         self._weights_on = weights_on  # the device type of guarded weights; None: not guarded
-        whole = Whole(model, self._record)
+        whole = ManagedStep(model, self._record)
         self.wrapper = BreakableCUDAGraphWrapper(whole, config, FULL, pool=pool, name="step")
         self.wrapper.before_capture = self._before_capture
         self._by_size: dict[int, list[BatchDescriptor]] = {}
@@ -124,7 +123,7 @@ class FullGraphs:
                     batch=str(descriptor), path=path, now=now.get(path), before=address
                 )
 
-    def spoil(self, mode: CUDAGraphMode) -> None:
+    def expire_results(self, mode: CUDAGraphMode) -> None:
         """Make reads of earlier results visible from now on: as NaN, or as an error."""
         if self._config.debug:
             self._stale.expire(None)
@@ -135,7 +134,7 @@ class FullGraphs:
         """Return a result that raises once it is stale."""
         leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
         what = f"the manager's step, {descriptor}"
-        tracked = self._stale.hand_out(leaves, self.outputs.owns, None, what)
+        tracked = self._stale.track(leaves, self.outputs.owns, None, what)
         return compat.tree_unflatten(tracked, spec)
 
     def drop(self) -> None:
@@ -196,12 +195,6 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 @lru_cache(maxsize=256)
 def _declared(kind: Any) -> tuple[str, ...]:
     """Return attributes that may be in no ``__dict__``: slots, and fields with a default."""
-    slots = [
-        name
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if isinstance(member, MemberDescriptorType)
-    ]
+    slots = [member.__name__ for member in slots_of(kind)]
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     return tuple(dict.fromkeys([*(spec.name for spec in fields), *slots]))

@@ -8,18 +8,22 @@ until the next one.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
 
 from cgcompile.backend import Backend, handle_of
-from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.compile import compile as compile_model
+from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import (
     AgreementError,
     BatchError,
     CaptureError,
+    ConfigError,
     DispatchError,
     ManagerError,
 )
@@ -31,6 +35,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock
+from cgcompile.modes import AttentionCGSupport
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.serving.batch import (
     NO_WORK,
@@ -40,7 +45,7 @@ from cgcompile.serving.batch import (
     axes_of_optional,
     padding_batch,
 )
-from cgcompile.serving.buffers import InputBuffer, Outputs, StaticInputs
+from cgcompile.serving.buffers import TOKENS, InputBuffer, Outputs, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, check_numbers
 from cgcompile.serving.full_graphs import FullGraphs
 from cgcompile.serving.memory_plan import (
@@ -52,9 +57,10 @@ from cgcompile.serving.memory_plan import (
 )
 from cgcompile.serving.plan import FULL, NONE, PIECEWISE, Planned, is_decode, largest, sets_of
 from cgcompile.serving.ranks import Agreement, together
-from cgcompile.serving.sizes import padding_table
+from cgcompile.serving.sizes import capture_sizes, padding_table
 from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.settings import (
+    LARGEST_ROWS,
     checked,
     checked_but,
     require,
@@ -67,9 +73,86 @@ from cgcompile.settings import (
 Prepare = Callable[[BatchDescriptor, str], Batch]
 BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
 
+_LARGEST_DEFAULT = 512  # tokens of the largest graph, where no sizes are given
+
 _WARMING = Fallback(Reason.WARMING, "the first step of a graph; the next one captures it")
 # Reasons that wrappers in a part of the model may have at each replay: the step is not theirs.
 _OF_PARTS = EXPECTED - {Reason.WARMING}
+
+
+_FROM_MODEL = "CudaGraphManager.from_model"
+
+
+def _divided(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide arguments between dispatcher and manager; raise if one belongs to neither."""
+    of_dispatcher = {*signature(CudagraphDispatcher).parameters} - {"mode"}
+    of_manager = {*signature(CudaGraphManager).parameters} - {"dispatcher", "backend"}
+    for name in arguments:
+        if name not in of_dispatcher | of_manager:
+            known = sorted(of_dispatcher | of_manager)
+            raise ConfigError.unknown_setting(name=name, where=_FROM_MODEL, known=known)
+    mine = {name: value for name, value in arguments.items() if name in of_manager}
+    return {name: arguments[name] for name in arguments if name not in mine}, mine
+
+
+def _declared(inputs: Iterable[InputBuffer]) -> list[InputBuffer]:
+    """Return the declarations of input buffers, which may come from an iterator."""
+    require_items("inputs", _FROM_MODEL, inputs)
+    declared = list(inputs)
+    require_items("inputs", _FROM_MODEL, declared, InputBuffer)
+    return declared
+
+
+def _compiled(
+    model: Any, inputs: Iterable[InputBuffer], config: CompilationConfig | None
+) -> tuple[Any, CompilationConfig]:
+    """Return the compiled model, or one that is captured without a trace, and its settings."""
+    backend = handle_of(model)
+    if backend is not None:
+        if config is not None:
+            raise ConfigError.impossible(
+                what="config beside a compiled model",
+                because="the model was compiled with settings of its own",
+                instead="Leave config out, or give the model before it is compiled.",
+            )
+        return model, backend.config
+    config = CompilationConfig.resolve(config)
+    if config.mode is CompilationMode.NONE or config.splitting == "breakable":
+        return model, config
+    dims = {spec.name: {spec.dim: spec.counts} for spec in inputs if spec.argument}
+    sizes = (
+        config.cudagraph_capture_sizes,
+        config.compile_sizes,
+        config.compile_ranges_endpoints,
+    )
+    tokens = [spec for spec in inputs if spec.argument and spec.counts == TOKENS]
+    if config.capture_dim is None and tokens and sizes != (None,) * 3:
+        config = replace(config, capture_dim=f"{tokens[0].name}.size()[{tokens[0].dim}]")
+    return compile_model(model, config, dynamic_dims=dims, guards="none"), config
+
+
+def _default_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Return the usual sizes; larger batches are bound by compute and gain nothing from graphs."""
+    require_whole("max_num_tokens", _FROM_MODEL, max_num_tokens, 1, LARGEST_ROWS)
+    return capture_sizes(min(max_num_tokens, _LARGEST_DEFAULT))
+
+
+def _least_support(config: CompilationConfig) -> AttentionCGSupport:
+    """Return how far the declared boundaries can go into a FULL graph."""
+    return min(
+        (getattr(op, "support", AttentionCGSupport.NEVER) for op in config.splitting_ops),
+        default=AttentionCGSupport.ALWAYS,
+    )
+
+
+def _device_of(model: Any) -> torch.device:
+    """Return the device of the parameters or buffers of a module."""
+    module = getattr(model, "runnable", model)
+    if isinstance(module, torch.nn.Module):
+        for tensor in (*module.parameters(), *module.buffers()):
+            return tensor.device
+    expected = "a device, as the model is no module with parameters"
+    raise ConfigError.bad_value(name="device", where=_FROM_MODEL, value=None, expected=expected)
 
 
 class CudaGraphManager:
@@ -124,6 +207,16 @@ class CudaGraphManager:
         ConfigError: impossible settings.
         InputBufferError: two buffers with one name.
         ManagerError: an optional input without an axis of the dispatcher, or bad ``outputs``.
+
+    Example:
+        >>> from cgcompile.serving import Batch, CudagraphDispatcher, InputBuffer
+        >>> support = cgcompile.AttentionCGSupport.ALWAYS
+        >>> dispatcher = CudagraphDispatcher("FULL", [4, 8], max_num_reqs=8, support=support)
+        >>> rows = InputBuffer("input", ("tokens", 8), torch.float32)
+        >>> manager = cgcompile.CudaGraphManager(nn.Linear(8, 2), dispatcher, [rows], device="cpu")
+        >>> report = manager.capture()
+        >>> manager.run(Batch(3, 1, {"input": torch.randn(3, 8)})).shape  # padded to 4 inside
+        torch.Size([3, 2])
     """
 
     @checked_but("device", "inputs", "hooks", "model")
@@ -154,7 +247,6 @@ class CudaGraphManager:
             raise AgreementError.other_dispatcher()
         self.model, self.dispatcher, self.agreement = model, dispatcher, agreement
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
-        self.statistics = DispatchStatistics(plan)
         self.backend = handle_of(model) if backend is None else backend
         self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
         self._optional = axes_of_optional(self.inputs.specs, dispatcher.axes)
@@ -166,7 +258,8 @@ class CudaGraphManager:
         require_items("hooks", where, hooks, GraphHooks)
         self._hooks = tuple(hooks)
         self._config = config = CompilationConfig.resolve(config)
-        self._spoils = config.debug or config.poison
+        self.statistics = DispatchStatistics(plan, warn_fallbacks=config.warn_fallbacks)
+        self._expires_results = config.debug or config.poison
         check_debug(config.debug)
         recorder = capture_device(torch.device(device), config.capture_device) if plan else None
         self.pool = None if recorder is None else GraphPool(recorder)
@@ -186,6 +279,72 @@ class CudaGraphManager:
         self._lock = new_lock()
         self.meter = MemoryMeter(self.pool, self.backend, rows)
         dispatcher.only_captured = not lazily  # last: nothing has failed
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Callable[..., Any],
+        inputs: Iterable[InputBuffer],
+        *,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        config: CompilationConfig | None = None,
+        device: torch.device | str | None = None,
+        **arguments: Any,
+    ) -> "CudaGraphManager":
+        """Compile a model, and construct the dispatcher and the manager of its graphs.
+
+        Modes, sizes and attention support are those of the settings: ``cudagraph_mode``,
+        ``cudagraph_capture_sizes`` (left out: :func:`capture_sizes`, up to 512 tokens) and the
+        least ``support`` of ``splitting_ops``. A built-in boundary that cannot be in a FULL graph
+        is found at its capture, which is then refused with a warning.
+
+        Args:
+            model: a module or a function. It is compiled with ``guards="none"`` and dynamic
+                dimensions as in ``inputs``; not traced in mode NONE and with
+                ``splitting="breakable"``. One that cgcompile has compiled is taken as it is.
+            inputs: the declarations of the input buffers.
+            max_num_tokens: the most tokens in a batch; the input buffers have as many rows.
+            max_num_reqs: the most requests in a batch.
+            config: the settings, unless the model is compiled; left out: environment and defaults.
+            device: of the buffers; left out: that of the parameters.
+            **arguments: further arguments of :class:`CudagraphDispatcher`, such as ``query_lens``,
+                ``lora`` and ``axes``, and of :class:`CudaGraphManager`, such as ``metadata`` and
+                ``outputs``.
+
+        Returns:
+            The manager, before :meth:`capture`.
+
+        Raises:
+            ConfigError: unknown or impossible settings and arguments.
+
+        Example:
+            >>> import torch
+            >>> from cgcompile.serving import Batch, InputBuffer
+            >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50))
+            >>> ids = InputBuffer("input", ("tokens",), torch.int64)
+            >>> limits = {"max_num_tokens": 8, "max_num_reqs": 8}
+            >>> manager = CudaGraphManager.from_model(model, [ids], **limits)
+            >>> manager.run(Batch(3, 3, {"input": torch.tensor([4, 2, 7])})).shape
+            torch.Size([3, 50])
+        """
+        require_callable("model", _FROM_MODEL, model)
+        inputs, (of_dispatcher, own) = _declared(inputs), _divided(arguments)
+        device = _device_of(model) if device is None else device
+        model, config = _compiled(model, inputs, config)
+        mode = config.cudagraph_mode or CUDAGraphMode.NONE
+        settings = {
+            "sizes": config.cudagraph_capture_sizes or _default_sizes(max_num_tokens),
+            "support": _least_support(config),
+            "piecewise": config.mode is CompilationMode.PIECEWISE,
+        }
+        limits = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}
+        dispatcher = CudagraphDispatcher(mode, **{**settings, **limits, **of_dispatcher})
+        return cls(model, dispatcher, inputs, device=device, config=config, **own)
+
+    def __repr__(self) -> str:
+        model = type(getattr(self.model, "runnable", self.model)).__name__
+        return f"<CudaGraphManager of {model}: {self.dispatcher.summary()}>"
 
     # -------------------------------------------------------------- look-ups
 
@@ -517,11 +676,11 @@ class CudaGraphManager:
         why = chosen.why
         if self._config.strict and chosen.mode is NONE and why and why.reason not in EXPECTED:
             what = f"a batch of {batch.num_tokens} tokens"
-            raise DispatchError.strict(what=what, reason=why.reason.value, detail=why.detail)
+            raise DispatchError.strict(what=what, why=why)
         if batch.num_tokens:  # else there is no graph, and `extra` does not matter
             for name, index in self._optional.items():
                 if batch.extra[index] is not (batch.inputs.get(name) is not None):
-                    raise ManagerError.presence(name=name, said=batch.extra[index])
+                    raise ManagerError.presence(name=name, found=batch.extra[index])
         return chosen
 
     def _run_agreed(self, agreement: Agreement, batch: Batch, restrictions: dict[str, Any]) -> Any:
@@ -627,8 +786,8 @@ class CudaGraphManager:
             addresses = None if entry is None else full.metadata.get(descriptor)
             if addresses is not None:
                 full.check_metadata(metadata, addresses, descriptor)
-        if self._spoils and mode is not NONE:
-            full.spoil(mode)
+        if self._expires_results and mode is not NONE:
+            full.expire_results(mode)
         if entry is not None and "inputs_ready" not in metadata.additional:
             result = full.outputs.replayed(full.wrapper.replay_entry(entry), padded, real)
             return full.track(result, descriptor) if self._config.debug else result
@@ -701,8 +860,8 @@ class CudaGraphManager:
                     raise ManagerError.no_replay(batch=str(descriptor))
                 self.inputs.follow_stream()
                 self.inputs.written_by_others()
-                if self._spoils:
-                    full.spoil(FULL)
+                if self._expires_results:
+                    full.expire_results(FULL)
                 result = self._around_replay(full.wrapper.replay_entry, entry)
             sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
             result = full.outputs.replayed(result, sizes, sizes)

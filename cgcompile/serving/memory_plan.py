@@ -10,7 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from cgcompile.backend import Backend
 from cgcompile.config import CUDAGraphMode
@@ -47,6 +49,11 @@ class GraphMemory:
         outputs: buffers of what FULL graphs return.
         driver: what the driver allocates for the graphs themselves. It may keep some of it when
             they are dropped.
+
+    Example:
+        >>> memory = cgcompile.serving.GraphMemory(pools=1024, outputs=256)
+        >>> memory.total
+        1280
     """
 
     pools: int = 0
@@ -65,11 +72,9 @@ class GraphMemory:
 
 
 class MemoryMeter:
-    """Measures what the graphs of one manager take.
+    """Measures what the graphs of one manager take: existing ones, and planned ones for trial."""
 
-    The driver reports no graph's share, only what is left of the device: so the level before the
-    first capture is remembered, and what other programs take meanwhile is counted as ours.
-    """
+    # The driver reports what is left of the device alone, so that before the first capture is kept.
 
     def __init__(self, pool: GraphPool | None, backend: Backend | None, outputs: Outputs) -> None:
         self._pool = pool
@@ -77,6 +82,10 @@ class MemoryMeter:
         self._outputs = outputs
         self._before: int | None = None  # level of the driver before the first capture
         self._driver = 0
+        self.fixed = 0  # bytes before any graph
+        self.added: dict[Planned, int] = {}  # bytes of each graph that was captured for trial
+        self.missing: list[tuple[Planned, str]] = []  # what could not be, with the reason
+        self._recorded: dict[int, WeakSet[Any]] = {}  # what to keep, by compiled graph
 
     @property
     def graphs(self) -> tuple[CompiledGraph, ...]:
@@ -115,6 +124,78 @@ class MemoryMeter:
         staging = sum(pool.arena.nbytes for pool in pools)
         return GraphMemory(held, staging, self._outputs.nbytes, driver)
 
+    # -------------------------------------------------------------- graphs captured for trial
+
+    def prepare(self, manager: Any) -> None:
+        """Warm up all planned graphs, and measure what exists before any: ``fixed``."""
+        assert self._pool is not None
+        self._recorded = {id(graph): WeakSet(graph.recordings) for graph in self.graphs}
+        self.added.clear()
+        with manager.capturing():  # so that nothing is compiled or loaded later
+            warm_all(
+                lambda entry: manager.run_dummy(*entry, "warmup"),
+                list(manager.dispatcher.plan()),
+                manager.num_compilations,
+                1,
+                "memory plan",
+            )
+        self._pool.device.give_back()
+        self.begin()
+        self.fixed = self.taken()
+
+    @property
+    def margin(self) -> int:
+        """Bytes by which the same graphs may differ when they are captured again."""
+        step = 1 if self._pool is None else self._pool.device.graph_step
+        return _UNSTEADY * step if step > 1 else 0
+
+    def fits(self, manager: Any, chosen: Collection[Planned], budget: int) -> bool:
+        """Return whether graphs stay within a budget on all ranks."""
+        return not _any(manager, self.trial(manager, chosen, budget) + self.margin > budget)
+
+    def trial(self, manager: Any, chosen: Collection[Planned], budget: int | None = None) -> int:
+        """Capture graphs, the largest first, and drop them; return the bytes that they took."""
+        wanted = set(chosen)
+        self.missing.clear()
+        try:
+            planned = [entry for entry in manager.dispatcher.plan() if entry in wanted]
+            for title, mode, keys in sets_of(planned):
+                for start in range(0, len(keys), _AT_ONCE):
+                    self._try(manager, f"Planning: {title}", mode, keys[start : start + _AT_ONCE])
+                    if budget is not None and _any(manager, self.taken() > budget):
+                        return self.taken()
+            return self.taken()
+        finally:
+            self._drop(manager)
+
+    def _try(
+        self, manager: Any, title: str, mode: CUDAGraphMode, keys: list[BatchDescriptor]
+    ) -> None:
+        levels: list[tuple[BatchDescriptor, int]] = []
+        result: BulkCapture = manager.record(
+            title, mode, keys, lambda key: levels.append((key, self.taken()))
+        )
+        self.missing += [((mode, key), why) for key, why in result.missing]
+        manager.pool.device.synchronize()
+        after = [*(level for _, level in levels[1:]), self.taken()]
+        for (key, before), now in zip(levels, after, strict=True):
+            self.added[mode, key] = now - before
+
+    def _drop(self, manager: Any) -> None:
+        """Drop what was captured, and give its memory back."""
+        for graph in self.graphs:
+            if set(graph.recordings) != set(self._recorded.get(id(graph), ())):
+                graph.release()
+        manager.drop_graphs()
+        with releasing():
+            pass
+        manager.pool.device.give_back()
+
+
+def _any(manager: Any, flag: bool) -> bool:
+    """Return whether the flag is set on any rank: all ranks must capture the same sizes."""
+    return flag if manager.agreement is None else bool(manager.agreement.largest(flag))
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -127,6 +208,16 @@ class MemoryPlan:
         total: bytes of all graphs.
         fixed: of that, what exists before any graph: buffers.
         seconds: of host time that planning took, warming up included.
+
+    Example:
+        >>> from cgcompile.serving import CudagraphDispatcher, InputBuffer
+        >>> support = cgcompile.AttentionCGSupport.ALWAYS
+        >>> dispatcher = CudagraphDispatcher("FULL", [4, 8], max_num_reqs=8, support=support)
+        >>> rows = InputBuffer("input", ("tokens", 8), torch.float32)
+        >>> manager = cgcompile.CudaGraphManager(nn.Linear(8, 2), dispatcher, [rows], device="cpu")
+        >>> plan = manager.plan()
+        >>> len(plan.graphs), plan.missing
+        (2, ())
     """
 
     graphs: tuple[tuple[CUDAGraphMode, BatchDescriptor, int], ...]
@@ -169,11 +260,12 @@ def plan_memory(manager: Any) -> MemoryPlan:
     planned = manager.dispatcher.plan()
     if not planned or manager.pool is None:
         return MemoryPlan((), (), 0, 0, time.perf_counter() - start)
-    rehearsal = _Rehearsal(manager)
-    total = rehearsal.nbytes(planned)
-    graphs = tuple((*entry, rehearsal.added.get(entry, 0)) for entry in planned)
+    meter: MemoryMeter = manager.meter
+    meter.prepare(manager)
+    total = meter.trial(manager, planned)
+    graphs = tuple((*entry, meter.added.get(entry, 0)) for entry in planned)
     seconds = time.perf_counter() - start
-    plan = MemoryPlan(graphs, tuple(rehearsal.missing), total, rehearsal.fixed, seconds)
+    plan = MemoryPlan(graphs, tuple(meter.missing), total, meter.fixed, seconds)
     log.info("%s", plan)
     return plan
 
@@ -181,34 +273,31 @@ def plan_memory(manager: Any) -> MemoryPlan:
 def choose_graphs(
     manager: Any, max_graph_bytes: int, histogram: Mapping[int, int] | None = None
 ) -> tuple[Planned, ...]:
-    """Choose planned graphs that stay within a budget of bytes and save the most padding.
-
-    The largest graph of each kind (mode, query length, LoRA, axes) is always among them, so that
-    every batch that the plan serves keeps a graph; of the others, FULL before PIECEWISE where two
-    save the same, as many are taken as fit. Ranks of an agreement decide together.
-    """
+    """Choose planned graphs that stay within a budget of bytes and save the most padding."""
+    # The largest of each kind is always among them, so that every batch keeps a graph. Where two
+    # save the same, FULL comes before PIECEWISE.
     planned: tuple[Planned, ...] = manager.dispatcher.plan()
     kinds: dict[Any, dict[int, Planned]] = {}
     for mode, key in sorted(planned, key=lambda entry: entry[0] is not CUDAGraphMode.FULL):
         kinds.setdefault((mode, kind_of(key)), {})[key.num_tokens] = (mode, key)
     order = [kinds[kind][size] for kind, size in ranked(kinds, histogram)]
-    rehearsal = _Rehearsal(manager)
-    if rehearsal.fits(planned, max_graph_bytes):
+    meter: MemoryMeter = manager.meter
+    meter.prepare(manager)
+    fits = partial(meter.fits, manager, budget=max_graph_bytes)
+    if fits(planned):
         return planned
-    needed = rehearsal.nbytes(order[: len(kinds)]) + rehearsal.margin
+    needed = meter.trial(manager, order[: len(kinds)]) + meter.margin
     if needed > max_graph_bytes:
         raise ManagerError.too_few_bytes(budget=max_graph_bytes, needed=needed)
-    kept = set(most_that_fit(order, len(kinds), lambda some: rehearsal.fits(some, max_graph_bytes)))
+    kept = set(most_that_fit(order, len(kinds), fits))
     return tuple(entry for entry in planned if entry in kept)
 
 
 def ranked(
     ladders: Mapping[K_, Collection[int]], histogram: Mapping[int, int] | None = None
 ) -> list[tuple[K_, int]]:
-    """Rank all (kind, size): the largest of each kind, then by the padded rows that each saves.
-
-    Of each kind, every prefix of the result is a ladder as the greedy removal leaves it.
-    """
+    """Rank all (kind, size): the largest of each kind, then by the padded rows that each saves."""
+    # Of each kind, every prefix of the result is a ladder as the greedy removal leaves it.
     rest: list[tuple[float, K_, int]] = []
     for kind, sizes in ladders.items():
         largest = max(sizes)
@@ -238,72 +327,3 @@ def most_that_fit(
         else:
             high = middle - 1
     return order[:low]
-
-
-class _Rehearsal:
-    """Captures graphs of a manager to measure them, and drops them."""
-
-    def __init__(self, manager: Any) -> None:
-        self.added: dict[Planned, int] = {}  # bytes of each graph
-        self.missing: list[tuple[Planned, str]] = []  # what could not be captured, with the reason
-        self._manager = manager
-        self._planned: tuple[Planned, ...] = manager.dispatcher.plan()
-        self._meter: MemoryMeter = manager.meter
-        self._recorded = {id(graph): set(graph.recordings) for graph in self._meter.graphs}
-        self._device = manager.pool.device
-        step = self._device.graph_step
-        self.margin = _UNSTEADY * step if step > 1 else 0
-        with manager.capturing():  # so that nothing is compiled or loaded later
-            warm_all(
-                lambda entry: manager.run_dummy(*entry, "warmup"),
-                list(self._planned),
-                manager.num_compilations,
-                1,
-            )
-        self._device.give_back()
-        self._meter.begin()
-        self.fixed = self._meter.taken()  # bytes before any graph
-
-    def fits(self, chosen: Collection[Planned], budget: int) -> bool:
-        """Return whether graphs stay within a budget on all ranks."""
-        return not self._any(self.nbytes(chosen, budget) + self.margin > budget)
-
-    def _any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank: all ranks must capture the same sizes."""
-        agreement = self._manager.agreement
-        return flag if agreement is None else bool(agreement.largest(flag))
-
-    def nbytes(self, chosen: Collection[Planned], budget: int | None = None) -> int:
-        """Capture graphs, the largest first, and drop them; return the bytes that they took."""
-        wanted = set(chosen)
-        self.missing.clear()
-        try:
-            for title, mode, keys in sets_of(entry for entry in self._planned if entry in wanted):
-                for start in range(0, len(keys), _AT_ONCE):
-                    self._capture(f"Planning: {title}", mode, keys[start : start + _AT_ONCE])
-                    if budget is not None and self._any(self._meter.taken() > budget):
-                        return self._meter.taken()
-            return self._meter.taken()
-        finally:
-            self._drop()
-
-    def _capture(self, title: str, mode: CUDAGraphMode, keys: list[BatchDescriptor]) -> None:
-        levels: list[tuple[BatchDescriptor, int]] = []
-        result: BulkCapture = self._manager.record(
-            title, mode, keys, lambda key: levels.append((key, self._meter.taken()))
-        )
-        self.missing += [((mode, key), why) for key, why in result.missing]
-        self._device.synchronize()
-        after = [*(level for _, level in levels[1:]), self._meter.taken()]
-        for (key, before), now in zip(levels, after, strict=True):
-            self.added[mode, key] = now - before
-
-    def _drop(self) -> None:
-        """Drop what was captured, and give its memory back."""
-        for graph in self._meter.graphs:
-            if set(graph.recordings) != self._recorded.get(id(graph), set()):
-                graph.release()
-        self._manager.drop_graphs()
-        with releasing():
-            pass
-        self._device.give_back()

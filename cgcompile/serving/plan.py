@@ -50,6 +50,14 @@ class LoraCases:
 
     Raises:
         ConfigError: a count below 1; or no count, and no graphs without LoRA either.
+
+    Example:
+        >>> dispatcher = cgcompile.serving.CudagraphDispatcher(
+        ...     "PIECEWISE", [8], max_num_reqs=8, lora=cgcompile.serving.LoraCases((1, 4))
+        ... )
+        >>> batch = dispatcher.dispatch(8, num_reqs=4, has_lora=True, num_active_loras=3)
+        >>> batch.descriptor.num_active_loras
+        4
     """
 
     counts: tuple[int, ...] = ()
@@ -128,6 +136,14 @@ class Axis:
 
     Raises:
         ConfigError: values that do not match the rule.
+
+    Example:
+        >>> axis = cgcompile.serving.Axis("max_seqlen", (1024, 4096), "pad_up")
+        >>> dispatcher = cgcompile.serving.CudagraphDispatcher(
+        ...     "PIECEWISE", [8], max_num_reqs=8, axes=(axis,)
+        ... )
+        >>> dispatcher.dispatch(5, num_reqs=1, extra=(2000,)).descriptor.extra
+        (4096,)
     """
 
     name: str
@@ -223,12 +239,8 @@ def resolve_mode(
     piecewise: bool = True,
     support_why: str = "",
 ) -> Resolution:
-    """Return the mode that is possible, at most ``mode``; raise ConfigError if no graph is.
-
-    FULL graphs for any batch need support ALWAYS; else FULL becomes FULL_AND_PIECEWISE, or
-    FULL_DECODE_ONLY where ``piecewise`` is False. Each length of uniform decode is judged on its
-    own. If no decode graph remains, the mode is PIECEWISE.
-    """
+    """Return the mode that is possible, at most ``mode``; raise ConfigError if no graph is."""
+    # FULL graphs for any batch need support ALWAYS; each length of decode is judged on its own.
     if mode is NONE:
         return Resolution(NONE, (), False)
     wanted, mixed_why, decode_why = mode, None, None
@@ -355,11 +367,8 @@ def _require_within(name: str, sizes: tuple[int, ...], max_num_tokens: int) -> N
 def _decode_ladder(
     query_len: int, most: int, counts: Iterable[int] | None, sizes: Iterable[int]
 ) -> tuple[int, ...]:
-    """Return sizes of uniform decode: request counts x query length, and the most that fits.
-
-    Without counts, each of ``sizes`` gives the requests that fit into it, so that no batch is
-    padded to more than the next of ``sizes``.
-    """
+    """Return sizes of uniform decode: request counts x query length, and the most that fits."""
+    # Without counts, no batch is padded to more than the next of ``sizes``.
     wanted = (size // query_len for size in sizes) if counts is None else counts
     usable = {count for count in wanted if 0 < count < most}
     return tuple(count * query_len for count in sorted({*usable, most}))
@@ -403,11 +412,8 @@ def shapes_of(resolution: Resolution, ladders: Ladders) -> Shapes:
 def _bounded_shapes(
     ladders: Mapping[int, Iterable[int]], max_num_reqs: int
 ) -> dict[int, list[BatchDescriptor]]:
-    """Return per longest query all shapes that serve it, by size and then by bound.
-
-    No query is longer than its batch: a graph of 2 tokens for queries of at most 4 is one for
-    queries of at most 2.
-    """
+    """Return per longest query all shapes that serve it, by size and then by bound."""
+    # No query is longer than its batch: 2 tokens in queries of at most 4 are queries of at most 2.
     pairs = sorted({(n, min(bound, n)) for bound, sizes in ladders.items() for n in sizes})
     return {
         longest: [

@@ -1,4 +1,4 @@
-"""The same choice on every rank: :class:`Agreement`, over an :class:`Exchange` of whole numbers.
+"""The same choice on every rank: :class:`Agreement`, over exchanges of whole numbers.
 
 Ranks that share collectives must run the same graph, or all must run without: a rank that replays
 while another runs eager waits forever. So at each step ranks exchange what they have and would
@@ -43,7 +43,7 @@ class Purpose(Enum):
     """What a rank exchanges numbers for, as an error states it."""
 
     TABLES = "makes an Agreement"
-    STEP = "asks for the graph of a step"
+    STEP = "requests the graph of a step"
     CHECK = "is about to run what was agreed"
     ALONE = "is about to run a graph of its own choice"
     NUMBER = "warms up for a capture"
@@ -52,82 +52,6 @@ class Purpose(Enum):
 
 
 _PURPOSES = tuple(Purpose)
-
-
-class Exchange:
-    """Gathers rows of numbers from all ranks of a group. Not for several threads at a time."""
-
-    def __init__(self, group: "dist.ProcessGroup | None") -> None:
-        require_kind("group", "Agreement", group, dist.ProcessGroup, maybe=True)
-        if not dist.is_initialized():
-            raise AgreementError.no_group()
-        self._group = dist.group.WORLD if group is None else group
-        if compat.process_group_backend(self._group, "cpu") is None:
-            raise AgreementError.backend(found=dist.get_backend(self._group))
-        self.size = dist.get_world_size(self._group)
-        self.rank = dist.get_rank(self._group)  # in the group
-        self._store = compat.process_group_store(self._group)
-        self._round = 0
-        self._name = "cgcompile"
-
-    def meet(self, number: int) -> list[int]:
-        """Gather one number in the first exchange."""
-        rows = self.gather(Purpose.TABLES, getrandbits(62), number)
-        self._name = f"cgcompile.{rows[0][0]}"  # notes of other agreements of the group differ
-        return [row[1] for row in rows]
-
-    def gather(self, purpose: Purpose, *numbers: int) -> list[list[int]]:
-        """Return the numbers of all ranks, by rank; each [WIDTH] with zeros at the end. Collective.
-
-        Waits for all ranks, at most as long as the timeout of the group.
-        """
-        self._round += 1
-        row = [_PURPOSES.index(purpose), *numbers, *[0] * (WIDTH - len(numbers))]
-        own = torch.tensor(row, dtype=torch.int64, device="cpu")
-        gathered = torch.empty(self.size, len(row), dtype=torch.int64, device="cpu")
-        try:
-            work = dist.all_gather(list(gathered.unbind()), own, group=self._group, async_op=True)
-            try:
-                work.wait(_SOON)
-            except RuntimeError:
-                self._note()
-                work.wait()  # raises again if it has failed for good
-        except RuntimeError as error:
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise AgreementError.missing(
-                rank=self.rank, does=purpose.value, missing=self._missing(), said=said
-            ) from error
-        rows: list[list[int]] = gathered.tolist()
-        purposes = [_PURPOSES[row[0]] for row in rows]
-        if Purpose.GAVE_UP in purposes:
-            raise AgreementError.gave_up(rank=purposes.index(Purpose.GAVE_UP))
-        for rank, other in enumerate(purposes):
-            if other is not purposes[0]:
-                raise AgreementError.out_of_step(
-                    rank=rank, found=other.value, first=purposes[0].value
-                )
-        return [row[1:] for row in rows]
-
-    def _key(self, rank: int) -> str:
-        return f"{self._name}.{self._round}.{rank}"
-
-    def _note(self) -> None:
-        """Note in the store that this rank has come."""
-        if self._store is not None:
-            with suppress(RuntimeError):  # its server may be the rank that died
-                self._store.set(self._key(self.rank), "here")
-
-    def _missing(self) -> list[int]:
-        """Return the ranks that have not come; empty if that is unknown."""
-        self._note()
-        until = time.monotonic() + 2 * _SOON.total_seconds()
-        missing = list(range(self.size)) if self._store is not None else []
-        with suppress(RuntimeError):
-            while missing and time.monotonic() < until:  # others may be about to note it
-                missing = [rank for rank in missing if not self._store.check([self._key(rank)])]
-                time.sleep(0.05)
-            return missing
-        return []
 
 
 # ---------------------------------------------------------------- the agreement
@@ -192,6 +116,16 @@ class Agreement:
         AgreementError: the dispatchers differ, with the ranks that do; a rank stays away; a group
             without CPU tensors, or none at all.
         ConfigError: ``dispatcher`` is no dispatcher, or ``group`` is no group of this rank.
+
+    Example:
+        >>> from torch import distributed
+        >>> store = distributed.HashStore()
+        >>> distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> dispatcher = cgcompile.serving.CudagraphDispatcher("PIECEWISE", [4, 8], max_num_reqs=8)
+        >>> agreement = cgcompile.serving.Agreement(dispatcher)
+        >>> agreement.rank
+        0
+        >>> distributed.destroy_process_group()
     """
 
     def __init__(
@@ -205,11 +139,22 @@ class Agreement:
         self.dispatcher = dispatcher
         self._check = check
         self._nested = 0  # `together` inside of `together`
-        self._ranks = Exchange(group)
-        self.rank = self._ranks.rank
+        require_kind("group", "Agreement", group, dist.ProcessGroup, maybe=True)
+        if not dist.is_initialized():
+            raise AgreementError.no_group()
+        self._group = dist.group.WORLD if group is None else group
+        if compat.process_group_backend(self._group, "cpu") is None:
+            raise AgreementError.backend(found=dist.get_backend(self._group))
+        self._size = dist.get_world_size(self._group)
+        self.rank = dist.get_rank(self._group)
+        self._store = compat.process_group_store(self._group)
+        self._round = 0
+        self._name = "cgcompile"
         plan = [(mode.name, descriptor) for mode, descriptor in dispatcher.plan()]
         self._smallest = min((descriptor.num_tokens for _, descriptor in plan), default=1)
-        _require_equal(self._ranks.meet(_digest(plan)))
+        rows = self._gather(Purpose.TABLES, getrandbits(62), _digest(plan))
+        self._name = f"cgcompile.{rows[0][0]}"  # notes of other agreements of the group differ
+        _require_equal([row[1] for row in rows])
 
     def dispatch(
         self,
@@ -253,7 +198,7 @@ class Agreement:
             num_active_loras if has_lora else _NO_LORA,
             self._packed(extra) if num_tokens else 0,
         )
-        rows = [_RankBatch(*row[: len(batch)]) for row in self._ranks.gather(Purpose.STEP, *batch)]
+        rows = [_RankBatch(*row[: len(batch)]) for row in self._gather(Purpose.STEP, *batch)]
         working = [row for row in rows if row.num_tokens]
         agreed, across = own, [0] * len(rows)
         if working:
@@ -334,6 +279,58 @@ class Agreement:
         most = 0 if 0 in loras else max(0, *loras)
         return max(loras) > _NO_LORA, most, tuple(reversed(values))
 
+    # -------------------------------------------------------------- the exchange
+
+    def _gather(self, purpose: Purpose, *numbers: int) -> list[list[int]]:
+        """Return the numbers of all ranks, [WIDTH] each, zeros at the end. Collective."""
+        self._round += 1
+        row = [_PURPOSES.index(purpose), *numbers, *[0] * (WIDTH - len(numbers))]
+        own = torch.tensor(row, dtype=torch.int64, device="cpu")
+        gathered = torch.empty(self._size, len(row), dtype=torch.int64, device="cpu")
+        try:
+            work = dist.all_gather(list(gathered.unbind()), own, group=self._group, async_op=True)
+            try:
+                work.wait(_SOON)
+            except RuntimeError:
+                self._note()
+                work.wait()  # raises again if it has failed for good
+        except RuntimeError as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise AgreementError.missing(
+                rank=self.rank, does=purpose.value, missing=self._missing(), error=text
+            ) from error
+        rows: list[list[int]] = gathered.tolist()
+        purposes = [_PURPOSES[row[0]] for row in rows]
+        if Purpose.GAVE_UP in purposes:
+            raise AgreementError.gave_up(rank=purposes.index(Purpose.GAVE_UP))
+        for rank, other in enumerate(purposes):
+            if other is not purposes[0]:
+                raise AgreementError.out_of_step(
+                    rank=rank, found=other.value, first=purposes[0].value
+                )
+        return [row[1:] for row in rows]
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}.{self._round}.{rank}"
+
+    def _note(self) -> None:
+        """Note in the store that this rank has come."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # its server may be the rank that died
+                self._store.set(self._key(self.rank), "here")
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not come; empty if that is unknown."""
+        self._note()
+        until = time.monotonic() + 2 * _SOON.total_seconds()
+        missing = list(range(self._size)) if self._store is not None else []
+        with suppress(RuntimeError):
+            while missing and time.monotonic() < until:  # others may be about to note it
+                missing = [rank for rank in missing if not self._store.check([self._key(rank)])]
+                time.sleep(0.05)
+            return missing
+        return []
+
     # -------------------------------------------------------------- for the manager
 
     def check_alone(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
@@ -347,7 +344,7 @@ class Agreement:
 
     def largest(self, number: int) -> int:
         """Return the largest of the numbers of all ranks. Collective."""
-        return max(row[0] for row in self._ranks.gather(Purpose.NUMBER, number))
+        return max(row[0] for row in self._gather(Purpose.NUMBER, number))
 
     def without(self, planned: Sequence[Any], done: Collection[Any]) -> dict[Any, int]:
         """Return the first rank without each planned graph that some rank lacks. Collective.
@@ -365,7 +362,7 @@ class Agreement:
             part = planned[start : start + at_once]
             flags = sum(1 << bit for bit, graph in enumerate(part) if graph in done)
             words = [flags >> shift & (1 << _BITS) - 1 for shift in range(0, at_once, _BITS)]
-            rows = self._ranks.gather(Purpose.CAPTURED, _digest(list(part)), *words)
+            rows = self._gather(Purpose.CAPTURED, _digest(list(part)), *words)
             _require_equal([row[0] for row in rows])
             for rank, row in enumerate(rows):
                 for bit, graph in enumerate(part):
@@ -386,19 +383,19 @@ class Agreement:
             # After an AgreementError the others raise as well, or cannot be reached.
             if self._nested == 1 and not isinstance(error, AgreementError):
                 with suppress(AgreementError):
-                    self._ranks.gather(Purpose.GAVE_UP)
+                    self._gather(Purpose.GAVE_UP)
             raise
         finally:
             self._nested -= 1
 
     def across(self, num_tokens: int) -> torch.Tensor:
         """Return ``num_tokens_across_dp`` where every rank runs so many tokens: int32 [R]."""
-        return torch.full((self._ranks.size,), num_tokens, dtype=torch.int32, device="cpu")
+        return torch.full((self._size,), num_tokens, dtype=torch.int32, device="cpu")
 
     def _compare(self, purpose: Purpose, chosen: Dispatched) -> None:
         mode, descriptor = _MODES.index(chosen.mode), chosen.descriptor
         tokens = descriptor.num_tokens if mode else 0
-        rows = self._ranks.gather(purpose, mode, tokens, descriptor.uniform)
+        rows = self._gather(purpose, mode, tokens, descriptor.uniform)
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if others:
             raise AgreementError.differs(

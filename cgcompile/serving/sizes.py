@@ -59,6 +59,10 @@ def checked_sizes(sizes: Iterable[int], maximum: int | None = None) -> tuple[int
     Raises:
         SizesError: there are no sizes; a size is not a whole number of at least 1, or is above the
             maximum.
+
+    Example:
+        >>> cgcompile.serving.checked_sizes([8, 1, 8, 4], maximum=8)
+        (1, 4, 8)
     """
     if not isinstance(sizes, Iterable):
         raise SizesError.not_a_size(found=sizes)
@@ -96,6 +100,10 @@ def capture_sizes(
 
     Raises:
         SizesError: a number is out of range, or no multiple is within the maximum.
+
+    Example:
+        >>> cgcompile.serving.capture_sizes(40)
+        (1, 2, 4, 8, 16, 24, 32, 40)
     """
     maximum = checked_number("maximum", maximum)
     require_whole("maximum", "capture_sizes", maximum, 1, LARGEST_TABLE)
@@ -123,6 +131,10 @@ def round_sizes(
 
     Raises:
         SizesError: a number is out of range, or no multiple is within the maximum.
+
+    Example:
+        >>> cgcompile.serving.round_sizes([1, 2, 4, 8, 13], multiple=4, maximum=16)
+        (4, 8, 16)
     """
     factors = multiple if isinstance(multiple, Iterable) else (multiple,)
     step = math.lcm(*(checked_number("multiple", factor) for factor in factors))
@@ -160,6 +172,10 @@ def decode_sizes(
 
     Raises:
         SizesError: a number is out of range, or not even one request fits.
+
+    Example:
+        >>> cgcompile.serving.decode_sizes([1, 2], query_len=3, max_num_reqs=4, max_num_tokens=64)
+        (3, 6)
     """
     query_len = checked_number("query_len", query_len)
     most = checked_number("max_num_reqs", max_num_reqs) * query_len
@@ -209,6 +225,10 @@ def padding_share(ladder: Sequence[int], histogram: Mapping[int, int]) -> float:
 
     Raises:
         SizesError: the histogram has an invalid entry.
+
+    Example:
+        >>> cgcompile.serving.padding_share([4, 8], {3: 1, 8: 1})
+        0.08333333333333333
     """
     real = run = 0
     for rows, times in checked_histogram(histogram).items():
@@ -251,6 +271,11 @@ def get_cudagraph_sizes(
     Raises:
         SizesError: a number or size is out of range.
         ConfigError: there is no such mode.
+
+    Example:
+        >>> sizes, decode = cgcompile.serving.get_cudagraph_sizes([2, 4], 4, 4, "PIECEWISE")
+        >>> sizes
+        {1: 2, 2: 2, 3: 4, 4: 4}
     """
     mode = mode_named(cudagraph_mode, "get_cudagraph_sizes")
     most = checked_number("max_num_reqs", max_num_reqs, least=0)
@@ -287,6 +312,11 @@ class FittedSizes:
         padded_rows: of all steps together.
         steps_without_graph: steps with a batch above the largest size.
         nbytes: what the graphs take by ``bytes_of``; None without it.
+
+    Example:
+        >>> found = cgcompile.serving.fit_sizes({3: 100, 7: 50, 8: 10}, count=2)
+        >>> found.sizes, found.padded_rows
+        ((3, 8), 50)
     """
 
     sizes: tuple[int, ...]
@@ -299,10 +329,9 @@ class FittedSizes:
 
 @dataclass(frozen=True)
 class _Problem:
-    """The cost of every ladder; here a ladder is a list of indices into ``sizes``.
+    """The cost of every ladder, a list of indices into ``sizes``."""
 
-    A cost is a sum over neighbours in the ladder: (steps between a and b) times cost(b).
-    """
+    # It is a sum over neighbours in the ladder: (steps between a and b) times cost(b).
 
     sizes: Sequence[int]
     costs: Sequence[float]
@@ -408,11 +437,8 @@ def removal_order(histogram: Mapping[int, int], sizes: Iterable[int]) -> list[tu
 
 
 def _solve(problem: _Problem, count: int | None, nbytes: int | None) -> list[int]:
-    """Return a ladder of little cost within the budget.
-
-    Sizes are removed greedily until the ladder fits; then they are moved between their neighbours,
-    and added, as long as that saves cost.
-    """
+    """Return a ladder of little cost within the budget."""
+    # Sizes are removed greedily until it fits, then moved and added as long as that saves cost.
     left = dict.fromkeys(range(len(problem.sizes)))
     total = problem.bytes_of(left)
     for loss, index in _removals(problem):
@@ -505,6 +531,10 @@ def fit_sizes(
     Raises:
         SizesError: there is no budget, nothing to fit, or a budget in which nothing fits; a number,
             candidate or entry is out of range; a function returned an invalid cost.
+
+    Example:
+        >>> cgcompile.serving.fit_sizes({3: 100, 7: 50, 8: 10}, count=2).sizes
+        (3, 8)
     """
     steps = checked_histogram(histogram)
     if not steps:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.locks import new_lock
 from cgcompile.modes import CUDAGraphMode
-from cgcompile.reasons import EXPECTED, Reason
+from cgcompile.reasons import EXPECTED, Fallback, Reason, warn_of
 from cgcompile.serving.dispatcher import Dispatched
 from cgcompile.serving.plan import FULL, NONE, PIECEWISE, Planned, kind_of
 from cgcompile.settings import checked
@@ -55,7 +55,7 @@ class _Graph:
 
 
 @dataclass(slots=True)
-class Lost:
+class FallbackCount:
     """Steps or items with one reason: how many, their tokens, and the last detail."""
 
     least: int  # tokens of the smallest step
@@ -77,10 +77,10 @@ class Lost:
         return {"least_tokens": int(self.least), "most_tokens": int(self.most)}
 
 
-def count_by_reason(lost: Mapping[tuple[str, Reason], Lost]) -> dict[Reason, int]:
+def count_by_reason(counted: Mapping[tuple[str, Reason], FallbackCount]) -> dict[Reason, int]:
     """Return how many steps or items had each reason, in whatever mode or path they ran."""
     counts: dict[Reason, int] = {}
-    for (_, reason), entry in lost.items():
+    for (_, reason), entry in counted.items():
         counts[reason] = counts.get(reason, 0) + entry.count
     return counts
 
@@ -102,12 +102,27 @@ class DispatchStatistics:
             shows those without hits too. Other graphs are added at their first step.
         max_sizes: how many pairs of batch size and graph are counted separately; further ones are
             counted per graph alone. Totals, hits, padding and reasons stay exact.
+        warn_fallbacks: log a warning of the first step that runs without a graph for a reason.
+
+    Example:
+        >>> dispatcher = cgcompile.serving.CudagraphDispatcher("PIECEWISE", [4, 8], max_num_reqs=8)
+        >>> statistics = cgcompile.serving.DispatchStatistics(dispatcher.plan())
+        >>> for tokens in (3, 4, 30):
+        ...     statistics.record(tokens, dispatcher.dispatch(tokens, num_reqs=1))
+        >>> statistics.steps, sum(statistics.reasons().values())
+        (3, 1)
     """
 
     @checked
-    def __init__(self, plan: Iterable[Planned] = (), *, max_sizes: int = 10_000) -> None:
+    def __init__(
+        self,
+        plan: Iterable[Planned] = (),
+        *,
+        max_sizes: int = 10_000,
+        warn_fallbacks: bool = False,
+    ) -> None:
         self._plan = tuple(plan)
-        self._max_sizes = max_sizes
+        self._max_sizes, self._warns = max_sizes, warn_fallbacks
         self._lock = new_lock()
         self.clear()
 
@@ -119,7 +134,7 @@ class DispatchStatistics:
             self._full: dict[BatchDescriptor, _Graph] = {}
             self._piecewise: dict[BatchDescriptor, _Graph] = {}
             self._none = _Graph(NONE, None)
-            self._losses: dict[tuple[str, Reason], Lost] = {}
+            self._fallbacks: dict[tuple[str, Reason], FallbackCount] = {}
             for mode, descriptor in self._plan:
                 self._graph(mode, descriptor)
 
@@ -154,17 +169,21 @@ class DispatchStatistics:
             else:
                 sizes[None] = sizes.get(None, 0) + 1
             if why is not None:
-                self._lose(mode, num_tokens, why.reason, why.detail)
+                self._count_fallback(mode, num_tokens, why.reason, why.detail)
 
-    def _lose(self, mode: CUDAGraphMode, tokens: int, reason: Reason, detail: str) -> None:
+    def _count_fallback(
+        self, mode: CUDAGraphMode, tokens: int, reason: Reason, detail: str
+    ) -> None:
         key = mode.name, reason
-        lost = self._losses.get(key)
-        if lost is None:
-            lost = self._losses[key] = Lost(tokens, tokens)
-            if reason not in EXPECTED:
+        fallback = self._fallbacks.get(key)
+        if fallback is None:
+            fallback = self._fallbacks[key] = FallbackCount(tokens, tokens)
+            if reason not in EXPECTED and mode is NONE and self._warns:
+                warn_of(f"a step of {tokens} tokens", Fallback(reason, detail))
+            elif reason not in EXPECTED:
                 text = "a step of %d tokens runs in mode %s: %s: %s"
                 log.info(text, tokens, mode.name, reason.value, detail)
-        lost.add(tokens, detail=detail)
+        fallback.add(tokens, detail=detail)
 
     def _graphs(self) -> list[_Graph]:
         return [*self._full.values(), *self._piecewise.values(), self._none]
@@ -182,10 +201,15 @@ class DispatchStatistics:
             ran = sum(graph.ran for graph in self._graphs())
             return 1 - sum(graph.real for graph in self._graphs()) / ran if ran else 0.0
 
+    def __repr__(self) -> str:
+        with self._lock:
+            steps, on_graphs = self.steps, self.steps - self._none.hits
+            return f"<DispatchStatistics: {_span(steps, steps, 'step')}, {on_graphs} on graphs>"
+
     def reasons(self) -> dict[Reason, int]:
         """Return how many steps had each reason, in whatever mode they ran."""
         with self._lock:
-            return count_by_reason(self._losses)
+            return count_by_reason(self._fallbacks)
 
     def cells(self) -> list[Cell]:
         """Return steps by (unpadded tokens, padded tokens, mode), ascending."""
@@ -206,9 +230,9 @@ class DispatchStatistics:
         with self._lock:
             graphs = self._graphs()
             reasons = []
-            for (mode, reason), lost in self._losses.items():
-                counted = {"mode": mode, "reason": reason.value, "hits": lost.count}
-                reasons.append({**counted, **lost.as_dict(), "detail": lost.detail})
+            for (mode, reason), fallback in self._fallbacks.items():
+                counted = {"mode": mode, "reason": reason.value, "hits": fallback.count}
+                reasons.append({**counted, **fallback.as_dict(), "detail": fallback.detail})
             return {
                 "steps": self.steps,
                 "real_tokens": int(sum(graph.real for graph in graphs)),
@@ -235,9 +259,11 @@ class DispatchStatistics:
             for graph, served in sorted(graphs, key=lambda pair: _order(pair[0])):
                 counts = graph.hits, int(graph.real), int(graph.ran)
                 rows.append(Row(served, graph.mode.name, graph.descriptor, *counts))
-            for (mode, reason), lost in self._losses.items():
-                served, real = _span(lost.least, lost.most, "token"), int(lost.real)
-                rows.append(Row(served, mode, None, lost.count, real, real, reason, lost.detail))
+            for (mode, reason), fallback in self._fallbacks.items():
+                served, real = _span(fallback.least, fallback.most, "token"), int(fallback.real)
+                rows.append(
+                    Row(served, mode, None, fallback.count, real, real, reason, fallback.detail)
+                )
         return rows
 
     def coverage(self) -> str:
@@ -257,7 +283,8 @@ class DispatchStatistics:
                 graph = "-" if row.graph is None else str(row.graph)
                 table.append((row.batches, row.mode, graph, padding, str(row.hits), reason))
             total, share = self.steps, self.padding_share
-        lines = [*text_table(table), f"{total} steps, {share:.1%} of their rows padding"]
+        steps = _span(total, total, "step")
+        lines = [*text_table(table), f"{steps}, {share:.1%} of their rows padding"]
         return "\n".join(lines)
 
 

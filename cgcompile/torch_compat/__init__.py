@@ -1,157 +1,18 @@
-"""The only place that asks which torch this is, and the only one that touches private torch names.
+"""The only package that depends on the version of torch, and that reads private names of torch.
 
 ``presence.py`` lists the private names, with the versions of torch on which each was tried. The
 rule: no other part of cgcompile imports a name of torch that starts with an underscore, or a module
 that torch does not document. Callers write ``compat.name``, whichever file here defines it.
 """
 
-from cgcompile.torch_compat.artifacts import (
-    SizeGuards,
-    compile_saveable,
-    compiler_settings,
-    inductor_files_in,
-    is_disk_error,
-    load_artifact,
-    machine,
-    processor,
-    qualified_name,
-    traced_through,
-    versions,
-    why_not_saved,
-)
-from cgcompile.torch_compat.capture import (
-    Addresses,
-    OnStream,
-    SameObjects,
-    StorageLife,
-    alias,
-    can_expire_storages,
-    cuda_is_capturing,
-    cuda_stream_is_capturing,
-    drop_blas_workspaces,
-    empty_host_cache,
-    expire_storage,
-    free_blocks,
-    identities,
-    is_plain_tensor,
-    laid_over,
-    memory_at,
-    outside_inference_mode,
-    physical,
-    pool_bytes,
-    pool_segments,
-    raw_stream_of,
-    replay_of,
-    stop_allocating_to,
-    storage_identity,
-    weak_storage,
-    weak_tensor,
-    with_bits,
-)
-from cgcompile.torch_compat.compilers import (
-    compile_aten,
-    compile_standalone,
-    compile_whole,
-    inductor_mode_options,
-    inductor_option_names,
-    start_compile_workers,
-)
-from cgcompile.torch_compat.dynamo import (
-    ENTER_AUTOCAST,
-    ENTER_INFERENCE_MODE,
-    LEAVES,
-    SET_GRAD_ENABLED,
-    Shapes,
-    annotate,
-    backend_of,
-    copied,
-    expression_nodes,
-    fake_context,
-    graph_break,
-    is_static_input,
-    is_unbacked,
-    make_floats_constant,
-    present_size,
-    restarts,
-    source_name,
-    storage_key,
-    watch_recompile_limit,
-)
-from cgcompile.torch_compat.foreign import listen_to_no_graph
-from cgcompile.torch_compat.ops import (
-    FORWARD_GRADIENTS,
-    DispatchMode,
-    add_note,
-    all_op_names,
-    any_autocast,
-    aten_name,
-    autocast_off,
-    autocast_state,
-    below_autograd,
-    code_of_compiled_functions,
-    compiled_from,
-    compiled_region,
-    custom_op_overload,
-    draws_random,
-    functionalized_op,
-    functorch_transform,
-    has_tangent,
-    higher_order_ops,
-    holds_compiled_code,
-    inside_backward,
-    is_arithmetic,
-    is_container,
-    is_higher_order_op,
-    is_op,
-    is_python_operator,
-    is_wrapped,
-    op_names,
-    op_overloads,
-    original_of,
-    own_cached_casts,
-    parameter_names,
-    process_group_backend,
-    process_group_store,
-    python_kernel,
-    reads_on_host,
-    returns_nothing,
-    top_mode,
-    tree_leaves,
-    tree_map,
-    tree_paths,
-    tree_spec,
-    tree_tensors,
-    tree_unflatten,
-    uncompiled,
-    waited_collective,
-    without_modes,
-    written_arguments,
-    written_tensors,
-)
-from cgcompile.torch_compat.presence import private_names, warn_of_untested_torch
-from cgcompile.torch_compat.shapes import OwnShapes, Span, python_predicate, why_not_copied
-from cgcompile.torch_compat.structured_trace import (
-    PROFILING,
-    current_compile_id,
-    is_profiling,
-    reserved_bytes,
-    trace_artifact,
-)
-from cgcompile.torch_compat.tracing import (
-    CannotTrace,
-    Trace,
-    alike,
-    current_shape_env,
-    drop_fakes,
-    drop_sources_with,
-    drop_trace_caches,
-    hooks_of,
-    marked,
-    new_sources,
-    size_oblivious,
-    spoken_function,
-    trace_call,
-    traced_function,
-    without_memory,
-    without_traces_left,
-)
+# ruff: noqa: F403
+from cgcompile.torch_compat.artifacts import *
+from cgcompile.torch_compat.capture import *
+from cgcompile.torch_compat.compilers import *
+from cgcompile.torch_compat.dynamo import *
+from cgcompile.torch_compat.foreign import *
+from cgcompile.torch_compat.ops import *
+from cgcompile.torch_compat.presence import *
+from cgcompile.torch_compat.shapes import *
+from cgcompile.torch_compat.structured_trace import *
+from cgcompile.torch_compat.tracing import *

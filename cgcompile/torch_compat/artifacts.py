@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -88,12 +89,11 @@ _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 @contextmanager
 def inductor_files_in(folder: Path) -> Iterator[None]:
-    """Within it, Inductor writes its files (C++ libraries above all) to a folder.
-
-    torch reads the folder from the environment of the process: files that another thread compiles
-    meanwhile are written there too, which is harmless. Tables in memory that hold paths are cleared
-    at both ends. A folder that cannot be created is not used; its parents are not created.
-    """
+    """Within it, Inductor writes its files (C++ libraries above all) to a folder."""
+    # torch reads the folder from the environment of the process: files that another thread compiles
+    # meanwhile are written there too, which is harmless. Tables in memory that hold paths are
+    # cleared at both ends. A folder that cannot be created is not used; its parents are not
+    # created.
     from torch._inductor.utils import clear_caches
 
     try:
@@ -228,10 +228,8 @@ def why_not_saved(patches: Mapping[str, Any]) -> str | None:
 
 
 def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
-    """Return all settings of torch that may change what is compiled.
-
-    Raises ValueError for a setting whose text does not identify its value.
-    """
+    """Return all settings of torch that may change what is compiled."""
+    # Raises ValueError for a setting whose text does not identify its value.
     import torch._functorch.config as functorch_config
     import torch._inductor.config as config
     import torch.fx.experimental._config as shape_config
@@ -325,17 +323,16 @@ def qualified_name(target: Any) -> str | None:
         # A user may give the same name to another op.
         schemas = [f"{op._schema} {sorted(map(str, op.tags))}" for op in own]
         return " ".join([f"op {target}", *schemas])
-    module = getattr(target, "__module__", None) or ""
-    name = getattr(target, "__qualname__", None) or ""
-    if "<" in name:  # a local function, or a lambda
+    owner = getattr(target, "__objclass__", target)  # of a method of a type in C
+    module, name = getattr(owner, "__module__", None), getattr(target, "__qualname__", None)
+    if not module or not name or "<" in name:  # "<": a local function, or a lambda
         return None
-    if isinstance(target, type):
-        return f"{module}.{name}" if module.partition(".")[0] in _LASTING else None
-    try:
-        path = fx.node._get_qualified_name(target)
-    except (AttributeError, RuntimeError):
+    bound = getattr(target, "__self__", None)  # of a function in C its module, or its type
+    if bound is not None and not isinstance(bound, (type, ModuleType)):
+        return None  # a method of another object has the same name
+    if name.rpartition(".")[2] != target.__name__:  # torch._refs.abs_ has the path of abs
         return None
-    return path if path.partition(".")[0] in _LASTING or "." not in path else None
+    return f"{module}.{name}" if module.partition(".")[0] in _LASTING else None
 
 
 _LASTING = ("torch", "math", "operator", "_operator", "builtins")

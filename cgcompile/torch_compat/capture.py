@@ -12,11 +12,9 @@ import torch
 
 
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory that does not keep it alive; about 3 us.
-
-    Equal address, shape, strides, dtype, and conjugate and negative bits; never an inference
-    tensor, never requires grad. Reading it after the memory was freed is undefined.
-    """
+    """Return a tensor over the same memory that does not keep it alive; about 3 us."""
+    # Equal address, shape, strides, dtype, and conjugate and negative bits; never an inference
+    # tensor, never requires grad. Reading it after the memory was freed is undefined.
     storage = tensor.untyped_storage()
     return laid_over(weak_storage(storage.data_ptr(), storage.nbytes(), tensor.device), tensor)
 
@@ -69,10 +67,8 @@ def laid_over(storage: torch.UntypedStorage, layout: torch.Tensor) -> torch.Tens
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """Return a context without inference mode, at a third of the cost of torch's own.
-
-    Where it leaves inference mode, grad mode is on: use it for tensors that do not require grad.
-    """
+    """Return a context without inference mode, at a third of the cost of torch's own."""
+    # Where it leaves inference mode, grad mode is on: use it for tensors that do not require grad.
     if not torch.is_inference_mode_enabled():
         return nullcontext()
     context: AbstractContextManager[Any] = torch._C._InferenceMode(False)
@@ -116,10 +112,9 @@ _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
 class SameObjects:
-    """Compare objects in ranges ``[first, last)`` of a tuple by identity, while they live.
+    """Compare objects in ranges ``[first, last)`` of a tuple by identity, while they live."""
 
-    Long ranges are compared as memory, see :func:`identities`.
-    """
+    # Long ranges are compared as memory, see :func:`identities`.
 
     _SHORT = 4
 
@@ -154,10 +149,8 @@ class SameObjects:
 
 
 def identities(objects: tuple[Any, ...]) -> bytes:
-    """Return the addresses of the objects in a tuple as bytes, to compare while the objects live.
-
-    Reads the memory of the tuple (CPython 3.10 to 3.14): 0.5 us for 300 objects; ``id`` takes 13.
-    """
+    """Return the addresses of the objects in a tuple as bytes, to compare while these exist."""
+    # Reads the memory of the tuple (CPython 3.10 to 3.14): 0.5 us for 300 objects; ``id`` takes 13.
     return ctypes.string_at(id(objects) + _ITEMS_OF_TUPLE, len(objects) * _POINTER)
 
 
@@ -190,29 +183,23 @@ class Addresses:
 
 
 def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-    """Return torch's C++ method that replays a graph, without its Python wrapper.
-
-    In torch 2.15 the wrapper handles hooks and retained streams, which our graphs do not use.
-    """
+    """Return torch's C++ method that replays a graph, without its Python wrapper."""
+    # In torch 2.15 the wrapper handles hooks and retained streams, which our graphs do not use.
     method = torch._C._CUDAGraph.replay
     bound: Callable[[], None] = method.__get__(graph)
     return bound
 
 
 def drop_blas_workspaces() -> None:
-    """Free the workspaces that torch caches for cuBLAS, one per handle and stream.
-
-    torch allocates them again when needed. 2.15 caches them only with
-    ``TORCH_CUBLAS_WORKSPACE_CACHE=1``.
-    """
+    """Free the workspaces that torch caches for cuBLAS, one per handle and stream."""
+    # torch allocates them again when needed. 2.15 caches them only with
+    # ``TORCH_CUBLAS_WORKSPACE_CACHE=1``.
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def empty_host_cache() -> None:
-    """Free what torch's allocator of pinned memory keeps: free blocks, and pools without graphs.
-
-    ``torch.cuda.graph`` does so at each capture. 2.11 has no public name for it.
-    """
+    """Free what torch's allocator of pinned memory keeps: free blocks, and pools without graphs."""
+    # ``torch.cuda.graph`` does so at each capture. 2.11 has no public name for it.
     getattr(torch.accelerator, "empty_host_cache", torch._C._host_emptyCache)()
 
 
@@ -222,10 +209,9 @@ def raw_stream_of(device_index: int) -> Callable[[], int]:
 
 
 class OnStream:
-    """Context manager: ``torch.cuda.stream`` at a tenth of its cost; CUDA must be initialised.
+    """Context manager: ``torch.cuda.stream`` at a tenth of its cost; CUDA must be initialised."""
 
-    Where another device than the stream's is current, it uses torch's own context.
-    """
+    # Where another device than the stream's is current, it uses torch's own context.
 
     __slots__ = ("_before", "_full", "_stream")
 
@@ -267,11 +253,9 @@ cuda_stream_is_capturing: Callable[[], bool] = getattr(
 
 
 def _segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
-    """Return the allocator's record of each segment of a private pool.
-
-    Reads all pools, by the private function: in 2.11 ``torch.cuda.memory_snapshot`` releases
-    references that it does not own, which crashes the process later (fixed in 2.15).
-    """
+    """Return the allocator's record of each segment of a private pool."""
+    # Reads all pools, by the private function: in 2.11 ``torch.cuda.memory_snapshot`` releases
+    # references that it does not own, which crashes the process later (fixed in 2.15).
     segments = torch._C._cuda_memorySnapshot(None)["segments"]
     return [row for row in segments if tuple(row["segment_pool_id"]) == tuple(pool)]
 
@@ -300,10 +284,8 @@ def pool_bytes(pool: tuple[int, int]) -> tuple[int, int]:
 
 
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
-    """Undo what a failed capture left in the allocator: its route to the pool, and its use count.
-
-    No effect where the capture ended that itself, or never began.
-    """
+    """Undo what a failed capture left in the allocator: route to the pool, and use count."""
+    # No effect where the capture ended that itself, or never began.
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     release = getattr(torch._C, "_cuda_releasePool", None)
     if end is None or release is None:

@@ -136,10 +136,8 @@ def _pass_type() -> type:
 
 
 def unfused_residuals(then: Pass | None) -> Any:
-    """Return Inductor's ``post_grad_custom_post_pass``, see Note [Residual additions].
-
-    That is the user's own pass alone if it has no ``uuid``, so that caches stay on.
-    """
+    """Return Inductor's ``post_grad_custom_post_pass``, see Note [Residual additions]."""
+    # That is the user's own pass alone if it has no ``uuid``, so that caches stay on.
     if then is not None and not hasattr(then, "uuid"):
         return then
     return _pass_type()(take_apart, then)
@@ -176,10 +174,8 @@ def compile_whole(
 def compile_standalone(
     gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any], aot: bool = False
 ) -> Any:
-    """Compile one piece with Inductor, for all sizes of the symbols in ``fake_inputs``.
-
-    ``gm`` is not changed. Outputs of the result are a list. With ``aot`` it can be saved.
-    """
+    """Compile one piece with Inductor, for all sizes of the symbols in ``fake_inputs``."""
+    # ``gm`` is not changed. Outputs of the result are a list. With ``aot`` it can be saved.
     tensors = (value for value in fake_inputs if isinstance(value, torch.Tensor))
     if any(tensor.device.type == "cuda" for tensor in tensors):
         start_compile_workers()  # before the imports of the next line, which take seconds
@@ -206,11 +202,9 @@ def compile_standalone(
 
 
 def start_compile_workers() -> None:
-    """Start the processes in which Inductor compiles Triton kernels; does not wait for them.
-
-    They import torch for seconds; until then Inductor compiles kernel by kernel in this process. No
-    effect if they run, without Triton, or if ``TORCH_WARM_POOL`` disables them.
-    """
+    """Start the processes in which Inductor compiles Triton kernels; does not wait for them."""
+    # They import torch for seconds; until then Inductor compiles kernel by kernel in this process.
+    # No effect if they run, without Triton, or if ``TORCH_WARM_POOL`` disables them.
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
@@ -232,24 +226,16 @@ def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return ``gm``, or where it has no outputs a copy that returns an input, which callers drop.
-
-    ``standalone_compile`` reads the fake mode, and with it the sizes, from the outputs.
-    """
-    tensor_input = next(
-        (
-            node
-            for node in gm.graph.find_nodes(op="placeholder")
-            if isinstance(node.meta.get("example_value"), torch.Tensor)
-        ),
-        None,
-    )
-    if gm.graph.output_node().args[0] or tensor_input is None:
+    """Return ``gm``; where it has no outputs, a copy that returns an input, to be dropped."""
+    # ``standalone_compile`` reads the fake mode, and with it the sizes, from the outputs.
+    inputs = gm.graph.find_nodes(op="placeholder")
+    inputs = [n for n in inputs if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    if gm.graph.output_node().args[0] or not inputs:
         return gm
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(gm.graph, copies)
-    graph.output((copies[tensor_input],))
+    graph.output((copies[inputs[0]],))
     return fx.GraphModule(gm, graph)
 
 

@@ -73,23 +73,19 @@ def known_size(size: Any) -> int | str:
 
 
 def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return what a trace assumed of ``sizes``: (condition in Python, its symbols) of each.
-
-    Note [Sizes of a symbol]. The symbol of a backed size is positive for sympy, whatever its
-    range, so ``s > 0`` is True without a guard: such a trace serves no size of 0.
-    """
+    """Return what a trace assumed of ``sizes``: (condition in Python, its symbols) of each."""
+    # Note [Sizes of a symbol]. The symbol of a backed size is positive for sympy, whatever its
+    # range, so ``s > 0`` is True without a guard: such a trace serves no size of 0.
     conditions = []
     shapes = Shapes(shape_env)
     for guard, _ in shapes.guards():
         # Sizes that are equal have one name by now, and are compared as such.
-        guard = guard.xreplace(
-            {symbol: shapes.replacement(symbol) for symbol in guard.free_symbols}
-        )
+        guard = guard.xreplace({symbol: shapes.current(symbol) for symbol in guard.free_symbols})
         symbols = tuple(sorted(map(str, guard.free_symbols)))
         if symbols:
             conditions.append((PythonPrinter().doprint(guard), symbols))
     for symbol, bounds in shape_env.var_to_range.items():  # torch drops guards that these imply
-        if is_unbacked(symbol) or shapes.replacement(symbol) != symbol:
+        if is_unbacked(symbol) or shapes.current(symbol) != symbol:
             continue
         lower = 1 if str(symbol) in sizes and symbol.is_positive else 0
         lower = max(lower, int(bounds.lower)) if bounds.lower.is_Integer else lower
@@ -105,10 +101,8 @@ _SQUEEZES |= {torch.ops.aten.squeeze, torch.ops.aten.squeeze_}
 
 
 def squeeze_conditions(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the sizes that ``squeeze`` ops assumed not to be 1, as :func:`size_conditions`.
-
-    Size-oblivious tracing keeps such a dimension and leaves no guard.
-    """
+    """Return the sizes that ``squeeze`` ops assumed not to be 1, as :func:`size_conditions`."""
+    # Size-oblivious tracing keeps such a dimension and leaves no guard.
     conditions = {}
     for node in graph.nodes:
         op = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
@@ -157,12 +151,10 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def watch_recompile_limit() -> None:
-    """Have Dynamo call ``recompile_limit_reached(text, mode, options)`` of a backend.
-
-    Called before a call runs eager because its function reached the recompile limit; the call
-    raises what the method raises. Not called where torch raises an error itself, with
-    ``fullgraph=True`` or ``fail_on_recompile_limit_hit``.
-    """
+    """Have Dynamo call ``recompile_limit_reached(text, mode, options)`` of a backend."""
+    # Called before a call runs eager because its function reached the recompile limit; the call
+    # raises what the method raises. Not called where torch raises an error itself, with
+    # ``fullgraph=True`` or ``fail_on_recompile_limit_hit``.
     from torch._dynamo import utils
 
     if _look_at_limit not in (utils.get_hook_for_recompile_user_context() or ()):
@@ -222,11 +214,9 @@ def restarts() -> tuple[type[BaseException], ...]:
 
 
 def make_floats_constant(gm: fx.GraphModule) -> None:
-    """Restart the trace if the graph has symbolic Python floats, with them as guarded constants.
-
-    With ``dynamic=True`` Dynamo passes a Python float as a CPU tensor and reads it with ``item``: a
-    host read inside of a piece, and a captured kernel would keep the first value.
-    """
+    """Restart the trace if the graph has symbolic Python floats, with them as guarded constants."""
+    # With ``dynamic=True`` Dynamo passes a Python float as a CPU tensor and reads it with ``item``:
+    # a host read inside of a piece, and a captured kernel would keep the first value.
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
 
@@ -282,17 +272,12 @@ class Shapes:
     def __init__(self, env: Any) -> None:
         self._env = env
 
-    @classmethod
-    def of(cls, symints: Iterable[torch.SymInt]) -> "Shapes | None":
-        for symint in symints:
-            return cls(symint.node.shape_env)
-        return None
-
-    def replacement(self, symbol: sympy.Symbol) -> sympy.Expr:
+    def current(self, symbol: sympy.Symbol) -> sympy.Expr:
         """Return the replacement of a symbol: itself, another one, or a number if specialised."""
         return self._env.replacements.get(symbol, symbol)
 
     def bounds(self, symbol: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr]:
+        """Return the least and the largest value of a symbol."""
         bounds = self._env.var_to_range.get(symbol)
         if bounds is None:
             return sympy.Integer(0), sympy.oo
@@ -300,8 +285,8 @@ class Shapes:
         lower = max(bounds.lower, sympy.Integer(1)) if symbol.is_positive else bounds.lower
         return lower, bounds.upper
 
-    def hint(self, symbol: sympy.Symbol) -> int | None:
-        """Return the number that a symbol was traced with; None for an unbacked symbol."""
+    def traced_with(self, symbol: sympy.Symbol) -> int | None:
+        """Return the value of a symbol at tracing; None if it is unbacked."""
         hint = self._env.backed_var_to_val.get(symbol)
         return None if hint is None else int(hint)
 

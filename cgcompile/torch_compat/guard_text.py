@@ -8,7 +8,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ _OPERATORS: Mapping[type, Callable[..., Any]] = {
 }
 
 
+_KNOWN = _OPERATORS.keys()
+_Term = Callable[[Sequence[Any]], Any]
+
+
 @cache
 def _functions() -> Mapping[str, Callable[..., Any]]:
     """Return the functions that torch's printers of guards write, in any supported version."""
@@ -60,85 +64,62 @@ def require_guards(text: str) -> None:
 
 def guards_hold(text: str, sizes: Sequence[Any]) -> bool:
     """Return whether guards hold for integer or symbolic sizes; raises as above."""
-    return bool(_evaluated(_parsed(text), sizes))
+    return bool(_parsed(text)(sizes))
 
 
-def _parsed(text: str) -> ast.expr:
+def _parsed(text: str) -> _Term:
     if len(text) > _LONGEST:
         raise NotAGuard(f"guards of {len(text)} characters, more than {_LONGEST}")
     try:
-        tree = ast.parse(text, mode="eval").body
+        return _term(ast.parse(text, mode="eval").body, 0)
+    except NotAGuard:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NotAGuard(f"guards that do not parse: {error}") from None
-    _check(tree, 0)
-    return tree
 
 
-def _check(node: ast.expr, depth: int) -> None:
-    """Allow what :func:`_evaluated` evaluates, and nothing else."""
+def _term(node: ast.expr, depth: int) -> _Term:
+    """Return a function of the sizes for a node of the grammar; raise for any other node."""
     if depth > _DEEPEST:
         raise NotAGuard(f"guards nested deeper than {_DEEPEST}")
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
-        return
-    if _size_number(node) is not None:
-        return
-    parts = _parts(node)
-    if parts is None:
-        raise NotAGuard(f"{ast.unparse(node)[:80]!r} is no comparison or arithmetic of sizes")
-    for part in parts:
-        _check(part, depth + 1)
-
-
-def _parts(node: ast.expr) -> list[ast.expr] | None:
-    """Return the operands of a node of the grammar; None for any other node."""
-    if isinstance(node, ast.BoolOp):
-        return node.values
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return [node.operand]
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return [node.left, node.right]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+    terms = partial(map, partial(_term, depth=depth + 1))
+    match node:
+        case ast.Constant(value=number) if type(number) in (int, float, bool):
+            return lambda sizes: number
+        case ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value=str(name))):
+            if name[:1] == "t" and name[1:].isdecimal() and len(name) < 8:
+                return partial(_size, int(name[1:]))
+        case ast.BoolOp(op=op, values=values):
+            hold, parts = all if isinstance(op, ast.And) else any, list(terms(values))
+            return lambda sizes: hold(part(sizes) for part in parts)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return partial(_applied, _OPERATORS[type(op)], list(terms([operand])))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return partial(_applied, _OPERATORS[type(op)], list(terms([left, right])))
         # 9 ** 9 ** 9 would not return.
-        small = isinstance(node.right, ast.Constant) and node.right.value in range(9)
-        return [node.left] if small else None
-    if isinstance(node, ast.Compare) and all(type(op) in _OPERATORS for op in node.ops):
-        return [node.left, *node.comparators]
-    if isinstance(node, ast.Call) and not node.keywords and _name(node.func) in _functions():
-        return node.args
-    return None
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=n)) if n in range(9):
+            return partial(_applied, lambda base: base**n, list(terms([left])))
+        case ast.Compare(left=left, ops=ops, comparators=others) if {*map(type, ops)} <= _KNOWN:
+            checks = [_OPERATORS[type(op)] for op in ops]
+            return partial(_compared, checks, list(terms([left, *others])))
+        case ast.Call(func=func, args=args, keywords=[]) if _name(func) in _functions():
+            return partial(_applied, _functions()[_name(func)], list(terms(args)))
+    raise NotAGuard(f"{ast.unparse(node)[:80]!r} is no comparison or arithmetic of sizes")
 
 
-def _evaluated(node: Any, sizes: Sequence[Any]) -> Any:
-    """Return the value of a checked node."""
-    number = _size_number(node)
-    if number is not None:
-        if number >= len(sizes):
-            raise NotAGuard(f"guards on size {number} of {len(sizes)}")
-        return sizes[number]
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.BoolOp):
-        hold = all if isinstance(node.op, ast.And) else any
-        return hold(_evaluated(part, sizes) for part in node.values)
-    if isinstance(node, ast.Compare):
-        values = [_evaluated(part, sizes) for part in (node.left, *node.comparators)]
-        rows = zip(node.ops, values, values[1:], strict=False)
-        return all(_OPERATORS[type(op)](left, right) for op, left, right in rows)
-    values = [_evaluated(part, sizes) for part in _parts(node) or ()]
-    if isinstance(node, ast.Call):
-        return _functions()[_name(node.func)](*values)
-    if isinstance(node.op, ast.Pow):
-        return values[0] ** node.right.value
-    return _OPERATORS[type(node.op)](*values)
+def _size(number: int, sizes: Sequence[Any]) -> Any:
+    if number >= len(sizes):
+        raise NotAGuard(f"guards on size {number} of {len(sizes)}")
+    return sizes[number]
 
 
-def _size_number(node: ast.expr) -> int | None:
-    """Return N of ``L['tN']``; None for anything else."""
-    if not (isinstance(node, ast.Subscript) and _name(node.value) == "L"):
-        return None
-    name = node.slice.value if isinstance(node.slice, ast.Constant) else None
-    plain = isinstance(name, str) and name[:1] == "t" and name[1:].isdecimal() and len(name) < 8
-    return int(str(name)[1:]) if plain else None
+def _applied(function: Callable[..., Any], parts: list[_Term], sizes: Sequence[Any]) -> Any:
+    return function(*(part(sizes) for part in parts))
+
+
+def _compared(checks: list[Callable[..., Any]], parts: list[_Term], sizes: Sequence[Any]) -> bool:
+    values = [part(sizes) for part in parts]
+    return all(check(*pair) for check, *pair in zip(checks, values, values[1:], strict=False))
 
 
 def _name(node: ast.expr) -> str:

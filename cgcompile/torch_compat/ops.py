@@ -7,12 +7,13 @@ numbers, which most steps pass, are walked here, at a tenth of the cost.
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch import fx
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,8 +90,9 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def all_op_names() -> list[str]:
-    """Return all registered operators, as ``ns::op`` or ``ns::op.overload``."""
-    return list(torch._C._dispatch_get_all_op_names())
+    """Return all operators, as ``ns::op``, ``ns::op.overload`` or ``higher_order::op``."""
+    higher_order = (f"higher_order::{name}" for name in torch._ops._higher_order_ops)
+    return [*torch._C._dispatch_get_all_op_names(), *higher_order]
 
 
 def custom_op_overload(obj: Any) -> Any:
@@ -107,11 +109,6 @@ def is_higher_order_op(obj: Any) -> bool:
     return isinstance(obj, torch._ops.HigherOrderOperator)
 
 
-def higher_order_ops() -> list[str]:
-    """Return the names of the higher-order ops that exist, without the namespace."""
-    return sorted(torch._ops._higher_order_ops)
-
-
 def op_names(op: Any) -> tuple[str, ...]:
     """Return the registry names of ``op``, the most specific first."""
     if isinstance(op, (OpOverload, OpOverloadPacket)):
@@ -125,7 +122,7 @@ def op_names(op: Any) -> tuple[str, ...]:
     return ()
 
 
-_PYTHON_OPERATORS = {
+_PYTHON_OPERATORS: Mapping[Any, str] = {
     operator.matmul: "matmul",
     operator.add: "add",
     operator.sub: "sub",
@@ -143,22 +140,19 @@ _PYTHON_OPERATORS = {
 
 
 def aten_name(target: Any) -> str | None:
-    """Return the ``aten::op`` that a function or method of torch calls; None of any other.
-
-    ``torch.sigmoid``, ``torch.Tensor.sigmoid``, ``torch.nn.functional.sigmoid``, the name of the
-    method and the op have one name; ``sigmoid_`` has another.
-    """
+    """Return the ``aten::op`` that a function or method of torch calls; None of any other."""
+    # ``torch.sigmoid``, ``torch.Tensor.sigmoid``, ``torch.nn.functional.sigmoid``, the name of the
+    # method and the op have one name; ``sigmoid_`` has another.
     if isinstance(target, str):
         name = target
     elif is_op(target):
         packet = op_names(target)[-1 if isinstance(target, OpOverload) else 0]
         return packet if packet.startswith("aten::") else None
-    elif target in _PYTHON_OPERATORS:
+    elif isinstance(target, BuiltinFunctionType) and target in _PYTHON_OPERATORS:
         name = _PYTHON_OPERATORS[target]
+    elif not _module(target).startswith("torch"):
+        return None
     else:
-        owner = getattr(target, "__objclass__", None) or target
-        if not str(getattr(owner, "__module__", None)).startswith("torch"):
-            return None
         name = getattr(target, "__name__", "")
     return f"aten::{name}" if _is_aten(name) else None
 
@@ -168,13 +162,52 @@ def _is_aten(name: str) -> bool:
     return not name.startswith("__") and hasattr(torch.ops.aten, name)
 
 
+def _module(function: Any) -> str:
+    """Return the module of a function, or of the type of a method."""
+    return str(getattr(getattr(function, "__objclass__", None) or function, "__module__", None))
+
+
+# Modules whose functions do what the ops of their names do; ``torch.nn.init.normal`` does not.
+_BINDINGS = {
+    "_operator",
+    "torch",
+    "torch.functional",
+    "torch.nn.functional",
+    "torch._tensor",
+    "torch._C",
+    *(f"torch._C._{name}" for name in ("fft", "linalg", "nested", "nn", "sparse", "special")),
+}
+
+
+def aten_overloads(target: Any) -> tuple[Any, ...]:
+    """Return the overloads of the op of which a function or method of torch is the binding."""
+    name = aten_name(target) if isinstance(target, str) or _module(target) in _BINDINGS else None
+    return () if name is None else _overloads(name)
+
+
 @cache
-def parameter_names(function: Any) -> tuple[str, ...] | None:
-    """Return the names of the parameters of a function; None of a builtin."""
+def _overloads(name: str) -> tuple[Any, ...]:
+    return op_overloads(getattr(torch.ops.aten, name[len("aten::") :]))
+
+
+@cache
+def _defaults(function: Any) -> Mapping[str, Any]:
+    """Return the defaults of positional parameters of a torch function; a builtin has its op's."""
     try:
-        return tuple(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return None
+        arguments = [op._schema.arguments for op in aten_overloads(function)[:1]]
+        return {a.name: a.default_value for row in arguments for a in row if not a.kwarg_only}
+    positional = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    return {p.name: None if p.default is p.empty else p.default for p in positional}
+
+
+def given_argument(node: fx.Node, name: str) -> Any:
+    """Return an argument of a call by its name, or its default; None without one."""
+    # No parameters of the user's functions, which the cache would keep alive.
+    defaults = _defaults(node.target) if _module(node.target).partition(".")[0] == "torch" else {}
+    given = {**dict(zip(defaults, node.args, strict=False)), **node.kwargs}
+    return given.get(name, defaults.get(name))
 
 
 def is_arithmetic(target: Any) -> bool:
@@ -337,15 +370,16 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+_COMPILED_REGION = "inductor_compiled_code"
+
+
 def compiled_region(
     op: Any, args: tuple[Any, ...]
 ) -> tuple[Callable[[list[Any]], Any], Any] | None:
-    """Return (callable, inputs) of a call of an Inductor-compiled region; None of any other call.
-
-    Pieces are compiled with ``wrap_inductor_compiled_regions``, so that a dispatch mode gets their
-    call as one higher-order op.
-    """
-    if not is_named(op, "inductor_compiled_code"):
+    """Return (callable, inputs) of a call of an Inductor-compiled region, else None."""
+    # Pieces are compiled with ``wrap_inductor_compiled_regions``, so that a dispatch mode gets
+    # their call as one higher-order op.
+    if not is_named(op, _COMPILED_REGION):
         return None
     return (lambda inputs: op(args[0], inputs)), args[1]
 
@@ -360,6 +394,8 @@ def python_kernel(op: Any, device_type: str = "cpu") -> Callable[..., Any] | Non
     if isinstance(op, OpOverload):
         return _library_kernel(op, device_type.upper())
     if not isinstance(op, torch._ops.HigherOrderOperator):
+        return None
+    if is_named(op, _COMPILED_REGION):  # its body launches kernels that no mode sees
         return None
     key = torch._C.DispatchKey
     own = getattr(key, device_type.upper())
@@ -390,10 +426,8 @@ def functionalized_op(op: Any, args: tuple[Any, ...]) -> Any:
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """Return a context in which ops skip autograd: a dispatch mode gets composite ops whole.
-
-    Code that Dynamo compiled outside of it is compiled a second time inside.
-    """
+    """Return a context in which ops skip autograd: a dispatch mode gets composite ops whole."""
+    # Code that Dynamo compiled outside of it is compiled a second time inside.
     return torch._C._AutoDispatchBelowAutograd()
 
 
@@ -403,10 +437,9 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 
 class _Uncompiled:
-    """Share torch's process-wide stance: the first thread to enter sets it, the last restores it.
+    """Share torch's process-wide stance: the first thread sets it, the last restores it."""
 
-    Without a count, two overlapping threads would leave the process uncompiled.
-    """
+    # Without a count, two overlapping threads would leave the process uncompiled.
 
     def __init__(self) -> None:
         self._lock = new_lock(watch=False)
@@ -501,28 +534,23 @@ def autocast_state() -> dict[str, torch.dtype]:
     }
 
 
-class own_cached_casts:
-    """Context manager: autocast's cache of casts is not shared between inside and outside.
+@contextmanager
+def own_cached_casts(compiled: bool) -> Iterator[None]:
+    """Separate autocast's cache of casts between inside and outside of the context."""
+    # Autocast caches casts of parameters until its outermost context ends: a graph that reads such
+    # a cast would read freed memory at its replays, and code after a capture would read a cast that
+    # the graph has not computed yet. The cache is shared by all threads, so it is off inside,
+    # unless code inside is ``compiled``: Dynamo's guards compare the setting, and would compile it
+    # again.
 
-    Autocast caches casts of parameters until its outermost context ends: a graph that reads such a
-    cast would read freed memory at its replays, and code after a capture would read a cast that the
-    graph has not computed yet. The cache is shared by all threads, so it is off inside, unless code
-    inside is ``compiled``: Dynamo's guards compare the setting, and would compile it again.
-    """
-
-    __slots__ = ("_compiled", "_was_on")
-
-    def __init__(self, compiled: bool) -> None:
-        self._compiled = compiled
-
-    def __enter__(self) -> None:
-        self._was_on = torch.is_autocast_cache_enabled()
-        torch.clear_autocast_cache()
-        if not self._compiled:
-            torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_autocast_cache_enabled(self._was_on)
+    was_on = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    if not compiled:
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_on)
         torch.clear_autocast_cache()
 
 

@@ -13,17 +13,19 @@ import torch
 
 log = logging.getLogger(__name__)
 
-TESTED = ("2.11", "2.13", "2.15")
+TESTED = ("2.11", "2.13", "2.14", "2.15")
 
 # Documented by torch, in a module whose name is private or that torch calls experimental.
 DOCUMENTED_NAMES: Mapping[str, str] = {
     "functorch.compile": "make_boxed_func",  # page "Custom Backends"
     "torch._dynamo": "config lookup_backend mark_dynamic",  # "Custom Backends", "Dynamic Shapes"
+    # Page "Troubleshooting GuardOnDataDependentSymNode Errors"; that error is below.
+    "torch._dynamo.decorators": "mark_unbacked",
     "torch._inductor": "config list_mode_options",  # docstring of torch.compile
     "torch._subclasses.fake_tensor": "FakeTensorMode",  # page "Fake tensor"
     # Page "torch.fx.experimental".
-    "torch.fx.experimental.symbolic_shapes": "DimDynamic ShapeEnv constrain_range "
-    "free_unbacked_symbols statically_known_true",
+    "torch.fx.experimental.symbolic_shapes": "DimDynamic GuardOnDataDependentSymNode ShapeEnv "
+    "constrain_range free_unbacked_symbols statically_known_true",
     "torch.utils._python_dispatch": "TorchDispatchMode",  # page "Extending PyTorch"
 }
 
@@ -46,7 +48,6 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo.cache_size": "exceeds_recompile_limit",
     "torch._dynamo.convert_frame": "get_traced_fn",
-    "torch._dynamo.decorators": "mark_unbacked",
     "torch._dynamo.eval_frame": "innermost_backend",
     "torch._dynamo.exc": "RestartAnalysis SkipFrame TensorifyScalarRestartAnalysis "
     "TorchDynamoException",
@@ -71,9 +72,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.autograd.profiler": "_is_profiler_enabled",
     "torch.distributed.distributed_c10d": "_resolve_process_group",
     "torch.fx.experimental": "_config",
-    "torch.fx.experimental.symbolic_shapes": "ConstraintViolationError GuardOnDataDependentSymNode",
+    "torch.fx.experimental.symbolic_shapes": "ConstraintViolationError",
     "torch.fx.graph_module": "_loader",
-    "torch.fx.node": "_get_qualified_name",
     "torch.library": "_impls",
     "torch.ops._c10d_functional.wait_tensor": "default",
     "torch.utils": "_pytree",
@@ -99,10 +99,8 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
 
 
 def private_names() -> dict[str, bool]:
-    """Return each private name of torch that this package reads, and whether it exists; imports it.
-
-    Names of CUDA builds do not exist in others.
-    """
+    """Import each private name of torch that this package reads; return whether it exists."""
+    # Names of CUDA builds do not exist in others.
     rows = [*DOCUMENTED_NAMES.items(), *PRIVATE_NAMES.items()]
     names = [f"{module}.{name}" for module, row in rows for name in row.split()]
     return {name: _exists(name) for name in sorted(names)}

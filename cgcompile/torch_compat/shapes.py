@@ -38,12 +38,11 @@ class Span(NamedTuple):
 
 
 class OwnShapes:
-    """An environment of its own in which each symbol of Dynamo's is a number, or bounded.
+    """An environment of its own in which each symbol of Dynamo's is a number, or bounded."""
 
-    The bounds decide comparisons without a guard, and Inductor reads them. ``label`` becomes part
-    of the names of symbols, so that torch's caches find an artifact of the same bounds. Where two
-    labels are equal, the bounds of the artifact that was found are returned by :meth:`guards`.
-    """
+    # The bounds decide comparisons without a guard, and Inductor reads them. ``label`` becomes part
+    # of the names of symbols, so that torch's caches find an artifact of the same bounds. Where two
+    # labels are equal, the bounds of the artifact that was found are returned by :meth:`guards`.
 
     def __init__(self, sizes: Mapping[sympy.Symbol, int | Span], label: str) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -81,10 +80,8 @@ class OwnShapes:
         return evaluated(expression, values)
 
     def copied(self, gm: fx.GraphModule, copy: fx.GraphModule) -> fx.GraphModule:
-        """Give ``copy``, a copy of a piece, values of this environment; sizes become constants.
-
-        :func:`why_not_copied` must be None for the piece.
-        """
+        """Give ``copy``, a copy of a piece, values of this environment; sizes become constants."""
+        # :func:`why_not_copied` must be None for the piece.
         from torch._dispatch.python import enable_python_dispatcher
 
         shared = _shared_storages(gm)
@@ -98,7 +95,7 @@ class OwnShapes:
                 node.meta["example_value"] = value
                 inputs.append(value)
                 if isinstance(original, torch.SymInt) and isinstance(value, int):
-                    _replace(node, value)
+                    replace_uses(node, value)
             copy.recompile()
             _Values(copy).run(*inputs)
         return copy
@@ -154,10 +151,11 @@ class _Values(fx.Interpreter):
         return value
 
 
-def _replace(node: fx.Node, number: int) -> None:
+def replace_uses(node: fx.Node, new: Any) -> None:
+    """As ``Node.replace_all_uses_with``, also for a number or a tuple of numbers."""
     for user in list(node.users):
-        user.args = fx.map_arg(user.args, lambda arg: number if arg is node else arg)
-        user.kwargs = fx.map_arg(user.kwargs, lambda arg: number if arg is node else arg)
+        user.args = fx.map_arg(user.args, lambda arg: new if arg is node else arg)
+        user.kwargs = fx.map_arg(user.kwargs, lambda arg: new if arg is node else arg)
 
 
 def _shared_storages(gm: fx.GraphModule) -> set[int]:
@@ -185,7 +183,7 @@ def why_not_copied(gm: fx.GraphModule, symbols: Set[sympy.Symbol]) -> str | None
             size: Any = value.untyped_storage().nbytes()
             free: Set[Any] = size.node.expr.free_symbols if hasattr(size, "node") else set()
             if _needs_a_base(value, shared) and not free <= symbols:
-                return f"input {node.name!r} is a view of memory whose size no input tells"
+                return f"input {node.name!r} is a view of memory whose size no input determines"
         elif not isinstance(value, (torch.SymInt, *_CONSTANTS)):
             return f"input {node.name!r} is a {type(value).__name__}"
     return None

@@ -10,10 +10,8 @@ from torch.autograd import profiler
 
 
 def is_tracing() -> bool:
-    """Return whether torch writes a structured trace (``TORCH_TRACE=folder``).
-
-    Without a folder torch's handler exists as well, until the first write.
-    """
+    """Return whether torch writes a structured trace (``TORCH_TRACE=folder``)."""
+    # Without a folder torch's handler exists as well, until the first write.
     return any(
         getattr(handler, "root_dir", "") is not None or handler.stream is not None
         for handler in _internal.trace_log.handlers
@@ -21,10 +19,8 @@ def is_tracing() -> bool:
 
 
 def trace_artifact(name: str, payload: Callable[[], Any], compile_id: Any = None) -> None:
-    """Write an artifact for tlparse: text as it is, other data as JSON; no effect without a trace.
-
-    ``compile_id`` is used where no compilation runs, see :func:`current_compile_id`.
-    """
+    """Write an artifact for tlparse, text or data for JSON; no effect without a trace."""
+    # ``compile_id`` is used where no compilation runs, see :func:`current_compile_id`.
     if not is_tracing():
         return
     data = payload()

@@ -85,11 +85,9 @@ class _Globals(dict[str, Any]):
 
 
 def _helpers(name: str) -> types.ModuleType:
-    """Return a module with cheap versions of ``torch._dynamo.utils`` that Dynamo's code calls.
-
-    torch's versions disable Dynamo around themselves, which costs more than the rest of a call.
-    Ours suffice for plain tensors; a subclass has a trace of its own.
-    """
+    """Return a module with cheap versions of ``torch._dynamo.utils`` that Dynamo's code calls."""
+    # torch's versions disable Dynamo around themselves, which costs more than the rest of a call.
+    # Ours suffice for plain tensors; a subclass has a trace of its own.
     module = types.ModuleType(name)  # not a subclass: attributes of a plain module are faster
     own = {
         "call_size": torch.Tensor.size,
@@ -120,11 +118,12 @@ class TracedPython:
     def function(
         self, original: types.FunctionType, compiled: Callable[..., Any] | None
     ) -> Callable[..., Any]:
-        """Return the traced call as a function of the same signature, without guards.
-
-        ``compiled`` takes the inputs of the graph that are not frozen.
-        """
-        names = self.names(original)
+        """Return the traced call as a function of the same signature, without guards."""
+        # ``compiled`` takes the inputs of the graph that are not frozen.
+        # Those of the user stay live.
+        names: dict[str, Any] = _Globals(original.__globals__)
+        names.update((n, v) for n, v in original.__globals__.items() if _INSTALLED.match(n))
+        names.update((alias, _module(n)) for alias, n in self.modules.items())
         if self.graph is not None:
             names[self.graph] = compiled
         if _globals_read(self.code) <= names.keys():
@@ -147,13 +146,6 @@ class TracedPython:
                 return False
         return self.graph is not None
 
-    def names(self, original: types.FunctionType) -> dict[str, Any]:
-        """Return the globals of the code without the graph; those of the user stay live."""
-        names = _Globals(original.__globals__)
-        names.update((n, v) for n, v in original.__globals__.items() if _INSTALLED.match(n))
-        names.update((alias, _module(n)) for alias, n in self.modules.items())
-        return names
-
 
 def _globals_read(code: types.CodeType) -> set[str]:
     loads = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -167,11 +159,10 @@ def _globals_read(code: types.CodeType) -> set[str]:
 def alike(
     tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[list[int | None], list[int]]]
 ) -> Callable[..., bool]:
-    """Return a function that compares other tensors with these; 0.15 us for two of them.
-
-    True: equal types, dtypes, devices, ``requires_grad``, ranks, strides, and those sizes that are
-    not None in ``layouts``. False may also mean another dispatch key, as of an inference tensor.
-    """
+    """Return a function that compares other tensors with these; 0.15 us for two of them."""
+    # True: equal types, dtypes, devices, ``requires_grad``, ranks, strides, and those sizes that
+    # are not None in ``layouts``. False may also mean another dispatch key, as of an inference
+    # tensor.
     sizes: list[Any] = [sizes for sizes, _ in layouts]
     strides: list[Any] = [strides for _, strides in layouts]
     guards = torch._C._dynamo.guards.TensorGuards(
@@ -212,20 +203,14 @@ class CannotTrace(Exception):
     line: tuple[str, str] | None = None  # of the user: ("model.py:41 in forward", "y = ...")
 
 
-@dataclass(frozen=True)
-class FrozenTensor:
-    """A tensor that a trace reads from outside of the arguments."""
-
-    input: int  # the index among the inputs of the graph
-    where: str  # its path, a Python expression over ``L`` (locals) and ``G`` (globals)
-    tensor: torch.Tensor
+# A tensor that is no argument, with its path, a Python expression over ``L`` (locals) and ``G``.
+FrozenTensor = tuple[str, torch.Tensor]
 
 
 class Trace:
-    """One call of a function as a pre-grad graph, or None without tensor ops, and its Python.
+    """One call of a function as a pre-grad graph, or None without tensor ops, and its Python."""
 
-    ``inputs`` are what the graph was traced with, the ``frozen`` tensors last.
-    """
+    # ``inputs`` are what the graph was traced with, the ``frozen`` tensors last.
 
     def __init__(self, function: types.FunctionType, output: Any) -> None:
         self.original = function  # a bound object is its first argument
@@ -233,12 +218,12 @@ class Trace:
         traced = output.backend_input
         self.graph: fx.GraphModule | None = None if traced is None else traced.graph_module
         self.inputs: list[Any] = [] if traced is None else list(traced.example_inputs)
-        self.frozen: tuple[FrozenTensor, ...] = ()  # tensors that are not arguments
+        self.frozen: tuple[FrozenTensor, ...] = ()
         self._squeezes: list[tuple[str, tuple[str, ...]]] = []
         if self.graph is not None:
             self._squeezes = squeeze_conditions(self.graph.graph)
-            self.frozen = _lift(self.graph, len(self.inputs))
-            self.inputs += [frozen.tensor for frozen in self.frozen]
+            self.frozen = _lift(self.graph)
+            self.inputs += [tensor for _, tensor in self.frozen]
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -252,11 +237,9 @@ class Trace:
             yield
 
     def close(self) -> None:
-        """Let the objects of the trace be freed; it must not be read later.
-
-        Dynamo leaves the graph in the globals of the function. The fake tensors, their sizes and
-        the ``ShapeEnv`` form a cycle through C++, which the garbage collector does not follow.
-        """
+        """Let the objects of the trace be freed; it must not be read later."""
+        # Dynamo leaves the graph in the globals of the function. The fake tensors, their sizes and
+        # the ``ShapeEnv`` form a cycle through C++, which the garbage collector does not follow.
         if self._shape_env is not None:
             drop_fakes(self._shape_env)
         if self.python.graph is not None:
@@ -351,11 +334,9 @@ def drop_fakes(shape_env: Any) -> None:
 
 
 def drop_trace_caches() -> None:
-    """Empty caches whose keys hold what a trace has used, such as each ``ShapeEnv``.
-
-    Those of ``ShapeEnv`` are of use to the trace that made their entries alone. Dynamo reads
-    attributes with ``inspect.getattr_static``, which keeps classes in Python 3.12.0 to 3.12.3.
-    """
+    """Empty caches whose keys hold what a trace has used, such as each ``ShapeEnv``."""
+    # Those of ``ShapeEnv`` are of use to the trace that made their entries alone. Dynamo reads
+    # attributes with ``inspect.getattr_static``, which keeps classes in Python 3.12.0 to 3.12.3.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     classes = getattr(inspect, "_shadowed_dict_from_mro_tuple", None)
@@ -367,12 +348,10 @@ def drop_trace_caches() -> None:
 
 @cache
 def _weak_guards() -> Any:
-    """Return Dynamo's class of guards without its finalizers, and without a second tree.
-
-    A finalizer of each object that is compared by identity would keep the guards as long as that
-    object, such as a class or a module-level function, lives. The second tree has the guards that
-    differ between the entries of Dynamo's own cache; torch 2.11 never frees it.
-    """
+    """Return Dynamo's class of guards without its finalizers, and without a second tree."""
+    # A finalizer of each object that is compared by identity would keep the guards as long as that
+    # object, such as a class or a module-level function, lives. The second tree has the guards that
+    # differ between the entries of Dynamo's own cache; torch 2.11 never frees it.
     from torch._dynamo.guards import CheckFunctionManager, GuardManagerWrapper
 
     class OneTree(GuardManagerWrapper):
@@ -440,7 +419,7 @@ def traced_function(called: Any) -> tuple[types.FunctionType, Any]:
     return get_traced_fn(called)
 
 
-def spoken_function(called: Any) -> Any:
+def users_function(called: Any) -> Any:
     """Return the function with the user's parameters: of a module with hooks its ``forward``."""
     return traced_function(called.forward if isinstance(called, torch.nn.Module) else called)[0]
 
@@ -455,11 +434,9 @@ def hooks_of(called: Any) -> tuple[Any, ...]:
 def trace_call(
     called: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, freeze: bool
 ) -> Trace:
-    """Trace a call without running it; raises CannotTrace if it does not become one graph.
-
-    ``freeze``: bind the current tensors of modules, globals and closures, instead of looking them
-    up at each call.
-    """
+    """Trace a call without running it; raises CannotTrace if it does not become one graph."""
+    # ``freeze``: bind the current tensors of modules, globals and closures, instead of looking them
+    # up at each call.
     from torch._dynamo import config, convert_frame
 
     patches = {
@@ -529,11 +506,9 @@ def _in_short(error: BaseException) -> CannotTrace:
     return short
 
 
-def _lift(graph: fx.GraphModule, inputs: int) -> tuple[FrozenTensor, ...]:
-    """Replace the tensors that Dynamo put into a graph by placeholders, after all others.
-
-    Pieces take weights as inputs, so that equal layers are equal pieces.
-    """
+def _lift(graph: fx.GraphModule) -> tuple[FrozenTensor, ...]:
+    """Replace the tensors that Dynamo put into a graph by placeholders, after all others."""
+    # Pieces take weights as inputs, so that equal layers are equal pieces.
     sources = getattr(graph, "_param_name_to_source", None) or {}
     last = graph.graph.find_nodes(op="placeholder")
     frozen: list[FrozenTensor] = []
@@ -551,7 +526,7 @@ def _lift(graph: fx.GraphModule, inputs: int) -> tuple[FrozenTensor, ...]:
             placeholder._dynamo_source = source
             last = [placeholder]
             lifted[str(node.target)] = placeholder
-            frozen.append(FrozenTensor(inputs + len(frozen), str(source.name), tensor))
+            frozen.append((str(source.name), tensor))
         node.replace_all_uses_with(lifted[str(node.target)])
         graph.graph.erase_node(node)
     for name in lifted:
@@ -585,10 +560,8 @@ _MARKS = ("_dynamo_", "_has_dynamo", "_specialize_on")
 
 @contextmanager
 def marked(dims: list[tuple[torch.Tensor, int, str | None]], unbacked: bool) -> Iterator[None]:
-    """Mark (tensor, dimension, name) as dynamic for a trace, and remove the marks after it.
-
-    ``unbacked``: the trace may assume nothing of the sizes; equal names are equal sizes.
-    """
+    """Mark (tensor, dimension, name) as dynamic for a trace, and remove the marks after it."""
+    # ``unbacked``: the trace may assume nothing of the sizes; equal names are equal sizes.
     from torch._dynamo import mark_dynamic
     from torch._dynamo.decorators import mark_unbacked
 

@@ -69,13 +69,12 @@ class LiveTensors:
 
 
 class Fits:
-    """Generates ``function(args, kwargs)``: whether a trace of this call serves another call.
+    """Generates ``function(args, kwargs)``: whether a trace of this call serves another call."""
 
-    ``paths`` are Dynamo's, by position or keyword; ``shapes`` and ``strides`` are by path.
-    ``pinned`` tensors, which the model also reads in another way, must be the same objects. The
-    order of ``collected`` keywords counts. No argument may be one of the tensors ``elsewhere``,
-    which are not held. ``references`` are weak, to the objects that must be the same.
-    """
+    # ``paths`` are Dynamo's, by position or keyword; ``shapes`` and ``strides`` are by path.
+    # ``pinned`` tensors, which the model also reads in another way, must be the same objects. The
+    # order of ``collected`` keywords counts. No argument may be one of the tensors ``elsewhere``,
+    # which are not held. ``references`` are weak, to the objects that must be the same.
 
     def __init__(
         self,
@@ -175,31 +174,31 @@ class Fits:
             self._same.setdefault(id(value), name)
         elif isinstance(value, torch.Tensor):
             self._tensor(name, kind, value, path)
-        elif isinstance(value, (float, complex)):  # tells -0.0 from 0.0, and nan is itself
+        elif isinstance(value, (float, complex)):  # as text: -0.0 is not 0.0, nan is nan
             self._unless(f"type({name}) is not {kind} or repr({name}) != {repr(value)!r}")
         elif isinstance(value, (*_PLAIN, *_SEALED)):
             self._unless(f"type({name}) is not {kind} or {name} != {self._bound('c', value)}")
-        elif type(value) in (tuple, list, torch.Size):
-            self._unless(f"type({name}) is not {kind} or len({name}) != {len(value)}")
-            self._parts(name, [(f"[{index}]", item) for index, item in enumerate(value)], path)
-        elif isinstance(value, tuple) and hasattr(value, "_fields"):
-            self._unless(f"type({name}) is not {kind}")
-            self._parts(
-                name, [(f".{field}", getattr(value, field)) for field in value._fields], path
-            )
-        elif type(value) is slice:
-            self._unless(f"type({name}) is not {kind}")
-            parts = ("start", "stop", "step")
-            self._parts(name, [(f".{part}", getattr(value, part)) for part in parts], path)
+        else:
+            self._container(name, kind, value, path)
+
+    def _container(self, name: str, kind: str, value: Any, path: str) -> None:
+        """Compare a container part by part, and any other object by identity."""
+        rest = ""
+        if type(value) in (tuple, list, torch.Size):
+            rest = f" or len({name}) != {len(value)}"
+            parts = {f"[{index}]": item for index, item in enumerate(value)}
+        elif isinstance(value, slice) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+            fields = getattr(value, "_fields", ("start", "stop", "step"))
+            parts = {f".{field}": getattr(value, field) for field in fields}
         elif type(value) is dict and all(type(key) in (str, int) for key in value):
             keys = self._bound("k", list(value))  # their order as well: a model may walk them
-            self._unless(f"type({name}) is not {kind} or list({name}) != {keys}")
-            self._parts(name, [(f"[{key!r}]", item) for key, item in value.items()], path)
+            rest = f" or list({name}) != {keys}"
+            parts = {f"[{key!r}]": item for key, item in value.items()}
         else:
             self._object(name, value)
-
-    def _parts(self, name: str, parts: list[tuple[str, Any]], path: str) -> None:
-        for text, part in parts:
+            return
+        self._unless(f"type({name}) is not {kind}{rest}")
+        for text, part in parts.items():
             variable = self._fresh("v")
             self._lines.append(f"    {variable} = {name}{text}")
             self._leaf(variable, part, f"{path}{text}")

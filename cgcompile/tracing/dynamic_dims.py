@@ -11,6 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,14 @@ class DynamicDim:
     Args:
         dim: which one; negative from the end.
         name: dimensions of equal name have equal sizes in each call.
+
+    Example:
+        >>> from typing import Annotated
+        >>> def scale(x: Annotated[torch.Tensor, cgcompile.DynamicDim(0, "tokens")]):
+        ...     return x * 2
+        >>> model = cgcompile.compile(scale)
+        >>> [len(model(torch.ones(rows, 2))) for rows in (4, 6)], len(model.traces)
+        ([4, 6], 1)
     """
 
     dim: int
@@ -112,15 +121,11 @@ def _tensor_dim(dynamic: DynamicDim, tensor: torch.Tensor, path: str, source: st
 
 def _annotated(function: Callable[..., Any]) -> Dims:
     annotated: Dims = {}
-    hints: dict[str, Any] = {}
+    scope = getattr(inspect.unwrap(function), "__globals__", {})
     for name, hint in getattr(function, "__annotations__", {}).items():
         one = types.SimpleNamespace(__annotations__={name: hint})
-        scope = getattr(inspect.unwrap(function), "__globals__", {})
-        try:
-            hints |= typing.get_type_hints(one, globalns=scope, include_extras=True)
-        except Exception:  # annotations may name what only type checkers import
-            hints[name] = hint
-    for name, hint in hints.items():
+        with suppress(Exception):  # annotations may name what only type checkers import
+            hint = typing.get_type_hints(one, globalns=scope, include_extras=True)[name]
         dims = tuple(each for each in _metadata(hint) if isinstance(each, DynamicDim))
         if dims:
             annotated[name] = dims
@@ -137,21 +142,18 @@ def _metadata(hint: Any) -> list[Any]:
 
 
 def _parsed(name: str, value: Any) -> tuple[DynamicDim, ...]:
-    if isinstance(value, DynamicDim):
-        return (value,)
+    several = isinstance(value, (Mapping, Sequence)) and not isinstance(value, str)
+    dims = value if several else [value]
+    labels = value if isinstance(value, Mapping) else {}
     try:
-        if isinstance(value, Mapping):
-            items = [DynamicDim(dim, label) for dim, label in value.items()]
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            items = [each if isinstance(each, DynamicDim) else DynamicDim(each) for each in value]
-        else:
-            items = [DynamicDim(value)]
+        if labels:
+            return tuple(DynamicDim(dim, label) for dim, label in labels.items())
+        return tuple(dim if isinstance(dim, DynamicDim) else DynamicDim(dim) for dim in dims)
     except ConfigError:
         expected = "a dimension, several of them, or names by dimension such as {0: 'tokens'}"
         raise ConfigError.bad_value(
             name=f"dynamic_dims[{name!r}]", where="compile", value=value, expected=expected
         ) from None
-    return tuple(items)
 
 
 def _enlarged(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:

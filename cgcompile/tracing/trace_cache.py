@@ -67,17 +67,6 @@ class Rules:
     shapes: str = "backed_size_oblivious"  # what a trace may assume of a dynamic size
 
 
-@dataclass(frozen=True)
-class Start:
-    """The seconds that one trace took: in Dynamo, and in splitting and compiling its graph."""
-
-    tracing: float
-    compiling: float
-
-    def __str__(self) -> str:
-        return f"traced in {self.tracing:.2f} s, compiled in {self.compiling:.2f} s"
-
-
 class CompiledTrace:
     """One trace, compiled. ``compiled`` is None if the call computes nothing with tensors."""
 
@@ -87,13 +76,13 @@ class CompiledTrace:
         compiled: Callable[..., Any] | None,
         fits: Fits,
         rules: Rules,
-        start: Start,
+        start: str,
         freezes: bool,
     ) -> None:
         self.compiled = compiled
         self.fits = fits.function  # compares the arguments of a call, and autocast
-        self.frozen = trace.frozen  # tensors that are bound, not looked up
-        self.start = start
+        self.frozen = trace.frozen  # (path, tensor) of those that are bound, not looked up
+        self.start = start  # text: how long Dynamo took, and splitting and compiling the graph
         self.proven = False  # whether a call has ended: only then is known what it replaces
         self.trusted = False  # whether it is proven, and nothing but ``fits`` is checked
         self.repeated = False  # whether it has served another call than the traced one
@@ -109,7 +98,7 @@ class CompiledTrace:
         self.is_free = self.guards is None and self.dropped is None
         run: Callable[..., Any] | None = compiled
         if compiled is not None and trace.frozen:
-            run = _frozen(compiled, tuple(frozen.tensor for frozen in trace.frozen))
+            run = _frozen(compiled, tuple(tensor for _, tensor in trace.frozen))
         python = partial(trace.python.function, trace.original)  # the trace itself must go
         self.run = python(run)
         self.fast_paths: FastPaths | None = None
@@ -117,6 +106,9 @@ class CompiledTrace:
         if isinstance(compiled, CompiledGraph) and self.is_free and trace.python.is_plain:
             self.fast_paths = compiled.fast_paths
             self.learn = partial(compiled.fast_paths.learn, fits.checks, python)
+
+    def __repr__(self) -> str:
+        return f"<CompiledTrace {self.number}: {self.start}>"
 
     @property
     def is_alive(self) -> bool:
@@ -127,22 +119,20 @@ class CompiledTrace:
 
     def replaced(self, scope: dict[str, Any]) -> str | None:
         """Return the path of the first frozen tensor that was replaced; None if none was."""
-        for frozen in self.frozen:
+        for path, tensor in self.frozen:
             try:
-                tensor = eval(frozen.where, scope)
+                present = eval(path, scope)
             except (AttributeError, LookupError, TypeError):
-                tensor = None
-            if tensor is not frozen.tensor:
-                return frozen.where
+                present = None
+            if present is not tensor:
+                return path
         return None
 
 
 def _frozen(compiled: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
-    """Return a compiled graph as a function of the inputs that are not frozen.
-
-    It takes views of the same memory: after ``weight.data = ...`` they are stale, but never of
-    another type or freed. Gradients need the parameters themselves.
-    """
+    """Return a compiled graph as a function of the inputs that are not frozen."""
+    # It takes views of the same memory: after ``weight.data = ...`` they are stale, but never of
+    # another type or freed. Gradients need the parameters themselves.
     with torch.no_grad():
         plain = (torch.Tensor, torch.nn.Parameter)
         held = tuple(x.detach() if type(x) in plain else x for x in tensors)
@@ -155,10 +145,9 @@ def _frozen(compiled: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> 
 
 
 class Traces:
-    """All traces of one function; ``traces`` has the most recently used one first.
+    """All traces of one function; ``traces`` has the most recently used one first."""
 
-    ``fast_paths`` are those of that one. With ``is_closed`` a call is never traced again.
-    """
+    # ``fast_paths`` are those of that one. With ``is_closed`` a call is never traced again.
 
     def __init__(
         self,
@@ -171,9 +160,9 @@ class Traces:
         self._called = called
         self._hooks = compat.hooks_of(called)
         self._resolve_function()
-        spoken = compat.spoken_function(called)
-        self._spoken = inspect.signature(spoken)  # behind decorators and hooks
-        self._dims = DynamicDims(dims, self._spoken, spoken)
+        users_function = compat.users_function(called)
+        self._users_signature = inspect.signature(users_function)  # behind decorators and hooks
+        self._dims = DynamicDims(dims, self._users_signature, users_function)
         self._compile = compile_graph
         self._run_plain = run_plain
         self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers
@@ -193,7 +182,7 @@ class Traces:
         if any(self._hooks) if not self._hooked else sum(map(len, self._hooks)) != self._hooked:
             self._resolve_function()
         if self.fast_paths.calls:
-            fast_path = self.fast_paths.switch()
+            fast_path = self.fast_paths.find_requested()
             result = ANOTHER if fast_path is None else fast_path(args, kwargs)
             if result is not ANOTHER:
                 return result
@@ -206,7 +195,7 @@ class Traces:
         else:
             trace = self._find(args, kwargs)
             if self.fast_paths is not fast_paths:  # another trace than for the last call
-                fast_path = self.fast_paths.switch() or self.fast_paths.call
+                fast_path = self.fast_paths.find_requested() or self.fast_paths.call
                 result = ANOTHER if fast_path is None else fast_path(call_args, kwargs)
                 if result is not ANOTHER:
                     return result
@@ -299,11 +288,9 @@ class Traces:
     # -------------------------------------------------------------- numbers that vary
 
     def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fallback | None:
-        """Return the fallback of a call that differs from all traces in a number alone.
-
-        That is, ``VARYING`` such traces have served one call only. A number that recurs that often
-        without a trace is traced, and replaces the oldest trace.
-        """
+        """Return the fallback of a call that differs from all traces in a number alone."""
+        # That is, ``VARYING`` such traces have served one call only. A number that recurs that
+        # often without a trace is traced, and replaces the oldest trace.
         if self.is_closed or len(self.traces) < VARYING or capture_postponed():
             return None
         self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
@@ -347,7 +334,7 @@ class Traces:
 
     def _is_rare(self, numbers: tuple[Any, ...], oldest: CompiledTrace) -> bool:
         """Count a call with these numbers; return whether they stay without a trace."""
-        key = repr(numbers)  # tells 1 from 1.0, and nan is itself
+        key = repr(numbers)  # unlike ==, it distinguishes 1 from 1.0, and nan equals nan
         count = self._refused.pop(key, 0) + 1
         if count > VARYING:
             self._set(tuple(each for each in self.traces if each is not oldest))
@@ -407,7 +394,7 @@ class Traces:
         try:
             return self._attempt(args, kwargs, dims)
         except compat.CannotTrace as error:
-            if error.model_raises:  # in Python, and would not be seen here with its own type
+            if error.model_raises:  # in Python, and its own type is lost here
                 self._function(*args, **kwargs)  # raises what the model raises
             raise TraceError.refused(name=self.name, why=str(error)) from error
 
@@ -416,7 +403,7 @@ class Traces:
     ) -> CompiledTrace:
         with self.tracing(dims):
             for _ in range(_RESTARTS):
-                # A compiler may request another trace; Dynamo remembers with which changes.
+                # A compiler may request another trace; Dynamo keeps the changes for it.
                 with suppress(*compat.restarts()):
                     trace = self._compiled_trace(args, kwargs, dims)
                     break
@@ -471,8 +458,9 @@ class Traces:
                     compiled = self._compile(trace.graph, trace.inputs, len(trace.frozen))
             check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
             fits = self._fits(trace, args, kwargs, dims)
-            seconds = Start(traced - start, time.perf_counter() - traced)
-            return CompiledTrace(trace, compiled, fits, self._rules, seconds, freezes)
+            compiling = time.perf_counter() - traced
+            took = f"traced in {traced - start:.2f} s, compiled in {compiling:.2f} s"
+            return CompiledTrace(trace, compiled, fits, self._rules, took, freezes)
 
     def _fits(
         self,
@@ -517,13 +505,13 @@ class Traces:
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Any]]:
         """Return (name of the parameter, Dynamo's path of it, value) of each argument."""
         paths = argument_paths(self._signature, args, kwargs)
-        positional, rest, anything = parameter_kinds(self._spoken)
+        positional, rest, anything = parameter_kinds(self._users_signature)
         named = [
             (positional[index] if index < len(positional) else rest, paths[index], value)
             for index, value in enumerate(args)
         ]
         for name, value in kwargs.items():
-            own = name in self._spoken.parameters or name in self._dims.by_name
+            own = name in self._users_signature.parameters or name in self._dims.by_name
             named.append((name if own else anything, paths[name], value))
         return named
 

@@ -23,7 +23,8 @@ replay. Parts (``--parts``):
 
 Results are ``compare.json``, ``compare.txt`` and, with matplotlib, ``compare.png`` in ``--out``,
 and the files of each part are written as soon as there is something, so that little is lost when
-``--seconds`` are over. ``readme_table.py`` makes the README's section of the JSON.
+``--seconds`` are over. ``figures_table.py`` writes the tables of
+``docs/measurements.md`` from the JSON.
 
 Without a GPU it takes models of nearly nothing but attention that does nothing, and measures what
 cgcompile's dispatch costs over replays by the host recorder; the rest is left out, with a line that

@@ -77,7 +77,7 @@ def compiled_in(way: str, model: nn.Module) -> Callable[..., Any]:
         return torch.compile(model)
     if way == "torch.compile":
         return torch.compile(model, dynamic=True)
-    if way == "string door":
+    if way == "named entry point":
         return torch.compile(model, backend="cgcompile", dynamic=True, options=OPTIONS)
     if way == "reduce-overhead":
         return torch.compile(model, mode="reduce-overhead", dynamic=True)

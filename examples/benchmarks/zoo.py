@@ -5,7 +5,7 @@ and inputs that are new each time, and every call is compared with eager::
 
     python examples/benchmarks/zoo.py                        # on a GPU
     python examples/benchmarks/zoo.py --device cpu --compiler eager --models llama vit
-    python examples/benchmarks/zoo.py --readme               # the committed rows into the README
+    python examples/benchmarks/zoo.py --page                 # the committed rows into the docs
 
 Three ways: ``compile`` is ``torch.compile(model, backend="cgcompile")``; ``traced`` is
 ``cgcompile.compile(model, guards="none")``, which traces once, or, where that is refused, captures
@@ -40,7 +40,7 @@ from model_zoo.measure import WAYS, Settings, measure
 from model_zoo.pool import Task, measured, serve
 
 RESULTS = Path(__file__).with_name("results") / "zoo.json"
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -58,7 +58,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slow", action="store_true", help="those that take minutes to compile")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="the rows as JSON")
-    parser.add_argument("--readme", action="store_true", help="write the table and measure nothing")
+    parser.add_argument("--page", action="store_true", help="write the table and measure nothing")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(given)
 
@@ -202,8 +202,8 @@ def main(given: list[str] | None = None) -> int:
     if args.worker:
         work(args)
         return 0
-    if args.readme:
-        README.write_text(table.into(README.read_text(), kept()))
+    if args.page:
+        PAGE.write_text(table.into(PAGE.read_text(), kept()))
         return 0
     found = run(args, [sys.executable, str(Path(__file__).resolve()), "--worker", *given])
     print(table.text(found))

@@ -1,4 +1,4 @@
-"""The rows of the zoo as text, as JSON, and as the table of the README."""
+"""The rows of the zoo as text, as JSON, and as the table of ``docs/measurements.md``."""
 
 import json
 import re
@@ -70,11 +70,11 @@ def dumped(found: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-# ---------------------------------------------------------------- README
+# ---------------------------------------------------------------- docs
 
 
 def markdown(found: dict[str, Any] | None) -> str:
-    """What stands between the marks of the README; None where nothing was measured."""
+    """Return the text between the marks of the page; ``found`` is None if nothing was measured."""
     if found is None:
         return NOTHING
     rows = there(found["rows"])
@@ -84,9 +84,9 @@ def markdown(found: dict[str, Any] | None) -> str:
     return "\n".join([*made, "", *_reasons(bad)]).rstrip("\n") + "\n"
 
 
-def into(readme: str, found: dict[str, Any] | None) -> str:
-    """The README with this between its marks."""
-    before, rest = readme.split(OPENS)
+def into(page: str, found: dict[str, Any] | None) -> str:
+    """Return the page with this between its marks."""
+    before, rest = page.split(OPENS)
     _, after = rest.split(CLOSES)
     return before + OPENS + markdown(found) + CLOSES + after
 

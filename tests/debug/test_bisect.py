@@ -106,7 +106,7 @@ def test_any_pieces_may_be_replayed(device: str, kind: Any, mode: PieceMode) -> 
             assert Tolerance(exact=device == "cpu").first("", expected, found) is None
     assert subject.counters.replays == replays + 2 ** len(captured)
     assert all(each == names[0] for each in names)
-    subject.release()
+    subject.close()
 
 
 # ---------------------------------------------------------------- faults

@@ -1,5 +1,7 @@
 """Pages in a real browser, where there is one: no complaints, all headings, something to see."""
 
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from lib.command_line import Page
+from lib.debug import Decoder, Reads, inputs
+from lib.manager import manager, requests
 
 import cgcompile
 
@@ -63,6 +67,57 @@ def test_the_browser_reads_what_was_written(page: Path, tmp_path: Path) -> None:
     assert {name: len(rows) for name, rows in shown.tables.items()} == {
         name: len(rows) for name, rows in written.tables.items()
     }
+
+
+FRAME = """\
+<!DOCTYPE html><iframe id="frame" src="{page}" style="border: 0; width: {width}px; height: 900px">
+</iframe><script>
+onload = () => {{
+  const page = document.getElementById("frame").contentDocument, root = page.documentElement;
+  page.querySelectorAll("details").forEach(each => {{ each.open = true; }});
+  const cut = [...page.querySelectorAll(".wide, .figures dd")].filter(
+    each => each.scrollWidth > each.clientWidth);
+  const empty = [...page.querySelectorAll("tbody :is(td, th)")].filter(
+    each => each.offsetHeight && page.defaultView.getComputedStyle(each).display === "block"
+      && !each.textContent.trim());
+  const rows = [...page.querySelectorAll("tbody tr")].map(each => each.offsetHeight);
+  document.title = JSON.stringify([root.scrollWidth, cut.length, empty.length, Math.max(...rows)]);
+}};
+</script>"""
+
+
+@pytest.fixture(scope="module", params=["report", "manager", "explain", "verify", "doctor"])
+def any_page(request: pytest.FixtureRequest, page: Path) -> Path:
+    path, model, x = page.parent / f"{request.param}.html", Decoder(3).eval(), inputs()
+    if request.param == "manager":
+        served = manager(kind="compiled")
+        served.capture()
+        for count in (3, 9, 30):
+            served.run(requests(count - 2, 2))
+        cgcompile.debug.report(served, path)
+    elif request.param == "explain":
+        cgcompile.explain(model, x, dynamic_dims={"x": 0}, sizes=[8, 16]).to_html(path)
+    elif request.param == "verify":
+        cgcompile.verify(model, x, sets=1, config={"compiler": "eager"}).to_html(path)
+    elif request.param == "doctor":
+        cgcompile.debug.doctor(Reads(), x, torch.ones(3)).to_html(path)
+    return path
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_is_cut_or_empty(any_page: Path, tmp_path: Path, width: int) -> None:
+    """A frame of that width: a window cannot be as narrow as a telephone."""
+    page = any_page
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME.format(page=page.as_uri(), width=width))
+    done = browse(
+        frame, tmp_path, "--allow-file-access-from-files", "--hide-scrollbars", "--dump-dom"
+    )
+    title = re.search(r"<title>(.*)</title>", done.stdout)
+    assert title is not None, done.stdout
+    wide, cut, empty, highest = json.loads(title[1])
+    assert (wide, cut, empty) == (width, 0, 0)
+    assert 20 < highest < 500
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1200, LIGHT), (500, DARK)], ids=["wide", "narrow"])

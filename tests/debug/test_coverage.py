@@ -201,7 +201,7 @@ def test_steps_in_a_lesser_mode_are_there_twice() -> None:
     assert [(row.mode, row.hits) for row in found.rows] == [("PIECEWISE", 3), ("NONE", 1)]
     (lesser,) = found.lesser
     assert (lesser.reason, lesser.hits) == ("attention_support", 4)
-    assert str(found).split("in a lesser mode than was to be:")[1].count(lesser.detail) == 1
+    assert str(found).split("in a lesser mode than requested:")[1].count(lesser.detail) == 1
 
 
 @pytest.mark.usefixtures("without_gradients")

@@ -180,6 +180,22 @@ def test_state_is_restored_after_an_error_too() -> None:
     assert not hasattr(model, "extra")
 
 
+def test_variables_around_a_function_are_restored() -> None:
+    steps, last, pages = 0, None, [1]
+
+    def counts(x):
+        nonlocal steps, last, pages
+        steps += 1  # <steps>
+        last, pages = x * steps, [*pages, 2]
+        return last
+
+    first = pages
+    found = examine(counts, torch.ones(2))
+    assert {finding.kind for finding in found.findings} >= {"changing_attribute"}, found
+    assert (steps, last, pages) == (0, None, [1])
+    assert pages is first
+
+
 class Grows:
     """A cache as generation has it: an argument that grows."""
 

@@ -4,6 +4,7 @@ import json
 import re
 import resource
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import lib.cases
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lib.asserts import build, mark, split_texts
+from lib.command_line import Page
 from lib.debug import CALLS, Branches, D, Decoder, Raises, Reads, inputs, meta, names_of, shown
 from lib.snapshots import assert_snapshot
 from torch import nn
@@ -129,6 +131,30 @@ def test_it_is_the_split_of_torch_compile(name: str) -> None:
     assert all(piece.source and piece.captured == (not piece.why) for piece in found.pieces)
 
 
+REMARKS = {
+    "layout_changed_in_place": (0, "left uncompiled: memory that it writes has another name"),
+    "flex_attention": (1, "compiled on its own"),
+}
+
+
+@pytest.mark.parametrize("name", REMARKS)
+def test_pieces_whose_compilation_is_unusual_are_remarked(name: str, tmp_path: Path) -> None:
+    case, (index, remark) = lib.cases.CASES[name], REMARKS[name]
+    args = case.inputs(case.sizes[0])
+    mark(case, args)
+    found = explain(build(case), *args, config=case.settings)
+    rows = [row.split() for row in str(found).split("\nmode")[1].splitlines()]
+    place = next(number for number, row in enumerate(rows) if row[0] == f"piece_{index}")
+    assert remark.split() in rows[place + 1 : place + 3]
+    piece = found.pieces[index]
+    assert (piece.compiled, piece.captured) == ((False, True) if index == 0 else (True, False))
+    if index == 0:
+        assert remark == f"left uncompiled: {piece.uncompiled}"
+        page = Page(found.to_html(tmp_path / "page.html").read_text(encoding="utf-8"))
+        (row,) = [row for row in page.rows("distinct") if row["piece"][0] == "piece_0"]
+        assert row["why, and where"][0].endswith(remark)
+
+
 def test_sizes_that_compiling_would_refuse() -> None:
     class Halves(nn.Module):
         def forward(self, x):
@@ -192,6 +218,27 @@ def test_on_meta_a_cpu_argument_is_one_if_others_are_not() -> None:
     kept = explain(model, inputs(device="meta"), lengths)
     assert reasons(kept) == [Reason.DEVICE_COPY]
     assert "meta tensors stand for" in "".join(kept.notes)
+
+
+@pytest.mark.parametrize("first", ["cpu", "meta"])
+def test_of_weights_on_meta_and_elsewhere_meta_is_the_target(first: str) -> None:
+    """Copies to the device that captures are boundaries; where it would be the CPU they are not."""
+    devices = [first, {"cpu": "meta", "meta": "cpu"}[first]]
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, device in zip("ab", devices, strict=True):
+                self.register_buffer(name, torch.zeros(3, D, device=device))
+            self.on_meta = "ab"[devices.index("meta")]
+
+        def forward(self, x):
+            return x + getattr(self, self.on_meta)
+
+    found = explain(Two(), inputs())
+    assert (found.device, [piece.captured for piece in found.pieces]) == ("meta", [True])
+    (x,) = [value for value in found.pieces[0].inputs if not value.static]
+    assert x.device == "meta"
 
 
 # ------------------------------------------------------------------ nothing is left

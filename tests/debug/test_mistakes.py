@@ -8,6 +8,7 @@ import pytest
 import torch
 from lib.cases import D
 from lib.faulty_models import config
+from lib.manager import manager, requests
 from torch import nn
 
 import cgcompile
@@ -116,7 +117,12 @@ def test_sizes_may_be_one_number_or_text() -> None:
 def test_inputs_that_the_model_does_not_take(args: Any, why: str) -> None:
     takes = "takes (x: torch.Tensor, scale: float = 1.0) -> torch.Tensor, and cannot be called with"
     model = Model()
-    for name, look in (("Model.forward", cgcompile.explain), ("Model", cgcompile.debug.doctor)):
+    for name, look in (
+        ("Model.forward", cgcompile.explain),
+        ("Model", cgcompile.debug.doctor),
+        ("Model", verify),
+        ("Model", cgcompile.debug.bisect),
+    ):
         message = refused(ArgumentsError, lambda look=look: look(model, *args))
         assert message == f"{name} {takes} these inputs: {why}."
         with pytest.raises(TypeError):
@@ -125,6 +131,31 @@ def test_inputs_that_the_model_does_not_take(args: Any, why: str) -> None:
     assert method.endswith(f"{takes} these inputs: {why}.")
     unknown = refused(ArgumentsError, lambda: cgcompile.explain(model, X, capture=3))
     assert unknown.endswith("got an unexpected keyword argument 'capture'.")
+
+
+@pytest.mark.parametrize("look", [verify, cgcompile.debug.bisect])
+def test_comparisons_are_called_like_the_model(look: Any) -> None:
+    """With arguments by name, with settings as a mapping, and with inputs that are prepared."""
+    found = look(Model().eval(), X, scale=2.0, config={"compiler": "eager"}, sets=2)
+    assert (found.ok, found.replays) == (True, 2), found
+    calls: list[int] = []
+
+    def prepare() -> Any:
+        calls.append(len(calls))
+        return (torch.randn(X.shape),), {"scale": 3.0}
+
+    found = look(Model().eval(), config=cgcompile.Backend(CONFIG), prepare=prepare, sets=3)
+    assert (found.ok, found.replays, calls) == (True, 3, [0, 1, 2]), found
+    for name in ("verify", "bisect", "doctor"):
+        look = getattr(cgcompile.debug, name)
+        message = refused(ConfigError, lambda look=look: look(Model(), X, prepare=prepare))
+        assert "expected None where the arguments are given" in message
+
+
+def test_a_manager_is_verified_with_batches() -> None:
+    message = refused(ConfigError, lambda: verify(manager(), [requests(1)]))
+    assert message.endswith("expected batches, for a manager.")
+    assert refused(ConfigError, lambda: verify(manager(), requests(1), x=X)) is not None
 
 
 def test_a_type_error_of_the_model_is_a_finding() -> None:
@@ -221,7 +252,7 @@ def test_the_handle_of_a_compiled_model() -> None:
     model = cgcompile.compile(Model(), CONFIG)
     with pytest.raises(
         ConfigError,
-        match=r"found a CompiledModel.*\n  This one knows its handle by itself: model\.b",
+        match=r"found a CompiledModel.*\n  The handle of this one is model\.backend\.",
     ):
         cgcompile.runtime(model)
     with pytest.raises(ConfigError, match=r"runtime\(\): found an Odd; expected a module"):

@@ -4,10 +4,9 @@ import asyncio
 import contextvars
 import gc
 import json
-import re
+import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from lib.entry import HOOKED, Hooked, assert_same, batch, compiled_model, marked
 from lib.manager import eager, manager, requests
 from torch import nn
 
-import cgcompile
 from cgcompile import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper, CompilationConfig
 from cgcompile.debug import profile
 from cgcompile.debug.profile import Profile
@@ -105,9 +103,8 @@ def test_a_slow_break_shows(hook: Callable[[Any], None]) -> None:
     _, compiled, _, x = ready()
 
     def slow(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(300):
-            x = torch.softmax(x, -1)
-        return x
+        time.sleep(0.3)  # longer than what a busy machine adds to the others
+        return torch.softmax(x, -1)
 
     hook(slow)
     with profile(compiled) as found:
@@ -277,18 +274,3 @@ def test_times_of_the_device() -> None:
             assert_same(compiled(x), model(x))
     assert found.steps == 3
     assert all(row.device_us is not None and row.device_us > 0 for row in found.segments)
-
-
-def test_the_profile_of_the_readme_works(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    (code,) = re.findall(
-        r"```python\n(with torch\.inference_mode\(\), cgcompile\.debug\.profile.*?)```", text, re.S
-    )
-    _, compiled, _ = compiled_model(Hooked, "cpu", **HOOKED)
-    with torch.inference_mode():
-        batches = [batch("cpu") for _ in range(4)]
-        exec(code, {"cgcompile": cgcompile, "torch": torch, "model": compiled, "batches": batches})
-    printed = capsys.readouterr().out
-    assert "steps 2, " in printed
-    assert "cgcompile/break_1 cgentry::hooked [num_tokens=6]" in printed
-    assert re.search(r"^num_tokens=6 PIECEWISE 0\.\d+ \d+ None$", printed, re.M)

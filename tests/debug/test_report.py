@@ -5,10 +5,11 @@ import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
-from lib.breakable import PIECEWISE, step
+from lib.breakable import FULL, PIECEWISE, step
 from lib.command_line import Page
 from lib.encoders import images
 from lib.encoders import manager as encoder_manager
@@ -17,8 +18,11 @@ from torch import nn
 
 import cgcompile
 from cgcompile.debug import Overview
-from cgcompile.debug.output import duration, render
+from cgcompile.debug.drawing import split_svg
+from cgcompile.debug.output import duration, human
+from cgcompile.debug.pages import render
 from cgcompile.errors import ConfigError
+from cgcompile.reasons import Reason
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +138,22 @@ def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None
     assert len(overview.graphs) == 2
     for graph in overview.graphs:
         titles = drawing(page, f"The pieces of graph {graph.index} in order: 3 captured, 2 eager")
-        assert len(titles) == len(graph.pieces)
-        assert titles[1].startswith("piece_1, eager, 1 ops; splitting_op: cgserve::attend")
+        pieces = [title for title in titles if " hands on " not in title]
+        assert [title.split(",")[0] for title in pieces] == [each.name for each in graph.pieces]
+        assert pieces[1].startswith("piece_1, eager, 1 op; splitting_op: cgserve::attend")
+        assert [title for title in titles if " hands on " in title] == [
+            f"{each.name} hands on {human(each.bytes_out.traced)}" for each in graph.pieces[:-1]
+        ]
     captures = drawing(page, "Captures")
     for title, record in zip(captures, overview.timeline, strict=True):
         assert title.startswith(f"{record.name}, {record.mode.name}, {record.batch}: ")
-    assert drawing(page, "Real") == [
-        f"{row.mode} {row.graph}: {row.padding:.1%} padding in {row.hits} steps"
+    assert drawing(page, "Batches") == [
+        f"{row.mode} {row.graph or row.reason}: {row.hits} steps"
+        + ("" if row.padding is None else f", {row.padding:.1%} padding")
         for row in overview.coverage.rows
-        if row.padding is not None
+    ]
+    assert drawing(page, "Memory") == [
+        f"{kind}: {human(count)}" for kind, count in overview.memory.items() if count
     ]
 
 
@@ -166,7 +177,7 @@ def test_counters_and_memory_are_those_of_the_value(page: Page, overview: Overvi
         assert (name in page.tables) == bool(counters[name])
     rows = {row["reason"][0]: exact(row, "calls") for row in page.rows("plain")}
     assert rows == counters["plain"]
-    memory = {row["what for"][0]: exact(row, "bytes") for row in page.rows("memory")}
+    memory = {row["kind"][0]: exact(row, "bytes") for row in page.rows("memory")}
     assert memory == overview.memory
     versions = {row["what"][0]: row["which"][0] for row in page.rows("versions")}
     assert versions == overview.environment
@@ -196,6 +207,10 @@ def test_no_number_comes_from_elsewhere(page: Page, overview: Overview) -> None:
 
     found = overview.to_dict()
     visit(found)
+    rows = found["coverage"]["rows"]
+    known |= {
+        sum(row["hits"] for row in rows if row["reason"] == each) for each in found["remedies"]
+    }
     known |= {record["start"] - found["timeline"][0]["start"] for record in found["timeline"]}
     known |= {  # how many pieces have one structure
         sum(piece["same_as"] == other["same_as"] for other in graph["pieces"])
@@ -207,6 +222,141 @@ def test_no_number_comes_from_elsewhere(page: Page, overview: Overview) -> None:
 
 
 # ---------------------------------------------------------------- how the page is made
+
+
+def test_the_first_screen(page: Page, overview: Overview) -> None:
+    """The verdict, what had no graph, and what to do about it."""
+    assert overview.verdict == "Graphs served 6 of 7 steps; without a graph: 1 oversize."
+    assert overview.verdict in page.text
+    (row,) = page.rows("off")
+    assert {title: text for title, (text, _) in row.items()} == {
+        "reason": "oversize",
+        "steps": "1",
+        "remedy": Reason.OVERSIZE.remedy,
+    }
+    assert "not measured" in page.text
+
+
+def test_verdicts(tmp_path: Path) -> None:
+    model = cgcompile.compile(Attends().eval(), compiler="eager", capture_device="host")
+    x, verdicts = torch.randn(2, 4, 8), []
+    with torch.inference_mode():
+        for _ in range(4):
+            verdicts.append(cgcompile.debug.report(model).verdict)
+            model(x)
+    assert verdicts == [
+        "Nothing has run yet.",
+        "No graph served any of 1 step: 1 warming.",
+        "Graphs served all 1 step after 1 warming.",
+        "Graphs served all 2 steps after 1 warming.",
+    ]
+
+
+def test_the_verdict_names_lesser_modes_and_errors() -> None:
+    """They are no steps without a graph, and a reader of the first screen has to see them."""
+    config = cgcompile.CompilationConfig(
+        compiler="eager", capture_device="host", splitting_ops="aten::cos"
+    )
+
+    class Splits(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin().cos().sin()
+
+    model, x = cgcompile.compile(Splits(), config), torch.randn(4, 8)
+    for _ in range(4):
+        with torch.inference_mode(), step(4, FULL):
+            model(x)
+    served = "Graphs served all 3 steps after 1 warming."
+    lesser = "In a lesser mode than requested: 4 attention_support."
+    found = cgcompile.debug.report(model)
+    assert found.verdict == f"{served} {lesser}"
+    assert f"{served} {lesser}" in read(found).text
+
+    class Raises(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no")
+
+    wrapper = cgcompile.BreakableCUDAGraphWrapper(Raises(), config)
+    assert cgcompile.debug.report(wrapper).verdict == "Nothing has run yet."
+    for _ in range(2):
+        with torch.inference_mode(), step(4, PIECEWISE), pytest.raises(ValueError, match="no"):
+            wrapper(x)
+    found = cgcompile.debug.report(wrapper)
+    assert found.verdict == "No step was completed. 2 calls raised an error."
+    assert "Nothing ran without its graph." not in read(found).text
+
+
+def test_a_measured_speed_is_shown() -> None:
+    model = compiled_and_run(Attends().eval())
+    found = cgcompile.debug.report(model, speed=(0.006, 0.0015))
+    assert (found.speed, found.speedup) == ((0.006, 0.0015), 4.0)
+    page = read(found)
+    assert "4.00 \N{MULTIPLICATION SIGN}" in page.text
+    assert "6.0 ms to 1.5 ms" in page.text
+    for speed in ((0.0, 1.0), (1.0,)):
+        with pytest.raises(ConfigError, match="speed"):
+            cgcompile.debug.report(model, speed=speed)  # type: ignore[arg-type]
+
+
+def test_cells_of_narrow_pages_have_titles(page: Page) -> None:
+    """They take the place of the head of the table; empty ones are left out."""
+    cells = [found for tag, found in page.tags if tag in ("td", "th") and "data-title" in found]
+    assert {found["data-title"] for found in cells} >= {"batches", "graph", "why without a graph"}
+    columns = {name: [text for text, _ in rows[0]] for name, rows in page.tables.items()}
+    empty = [
+        text.strip() in ("", "\N{EN DASH}")
+        for rows in page.tables.values()
+        for row in rows[1:]
+        for text, _ in row
+    ]
+    assert (
+        len(cells)
+        == len(empty)
+        == sum(len(columns[name]) * (len(rows) - 1) for name, rows in page.tables.items())
+    )
+    assert ["nothing" in found.get("class", "").split() for found in cells] == empty
+    assert any(empty)
+
+
+def test_repeated_pieces_are_drawn_once() -> None:
+    model = nn.Sequential(*[Attends() for _ in range(20)]).eval()
+    found = cgcompile.explain(model, torch.randn(2, 4, 8))
+    assert len(found.pieces) == 41
+    drawn = re.findall(r"<title>(piece_\d+), ", split_svg(found.to_dict()["pieces"], "split"))
+    assert drawn == ["piece_0", "piece_1", "piece_2", "piece_39", "piece_40"]
+    text = split_svg(found.to_dict()["pieces"], "split")
+    assert text.count("these 2 pieces, 18 times more</text>") == 1
+    few = cgcompile.explain(
+        nn.Sequential(Attends(), Attends(), Attends()).eval(), torch.randn(2, 4, 8)
+    )
+    assert "these 2 pieces, 1 time more</text>" in split_svg(few.to_dict()["pieces"], "split")
+
+
+def test_a_long_split_is_cut_in_the_middle() -> None:
+    model = nn.Sequential(*[Attends() for _ in range(2)]).eval()
+    piece = cgcompile.explain(model, torch.randn(2, 4, 8)).to_dict()["pieces"][0]
+    pieces = [{**piece, "name": f"piece_{index}", "same_as": index} for index in range(50)]
+    text = split_svg(pieces, "a & b")
+    drawn = re.findall(r"<title>piece_(\d+), ", text)
+    assert drawn == [*map(str, range(18)), *map(str, range(45, 50))]
+    assert "27 more rows" in text
+    handed = re.findall(r"<title>piece_(\d+) hands on ", text)  # not into a row that is left out
+    assert handed == [*map(str, range(17)), *map(str, range(45, 49))]
+    assert 'aria-label="a &amp; b"' in text
+
+
+def test_a_drawing_is_a_file_of_its_own(tmp_path: Path) -> None:
+    name = "<b>&"
+    model = type(name, (Attends,), {})().eval()
+    path = cgcompile.explain(model, torch.randn(2, 4, 8)).to_svg(tmp_path / "deep" / "split.svg")
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert root.attrib["aria-label"] == f"The pieces of {name}"
+    rectangles = root.findall(".//{http://www.w3.org/2000/svg}rect")
+    kinds = [each.attrib["class"] for each in rectangles]
+    assert kinds == ["piece captured", "piece eager", "piece captured"]
+    (style,) = root.findall("{http://www.w3.org/2000/svg}style")
+    assert "prefers-color-scheme: dark" in (style.text or "")
 
 
 def test_the_page_stands_alone(page: Page) -> None:
@@ -223,10 +373,13 @@ def test_the_page_is_accessible(page: Page) -> None:
     assert levels.count(1) == 1
     assert all(b - a <= 1 for a, b in pairwise(levels))
     assert [text for level, text in page.headings if level == 2] == [
-        "Split",
-        "Recorded steps",
+        "Without a graph, or on a lesser one",
+        "Batches",
+        "Memory",
         "Coverage",
+        "Recorded steps",
         "Timeline of captures",
+        "Split",
         "Counters",
         "Settings",
         "Versions",
@@ -365,3 +518,24 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model = cgcompile.compile(Attends(), compiler="eager")
     with pytest.raises(OSError, match="file"):
         cgcompile.debug.report(model, tmp_path / "file" / "page.html")
+
+
+def test_representations_are_short() -> None:
+    """In a notebook the text of a result is shown; its ``repr`` is the first line of that."""
+    model = type("A<b>", (Attends,), {})().eval()
+    compiled, x = compiled_and_run(model), torch.randn(2, 4, 8)
+    found = cgcompile.debug.report(compiled)
+    assert repr(found) == "<Overview A<b>: No graph served any of 1 step: 1 warming.>"
+    assert found._repr_html_().startswith("<pre>A&lt;b&gt;: No graph served any")
+    results = [found, cgcompile.explain(model, x), cgcompile.coverage(compiled)]
+    results += [cgcompile.verify(compiled, x), cgcompile.debug.bisect(compiled, x)]
+    results += [cgcompile.debug.doctor(model, x), cgcompile.debug.timeline(compiled)]
+    for each in results:
+        assert len(repr(each)) < 120, repr(each)
+        assert "\n" not in repr(each)
+        assert each._repr_html_().startswith("<pre>")
+    summary = str(cgcompile.coverage(compiled)).splitlines()[-1]
+    assert re.fullmatch(r"\d+ of \d+ steps on graphs(, .* padding)?", summary)
+    assert repr(cgcompile.coverage(compiled)) == f"<Coverage {summary}>"
+    captures = cgcompile.debug.timeline(compiled)
+    assert repr(captures) == f"<Captures {len(captures)}>"

@@ -120,7 +120,7 @@ def test_what_differs_inside_is_found(pack: Any) -> None:
     outcomes = [subject.outcome(run, call) for run in (subject.original, subject.call)]
     difference = Tolerance(True).first("the result", *outcomes)
     assert (difference.value, difference.rows) == ("result.scores", (0, 1, 2))
-    subject.release()
+    subject.close()
 
 
 def in_full(

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,29 @@ def test_each_capture_of_a_compiled_model(device: str) -> None:
     assert timeline(backend) == (first, second)
 
 
+def test_a_trace_for_perfetto(tmp_path: Path) -> None:
+    """Each capture is a slice, from the first one on; wrappers have tracks of their own."""
+    model, compiled, backend = compiled_model(Hooked, "cpu", **HOOKED)
+    for size in (6, 3):
+        for _ in range(2):
+            compiled(marked(batch("cpu", size)))
+    found = timeline(compiled)
+    path = found.to_trace(tmp_path / "deep" / "trace.json")
+    track, *slices = json.loads(path.read_text())["traceEvents"]
+    assert (track["ph"], track["name"], track["args"]) == ("M", "thread_name", {"name": "step"})
+    assert [(each["ph"], each["tid"], each["cat"]) for each in slices] == [("X", 0, "capture")] * 2
+    assert [each["args"] for each in slices] == found.to_dict() == json.loads(found.to_json())
+    assert slices[0]["ts"] == 0
+    for each, record in zip(slices, found, strict=True):
+        assert each["dur"] == record.seconds * 1e6
+        assert each["ts"] == (record.start - found[0].start) * 1e6
+        assert each["name"].startswith(f"PIECEWISE {record.batch}")
+    assert path.name in [each.name for each in path.parent.iterdir()]
+    backend.release()
+    wrapper = CUDAGraphWrapper(model, CONFIG)
+    assert str(timeline(wrapper)) == "nothing was captured"
+
+
 def test_a_refused_capture_says_why() -> None:
     def refuse(x: torch.Tensor) -> torch.Tensor:
         if refusing:
@@ -64,6 +88,11 @@ def test_a_refused_capture_says_why() -> None:
         assert torch.equal(wrapper(x), x.sin())
     refused, done = timeline(wrapper)
     assert (refused.why, refused.segments) == ("Asked: not while capturing", ())
+    text = str(timeline(wrapper)).splitlines()
+    assert text[2].strip() == "refused: Asked: not while capturing"
+    assert [row.split()[-3:] for row in (text[1], text[3])] == [
+        ["FULL", "num_tokens=4", "refuse"]
+    ] * 2
     assert (done.why, done.segments) == (None, ("graph refuse",))
     assert (done.name, done.mode, done.batch) == ("refuse", FULL, "num_tokens=4")
 

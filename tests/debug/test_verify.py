@@ -1,6 +1,11 @@
 """Good models are verified in every form; what cannot be compared or replayed is not ok."""
 
+import io
+import itertools
 import json
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from lib.cases import D
+from lib.command_line import Page
 from lib.debug import FULL, PIECEWISE, only, step
 from lib.faulty_models import Good, Stale, built, config, rows, softmax
 from lib.manager import manager, requests
@@ -69,13 +75,13 @@ def test_a_good_manager(device: str, mode: str, kind: str) -> None:
     made = manager(mode, kind, device)
     made.capture()
     batches = [requests(*each, device=device) for each in ((1, 1, 1), (3, 1), (7,), (2, 2))]
-    found = verify(made, batches, rtol=1e-4, atol=1e-5)
+    found = verify(made, *batches, rtol=1e-4, atol=1e-5)
     assert found.ok, found
     assert {check.name: check.replays for check in found.checks} == {
         "exact eager against exact replay": 2,
         "exact eager against padded replay": 2,
     }
-    found = verify(made, lambda number: requests(60 + number, device=device), sets=2)
+    found = verify(made, prepare=lambda: requests(60, device=device), sets=2)
     assert not found.ok
     assert "batch 0 has no graph: oversize" in str(found)
 
@@ -108,14 +114,17 @@ def test_nothing_replayed_is_not_ok() -> None:
     found = verify(built(Good, "cpu"), rows("cpu"), config=config(capture_device="auto"))
     assert (found.ok, found.replays, found.differences) == (False, 0, ())
     assert "nothing was replayed: no_capture_device" in str(found)
-    assert verify(manager(), []).checks[0].missing == "there are no batches"
+    assert verify(manager()).checks[0].missing == "there are no batches"
 
 
-def test_a_padded_size_needs_fewer_rows_and_no_context() -> None:
+def test_a_padded_size_needs_fewer_rows_and_no_context(tmp_path: Path) -> None:
     model = built(Good, "cpu")
     found = verify(model, rows("cpu"), config=config(), padded_sizes=(6,))
     assert not found.ok
     assert found.checks[1].missing == "the batch has 6 rows, not fewer"
+    page = Page(found.to_html(tmp_path / "page.html").read_text(encoding="utf-8"))
+    missing = [row["missing"][0] for row in page.rows("checks")]
+    assert missing == ["", found.checks[1].missing]
     compiled = cgcompile.compile(model, config())
     with step(PIECEWISE), torch.no_grad():
         found = verify(compiled, rows("cpu"), padded_sizes=(8,))
@@ -144,6 +153,28 @@ def test_padding_rows_are_named(hook: Any) -> None:
         found = only(verify(model, x, sets=1))
     assert (found.piece, found.op, found.padding_rows) == ("piece_2", "_operator.add", (4, 5))
     assert "rows [4, 5] are padding" in str(found)
+
+
+@pytest.mark.parametrize(("row", "ok"), [(3, False), (4, True), (5, True)])
+def test_only_real_rows_have_to_be_equal(row: int, ok: bool, hook: Any) -> None:
+    """Of six rows four are real."""
+    factor = 1.0
+
+    def op(x: torch.Tensor) -> torch.Tensor:
+        result = softmax(x)
+        result[row] *= factor
+        return result
+
+    hook(op)
+    model, x = cgcompile.compile(built(Stale, "cpu"), config()), rows("cpu")
+    with step(PIECEWISE, real=4), torch.no_grad():
+        assert verify(model, x, sets=2).ok
+        factor = 3.0
+        found = verify(model, x, sets=2)
+    assert (found.ok, found.replays) == (ok, 2), found
+    assert [difference.rows for difference in found.differences] == [(row,)] * (0 if ok else 2)
+    with step(PIECEWISE), torch.no_grad():  # each row is real
+        assert only(verify(model, x, sets=1)).rows == (row,)
 
 
 def test_a_replay_that_returns_an_earlier_result(hook: Any) -> None:
@@ -185,9 +216,9 @@ def test_a_manager_whose_op_has_baked_in_a_number(hook: Any) -> None:
     made = manager("FULL", model=built(Scaled, "cpu"))
     made.capture()
     batches = [requests(1, 1, 1), requests(3, 1)]
-    assert verify(made, batches).ok
+    assert verify(made, *batches).ok
     factor = 2.0
-    found = verify(made, batches)
+    found = verify(made, *batches)
     assert [difference.inputs for difference in found.differences] == [1, 0]
     assert "an op inside has baked in a number" in found.differences[0].detail
 
@@ -210,9 +241,37 @@ def test_a_breakable_capture_that_differs(hook: Any) -> None:
 # ---------------------------------------------------------------- values
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_progress_is_shown_on_a_terminal_alone(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = kind()
+    monkeypatch.setattr("sys.stderr", shown)
+    for look in (verify, cgcompile.debug.bisect):
+        assert look(built(Good, "cpu"), rows("cpu"), config=config()).ok
+    bars = [text in shown.getvalue() for text in ("verify: eager against replay", "bisect: 0run")]
+    assert bars == [kind is Terminal] * 2, shown.getvalue()
+
+
+def test_progress_is_shown_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
+    for look in (verify, cgcompile.debug.bisect):
+        assert look(built(Good, "cpu"), rows("cpu"), config=config()).ok
+    served = manager()
+    served.capture()
+    assert verify(served, requests(1, 1, 1)).ok
+    for text in ("verify: eager against replay", "verify: batches", "bisect: 0run"):
+        assert text in shown.getvalue()
+
+
 def test_sets_of_inputs() -> None:
     x, ids = torch.randn(4, 3) * 5 + 7, torch.tensor([2, 5, 3, 4])
-    given = InputSets({"x": x, "ids": ids, "n": 3})
+    given = InputSets(((), {"x": x, "ids": ids, "n": 3}))
     first = x.clone(), ids.clone()
     for number in (1, 2):
         args, kwargs = given.fill(number)
@@ -221,7 +280,13 @@ def test_sets_of_inputs() -> None:
         assert not torch.equal(x, first[0])
         assert 2 <= int(ids.min()) <= int(ids.max()) <= 5
         assert 2 < float(x.mean()) < 12
-    made = InputSets(lambda number: (torch.full((number // 2 + 1,), float(number)),))
+    numbers = itertools.count()
+
+    def prepare() -> torch.Tensor:
+        number = next(numbers)
+        return torch.full((number // 2 + 1,), float(number))
+
+    made = InputSets(((), {}), prepare)
     assert made.fill(1)[0][0] is made.first[0][0]
     assert made.first[0][0].item() == 1.0
     assert made.fill(2)[0][0].tolist() == [2.0, 2.0]

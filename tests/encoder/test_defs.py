@@ -40,7 +40,7 @@ def test_fields_and_defaults_in_the_order_of_the_source() -> None:
     source |= {"padding_logics": {}, "max_frames_per_video": 1, "enable_dual_path_graph": False}
     source |= {"global_token_per_image": 0, "local_token_per_patch": 0}
     more = {"paths": {}, "capture_axes": (), "offset_keys": {}, "input_rows_per_token": 0}
-    expected = {**source, **more, "on_none": {}}
+    expected = {**source, **more, "on_none": {}, "buffer_rows": {}}
     assert list(values(EncoderCudaGraphConfig(["image"], ["x"], 4)).items()) == list(
         expected.items()
     )

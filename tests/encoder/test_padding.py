@@ -212,7 +212,7 @@ class Mixes(Rows):
 def test_zeroed_offsets_let_nan_through_and_declared_ones_do_not(device: str) -> None:
     """The reason for offset_keys: the source's default rule, on the same tower and memory."""
     declared, zeroed = patches(device), patches(device)
-    settings = replace(declared.get_encoder_cudagraph_config(), offset_keys=())
+    settings = replace(declared.get_encoder_cudagraph_config(), offset_keys=(), buffer_rows={})
     zeroed.get_encoder_cudagraph_config = lambda: settings  # type: ignore[method-assign]
     call = images((4, 4), device=device)
     for model, finite in ((declared, True), (zeroed, False)):

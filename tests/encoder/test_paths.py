@@ -197,7 +197,7 @@ def test_axes(device: str) -> None:
     close(encoder.execute(call)[0], model.linear(call["x"]) * 5)
     assert encoder.statistics.reasons() == {Reason.UNLISTED_VARIANT: 1}
     said = {**rows(3, 4, device=device, frames=[1, 1]), "axes": [{"factor": 1}, {}]}
-    with pytest.raises(EncoderError, match="item 1: nothing is said for capture axis 'factor'"):
+    with pytest.raises(EncoderError, match="item 1: no value for capture axis 'factor'"):
         encoder.execute(said)
 
 

@@ -200,7 +200,7 @@ def test_what_is_refused_at_capture(wrong: str, value: Any, words: str) -> None:
             "specs",
             [EncoderItemSpec(3, 3, path_output_tokens={"default": 0})],
             EncoderError,
-            "item 0: 3 output tokens, and none of them on a path",
+            "item 0: 3 output tokens, but 0 on each path",
         ),
         ("specs", [EncoderItemSpec(3, 3, 1)], ConfigError, "enable_dual_path_graph=True"),
         ("eager", torch.zeros(2, H), EncoderError, r"eager_forward\(\) returned \[2, 6\]"),

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import figures_table
 import pytest
-import readme_table
 import torch
-from lib.examples import EXAMPLES, run
+from lib.examples import run
 from rivals import report
 from rivals.budget import budget
 from rivals.bytecode import bytecode_in
@@ -311,33 +311,33 @@ def test_the_plot_is_a_picture(results: dict[str, Any], tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-# ---------------------------------------------------------------- README
+# ---------------------------------------------------------------- docs
 
 
-def test_the_readme_has_the_figures_that_are_kept() -> None:
-    readme = (EXAMPLES.parent / "README.md").read_text()
-    assert readme_table.between(readme) == readme_table.section_of(readme_table.RESULTS)
+def test_the_page_has_the_figures_that_are_kept() -> None:
+    page = figures_table.PAGE.read_text()
+    assert figures_table.between(page) == figures_table.section_of(figures_table.RESULTS)
 
 
 def test_the_section_is_written_between_the_comments(
     results: dict[str, Any], tmp_path: Path
 ) -> None:
-    kept, readme = tmp_path / "r.json", tmp_path / "README.md"
+    kept, page = tmp_path / "r.json", tmp_path / "page.md"
     kept.write_text(json.dumps(results))
-    around = f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb\n"
-    readme.write_text(around)
-    assert readme_table.main([str(kept), "--readme", str(readme)]) == 0
-    written = readme.read_text()
-    text = readme_table.section(results)
+    around = f"a\n{figures_table.BEGIN}\nold\n{figures_table.END}\nb\n"
+    page.write_text(around)
+    assert figures_table.main([str(kept), "--page", str(page)]) == 0
+    written = page.read_text()
+    text = figures_table.section(results)
     assert written == around.replace("old\n", text)
-    assert readme_table.between(written) == text == readme_table.section_of(kept)
+    assert figures_table.between(written) == text == figures_table.section_of(kept)
     assert "| cgcompile FULL | 9.0 | 5.0 |" in text
     assert "| 1.20 x | 1.15 x | missed by 4.3 % |" in text
     assert "2030-01-02" in text
     with pytest.raises(ValueError, match="expected one"):
-        readme_table.between("nothing here")
+        figures_table.between("nothing here")
     with pytest.raises(ValueError, match="expected one"):
-        readme_table.between(around + around)
+        figures_table.between(around + around)
 
 
 def test_processes_find_bytecode_that_was_missing(

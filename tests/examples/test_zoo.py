@@ -1,4 +1,4 @@
-"""The model zoo tells right, wrong, refused and crashed rows apart; the README has its rows."""
+"""The model zoo tells right, wrong, refused and crashed rows apart; the docs have its rows."""
 
 import dataclasses
 import json
@@ -294,12 +294,12 @@ def test_at_least_forty_architectures_of_both_libraries() -> None:
     assert {entry.library for entry in ENTRIES} == {"transformers", "timm"}
 
 
-def test_the_readme_has_the_rows_that_were_measured() -> None:
-    result = load("benchmarks/zoo.py").kept()
-    readme = (EXAMPLES.parent / "README.md").read_text()
-    assert table.into(readme, result) == readme
+def test_the_page_has_the_rows_that_were_measured() -> None:
+    zoo = load("benchmarks/zoo.py")
+    result, page = zoo.kept(), zoo.PAGE.read_text()
+    assert table.into(page, result) == page
     if result is None:
-        assert table.NOTHING in readme
+        assert table.NOTHING in page
         return
     names = {entry["name"] for entry in result["entries"]} | {name for name, _ in result["not_run"]}
     assert names | {entry.name for entry in ENTRIES if entry.slow} == CATALOGUE.keys()

@@ -1,4 +1,4 @@
-"""Memory of our own: blocks that frames share, lend, give back and let go."""
+"""Memory of our own: blocks that frames share, alias, give back and let go."""
 
 import random
 from typing import Any
@@ -10,7 +10,7 @@ from lib.entry import HOOKED, Hooked, assert_same, batch, compiled_model, marked
 from torch import nn
 
 from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig
-from cgcompile.graphs.arena import Arena, Block
+from cgcompile.graphs.arena import Arena, Block, OwnedCopy, ScalarCopy
 from cgcompile.torch_compat import StorageLife
 
 
@@ -68,19 +68,19 @@ def test_a_block_with_a_living_tensor_is_in_use(where) -> None:
     arena = Arena()
     frame = arena.frame()
     block = frame.take(256, where)
-    assert not block.is_lent
+    assert not block.in_use
     layout = block.view(torch.float32, (4, 8), (8, 1))
-    tensor = block.lend(layout)
+    tensor = block.alias(layout)
     assert tensor.data_ptr() == block.address
     assert frame.take(256, where) is not block
     del layout
-    assert block.is_lent
+    assert block.in_use
     view = tensor[1:]
     del tensor
-    assert block.is_lent  # through a view of it
+    assert block.in_use  # through a view of it
     assert arena.frame().take(256, where) is not block
     del view
-    assert not block.is_lent
+    assert not block.in_use
     assert arena.frame().take(100, where) is block
     assert arena.nbytes == 512
 
@@ -117,6 +117,43 @@ def test_poison_shows_in_what_was_stored_last(where, dtype, shows) -> None:
     view.fill_(1)
     arena.poison()
     assert shows(view).all()
+
+
+def test_results_of_other_owners_are_not_poisoned(where) -> None:
+    arena = Arena()
+    blocks = {
+        owner: arena.frame(owner).take(256, where, result=True) for owner in (None, "one", "other")
+    }
+    for present, written in ((None, {None}), ("one", {None, "one"}), ("other", {None, "other"})):
+        views = {owner: block.view(torch.float32, (4,), (1,)) for owner, block in blocks.items()}
+        for view in views.values():
+            view.fill_(1)
+        arena.poison(present)
+        assert {owner for owner, view in views.items() if view.isnan().all()} == written
+        assert all((views[owner] == 1).all() for owner in views.keys() - written)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "conjugate"])
+def test_copies_of_tensors_that_require_grad_do_not(where, layout) -> None:
+    dtype = torch.complex64 if layout == "conjugate" else torch.float32
+    source = torch.rand(4, 6, dtype=dtype, device=where, requires_grad=True)
+    read = {"contiguous": source, "strided": source.t(), "conjugate": source.conj()}[layout]
+    copy = OwnedCopy(read.detach(), Arena().frame())
+    with torch.enable_grad():
+        copy.fill(read)
+        copy.fill(read)  # what a graph recorded by autograd would refuse
+    assert not copy.tensor.requires_grad
+    assert copy.tensor.grad_fn is None
+    assert torch.equal(copy.tensor, read.detach())
+
+
+def test_a_scalar_that_requires_grad_is_copied_without_it(where) -> None:
+    source = torch.tensor(2.5, requires_grad=True)
+    copy = ScalarCopy(source.detach(), Arena().frame(), where)
+    with torch.enable_grad():
+        copy.fill(source)
+    assert not copy.tensor.requires_grad
+    assert copy.tensor.item() == 2.5
 
 
 def test_cleared_blocks_go_with_the_frames_that_use_them(where) -> None:

@@ -130,6 +130,14 @@ class Texts(TestCase):
             str(BulkCapture((), (), 1, 0.0, 12.0)),
             """0 batches captured in 12.00 s, after 0.00 s""",
         )
+        lesser = BulkCapture((4,), (), 1, 0.0, 1.0, ((4, "attention_support: why"),))
+        self.assertExpectedInline(
+            str(lesser),
+            """\
+1 batch captured in 1.00 s, after 0.00 s
+  4: captured in a lesser mode: attention_support: why""",
+        )
+        assert repr(lesser) == "<BulkCapture: 1 captured, 0 missing, 1 degraded>"
 
     def test_it_is_frozen(self) -> None:
         with pytest.raises(FrozenInstanceError):

@@ -12,6 +12,7 @@ from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs import pinned_buffers as module
 from cgcompile.graphs.capture import capture
 from cgcompile.graphs.pinned_buffers import HostStaging
+from cgcompile.torch_compat import StorageLife
 
 LONG = 50_000_000  # cycles; tens of milliseconds
 SHORT = 2_000_000  # about a millisecond, far more than the host needs for a fill
@@ -154,6 +155,20 @@ def test_one_staging_serves_every_mode(device, made_in) -> None:
         assert found.tolist() == rows_of(count).tolist()
     found = staging.fill(rows_of(3, dtype=torch.float32).requires_grad_())
     assert not found.requires_grad
+
+
+@pytest.mark.parametrize("sentinel", [None, -1])
+def test_rows_that_require_grad_are_not_kept(device, sentinel) -> None:
+    buffer = buffer_of(device, dtype=torch.float32)
+    staging = HostStaging(buffer, num_slots=2, sentinel=sentinel)
+    for count in (5, 3, 4):
+        rows = rows_of(count, dtype=torch.float32).requires_grad_()
+        life = StorageLife(rows)
+        with torch.enable_grad():
+            found = staging.fill(rows)
+        del rows
+        assert life.ended  # a graph of autograd would hold them
+        assert found.tolist() == rows_of(count).tolist()
 
 
 # ---------------------------------------------------------------- refusals
@@ -324,7 +339,7 @@ def test_host_that_runs_ahead(num_slots) -> None:
 @pytest.mark.gpu
 def test_the_race_is_real(monkeypatch) -> None:
     slots = itertools.cycle(range(2))
-    monkeypatch.setattr(module.Turns, "begin", lambda turns: next(slots))  # without waiting
+    monkeypatch.setattr(module.UploadRing, "begin", lambda ring: next(slots))  # without waiting
     right, _ = race(2)
     assert right < 200
 

@@ -325,7 +325,7 @@ def test_a_verified_call_is_no_step(device: str, mode: str) -> None:
         expected = eager(x, own), torch.rand(3, device=device)
         torch.manual_seed(k)
         if k >= 3:
-            found = verify(compiled, (x, cache), sets=1, **TOLERANCE[device])
+            found = verify(compiled, x, cache, sets=1, **TOLERANCE[device])
             assert (found.ok, found.replays) == (True, 1), found
         assert_same(compiled(x, cache), expected[0])
         assert_same(torch.rand(3, device=device), expected[1])
@@ -409,7 +409,7 @@ class Captured:
     def verify(self, **settings: Any) -> Any:
         with step(4, self.mode):
             call = (self.x, self.state)
-            return verify(self.wrapper, call, sets=1, **{**TOLERANCE[self.device], **settings})
+            return verify(self.wrapper, *call, sets=1, **{**TOLERANCE[self.device], **settings})
 
 
 @pytest.fixture(params=[CUDAGraphWrapper, BreakableCUDAGraphWrapper], ids=["plain", "breakable"])
@@ -479,7 +479,7 @@ def test_a_step_without_a_graph_is_not_verified(captured_wrapper: Captured) -> N
     contexts = {"no_forward_context": nullcontext(), "mode_none": set_forward_context(None)}
     for reason, context in contexts.items():
         with context:
-            found = verify(it.wrapper, (it.x, it.state), sets=1)
+            found = verify(it.wrapper, it.x, it.state, sets=1)
         assert (found.ok, found.replays) == (False, 0)
         assert found.checks[0].missing.startswith(reason)
 

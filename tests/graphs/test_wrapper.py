@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import threading
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from cgcompile import (
 )
 from cgcompile.errors import AddressChangedError, DispatchError, HostValueChangedError
 from cgcompile.graphs.capture import allow_capture
-from cgcompile.reasons import Reason
+from cgcompile.graphs.timeline import Timeline
+from cgcompile.reasons import Counters, Fallback, Reason
 
 
 @pytest.fixture
@@ -80,7 +83,7 @@ def test_mode_without_descriptor_is_an_error(device, wrap) -> None:
     wrapper, x = wrap(wave, name="block"), torch.rand(4, 8, device=device)
     with (
         set_forward_context(cudagraph_runtime_mode=FULL),
-        pytest.raises(DispatchError, match=r"block: .* mode FULL and has no batch descriptor"),
+        pytest.raises(DispatchError, match=r"block: .* mode FULL and no batch descriptor"),
     ):
         wrapper(x)
     assert_counters(wrapper, failures=1)
@@ -396,6 +399,46 @@ def test_another_input_is_an_error_that_names_it(device, wrap, captured, refused
             with pytest.raises(kind, match=f"block, num_tokens=4: .*{text}"):
                 wrapper(*args, **kwargs)
     assert_counters(wrapper, captures=1, replays=2, failures=3)
+
+
+def test_memory_that_a_caller_let_grow_is_not_written(wrap) -> None:
+    total = torch.zeros(4)
+    wrapper, x = wrap(total.copy_), torch.rand(4)
+    with torch.no_grad(), step(4):
+        for _ in range(3):
+            result = wrapper(x)
+        result.resize_(4000)
+        with pytest.raises(AddressChangedError, match=r"resize_\(\)"):
+            wrapper(x)
+    (entry,) = wrapper.entries
+    assert entry.sequence.replays == 2
+    assert_counters(wrapper, captures=1, replays=2, failures=1)
+
+
+def test_counters_are_summed_while_another_thread_counts() -> None:
+    timelines, sums = [Timeline(warns=False)], 0
+
+    def count() -> None:
+        for _ in range(2000):
+            timelines.append(Timeline(warns=False))
+            for reason in Reason:
+                timelines[-1].plain(Fallback(reason, "why"))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=count)
+    try:
+        thread.start()
+        while thread.is_alive():
+            found = timelines[-1].live + Counters()  # as a wrapper's, not a copy
+            found.why_plain(Counters())
+            sums += 1
+    finally:
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert sums > 100
+    assert timelines[-1].counters.plain == dict.fromkeys(Reason, 1)
+    assert timelines[-1].counters.calls == len(Reason)
 
 
 def test_other_object_at_the_same_address(device, wrap) -> None:

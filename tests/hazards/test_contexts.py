@@ -10,6 +10,8 @@ from torch import nn
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
 from cgcompile.errors import DispatchError, ForwardContextError
+from cgcompile.reasons import Reason
+from cgcompile.serving import Batch, InputBuffer, Metadata
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -36,6 +38,89 @@ def test_an_op_that_reads_a_missing_context_raises_as_in_eager(name: str, device
         with set_forward_context({"factor": 3.0}):
             torch.testing.assert_close(served.step(x), (x + 1) * 3 + 1)
     assert available == [False, False, False, True]
+
+
+@torch.library.custom_op("cghazard::scaled_by_context", mutates_args=())
+def scaled_by_context(x: torch.Tensor) -> torch.Tensor:
+    return x * cgcompile.get_forward_context().attn_metadata["factor"]
+
+
+scaled_by_context.register_fake(torch.empty_like)
+
+
+def step_of_the_op(x: torch.Tensor) -> torch.Tensor:
+    return scaled_by_context(x + 1).sin()
+
+
+def context_of(factor: object, mode: CUDAGraphMode) -> set_forward_context:
+    descriptor = BatchDescriptor(ROWS, num_reqs=ROWS, uniform=True)
+    return set_forward_context(
+        {"factor": factor}, cudagraph_runtime_mode=mode, batch_descriptor=descriptor
+    )
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_undeclared_op_that_reads_the_context_is_not_captured(
+    name: str, strict: bool, mode: CUDAGraphMode, device: str
+) -> None:
+    served = compiled(name, step_of_the_op, settings(device, strict=strict))
+    x = torch.empty(ROWS, WIDTH, device=device)
+    for factor in (1.0, 2.0, 3.0, 4.0):
+        with torch.inference_mode(), context_of(factor, mode):
+            if strict and factor == 2.0:  # the first call warms up
+                with pytest.raises(DispatchError, match="a captured piece"):
+                    served.step(x.normal_())
+                return
+            torch.testing.assert_close(served.step(x.normal_()), step_of_the_op(x))
+    assert served.counters().replays == 0
+    assert served.counters().plain == {Reason.WARMING: 1, Reason.CAPTURE_FAILED: 3}
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_declared_op_reads_the_context_of_each_step(
+    name: str, mode: CUDAGraphMode, device: str
+) -> None:
+    """In mode FULL the declaration promises that it reads tensors at fixed addresses alone."""
+    support = cgcompile.AttentionCGSupport.ALWAYS
+    op = cgcompile.SplittingOp("cghazard::scaled_by_context", support=support)
+    served = compiled(name, step_of_the_op, settings(device, splitting_ops=(op,)))
+    x, factor = torch.empty(ROWS, WIDTH, device=device), torch.empty((), device=device)
+    for number in (1.0, 2.0, 3.0, 4.0):
+        factor.fill_(number)
+        with torch.inference_mode(), context_of(factor, mode):
+            torch.testing.assert_close(served.step(x.normal_()), step_of_the_op(x))
+    assert served.counters().replays == 2
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_a_manager_does_not_capture_an_undeclared_op_that_reads_the_context(
+    mode: str, device: str
+) -> None:
+    def metadata(batch: Batch, descriptor: object, buffers: object) -> Metadata:
+        return Metadata({"factor": 1.0 if batch.state is None else batch.state})
+
+    manager = cgcompile.CudaGraphManager.from_model(
+        step_of_the_op,
+        [InputBuffer("x", ("tokens", WIDTH), torch.float32)],
+        max_num_tokens=ROWS,
+        max_num_reqs=ROWS,
+        config=settings(device, cudagraph_mode=mode),
+        device=device,
+        metadata=metadata,
+    )
+    bulk = manager.capture()
+    assert not any(capture.captured for capture in bulk.values())
+    for capture in bulk.values():
+        for _, why in capture.missing:
+            assert "a captured piece" in why
+    for factor in (2.0, 3.0):
+        x = torch.randn(ROWS, WIDTH, device=device)
+        batch = Batch(ROWS, ROWS, {"x": x}, 1, uniform_decode=True, state=factor)
+        torch.testing.assert_close(manager.run(batch), ((x + 1) * factor).sin())
+    assert manager.counters.replays == 0
 
 
 # ---------------------------------------------------------------- rows of a descriptor

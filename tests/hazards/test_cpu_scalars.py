@@ -37,7 +37,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.passes.split import SplitGraph
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces
-from cgcompile.pieces.stitch import split_as_set
+from cgcompile.pieces.stitch import split_by_config
 from cgcompile.reasons import Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 
@@ -130,7 +130,7 @@ class CopiesScalars(cgcompile.Backend):
     """A backend that copies all 0-dim tensors of captured pieces at each replay."""
 
     def compile_graph(self, gm: Any, example_inputs: Any, *, frozen: int = 0) -> Any:
-        split, boundaries = split_as_set(gm, self.config)
+        split, boundaries = split_by_config(gm, self.config)
         names = {name for piece in split.pieces if piece.capture for name in piece.inputs}
         scalars = [
             name

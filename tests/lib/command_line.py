@@ -129,7 +129,7 @@ def alone() -> Any:
 class Page(HTMLParser):
     """A parsed page; each tag must be closed."""
 
-    VOID = ("meta", "link", "br", "img")
+    VOID = ("meta", "link", "br", "img", "wbr")
 
     def __init__(self, text: str) -> None:
         super().__init__()

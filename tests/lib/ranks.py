@@ -21,7 +21,7 @@ from torch import nn
 import cgcompile
 from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context
 from cgcompile.errors import AgreementError
-from cgcompile.graphs.cuda import bury_graphs
+from cgcompile.graphs.cuda import destroy_unused_graphs
 from cgcompile.serving.batch import Batch
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.ranks import Agreement
@@ -48,7 +48,7 @@ def _run_rank(rank: int, work: Work, ranks: int, folder: str, seconds: float, nc
         torch.cuda.synchronize()
     result = work(rank, ranks)
     gc.collect()
-    bury_graphs()
+    destroy_unused_graphs()
     return result
 
 

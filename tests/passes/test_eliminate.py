@@ -250,7 +250,7 @@ def test_no_guard_comes_of_comparing_sizes() -> None:
 
     def guards(**settings: Any) -> list[str]:
         _, _, backend = run(program, (x(),), compiler="eager", **settings)
-        shapes = backend.graphs[0].split.symbols._shapes
+        shapes = backend.graphs[0].split.symbols
         return [str(guard) for guard, _ in shapes.guards()]
 
     with_passes = guards()

@@ -92,7 +92,7 @@ def test_calls_of_another_step_than_the_last() -> None:
     same, _ = calls_of(lambda: engine.step(views[1], contexts[1]))
     other, _ = calls_of(lambda: engine.step(views[0], contexts[0]))
     assert engine.paths.replays == before + 2
-    assert other - same == {"step": 1, "switched": 1, "__hash__": 1}
+    assert other - same == {"step": 1, "call_requested": 1, "__hash__": 1}
     engine.step(views[1], contexts[1])
     assert calls_of(lambda: engine.step(views[1], contexts[1]))[0] == same
 
@@ -129,12 +129,12 @@ def test_repeated_steps(mode: Any) -> None:
     assert engine.paths.replays == before + 1
     assert engine.is_fast(lambda: engine.step(context=context(mode, ROWS, inputs_ready=object())))
     (recording,) = engine.graph.recordings
-    replays, counters = recording.sequence.stats.replays, engine.backend.counters
-    assert recording.sequence.stats.padding == 5
+    replays, counters = recording.sequence.replays, engine.backend.counters
+    assert recording.sequence.padding == 5
     engine.model.cache_0.mul_(2)
     engine.model.layers[1].after.weight.mul_(2)
     assert engine.is_fast()
-    assert recording.sequence.stats.replays == replays + 1
+    assert recording.sequence.replays == replays + 1
     assert counters.calls == counters.replays + 2  # warming, capture
 
 

@@ -448,7 +448,7 @@ AXIS = "one hashable value per axis"
         raises(
             lambda: dispatcher(query_lens=(1, 3)).dispatch(6, uniform_decode=True),
             BatchError,
-            "nothing says which",
+            "does not state its own",
         ),
         *(
             raises(

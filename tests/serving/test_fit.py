@@ -255,7 +255,7 @@ ONE: Histogram = {1: 1}
         ("count = True", ONE, {"count": True}),
         ("maximum = 0", ONE, {"count": 1, "maximum": 0}),
         ("nbytes = -1", ONE, {"nbytes": -1, "bytes_of": lambda _: 0}),
-        ("nothing says what a graph takes", ONE, {"nbytes": 5}),
+        ("the bytes of a graph are unknown", ONE, {"nbytes": 5}),
         (r"bytes_of\(1\) returned 0.5", ONE, {"nbytes": 5, "bytes_of": lambda _: 0.5}),
         (r"cost_of\(1\) returned -1", ONE, {"count": 5, "cost_of": lambda _: -1}),
         (r"cost_of\(1\) returned nan", ONE, {"count": 5, "cost_of": lambda _: math.nan}),

@@ -83,7 +83,7 @@ def test_optional_inputs_are_part_of_the_key() -> None:
     present = with_inputs(requests(1, 1, 1, decode=True, extra=(True,)), inputs_embeds=rows)
     check(made, present)
     check(made, requests(1, 1, 1, decode=True, extra=(False,)))
-    with pytest.raises(ManagerError, match="expected whether it is given"):
+    with pytest.raises(ManagerError, match="expected whether the input is given"):
         made.run(Batch(3, 3, present.inputs, 1, True, extra=(False,)))
     check(made, present)
     assert made.run(Batch(0, 0, {})) is None  # whatever its axes

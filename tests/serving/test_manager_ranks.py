@@ -261,7 +261,7 @@ def verifying(rank: int, ranks: int) -> Any:
     made = Engine(mode="FULL_AND_PIECEWISE", model=Baking(rank == 1)).manager
     made.capture()
     batches = [staged(*[1] * count, decode=True) for count in (2, 3)]
-    found = verify(made, batches, rtol=1e-5, atol=1e-5, refuse=True)
+    found = verify(made, *batches, rtol=1e-5, atol=1e-5, refuse=True)
     made.run(batches[0])
     return len(found.differences), made.dispatched(batches[0]).mode.name
 
@@ -295,7 +295,7 @@ def test_a_rank_that_goes_its_own_way_is_named(tmp_path: Path) -> None:
     assert found[0] == [
         "rank 1 is about to run FULL, 8 tokens; rank 0 FULL, 4 tokens.",
         "rank 1 is about to run FULL, 8 tokens; rank 0 FULL, 16 tokens.",
-        "rank 1 is about to run a graph of its own choice; rank 0 asks for the graph of a step.",
+        "rank 1 is about to run a graph of its own choice; rank 0 requests the graph of a step.",
     ]
     assert found == [found[0]] * 3
 
@@ -328,7 +328,7 @@ def test_a_rank_that_stays_away_is_named(work: Any, tmp_path: Path) -> None:
     assert found[1] is None
     for rank in (0, 2):
         error, seconds = found[rank]
-        start = f"AgreementError: rank {rank} asks for the graph of a step, and waited for all ranks in vain"
+        start = f"AgreementError: rank {rank} requests the graph of a step, and waited for all ranks in vain"
         assert error.startswith(f"{start}; not there: rank 1.")
         assert seconds < 8
 

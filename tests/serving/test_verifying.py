@@ -21,7 +21,7 @@ def layouts(device: str) -> list[Batch]:
 def test_graphs_that_hold(device: str) -> None:
     made = manager("FULL", device=device)
     made.capture()
-    found = verify(made, layouts(device), rtol=1e-5, atol=1e-5, refuse=True)
+    found = verify(made, *layouts(device), rtol=1e-5, atol=1e-5, refuse=True)
     assert (found.ok, found.replays) == (True, len(LAYOUTS))
     assert made.dispatched(requests(3, device=device)).mode.name == "FULL"
 
@@ -47,12 +47,12 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
     made = manager(mode, device=device, metadata=told)
     made.capture()
     decode = [requests(*[1] * n, device=device, decode=True) for n in (1, 3, 8)]
-    assert verify(made, decode, rtol=1e-5, atol=1e-5).ok is (mode != "FULL")
+    assert verify(made, *decode, rtol=1e-5, atol=1e-5).ok is (mode != "FULL")
     assert made.dispatched(decode[0]).mode.name != "NONE"  # not told to refuse
     if mode == "FULL":
         made.release()
         made.capture()
-        found = verify(made, layouts(device), rtol=1e-5, atol=1e-5, refuse=True)
+        found = verify(made, *layouts(device), rtol=1e-5, atol=1e-5, refuse=True)
         # by check, exact sizes first; the graph of one token has frozen the right numbers
         assert [each.inputs for each in found.differences] == [1, 2, 5, 0, 3]
         first = next(each for each in found.differences if each.inputs == 0)
@@ -73,10 +73,10 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
 def test_what_never_replays_is_no_proof() -> None:
     """A lazy manager warms, captures, and only then replays."""
     made = manager("FULL", lazily=True)
-    found = verify(made, layouts("cpu"), rtol=1e-5, atol=1e-5, refuse=True)
+    found = verify(made, *layouts("cpu"), rtol=1e-5, atol=1e-5, refuse=True)
     assert (found.ok, found.replays) == (True, len(LAYOUTS))
     assert made.counters.replays >= len(LAYOUTS)
-    found = verify(manager("FULL"), layouts("cpu"), refuse=True)  # without a capture
+    found = verify(manager("FULL"), *layouts("cpu"), refuse=True)  # without a capture
     assert (found.ok, found.replays, found.differences) == (False, 0, ())
     (check,) = found.checks
     assert check.missing.startswith("batch 0 has no graph: not_captured: FULL")
@@ -94,7 +94,7 @@ def test_results_of_one_dimension(monkeypatch: Any) -> None:
 
     made = manager("FULL", model=Ids())
     made.capture()
-    assert verify(made, layouts("cpu")).ok
+    assert verify(made, *layouts("cpu")).ok
     run = made.run
     monkeypatch.setattr(made, "run", lambda batch, **more: run(batch, **more) + (not more))
-    assert verify(made, layouts("cpu")).differences[0].largest == 1
+    assert verify(made, *layouts("cpu")).differences[0].largest == 1

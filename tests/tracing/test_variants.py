@@ -405,7 +405,8 @@ def test_objects_as_arguments(monkeypatch: Any, caplog: Any) -> None:
     for each in (*things, *things):
         check(one, f, rows(2), each)
     assert len(one.traces) == 5
-    said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    log = "cgcompile.tracing.trace_cache"
+    said = [r.getMessage() for r in caplog.records if (r.levelname, r.name) == ("WARNING", log)]
     assert [text.split(",")[0] for text in said] == [f"{f.__qualname__} has been traced 3 times"]
     one.freeze()
     with pytest.raises(RecompileError, match="thing: Things"):

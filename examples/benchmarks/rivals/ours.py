@@ -235,7 +235,7 @@ class Lean(Ours):
 
 
 def all_ours(setup: Setup, plain: Variant, compiled: Variant, few: bool) -> list[Variant]:
-    """cgcompile's variants; ``few`` leaves out those of the doors."""
+    """cgcompile's variants; ``few`` leaves out those of the entry points."""
     made = partial(Ours, setup)
     pieces = made("cgcompile piecewise", PIECEWISE)
     direct = made("cgcompile piecewise, op's function", PIECEWISE, direct=True)

@@ -1,4 +1,4 @@
-"""The result of ``compare.py`` as text: tables for a terminal, Markdown for the README."""
+"""The result of ``compare.py`` as text: tables for a terminal, Markdown for the docs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -13,7 +13,7 @@ import compile_time
 WAYS = {
     "Dynamo alone": "dynamo",
     "cgcompile guards none": "cgcompile none inductor",
-    "cgcompile string door": "string door",
+    "cgcompile named entry point": "named entry point",
     "torch.compile dynamic": "torch.compile",
     "torch.compile static": "torch.compile static",
     "reduce-overhead": "reduce-overhead",

@@ -1,11 +1,11 @@
-"""Writes the README's section of figures from what ``compare.py`` has found.
+"""Write the figures of ``docs/measurements.md`` from a result of ``compare.py``.
 
 ::
 
-    python examples/benchmarks/readme_table.py results.json   # writes README.md
-    python examples/benchmarks/readme_table.py                # from results/h200.json
+    python examples/benchmarks/figures_table.py results.json  # writes docs/measurements.md
+    python examples/benchmarks/figures_table.py               # from results/h200.json
 
-The section lies between two comments and is made wholly of the JSON: machine, versions, date, the
+The section is between two comments and is made of the JSON alone: machine, versions, date, the
 times of a step of 32 layers at batch 8, what capturing costs, and each row of the budget.
 """
 
@@ -29,7 +29,7 @@ from rivals.report import (
     troubles,
 )
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
 RESULTS = Path(__file__).resolve().parent / "results" / "h200.json"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 NOTHING = "No figures are kept yet: `python examples/benchmarks/compare.py` measures them.\n"
@@ -70,30 +70,30 @@ def section_of(file: Path) -> str:
     return section(json.loads(file.read_text())) if file.exists() else NOTHING
 
 
-def between(readme: str) -> str:
-    """What stands between the two comments.
+def between(page: str) -> str:
+    """Return the text between the two comments.
 
     Raises:
-        ValueError: they are not there, once and in order.
+        ValueError: the comments are not there, once and in order.
     """
-    before, found, rest = readme.partition(f"{BEGIN}\n")
+    before, found, rest = page.partition(f"{BEGIN}\n")
     inner, closed, after = rest.partition(END)
     if not (found and closed) or BEGIN in rest or END in before + after:
         raise ValueError(f"expected one {BEGIN} and one {END} after it, each on a line")
     return inner
 
 
-def with_section(readme: str, text: str) -> str:
-    """The README with another text between the two comments."""
-    return readme.replace(f"{BEGIN}\n{between(readme)}{END}", f"{BEGIN}\n{text}{END}")
+def with_section(page: str, text: str) -> str:
+    """Return the page with another text between the two comments."""
+    return page.replace(f"{BEGIN}\n{between(page)}{END}", f"{BEGIN}\n{text}{END}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="The README's figures.")
+    parser = argparse.ArgumentParser(description="The figures of a page.")
     parser.add_argument("file", type=Path, nargs="?", default=RESULTS)
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args(argv)
-    args.readme.write_text(with_section(args.readme.read_text(), section_of(args.file)))
+    args.page.write_text(with_section(args.page.read_text(), section_of(args.file)))
     return 0
 
 

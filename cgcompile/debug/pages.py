@@ -1,0 +1,86 @@
+"""How results become pages of HTML.
+
+The rule: a page needs no network, script or other file; templates escape all of it and write each
+number exactly, as ``<data value="...">``.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cgcompile.debug.drawing import histogram_svg, split_svg
+from cgcompile.debug.output import Result, duration, human, written
+from cgcompile.settings import checked
+
+
+class Page(Result):
+    """A result with an HTML page."""
+
+    template: ClassVar[str]  # the name of its file in ``templates``
+
+    @checked
+    def to_html(self, path: str | PathLike[str]) -> Path:
+        """Write the result as one page that needs nothing else, and create missing folders.
+
+        Returns:
+            The path of the page.
+
+        Raises:
+            OSError: the page cannot be written there.
+        """
+        return written(path, "to_html", lambda: render(self.template, self.to_dict()))
+
+
+def titled(rows: Any, columns: Sequence[tuple[str, str]]) -> Any:
+    """Give each cell of table rows the title of its column, and those without text a class."""
+    titles: Iterator[tuple[str, str]] = iter(())
+
+    def cell(found: re.Match[str]) -> str:
+        nonlocal titles
+        if found["row"]:
+            titles = iter(columns)
+            return found[0]
+        title, text = next(titles)[0], re.sub(r"<[^>]*>|&ndash;", "", found["inner"]).strip()
+        known = found["attributes"]
+        if not text:
+            known = known.replace('class="', 'class="nothing ')
+            known = known if "class=" in known else f'{known} class="nothing"'
+        return (
+            f'<{found["tag"]}{known} data-title="{escape(title)}">{found["inner"]}</{found["tag"]}>'
+        )
+
+    pattern = r"(?P<row><tr\b)|<(?P<tag>t[dh])\b(?P<attributes>[^>]*)>(?P<inner>.*?)</(?P=tag)>"
+    return type(rows)(re.sub(pattern, cell, str(rows), flags=re.DOTALL))
+
+
+def render(template: str, result: dict[str, Any]) -> str:
+    """Return the page of one kind of result."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+    from markupsafe import Markup
+
+    folder = files("cgcompile.debug") / "templates"
+    environment = Environment(
+        autoescape=True,
+        loader=FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals |= {
+        "split_svg": lambda *args: Markup(split_svg(*args)),
+        "histogram_svg": lambda *args: Markup(histogram_svg(*args)),
+    }
+    environment.filters |= {
+        "titled": titled,
+        "human": human,
+        "duration": duration,
+        "count": "{:,}".format,
+        "counted": lambda number, noun: f"{number:,} {noun}{'s' * (number != 1)}",
+        "share": "{:.1%}".format,
+        "percent": "{:.3f}%".format,
+    }
+    return environment.get_template(f"{template}.html").render(found=result)

@@ -1,0 +1,146 @@
+"""``CudaGraphManager.from_model``: one set of settings for model, dispatcher and manager."""
+
+from typing import Any
+
+import pytest
+import torch
+from lib.manager import INPUTS, SIZES, Decoder, eager, inner, library, metadata, requests
+from torch import nn
+
+import cgcompile
+from cgcompile import AttentionCGSupport, CudaGraphManager, CUDAGraphMode, SplittingOp
+from cgcompile.errors import ConfigError
+from cgcompile.serving import InputBuffer, capture_sizes
+
+ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+LIMITS = {"max_num_tokens": 64, "max_num_reqs": 8}
+
+
+def settings(
+    device: str, support: AttentionCGSupport = ALWAYS, **more: Any
+) -> cgcompile.CompilationConfig:
+    if more.get("mode") != "NONE":
+        more = {"splitting_ops": (SplittingOp("cgserve::attend", support=support),), **more}
+        more.setdefault("compiler", "eager")
+    host = {"capture_device": "host"} if device == "cpu" else {}
+    return cgcompile.CompilationConfig(**host, **more)
+
+
+def built(device: str, config: Any = None, **more: Any) -> CudaGraphManager:
+    library()
+    model = Decoder().to(device).eval()
+    given = {"inputs": INPUTS, "metadata": metadata, **LIMITS, **more}
+    return CudaGraphManager.from_model(model, config=config, **given)
+
+
+def check_steps(manager: CudaGraphManager, device: str) -> None:
+    """Steps of random inputs equal eager, and are replays."""
+    manager.capture()
+    before = manager.counters.replays
+    for lengths in ((1, 1, 1), (1,) * 8, (2, 1), (1, 1, 1)):
+        batch = requests(*lengths, device=device, decode=max(lengths) == 1)
+        found = manager.run(batch)
+        torch.testing.assert_close(found, eager(inner(manager), batch), rtol=1e-5, atol=1e-5)
+    assert manager.counters.replays - before == 4
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"splitting": "breakable"},
+        {"cudagraph_mode": "FULL"},
+        {"cudagraph_mode": "PIECEWISE"},
+        {"compiler": "inductor"},
+        {"cudagraph_capture_sizes": SIZES},
+    ],
+    ids=str,
+)
+def test_each_way_to_capture_replays(more: dict[str, Any], device: str) -> None:
+    manager = built(device, settings(device, **more))
+    assert (manager.backend is None) is ("splitting" in more)
+    assert manager.dispatcher.mode.name == more.get("cudagraph_mode", "FULL_AND_PIECEWISE")
+    check_steps(manager, device)
+
+
+def test_without_a_trace_only_full_graphs_exist(device: str) -> None:
+    manager = built(device, settings(device, mode="NONE", cudagraph_mode="FULL"))
+    assert manager.backend is None
+    assert {mode for mode, _ in manager.dispatcher.plan()} == {CUDAGraphMode.FULL}
+
+
+def test_a_compiled_model_keeps_its_settings(device: str) -> None:
+    library()
+    config = settings(device, cudagraph_mode="PIECEWISE")
+    dims = {"input_ids": 0, "positions": 0}
+    model = cgcompile.compile(Decoder().to(device).eval(), config, dynamic_dims=dims)
+    manager = CudaGraphManager.from_model(model, INPUTS, metadata=metadata, **LIMITS)
+    assert manager.model is model
+    assert manager.dispatcher.mode is CUDAGraphMode.PIECEWISE
+    check_steps(manager, device)
+    with pytest.raises(ConfigError, match="the model was compiled with settings of its own"):
+        CudaGraphManager.from_model(model, INPUTS, config=config, **LIMITS)
+
+
+def test_support_is_that_of_the_least_capable_boundary() -> None:
+    manager = built("cpu", settings("cpu", UNIFORM))
+    modes = {(mode.name, key.uniform) for mode, key in manager.dispatcher.plan()}
+    assert modes == {("PIECEWISE", False), ("FULL", True)}
+    never = built("cpu", settings("cpu", splitting_ops=("cgserve::attend",)))
+    assert never.dispatcher.mode is CUDAGraphMode.PIECEWISE
+
+
+def test_declarations_may_come_from_an_iterator() -> None:
+    manager = built("cpu", settings("cpu"), inputs=iter(INPUTS))
+    assert manager.inputs.specs == INPUTS
+    check_steps(manager, "cpu")
+
+
+def planned_sizes(manager: CudaGraphManager) -> tuple[int, ...]:
+    return tuple(sorted({key.num_tokens for _, key in manager.dispatcher.plan()}))
+
+
+def test_sizes_come_from_the_settings_the_arguments_or_the_limit() -> None:
+    listed = settings("cpu", cudagraph_mode="PIECEWISE", cudagraph_capture_sizes=SIZES)
+    assert planned_sizes(built("cpu", listed)) == SIZES
+    assert planned_sizes(built("cpu", listed, sizes=(2, 4))) == (2, 4)
+    config = settings("cpu", cudagraph_mode="PIECEWISE")
+    assert planned_sizes(built("cpu", config)) == capture_sizes(64)
+    manager = built("cpu", config, max_num_tokens=4096)
+    assert planned_sizes(manager) == capture_sizes(512)
+    assert manager.dispatcher.limits.max_num_tokens == 4096
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"quey_lens": (1,)}, "no setting 'quey_lens'. Did you mean 'query_lens'"),
+        ({"backend": None}, "no setting 'backend'"),
+        ({"max_num_tokens": 0}, "max_num_tokens = 0; expected a whole number from 1"),
+        ({"inputs": [nn.Linear(1, 1)]}, "expected a sequence of InputBuffer objects"),
+        ({"model": 3}, "model = 3"),
+        ({"model": lambda input_ids: input_ids}, "device = None; expected a device"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_arguments_are_named(more: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"model": Decoder(), "inputs": INPUTS, **LIMITS, **more}
+    with pytest.raises(ConfigError) as caught:
+        CudaGraphManager.from_model(**given)
+    assert message in str(caught.value)
+
+
+def test_a_function_with_a_device(device: str) -> None:
+    weight = torch.randn(4, 4, device=device)
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x @ weight
+
+    config = settings(device, splitting_ops=())
+    rows = [InputBuffer("x", ("tokens", 4), torch.float32)]
+    manager = CudaGraphManager.from_model(double, rows, config=config, device=device, **LIMITS)
+    assert not any(bulk.missing for bulk in manager.capture().values())
+    x = torch.randn(3, 4, device=device)
+    found = manager.run(cgcompile.serving.Batch(3, 3, {"x": x}))
+    torch.testing.assert_close(found, x @ weight)
+    assert manager.counters.replays == 1

@@ -1,0 +1,63 @@
+"""What an interpreter or a notebook shows of an object: one short line."""
+
+import re
+from typing import Any
+
+import torch
+from lib import encoders, manager
+from torch import nn
+
+import cgcompile
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    assert len(text) <= 160, text
+    assert "\n" not in text, text
+    assert " at 0x" not in text, text
+    return text
+
+
+def test_objects_of_a_compiled_model() -> None:
+    config = cgcompile.CompilationConfig(capture_device="host", compiler="eager")
+    model = cgcompile.compile(nn.Linear(4, 4), config)
+    assert shown(model.backend) == (
+        "<Backend FULL_AND_PIECEWISE: 0 compiled graphs, 0 wrappers, 0 calls, 0 replays>"
+    )
+    with torch.inference_mode():
+        for _ in range(3):
+            model(torch.randn(2, 4))
+    (graph,) = model.backend.graphs
+    assert shown(graph) == "<CompiledGraph: 1 piece; 3 calls, 1 captures, 1 replays>"
+    (trace,) = model.traces
+    assert re.fullmatch(r"<CompiledTrace \d: traced in .* s, compiled in .* s>", shown(trace))
+    assert shown(graph.split) == "<SplitGraph: 1 piece, 1 captured>"
+    assert shown(model.backend) == (
+        "<Backend FULL_AND_PIECEWISE: 1 compiled graphs, 0 wrappers, 3 calls, 1 replays>"
+    )
+
+
+def test_objects_of_an_engine() -> None:
+    made = manager.manager()
+    bulk = made.capture()
+    made.run(manager.requests(1, 1, decode=True))
+    made.run(manager.requests(17))
+    assert shown(made) == (
+        "<CudaGraphManager of Decoder: FULL_AND_PIECEWISE, 9 of 9 planned graphs captured>"
+    )
+    assert shown(made.dispatcher) == (
+        "<CudagraphDispatcher: FULL_AND_PIECEWISE, 9 of 9 planned graphs captured>"
+    )
+    assert shown(made.statistics) == "<DispatchStatistics: 2 steps, 1 on graphs>"
+    assert [shown(value) for value in bulk.values()] == [
+        "<BulkCapture: 5 captured, 0 missing>",
+        "<BulkCapture: 4 captured, 0 missing>",
+    ]
+    assert shown(cgcompile.BatchDescriptor(4, 2, True)) == (
+        "BatchDescriptor(num_tokens=4, num_reqs=2, uniform=True)"
+    )
+
+
+def test_objects_of_an_encoder() -> None:
+    made = encoders.manager(encoders.patches())
+    assert shown(made) == "<EncoderCudaGraphManager of PatchEncoder: 4 graphs captured>"
