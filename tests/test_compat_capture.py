@@ -1,5 +1,6 @@
 """Tensors over memory of others, and what making them costs the device: nothing."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -35,3 +36,35 @@ def test_equal_layout_and_no_kernel(make: Any, mode: Any, device: str) -> None:
             assert torch.equal(made, tensor)
             assert not made.is_inference()
             assert not made.requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_bits_are_cleared_and_set(mode: Any, device: str) -> None:
+    base = torch.randn(4, 6, dtype=torch.complex64, device=device)
+    pairs = torch.randn(3, 2, dtype=torch.complex64, device=device).conj().imag
+    negative = torch.view_as_complex(pairs.as_strided((3, 2), (2, 1), 0))
+    assert negative.is_neg()
+    for tensor in (base.conj(), base.conj().imag[1:, ::2], negative, negative.conj()[1:]):
+        with mode():
+            memory = compat.physical(tensor)
+            again = compat.with_bits(memory, tensor.is_conj(), tensor.is_neg())
+        assert not (memory.is_conj() or memory.is_neg())
+        assert (again.is_conj(), again.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+        assert again.dtype is memory.dtype is tensor.dtype
+        assert again.data_ptr() == memory.data_ptr() == tensor.data_ptr()
+        assert torch.equal(again, tensor)
+
+
+def test_the_function_behind_compiled_ones() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    compiled = torch.compile(function, backend="eager")
+
+    @functools.wraps(compiled)
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        return compiled(x)
+
+    assert compat.compiled_from(compiled) is compat.compiled_from(decorated) is function
+    for other in (function, functools.wraps(function)(lambda x: x), torch.compile(torch.nn.ReLU())):
+        assert compat.compiled_from(other) is None

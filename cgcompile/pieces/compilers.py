@@ -100,11 +100,9 @@ def _without_inference_mode(gm: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
     gm, depth, covered = compat.copied(gm), 0, True
     switches = []
     for node in gm.graph.nodes:
-        if node.target is compat.ENTER_INFERENCE_MODE:
-            depth += bool(node.args[0])
-            switches.append(node)
-        elif node.target is compat.LEAVES[compat.ENTER_INFERENCE_MODE]:
-            depth -= bool(node.args[0].args[0])
+        enter = compat.left_by(node) or node
+        if enter.target is compat.ENTER_INFERENCE_MODE:
+            depth += bool(enter.args[0]) if enter is node else -bool(enter.args[0])
             switches.append(node)
         elif node.op in COMPUTING and not toggles_state(node):
             covered &= depth > 0
@@ -163,7 +161,7 @@ def inductor_patches(config: CompilationConfig) -> dict[str, Any]:
     """Return the user's Inductor settings; raise ConfigError for one that this torch lacks."""
     patches = dict(config.inductor_options)
     for name in patches:
-        if name not in compat.inductor_option_names():
+        if not compat.is_inductor_option(name):
             raise ConfigError.unknown_inductor_option(
                 name=name, known=compat.inductor_option_names()
             )

@@ -25,6 +25,7 @@ from cgcompile.torch_compat.ops import (
     OpOverload,
     OpOverloadPacket,
     autocast_state,
+    is_higher_order_op,
     op_overloads,
 )
 
@@ -251,7 +252,7 @@ def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
 def _passes_among(module: Any) -> list[str]:
     """Return the settings that hold functions: torch leaves them out of its portable form."""
     ends = ("custom_pass", "custom_pre_pass", "custom_post_pass", "_fuse_ddp_communication_passes")
-    return [name for name in module._config if name.endswith(ends)]
+    return [name for name in module.to_dict() if name.endswith(ends)]
 
 
 def _setting_text(name: str, value: Any) -> str:
@@ -315,7 +316,7 @@ def _float32_precision() -> str:
 
 def qualified_name(target: Any) -> str | None:
     """Return a name that is valid in other processes; None for functions that are not torch's."""
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if is_higher_order_op(target):
         is_torchs = type(target).__module__.partition(".")[0] == "torch"
         return f"higher_order.{target.name()}" if is_torchs else None
     if isinstance(target, (OpOverload, OpOverloadPacket)):

@@ -145,10 +145,22 @@ def unfused_residuals(then: Pass | None) -> Any:
 
 @cache
 def inductor_option_names() -> frozenset[str]:
-    """Return the names of Inductor's settings."""
+    """Return the names of Inductor's settings, without older names of the same settings."""
     import torch._inductor.config as config
 
-    return frozenset(config._config)  # ``list_options`` leaves aliases out
+    return frozenset(config.to_dict())
+
+
+@cache
+def is_inductor_option(name: str) -> bool:
+    """Return whether Inductor has a setting of this name, new or old."""
+    import torch._inductor.config as config
+
+    try:
+        config.get_type(name)
+    except KeyError:
+        return False
+    return True
 
 
 def inductor_mode_options(torch_mode: str) -> dict[str, Any]:
@@ -222,7 +234,7 @@ def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
         wanted[_LAST_PASS] = unfused_residuals(own)
         if "combo_kernels" not in patches:
             wanted = {**_COMBINED_KERNELS, **wanted}
-    return {name: value for name, value in wanted.items() if name in inductor_option_names()}
+    return {name: value for name, value in wanted.items() if is_inductor_option(name)}
 
 
 def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
@@ -259,11 +271,13 @@ def compile_aten(
     compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
     """Lower a piece to its functional ATen graph (functorch) and compile that with ``compiler``."""
-    from functorch.compile import aot_module_simplified, make_boxed_func
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
 
     def boxed(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return make_boxed_func(compiler(graph, inputs))
 
-    return aot_module_simplified(
-        gm, list(fake_inputs), fw_compiler=boxed, keep_inference_input_mutations=True
-    )
+    lower = aot_autograd(fw_compiler=boxed, keep_inference_input_mutations=True)
+    compiled: Callable[..., Any] = lower(gm, list(fake_inputs))
+    # Without the wrapper that disables Dynamo at each call: no caller of a piece is traced.
+    return getattr(compiled, "__wrapped__", compiled)

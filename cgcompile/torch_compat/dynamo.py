@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
@@ -17,14 +17,23 @@ from torch.utils._sympy.printers import PythonPrinter
 from cgcompile.torch_compat.capture import storage_identity
 from cgcompile.torch_compat.ops import OpOverload, original_of
 
-# State that a graph switches with nodes of its own: what enters a context, and what leaves it.
+# State that a graph switches with nodes of its own. Dynamo leaves each context that it enters: by a
+# node that calls a function of the entering one.
 ENTER_AUTOCAST: Any = torch.amp._enter_autocast
-LEAVES: Mapping[Any, Any] = {
-    ENTER_AUTOCAST: torch.amp._exit_autocast,
-    torch.autograd.grad_mode._enter_inference_mode: torch.autograd.grad_mode._exit_inference_mode,
-}
-ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
+ENTER_INFERENCE_MODE: Any = torch.autograd.grad_mode._enter_inference_mode
+ENTERS = (ENTER_AUTOCAST, ENTER_INFERENCE_MODE)
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
+
+
+def left_by(node: fx.Node) -> fx.Node | None:
+    """Return the node that entered the context which a node leaves; None if it leaves none."""
+    entered = node.args[0] if node.op == "call_function" and len(node.args) == 1 else None
+    return entered if isinstance(entered, fx.Node) and entered.target in ENTERS else None
+
+
+def leave_function(enter: fx.Node) -> Callable[..., Any]:
+    """Return the function that leaves the context which a node of a graph enters."""
+    return next(user.target for user in enter.users)  # type: ignore[return-value]
 
 
 def annotate(mark: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -58,9 +67,9 @@ def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
 
 def present_size(value: Any) -> Any:
     """Return a symbolic size with the replacement of its symbol; other values as they are."""
-    node: Any = value.node if isinstance(value, torch.SymInt) else None
-    if node is None or node._expr == node.expr:
+    if not isinstance(value, torch.SymInt):
         return value
+    node: Any = value.node
     return node.shape_env.create_symintnode(node.expr, hint=node.hint)
 
 
@@ -220,13 +229,12 @@ def make_floats_constant(gm: fx.GraphModule) -> None:
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
 
-    names = {
-        str(symbol)
-        for node in gm.graph.nodes
-        if isinstance(node.meta.get("example_value"), torch.SymFloat)
-        for symbol in node.meta["example_value"].node._expr.free_symbols  # before replacements
-        if not (symbol.is_integer or is_unbacked(symbol))
-    }
+    values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    numbers = [value.node for value in values if isinstance(value, torch.SymFloat)]
+    symbols = {symbol for number in numbers for symbol in number.expr.free_symbols}
+    if numbers:  # also those that a guard has made constant
+        symbols |= numbers[0].shape_env.replacements.keys()
+    names = {str(s) for s in symbols if not (s.is_integer or is_unbacked(s))}
     new = [name for name in sorted(names) if not TensorifyState.should_specialize(name)]
     for name in new:
         TensorifyState.specialize(name)

@@ -20,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgcompile.locks import new_lock
 
-# Both are types of public objects; torch has no public name for them.
+# Types of public objects; torch has no public name for them. An overload and a higher-order op, of
+# which there are many types, have one base.
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 OpOverloadPacket: Any = type(torch.ops.aten.add)
+_Operator: Any = OpOverload.__bases__[0]
 
 # Exact types that are leaves; torch decides for all others.
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
@@ -102,11 +104,12 @@ def custom_op_overload(obj: Any) -> Any:
 
 def is_op(obj: Any) -> bool:
     """Return whether ``obj`` is an op of ``torch.ops``: overload, packet or higher-order op."""
-    return isinstance(obj, (OpOverload, OpOverloadPacket, torch._ops.HigherOrderOperator))
+    return isinstance(obj, (_Operator, OpOverloadPacket))
 
 
 def is_higher_order_op(obj: Any) -> bool:
-    return isinstance(obj, torch._ops.HigherOrderOperator)
+    """Return whether ``obj`` is an op of ``torch.ops.higher_order``."""
+    return isinstance(obj, _Operator) and not isinstance(obj, OpOverload)
 
 
 def op_names(op: Any) -> tuple[str, ...]:
@@ -117,7 +120,7 @@ def op_names(op: Any) -> tuple[str, ...]:
         if overload:
             return (f"{packet}.{overload[0]}", packet)
         return (packet, *(f"{packet}.{overload}" for overload in op.overloads()))
-    if isinstance(op, torch._ops.HigherOrderOperator):
+    if is_higher_order_op(op):
         return (f"higher_order::{op.name()}",)
     return ()
 
@@ -288,7 +291,7 @@ def waited_collective(op: Any) -> Callable[..., Any] | None:
         return lambda *args, **kwargs: _done(op(*args, **kwargs))
     if namespace != "_c10d_functional":
         return None
-    wait = torch.ops._c10d_functional.wait_tensor.default
+    wait = getattr(torch.ops, namespace).wait_tensor.default
     if op is wait:
         return None
 
@@ -321,7 +324,7 @@ FORWARD_GRADIENTS = ("forward_ad._current_level >= 0", forward_ad)
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a wrapper of functorch's ``vmap`` or ``grad``."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return torch.func.debug_unwrap(tensor, recurse=False) is not tensor
 
 
 def has_tangent(values: Any) -> bool:
@@ -386,14 +389,14 @@ def compiled_region(
 
 def is_named(op: Any, name: str) -> bool:
     """Return whether ``op`` is the higher-order op of this name."""
-    return isinstance(op, torch._ops.HigherOrderOperator) and op.name() == name
+    return is_higher_order_op(op) and op.name() == name
 
 
 def python_kernel(op: Any, device_type: str = "cpu") -> Callable[..., Any] | None:
     """Return the Python kernel of an op on a device, which skips the dispatcher; else None."""
     if isinstance(op, OpOverload):
         return _library_kernel(op, device_type.upper())
-    if not isinstance(op, torch._ops.HigherOrderOperator):
+    if not is_higher_order_op(op):
         return None
     if is_named(op, _COMPILED_REGION):  # its body launches kernels that no mode sees
         return None
@@ -467,9 +470,12 @@ _UNCOMPILED = _Uncompiled()
 
 def compiled_from(function: Any) -> Any:
     """Return the function that ``torch.compile`` wrapped; None of anything else, and of modules."""
-    if not isinstance(function, FunctionType):
-        return None
-    return getattr(function, "_torchdynamo_orig_callable", None)
+    # Decorators around it (``functools.wraps``) are passed through.
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        if function.__code__ is code_of_compiled_functions():
+            return function.__wrapped__
+        function = function.__wrapped__
+    return None
 
 
 def original_of(compiled: Any) -> Any:
@@ -478,6 +484,7 @@ def original_of(compiled: Any) -> Any:
     return getattr(compiled, "_orig_mod", None) if is_module else None
 
 
+@cache
 def code_of_compiled_functions() -> CodeType:
     """Return the code object that all functions of ``torch.compile`` share."""
     function: Any = torch.compile(operator.neg, backend="eager")

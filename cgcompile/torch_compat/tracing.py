@@ -339,8 +339,7 @@ def drop_trace_caches() -> None:
     # attributes with ``inspect.getattr_static``, which keeps classes in Python 3.12.0 to 3.12.3.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    classes = getattr(inspect, "_shadowed_dict_from_mro_tuple", None)
-    for cached in (*vars(ShapeEnv).values(), classes):
+    for cached in (*vars(ShapeEnv).values(), *vars(inspect).values()):
         clear = getattr(cached, "cache_clear", None)
         if clear is not None:
             clear()
@@ -352,25 +351,21 @@ def _weak_guards() -> Any:
     # A finalizer of each object that is compared by identity would keep the guards as long as that
     # object, such as a class or a module-level function, lives. The second tree has the guards that
     # differ between the entries of Dynamo's own cache; torch 2.11 never frees it.
-    from torch._dynamo.guards import CheckFunctionManager, GuardManagerWrapper
-
-    class OneTree(GuardManagerWrapper):
-        def prepare_diff_guard_manager(self) -> None:
-            pass
+    from torch._dynamo.guards import CheckFunctionManager
 
     class WeakGuards(CheckFunctionManager):
         def build_guards(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             builder, guard_manager = super().build_guards(*args, **kwargs)
-            tree = OneTree.__new__(OneTree)
-            vars(tree).update(vars(guard_manager))
-            builder.guard_manager = tree
-            return builder, tree
+            guard_manager.prepare_diff_guard_manager = tuple  # has no effect
+            return builder, guard_manager
 
         def id_ref(self, obj: object, obj_str: str) -> int:
             with suppress(TypeError):  # no weak reference to it is possible
-                self._weakrefs.setdefault(id(obj), weakref.ref(obj))
-                vars(self).setdefault("identities", {})[id(obj)] = self._weakrefs[id(obj)]
+                vars(self).setdefault("identities", {}).setdefault(id(obj), weakref.ref(obj))
             return id(obj)
+
+        def lookup_weakrefs(self, obj: object) -> Any:
+            return vars(self).get("identities", {}).get(id(obj))
 
     return WeakGuards
 
