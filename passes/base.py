@@ -12,7 +12,6 @@ have another shape, dtype or the like, on the fake values of their arguments.
 """
 
 import functools
-import hashlib
 import logging
 import os
 import re
@@ -207,11 +206,6 @@ class PassManager:
     def records(self) -> tuple[PassRecord, ...]:
         """One record for each run of each pass, in order."""
         return tuple(self._records)
-
-    def uuid(self) -> str:
-        """Return a hash over the uuids of the passes that run, in order."""
-        rows = "\n".join(graph_pass.uuid() for graph_pass in self.passes)
-        return hashlib.sha256(rows.encode()).hexdigest()
 
     def __call__(
         self, gm: fx.GraphModule, label: str = "graph", *, strided: Collection[int] = ()

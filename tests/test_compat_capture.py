@@ -48,7 +48,7 @@ def test_bits_are_cleared_and_set(mode: Any, device: str) -> None:
         with mode():
             memory = compat.physical(tensor)
             again = compat.with_bits(memory, tensor.is_conj(), tensor.is_neg())
-        assert not (memory.is_conj() or memory.is_neg())
+        assert (memory.is_conj(), memory.is_neg()) == (False, False)
         assert (again.is_conj(), again.is_neg()) == (tensor.is_conj(), tensor.is_neg())
         assert again.dtype is memory.dtype is tensor.dtype
         assert again.data_ptr() == memory.data_ptr() == tensor.data_ptr()

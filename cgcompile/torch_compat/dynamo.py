@@ -17,8 +17,8 @@ from torch.utils._sympy.printers import PythonPrinter
 from cgcompile.torch_compat.capture import storage_identity
 from cgcompile.torch_compat.ops import OpOverload, original_of
 
-# State that a graph switches with nodes of its own. Dynamo leaves each context that it enters: by a
-# node that calls a function of the entering one.
+# State that a graph switches with nodes of its own. Each context that Dynamo enters it leaves as
+# well, by a node whose only argument is the entering one.
 ENTER_AUTOCAST: Any = torch.amp._enter_autocast
 ENTER_INFERENCE_MODE: Any = torch.autograd.grad_mode._enter_inference_mode
 ENTERS = (ENTER_AUTOCAST, ENTER_INFERENCE_MODE)
@@ -33,7 +33,7 @@ def left_by(node: fx.Node) -> fx.Node | None:
 
 def leave_function(enter: fx.Node) -> Callable[..., Any]:
     """Return the function that leaves the context which a node of a graph enters."""
-    return next(user.target for user in enter.users)  # type: ignore[return-value]
+    return next(user.target for user in enter.users if callable(user.target))
 
 
 def annotate(mark: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -230,7 +230,7 @@ def make_floats_constant(gm: fx.GraphModule) -> None:
     from torch._dynamo.symbolic_convert import TensorifyState
 
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
-    numbers = [value.node for value in values if isinstance(value, torch.SymFloat)]
+    numbers: list[Any] = [v.node for v in values if isinstance(v, torch.SymFloat)]
     symbols = {symbol for number in numbers for symbol in number.expr.free_symbols}
     if numbers:  # also those that a guard has made constant
         symbols |= numbers[0].shape_env.replacements.keys()

@@ -355,9 +355,9 @@ def _weak_guards() -> Any:
 
     class WeakGuards(CheckFunctionManager):
         def build_guards(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            builder, guard_manager = super().build_guards(*args, **kwargs)
-            guard_manager.prepare_diff_guard_manager = tuple  # has no effect
-            return builder, guard_manager
+            builder, tree = super().build_guards(*args, **kwargs)
+            vars(tree)["prepare_diff_guard_manager"] = tuple  # has no effect
+            return builder, tree
 
         def id_ref(self, obj: object, obj_str: str) -> int:
             with suppress(TypeError):  # no weak reference to it is possible
