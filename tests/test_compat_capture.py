@@ -68,3 +68,21 @@ def test_the_function_behind_compiled_ones() -> None:
     assert compat.compiled_from(compiled) is compat.compiled_from(decorated) is function
     for other in (function, functools.wraps(function)(lambda x: x), torch.compile(torch.nn.ReLU())):
         assert compat.compiled_from(other) is None
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, function: Any = None) -> None:
+        super().__init__()
+        self.inner, self.function = torch.nn.ReLU(), function
+
+
+def test_modules_with_compiled_code() -> None:
+    model = Calls()
+    compiled = torch.compile(model, backend="eager")
+    assert compat.original_of(compiled) is model
+    assert compat.original_of(model) is compat.original_of(torch.relu) is None
+    assert not compat.holds_compiled_code(model)
+    assert compat.holds_compiled_code(torch.nn.Sequential(compiled))
+    assert compat.holds_compiled_code(Calls(torch.compile(torch.relu, backend="eager")))
+    model.inner.compile(backend="eager")
+    assert compat.holds_compiled_code(model)

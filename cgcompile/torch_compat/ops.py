@@ -480,8 +480,9 @@ def compiled_from(function: Any) -> Any:
 
 def original_of(compiled: Any) -> Any:
     """Return the module that ``torch.compile`` wrapped; None for anything else."""
-    is_module = isinstance(compiled, torch.nn.Module)
-    return getattr(compiled, "_orig_mod", None) if is_module else None
+    if not isinstance(compiled, torch.nn.Module) or "dynamo_ctx" not in vars(compiled):
+        return None
+    return next(compiled.children())
 
 
 @cache
@@ -493,7 +494,7 @@ def code_of_compiled_functions() -> CodeType:
 
 
 def holds_compiled_code(function: Any) -> bool:
-    """Return whether a function, a module or one of its submodules is one of ``torch.compile``."""
+    """Return whether a function, a module or one of its submodules is or has compiled code."""
     owner = getattr(function, "__self__", function)
     if compiled_from(function) is not None:
         return True
@@ -501,8 +502,7 @@ def holds_compiled_code(function: Any) -> bool:
         return False
     return any(
         original_of(module) is not None
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or compiled_from(module.__dict__.get("forward")) is not None
+        or any(compiled_from(value) is not None for value in vars(module).values())
         for module in owner.modules()
     )
 

@@ -83,8 +83,7 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
     "an op of torch.library.custom_op": "_opoverload",
     "a placeholder of Dynamo": "_dynamo_source",
     "a graph module of Dynamo": "_param_name_to_source",
-    "a module": "_forward_hooks _forward_pre_hooks _compiled_call_impl",
-    "a module of torch.compile": "_orig_mod",
+    "a module": "_forward_hooks _forward_pre_hooks",
     "the metrics context of Dynamo": "_metrics",
 }
 
