@@ -5,6 +5,7 @@ import errno
 import functools
 import hashlib
 import importlib.util
+import inspect
 import logging
 import os
 import platform
@@ -251,8 +252,9 @@ def compiler_settings(patches: Mapping[str, Any]) -> dict[str, str]:
 
 def _passes_among(module: Any) -> list[str]:
     """Return the settings that hold functions: torch leaves them out of its portable form."""
+    # Their declarations have types. A copy of all settings would copy the functions as well.
     ends = ("custom_pass", "custom_pre_pass", "custom_post_pass", "_fuse_ddp_communication_passes")
-    return [name for name in module.to_dict() if name.endswith(ends)]
+    return [name for name in inspect.get_annotations(module) if name.endswith(ends)]
 
 
 def _setting_text(name: str, value: Any) -> str:

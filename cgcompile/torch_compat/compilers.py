@@ -148,10 +148,9 @@ def inductor_option_names() -> frozenset[str]:
     """Return the names of Inductor's settings, without older names of the same settings."""
     import torch._inductor.config as config
 
-    return frozenset(config.to_dict())
+    return frozenset(config.get_config_copy())
 
 
-@cache
 def is_inductor_option(name: str) -> bool:
     """Return whether Inductor has a setting of this name, new or old."""
     import torch._inductor.config as config

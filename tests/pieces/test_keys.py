@@ -177,6 +177,26 @@ def test_settings_of_torch_are_facts(change, fact: str) -> None:
     assert compat.compiler_settings({}) == before
 
 
+def test_all_settings_that_hold_passes_are_facts() -> None:
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    found = compat.compiler_settings({})
+    for kind, module in (("inductor", inductor_config), ("functorch", functorch_config)):
+        names = {name for name in module._config if "custom_" in name and name.endswith("_pass")}
+        rows = {row.partition(" = ")[0] for row in found[kind].splitlines()}
+        assert names
+        assert names <= rows
+
+
+def test_old_names_of_options_are_known() -> None:
+    import torch._inductor.config as inductor_config
+
+    old = [name for name, entry in inductor_config._config.items() if entry.alias is not None]
+    assert all(map(compat.is_inductor_option, [*old, *compat.inductor_option_names()]))
+    assert not compat.is_inductor_option("no_setting")
+
+
 def test_options_are_facts() -> None:
     before, after = compat.compiler_settings({}), compat.compiler_settings({"max_fusion_size": 7})
     assert [name for name in before if before[name] != after[name]] == ["inductor"]
