@@ -128,7 +128,7 @@ def _group(whys: dict[fx.Node, Fallback | None]) -> list[_Run]:
     for node, why in whys.items():
         if why is None and _is_neutral(node):
             waiting.append(node)
-            if compat.left_by(node) is not None and runs:  # close in the piece that ends here
+            if node.target in compat.LEAVES.values() and runs:  # close in the piece that ends here
                 runs[-1].nodes += waiting
                 waiting = []
             continue

@@ -418,17 +418,17 @@ def run_on_fakes(
 def _autocast_at(gm: fx.GraphModule, node: fx.Node) -> Iterator[None]:
     """Enter the autocast contexts that the graph has open at a node."""
     entered: list[fx.Node] = []
+    leave = compat.LEAVES[compat.ENTER_AUTOCAST]
     if gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST):
         for other in gm.graph.nodes:
             if other is node:
                 break
             if other.target is compat.ENTER_AUTOCAST:
                 entered.append(other)
-            elif (left := compat.left_by(other)) in entered:
-                entered.remove(left)
+            elif other.target is leave:
+                entered.remove(other.args[0])
     with ExitStack() as stack:
         for enter in entered:
-            leave = compat.leave_function(enter)
             stack.callback(leave, compat.ENTER_AUTOCAST(*enter.args, **enter.kwargs))
         yield
 

@@ -416,8 +416,8 @@ def is_allocation(node: fx.Node) -> bool:
 
 def toggles_state(node: fx.Node) -> bool:
     """Return whether the node switches a state that each piece repeats."""
-    switch = compat.left_by(node) or node
-    return node.op == "call_function" and switch.target in (*compat.ENTERS, compat.SET_GRAD_ENABLED)
+    switches = (*compat.LEAVES, *compat.LEAVES.values(), compat.SET_GRAD_ENABLED)
+    return node.op == "call_function" and node.target in switches
 
 
 def runs_once_on_host(node: fx.Node) -> bool:

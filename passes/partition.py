@@ -87,11 +87,10 @@ class _Cutter:
                 continue
             self._members.setdefault(assigned.piece, []).append(node)
             self._before.setdefault(assigned.piece, state)
-            left = compat.left_by(node)
-            if node.target in compat.ENTERS:
+            if node.target in compat.LEAVES:
                 state = _State((*state.entered, node), state.grad)
-            elif left is not None:
-                rest = tuple(enter for enter in state.entered if enter is not left)
+            elif node.target in compat.LEAVES.values():
+                rest = tuple(enter for enter in state.entered if enter is not node.args[0])
                 state = _State(rest, state.grad)
             elif node.target is compat.SET_GRAD_ENABLED:
                 state = _State(state.entered, bool(node.args[0]))
@@ -211,7 +210,7 @@ class _Cutter:
 
     def _is_output(self, node: fx.Node, index: int) -> bool:
         """Return whether something outside of the piece uses the node's value."""
-        if node.target in compat.ENTERS:
+        if node.target in compat.LEAVES:
             return False
         return any(
             user.op == "output" or ((p := placement(user)) is not None and p.piece != index)
@@ -241,7 +240,7 @@ class _Cutter:
         for node in members:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         for enter in reversed(after.entered):
-            graph.call_function(compat.leave_function(enter), (copies[enter],))
+            graph.call_function(compat.LEAVES[enter.target], (copies[enter],))
         if after.grad != self._grad_outside:
             graph.call_function(compat.SET_GRAD_ENABLED, (self._grad_outside,))
         graph.output(tuple(copies[node] for node in outputs))
@@ -265,7 +264,7 @@ class _Cutter:
         bodies: dict[fx.Node, None] = {}
 
         def use(node: fx.Node) -> None:
-            if node in inside or node.target in compat.ENTERS:
+            if node in inside or node.target in compat.LEAVES:
                 return
             if is_size_arithmetic(node, self._bound.keys()):
                 for argument in node.all_input_nodes:

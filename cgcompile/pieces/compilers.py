@@ -100,9 +100,11 @@ def _without_inference_mode(gm: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
     gm, depth, covered = compat.copied(gm), 0, True
     switches = []
     for node in gm.graph.nodes:
-        enter = compat.left_by(node) or node
-        if enter.target is compat.ENTER_INFERENCE_MODE:
-            depth += bool(enter.args[0]) if enter is node else -bool(enter.args[0])
+        if node.target is compat.ENTER_INFERENCE_MODE:
+            depth += bool(node.args[0])
+            switches.append(node)
+        elif node.target is compat.LEAVES[compat.ENTER_INFERENCE_MODE]:
+            depth -= bool(node.args[0].args[0])
             switches.append(node)
         elif node.op in COMPUTING and not toggles_state(node):
             covered &= depth > 0

@@ -83,18 +83,9 @@ def physical(tensor: torch.Tensor) -> torch.Tensor:
 
 def with_bits(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
     """Return a view of a tensor with these bits flipped."""
-    if not negative:
-        return tensor.conj() if conjugate else tensor
-    dtype = tensor.dtype if tensor.is_neg() else tensor.dtype.to_complex()
-    view = torch.empty(0, dtype=dtype, device=tensor.device)
-    if not tensor.is_neg():
-        # torch has no public function that sets the bit; the imaginary part of a conjugate has it.
-        view = view.conj().imag.detach()
-        if tensor.is_complex():
-            view = torch.view_as_complex(view.as_strided((0, 2), (2, 1), 0))
-    layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-    view.set_(tensor.untyped_storage(), *layout)
-    return view.conj() if conjugate != tensor.is_conj() else view
+    if conjugate:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if negative else tensor
 
 
 class StorageLife:
@@ -227,18 +218,24 @@ class OnStream:
 
     def __enter__(self) -> None:
         stream = self._stream
-        if torch.accelerator.current_device_index() != stream.device_index:
+        if torch._C._cuda_getDevice() != stream.device_index:
             self._full = torch.cuda.stream(stream)
             self._full.__enter__()
             return
-        self._before = torch.accelerator.current_stream(stream.device_index)
-        torch.accelerator.set_stream(stream)
+        self._before = torch._C._cuda_getCurrentStream(stream.device_index)
+        _set_stream(stream.stream_id, stream.device_index, stream.device_type)
 
     def __exit__(self, *error: Any) -> None:
         if self._full is not None:
             self._full.__exit__(*error)
         else:
-            torch.accelerator.set_stream(self._before)
+            _set_stream(*self._before)
+
+
+def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+    torch._C._cuda_setStream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
 
 
 def cuda_is_capturing() -> bool:

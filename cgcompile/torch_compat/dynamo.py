@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
@@ -17,23 +17,14 @@ from torch.utils._sympy.printers import PythonPrinter
 from cgcompile.torch_compat.capture import storage_identity
 from cgcompile.torch_compat.ops import OpOverload, original_of
 
-# State that a graph switches with nodes of its own. Each context that Dynamo enters it leaves as
-# well, by a node whose only argument is the entering one.
+# State that a graph switches with nodes of its own: what enters a context, and what leaves it.
 ENTER_AUTOCAST: Any = torch.amp._enter_autocast
-ENTER_INFERENCE_MODE: Any = torch.autograd.grad_mode._enter_inference_mode
-ENTERS = (ENTER_AUTOCAST, ENTER_INFERENCE_MODE)
+LEAVES: Mapping[Any, Any] = {
+    ENTER_AUTOCAST: torch.amp._exit_autocast,
+    torch.autograd.grad_mode._enter_inference_mode: torch.autograd.grad_mode._exit_inference_mode,
+}
+ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
-
-
-def left_by(node: fx.Node) -> fx.Node | None:
-    """Return the node that entered the context which a node leaves; None if it leaves none."""
-    entered = node.args[0] if node.op == "call_function" and len(node.args) == 1 else None
-    return entered if isinstance(entered, fx.Node) and entered.target in ENTERS else None
-
-
-def leave_function(enter: fx.Node) -> Callable[..., Any]:
-    """Return the function that leaves the context which a node of a graph enters."""
-    return next(user.target for user in enter.users if callable(user.target))
 
 
 def annotate(mark: dict[str, Any]) -> AbstractContextManager[Any]:

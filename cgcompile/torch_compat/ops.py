@@ -291,7 +291,7 @@ def waited_collective(op: Any) -> Callable[..., Any] | None:
         return lambda *args, **kwargs: _done(op(*args, **kwargs))
     if namespace != "_c10d_functional":
         return None
-    wait = getattr(torch.ops, namespace).wait_tensor.default
+    wait = torch.ops._c10d_functional.wait_tensor.default
     if op is wait:
         return None
 

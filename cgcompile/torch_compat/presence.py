@@ -18,7 +18,6 @@ TESTED = ("2.11", "2.13", "2.14", "2.15")
 # Documented by torch, in a module whose name is private or that torch calls experimental.
 DOCUMENTED_NAMES: Mapping[str, str] = {
     "functorch.compile": "make_boxed_func",  # page "Custom Backends"
-    "torch._C": "_cuda_clearCublasWorkspaces",  # "CUDA semantics"
     "torch._dynamo": "config lookup_backend mark_dynamic",  # "Custom Backends", "Dynamic Shapes"
     "torch._dynamo.backends.common": "aot_autograd",  # "Custom Backends"
     # Page "Troubleshooting GuardOnDataDependentSymNode Errors"; that error is below.
@@ -36,10 +35,12 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
 # (``_cuda_endAllocateToPool``, ``_cuda_releasePool``); three others of ``torch._C`` are missing in
 # some builds without CUDA.
 PRIVATE_NAMES: Mapping[str, str] = {
+    "torch": "_neg_view",
     "torch._C": "DispatchKey _AutoDispatchBelowAutograd _InferenceMode "
-    "_construct_storage_from_data_pointer _cuda_endAllocateToPool "
-    "_cuda_getCurrentRawStream _cuda_isCurrentStreamCapturing _cuda_memorySnapshot "
-    "_cuda_releasePool _current_graph_task_id _dispatch_get_all_op_names _get_sdp_priority_order "
+    "_construct_storage_from_data_pointer _cuda_clearCublasWorkspaces _cuda_endAllocateToPool "
+    "_cuda_getCurrentRawStream _cuda_getCurrentStream _cuda_getDevice "
+    "_cuda_isCurrentStreamCapturing _cuda_memorySnapshot _cuda_releasePool _cuda_setStream "
+    "_current_graph_task_id _dispatch_get_all_op_names _get_sdp_priority_order "
     "_host_emptyCache _is_any_autocast_enabled _set_grad_enabled "
     "_set_storage_data_ptr_access_error_msg _tensors_data_ptrs_at_indices_equal",
     "torch._C._dynamo.guards": "TensorGuards",
@@ -64,15 +65,16 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._library.triton": "get_triton_kernels_for_op",
     "torch._logging": "_internal",
     "torch._ops": "_higher_order_ops",
-    "torch.amp": "_enter_autocast",
+    "torch.amp": "_enter_autocast _exit_autocast",
     "torch.autograd.forward_ad": "_current_level",
-    "torch.autograd.grad_mode": "_enter_inference_mode",
+    "torch.autograd.grad_mode": "_enter_inference_mode _exit_inference_mode",
     "torch.autograd.profiler": "_is_profiler_enabled",
     "torch.distributed.distributed_c10d": "_resolve_process_group",
     "torch.fx.experimental": "_config",
     "torch.fx.experimental.symbolic_shapes": "ConstraintViolationError",
     "torch.fx.graph_module": "_loader",
     "torch.library": "_impls",
+    "torch.ops._c10d_functional.wait_tensor": "default",
     "torch.utils": "_pytree",
     "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode",
     "torch.utils._sympy.printers": "PythonPrinter",
@@ -85,6 +87,7 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
     "a graph module of Dynamo": "_param_name_to_source",
     "a module": "_forward_hooks _forward_pre_hooks",
     "the metrics context of Dynamo": "_metrics",
+    "inspect, of Python": "_shadowed_dict_from_mro_tuple",
 }
 
 

@@ -19,12 +19,13 @@ from torch.utils._sympy.printers import PythonPrinter
 from cgcompile.torch_compat.capture import is_plain_tensor
 from cgcompile.torch_compat.dynamo import (
     ENTER_INFERENCE_MODE,
+    LEAVES,
     SET_GRAD_ENABLED,
     evaluated,
-    left_by,
     storage_key,
 )
 
+_NO_EFFECT_ON_SIZES = (SET_GRAD_ENABLED, ENTER_INFERENCE_MODE, LEAVES[ENTER_INFERENCE_MODE])
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -142,8 +143,7 @@ class _Values(fx.Interpreter):
     """Store the value of each node; grad mode does not change."""
 
     def run_node(self, n: fx.Node) -> Any:
-        switch = left_by(n) or n
-        if switch.target in (SET_GRAD_ENABLED, ENTER_INFERENCE_MODE):  # no effect on sizes
+        if n.target in _NO_EFFECT_ON_SIZES:
             return None
         value = super().run_node(n)
         if n.op not in ("placeholder", "get_attr", "output"):

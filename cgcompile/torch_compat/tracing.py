@@ -339,7 +339,8 @@ def drop_trace_caches() -> None:
     # attributes with ``inspect.getattr_static``, which keeps classes in Python 3.12.0 to 3.12.3.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    for cached in (*vars(ShapeEnv).values(), *vars(inspect).values()):
+    classes = getattr(inspect, "_shadowed_dict_from_mro_tuple", None)
+    for cached in (*vars(ShapeEnv).values(), classes):
         clear = getattr(cached, "cache_clear", None)
         if clear is not None:
             clear()
