@@ -250,14 +250,16 @@ def _fold(gm: fx.GraphModule, computed: list[fx.Node]) -> bool:
     items = [node for node in computed if node.target == "item"]
     inputs = dict.fromkeys(node for item in items for node in item.all_input_nodes)
     free = all(type(node.meta["example_value"]) is torch.SymFloat for node in computed)
+    free &= all(node in items or node.op == "call_function" for node in computed)
     free &= all(node.all_input_nodes for node in computed)
     free &= all(set(node.all_input_nodes) <= {*computed, *inputs} for node in computed)
     free &= all(node.op == "placeholder" and set(node.users) <= set(items) for node in inputs)
     if not free or dynamo is None or dynamo.graph is not gm.graph:
         return False
     for node in computed:
-        is_input = node in items
-        number = float(node.meta["example_value"]) if is_input else node.target(*node.args)
+        run: Any = node.target
+        known = node.meta["example_value"]  # as a float it is guarded
+        number = float(known) if node in items else run(*node.args, **node.kwargs)
         node.replace_all_uses_with(number)
     for node in (*reversed(computed), *inputs):
         dynamo.remove_node(node)

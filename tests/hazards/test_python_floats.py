@@ -75,6 +75,23 @@ def test_floats_take_one_trace(device: str, compiler: str) -> None:
         assert (backend.counters.captures, backend.counters.replays) == (3, 3)
 
 
+def test_a_float_that_is_returned(device: str) -> None:
+    def function(x: torch.Tensor, number: float) -> Any:
+        return x * number, number * 3, [number]
+
+    compiles, traced = counting(cgcompile.Backend(compiler="eager"))
+    compiled = torch.compile(function, backend=compiles, dynamic=True)
+    with torch.inference_mode():
+        for number in (0.5, 0.25):
+            for rows in (4, 6):
+                x = torch.randn(rows, D, device=device)
+                found = compiled(x, number)
+                torch.testing.assert_close(found[0], x * number)
+                assert found[1:] == (number * 3, [number])
+                assert [type(found[1]), type(found[2][0])] == [float, float]
+    assert len(traced) == 2
+
+
 def test_another_float_is_another_trace(device: str) -> None:
     model = Floats().to(device).eval()
     compiles, traced = counting(cgcompile.Backend(compiler="eager"))
