@@ -214,23 +214,57 @@ def restarts() -> tuple[type[BaseException], ...]:
 
 
 def make_floats_constant(gm: fx.GraphModule) -> None:
-    """Restart the trace if the graph has symbolic Python floats, with them as guarded constants."""
+    """Make the symbolic Python floats of a graph guarded constants; restart the trace if needed."""
     # With ``dynamic=True`` Dynamo passes a Python float as a CPU tensor and reads it with ``item``:
     # a host read inside of a piece, and a captured kernel would keep the first value.
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
 
-    values = [node.meta.get("example_value") for node in gm.graph.nodes]
-    numbers: list[Any] = [v.node for v in values if isinstance(v, torch.SymFloat)]
-    symbols = {symbol for number in numbers for symbol in number.expr.free_symbols}
-    if numbers:  # also those that a guard has made constant
-        symbols |= numbers[0].shape_env.replacements.keys()
-    names = {str(s) for s in symbols if not (s.is_integer or is_unbacked(s))}
-    new = [name for name in sorted(names) if not TensorifyState.should_specialize(name)]
+    users = {node: floats for node in gm.graph.nodes if (floats := _floats_of(node))}
+    names = sorted({str(symbol) for floats in users.values() for symbol in floats})
+    new = [name for name in names if not TensorifyState.should_specialize(name)]
     for name in new:
-        TensorifyState.specialize(name)
-    if new:
+        TensorifyState.specialize(name)  # else Inductor restarts the trace
+    if new and not _fold(gm, list(users)):
         raise TensorifyScalarRestartAnalysis
+
+
+def _floats_of(node: fx.Node) -> set[sympy.Symbol]:
+    """Return the symbols of Python floats in the value of a node, before replacements."""
+    value = node.meta.get("example_value")
+    numbers = [*value.shape] if isinstance(value, torch.Tensor) else [value]
+    free: set[sympy.Symbol] = set()
+    for number in numbers:
+        if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            free |= getattr(number.node, "_expr", sympy.true).free_symbols
+    return {symbol for symbol in free if not (symbol.is_integer or is_unbacked(symbol))}
+
+
+def _fold(gm: fx.GraphModule, computed: list[fx.Node]) -> bool:
+    """Replace nodes that compute with floats alone by constants, and drop those inputs."""
+    # Dynamo makes the call of the graph after the backend, from the inputs that are left. A second
+    # trace, which gives the same graph, takes as long as the first.
+    from torch._dynamo.symbolic_convert import tls
+
+    dynamo = getattr(getattr(tls, "current_tx", None), "output", None)
+    items = [node for node in computed if node.target == "item"]
+    inputs = dict.fromkeys(node for item in items for node in item.all_input_nodes)
+    free = all(type(node.meta["example_value"]) is torch.SymFloat for node in computed)
+    free &= all(node in items or node.op == "call_function" for node in computed)
+    free &= all(node.all_input_nodes for node in computed)
+    free &= all(set(node.all_input_nodes) <= {*computed, *inputs} for node in computed)
+    free &= all(node.op == "placeholder" and set(node.users) <= set(items) for node in inputs)
+    if not free or dynamo is None or dynamo.graph is not gm.graph:
+        return False
+    for node in computed:
+        run: Any = node.target
+        known = node.meta["example_value"]  # as a float it is guarded
+        number = float(known) if node in items else run(*node.args, **node.kwargs)
+        node.replace_all_uses_with(number)
+    for node in (*reversed(computed), *inputs):
+        dynamo.remove_node(node)
+    gm.recompile()
+    return True
 
 
 # ---------------------------------------------------------------- symbols

@@ -53,7 +53,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "TorchDynamoException",
     "torch._dynamo.guards": "CheckFunctionManager",
     "torch._dynamo.source": "ConstantSource",
-    "torch._dynamo.symbolic_convert": "TensorifyState",
+    "torch._dynamo.symbolic_convert": "TensorifyState tls",
     "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_metrics_context",
     "torch._guards": "CompileContext TracingContext tracing",
     "torch._inductor": "standalone_compile",
@@ -81,6 +81,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
 }
 # Attributes of objects, by their owner. Whether they exist shows with an object alone.
 PRIVATE_ATTRIBUTES: Mapping[str, str] = {
+    "a symbolic number": "_expr",
     "an op": "_schema _op_dk",
     "an op of torch.library.custom_op": "_opoverload",
     "a placeholder of Dynamo": "_dynamo_source",
