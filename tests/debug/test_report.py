@@ -156,9 +156,9 @@ def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None
         f"{kind}: {human(count)}" for kind, count in overview.memory.items() if count
     ]
     grown: dict[int, int] = {}
-    for step in overview.steps:
-        size = int(re.findall(r"\d+", step.batch)[0])
-        grown[size] = grown.get(size, 0) + step.nbytes
+    for each in overview.steps:
+        size = int(re.findall(r"\d+", each.batch)[0])
+        grown[size] = grown.get(size, 0) + each.nbytes
     titles = drawing(page, "Recorded steps by size")
     assert [title.split(" in ")[0] for title in titles] == [
         f"size {size}: {human(nbytes)}" for size, nbytes in sorted(grown.items())
