@@ -36,6 +36,7 @@ from cgcompile.graphs.capture_all import BulkCapture
 from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.locks import new_lock
+from cgcompile.passes.printer import count
 from cgcompile.reasons import EXPECTED, Reason
 from cgcompile.settings import checked_but, require
 
@@ -462,7 +463,7 @@ class EncoderCudaGraphManager:
 
     def __repr__(self) -> str:
         model, captured = type(self._model.model).__name__, len(self.budget_graphs)
-        return f"<EncoderCudaGraphManager of {model}: {captured} graphs captured>"
+        return f"<EncoderCudaGraphManager of {model}: {count(captured, 'graph')} captured>"
 
     @property
     def token_budgets(self) -> list[int] | dict[str, list[int]]:

@@ -343,7 +343,8 @@ def test_sizes_that_are_not_listed(device: str) -> None:
     found = backend.capture(lambda size: compiled(marked(batch(device, size))), (6, 5, 3, 4))
     assert found.captured == (6, 3)
     assert found.missing == tuple(
-        (n, f"unlisted_size: {n} is not in cudagraph_capture_sizes") for n in (5, 4)
+        (n, f"unlisted_size: {n} is not in cudagraph_capture_sizes; last call: x [{n}, 4, 16]")
+        for n in (5, 4)
     )
     assert_counts(backend, 2, 0, {Reason.WARMING: 4, Reason.UNLISTED_SIZE: 6})
 
