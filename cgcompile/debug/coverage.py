@@ -71,7 +71,7 @@ class Coverage(Result):
         ...         y = model(torch.randn(4, 8))
         >>> found = cgcompile.coverage(model)
         >>> sorted(found.to_dict())[:3]
-        ['counters', 'kind', 'lesser']
+        ['breaks', 'counters', 'graphs']
     """
 
     computed: ClassVar[tuple[str, ...]] = ("total", "on_graphs", "padding")

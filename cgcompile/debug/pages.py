@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cgcompile.debug import drawing
+import cgcompile.debug.drawing as drawing
 from cgcompile.debug.output import Result, duration, human, written
 from cgcompile.settings import checked
 

@@ -3,6 +3,7 @@
 The rule: everything on the page is in :class:`Overview`.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,18 +194,15 @@ def report(
     positive = speed is None or (len(speed) == 2 and min(speed) > 0)
     require(positive, "speed", "report", speed, "two positive numbers of seconds, or None")
     config = _config_of(target, recorders)
-    graphs: list[GraphReport] = []
-    for graph in [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]:
-        parts = SplitReporter(graph.split, config, chosen, capture_dim).parts()
-        device, compilation = str(graph.split.device), graph.compilation
-        graphs.append(GraphReport(len(graphs), device, compilation=compilation, **parts))
+    compiled = [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]
+    splits = [SplitReporter(graph.split, config, chosen, capture_dim) for graph in compiled]
     served = coverage(target)
     model = target.model if isinstance(target, CudaGraphManager) else target
     result = Overview(
         version=VERSION,
         title=title or name_of(original_of(model)),
         kind=type(target).__name__,
-        graphs=tuple(graphs),
+        graphs=tuple(map(_graph, itertools.count(), compiled, splits)),
         steps=tuple(_steps(recorders)),
         timeline=timeline(target),
         segments=() if profile is None else profile.segments,
@@ -220,6 +218,11 @@ def report(
     if path is not None:
         result.to_html(path)
     return result
+
+
+def _graph(index: int, graph: CompiledGraph, split: SplitReporter) -> GraphReport:
+    device = str(graph.split.device)
+    return GraphReport(index, device, compilation=graph.compilation, **split.parts())
 
 
 def _config_of(target: Any, recorders: Sequence[Any]) -> CompilationConfig:

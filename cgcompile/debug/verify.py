@@ -188,15 +188,13 @@ def verify(
     Checks the metadata of one forward context, the present one: see :class:`Verification`.
 
     Args:
-        model: a compiled model; a wrapper, in the forward context of the step; a
-            ``CudaGraphManager`` or ``EncoderCudaGraphManager`` with its graphs; or a plain module
-            or function, which is compiled.
+        model: a compiled model; a wrapper, in the forward context of the step; a manager of either
+            kind with its graphs; or a plain module or function, which is compiled.
         *args: of one call, as ``**kwargs``; other sets have other numbers. Of a manager: batches,
-            or of an encoder manager calls, as of its ``execute``.
+            or calls of an encoder.
         config: of a plain model: the settings, a ``Backend``, or a mapping as for ``options``. CPU
             tensors are recorded unless ``capture_device`` is set.
-        prepare: makes inputs, such as offsets, as of ``debug.doctor``; of a manager, a batch or
-            call.
+        prepare: makes inputs, such as offsets, as of ``debug.doctor``; of a manager, a batch.
         sets: how many sets of inputs; of a manager, how many ``prepare`` makes.
         padded_sizes: sizes to pad the batch to, such as ``"8,16"``; not under a forward context.
         tails: what padding rows hold: ``"random"`` (integers in the real range) or ``"nan"``.
@@ -224,10 +222,8 @@ def verify(
     if managed or isinstance(model, EncoderCudaGraphManager):
         require(not kwargs, "kwargs", "verify", kwargs, "no names: batches or calls, for a manager")
         made = args if prepare is None else [prepare() for _ in range(sets)]
-        tolerance = Tolerance(False, rtol, atol)
-        if managed:
-            return _check_manager(model, made, tolerance, refuse)
-        return _check_encoder(model, made, tolerance)
+        check = partial(_check_manager, refuse=refuse) if managed else _check_encoder
+        return check(model, made, Tolerance(False, rtol, atol))
     inputs = InputSets((args, kwargs), prepare, seed)
     with comparing(model, config, "verify", inputs) as subject:
         tolerance = subject.tolerance(inputs.first, rtol, atol)

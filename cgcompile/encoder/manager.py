@@ -38,7 +38,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.locks import new_lock
 from cgcompile.passes.printer import count
 from cgcompile.reasons import EXPECTED, Reason
-from cgcompile.settings import checked_but, require
+from cgcompile.settings import checked_but, is_flag, require
 
 log = logging.getLogger(__name__)
 
@@ -604,6 +604,7 @@ class EncoderCudaGraphManager:
             EncoderShardError: with a sharder: the share of another rank failed.
             BaseException: what the model raised.
         """
+        require(is_flag(eager), "eager", "execute", eager, "True or False")
         with self._lock, self._mode():
             if self._sharder is not None:
                 results = self._sharded(self._sharder, mm_kwargs, eager)
