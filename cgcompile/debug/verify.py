@@ -190,8 +190,8 @@ def verify(
     Args:
         model: a compiled model; a wrapper, in the forward context of the step; a manager of either
             kind with its graphs; or a plain module or function, which is compiled.
-        *args: of one call, as ``**kwargs``; other sets have other numbers. Of a manager: batches,
-            or calls of an encoder.
+        *args: of one call, as ``**kwargs``; other sets have other numbers. Of a manager: batches or
+            calls of an encoder.
         config: of a plain model: the settings, a ``Backend``, or a mapping as for ``options``. CPU
             tensors are recorded unless ``capture_device`` is set.
         prepare: makes inputs, such as offsets, as of ``debug.doctor``; of a manager, a batch.
@@ -213,17 +213,15 @@ def verify(
     >>> cgcompile.verify(nn.Linear(8, 8), torch.randn(4, 8)).ok
     True
     """
-    managed = isinstance(model, CudaGraphManager)
     require(tails in TAILS, "tails", "verify", tails, "one of " + ", ".join(TAILS))
+    managed = isinstance(model, (CudaGraphManager, EncoderCudaGraphManager))
     require(managed or not refuse, "refuse", "verify", refuse, "False: only a manager dispatches")
     require_comparison("verify", sets, rtol, atol, seed)
     require_prepare("verify", prepare, args, kwargs)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
-    if managed or isinstance(model, EncoderCudaGraphManager):
-        require(not kwargs, "kwargs", "verify", kwargs, "no names: batches or calls, for a manager")
+    if managed:
         made = args if prepare is None else [prepare() for _ in range(sets)]
-        check = partial(_check_manager, refuse=refuse) if managed else _check_encoder
-        return check(model, made, Tolerance(False, rtol, atol))
+        return _check_managed(model, made, kwargs, Tolerance(False, rtol, atol), refuse)
     inputs = InputSets((args, kwargs), prepare, seed)
     with comparing(model, config, "verify", inputs) as subject:
         tolerance = subject.tolerance(inputs.first, rtol, atol)
@@ -533,6 +531,17 @@ class _PlainBreaks(Breaker):
 
 
 # ---------------------------------------------------------------- managers
+
+
+def _check_managed(
+    manager: Any, made: Sequence[Any], kwargs: Any, tolerance: Tolerance, refuse: bool
+) -> Verification:
+    """Compare batches of a manager, or calls of an encoder manager."""
+    require(not kwargs, "kwargs", "verify", kwargs, "no names: batches or calls, for a manager")
+    if isinstance(manager, CudaGraphManager):
+        return _check_manager(manager, made, tolerance, refuse)
+    require(not refuse, "refuse", "verify", refuse, "False: an encoder has no dispatcher")
+    return _check_encoder(manager, made, tolerance)
 
 
 def _check_manager(
