@@ -86,7 +86,7 @@ def test_the_code_of_a_page_runs_in_a_fresh_interpreter(page: Path, tmp_path: Pa
 
 def test_the_pictures_of_the_figures_are_those_of_the_results() -> None:
     step = json.loads(pictures.RESULTS.read_text())["models"]["main"]["batches"]["8"]["rows"]
-    lanes = re.findall(r"<text [^>]*>([^<]*)</text>", pictures.inline("backends"))
+    lanes = re.findall(r"<rect [^>]*><title>([^<]*)</title>", pictures.inline("backends"))
     assert lanes == [
         f"{name}: {duration(step[name]['wall'] / 1e6)}, "
         f"host part {duration(step[name]['host'] / 1e6)}"
