@@ -23,6 +23,7 @@ from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.passes import check_disabled
+from cgcompile.passes.printer import count
 from cgcompile.passes.split import split_data
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
@@ -79,8 +80,9 @@ class Backend(Registry):
 
     def __repr__(self) -> str:
         mode, counts = self.config.cudagraph_mode, self.counters
-        compiled = f"{len(self.graphs)} compiled graphs, {len(self.wrappers)} wrappers"
-        calls = f"{counts.calls} calls, {counts.replays} replays"
+        compiled = f"{count(len(self.graphs), 'compiled graph')}, "
+        compiled += count(len(self.wrappers), "wrapper")
+        calls = f"{count(counts.calls, 'call')}, {count(counts.replays, 'replay')}"
         return f"<Backend {mode.name if mode else ''}: {compiled}, {calls}>"
 
     def anticipate(self, model: Any) -> None:
@@ -136,7 +138,10 @@ class Backend(Registry):
         if shape_env is not None:
             self._shape_envs.add(shape_env)
         with without_garbage_collection():
-            return self.compile_graph(gm, example_inputs)
+            result = self.compile_graph(gm, example_inputs)
+        if isinstance(result, CompiledGraph):
+            result.graph_break = compat.graph_break(gm)
+        return result
 
     def compile_graph(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -200,8 +200,11 @@ def _compare(options: argparse.Namespace, command: str, function: Any) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    with _ran(options, "report", calls=options.speed) as (model, call):
-        result = report(model, speed=_speed(model, *call) if options.speed else None)
+    with ExitStack() as stack:
+        with profile() as measured:
+            model, call = stack.enter_context(_ran(options, "report", calls=options.speed))
+        speed = _speed(model, *call) if options.speed else None
+        result = report(model, speed=speed, profile=measured)
     return _show(options, result, not result.counters.replays)
 
 

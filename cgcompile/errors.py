@@ -553,8 +553,8 @@ class DispatchError(CGCompileError, RuntimeError):
         {what}: the plain step breaks at {now:list nothing}; recorded were {before:list none}.
         Its Python branches unlike at capture: add the cause to BatchDescriptor(extra=...).""")
     nothing_verified = Template("""
-        verify: this call replays no graph, so there is nothing to compare: {why}.
-        Call the model until its step is captured, and verify then.""")
+        {function}: this call replays no graph, so there is nothing to compare: {why}.
+        Call the model until its step is captured, and call {function} then.""")
     strict = Template("""
         {what} would run without a graph: {why}.
         strict=True forbids that. Remove the cause, or set strict=False to count it.""")

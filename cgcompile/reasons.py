@@ -260,6 +260,9 @@ class Fallback(NamedTuple):
         return f"{self.reason.value}: {self.detail}"
 
 
+LAST_CALL = "; last call: "
+"""Between a detail of :class:`Counters` and the call that it is of."""
+
 VARYING = 8  # calls with a new number each, before calls with new numbers are a fallback
 
 
@@ -319,7 +322,8 @@ class Counters:
         plain: calls that ran without graphs, by the reason they had.
         degraded: how often a lesser mode was taken than requested: at each call of a batch that
             a FULL graph may not serve, and once where the capture of a FULL graph was refused.
-        details: the last detail of each reason.
+        details: the last detail of each reason, and the call that it is of: its batch descriptor,
+            or the shapes of its inputs without a forward context.
 
     Example:
         >>> model = cgcompile.compile(nn.Linear(8, 8))

@@ -202,5 +202,5 @@ class Registry:
         except BaseException:
             self._timeline.failed()
             raise
-        self._timeline.plain(fallback)
+        self._timeline.plain(fallback, name)
         return result

@@ -69,8 +69,11 @@ class Picture(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        drawing = importlib.import_module("pictures").inline(self.arguments[0])
-        return [nodes.raw("", f'<p class="picture">{drawing}</p>', format="html")]
+        pictures, name = importlib.import_module("pictures"), self.arguments[0]
+        first = name in pictures.MEASURED and not self.env.temp_data.get("styled")
+        self.env.temp_data["styled"] = first or self.env.temp_data.get("styled")
+        drawing = (pictures.head() if first else "") + pictures.inline(name)
+        return [nodes.raw("", f'<div class="picture">{drawing}</div>', format="html")]
 
 
 def skip_tuple_fields(app: Sphinx, what: str, name: str, obj: Any, *_: Any) -> bool | None:

@@ -1,105 +1,67 @@
-"""The drawings of the documentation: boxes and arrows for concepts, bars for measured figures.
+"""The drawings of the documentation: concepts, measured figures, and a model that runs.
 
-::
-
-    python docs/pictures.py  # writes docs/pictures, from examples/benchmarks/results/h200.json
-
-The rule: a drawing is a list of shapes; :func:`svg` makes text of it, the same at each run.
+Those of :data:`MEASURED` are drawn by ``cgcompile.debug.drawing``, as the pages of results are.
+The rule: a drawing of a concept is a list of shapes, in the colors of the page around it.
 """
 
+import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cgcompile.debug import drawing
+from cgcompile.debug.output import duration
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "examples" / "benchmarks" / "results" / "h200.json"
-FOLDER = ROOT / "docs" / "pictures"
 
 
-class Palette(NamedTuple):
-    """The colors of text and lines, and of each kind of box."""
-
-    ink: str
-    captured: str = "#3b82f6"
-    eager: str = "#d97706"
-    memory: str = "#10b981"
-    none: str = "#8b949e"
+INK = "currentColor"  # as the page around it, light or dark
+KINDS = {"captured": "#3b82f6", "eager": "#d97706", "memory": "#10b981", "none": "#8b949e"}
 
 
-INLINE = Palette("currentColor")  # as the page around it, light or dark
-FILES = {"light": Palette("#1f2328"), "dark": Palette("#e6edf3")}
-
-Shape = Callable[[Palette], str]
-
-
-def text(x: float, y: float, words: str, *, size: int = 13, anchor: str = "middle") -> Shape:
+def text(x: float, y: float, words: str, *, size: int = 13, anchor: str = "middle") -> str:
     """Lines of text, centered vertically around ``y``."""
     lines = words.split("\n")
     top = y + size * 0.35 - (len(lines) - 1) * size * 0.62
-
-    def draw(palette: Palette) -> str:
-        rows = [
-            f'<text x="{x:g}" y="{top + row * size * 1.24:g}" font-size="{size}" '
-            f'text-anchor="{anchor}" fill="{palette.ink}">{escape(line)}</text>'
-            for row, line in enumerate(lines)
-        ]
-        return "".join(rows)
-
-    return draw
+    return "".join(
+        f'<text x="{x:g}" y="{top + row * size * 1.24:g}" font-size="{size}" '
+        f'text-anchor="{anchor}" fill="{INK}">{escape(line)}</text>'
+        for row, line in enumerate(lines)
+    )
 
 
-def box(x: float, y: float, width: float, height: float, words: str, kind: str = "none") -> Shape:
+def box(x: float, y: float, width: float, height: float, words: str, kind: str = "none") -> str:
     """A box with text in it, in the color of its kind."""
-    words_in = text(x + width / 2, y + height / 2, words)
-
-    def draw(palette: Palette) -> str:
-        color = getattr(palette, kind)
-        return (
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" '
-            f'fill="{color}" fill-opacity="0.18" stroke="{color}"/>{words_in(palette)}'
-        )
-
-    return draw
+    color = KINDS[kind]
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" '
+        f'fill="{color}" fill-opacity="0.18" stroke="{color}"/>'
+        + text(x + width / 2, y + height / 2, words)
+    )
 
 
-def arrow(x1: float, y1: float, x2: float, y2: float, words: str = "") -> Shape:
+def arrow(x1: float, y1: float, x2: float, y2: float, words: str = "") -> str:
     """An arrow, with text beside its middle."""
     across = abs(x2 - x1) > abs(y2 - y1)
     middle = (x1 + x2) / 2, (y1 + y2) / 2
     place = (middle[0], middle[1] - 9) if across else (middle[0] + 8, middle[1])
     angle = math.degrees(math.atan2(y2 - y1, x2 - x1))
     beside = text(*place, words, size=12, anchor="middle" if across else "start")
-
-    def draw(palette: Palette) -> str:
-        line = f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{palette.ink}"/>'
-        tip = (
-            f'<path d="M0 0 -8 4 -8 -4z" fill="{palette.ink}" '
-            f'transform="translate({x2:g} {y2:g}) rotate({angle:.1f})"/>'
-        )
-        return line + tip + (beside(palette) if words else "")
-
-    return draw
-
-
-def bar(x: float, y: float, width: float, height: float, kind: str) -> Shape:
-    """A filled bar without text."""
-    return lambda palette: (
-        f'<rect x="{x:g}" y="{y:g}" width="{max(width, 1):.1f}" height="{height:g}" rx="2" '
-        f'fill="{getattr(palette, kind)}"/>'
+    line = f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{INK}"/>'
+    tip = (
+        f'<path d="M0 0 -8 4 -8 -4z" fill="{INK}" '
+        f'transform="translate({x2:g} {y2:g}) rotate({angle:.1f})"/>'
     )
-
-
-def svg(title: str, width: int, height: int, shapes: Iterable[Shape], palette: Palette) -> str:
-    """Return the drawing as SVG."""
-    body = "\n".join(shape(palette) for shape in shapes)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{escape(title)}" font-family="system-ui, sans-serif" '
-        f'style="max-width: {width}px; width: 100%">\n{body}\n</svg>\n'
-    )
+    return line + tip + (beside if words else "")
 
 
 # ---------------------------------------------------------------- concepts
@@ -111,10 +73,19 @@ class Drawing(NamedTuple):
     title: str
     width: int
     height: int
-    shapes: tuple[Shape, ...]
+    shapes: tuple[str, ...]
+
+    def svg(self) -> str:
+        """Return the drawing as SVG."""
+        body = "\n".join(self.shapes)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'role="img" aria-label="{escape(self.title)}" font-family="system-ui, sans-serif" '
+            f'style="max-width: {self.width}px; width: 100%">\n{body}\n</svg>\n'
+        )
 
 
-def sequence(y: float) -> tuple[Shape, ...]:
+def sequence(y: float) -> tuple[str, ...]:
     """The segments of a PIECEWISE step, in a row."""
     row = []
     for index, (words, kind) in enumerate(
@@ -242,9 +213,38 @@ DRAWINGS = {
 }
 
 
-def inline(name: str) -> str:
-    """Return one of :data:`DRAWINGS` for a page, whose text color it takes."""
-    return svg(*DRAWINGS[name], INLINE)
+# ---------------------------------------------------------------- a model that runs
+
+SERVED = ROOT / "docs" / "howto" / "batching.md"
+_MEASURE = """
+again = [Request(list(request.prompt), request.num_new) for request in requests]
+with cgcompile.debug.profile(manager) as measured:
+    serve(again)
+found = cgcompile.debug.report(manager, profile=measured)
+open("report.json", "w").write(found.to_json())
+"""
+
+
+def blocks(page: Path) -> list[str]:
+    """Return the Python code of a page."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@functools.cache
+def served() -> dict[str, Any]:
+    """Serve the requests of a page in a new interpreter, and return the report of its manager."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"PYTHONPATH": path, "CGCOMPILE_COMPILER": "eager", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "batching.py"  # torch reads the source of what it traces
+        code = [block for block in blocks(SERVED) if "def generate" not in block]
+        file.write_text("\n\n".join([*code, _MEASURE]))
+        command, environment = [sys.executable, str(file)], {**os.environ, **settings}
+        ran = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+        if ran.returncode:
+            raise RuntimeError(ran.stderr)
+        found: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
+    return found
 
 
 # ---------------------------------------------------------------- figures
@@ -260,34 +260,44 @@ SHOWN = (
 )
 
 
-def steps(found: dict[str, Any], title: str, model: str = "main", batch: str = "8") -> Drawing:
-    """Bars of the wall time and of the host time of a step, in milliseconds."""
-    rows = found["models"][model]["batches"][batch]["rows"]
-    shapes: list[Shape] = []
-    for column, (metric, label) in enumerate((("wall", "step, ms"), ("host", "host part, ms"))):
-        left, width = 330 + column * 250, 160
-        longest = max(rows[name][metric] for name in SHOWN)
-        shapes.append(text(left, 14, label, anchor="start"))
-        for row, name in enumerate(SHOWN):
-            value, y = rows[name][metric], 32 + row * 28
-            kind = "captured" if name.startswith("cgcompile") else "none"
-            long = value / longest * width
-            shapes.append(bar(left, y, long, 18, kind))
-            shapes.append(
-                text(left + max(long, 1) + 6, y + 9, f"{value / 1e3:.2f}", anchor="start")
-            )
-            if column == 0:
-                shapes.append(text(320, y + 9, name, anchor="end"))
-    return Drawing(title, 800, 40 + 28 * len(SHOWN), tuple(shapes))
+def before_after() -> str:
+    """Draw the host and the device in an eager step and in one of a FULL graph."""
+    rows, what = _decode_steps()
+    lanes = {}
+    for words, name in (("eager", "eager"), ("one replay", "cgcompile FULL")):
+        whole = rows[name]["wall"]
+        for where, metric, kind in (("host", "host", "on soft"), ("device", "gpu", "on")):
+            busy = rows[name][metric]
+            text = f"{words}, {where}: busy {_time(busy)} of {_time(whole)}"
+            lanes[text] = [
+                drawing.Span(busy, text, kind),
+                drawing.Span(whole - busy, f"{where} idle: {_time(whole - busy)}", "off"),
+            ]
+    return drawing.lanes_svg(lanes, f"{what}: eager and replayed")
 
 
-def files() -> dict[str, str]:
-    """Return the pictures of the figures by the name of their file."""
+def backends() -> str:
+    """Draw the time of a step by each backend."""
+    rows, what = _decode_steps()
+    lanes = {}
+    for name in SHOWN:
+        wall, host = rows[name]["wall"], rows[name]["host"]
+        text = f"{name}: {_time(wall)}"
+        kind = "on" if name.startswith("cgcompile") else "on soft"
+        lanes[text] = [drawing.Span(wall, f"{text}, host part {_time(host)}", kind)]
+    return drawing.lanes_svg(lanes, f"{what}, by backend")
+
+
+def _decode_steps() -> tuple[dict[str, Any], str]:
+    """Return the measured rows of batch 8, and what they are of."""
     found = json.loads(RESULTS.read_text())
     machine = f"{found['machine']['device']}, torch {found['versions']['torch']}"
-    title = f"One decode step, batch 8, {machine}"
-    drawing = steps(found, title)
-    return {f"steps-{name}.svg": svg(*drawing, palette) for name, palette in FILES.items()}
+    rows: dict[str, Any] = found["models"]["main"]["batches"]["8"]["rows"]
+    return rows, f"One decode step, batch 8, {machine}"
+
+
+def _time(microseconds: float) -> str:
+    return duration(microseconds / 1e6)
 
 
 def table() -> Iterator[str]:
@@ -313,11 +323,29 @@ def table() -> Iterator[str]:
                 yield f"| {batch} | {name} | {' | '.join(shown)} |"
 
 
-def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for name, picture in files().items():
-        (FOLDER / name).write_text(picture)
+# ---------------------------------------------------------------- all
+
+MEASURED: dict[str, Callable[[], str]] = {
+    "split": lambda: drawing.split_svg(served()["graphs"][0]["pieces"], "The pieces of a decoder"),
+    "steps": lambda: drawing.steps_svg(served()["segments"], "Segments of replayed steps in order"),
+    "sizes": lambda: drawing.sizes_svg(served()["steps"], "Memory of recorded steps by size"),
+    "traffic": lambda: drawing.histogram_svg(
+        served()["coverage"]["rows"], "steps", "Batches over the graphs that served them"
+    ),
+    "before_after": before_after,
+    "backends": backends,
+}
 
 
-if __name__ == "__main__":
-    main()
+def inline(name: str) -> str:
+    """Return a drawing for a page: of a concept in its text color, else of :data:`MEASURED`."""
+    return DRAWINGS[name].svg() if name in DRAWINGS else MEASURED[name]()
+
+
+def head() -> str:
+    """Return the style and the pattern of :data:`MEASURED`, once for a page."""
+    style = drawing.style().replace(
+        "@media (prefers-color-scheme: dark)", 'html[data-theme="dark"]'
+    )
+    style = style.replace("  color-scheme: light dark;\n", "").replace(":root", ".picture")
+    return f"<style>{style}\n.picture {{ margin: 1rem 0 1.5rem; }}</style>{drawing.HATCH}"

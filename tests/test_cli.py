@@ -121,7 +121,7 @@ Net: Graphs served all 4 steps after 1 warming.
 batches   mode  graph         padding  hits
 2 tokens  FULL  num_tokens=2  -        4
           NONE  -             -        1
-          warming: call 1 of 1 before a capture
+          warming: call 1 of 1 before a capture; last call: x [2, 4, 8]
 4 of 5 steps on graphs
 page: PAGE""",
     )

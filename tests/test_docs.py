@@ -22,6 +22,7 @@ import cgcompile
 from cgcompile import debug, errors
 from cgcompile.cli import main
 from cgcompile.config import CompilationConfig
+from cgcompile.debug.output import duration
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -52,10 +53,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- pages
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-
-
+blocks = pictures.blocks
 WITH_CODE = [page for page in PAGES if blocks(page)]
 
 
@@ -87,15 +85,59 @@ def test_the_code_of_a_page_runs_in_a_fresh_interpreter(page: Path, tmp_path: Pa
 
 
 def test_the_pictures_of_the_figures_are_those_of_the_results() -> None:
-    drawn = pictures.files()
-    assert {path.name: path.read_text() for path in pictures.FOLDER.iterdir()} == drawn
     step = json.loads(pictures.RESULTS.read_text())["models"]["main"]["batches"]["8"]["rows"]
-    shown = f"{step['cgcompile FULL']['wall'] / 1e3:.2f}"
-    assert all(f">{shown}</text>" in drawing for drawing in drawn.values())
-    assert drawn["steps-light.svg"] != drawn["steps-dark.svg"]
+    lanes = re.findall(r"<rect [^>]*><title>([^<]*)</title>", pictures.inline("backends"))
+    assert lanes == [
+        f"{name}: {duration(step[name]['wall'] / 1e6)}, "
+        f"host part {duration(step[name]['host'] / 1e6)}"
+        for name in pictures.SHOWN
+    ]
+    lanes = re.findall(r"<text [^>]*>([^<]*)</text>", pictures.inline("before_after"))
+    assert lanes == [
+        f"{words}, {where}: busy {duration(step[name][metric] / 1e6)} "
+        f"of {duration(step[name]['wall'] / 1e6)}"
+        for words, name in (("eager", "eager"), ("one replay", "cgcompile FULL"))
+        for where, metric in (("host", "host"), ("device", "gpu"))
+    ]
     assert any(
         row.endswith(f" {step['cgcompile FULL']['wall']:,.0f} |") for row in pictures.table()
     )
+
+
+def test_the_pictures_of_a_model_are_of_one_that_ran() -> None:
+    found = pictures.served()
+    assert found["coverage"]["on_graphs"] == found["coverage"]["total"] > 20
+    assert len(found["graphs"][0]["pieces"]) == 3
+    texts = {}
+    for name in ("split", "steps", "sizes", "traffic"):
+        drawing = ElementTree.fromstring(pictures.inline(name))
+        texts[name] = [each.text or "" for each in drawing.iter("title")][1:]
+    pieces = [title for title in texts["split"] if " hands on " not in title]
+    assert [title.split(",")[0] for title in pieces] == ["piece_0", "piece_1", "piece_2"]
+    breaks = [title for title in texts["steps"] if "batching::attention, eager: " in title]
+    assert breaks
+    assert len(texts["steps"]) == len(found["segments"]) > len(breaks)
+    sizes = {int(re.findall(r"\d+", step["batch"])[0]) for step in found["steps"]}
+    assert [title.split(":")[0] for title in texts["sizes"]] == [f"size {n}" for n in sorted(sizes)]
+    padded = [f"{row['padding']:.1%} padding" for row in found["coverage"]["rows"] if row["hits"]]
+    assert [title.split(", ")[-1] for title in texts["traffic"] if "padding" in title] == padded
+
+
+def test_every_picture_is_on_a_page() -> None:
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"^```\{picture\} (\w+)$", page.read_text(), re.MULTILINE)
+    }
+    assert named == {*pictures.DRAWINGS, *pictures.MEASURED}
+
+
+def test_the_style_of_the_pictures_follows_the_theme() -> None:
+    head = pictures.head()
+    assert "prefers-color-scheme" not in head
+    assert ":root" not in head
+    assert 'html[data-theme="dark"] {\n  .picture {\n    --paper:' in head
+    assert head.count('id="hatch"') == 1
 
 
 @pytest.mark.parametrize(

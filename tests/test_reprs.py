@@ -28,12 +28,12 @@ def test_objects_of_a_compiled_model() -> None:
         for _ in range(3):
             model(torch.randn(2, 4))
     (graph,) = model.backend.graphs
-    assert shown(graph) == "<CompiledGraph: 1 piece; 3 calls, 1 captures, 1 replays>"
+    assert shown(graph) == "<CompiledGraph: 1 piece; 3 calls, 1 capture, 1 replay>"
     (trace,) = model.traces
     assert re.fullmatch(r"<CompiledTrace \d: traced in .* s, compiled in .* s>", shown(trace))
     assert shown(graph.split) == "<SplitGraph: 1 piece, 1 captured>"
     assert shown(model.backend) == (
-        "<Backend FULL_AND_PIECEWISE: 1 compiled graphs, 0 wrappers, 3 calls, 1 replays>"
+        "<Backend FULL_AND_PIECEWISE: 1 compiled graph, 0 wrappers, 3 calls, 1 replay>"
     )
 
 

@@ -33,7 +33,7 @@ def test_the_remedy_is_logged_once_for_a_reason(caplog: pytest.LogCaptureFixture
         model(torch.randn(2, 4, requires_grad=True))
     (record,) = [r for r in caplog.records if "runs without a CUDA graph" in r.getMessage()]
     assert record.getMessage() == (
-        "a step runs without a CUDA graph: gradients: an input, a weight or a result requires "
+        "a step (input [2, 4]) runs without a CUDA graph: gradients: an input, a weight or a result requires "
         "grad, or has a tangent. Remedy: call the model in `torch.inference_mode()` or "
         "`torch.no_grad()`. (Logged once for a reason; warn_fallbacks=False turns it off; "
         "`python -m cgcompile reasons gradients` explains it.)"

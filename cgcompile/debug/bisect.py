@@ -170,7 +170,7 @@ class _Search:
         subject = self._subject
         missing = subject.until_replayed(self._inputs.first)
         if missing:
-            raise DispatchError.nothing_verified(why=missing)
+            raise DispatchError.nothing_verified(function="bisect", why=missing)
         before = subject.counters.replays
         difference = self._first_wrong(sets)
         if difference is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cgcompile.config import CUDAGraphMode
-from cgcompile.debug.output import Result, table_lines
+from cgcompile.debug.output import Result, table_lines, wrapped
 from cgcompile.debug.subject import counters_of, recorders_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
@@ -19,7 +19,7 @@ from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager
 
-VERSION = 2  # of the schema of Coverage.to_dict()
+VERSION = 3  # of the schema of Coverage.to_dict()
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ class Coverage(Result):
         rows: graphs first, those without hits too. Each step or item is in one of them.
         lesser: of a model and a manager, steps that took a graph of a lesser mode than requested,
             by reason; they are in ``rows`` as well.
+        graphs: of a model, how many graphs of Dynamo were compiled for it and exist; 0 otherwise.
+        breaks: where Dynamo ended one of them early, each with its line. A model with breaks has
+            more graphs than one, and so has one that Dynamo compiled again.
         counters: of the calls of the model.
         total: the sum of all hits.
         on_graphs: of these, on graphs.
@@ -68,7 +71,7 @@ class Coverage(Result):
         ...         y = model(torch.randn(4, 8))
         >>> found = cgcompile.coverage(model)
         >>> sorted(found.to_dict())[:3]
-        ['counters', 'kind', 'lesser']
+        ['breaks', 'counters', 'graphs']
     """
 
     computed: ClassVar[tuple[str, ...]] = ("total", "on_graphs", "padding")
@@ -78,6 +81,8 @@ class Coverage(Result):
     unit: str
     rows: tuple[CoverageRow, ...]
     lesser: tuple[CoverageRow, ...]
+    graphs: int
+    breaks: tuple[str, ...]
     counters: Counters
 
     @property
@@ -106,6 +111,10 @@ class Coverage(Result):
         lines = [*_lines(self.rows), self._sum()]
         if self.lesser:
             lines += ["in a lesser mode than requested:", *_lines(self.lesser)]
+        if self.breaks:
+            breaks = count(len(self.breaks), "graph break")
+            lines.append(f"{count(self.graphs, 'compiled graph')}, {breaks} of Dynamo")
+            lines += [line for text in self.breaks for line in wrapped("", text, 10)]
         return "\n".join(lines)
 
 
@@ -135,6 +144,7 @@ def coverage(model: Any) -> Coverage:
     """
     kind, unit = "model", "steps"
     lesser: list[CoverageRow] = []
+    graphs: list[CompiledGraph] = []
     if isinstance(model, CudaGraphManager):
         kind, counters = "manager", model.counters
         every = [*_of_manager(model)]
@@ -145,12 +155,23 @@ def coverage(model: Any) -> Coverage:
         rows = [*_of_encoder(model)]
     else:
         recorders = recorders_of(model, "coverage")
+        graphs = [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]
         counters = counters_of(model, "coverage")
         rows = _of_recorders(recorders, counters)
         rows += _reasons("NONE", counters.plain, counters)
         lesser += _reasons("-", counters.degraded, counters)
     # A copy: an encoder manager has the counters of its wrapper, which go on counting.
-    return Coverage(VERSION, kind, unit, tuple(rows), tuple(lesser), counters + Counters())
+    breaks = dict.fromkeys(graph.graph_break for graph in graphs if graph.graph_break)
+    return Coverage(
+        version=VERSION,
+        kind=kind,
+        unit=unit,
+        rows=tuple(rows),
+        lesser=tuple(lesser),
+        graphs=len(graphs),
+        breaks=tuple(breaks),
+        counters=counters + Counters(),
+    )
 
 
 # ---------------------------------------------------------------- models
@@ -237,8 +258,8 @@ def _of_encoder(manager: EncoderCudaGraphManager) -> Iterator[CoverageRow]:
             yield CoverageRow(batches, "FULL", graph["items"], key, exists, *rows, path)
     for eager in statistics["eager"]:
         batches = _tokens(eager["least_tokens"], eager["most_tokens"])
-        path, reason = eager["path"], eager["reason"]
-        yield CoverageRow(batches, "NONE", eager["items"], part=path, reason=reason)
+        about = {name: eager[name] for name in ("reason", "detail")}
+        yield CoverageRow(batches, "NONE", eager["items"], part=eager["path"], **about)
 
 
 # ---------------------------------------------------------------- all

@@ -43,7 +43,7 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import is_plain_value, layout_text, named_arguments, same_value
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, devices_of
 from cgcompile.passes.nodes import Line, came_by_us, is_users_file, line_at, raised_at
-from cgcompile.reasons import EXPECTED, Reason
+from cgcompile.reasons import EXPECTED, LAST_CALL, Reason
 from cgcompile.settings import checked, checked_but, require
 
 VERSION = 1  # of to_dict(); raised when a key goes or changes its meaning
@@ -368,7 +368,8 @@ def _of_counters(handle: Backend | CUDAGraphWrapper) -> list[Finding]:
         if reason in EXPECTED:
             continue
         detail = counters.details.get(reason, "")
-        named, line = _NAMED_OP.search(detail), _named_line(detail)
+        cause = detail.partition(LAST_CALL)[0]
+        named, line = _NAMED_OP.search(cause), _named_line(cause)
         op = named["op"] if named else "-"
         kind = _kind_of_op(op) if named and reason is Reason.CAPTURE_FAILED else reason.value
         if kind in KINDS:

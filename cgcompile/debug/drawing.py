@@ -1,4 +1,4 @@
-"""Drawings as SVG text: the pieces of a split, and the batches over the graphs that served them.
+"""Drawings as SVG text, for pages of results and for the documentation: the one code that draws.
 
 They are drawn from plain data, as ``to_dict()`` returns it, and styled by ``drawing.css``, which
 :func:`alone` adds for a file. The rule: each shape has a title with what it stands for.
@@ -8,22 +8,47 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
-from cgcompile.debug.output import human
+from cgcompile.debug.output import duration, human
 
 _WIDTH, _ROW, _GAP, _LINE = 480, 46, 26, 24
 _MOST = 24  # rows of a split: more are left out in the middle
-_COLUMNS, _HIGH = 14, 130  # labels of a histogram, and the height of its highest column
+_HIGH = 130  # of the highest column
+_COUNTS, _SIZES = 14, 7  # labels below columns that fit: of numbers, and of bytes
+_BAR, _NAME = 24, 20  # heights of a lane, and of the text above it
+_LANES = 8  # steps of a profile: more are left out
 _TEXT = 62  # characters that fit into a row
+
+HATCH = (
+    '<svg width="0" height="0" style="position: absolute" aria-hidden="true"><defs>'
+    '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><line class="hatching" x1="0" y1="0" x2="0" y2="5"/></pattern>'
+    "</defs></svg>"
+)
+"""The pattern of what no graph serves: once on each page with drawings."""
+
+
+def style() -> str:
+    """Return the style sheet of all drawings."""
+    return (files("cgcompile.debug") / "templates" / "drawing.css").read_text(encoding="utf-8")
 
 
 def alone(drawing: str) -> str:
     """Return a drawing as the text of an SVG file, in light and dark."""
-    style = (files("cgcompile.debug") / "templates" / "drawing.css").read_text(encoding="utf-8")
     start = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}"'
-    styled = drawing.replace("</title>", f"</title><style>{style}</style>", 1)
+    styled = drawing.replace("</title>", f"</title><style>{style()}</style>", 1)
     return styled.replace("<svg", start, 1)
+
+
+def _drawing(label: str, attributes: str, shapes: Sequence[str]) -> str:
+    """Return an SVG with a name for those who do not see it."""
+    name = escape(label)
+    start = f'<svg role="img" aria-label="{name}" {attributes}>'
+    return f"{start}<title>{name}</title>{''.join(shapes)}</svg>"
+
+
+# ---------------------------------------------------------------- the pieces of a split
 
 
 def split_svg(pieces: Sequence[Mapping[str, Any]], label: str) -> str:
@@ -49,9 +74,7 @@ def split_svg(pieces: Sequence[Mapping[str, Any]], label: str) -> str:
             top += _GAP
         shapes.append(_piece(row, top))
         top, above = top + _ROW, row
-    box = f'viewBox="0 0 {_WIDTH} {top + 2}" class="split"'
-    name = escape(label)
-    return f'<svg role="img" aria-label="{name}" {box}><title>{name}</title>{"".join(shapes)}</svg>'
+    return _drawing(label, f'viewBox="0 0 {_WIDTH} {top + 2}" class="drawing split"', shapes)
 
 
 def _rows(pieces: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any] | str]:
@@ -105,6 +128,45 @@ def _clipped(text: str) -> str:
     return escape(text if len(text) <= _TEXT else f"{text[: _TEXT - 3]}...")
 
 
+# ---------------------------------------------------------------- columns: one for each size
+
+
+class Column(NamedTuple):
+    """One column; its height is a share of the highest."""
+
+    height: float
+    above: str  # text
+    below: str
+    title: str
+    kind: str = "on"  # or "on soft", as in ``drawing.css``
+    hatched: float = 0.0  # the upper share of it
+
+
+def columns_svg(columns: Sequence[Column], label: str, labels: int) -> str:
+    """Return columns over one line, at most so many of them with text."""
+    width, each = 100 / max(len(columns), 8), -(-len(columns) // labels)
+    floor = _HIGH + 20
+    shapes = [f'<line class="edge" x1="0" x2="100%" y1="{floor}" y2="{floor}"/>']
+    for number, column in enumerate(columns):
+        high = _HIGH * column.height
+        hatched = high * column.hatched
+        texts = [(_HIGH + 14 - high, column.above), (_HIGH + 34, column.below)]
+        shown = "".join(
+            f'<text x="50%" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
+            for y, text in (texts if number % each == 0 else texts[:0])
+            if text
+        )
+        shapes.append(
+            f'<svg x="{width * number:.3f}%" width="{width:.3f}%" height="{_HIGH + 40}">'
+            f"<title>{escape(column.title)}</title>"
+            f'<rect class="off" x="12%" width="76%" y="{floor - high:.1f}" '
+            f'height="{hatched:.1f}"/>'
+            f'<rect class="{column.kind}" x="12%" width="76%" '
+            f'y="{floor - high + hatched:.1f}" height="{high - hatched:.1f}"/>{shown}</svg>'
+        )
+    return _drawing(label, f'class="drawing" height="{_HIGH + 40}"', shapes)
+
+
 def histogram_svg(rows: Sequence[Mapping[str, Any]], unit: str, label: str) -> str:
     """Return a column for each row of a coverage: how many steps, and the share of padding.
 
@@ -113,33 +175,124 @@ def histogram_svg(rows: Sequence[Mapping[str, Any]], unit: str, label: str) -> s
         unit: what is counted, as of the coverage.
         label: what the drawing shows, for those who do not see it.
     """
-    width, most = 100 / max(len(rows), 8), max([row["hits"] for row in rows], default=0) or 1
-    each = -(-len(rows) // _COLUMNS)
-    columns = []
-    for number, row in enumerate(rows):
-        high = _HIGH * row["hits"] / most
-        padded = high * (row["padding"] or 0.0) if row["graph"] else high
+    most, columns = max([row["hits"] for row in rows], default=0) or 1, []
+    for row in rows:
         what = row["graph"] or row["reason"] or "no graph"
         share = "" if row["padding"] is None else f", {row['padding']:.1%} padding"
         title = f"{row['part']} {row['mode']} {what}: {row['hits']} {unit}{share}".strip()
         size = re.search(r"(?:\d+\.\.)?(\d+)", row["batches"])
         below = size[1] if size is not None and row["graph"] else "none"
-        texts = [(_HIGH + 14 - high, str(row["hits"]) if row["hits"] else "")]
-        texts.append((_HIGH + 34, below))
-        shown = "".join(
-            f'<text x="50%" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
-            for y, text in (texts if number % each == 0 else texts[:0])
-            if text
-        )
-        columns.append(
-            f'<svg x="{width * number:.3f}%" width="{width:.3f}%" height="{_HIGH + 40}">'
-            f"<title>{escape(title)}</title>"
-            f'<rect class="off" x="12%" width="76%" y="{_HIGH + 20 - high:.1f}" '
-            f'height="{padded:.1f}"/>'
-            f'<rect class="on{" soft" if row["mode"] == "PIECEWISE" else ""}" x="12%" width="76%" '
-            f'y="{_HIGH + 20 - high + padded:.1f}" height="{high - padded:.1f}"/>{shown}</svg>'
-        )
-    name, floor = escape(label), _HIGH + 20
-    base = f'<line class="edge" x1="0" x2="100%" y1="{floor}" y2="{floor}"/>'
-    start = f'<svg role="img" aria-label="{name}" height="{_HIGH + 40}"><title>{name}</title>'
-    return f"{start}{base}{''.join(columns)}</svg>"
+        kind = "on soft" if row["mode"] == "PIECEWISE" else "on"
+        hatched = (row["padding"] or 0.0) if row["graph"] else 1.0
+        above = str(row["hits"]) if row["hits"] else ""
+        columns.append(Column(row["hits"] / most, above, below, title, kind, hatched))
+    return columns_svg(columns, label, _COUNTS)
+
+
+def sizes_svg(steps: Sequence[Mapping[str, Any]], label: str) -> str:
+    """Return a column for each size: the bytes by which memory grew for its recorded steps.
+
+    Args:
+        steps: as of ``Overview.to_dict()["steps"]``.
+        label: what the drawing shows, for those who do not see it.
+    """
+    known: dict[int, list[int]] = {}
+    for step in steps:
+        if (size := re.search(r"\d+", step["batch"])) is not None:
+            known.setdefault(int(size[0]), []).append(step["nbytes"])
+    most, columns = max([sum(grown) for grown in known.values()], default=0) or 1, []
+    for rows, grown in sorted(known.items()):
+        nbytes, recorded = sum(grown), "step" if len(grown) == 1 else "steps"
+        title = f"size {rows}: {human(nbytes)} in {len(grown)} recorded {recorded}"
+        above = human(nbytes) if nbytes else ""
+        columns.append(Column(max(nbytes, 0) / most, above, str(rows), title))
+    return columns_svg(columns, label, _SIZES)
+
+
+# ---------------------------------------------------------------- lanes: times and bytes in order
+
+
+class Span(NamedTuple):
+    """A part of a lane."""
+
+    length: float  # on the scale of all lanes
+    title: str
+    kind: str = "on"  # "on soft", "off" or "failed", as in ``drawing.css``
+    opacity: float = 1.0
+
+
+def lanes_svg(lanes: Mapping[str, Sequence[Span]], label: str) -> str:
+    """Return lanes below each other on one scale, each below its name, with spans in a row."""
+    whole = max([sum(span.length for span in spans) for spans in lanes.values()], default=0) or 1
+    shapes, top = [], 0
+    for name, spans in lanes.items():
+        if name:
+            shapes.append(f'<text x="0" y="{top + 14}">{escape(name)}</text>')
+            top += _NAME
+        start = 0.0
+        for span in spans:
+            at, wide = 100 * start / whole, 100 * span.length / whole
+            opacity = "" if span.opacity == 1 else f' fill-opacity="{span.opacity:g}"'
+            shapes.append(
+                f'<rect class="{span.kind}"{opacity} x="{at:.3f}%" width="{wide:.3f}%" '
+                f'y="{top}" height="{_BAR}"><title>{escape(span.title)}</title></rect>'
+            )
+            if start:
+                line = f'x1="{at:.3f}%" x2="{at:.3f}%" y1="{top}" y2="{top + _BAR}"'
+                shapes.append(f'<line class="gap" {line}/>')
+            start += span.length
+        top += _BAR + 6
+    return _drawing(label, f'class="drawing" height="{top}"', shapes)
+
+
+def kinds_svg(memory: Mapping[str, int], label: str) -> str:
+    """Return the bytes of each kind of memory, in one lane."""
+    kinds = [(kind, nbytes) for kind, nbytes in memory.items() if nbytes]
+    spans = [
+        Span(nbytes, f"{kind}: {human(nbytes)}", "on", max(1 - 0.25 * index, 0.2))
+        for index, (kind, nbytes) in enumerate(kinds)
+    ]
+    return lanes_svg({"": spans}, label)
+
+
+def captures_svg(records: Sequence[Mapping[str, Any]], label: str) -> str:
+    """Return captures in the order of time, in one lane.
+
+    Args:
+        records: as of ``Captures.to_dict()``.
+        label: what the drawing shows, for those who do not see it.
+    """
+    spans = []
+    for each in records:
+        cost = f"{duration(each['seconds'])}, {human(each['nbytes'])}"
+        why = "" if each["why"] is None else f"; refused: {each['why']}"
+        title = f"{each['name']}, {each['mode']}, {each['batch']}: {cost}{why}"
+        spans.append(Span(each["seconds"], title, "on soft" if not why else "failed"))
+    return lanes_svg({"": spans}, label)
+
+
+def steps_svg(segments: Sequence[Mapping[str, Any]], label: str) -> str:
+    """Return the segments of each measured step in order, as long as they take.
+
+    Args:
+        segments: as of ``Profile.to_dict()["segments"]``.
+        label: what the drawing shows, for those who do not see it.
+    """
+    steps: dict[int, list[Mapping[str, Any]]] = {}
+    for segment in segments:
+        steps.setdefault(segment["sequence"], []).append(segment)
+    often = sorted(steps, key=lambda step: -steps[step][0]["count"])[:_LANES]
+    lanes: dict[str, list[Span]] = {}
+    for step in sorted(often):
+        for where, key in (("host", "host_us"), ("device", "device_us")):
+            known = [each for each in steps[step] if each[key] is not None]
+            if known:
+                whole = duration(sum(each[key] for each in known) / 1e6)
+                name = f"step {step}, {known[0]['batch']}: {whole} of the {where}"
+                lanes[name] = [_segment(each, each[key]) for each in known]
+    return lanes_svg(lanes, label)
+
+
+def _segment(segment: Mapping[str, Any], microseconds: float) -> Span:
+    title = f"{segment['name']}, {segment['kind']}: {duration(microseconds / 1e6)}"
+    return Span(microseconds, title, "on" if segment["kind"] == "graph" else "off")

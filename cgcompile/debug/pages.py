@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cgcompile.debug.drawing import histogram_svg, split_svg
+import cgcompile.debug.drawing as drawing
 from cgcompile.debug.output import Result, duration, human, written
 from cgcompile.settings import checked
 
@@ -70,10 +70,11 @@ def render(template: str, result: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {
-        "split_svg": lambda *args: Markup(split_svg(*args)),
-        "histogram_svg": lambda *args: Markup(histogram_svg(*args)),
-    }
+
+    def drawn(name: str, *args: Any) -> Markup:
+        return Markup(getattr(drawing, f"{name}_svg")(*args))
+
+    environment.globals |= {"drawn": drawn, "hatch": Markup(drawing.HATCH)}
     environment.filters |= {
         "titled": titled,
         "human": human,

@@ -3,6 +3,7 @@
 The rule: everything on the page is in :class:`Overview`.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from cgcompile.debug.explain import (
     settings_of,
 )
 from cgcompile.debug.pages import Page
-from cgcompile.debug.profile import timeline
+from cgcompile.debug.profile import Profile, SegmentTime, timeline
 from cgcompile.debug.subject import name_of, original_of, recorders_of
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
@@ -33,7 +34,7 @@ from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.settings import checked, require, sizes_given
 
-VERSION = 3  # of the schema of Overview.to_dict()
+VERSION = 4  # of the schema of Overview.to_dict()
 _NOTHING = "Nothing was compiled yet: call the model, then ask again."
 
 
@@ -74,6 +75,7 @@ class Overview(Page):
         graphs: the compiled graphs that exist.
         steps: the recorded steps that can be replayed.
         timeline: the captures in the order of time, those that failed as well.
+        segments: of measured steps, as of :func:`cgcompile.debug.profile`; empty without a profile.
         coverage: which batches ran how, as of :func:`cgcompile.coverage`.
         counters: the counters of all calls, as in ``coverage``.
         remedies: what to do about each reason in ``coverage``, by its name.
@@ -102,6 +104,7 @@ class Overview(Page):
     graphs: tuple[GraphReport, ...]
     steps: tuple[StepReport, ...]
     timeline: tuple[CaptureRecord, ...]
+    segments: tuple[SegmentTime, ...]
     coverage: Coverage
     counters: Counters
     remedies: Mapping[str, str]
@@ -162,6 +165,7 @@ def report(
     sizes: Sequence[int] | str = (),
     capture_dim: str | None = None,
     speed: tuple[float, float] | None = None,
+    profile: Profile | None = None,
 ) -> Overview:
     """Return what a compiled model or a manager did so far, and write it as one HTML page.
 
@@ -176,6 +180,7 @@ def report(
         sizes: at which bytes are evaluated, as of :func:`cgcompile.explain`.
         capture_dim: the dimension that they are sizes of, likewise.
         speed: seconds of an eager call and of a replayed one, if you have measured them.
+        profile: of :func:`cgcompile.debug.profile`, if you have one: the timeline of a step.
 
     Raises:
         ConfigError: the target captures nothing, or ``sizes`` are invalid.
@@ -189,20 +194,18 @@ def report(
     positive = speed is None or (len(speed) == 2 and min(speed) > 0)
     require(positive, "speed", "report", speed, "two positive numbers of seconds, or None")
     config = _config_of(target, recorders)
-    graphs: list[GraphReport] = []
-    for graph in [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]:
-        parts = SplitReporter(graph.split, config, chosen, capture_dim).parts()
-        device, compilation = str(graph.split.device), graph.compilation
-        graphs.append(GraphReport(len(graphs), device, compilation=compilation, **parts))
+    compiled = [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]
+    splits = [SplitReporter(graph.split, config, chosen, capture_dim) for graph in compiled]
     served = coverage(target)
     model = target.model if isinstance(target, CudaGraphManager) else target
     result = Overview(
         version=VERSION,
         title=title or name_of(original_of(model)),
         kind=type(target).__name__,
-        graphs=tuple(graphs),
+        graphs=tuple(map(_graph, itertools.count(), compiled, splits)),
         steps=tuple(_steps(recorders)),
         timeline=timeline(target),
+        segments=() if profile is None else profile.segments,
         coverage=served,
         counters=served.counters,
         remedies=_remedies(served),
@@ -215,6 +218,11 @@ def report(
     if path is not None:
         result.to_html(path)
     return result
+
+
+def _graph(index: int, graph: CompiledGraph, split: SplitReporter) -> GraphReport:
+    device = str(graph.split.device)
+    return GraphReport(index, device, compilation=graph.compilation, **split.parts())
 
 
 def _config_of(target: Any, recorders: Sequence[Any]) -> CompilationConfig:

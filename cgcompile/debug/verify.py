@@ -6,6 +6,7 @@ wrapper, which has no pieces, the arguments of the eager breaks are compared.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
@@ -38,10 +39,11 @@ from cgcompile.debug.compare import (
     require_prepare,
     rows_of,
 )
-from cgcompile.debug.locate import Watcher, located, padding_place, real_part
+from cgcompile.debug.locate import WHOLE, Watcher, located, padding_place, real_part
 from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import State, copies, restored_after
 from cgcompile.debug.subject import Subject, comparing, observed
+from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.errors import CGCompileError, DispatchError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.breaks import Breaker, BreakMode
@@ -186,13 +188,14 @@ def verify(
     Checks the metadata of one forward context, the present one: see :class:`Verification`.
 
     Args:
-        model: a compiled model; a wrapper, in the forward context of the step; a
-            ``CudaGraphManager`` with its graphs; or a plain module or function, which is compiled.
-        *args: of one call, as ``**kwargs``; other sets have other numbers. Of a manager: batches.
+        model: a compiled model; a wrapper, in the forward context of the step; a manager of either
+            kind with its graphs; or a plain module or function, which is compiled.
+        *args: of one call, as ``**kwargs``; other sets have other numbers. Of a manager: batches or
+            calls of an encoder.
         config: of a plain model: the settings, a ``Backend``, or a mapping as for ``options``. CPU
             tensors are recorded unless ``capture_device`` is set.
         prepare: makes inputs, such as offsets, as of ``debug.doctor``; of a manager, a batch.
-        sets: how many sets of inputs; of a manager, how many batches ``prepare`` makes.
+        sets: how many sets of inputs; of a manager, how many ``prepare`` makes.
         padded_sizes: sizes to pad the batch to, such as ``"8,16"``; not under a forward context.
         tails: what padding rows hold: ``"random"`` (integers in the real range) or ``"nan"``.
         breakable: compare with a breakable capture as well.
@@ -210,16 +213,15 @@ def verify(
     >>> cgcompile.verify(nn.Linear(8, 8), torch.randn(4, 8)).ok
     True
     """
-    managed = isinstance(model, CudaGraphManager)
     require(tails in TAILS, "tails", "verify", tails, "one of " + ", ".join(TAILS))
+    managed = isinstance(model, (CudaGraphManager, EncoderCudaGraphManager))
     require(managed or not refuse, "refuse", "verify", refuse, "False: only a manager dispatches")
     require_comparison("verify", sets, rtol, atol, seed)
     require_prepare("verify", prepare, args, kwargs)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if managed:
-        require(not kwargs, "kwargs", "verify", kwargs, "no names: batches, for a manager")
-        batches = args if prepare is None else [prepare() for _ in range(sets)]
-        return _check_manager(model, batches, Tolerance(False, rtol, atol), refuse)
+        made = args if prepare is None else [prepare() for _ in range(sets)]
+        return _check_managed(model, made, kwargs, Tolerance(False, rtol, atol), refuse)
     inputs = InputSets((args, kwargs), prepare, seed)
     with comparing(model, config, "verify", inputs) as subject:
         tolerance = subject.tolerance(inputs.first, rtol, atol)
@@ -531,6 +533,17 @@ class _PlainBreaks(Breaker):
 # ---------------------------------------------------------------- managers
 
 
+def _check_managed(
+    manager: Any, made: Sequence[Any], kwargs: Any, tolerance: Tolerance, refuse: bool
+) -> Verification:
+    """Compare batches of a manager, or calls of an encoder manager."""
+    require(not kwargs, "kwargs", "verify", kwargs, "no names: batches or calls, for a manager")
+    if isinstance(manager, CudaGraphManager):
+        return _check_manager(manager, made, tolerance, refuse)
+    require(not refuse, "refuse", "verify", refuse, "False: an encoder has no dispatcher")
+    return _check_encoder(manager, made, tolerance)
+
+
 def _check_manager(
     manager: CudaGraphManager, batches: Sequence[Batch], tolerance: Tolerance, refuse: bool
 ) -> Verification:
@@ -572,6 +585,37 @@ def _check_manager(
     if missing:
         checks.append(Check("batches without a replay", 0, 0, "-", (), missing))
     return Verification(f"{type(manager.model).__name__} in a manager", tuple(checks))
+
+
+def _check_encoder(
+    manager: EncoderCudaGraphManager, calls: Sequence[Any], tolerance: Tolerance
+) -> Verification:
+    """Compare items that run eager alone with groups of them on the graphs of budgets."""
+    valid = all(isinstance(call, Mapping) for call in calls)
+    require(valid, "args", "verify", calls, "calls of the encoder, each a dict")
+    statistics, replays, compared = manager.statistics, 0, 0
+    missing = "" if calls else "there are no calls"
+    findings: list[Difference] = []
+    for number, call in enumerate(progress(calls, "verify: calls", "call")):
+        eager = copied(manager.execute(dict(call), eager=True))
+        reasons, before = statistics.reasons(), statistics.replays
+        replayed = copied(manager.execute(dict(call)))
+        after = statistics.replays - before
+        without = Counter(statistics.reasons()) - Counter(reasons)
+        if without:
+            whys = ", ".join(f"{items} {why.value}" for why, items in without.items())
+            missing = missing or f"call {number} has items without a graph: {whys}"
+        elif not after:
+            missing = missing or f"call {number} has no items with tokens"
+        replays, compared = replays + after, compared + bool(after)
+        difference = tolerance.first("the result", eager, replayed)
+        if difference is not None:
+            cause = "an op has baked in a number, or padding or another item reaches this one"
+            origin = Difference(piece=WHOLE, detail=cause)
+            findings.append(located("replay", difference, None, origin, number))
+    name = "eager items against replayed budgets"
+    check = Check(name, compared, replays, str(tolerance), tuple(findings), missing)
+    return Verification(repr(manager).strip("<>").partition(":")[0], (check,))
 
 
 def _replay_batch(manager: CudaGraphManager, batch: Batch) -> dict[str, Any] | None:

@@ -36,8 +36,9 @@ from cgcompile.graphs.capture_all import BulkCapture
 from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.locks import new_lock
+from cgcompile.passes.printer import count
 from cgcompile.reasons import EXPECTED, Reason
-from cgcompile.settings import checked_but, require
+from cgcompile.settings import checked_but, is_flag, require
 
 log = logging.getLogger(__name__)
 
@@ -171,13 +172,15 @@ class EncoderCalls:
                         why=f"{reason.value}: {tokens} output tokens on path {path!r}",
                     )
 
-    def encoded(self, mm_kwargs: dict[str, Any], specs: list[EncoderItemSpec]) -> list[Any]:
-        """Run all items of a call, in groups; return their results in order."""
+    def encoded(
+        self, mm_kwargs: dict[str, Any], specs: list[EncoderItemSpec], eager: bool = False
+    ) -> list[Any]:
+        """Run all items of a call, in groups, or eager one by one; return results in order."""
         dest: dict[int, Any] = {}
         if any(self._graphs.capacity().budgets):
             self._graphs.check_weights()
-        for items, group in self._groups(specs):
-            self._run_group(items, group, mm_kwargs, specs, dest)
+        for items, group in self._alone(specs) if eager else self._groups(specs):
+            self._run_group(items, group, mm_kwargs, specs, dest, eager)
         idle = [item for item, spec in enumerate(specs) if not self._has_tokens(spec)]
         if idle:  # last: results of others show the structure
             self._run_idle(idle, mm_kwargs, len(specs), dest)
@@ -203,6 +206,12 @@ class EncoderCalls:
         needs = [self._need(specs[item]) for item in listed]
         for group in pack(needs, self._graphs.capacity(), self.costs):
             yield [listed[index] for index in group.items], group
+
+    def _alone(self, specs: list[EncoderItemSpec]) -> Iterator[tuple[list[int], Group]]:
+        """Yield each item with tokens as a group that runs eager."""
+        for item, spec in enumerate(specs):
+            if self._has_tokens(spec):
+                yield [item], Group((item,), (None,) * len(self._paths))
 
     def _need(self, spec: EncoderItemSpec) -> Need:
         return Need(tuple([self._room(path, spec) for path in self._paths]), spec.frames)
@@ -230,6 +239,7 @@ class EncoderCalls:
         mm_kwargs: dict[str, Any],
         all_specs: list[EncoderItemSpec],
         dest: dict[int, Any],
+        eager: bool,
     ) -> None:
         """Run one group on all paths, and give each item its part."""
         mm_kwargs = self.selected(mm_kwargs, items, len(all_specs))
@@ -242,6 +252,7 @@ class EncoderCalls:
             if not tokens:
                 continue
             key, reason = self._graph_for(path, budget, specs)
+            reason = Reason.MODE_EXCLUDED if eager else reason
             if key is not None:
                 outputs[path] = self._graphs.replay(key, mm_kwargs, specs)
             else:
@@ -462,7 +473,7 @@ class EncoderCudaGraphManager:
 
     def __repr__(self) -> str:
         model, captured = type(self._model.model).__name__, len(self.budget_graphs)
-        return f"<EncoderCudaGraphManager of {model}: {captured} graphs captured>"
+        return f"<EncoderCudaGraphManager of {model}: {count(captured, 'graph')} captured>"
 
     @property
     def token_budgets(self) -> list[int] | dict[str, list[int]]:
@@ -569,13 +580,15 @@ class EncoderCudaGraphManager:
         with self._lock:
             self._graphs.forget()
 
-    def execute(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+    def execute(self, mm_kwargs: dict[str, Any], *, eager: bool = False) -> list[Any]:
         """Encode the items of one call.
 
         Args:
             mm_kwargs: a call of the model, of one modality, any number of items. With a sharder
                 equal on all ranks, all of which call. Tensors in pinned memory are read when the
                 stream reaches the copy: do not write to them before.
+            eager: run each item alone and without a graph, to compare; counted as
+                ``mode_excluded``, and no error with ``strict``.
 
         Returns:
             The result of each item, in the order of the items: by default [its output tokens, ...],
@@ -591,30 +604,32 @@ class EncoderCudaGraphManager:
             EncoderShardError: with a sharder: the share of another rank failed.
             BaseException: what the model raised.
         """
+        require(is_flag(eager), "eager", "execute", eager, "True or False")
         with self._lock, self._mode():
             if self._sharder is not None:
-                results = self._sharded(self._sharder, mm_kwargs)
+                results = self._sharded(self._sharder, mm_kwargs, eager)
             else:
                 specs = self._calls.specs(mm_kwargs)
-                if self._setup.settings.strict:
+                if self._setup.settings.strict and not eager:
                     self._calls.check(specs)
-                results = self._calls.encoded(mm_kwargs, specs)
+                results = self._calls.encoded(mm_kwargs, specs, eager)
             rounds = (self.statistics.hits + self.statistics.misses) // _LOGGED_EVERY
             if rounds > self._logged:
                 log.debug("encoder graphs: %s", self.get_cumulative_stats())
             self._logged = rounds
         return results
 
-    def _sharded(self, sharder: Sharder, mm_kwargs: dict[str, Any]) -> list[Any]:
+    def _sharded(self, sharder: Sharder, mm_kwargs: dict[str, Any], eager: bool) -> list[Any]:
         """Encode this rank's share, and gather those of the others."""
         try:
             specs = self._calls.specs(mm_kwargs)
             shares = sharder.assign([spec.input_size for spec in specs])
-            for share in shares if self._setup.settings.strict else ():  # so that all ranks raise
+            strict = self._setup.settings.strict and not eager
+            for share in shares if strict else ():  # so that all ranks raise
                 self._calls.check([specs[item] for item in share])
             mine = shares[sharder.rank]
             selected = self._calls.selected(mm_kwargs, list(mine), len(specs))
-            own = self._calls.encoded(selected, [specs[item] for item in mine])
+            own = self._calls.encoded(selected, [specs[item] for item in mine], eager)
             sharder.check(own)
         except BaseException as error:
             sharder.agree(error)  # else the others wait for results of this rank

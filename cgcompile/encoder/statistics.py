@@ -52,8 +52,11 @@ class EncoderStatistics:
         self.clear()
 
     def __repr__(self) -> str:
-        hits, misses, idle = self.hits, self.misses, self.idle
-        return f"<EncoderStatistics: {hits} hits, {misses} misses, {idle} without tokens>"
+        return f"<EncoderStatistics: {self._sum()}>"
+
+    def _sum(self) -> str:
+        misses = "1 miss" if self.misses == 1 else f"{self.misses} misses"
+        return f"{count(self.hits, 'hit')}, {misses}, {self.idle} without tokens"
 
     def clear(self) -> None:
         """Reset all counts; measured costs stay."""
@@ -150,6 +153,7 @@ class EncoderStatistics:
                         "items": fallback.count,
                         "tokens": fallback.real,
                         **fallback.as_dict(),
+                        "detail": fallback.detail,
                     }
                     for (path, reason), fallback in self._eager.items()
                 ],
@@ -179,5 +183,5 @@ class EncoderStatistics:
                 number = count(fallback.count, "item")
                 lines.append(f"eager on {path}: {reason.value}: {number}, {span}")
                 lines += [f"  {fallback.detail}"] * bool(fallback.detail)
-            lines.append(f"{self.hits} hits, {self.misses} misses, {self.idle} without tokens")
+            lines.append(self._sum())
         return "\n".join(lines)

@@ -7,7 +7,7 @@ trace as well, where one is written: ``TORCH_TRACE=folder``, to be read with tlp
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from cgcompile.context import BatchDescriptor, callers_context
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.locks import new_lock
-from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason, warn_of
+from cgcompile.reasons import EXPECTED, LAST_CALL, Counters, Fallback, Reason, warn_of
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,16 @@ class CaptureRecord:
         return {**asdict(self), "mode": self.mode.name, "segments": list(self.segments)}
 
 
+_Call = BatchDescriptor | Mapping[str, Sequence[int]] | str
+"""What tells a call from others: its descriptor, the shapes of its inputs, or a name."""
+
+
+def _call_text(call: _Call) -> str:
+    if isinstance(call, Mapping):
+        return ", ".join(f"{name} {list(shape)}" for name, shape in call.items())
+    return str(call)
+
+
 class Timeline:
     """Counts what the calls of one owner did, and keeps its last captures, in order."""
 
@@ -73,6 +83,7 @@ class Timeline:
         self.warned: set[Reason] | None = set() if warns else None
         self.live = Counters()  # grows with each call
         self._lock = new_lock()
+        self._last: dict[Reason, tuple[str, _Call]] = {}  # the detail and the call of each reason
         self._records: deque[CaptureRecord] = deque(maxlen=_MOST)
         self._by_sequence: WeakKeyDictionary[GraphSequence, CaptureRecord] = WeakKeyDictionary()
         self._compile_id = compat.current_compile_id()
@@ -103,39 +114,48 @@ class Timeline:
             self.live.calls += 1
             self.live.failures += 1
 
-    def plain(self, why: Fallback) -> None:
-        """Count a call without a graph; the forward context, if a caller has set one, gets why."""
-        if self._count(self.live.plain, why, 1):
-            log.info("a step runs without graphs: %s", why)
-            self._warn(why)
+    def plain(self, why: Fallback, call: _Call = "") -> None:
+        """Count a call without a graph; the forward context, if a caller has set one, gets why.
+
+        ``call`` is its name, or shapes by name; left out: the descriptor of the forward context.
+        """
         context = callers_context()
         if context is not None:
             context.ran_plain = why
+            call = call or context.batch_descriptor or ""
+        if self._count(self.live.plain, why, 1, call):
+            log.info("a step runs without graphs: %s", why)
+            self._warn(why, call)
 
     def degraded(self, why: Fallback) -> None:
         """Count a call that takes a lesser mode than was requested."""
         if self._count(self.live.degraded, why, 0):
-            self._warn(why, "in a lesser mode than was requested")
+            self._warn(why, how="in a lesser mode than was requested")
 
-    def _count(self, counts: Counter[Reason], why: Fallback, calls: int) -> bool:
+    def _count(self, counts: Counter[Reason], why: Fallback, calls: int, call: _Call = "") -> bool:
         """Count a fallback; trace it, and return True, where its detail is new."""
         with self._lock:
             self.live.calls += calls
             counts[why.reason] += 1
-            new = self.live.details.get(why.reason) != why.detail
-            self.live.details[why.reason] = why.detail
+            detail, before = self._last.get(why.reason, ("", ""))
+            new = detail != why.detail or why.reason not in self._last
+            if new or before != call:
+                text = _call_text(call)
+                known = "" if text in why.detail else f"{LAST_CALL}{text}"
+                self.live.details[why.reason] = f"{why.detail}{known}"
+                self._last[why.reason] = why.detail, call
         if new:
             found = {"reason": why.reason.value, "detail": why.detail}
             compat.trace_artifact("cgcompile_refusal", lambda: found, self._compile_id)
         return new
 
-    def _warn(self, why: Fallback, how: str = "without a CUDA graph") -> None:
+    def _warn(self, why: Fallback, call: _Call = "", how: str = "without a CUDA graph") -> None:
         """Warn of the first fallback of a reason that a user can avoid."""
         warned = self.warned
         if warned is None or why.reason in warned or why.reason in EXPECTED:
             return
         warned.add(why.reason)
-        warn_of("a step", why, how)
+        warn_of(f"a step ({_call_text(call)})" if call else "a step", why, how)
 
     # -------------------------------------------------------------- captures
 

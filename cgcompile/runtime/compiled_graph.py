@@ -69,6 +69,7 @@ Observer = Callable[[Program, Recording, Sequence[Any], int | None], Any]
 
 It leaves what one execution of the step leaves, and returns what that returns."""
 
+_MOST_NAMED = 4  # inputs that tell a call without a graph from others
 _MOST_DROPPED = 8  # recordings of one step, until it runs plain where an input has moved
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -97,6 +98,7 @@ class CompiledGraph:
         self.artifacts = artifacts_text(split, runnables)
         self.fast_paths = FastPaths()
         self.before_capture: Callable[[], None] | None = None  # called once, before the first
+        self.graph_break: str | None = None  # why Dynamo ended the graph early, and where
         self._config = config
         self._observer: Observer | None = None
         self._frozen = FrozenTensors(frozen)
@@ -105,6 +107,11 @@ class CompiledGraph:
         runnables = list(map(not_reading_context, split.pieces, runnables))
         self._run = self._run_compared = step.bind(runnables)
         self._run_differentiable = step.bind([piece.module.forward for piece in split.pieces])
+        self._named = [
+            (position, value.source or value.name)
+            for position, value in enumerate(split.inputs)
+            if isinstance(value.meta, torch.Tensor) and not value.static
+        ][:_MOST_NAMED]
         constants = split.constants.values() if split.differentiable else ()
         self._constants = tuple(x for x in constants if isinstance(x, torch.Tensor))
         self._may_require_grad = tuple(
@@ -130,7 +137,8 @@ class CompiledGraph:
 
     def __repr__(self) -> str:
         counts = self.counters
-        calls = f"{counts.calls} calls, {counts.captures} captures, {counts.replays} replays"
+        numbers = ("call", counts.calls), ("capture", counts.captures), ("replay", counts.replays)
+        calls = ", ".join(count(number, noun) for noun, number in numbers)
         return f"<CompiledGraph: {count(len(self.split.pieces), 'piece')}; {calls}>"
 
     # -------------------------------------------------------------- the five steps of a call
@@ -317,7 +325,7 @@ class CompiledGraph:
             weight_set.recordings[key] = fallback
         if not ran:
             return fallback, None
-        self.timeline.plain(fallback)
+        self.timeline.plain(fallback, self._shapes(inputs))
         return None, result
 
     def _capture_pieces(
@@ -360,12 +368,16 @@ class CompiledGraph:
             self._dispatch.growth.remember(result)
         else:
             result = run(*inputs)
-        self.timeline.plain(fallback)
+        self.timeline.plain(fallback, self._shapes(inputs) if context is None else "")
         if context is not None and self.pool is not None:
             self._weight_sets.ran_plain(inputs, result)
         return self._frozen.restore(result)
 
     # -------------------------------------------------------------- what a call uses
+
+    def _shapes(self, inputs: tuple[Any, ...]) -> dict[str, Sequence[int]]:
+        """Return the shapes of the first inputs that are not static, by name."""
+        return {name: inputs[position].shape for position, name in self._named}
 
     def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
         if not torch.is_grad_enabled():

@@ -92,9 +92,10 @@ def any_page(request: pytest.FixtureRequest, page: Path) -> Path:
     if request.param == "manager":
         served = manager(kind="compiled")
         served.capture()
-        for count in (3, 9, 30):
-            served.run(requests(count - 2, 2))
-        cgcompile.debug.report(served, path)
+        with cgcompile.debug.profile(served) as measured:
+            for count in (3, 9, 30):
+                served.run(requests(count - 2, 2))
+        cgcompile.debug.report(served, path, profile=measured)
     elif request.param == "explain":
         cgcompile.explain(model, x, dynamic_dims={"x": 0}, sizes=[8, 16]).to_html(path)
     elif request.param == "verify":

@@ -106,6 +106,55 @@ def test_a_lazy_manager_counts_the_warming_step_as_plain() -> None:
 # ------------------------------------------------------------------ models
 
 
+def test_graph_breaks_of_dynamo_are_named() -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        if y.sum() > 100:
+            y = y / 2
+        return y.cos()
+
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    compiled = torch.compile(branches, backend=backend)
+    with torch.inference_mode():
+        compiled(torch.randn(3, 4))
+    found = coverage(backend)
+    line = branches.__code__.co_firstlineno + 2
+    assert found.graphs == 2
+    assert len(found.breaks) == 1
+    assert found.breaks[0].endswith(f"(test_coverage.py:{line})")
+    assert "2 compiled graphs, 1 graph break of Dynamo" in str(found)
+    assert found.to_dict()["breaks"] == list(found.breaks)
+    whole = small()
+    with torch.inference_mode():
+        whole(torch.randn(3, 4))
+    assert (coverage(whole).graphs, coverage(whole).breaks) == (1, ())
+    assert "Dynamo" not in str(coverage(whole))
+
+
+def test_a_reason_names_the_call() -> None:
+    """By the shapes of its inputs, by its descriptor, or by the name of what ran."""
+    model = small()
+    for size in (3, 5):
+        model(torch.randn(size, 4))
+    (row,) = coverage(model).rows
+    assert row.reason == "gradients"
+    assert row.detail.endswith("; last call: input [5, 4]")
+    with torch.inference_mode(), step(7, CUDAGraphMode.NONE):
+        model(torch.randn(7, 4))
+    _, row = coverage(model).rows
+    assert row.detail == "the forward context has runtime mode NONE; last call: num_tokens=7"
+    wrapper = cgcompile.BreakableCUDAGraphWrapper(nn.Linear(4, 4), model.backend.config)
+    with torch.inference_mode(), step(9, CUDAGraphMode.NONE):
+        wrapper(torch.randn(9, 4))
+    (row,) = coverage(wrapper).rows
+    assert row.detail.endswith("; last call: num_tokens=9")
+    model.backend.close_capture()
+    with torch.inference_mode(), step(6):
+        model(torch.randn(6, 4))
+    forbidden = coverage(model).rows[-1]  # which has the descriptor already
+    assert forbidden.detail == "no graph for num_tokens=6, and capture is closed"
+
+
 def test_a_model_counts_what_ran() -> None:
     model = small(max_captured_shapes=4)
     calls: Counter[int] = Counter()
@@ -295,7 +344,7 @@ def test_schema() -> None:
     found = coverage(encoder())
     data = found.to_dict()
     assert json.loads(found.to_json()) == data
-    assert data["version"] == 2
+    assert data["version"] == 3
     assert_snapshot("coverage_schema", names_of(data))
 
 

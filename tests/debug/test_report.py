@@ -18,7 +18,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile.debug import Overview
-from cgcompile.debug.drawing import split_svg
+from cgcompile.debug.drawing import histogram_svg, sizes_svg, split_svg, steps_svg
 from cgcompile.debug.output import duration, human
 from cgcompile.debug.pages import render
 from cgcompile.errors import ConfigError
@@ -155,6 +155,46 @@ def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None
     assert drawing(page, "Memory") == [
         f"{kind}: {human(count)}" for kind, count in overview.memory.items() if count
     ]
+    grown: dict[int, int] = {}
+    for each in overview.steps:
+        size = int(re.findall(r"\d+", each.batch)[0])
+        grown[size] = grown.get(size, 0) + each.nbytes
+    titles = drawing(page, "Recorded steps by size")
+    assert [title.split(" in ")[0] for title in titles] == [
+        f"size {size}: {human(nbytes)}" for size, nbytes in sorted(grown.items())
+    ]
+
+
+def test_measured_steps_are_drawn_in_order() -> None:
+    model = compiled_and_run(Attends().eval(), cudagraph_mode="PIECEWISE")
+    with torch.inference_mode(), cgcompile.debug.profile(model) as measured:
+        for _ in range(4):
+            model(torch.randn(2, 4, 8))
+    found = cgcompile.debug.report(model, profile=measured)
+    assert found.segments == measured.segments
+    assert [segment.kind for segment in found.segments] == ["graph", "eager", "graph"]
+    page = read(found)
+    assert drawing(page, "Segments of measured steps") == [
+        f"{each.name}, {each.kind}: {duration(each.host_us / 1e6)}" for each in found.segments
+    ]
+    text = steps_svg(found.to_dict()["segments"], "steps")
+    wide = [float(found) for found in re.findall(r' width="([\d.]+)%"', text)]
+    whole = sum(each.host_us for each in found.segments)
+    expected = [100 * each.host_us / whole for each in found.segments]
+    assert wide == pytest.approx(expected, abs=0.001)
+    assert re.findall(r'<rect class="(\w+)"', text) == ["on", "off", "on"]
+    timed = [{**each, "device_us": 2.0} for each in found.to_dict()["segments"]]
+    lanes = re.findall(r"<text [^>]*>([^<]*)</text>", steps_svg(timed, "steps"))
+    assert lanes[0].endswith(" of the host")
+    assert lanes[1].endswith(": 6.0 us of the device")
+    assert "Time of a step" not in read(cgcompile.debug.report(model)).text
+
+
+def test_lanes_and_columns_of_nothing() -> None:
+    for text in (steps_svg([], "a"), sizes_svg([], "a"), histogram_svg([], "steps", "a")):
+        ElementTree.fromstring(text)
+    nothing = [{"batch": "num_tokens=4", "nbytes": 0}]
+    assert "size 4: 0 B in 1 recorded step<" in sizes_svg(nothing, "a")
 
 
 def test_distinct_pieces_are_those_of_the_value(page: Page, overview: Overview) -> None:

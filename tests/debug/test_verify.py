@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from lib import encoders
 from lib.cases import D
 from lib.command_line import Page
 from lib.debug import FULL, PIECEWISE, only, step
@@ -23,6 +24,7 @@ import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper, verify
 from cgcompile.debug.compare import InputSets, Tolerance, padded
 from cgcompile.errors import ConfigError
+from cgcompile.reasons import Reason
 
 # ---------------------------------------------------------------- good models
 
@@ -84,6 +86,56 @@ def test_a_good_manager(device: str, mode: str, kind: str) -> None:
     found = verify(made, prepare=lambda: requests(60, device=device), sets=2)
     assert not found.ok
     assert "batch 0 has no graph: oversize" in str(found)
+
+
+class Mixes(encoders.Rows):
+    """Rows that depend on all rows of the buffer: on padding, and on other items."""
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, torch.Tensor]) -> Any:
+        result = super().encoder_cudagraph_forward(inputs)
+        return result + result.sum()
+
+
+@pytest.mark.parametrize(
+    ("case", "ok", "text"),
+    [
+        ("items", True, "eager items against replayed budgets"),
+        ("padding", True, "equal"),
+        ("baked", False, "wrong by replay, inputs 0: the whole step"),
+        ("oversize", False, "call 1 has items without a graph: 1 oversize"),
+        ("nothing", False, "call 0 has items without a graph: 2 not_captured"),
+        ("none", False, "there are no calls"),
+    ],
+)
+def test_an_encoder_manager(case: str, ok: bool, text: str) -> None:
+    model = Mixes() if case == "baked" else encoders.Rows()
+    made = encoders.manager(model, captured=case != "nothing")
+    calls = {
+        "items": [encoders.rows(4, 2), encoders.rows(1, 3, 5)],
+        "padding": [encoders.rows(3)],
+        "baked": [encoders.rows(3)],
+        "oversize": [encoders.rows(4), encoders.rows(4, 1000)],
+        "nothing": [encoders.rows(4, 2)],
+        "none": [],
+    }[case]
+    found = verify(made, *calls)
+    assert found.ok == ok, found
+    assert text in str(found)
+    assert str(found).startswith("EncoderCudaGraphManager of ")
+    assert bool(found.replays) == (case not in ("nothing", "none"))
+    assert found.checks[0].compared == (0 if case == "nothing" else len(calls))
+
+
+def test_an_encoder_manager_takes_calls_alone() -> None:
+    made = encoders.manager(encoders.Rows(), config=encoders.config(strict=True))
+    with pytest.raises(ConfigError, match="calls of the encoder, each a dict"):
+        verify(made, [1])
+    with pytest.raises(ConfigError, match="refuse"):
+        verify(made, encoders.rows(4), refuse=True)
+    found = verify(made, prepare=lambda: encoders.rows(4, 3), sets=2)  # strict lets it run eager
+    assert found.ok, found
+    assert found.checks[0].compared == 2
+    assert made.statistics.reasons() == {Reason.MODE_EXCLUDED: 4}
 
 
 # ---------------------------------------------------------------- nothing to compare

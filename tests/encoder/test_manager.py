@@ -402,7 +402,7 @@ def test_coverage() -> None:
     assert head.split()[:4] == ["path", "budget", "graph", "replays"]
     assert first.split() == ["default", "8", "yes", "1", "2", "12.5%", "-"]
     assert eager == "eager on default: oversize: 1 item, 70..70 tokens"
-    assert total == "2 hits, 1 misses, 1 without tokens"
+    assert total == "2 hits, 1 miss, 1 without tokens"
 
 
 def test_what_is_cheaper_eager_runs_eager() -> None:

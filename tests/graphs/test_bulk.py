@@ -343,7 +343,8 @@ def test_sizes_that_are_not_listed(device: str) -> None:
     found = backend.capture(lambda size: compiled(marked(batch(device, size))), (6, 5, 3, 4))
     assert found.captured == (6, 3)
     assert found.missing == tuple(
-        (n, f"unlisted_size: {n} is not in cudagraph_capture_sizes") for n in (5, 4)
+        (n, f"unlisted_size: {n} is not in cudagraph_capture_sizes; last call: x [{n}, 4, 16]")
+        for n in (5, 4)
     )
     assert_counts(backend, 2, 0, {Reason.WARMING: 4, Reason.UNLISTED_SIZE: 6})
 
@@ -351,8 +352,8 @@ def test_sizes_that_are_not_listed(device: str) -> None:
 def test_a_context_of_mode_none(wrapped) -> None:
     wrapped.mode = NONE
     found = wrapped.capture((3, 4))
-    why = "mode_none: the forward context has runtime mode NONE"
-    assert (found.captured, found.missing) == ((), ((4, why), (3, why)))
+    why = "mode_none: the forward context has runtime mode NONE; last call: num_tokens="
+    assert (found.captured, found.missing) == ((), ((4, f"{why}4"), (3, f"{why}3")))
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
