@@ -325,7 +325,7 @@ class CompiledGraph:
             weight_set.recordings[key] = fallback
         if not ran:
             return fallback, None
-        self.timeline.plain(fallback, self._shapes(inputs))
+        self.timeline.plain(fallback, self._shapes(inputs) if batch.own_context else "")
         return None, result
 
     def _capture_pieces(

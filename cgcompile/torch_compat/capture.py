@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 # ---------------------------------------------------------------- raw memory
 
@@ -39,12 +38,12 @@ def can_expire_storages() -> bool:
 
 def expire_storage(storage: torch.UntypedStorage, text: str) -> None:
     """Make each later read or write of a storage raise RuntimeError."""
-    torch._C._set_storage_data_ptr_access_error_msg(storage_identity(storage), text)
+    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, text)
 
 
 def storage_identity(storage: torch.UntypedStorage) -> int:
-    """Return a key of a storage object, not of its memory, while it lives; about 0.5 us."""
-    return int(StorageWeakRef(storage).cdata)
+    """Return a key of a storage object, not of its memory, while it lives."""
+    return storage._cdata
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,6 +93,8 @@ class StorageLife:
     __slots__ = ("_weak",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
         self._weak = StorageWeakRef(tensor.untyped_storage())
 
     @property

@@ -251,7 +251,6 @@ def _fold(gm: fx.GraphModule, computed: list[fx.Node]) -> bool:
     inputs = dict.fromkeys(node for item in items for node in item.all_input_nodes)
     free = all(type(node.meta["example_value"]) is torch.SymFloat for node in computed)
     free &= all(node in items or node.op == "call_function" for node in computed)
-    free &= all(node.all_input_nodes for node in computed)
     free &= all(set(node.all_input_nodes) <= {*computed, *inputs} for node in computed)
     free &= all(node.op == "placeholder" and set(node.users) <= set(items) for node in inputs)
     if not free or dynamo is None or dynamo.graph is not gm.graph:

@@ -20,11 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgcompile.locks import new_lock
 
-# Types of public objects; torch has no public name for them. An overload and a higher-order op, of
-# which there are many types, have one base.
+# Both are types of public objects; torch has no public name for them.
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 OpOverloadPacket: Any = type(torch.ops.aten.add)
-_Operator: Any = OpOverload.__bases__[0]
 
 # Exact types that are leaves; torch decides for all others.
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
@@ -104,12 +102,12 @@ def custom_op_overload(obj: Any) -> Any:
 
 def is_op(obj: Any) -> bool:
     """Return whether ``obj`` is an op of ``torch.ops``: overload, packet or higher-order op."""
-    return isinstance(obj, (_Operator, OpOverloadPacket))
+    return isinstance(obj, (OpOverload, OpOverloadPacket, torch._ops.HigherOrderOperator))
 
 
 def is_higher_order_op(obj: Any) -> bool:
     """Return whether ``obj`` is an op of ``torch.ops.higher_order``."""
-    return isinstance(obj, _Operator) and not isinstance(obj, OpOverload)
+    return isinstance(obj, torch._ops.HigherOrderOperator)
 
 
 def op_names(op: Any) -> tuple[str, ...]:
@@ -480,9 +478,8 @@ def compiled_from(function: Any) -> Any:
 
 def original_of(compiled: Any) -> Any:
     """Return the module that ``torch.compile`` wrapped; None for anything else."""
-    if not isinstance(compiled, torch.nn.Module) or "dynamo_ctx" not in vars(compiled):
-        return None
-    return next(compiled.children())
+    is_module = isinstance(compiled, torch.nn.Module)
+    return getattr(compiled, "_orig_mod", None) if is_module else None
 
 
 @cache

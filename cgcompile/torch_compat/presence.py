@@ -51,7 +51,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.eval_frame": "innermost_backend",
     "torch._dynamo.exc": "RestartAnalysis SkipFrame TensorifyScalarRestartAnalysis "
     "TorchDynamoException",
-    "torch._dynamo.guards": "CheckFunctionManager",
+    "torch._dynamo.guards": "CheckFunctionManager GuardManagerWrapper",
     "torch._dynamo.source": "ConstantSource",
     "torch._dynamo.symbolic_convert": "TensorifyState tls",
     "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_metrics_context",
@@ -64,7 +64,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._inductor.utils": "clear_caches",
     "torch._library.triton": "get_triton_kernels_for_op",
     "torch._logging": "_internal",
-    "torch._ops": "_higher_order_ops",
+    "torch._ops": "HigherOrderOperator _higher_order_ops",
     "torch.amp": "_enter_autocast _exit_autocast",
     "torch.autograd.forward_ad": "_current_level",
     "torch.autograd.grad_mode": "_enter_inference_mode _exit_inference_mode",
@@ -81,12 +81,14 @@ PRIVATE_NAMES: Mapping[str, str] = {
 }
 # Attributes of objects, by their owner. Whether they exist shows with an object alone.
 PRIVATE_ATTRIBUTES: Mapping[str, str] = {
+    "a storage": "_cdata",
     "a symbolic number": "_expr",
     "an op": "_schema _op_dk",
     "an op of torch.library.custom_op": "_opoverload",
     "a placeholder of Dynamo": "_dynamo_source",
     "a graph module of Dynamo": "_param_name_to_source",
     "a module": "_forward_hooks _forward_pre_hooks",
+    "a module of torch.compile": "_orig_mod",
     "the metrics context of Dynamo": "_metrics",
     "inspect, of Python": "_shadowed_dict_from_mro_tuple",
 }

@@ -352,12 +352,18 @@ def _weak_guards() -> Any:
     # A finalizer of each object that is compared by identity would keep the guards as long as that
     # object, such as a class or a module-level function, lives. The second tree has the guards that
     # differ between the entries of Dynamo's own cache; torch 2.11 never frees it.
-    from torch._dynamo.guards import CheckFunctionManager
+    from torch._dynamo.guards import CheckFunctionManager, GuardManagerWrapper
+
+    class OneTree(GuardManagerWrapper):
+        def prepare_diff_guard_manager(self) -> None:
+            pass
 
     class WeakGuards(CheckFunctionManager):
         def build_guards(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            builder, tree = super().build_guards(*args, **kwargs)
-            vars(tree)["prepare_diff_guard_manager"] = tuple  # has no effect
+            builder, guard_manager = super().build_guards(*args, **kwargs)
+            tree = OneTree.__new__(OneTree)
+            vars(tree).update(vars(guard_manager))
+            builder.guard_manager = tree
             return builder, tree
 
         def id_ref(self, obj: object, obj_str: str) -> int:

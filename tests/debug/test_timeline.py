@@ -97,12 +97,13 @@ def test_a_refused_capture_says_why() -> None:
     assert (done.name, done.mode, done.batch) == ("refuse", FULL, "num_tokens=4")
 
 
-def test_a_piece_that_cannot_be_captured_is_named() -> None:
-    class Model(nn.Module):
-        def forward(self, x):
-            return torch.ops.cgentry.hooked(x.sin()) + 1
+class Piece(nn.Module):
+    def forward(self, x):
+        return torch.ops.cgentry.hooked(x.sin()) + 1
 
-    model, compiled, backend = compiled_model(Model, "cpu")
+
+def test_a_piece_that_cannot_be_captured_is_named() -> None:
+    model, compiled, backend = compiled_model(Piece, "cpu")
 
     def reads(x: torch.Tensor) -> torch.Tensor:
         return x * float(x.sum() > 0)
@@ -120,6 +121,20 @@ def test_a_piece_that_cannot_be_captured_is_named() -> None:
     assert pieces.why == f"capture_failed: {detail.partition('; last call: ')[0]}"
     assert "the step" in whole.why
     assert "piece_0" in pieces.why
+
+
+def test_a_refused_capture_names_the_descriptor_of_a_forward_context() -> None:
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * float(x.sum() > 0)
+
+    _, compiled, backend = compiled_model(Piece, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hook, "function", staticmethod(reads))
+        with step(6, PIECEWISE):
+            for _ in range(2):  # a warming call, and the capture
+                compiled(batch("cpu"))
+        detail = backend.counters.details[Reason.CAPTURE_FAILED]
+        assert detail.endswith("; last call: num_tokens=6")
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])

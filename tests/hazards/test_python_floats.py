@@ -75,6 +75,27 @@ def test_floats_take_one_trace(device: str, compiler: str) -> None:
         assert (backend.counters.captures, backend.counters.replays) == (3, 3)
 
 
+def test_a_model_after_another_takes_one_trace(device: str) -> None:
+    """Dynamo has made the first of its floats a constant already, for the model before."""
+
+    def one(x: torch.Tensor, number: float) -> torch.Tensor:
+        return x * (number * 3)
+
+    def two(x: torch.Tensor, number: float, other: float) -> torch.Tensor:
+        return x * (number * 3) + (other + number)
+
+    torch._dynamo.reset()
+    x = torch.randn(4, D, device=device)
+    with torch.inference_mode():
+        for function, numbers in ((one, (0.5,)), (two, (0.3, 0.7))):
+            compiles, traced = counting(cgcompile.Backend(compiler="eager"))
+            compiled = torch.compile(function, backend=compiles, dynamic=True)
+            for more in (0.0, 1.0):
+                changed = [number + more for number in numbers]
+                torch.testing.assert_close(compiled(x, *changed), function(x, *changed))
+            assert len(traced) == 2
+
+
 def test_a_float_that_is_returned(device: str) -> None:
     def function(x: torch.Tensor, number: float) -> Any:
         return x * number, number * 3, [number]
