@@ -188,14 +188,15 @@ class CudaGraphManager:
             0.2 us a weight; else call :meth:`release` where one is replaced. Of a model that is no
             module those of the modules that it holds, except in globals.
         check_metadata: compare the addresses of tensors of ``metadata`` with those at capture.
-        agreement: ranks that run the same graphs, constructed with this dispatcher. All ranks make
-            the same calls then: :meth:`capture`, and :meth:`run` at each step.
+        agreement: ranks that run the same graphs, constructed with this dispatcher; or a function
+            that constructs it, such as :class:`Agreement` itself. All ranks make the same calls
+            then: :meth:`capture`, and :meth:`run` at each step.
 
     Attributes:
         model: as given.
         backend: the handle of the model; None of one that is not compiled.
         dispatcher: as given; it records what has been captured.
-        agreement: as given.
+        agreement: as given or constructed.
         inputs: the input buffers.
         statistics: what was dispatched; ``print(manager.statistics.coverage())``.
         meter: measures the memory of graphs.
@@ -238,11 +239,14 @@ class CudaGraphManager:
         inference_mode: bool = True,
         check_weights: bool = True,
         check_metadata: bool = True,
-        agreement: Agreement | None = None,
+        agreement: Agreement | Callable[[CudagraphDispatcher], Agreement] | None = None,
     ) -> None:
         where, limits, plan = "CudaGraphManager", dispatcher.limits, dispatcher.plan()
         require_callable("model", where, model)
         require_items("inputs", where, inputs)
+        if agreement is not None and not isinstance(agreement, Agreement):
+            require_callable("agreement", where, agreement)
+            agreement = agreement(dispatcher)
         if agreement is not None and agreement.dispatcher is not dispatcher:
             raise AgreementError.other_dispatcher()
         self.model, self.dispatcher, self.agreement = model, dispatcher, agreement

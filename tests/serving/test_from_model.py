@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 from lib.manager import INPUTS, SIZES, Decoder, eager, inner, library, metadata, requests
+from torch import distributed as dist
 from torch import nn
 
 import cgcompile
 from cgcompile import AttentionCGSupport, CudaGraphManager, CUDAGraphMode, SplittingOp
 from cgcompile.errors import ConfigError
-from cgcompile.serving import InputBuffer, capture_sizes
+from cgcompile.serving import Agreement, InputBuffer, capture_sizes
 
 ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 LIMITS = {"max_num_tokens": 64, "max_num_reqs": 8}
@@ -144,3 +145,16 @@ def test_a_function_with_a_device(device: str) -> None:
     found = manager.run(cgcompile.serving.Batch(3, 3, {"x": x}))
     torch.testing.assert_close(found, x @ weight)
     assert manager.counters.replays == 1
+
+
+def test_ranks_that_agree() -> None:
+    """An agreement needs the dispatcher, which is constructed inside: pass what constructs it."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        manager = built("cpu", settings("cpu"), agreement=Agreement)
+        assert manager.agreement is not None
+        assert manager.agreement.dispatcher is manager.dispatcher
+        check_steps(manager, "cpu")
+    finally:
+        dist.destroy_process_group()
