@@ -26,6 +26,7 @@ from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import ANOTHER, FastPaths
 from cgcompile.runtime.inputs import FrozenTensors
 from cgcompile.tracing.argument_guards import Fits, is_number, tensors_in, with_numbers
+from cgcompile.passes.inline import Repeated, inline_regions
 from cgcompile.tracing.dynamic_dims import (
     DynamicDims,
     TensorDim,
@@ -35,6 +36,7 @@ from cgcompile.tracing.dynamic_dims import (
     parameter_kinds,
     with_two_rows,
 )
+from cgcompile.tracing.repeated_layers import repeated_layers
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +173,13 @@ class Traces:
         self._lock = new_lock()
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces tensors of its own
+        repeats = compat.repeats_regions()
+        self._repeated = repeated_layers(called) if repeats else {}  # traced once each
+
+    @property
+    def _arguments(self) -> list[str]:
+        """The parameters that the caller fills, without a bound object."""
+        return list(self._signature.parameters)[self._bound is not None :]
 
     @property
     def name(self) -> str:
@@ -446,7 +455,7 @@ class Traces:
         freezes = self._rules.guards == "none" and not self._unfrozen
         called = self._function if self._bound is not None else self._called
         start = time.perf_counter()
-        with closing(compat.trace_call(called, args, kwargs, freeze=freezes)) as trace:
+        with closing(self._traced(called, args, kwargs, freezes)) as trace:
             if trace.written_globals:
                 names = ", ".join(trace.written_globals)
                 raise TraceError.writes_globals(name=self.name, names=names)
@@ -461,6 +470,29 @@ class Traces:
             compiling = time.perf_counter() - traced
             took = f"traced in {traced - start:.2f} s, compiled in {compiling:.2f} s"
             return CompiledTrace(trace, compiled, fits, self._rules, took, freezes)
+
+    def _traced(
+        self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any], freezes: bool
+    ) -> compat.Trace:
+        """Trace a call; repeated layers once, if torch accepts that."""
+        guarded = self._rules != Rules("none") or not freezes
+        if self._repeated:
+            try:
+                trace = compat.trace_call(
+                    called,
+                    args,
+                    kwargs,
+                    freeze=freezes,
+                    regions=self._repeated,
+                    inline=inline_regions if guarded else _inline_unguarded,
+                )
+                if freezes:
+                    trace.freeze(self._scope(args, kwargs), self._arguments)
+                return trace
+            except Exception as error:  # whatever the reason, the plain trace decides
+                log.info("%s: each layer is traced on its own: %s", self.name, error)
+                self._repeated = {}
+        return compat.trace_call(called, args, kwargs, freeze=freezes)
 
     def _fits(
         self,
@@ -522,6 +554,11 @@ class Traces:
                 return trace.guards.first_that_fails(names)
         texts = [f"{name}: {_described(value)}" for name, value in names.items() if name != "self"]
         return "no trace is for arguments like " + ", ".join(texts)
+
+
+def _inline_unguarded(graph: fx.GraphModule) -> list[Repeated]:
+    inline_regions(graph)
+    return []  # no guard is needed for what repeated layers read
 
 
 def _described(value: Any) -> str:

@@ -1,0 +1,161 @@
+"""Functions that Dynamo traces once and repeats, by ``torch.compiler.nested_compile_region``.
+
+torch 2.13 and later copy the trace of a marked function to each later call for which the guards of
+the first hold. Two things are missing there. These guards are not kept for the later calls:
+:func:`repeat_guards` adds them. And the copy does not see hooks, classes of inner modules and
+``forward`` of instances: callers mark layers of equal structure only, see
+``tracing/repeated_layers.py``.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import Guard, Source
+
+
+@functools.cache
+def repeats_regions() -> bool:
+    """Return whether this torch copies the trace of a region; 2.11 traces each call."""
+    region = torch.compiler.nested_compile_region
+    return "max_reuse_entries" in inspect.signature(region).parameters
+
+
+@contextmanager
+def regions_marked(classes: Mapping[type[torch.nn.Module], int]) -> Iterator[None]:
+    """Mark the ``forward`` of classes as regions, each with this many traces at most."""
+    # The caller holds the lock of Dynamo. A thread that runs a layer meanwhile calls it as before.
+    own = {cls: vars(cls).get("forward") for cls in classes}
+    plain: dict[Any, dict[str, Any]] = {cls.forward: dict(vars(cls.forward)) for cls in classes}
+    try:
+        for cls, most in classes.items():
+            cls.forward = torch.compiler.nested_compile_region(cls.forward, max_reuse_entries=most)
+        yield
+    finally:
+        for cls, forward in own.items():
+            if forward is None:
+                del cls.forward
+            else:
+                cls.forward = forward
+        for function, attributes in plain.items():
+            vars(function).clear()
+            vars(function).update(attributes)
+
+
+def drop_guards_on_marks(guards: Any) -> None:
+    """Drop the guards on the functions that marks put around a ``forward``: the marks are gone."""
+    for source in {guard.originating_source for guard in guards}:
+        if "['forward'].__closure__[0].cell_contents" in str(source.name):
+            guards.remove_guards_with_source(source)
+
+
+def another_fake(value: Any) -> Any:
+    """Return a fake tensor like this one in memory of its own; None if that takes running an op."""
+    if not isinstance(value, torch.Tensor) or not hasattr(value, "fake_mode"):
+        return None
+    if value.layout is not torch.strided or value.requires_grad or value.is_conj() or value.is_neg():
+        return None
+    if not isinstance(value.storage_offset(), int) or value.storage_offset():
+        return None
+    with torch.inference_mode(value.is_inference()):
+        meta = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device="meta"
+        )
+        another = type(value)(value.fake_mode, meta, value.device)
+    one, other = another.untyped_storage().nbytes(), value.untyped_storage().nbytes()
+    return another if _expression(one) == _expression(other) else None
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    return size if isinstance(size, int) else size.node.expr
+
+
+class CannotRepeat(Exception):
+    """A guard of a region has no form for its later calls; the text is the reason."""
+
+
+def repeat_guards(guards: Any, repeated: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+    """Add the guards on what the first call of a region read, for what later calls read.
+
+    ``repeated`` has the inputs of the graph that stand for each other.
+    """
+    bases: dict[Source, dict[Source, _Moved]] = {}
+    for pair in repeated:
+        sources = [getattr(node, "_dynamo_source", None) for node in pair]
+        if None not in sources:
+            one, other = _difference(*sources)
+            bases.setdefault(one, {}).setdefault(other, _Moved(one, other))
+    known = {_key(guard) for guard in guards}
+    tensors = {key[0] for key in known if key[1] in _OF_TENSORS}
+    for guard in list(guards):
+        for base in [base for base in _chain(guard.originating_source) if base in bases]:
+            for added in (moved.guard(guard) for moved in bases[base].values()):
+                key = _key(added)
+                if key[1] == "TENSOR_MATCH" and key[0] in tensors:
+                    continue
+                if key[1] in _OF_TENSORS and key not in known:
+                    raise CannotRepeat(f"{key[0]} is no input of the graph")
+                if key not in known:
+                    known.add(key)
+                    guards.add(added)
+
+
+_OF_TENSORS = ("TENSOR_MATCH", "DUPLICATE_INPUT")
+
+
+def _difference(one: Any, other: Any) -> tuple[Any, Any]:
+    """Return the innermost sources in which two paths differ: ``layers[1]`` and ``layers[2]``."""
+    while (
+        type(one) is type(other)
+        and getattr(one, "base", None) is not None
+        and one.base != other.base
+        and dataclasses.replace(one, base=other.base) == other
+    ):
+        one, other = one.base, other.base
+    return one, other
+
+
+def _chain(source: Any) -> Iterator[Any]:
+    while source is not None:
+        yield source
+        source = getattr(source, "base", None)
+
+
+def _key(guard: Any) -> tuple[str, str, str]:
+    function = guard.create_fn
+    extra = {**getattr(function, "keywords", {})}
+    extra.pop("value", None)  # the tensor itself
+    return str(guard.name), guard.create_fn_name(), repr(sorted(extra.items(), key=str))
+
+
+class _Moved:
+    """Sources below one base, as they are below another."""
+
+    def __init__(self, base: Source, other: Source) -> None:
+        self._known: dict[Source, Source] = {base: other}
+
+    def guard(self, guard: Guard) -> Guard:
+        function = guard.create_fn
+        if isinstance(function, functools.partial):
+            moved = {
+                name: self.source(value) if isinstance(value, Source) else value
+                for name, value in function.keywords.items()
+            }
+            function = functools.partial(function.func, *function.args, **moved)
+        return Guard(self.source(guard.originating_source), function)
+
+    def source(self, source: Source) -> Source:
+        if source not in self._known:
+            changes = {
+                field.name: self.source(value)
+                for field in dataclasses.fields(source)  # type: ignore[arg-type]
+                if isinstance(value := getattr(source, field.name), Source)
+            }
+            moved = dataclasses.replace(source, **changes) if changes else source  # type: ignore[type-var]
+            self._known[source] = moved
+        return self._known[source]
