@@ -64,6 +64,9 @@ def inline_regions(gm: fx.GraphModule) -> list[Repeated]:
         gm.graph.erase_node(body)
     for name in first_calls:
         delattr(gm, name)
+    for node in reversed(copied):  # Dynamo leaves sizes in a region that nothing uses
+        if not node.users and value(node) is not None and not tensors(value(node)):
+            gm.graph.erase_node(node)
     if calls:
         _refresh(gm, copied, known)
         gm.recompile()

@@ -2,7 +2,7 @@
 
 torch 2.13 and later copy the trace of a marked function to each later call for which the guards of
 the first hold. Two things are missing there. These guards are not kept for the later calls:
-:func:`repeat_guards` adds them. And the copy does not see hooks, classes of inner modules and
+:class:`RegionGuards` adds them. And the copy does not see hooks, classes of inner modules and
 ``forward`` of instances: callers mark layers of equal structure only, see
 ``tracing/repeated_layers.py``.
 """
@@ -10,7 +10,8 @@ the first hold. Two things are missing there. These guards are not kept for the 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,13 +48,6 @@ def regions_marked(classes: Mapping[type[torch.nn.Module], int]) -> Iterator[Non
             vars(function).update(attributes)
 
 
-def drop_guards_on_marks(guards: Any) -> None:
-    """Drop the guards on the functions that marks put around a ``forward``: the marks are gone."""
-    for source in {guard.originating_source for guard in guards}:
-        if "['forward'].__closure__[0].cell_contents" in str(source.name):
-            guards.remove_guards_with_source(source)
-
-
 def another_fake(value: Any) -> Any:
     """Return a fake tensor like this one in memory of its own; None if that takes running an op."""
     if not isinstance(value, torch.Tensor) or not hasattr(value, "fake_mode"):
@@ -79,45 +73,83 @@ class CannotRepeat(Exception):
     """A guard of a region has no form for its later calls; the text is the reason."""
 
 
-def repeat_guards(guards: Any, repeated: Iterable[tuple[fx.Node, fx.Node]]) -> None:
-    """Add the guards on what the first call of a region read, for what later calls read.
+class RegionGuards:
+    """The guards of a trace with regions; ``classes`` are those that were marked for it."""
 
-    ``repeated`` has the inputs of the graph that stand for each other.
-    """
-    bases: dict[Source, dict[Source, _Moved]] = {}
-    for pair in repeated:
-        sources = [getattr(node, "_dynamo_source", None) for node in pair]
-        if None not in sources:
-            one, other = _difference(*sources)
-            bases.setdefault(one, {}).setdefault(other, _Moved(one, other))
-    known = {_key(guard) for guard in guards}
-    tensors = {key[0] for key in known if key[1] in _OF_TENSORS}
-    for guard in list(guards):
-        for base in [base for base in _chain(guard.originating_source) if base in bases]:
-            for added in (moved.guard(guard) for moved in bases[base].values()):
-                key = _key(added)
-                if key[1] == "TENSOR_MATCH" and key[0] in tensors:
-                    continue
-                if key[1] in _OF_TENSORS and key not in known:
-                    raise CannotRepeat(f"{key[0]} is no input of the graph")
-                if key not in known:
-                    known.add(key)
-                    guards.add(added)
+    def __init__(self, output_graph: Any, classes: Collection[type[torch.nn.Module]]) -> None:
+        self._guards: Any = output_graph.guards
+        self._scope = {"L": output_graph.local_scope, "G": output_graph.global_scope}
+        self._classes = tuple(classes)
+
+    def drop_marks(self) -> None:
+        """Let guards on the ``forward`` of a class read it as it is without its mark."""
+        marks = {}
+        for guard in self._guards:
+            for source in _chain(guard.originating_source):
+                match = _MARK.fullmatch(str(source.name))
+                if match is not None and eval(match[1], dict(self._scope)) in self._classes:
+                    marks[source] = source.base.base.base  # cell, closure, function
+        for mark, function in marks.items():
+            moved = _Moved(mark, function)
+            below = [g for g in self._guards if mark in _chain(g.originating_source)]
+            self._guards.remove_guards_with_source(mark)
+            for guard in below:
+                if guard.originating_source != mark:
+                    self._guards.add(moved.guard(guard))
+
+    def repeat(self, repeated: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+        """Add the guards on what the first call of a region read, for what later calls read.
+
+        ``repeated`` has the inputs of the graph that stand for each other. Raises CannotRepeat.
+        """
+        bases: dict[Source, dict[Source, _Moved]] = {}
+        for pair in repeated:
+            sources = [getattr(node, "_dynamo_source", None) for node in pair]
+            if None not in sources:
+                one, other = self._bases(*sources)
+                bases.setdefault(one, {}).setdefault(other, _Moved(one, other))
+        known = {_key(guard) for guard in self._guards}
+        tensors = {key[0] for key in known if key[1] in ("TENSOR_MATCH", "DUPLICATE_INPUT")}
+        for guard in list(self._guards):
+            if "type(" in guard.name:  # of a class: later calls have the same
+                continue
+            for base in [base for base in _chain(guard.originating_source) if base in bases]:
+                for added in (moved.guard(guard) for moved in bases[base].values()):
+                    key = _key(added)
+                    if key not in known and self._is_missing(added, tensors):
+                        known.add(key)
+                        self._guards.add(added)
+
+    def _is_missing(self, guard: Guard, tensors: set[str]) -> bool:
+        kind = guard.create_fn_name()
+        if kind == "TENSOR_MATCH" and guard.name not in tensors:
+            raise CannotRepeat(f"{guard.name} is no input of the graph")
+        if kind == "DUPLICATE_INPUT":
+            other = guard.create_fn.keywords["source_b"].name  # type: ignore[attr-defined]
+            return eval(guard.name, dict(self._scope)) is eval(other, dict(self._scope))
+        return kind != "TENSOR_MATCH"
+
+    def _bases(self, one: Source, other: Source) -> tuple[Source, Source]:
+        """Return the layers that two sources are of; else the innermost parts that differ."""
+        pairs = []
+        while True:
+            pairs.append((one, other))
+            if isinstance(eval(one.name, dict(self._scope)), self._classes):
+                return one, other
+            same_step = (
+                type(one) is type(other)
+                and getattr(one, "base", None) not in (None, getattr(other, "base", None))
+                and dataclasses.replace(one, base=other.base) == other  # type: ignore
+            )
+            if not same_step:
+                return one, other
+            one, other = one.base, other.base  # type: ignore[attr-defined]
 
 
-_OF_TENSORS = ("TENSOR_MATCH", "DUPLICATE_INPUT")
-
-
-def _difference(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return the innermost sources in which two paths differ: ``layers[1]`` and ``layers[2]``."""
-    while (
-        type(one) is type(other)
-        and getattr(one, "base", None) is not None
-        and one.base != other.base
-        and dataclasses.replace(one, base=other.base) == other
-    ):
-        one, other = one.base, other.base
-    return one, other
+_MARK = re.compile(
+    r"dict\((type\(.*\))(?:\.__mro__\[\d+\])?\.__dict__\)\['forward'\]"
+    r"\.__closure__\[0\]\.cell_contents"
+)
 
 
 def _chain(source: Any) -> Iterator[Any]:

@@ -25,7 +25,7 @@ from torch import fx
 from torch.fx.graph_module import _loader
 
 from cgcompile.torch_compat.dynamo import known_size, size_conditions, squeeze_conditions
-from cgcompile.torch_compat.regions import drop_guards_on_marks, regions_marked, repeat_guards
+from cgcompile.torch_compat.regions import RegionGuards, regions_marked
 
 
 @contextmanager
@@ -226,7 +226,11 @@ class Trace:
     # ``inputs`` are what the graph was traced with, the ``frozen`` tensors last.
 
     def __init__(
-        self, function: types.FunctionType, output: Any, inline: Inline | None = None
+        self,
+        function: types.FunctionType,
+        output: Any,
+        regions: Collection[type[torch.nn.Module]] = (),
+        inline: Inline | None = None,
     ) -> None:
         self.original = function  # a bound object is its first argument
         self._output = output  # of Dynamo
@@ -237,9 +241,10 @@ class Trace:
         self._live: tuple[int, ...] | None = None  # positions of the inputs that are not frozen
         self._squeezes: list[tuple[str, tuple[str, ...]]] = []
         if self.graph is not None:
-            if inline is not None:
-                drop_guards_on_marks(self._graph_output.guards)
-                repeat_guards(self._graph_output.guards, inline(self.graph))
+            if regions and inline is not None:
+                guards = RegionGuards(self._graph_output, regions)
+                guards.drop_marks()
+                guards.repeat(inline(self.graph))
             self._squeezes = squeeze_conditions(self.graph.graph)
             self.frozen = _lift(self.graph)
             self.inputs += [tensor for _, tensor in self.frozen]
@@ -508,7 +513,7 @@ def trace_call(
         with new_sources() as sources:
             with regions_marked(regions or {}):
                 output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
-            trace = Trace(function, output, inline if regions else None)
+            trace = Trace(function, output, regions or (), inline)
         new = {name for name in function.__globals__.keys() - before if is_of_one_trace(name)}
     code = trace.python.code
     drop_sources_with(code, sources)

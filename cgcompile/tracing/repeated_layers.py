@@ -48,7 +48,6 @@ def _is_markable(module: nn.Module) -> bool:
     forward = type(module).forward
     return (
         isinstance(forward, FunctionType)
-        and forward.__closure__ is None  # guards on what it encloses would name the mark
         and not type(module).__module__.startswith("torch.")
         and not any(name.startswith("_torchdynamo") for name in vars(forward))
         and next(iter(module.children()), None) is not None

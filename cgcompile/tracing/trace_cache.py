@@ -173,8 +173,7 @@ class Traces:
         self._lock = new_lock()
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces tensors of its own
-        repeats = compat.repeats_regions()
-        self._repeated = repeated_layers(called) if repeats else {}  # traced once each
+        self._repeats_layers = compat.repeats_regions()  # until that fails
 
     @property
     def _arguments(self) -> list[str]:
@@ -476,14 +475,15 @@ class Traces:
     ) -> compat.Trace:
         """Trace a call; repeated layers once, if torch accepts that."""
         guarded = self._rules != Rules("none") or not freezes
-        if self._repeated:
+        repeated = repeated_layers(self._called) if self._repeats_layers else {}
+        if repeated:
             try:
                 trace = compat.trace_call(
                     called,
                     args,
                     kwargs,
                     freeze=freezes,
-                    regions=self._repeated,
+                    regions=repeated,
                     inline=inline_regions if guarded else _inline_unguarded,
                 )
                 if freezes:
@@ -491,7 +491,7 @@ class Traces:
                 return trace
             except Exception as error:  # whatever the reason, the plain trace decides
                 log.info("%s: each layer is traced on its own: %s", self.name, error)
-                self._repeated = {}
+                self._repeats_layers = False
         return compat.trace_call(called, args, kwargs, freeze=freezes)
 
     def _fits(
