@@ -20,6 +20,7 @@ from cgcompile.passes.nodes import (
     COMPUTING,
     attribute,
     changes_layout,
+    is_symbolic_number,
     storages,
     symbols_of,
     tensors,
@@ -30,6 +31,11 @@ from cgcompile.passes.regions import nodes_in_regions
 
 Repeated = tuple[fx.Node, fx.Node]
 """An input of the first call of a region, and the input in its place in a later call."""
+
+
+def has_regions(gm: fx.GraphModule) -> bool:
+    """Return whether a graph calls a region."""
+    return next(_calls(gm), None) is not None
 
 
 def inline_regions(gm: fx.GraphModule) -> list[Repeated]:
@@ -57,7 +63,7 @@ def inline_regions(gm: fx.GraphModule) -> list[Repeated]:
     for number, call in enumerate(calls):
         known.append(_storages_of_inputs(gm, call))
         copied.update(dict.fromkeys(_inline(gm, call), number))
-    bodies = list(dict.fromkeys(call.args[0] for call in calls))
+    bodies = [node for node in gm.graph.find_nodes(op="get_attr") if node.target in first_calls]
     for call in calls:
         gm.graph.erase_node(call)
     for body in bodies:
@@ -65,12 +71,20 @@ def inline_regions(gm: fx.GraphModule) -> list[Repeated]:
     for name in first_calls:
         delattr(gm, name)
     for node in reversed(copied):  # Dynamo leaves sizes in a region that nothing uses
-        if not node.users and value(node) is not None and not tensors(value(node)):
+        if not node.users and _is_of_sizes(node):
             gm.graph.erase_node(node)
     if calls:
         _refresh(gm, copied, known)
         gm.recompile()
     return [pair for pair in repeated if all(node.op == "placeholder" for node in pair)]
+
+
+def _is_of_sizes(node: fx.Node) -> bool:
+    """Return whether a node only reads sizes or takes an item."""
+    if node.target in ("size", "numel", "dim", torch.Size, operator.getitem):
+        return True
+    is_arithmetic = getattr(node.target, "__module__", None) == "_operator"
+    return is_arithmetic and is_symbolic_number(value(node))
 
 
 def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:

@@ -52,14 +52,17 @@ def another_fake(value: Any) -> Any:
     """Return a fake tensor like this one in memory of its own; None if that takes running an op."""
     if not isinstance(value, torch.Tensor) or not hasattr(value, "fake_mode"):
         return None
-    if value.layout is not torch.strided or value.requires_grad or value.is_conj() or value.is_neg():
+    if (
+        value.layout is not torch.strided
+        or value.requires_grad
+        or value.is_conj()
+        or value.is_neg()
+    ):
         return None
     if not isinstance(value.storage_offset(), int) or value.storage_offset():
         return None
     with torch.inference_mode(value.is_inference()):
-        meta = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device="meta"
-        )
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         another = type(value)(value.fake_mode, meta, value.device)
     one, other = another.untyped_storage().nbytes(), value.untyped_storage().nbytes()
     return another if _expression(one) == _expression(other) else None
@@ -125,7 +128,7 @@ class RegionGuards:
         if kind == "TENSOR_MATCH" and guard.name not in tensors:
             raise CannotRepeat(f"{guard.name} is no input of the graph")
         if kind == "DUPLICATE_INPUT":
-            other = guard.create_fn.keywords["source_b"].name  # type: ignore[attr-defined]
+            other = guard.create_fn.keywords["source_b"].name
             return eval(guard.name, dict(self._scope)) is eval(other, dict(self._scope))
         return kind != "TENSOR_MATCH"
 
@@ -139,11 +142,11 @@ class RegionGuards:
             same_step = (
                 type(one) is type(other)
                 and getattr(one, "base", None) not in (None, getattr(other, "base", None))
-                and dataclasses.replace(one, base=other.base) == other  # type: ignore
+                and dataclasses.replace(one, base=other.base) == other  # type: ignore[call-arg]
             )
             if not same_step:
                 return one, other
-            one, other = one.base, other.base  # type: ignore[attr-defined]
+            one, other = one.base, other.base
 
 
 _MARK = re.compile(
@@ -163,6 +166,13 @@ def _key(guard: Any) -> tuple[str, str, str]:
     extra = {**getattr(function, "keywords", {})}
     extra.pop("value", None)  # the tensor itself
     return str(guard.name), guard.create_fn_name(), repr(sorted(extra.items(), key=str))
+
+
+def repeat_guards_of_current_trace(repeated: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+    """Add the guards on later calls of regions, in a backend that Dynamo calls."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    RegionGuards(InstructionTranslator.current_tx().output, ()).repeat(repeated)
 
 
 class _Moved:
@@ -185,9 +195,9 @@ class _Moved:
         if source not in self._known:
             changes = {
                 field.name: self.source(value)
-                for field in dataclasses.fields(source)  # type: ignore[arg-type]
+                for field in dataclasses.fields(source)
                 if isinstance(value := getattr(source, field.name), Source)
             }
-            moved = dataclasses.replace(source, **changes) if changes else source  # type: ignore[type-var]
+            moved = dataclasses.replace(source, **changes) if changes else source
             self._known[source] = moved
         return self._known[source]

@@ -21,12 +21,12 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
 from cgcompile.locks import new_lock
+from cgcompile.passes.inline import Repeated, inline_regions
 from cgcompile.reasons import VARYING, Fallback, varying_number
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import ANOTHER, FastPaths
 from cgcompile.runtime.inputs import FrozenTensors
 from cgcompile.tracing.argument_guards import Fits, is_number, tensors_in, with_numbers
-from cgcompile.passes.inline import Repeated, inline_regions
 from cgcompile.tracing.dynamic_dims import (
     DynamicDims,
     TensorDim,
