@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import Guard, Source
 
 
 @functools.cache
@@ -105,7 +104,7 @@ class RegionGuards:
 
         ``repeated`` has the inputs of the graph that stand for each other. Raises CannotRepeat.
         """
-        bases: dict[Source, dict[Source, _Moved]] = {}
+        bases: dict[Any, dict[Any, _Moved]] = {}
         for pair in repeated:
             sources = [getattr(node, "_dynamo_source", None) for node in pair]
             if None not in sources:
@@ -123,7 +122,7 @@ class RegionGuards:
                         known.add(key)
                         self._guards.add(added)
 
-    def _is_missing(self, guard: Guard, tensors: set[str]) -> bool:
+    def _is_missing(self, guard: Any, tensors: set[str]) -> bool:
         kind = guard.create_fn_name()
         if kind == "TENSOR_MATCH" and guard.name not in tensors:
             raise CannotRepeat(f"{guard.name} is no input of the graph")
@@ -132,7 +131,7 @@ class RegionGuards:
             return eval(guard.name, dict(self._scope)) is eval(other, dict(self._scope))
         return kind != "TENSOR_MATCH"
 
-    def _bases(self, one: Source, other: Source) -> tuple[Source, Source]:
+    def _bases(self, one: Any, other: Any) -> tuple[Any, Any]:
         """Return the layers that two sources are of; else the innermost parts that differ."""
         pairs = []
         while True:
@@ -142,7 +141,7 @@ class RegionGuards:
             same_step = (
                 type(one) is type(other)
                 and getattr(one, "base", None) not in (None, getattr(other, "base", None))
-                and dataclasses.replace(one, base=other.base) == other  # type: ignore[call-arg]
+                and dataclasses.replace(one, base=other.base) == other
             )
             if not same_step:
                 return one, other
@@ -175,28 +174,32 @@ def repeat_guards_of_current_trace(repeated: Iterable[tuple[fx.Node, fx.Node]]) 
     RegionGuards(InstructionTranslator.current_tx().output, ()).repeat(repeated)
 
 
+def _is_source(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and hasattr(value, "guard_source")
+
+
 class _Moved:
     """Sources below one base, as they are below another."""
 
-    def __init__(self, base: Source, other: Source) -> None:
-        self._known: dict[Source, Source] = {base: other}
+    def __init__(self, base: Any, other: Any) -> None:
+        self._known: dict[Any, Any] = {base: other}
 
-    def guard(self, guard: Guard) -> Guard:
+    def guard(self, guard: Any) -> Any:
         function = guard.create_fn
         if isinstance(function, functools.partial):
             moved = {
-                name: self.source(value) if isinstance(value, Source) else value
+                name: self.source(value) if _is_source(value) else value
                 for name, value in function.keywords.items()
             }
             function = functools.partial(function.func, *function.args, **moved)
-        return Guard(self.source(guard.originating_source), function)
+        return type(guard)(self.source(guard.originating_source), function)
 
-    def source(self, source: Source) -> Source:
+    def source(self, source: Any) -> Any:
         if source not in self._known:
             changes = {
                 field.name: self.source(value)
                 for field in dataclasses.fields(source)
-                if isinstance(value := getattr(source, field.name), Source)
+                if _is_source(value := getattr(source, field.name))
             }
             moved = dataclasses.replace(source, **changes) if changes else source
             self._known[source] = moved

@@ -277,10 +277,10 @@ class WithSize(Layer):
 
 def test_a_region_that_is_not_inlined_is_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A size that depends on data has one symbol in the region, and needs one for each call."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     marked = torch.compiler.nested_compile_region(WithSize.forward)
     monkeypatch.setattr(WithSize, "forward", marked)
-    split_of(Model(WithSize).eval(), torch.randn(5, 8))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        split_of(Model(WithSize).eval(), torch.randn(5, 8))
 
 
 # ---------------------------------------------------------------- beside the plain trace
