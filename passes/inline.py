@@ -38,28 +38,31 @@ def has_regions(gm: fx.GraphModule) -> bool:
     return next(_calls(gm), None) is not None
 
 
-def inline_regions(gm: fx.GraphModule) -> list[Repeated]:
-    """Replace the calls of regions by their ops; return which inputs stand for which.
+def inline_regions(gm: fx.GraphModule) -> list[list[Repeated]]:
+    """Replace the calls of regions by their ops; return which inputs of later calls stand for which.
 
     Raises:
         PassError: a region cannot be inlined; the graph is unchanged or must be dropped.
     """
-    repeated: list[Repeated] = []
+    repeated: list[list[Repeated]] = []
     first_calls: dict[str, fx.Node] = {}
     copied: dict[fx.Node, int] = {}
     known: list[set[int]] = []
     calls = list(_calls(gm))
     for call in calls:
         _check(gm, call)
+    _check_states(gm, calls)
     for call in calls:
         name = str(call.args[0].target)  # type: ignore[union-attr]
         first = first_calls.setdefault(name, call)
         pairs = zip(first.args[2:], call.args[2:], strict=True)
-        repeated += [
-            (one, other)
-            for one, other in pairs
-            if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one is not other
-        ]
+        repeated.append(
+            [
+                (one, other)
+                for one, other in pairs
+                if all(isinstance(each, fx.Node) and each.op == "placeholder" for each in (one, other))
+            ]
+        )
     for number, call in enumerate(calls):
         known.append(_storages_of_inputs(gm, call))
         copied.update(dict.fromkeys(_inline(gm, call), number))
@@ -76,7 +79,7 @@ def inline_regions(gm: fx.GraphModule) -> list[Repeated]:
     if calls:
         _refresh(gm, copied, known)
         gm.recompile()
-    return [pair for pair in repeated if all(node.op == "placeholder" for node in pair)]
+    return repeated
 
 
 def _is_of_sizes(node: fx.Node) -> bool:
@@ -112,6 +115,23 @@ def _check(gm: fx.GraphModule, call: fx.Node) -> None:
         raise PassError.region(name=call.name, problem="a result that is used whole")
     if len(inputs) != len(call.args) - 2:
         raise PassError.region(name=call.name, problem="other inputs than its call")
+
+
+def _check_states(gm: fx.GraphModule, calls: list[fx.Node]) -> None:
+    """Refuse calls of one region in other states of torch: its Python code may read them."""
+    states: dict[Any, Any] = {}  # by the node that entered it, or by what it switches
+    first: dict[Any, list[Any]] = {}
+    for node in gm.graph.nodes:
+        if node in calls:
+            state = [*states.items()]
+            if first.setdefault(node.args[0].target, state) != state:
+                raise PassError.region(name=node.name, problem="another state of torch than before")
+        elif toggles_state(node):
+            if node.args and isinstance(node.args[0], fx.Node):
+                states.pop(node.args[0], None)
+            else:
+                has_exit = node.target in compat.LEAVES
+                states[node if has_exit else node.target] = node.args
 
 
 def _storages_of_inputs(gm: fx.GraphModule, call: fx.Node) -> set[int]:
@@ -158,7 +178,6 @@ def _refresh(gm: fx.GraphModule, copied: Mapping[fx.Node, int], known: list[set[
     # ``copied`` has the number of the call of each copy, ``known`` the storages that the call has.
     in_regions = nodes_in_regions(gm)
     fake_mode = compat.fake_context(map(value, gm.graph.nodes))
-    switches = any(map(toggles_state, gm.graph.nodes))  # then ops may give other values than first
     changed = set(copied)
     for node in gm.graph.nodes:
         old = value(node)
@@ -169,7 +188,7 @@ def _refresh(gm: fx.GraphModule, copied: Mapping[fx.Node, int], known: list[set[
         new = None
         if node in copied:
             seen = known[copied[node]]
-            if not switches and seen.isdisjoint(storages(old)):
+            if seen.isdisjoint(storages(old)):
                 new = compat.another_fake(old)
             seen |= storages(old)
         if new is None:

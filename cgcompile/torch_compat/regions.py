@@ -10,13 +10,16 @@ the first hold. Two things are missing there. These guards are not kept for the 
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.comptime import comptime
 
 
 @functools.cache
@@ -34,7 +37,7 @@ def regions_marked(classes: Mapping[type[torch.nn.Module], int]) -> Iterator[Non
     plain: dict[Any, dict[str, Any]] = {cls.forward: dict(vars(cls.forward)) for cls in classes}
     try:
         for cls, most in classes.items():
-            cls.forward = torch.compiler.nested_compile_region(cls.forward, max_reuse_entries=most)
+            cls.forward = _region(cls.forward, most)
         yield
     finally:
         for cls, forward in own.items():
@@ -45,6 +48,34 @@ def regions_marked(classes: Mapping[type[torch.nn.Module], int]) -> Iterator[Non
         for function, attributes in plain.items():
             vars(function).clear()
             vars(function).update(attributes)
+
+
+def _region(forward: Any, most: int) -> Any:
+    region = torch.compiler.nested_compile_region(forward, max_reuse_entries=most)
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        comptime(_check_call)  # while Dynamo traces; else nothing
+        return region(*args, **kwargs)
+
+    return marked
+
+
+def _check_call(context: Any) -> None:
+    """Raise where torch copies the trace of another call, but compares too little for that."""
+    from torch._dynamo.variables import base
+    from torch._dynamo.variables.invoke_subgraph import build_input_fingerprint
+
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    effects = tx.output.side_effects
+    existing = (base.AttributeMutationExisting, base.ValueMutationExisting)
+    for variable in effects.id_to_variable.values():  # guards compare objects before the trace
+        if isinstance(variable.mutation_type, existing) and effects.is_modified(variable):
+            raise CannotRepeat(f"{getattr(variable.source, 'name', variable)} is changed")
+    args, kwargs = tx.symbolic_locals["args"], tx.symbolic_locals["kwargs"]
+    given = build_input_fingerprint(tx, args.items, kwargs.keys_as_python_constant()).flat_vts
+    nodes = [each.as_proxy().node for tag, each in given if tag.value in ("tensor", "symnode")]
+    if len(set(nodes)) < len(nodes):  # the copy has one input for both
+        raise CannotRepeat("two arguments of a layer are the same tensor or size")
 
 
 def another_fake(value: Any) -> Any:
@@ -83,31 +114,37 @@ class RegionGuards:
         self._scope = {"L": output_graph.local_scope, "G": output_graph.global_scope}
         self._classes = tuple(classes)
 
-    def drop_marks(self) -> None:
+    def drop_marks(self, code: types.CodeType) -> None:
         """Let guards on the ``forward`` of a class read it as it is without its mark."""
+        if "__closure__" in code.co_names:  # the code around the graph would read that of a mark
+            raise CannotRepeat("a value is read from the closure of a function")
         marks = {}
         for guard in self._guards:
             for source in _chain(guard.originating_source):
                 match = _MARK.fullmatch(str(source.name))
                 if match is not None and eval(match[1], dict(self._scope)) in self._classes:
-                    marks[source] = source.base.base.base  # cell, closure, function
-        for mark, function in marks.items():
+                    wrapper = source.base.base.base  # cell, closure, function
+                    marks[source] = (wrapper, wrapper.base.base.base)
+        for mark, (wrapper, function) in marks.items():
             moved = _Moved(mark, function)
-            below = [g for g in self._guards if mark in _chain(g.originating_source)]
-            self._guards.remove_guards_with_source(mark)
+            below = [g for g in self._guards if wrapper in _chain(g.originating_source)]
+            self._guards.remove_guards_with_source(wrapper)
             for guard in below:
-                if guard.originating_source != mark:
+                if mark in [*_chain(guard.originating_source)][1:]:
                     self._guards.add(moved.guard(guard))
+        for guard in [guard for guard in self._guards if _THIS in str(guard.name)]:
+            self._guards.remove_guards_with_source(guard.originating_source)
 
-    def repeat(self, repeated: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+    def repeat(self, repeated: Iterable[Iterable[tuple[fx.Node, fx.Node]]]) -> None:
         """Add the guards on what the first call of a region read, for what later calls read.
 
-        ``repeated`` has the inputs of the graph that stand for each other. Raises CannotRepeat.
+        ``repeated`` has, for each later call, the inputs of the graph that stand for those of the
+        first. Raises CannotRepeat.
         """
         bases: dict[Any, dict[Any, _Moved]] = {}
-        for pair in repeated:
+        for pair in itertools.chain.from_iterable(repeated):
             sources = [getattr(node, "_dynamo_source", None) for node in pair]
-            if None not in sources:
+            if None not in sources and sources[0] != sources[1]:
                 one, other = self._bases(*sources)
                 bases.setdefault(one, {}).setdefault(other, _Moved(one, other))
         known = {_key(guard) for guard in self._guards}
@@ -124,6 +161,10 @@ class RegionGuards:
 
     def _is_missing(self, guard: Any, tensors: set[str]) -> bool:
         kind = guard.create_fn_name()
+        try:
+            eval(guard.name, dict(self._scope))
+        except (AttributeError, LookupError, TypeError):
+            return False  # a later call that was traced on its own, with an equal result
         if kind == "TENSOR_MATCH" and guard.name not in tensors:
             raise CannotRepeat(f"{guard.name} is no input of the graph")
         if kind == "DUPLICATE_INPUT":
@@ -150,8 +191,9 @@ class RegionGuards:
 
 _MARK = re.compile(
     r"dict\((type\(.*\))(?:\.__mro__\[\d+\])?\.__dict__\)\['forward'\]"
-    r"\.__closure__\[0\]\.cell_contents"
+    r"(?:\.__closure__\[0\]\.cell_contents){2}"  # of nested_compile_region, and of _region
 )
+_THIS = __name__.replace(".", "_dot_")  # in the paths of what ``_region`` reads
 
 
 def _chain(source: Any) -> Iterator[Any]:
@@ -167,7 +209,7 @@ def _key(guard: Any) -> tuple[str, str, str]:
     return str(guard.name), guard.create_fn_name(), repr(sorted(extra.items(), key=str))
 
 
-def repeat_guards_of_current_trace(repeated: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+def repeat_guards_of_current_trace(repeated: Iterable[Iterable[tuple[fx.Node, fx.Node]]]) -> None:
     """Add the guards on later calls of regions, in a backend that Dynamo calls."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

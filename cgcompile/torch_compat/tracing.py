@@ -211,8 +211,8 @@ class CannotTrace(Exception):
     line: tuple[str, str] | None = None  # of the user: ("model.py:41 in forward", "y = ...")
 
 
-# Inlines the regions of a graph; returns which of its inputs stand for each other.
-Inline = Callable[[fx.GraphModule], list[tuple[fx.Node, fx.Node]]]
+# Inlines the regions of a graph; returns, for each later call, which inputs stand for each other.
+Inline = Callable[[fx.GraphModule], list[list[tuple[fx.Node, fx.Node]]]]
 
 _ROOT = re.compile(r"([LG])\['(\w+)'\]")  # of a path
 
@@ -243,7 +243,7 @@ class Trace:
         if self.graph is not None:
             if regions and inline is not None:
                 guards = RegionGuards(self._graph_output, regions)
-                guards.drop_marks()
+                guards.drop_marks(output.graph_capture_output.bytecode)
                 guards.repeat(inline(self.graph))
             self._squeezes = squeeze_conditions(self.graph.graph)
             self.frozen = _lift(self.graph)

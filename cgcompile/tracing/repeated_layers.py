@@ -5,12 +5,15 @@ in plain numbers and texts, which Dynamo compares. See ``torch_compat/regions.py
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+
+from cgcompile.errors import PassError
+from cgcompile.passes.inline import Repeated
 
 _FEWEST = 4  # layers of a class: with fewer of them a trace is hardly shorter
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -28,6 +31,42 @@ def repeated_layers(model: Any) -> dict[type[nn.Module], int]:
         if all(structure == structures[0] for structure in structures):
             classes[cls] = 2 * _variants([[number for _, _, number in each] for each in described])
     return classes
+
+
+def check_tensors(
+    model: Any,
+    classes: Collection[type[nn.Module]],
+    calls: Iterable[Iterable[Repeated]],
+    scope: Mapping[str, Any],
+) -> None:
+    """Raise PassError unless each later call reads one layer where the first reads another."""
+    # torch takes a tensor of the first layer for the same one in all calls if the caller passes it
+    # as an argument too, or if another part of the model has read it before.
+    owner = getattr(model, "__self__", model)
+    of_layers: dict[nn.Module, list[int]] = {}
+    for layer in owner.modules():
+        if type(layer) in classes:
+            values = [value for _, _, value in _described(layer, set())]
+            of_layers[layer] = [id(x) if isinstance(x, torch.Tensor) else 0 for x in values]
+    known: dict[Any, Any] = {}
+    for call in calls:
+        read: dict[int, int] = {}
+        for pair in call:
+            for node in pair:
+                if node not in known:
+                    known[node] = eval(str(node._dynamo_source.name), dict(scope))
+            read[id(known[pair[0]])] = id(known[pair[1]])
+        used = {layer: [n for n, x in enumerate(of_layers[layer]) if x in read] for layer in of_layers}
+        first = max(used, key=lambda layer: len(used[layer]), default=None)
+        if first is None or not used[first]:
+            continue
+        expected = [(n, read[of_layers[first][n]]) for n in used[first]]
+        if not any(
+            type(layer) is type(first) and all(own[n] == tensor for n, tensor in expected)
+            for layer, own in of_layers.items()
+        ):
+            name = str(call and next(iter(call))[1].name)
+            raise PassError.region(name=name, problem="tensors of several layers")
 
 
 def _candidates(owner: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
@@ -62,7 +101,7 @@ def _described(value: Any, seen: set[int], path: str = "") -> Iterator[tuple[str
     elif isinstance(value, _PLAIN):
         yield path, type(value), value
     elif isinstance(value, torch.Tensor):
-        yield path, type(value), None
+        yield path, type(value), value
     elif isinstance(value, nn.Module):
         seen.add(id(value))
         yield path, type(value), None
@@ -82,6 +121,8 @@ def _described(value: Any, seen: set[int], path: str = "") -> Iterator[tuple[str
 
 def _variants(numbers: list[list[Any]]) -> int:
     """Return how many kinds of layers there are, but for numbers that differ in all of them."""
-    columns = [column for column in zip(*numbers, strict=True) if len(set(map(repr, column))) > 1]
+    rows = zip(*numbers, strict=True)
+    plain = [column for column in rows if not isinstance(column[0], torch.Tensor)]
+    columns = [column for column in plain if len(set(map(repr, column))) > 1]
     kinds = [column for column in columns if len(set(map(repr, column))) < len(column)]
     return len(set(map(repr, zip(*kinds, strict=True)))) or 1

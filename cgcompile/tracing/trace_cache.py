@@ -36,7 +36,7 @@ from cgcompile.tracing.dynamic_dims import (
     parameter_kinds,
     with_two_rows,
 )
-from cgcompile.tracing.repeated_layers import repeated_layers
+from cgcompile.tracing.repeated_layers import check_tensors, repeated_layers
 
 log = logging.getLogger(__name__)
 
@@ -474,9 +474,16 @@ class Traces:
         self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any], freezes: bool
     ) -> compat.Trace:
         """Trace a call; repeated layers once, if torch accepts that."""
-        guarded = self._rules != Rules("none") or not freezes
         repeated = repeated_layers(self._called) if self._repeats_layers else {}
         if repeated:
+            scope = self._scope(args, kwargs)
+            guarded = self._rules.guards != "none" or self._rules.check_guards or not freezes
+
+            def inline(graph: fx.GraphModule) -> list[list[Repeated]]:
+                calls = inline_regions(graph)
+                check_tensors(self._called, repeated, calls, scope)
+                return calls if guarded else []
+
             try:
                 trace = compat.trace_call(
                     called,
@@ -484,10 +491,10 @@ class Traces:
                     kwargs,
                     freeze=freezes,
                     regions=repeated,
-                    inline=inline_regions if guarded else _inline_unguarded,
+                    inline=inline,
                 )
                 if freezes:
-                    trace.freeze(self._scope(args, kwargs), self._arguments)
+                    trace.freeze(scope, self._arguments)
                 return trace
             except Exception as error:  # whatever the reason, the plain trace decides
                 log.info("%s: each layer is traced on its own: %s", self.name, error)
@@ -554,11 +561,6 @@ class Traces:
                 return trace.guards.first_that_fails(names)
         texts = [f"{name}: {_described(value)}" for name, value in names.items() if name != "self"]
         return "no trace is for arguments like " + ", ".join(texts)
-
-
-def _inline_unguarded(graph: fx.GraphModule) -> list[Repeated]:
-    inline_regions(graph)
-    return []  # no guard is needed for what repeated layers read
 
 
 def _described(value: Any) -> str:
