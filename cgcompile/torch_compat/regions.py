@@ -52,30 +52,55 @@ def regions_marked(classes: Mapping[type[torch.nn.Module], int]) -> Iterator[Non
 
 def _region(forward: Any, most: int) -> Any:
     region = torch.compiler.nested_compile_region(forward, max_reuse_entries=most)
+    seen: list[Any] = []
+
+    def check(context: Any) -> None:
+        _check_call(context, seen)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        comptime(_check_call)  # while Dynamo traces; else nothing
+        comptime(check)  # while Dynamo traces; else nothing
         return region(*args, **kwargs)
 
     return marked
 
 
-def _check_call(context: Any) -> None:
+def _check_call(context: Any, seen: list[Any]) -> None:
     """Raise where torch copies the trace of another call, but compares too little for that."""
-    from torch._dynamo.variables import base
+    # ``seen`` has the state at the first call of the trace.
     from torch._dynamo.variables.invoke_subgraph import build_input_fingerprint
 
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    effects = tx.output.side_effects
-    existing = (base.AttributeMutationExisting, base.ValueMutationExisting)
-    for variable in effects.id_to_variable.values():  # guards compare objects before the trace
-        if isinstance(variable.mutation_type, existing) and effects.is_modified(variable):
-            raise CannotRepeat(f"{getattr(variable.source, 'name', variable)} is changed")
+    changes = _changes(tx.output.side_effects)
+    if not seen or seen[0] is not tx.output:  # torch may start a trace again
+        seen[:] = [tx.output, changes]
+    if [*map(id, changes)] != [*map(id, seen[1])]:
+        raise CannotRepeat("an object of the user is changed between two layers")
     args, kwargs = tx.symbolic_locals["args"], tx.symbolic_locals["kwargs"]
     given = build_input_fingerprint(tx, args.items, kwargs.keys_as_python_constant()).flat_vts
     nodes = [each.as_proxy().node for tag, each in given if tag.value in ("tensor", "symnode")]
     if len(set(nodes)) < len(nodes):  # the copy has one input for both
         raise CannotRepeat("two arguments of a layer are the same tensor or size")
+
+
+def _changes(effects: Any) -> list[Any]:
+    """Return what the trace has changed so far, if that is only attributes of global objects."""
+    from torch._dynamo.variables import base
+
+    changes: list[Any] = []
+    for variable in effects.id_to_variable.values():
+        kind = variable.mutation_type
+        existing = isinstance(kind, (base.AttributeMutationExisting, base.ValueMutationExisting))
+        if existing and effects.is_modified(variable):
+            name = str(getattr(variable.source, "name", ""))
+            values = effects.store_attr_mutations.get(variable)
+            # Guards compare an object as it was before the trace.
+            if _GLOBAL.fullmatch(name) is None or not values or getattr(kind, "is_modified", False):
+                raise CannotRepeat(f"{name or variable} is changed before a layer")
+            changes += [variable, *values.values()]
+    return changes
+
+
+_GLOBAL = re.compile(r"G\['\w+'\][.\w]*")
 
 
 def another_fake(value: Any) -> Any:
@@ -123,12 +148,12 @@ class RegionGuards:
             for source in _chain(guard.originating_source):
                 match = _MARK.fullmatch(str(source.name))
                 if match is not None and eval(match[1], dict(self._scope)) in self._classes:
-                    wrapper = source.base.base.base  # cell, closure, function
-                    marks[source] = (wrapper, wrapper.base.base.base)
-        for mark, (wrapper, function) in marks.items():
-            moved = _Moved(mark, function)
-            below = [g for g in self._guards if wrapper in _chain(g.originating_source)]
-            self._guards.remove_guards_with_source(wrapper)
+                    region = source.base.base.base  # cell, closure, function
+                    marks[source] = region.base.base
+        for mark, closure in marks.items():
+            moved = _Moved(mark, closure.base)
+            below = [g for g in self._guards if closure in _chain(g.originating_source)]
+            self._guards.remove_guards_with_source(closure)
             for guard in below:
                 if mark in [*_chain(guard.originating_source)][1:]:
                     self._guards.add(moved.guard(guard))
@@ -191,7 +216,7 @@ class RegionGuards:
 
 _MARK = re.compile(
     r"dict\((type\(.*\))(?:\.__mro__\[\d+\])?\.__dict__\)\['forward'\]"
-    r"(?:\.__closure__\[0\]\.cell_contents){2}"  # of nested_compile_region, and of _region
+    r"\.__closure__\[1\]\.cell_contents\.__closure__\[0\]\.cell_contents"  # of ``_region``, of torch
 )
 _THIS = __name__.replace(".", "_dot_")  # in the paths of what ``_region`` reads
 
