@@ -60,7 +60,9 @@ def inline_regions(gm: fx.GraphModule) -> list[list[Repeated]]:
             [
                 (one, other)
                 for one, other in pairs
-                if all(isinstance(each, fx.Node) and each.op == "placeholder" for each in (one, other))
+                if all(
+                    isinstance(each, fx.Node) and each.op == "placeholder" for each in (one, other)
+                )
             ]
         )
     for number, call in enumerate(calls):

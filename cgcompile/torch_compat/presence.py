@@ -54,6 +54,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.guards": "CheckFunctionManager GuardManagerWrapper",
     "torch._dynamo.source": "ConstantSource",
     "torch._dynamo.symbolic_convert": "InstructionTranslator TensorifyState",
+    "torch._dynamo.comptime": "comptime",
     "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_metrics_context",
     "torch._functorch": "config",
     "torch._guards": "CompileContext TracingContext tracing",

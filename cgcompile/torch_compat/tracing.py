@@ -511,14 +511,29 @@ def trace_call(
         stack.enter_context(measured())
         before = set(function.__globals__)
         with new_sources() as sources:
-            with regions_marked(regions or {}):
-                output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
-            trace = Trace(function, output, regions or (), inline)
-        new = {name for name in function.__globals__.keys() - before if is_of_one_trace(name)}
+            try:
+                with regions_marked(regions or {}):
+                    output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
+                trace = Trace(function, output, regions or (), inline)
+            except BaseException:
+                drop_globals(function.__globals__, _installed_since(before, function))
+                raise
+        new = _installed_since(before, function)
     code = trace.python.code
     drop_sources_with(code, sources)
     weakref.finalize(code, drop_globals, function.__globals__, new).atexit = False
     return trace
+
+
+def _installed_since(before: set[str], function: types.FunctionType) -> set[str]:
+    return {name for name in function.__globals__.keys() - before if is_of_one_trace(name)}
+
+
+def trace_lock() -> Any:
+    """Return the lock that a thread holds while it traces, and while it marks layers."""
+    from torch._dynamo import convert_frame
+
+    return convert_frame.compile_lock
 
 
 def drop_globals(names: dict[str, Any], dropped: Iterable[str]) -> None:

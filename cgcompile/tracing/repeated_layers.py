@@ -56,7 +56,9 @@ def check_tensors(
                 if node not in known:
                     known[node] = eval(str(node._dynamo_source.name), dict(scope))
             read[id(known[pair[0]])] = id(known[pair[1]])
-        used = {layer: [n for n, x in enumerate(of_layers[layer]) if x in read] for layer in of_layers}
+        used = {
+            layer: [n for n, x in enumerate(of_layers[layer]) if x in read] for layer in of_layers
+        }
         first = max(used, key=lambda layer: len(used[layer]), default=None)
         if first is None or not used[first]:
             continue

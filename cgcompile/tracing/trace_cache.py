@@ -214,7 +214,8 @@ class Traces:
                 trace.learn(args, kwargs, self._bound, self._hooks)
             return result
         with self._lock:
-            trace = self._find(args, kwargs)
+            with compat.trace_lock():  # else guards may see layers that another thread has marked
+                trace = self._find(args, kwargs)
             fallback = self._varying(args, kwargs) if trace is None else None
             if fallback is None or self._run_plain is None:
                 return self._first(trace or self._trace(args, kwargs), args, kwargs)

@@ -121,6 +121,67 @@ def viewed(layer: nn.Module, number: int, x: torch.Tensor) -> torch.Tensor:
     return layer(x[:, :])
 
 
+class WithOther(Layer):
+    def forward(self, x: torch.Tensor, other: Any = None) -> torch.Tensor:
+        return super().forward(x) + other.sum(0) + other.mean()
+
+
+class Stateful(Layer):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x, 2.0 if torch.is_autocast_enabled("cpu") else 1.0)
+
+
+class Shared:
+    number, table = 0, {"number": 0}
+
+
+SHARED = Shared()
+
+
+class ReadsShared(Layer):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x, 1.0 + SHARED.number + SHARED.table["number"])
+
+
+def closing_over(tensor: torch.Tensor) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    return lambda self, x: Layer.forward(self, x) * tensor
+
+
+class Closing(Layer):
+    forward = closing_over(torch.full((8,), 2.0))
+
+
+class Stack(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, weight = x, self.layers[0].inner.linear.weight
+        for number, layer in enumerate(self.layers):
+            x = self.call(layer, number, x, first, weight)
+        return x
+
+
+def with_first(layer: nn.Module, number: int, x: Any, first: Any, weight: Any) -> torch.Tensor:
+    return layer(x, first)  # for layer 0 one tensor
+
+
+def with_weight(layer: nn.Module, number: int, x: Any, first: Any, weight: Any) -> torch.Tensor:
+    return layer(x, weight)
+
+
+def that_are_set(layer: nn.Module, number: int, x: torch.Tensor) -> torch.Tensor:
+    layer.factor = 1.0 + number
+    return layer(x)
+
+
+def after_an_attribute(layer: nn.Module, number: int, x: torch.Tensor) -> torch.Tensor:
+    SHARED.number = number
+    return layer(x)
+
+
+def after_an_item(layer: nn.Module, number: int, x: torch.Tensor) -> torch.Tensor:
+    SHARED.table["number"] = number
+    return layer(x)
+
+
 def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * 3
 
@@ -162,6 +223,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "other strides": lambda: Model(call=strided),
     "gradients": lambda: Model(call=with_gradients),
     "autocast": lambda: Model(call=in_bfloat16),
+    "autocast that is read": lambda: Model(Stateful, in_bfloat16),
+    "one tensor as two arguments": lambda: Stack(WithOther, with_first),
+    "a weight as an argument": lambda: Stack(WithOther, with_weight),
+    "attributes that are set": lambda: Model(call=that_are_set),
+    "an attribute of another object": lambda: Model(ReadsShared, after_an_attribute),
+    "an item of another object": lambda: Model(ReadsShared, after_an_item),
+    "a tensor in a closure": lambda: Model(Closing),
 }
 
 
