@@ -39,7 +39,7 @@ def has_regions(gm: fx.GraphModule) -> bool:
 
 
 def inline_regions(gm: fx.GraphModule) -> list[list[Repeated]]:
-    """Replace the calls of regions by their ops; return which inputs of later calls stand for which.
+    """Replace the calls of regions by their ops; return the inputs that stand for each other.
 
     Raises:
         PassError: a region cannot be inlined; the graph is unchanged or must be dropped.
@@ -60,9 +60,8 @@ def inline_regions(gm: fx.GraphModule) -> list[list[Repeated]]:
             [
                 (one, other)
                 for one, other in pairs
-                if all(
-                    isinstance(each, fx.Node) and each.op == "placeholder" for each in (one, other)
-                )
+                if isinstance(one, fx.Node) and one.op == "placeholder"
+                if isinstance(other, fx.Node) and other.op == "placeholder"
             ]
         )
     for number, call in enumerate(calls):

@@ -19,6 +19,7 @@ TESTED = ("2.11", "2.13", "2.14", "2.15")
 DOCUMENTED_NAMES: Mapping[str, str] = {
     "functorch.compile": "make_boxed_func",  # page "Custom Backends"
     "torch._dynamo": "config lookup_backend mark_dynamic",  # "Custom Backends", "Dynamic Shapes"
+    "torch._dynamo.comptime": "comptime",  # "the public comptime interface", its first line
     # Page "Troubleshooting GuardOnDataDependentSymNode Errors"; that error is below.
     "torch._dynamo.decorators": "mark_unbacked",
     "torch._inductor": "config list_mode_options",  # docstring of torch.compile
@@ -54,7 +55,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.guards": "CheckFunctionManager GuardManagerWrapper",
     "torch._dynamo.source": "ConstantSource",
     "torch._dynamo.symbolic_convert": "InstructionTranslator TensorifyState",
-    "torch._dynamo.comptime": "comptime",
+    "torch._dynamo.variables.invoke_subgraph": "build_input_fingerprint",
     "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_metrics_context",
     "torch._functorch": "config",
     "torch._guards": "CompileContext TracingContext tracing",
@@ -94,6 +95,7 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
     "a function of torch.compile": "_torchdynamo_orig_callable",
     "a module of settings": "_config",
     "CheckFunctionManager": "_weakrefs",
+    "the context of comptime": "_i_will_not_complain_if_bc_breaks_InstructionTranslator",
     "the metrics context of Dynamo": "_metrics",
     "inspect, of Python": "_shadowed_dict_from_mro_tuple",
 }

@@ -84,12 +84,10 @@ def _check_call(context: Any, seen: list[Any]) -> None:
 
 def _changes(effects: Any) -> list[Any]:
     """Return what the trace has changed so far, if that is only attributes of global objects."""
-    from torch._dynamo.variables import base
-
     changes: list[Any] = []
     for variable in effects.id_to_variable.values():
         kind = variable.mutation_type
-        existing = isinstance(kind, (base.AttributeMutationExisting, base.ValueMutationExisting))
+        existing = type(kind).__name__ in ("AttributeMutationExisting", "ValueMutationExisting")
         if existing and effects.is_modified(variable):
             name = str(getattr(variable.source, "name", ""))
             values = effects.store_attr_mutations.get(variable)
@@ -101,6 +99,11 @@ def _changes(effects: Any) -> list[Any]:
 
 
 _GLOBAL = re.compile(r"G\['\w+'\][.\w]*")
+
+
+def path_of_input(node: fx.Node) -> str:
+    """Return the path of an input of a graph, a Python expression over ``L`` and ``G``."""
+    return str(node._dynamo_source.name)
 
 
 def another_fake(value: Any) -> Any:
@@ -216,7 +219,7 @@ class RegionGuards:
 
 _MARK = re.compile(
     r"dict\((type\(.*\))(?:\.__mro__\[\d+\])?\.__dict__\)\['forward'\]"
-    r"\.__closure__\[1\]\.cell_contents\.__closure__\[0\]\.cell_contents"  # of ``_region``, of torch
+    r"\.__closure__\[1\]\.cell_contents\.__closure__\[0\]\.cell_contents"  # ``_region``, torch
 )
 _THIS = __name__.replace(".", "_dot_")  # in the paths of what ``_region`` reads
 

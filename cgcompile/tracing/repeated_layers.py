@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cgcompile import torch_compat as compat
 from cgcompile.errors import PassError
 from cgcompile.passes.inline import Repeated
 
@@ -54,7 +55,7 @@ def check_tensors(
         for pair in call:
             for node in pair:
                 if node not in known:
-                    known[node] = eval(str(node._dynamo_source.name), dict(scope))
+                    known[node] = eval(compat.path_of_input(node), dict(scope))
             read[id(known[pair[0]])] = id(known[pair[1]])
         used = {
             layer: [n for n, x in enumerate(of_layers[layer]) if x in read] for layer in of_layers
@@ -100,9 +101,7 @@ def _described(value: Any, seen: set[int], path: str = "") -> Iterator[tuple[str
     """Return (path, kind, number or text) of all that a layer consists of."""
     if id(value) in seen:
         yield path, "seen", None
-    elif isinstance(value, _PLAIN):
-        yield path, type(value), value
-    elif isinstance(value, torch.Tensor):
+    elif isinstance(value, (*_PLAIN, torch.Tensor)):
         yield path, type(value), value
     elif isinstance(value, nn.Module):
         seen.add(id(value))
