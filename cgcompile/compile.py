@@ -8,6 +8,7 @@ dimensions are marked, and a user chooses what is checked at each call.
 import functools
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def compile(
     guards: str | None = None,
     check_guards: bool = False,
     dynamic_shapes: str = "backed_size_oblivious",
+    trace_layers_once: bool = False,
     **settings: Any,
 ) -> Any:
     """Compile a module, a bound method or a function; also as a decorator.
@@ -65,6 +67,10 @@ def compile(
             least 1, and not 1 where your code compares with 1 or squeezes the dimension.
             ``"unbacked"``: nothing, but that it is not 1 where your code squeezes the dimension;
             code that branches on a size does not trace.
+        trace_layers_once: with torch 2.13 or later, let Dynamo trace a repeated layer once: modules
+            of one class, at least four, that differ in tensors, numbers and texts alone. Layers
+            that it refuses to repeat are traced one by one. Leave it off if the code of a layer
+            reads what is no argument or attribute of it, and differs from layer to layer.
         **settings: single settings; they beat ``config``.
 
     Returns:
@@ -80,12 +86,14 @@ def compile(
     """
     if model is None:
         settings |= {"dynamic_dims": dynamic_dims, "guards": guards, "check_guards": check_guards}
+        settings["trace_layers_once"] = trace_layers_once
         return functools.partial(compile, config=config, dynamic_shapes=dynamic_shapes, **settings)
     check_compilable(model, "compile")
     if isinstance(config, Backend) and settings:
         raise ConfigError.settings_are_fixed()
     backend = config if isinstance(config, Backend) else Backend(config, **settings)
     rules = _rules(backend.config, guards, check_guards, dynamic_shapes)
+    rules = replace(rules, layers_once=trace_layers_once)
     return CompiledModel(model, backend, dynamic_dims, rules)
 
 

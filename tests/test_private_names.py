@@ -132,8 +132,8 @@ def test_private_attributes_are_read_in_compat_only(path: Path) -> None:
 
 def test_fewer_names_are_private_than_before() -> None:
     """Lower the numbers where a name goes; a new one needs a reason in review."""
-    assert len(listed_in(PRIVATE_NAMES)) <= 70
-    assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 12
+    assert len(listed_in(PRIVATE_NAMES)) <= 71
+    assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 13
 
 
 def test_all_names_exist_in_a_tested_torch() -> None:

@@ -13,6 +13,7 @@ from cgcompile.torch_compat.dynamo import *
 from cgcompile.torch_compat.foreign import *
 from cgcompile.torch_compat.ops import *
 from cgcompile.torch_compat.presence import *
+from cgcompile.torch_compat.regions import *
 from cgcompile.torch_compat.shapes import *
 from cgcompile.torch_compat.structured_trace import *
 from cgcompile.torch_compat.tracing import *

@@ -469,9 +469,13 @@ _UNCOMPILED = _Uncompiled()
 def compiled_from(function: Any) -> Any:
     """Return the function that ``torch.compile`` wrapped; None of anything else, and of modules."""
     # Decorators around it (``functools.wraps``) are passed through.
+    seen: list[Any] = []
     while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
         if function.__code__ is code_of_compiled_functions():
             return function.__wrapped__
+        if function in seen:
+            return None  # it wraps itself
+        seen.append(function)
         function = function.__wrapped__
     return None
 

@@ -21,6 +21,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
 from cgcompile.locks import new_lock
+from cgcompile.passes.inline import Repeated, inline_regions
 from cgcompile.reasons import VARYING, Fallback, varying_number
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import ANOTHER, FastPaths
@@ -35,6 +36,7 @@ from cgcompile.tracing.dynamic_dims import (
     parameter_kinds,
     with_two_rows,
 )
+from cgcompile.tracing.repeated_layers import check_tensors, repeated_layers
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class Rules:
     guards: str = "keep"  # which of Dynamo's guards are kept
     check_guards: bool = False  # check dropped guards as well, and raise where one fails
     shapes: str = "backed_size_oblivious"  # what a trace may assume of a dynamic size
+    layers_once: bool = False  # whether a repeated layer is traced once
 
 
 class CompiledTrace:
@@ -171,6 +174,12 @@ class Traces:
         self._lock = new_lock()
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces tensors of its own
+        self._repeats_layers = rules.layers_once and compat.repeats_regions()  # until it fails
+
+    @property
+    def _arguments(self) -> list[str]:
+        """The parameters that the caller fills, without a bound object."""
+        return list(self._signature.parameters)[self._bound is not None :]
 
     @property
     def name(self) -> str:
@@ -206,7 +215,8 @@ class Traces:
                 trace.learn(args, kwargs, self._bound, self._hooks)
             return result
         with self._lock:
-            trace = self._find(args, kwargs)
+            with compat.trace_lock():  # else guards may see layers that another thread has marked
+                trace = self._find(args, kwargs)
             fallback = self._varying(args, kwargs) if trace is None else None
             if fallback is None or self._run_plain is None:
                 return self._first(trace or self._trace(args, kwargs), args, kwargs)
@@ -446,7 +456,7 @@ class Traces:
         freezes = self._rules.guards == "none" and not self._unfrozen
         called = self._function if self._bound is not None else self._called
         start = time.perf_counter()
-        with closing(compat.trace_call(called, args, kwargs, freeze=freezes)) as trace:
+        with closing(self._traced(called, args, kwargs, freezes)) as trace:
             if trace.written_globals:
                 names = ", ".join(trace.written_globals)
                 raise TraceError.writes_globals(name=self.name, names=names)
@@ -461,6 +471,37 @@ class Traces:
             compiling = time.perf_counter() - traced
             took = f"traced in {traced - start:.2f} s, compiled in {compiling:.2f} s"
             return CompiledTrace(trace, compiled, fits, self._rules, took, freezes)
+
+    def _traced(
+        self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any], freezes: bool
+    ) -> compat.Trace:
+        """Trace a call; repeated layers once, if torch accepts that."""
+        repeated = repeated_layers(self._called) if self._repeats_layers else {}
+        if repeated:
+            scope = self._scope(args, kwargs)
+            guarded = self._rules.guards != "none" or self._rules.check_guards or not freezes
+
+            def inline(graph: fx.GraphModule) -> list[list[Repeated]]:
+                calls = inline_regions(graph)
+                check_tensors(self._called, repeated, calls, scope)
+                return calls if guarded else []
+
+            try:
+                trace = compat.trace_call(
+                    called,
+                    args,
+                    kwargs,
+                    freeze=freezes,
+                    regions=repeated,
+                    inline=inline,
+                )
+                if freezes:
+                    trace.freeze(scope, self._arguments)
+                return trace
+            except Exception as error:  # whatever the reason, the plain trace decides
+                log.info("%s: each layer is traced on its own: %s", self.name, error)
+                self._repeats_layers = False
+        return compat.trace_call(called, args, kwargs, freeze=freezes)
 
     def _fits(
         self,
