@@ -8,7 +8,6 @@ dimensions are marked, and a user chooses what is checked at each call.
 import functools
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,14 +45,12 @@ def compile(
 
     Args:
         model: what to compile; left out: returns a decorator.
-        config: the settings; environment and defaults if left out. Or a :class:`cgcompile.Backend`,
-            to compile several models or layers with one: equal pieces are compiled once, and one
-            handle counts, captures and releases.
+        config: the settings; environment and defaults if left out. Or a :class:`cgcompile.Backend`:
+            models or layers with one handle, whose equal pieces are compiled once.
         dynamic_dims: the dimensions that vary, by parameter: ``{"x": 0}``, ``{"x": (0, 1)}``, or
-            ``{"x": {0: "tokens"}, "y": {0: "tokens"}}``; dimensions of one name have one size in
-            each call. Of a tuple, list or dict, those of each tensor in it.
-            ``Annotated[Tensor, cgcompile.DynamicDim(0)]`` on the parameter does the same. All other
-            sizes are constants of a trace.
+            ``{"x": {0: "tokens"}, "y": {0: "tokens"}}``; dimensions of one name have one size. Of a
+            tuple, list or dict, those of each tensor in it. Other sizes are constants of a trace.
+            ``Annotated[Tensor, cgcompile.DynamicDim(0)]`` on the parameter does the same.
         guards: what is checked at each call. ``"keep"`` (the default, but for DYNAMO_TRACE_ONCE):
             all that Dynamo assumed. ``"shape"``: the arguments (number, types, dtypes, devices,
             fixed sizes, which sizes are equal, layouts, values that are no tensors; objects must be
@@ -67,10 +64,8 @@ def compile(
             least 1, and not 1 where your code compares with 1 or squeezes the dimension.
             ``"unbacked"``: nothing, but that it is not 1 where your code squeezes the dimension;
             code that branches on a size does not trace.
-        trace_layers_once: with torch 2.13 or later, let Dynamo trace a repeated layer once: modules
-            of one class, at least four, that differ in tensors, numbers and texts alone. Layers
-            that it refuses to repeat are traced one by one. Leave it off if the code of a layer
-            reads what is no argument or attribute of it, and differs from layer to layer.
+        trace_layers_once: with torch 2.13 or later, trace one of four or more equal layers; leave
+            it off if layers read, beside arguments and attributes, what differs between them.
         **settings: single settings; they beat ``config``.
 
     Returns:
@@ -86,14 +81,11 @@ def compile(
     """
     if model is None:
         settings |= {"dynamic_dims": dynamic_dims, "guards": guards, "check_guards": check_guards}
-        settings["trace_layers_once"] = trace_layers_once
-        return functools.partial(compile, config=config, dynamic_shapes=dynamic_shapes, **settings)
+        settings |= {"dynamic_shapes": dynamic_shapes, "trace_layers_once": trace_layers_once}
+        return functools.partial(compile, config=config, **settings)
     check_compilable(model, "compile")
-    if isinstance(config, Backend) and settings:
-        raise ConfigError.settings_are_fixed()
-    backend = config if isinstance(config, Backend) else Backend(config, **settings)
-    rules = _rules(backend.config, guards, check_guards, dynamic_shapes)
-    rules = replace(rules, layers_once=trace_layers_once)
+    backend = _backend(config, settings)
+    rules = _rules(backend.config, guards, check_guards, dynamic_shapes, trace_layers_once)
     return CompiledModel(model, backend, dynamic_dims, rules)
 
 
@@ -104,7 +96,21 @@ def check_compilable(model: Any, function: str) -> None:
         raise ConfigError.not_compilable(found=found, function=function)
 
 
-def _rules(config: CompilationConfig, guards: str | None, check_guards: bool, shapes: str) -> Rules:
+def _backend(config: CompilationConfig | Backend | None, settings: dict[str, Any]) -> Backend:
+    if not isinstance(config, Backend):
+        return Backend(config, **settings)
+    if settings:
+        raise ConfigError.settings_are_fixed()
+    return config
+
+
+def _rules(
+    config: CompilationConfig,
+    guards: str | None,
+    check_guards: bool,
+    shapes: str,
+    layers_once: bool,
+) -> Rules:
     once = config.mode is CompilationMode.DYNAMO_TRACE_ONCE
     chosen = guards or ("none" if once else "keep")
     for name, value, known in (("guards", chosen, GUARDS), ("dynamic_shapes", shapes, SHAPES)):
@@ -118,7 +124,7 @@ def _rules(config: CompilationConfig, guards: str | None, check_guards: bool, sh
             because="it traces once and drops them",
             instead="Use mode STOCK_TORCH_COMPILE, or guards='none'.",
         )
-    return Rules(chosen, check_guards, shapes)
+    return Rules(chosen, check_guards, shapes, layers_once)
 
 
 class CompiledModel(Transparent):

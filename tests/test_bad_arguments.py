@@ -133,7 +133,7 @@ BAD = [
     (manager, {"backend": "cgcompile"}, ConfigError, "expected Backend or None"),
     (manager, {"hooks": [3]}, ConfigError, "expected a sequence of GraphHooks objects"),
     (manager, {"hooks": GraphHooks()}, ConfigError, "hooks = "),
-    (manager, {"agreement": 3}, ConfigError, "expected Agreement or None"),
+    (manager, {"agreement": 3}, ConfigError, "expected Agreement or Callable"),
     (encoder, {"dtype": "float32"}, ConfigError, "EncoderCudaGraphManager: dtype = 'float32'"),
     (encoder, {"device": "foo"}, ConfigError, "device = 'foo'"),
     (encoder, {"pool": 3}, ConfigError, "pool = 3"),

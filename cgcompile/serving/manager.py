@@ -245,7 +245,6 @@ class CudaGraphManager:
         require_callable("model", where, model)
         require_items("inputs", where, inputs)
         if agreement is not None and not isinstance(agreement, Agreement):
-            require_callable("agreement", where, agreement)
             agreement = agreement(dispatcher)
         if agreement is not None and agreement.dispatcher is not dispatcher:
             raise AgreementError.other_dispatcher()

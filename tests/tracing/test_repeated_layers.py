@@ -309,7 +309,8 @@ def test_replays_take_the_fast_path() -> None:
 def test_a_weight_that_the_caller_passes_too() -> None:
     """Guards tell whether an argument is a weight of a repeated layer."""
     model = Model(call=lambda layer, number, x: layer(x)).eval()
-    served = compiled(model, guards="none")
+    settings = {"compiler": "eager", "cudagraph_mode": "NONE", "trace_layers_once": True}
+    served = cgcompile.compile(model, guards="none", **settings)
     square = torch.rand(8, 8)
     for x in (square, model.layers[4].inner.linear.weight, square):
         torch.testing.assert_close(served(x), model(x))
