@@ -64,7 +64,7 @@ def compile(
             least 1, and not 1 where your code compares with 1 or squeezes the dimension.
             ``"unbacked"``: nothing, but that it is not 1 where your code squeezes the dimension;
             code that branches on a size does not trace.
-        trace_layers_once: with torch 2.13 or later, trace one of four or more equal layers; leave
+        trace_layers_once: with torch 2.15 or later, trace one of four or more equal layers; leave
             it off if layers read, beside arguments and attributes, what differs between them.
         **settings: single settings; they beat ``config``.
 

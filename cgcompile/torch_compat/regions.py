@@ -9,7 +9,6 @@ the first hold. Two things are missing there. These guards are not kept for the 
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import re
 import types
@@ -22,11 +21,10 @@ from torch import fx
 from torch._dynamo.comptime import comptime
 
 
-@functools.cache
 def repeats_regions() -> bool:
-    """Return whether this torch copies the trace of a region; 2.11 traces each call."""
-    region = torch.compiler.nested_compile_region
-    return "max_reuse_entries" in inspect.signature(region).parameters
+    """Return whether this torch copies the trace of a region in a form that was tried: 2.15."""
+    # 2.11 traces each call; 2.13 puts more Python around the graph, which no fast path serves.
+    return torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
 
 @contextmanager

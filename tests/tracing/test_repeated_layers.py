@@ -17,7 +17,7 @@ from cgcompile.tracing.repeated_layers import repeated_layers
 
 pytestmark = [
     pytest.mark.usefixtures("without_gradients"),
-    pytest.mark.skipif(not compat.repeats_regions(), reason="torch 2.11 traces each layer"),
+    pytest.mark.skipif(not compat.repeats_regions(), reason="needs torch 2.15"),
 ]
 
 
