@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.comptime import comptime
 
 
 def repeats_regions() -> bool:
@@ -49,6 +48,8 @@ def regions_marked(classes: Mapping[type[torch.nn.Module], int]) -> Iterator[Non
 
 
 def _region(forward: Any, most: int) -> Any:
+    from torch._dynamo.comptime import comptime
+
     region = torch.compiler.nested_compile_region(forward, max_reuse_entries=most)
     seen: list[Any] = []
 
@@ -217,7 +218,7 @@ class RegionGuards:
 
 _MARK = re.compile(
     r"dict\((type\(.*\))(?:\.__mro__\[\d+\])?\.__dict__\)\['forward'\]"
-    r"\.__closure__\[1\]\.cell_contents\.__closure__\[0\]\.cell_contents"  # ``_region``, torch
+    r"\.__closure__\[2\]\.cell_contents\.__closure__\[0\]\.cell_contents"  # ``_region``, torch
 )
 _THIS = __name__.replace(".", "_dot_")  # in the paths of what ``_region`` reads
 
