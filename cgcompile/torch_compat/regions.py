@@ -201,9 +201,7 @@ class RegionGuards:
 
     def _bases(self, one: Any, other: Any) -> tuple[Any, Any]:
         """Return the layers that two sources are of; else the innermost parts that differ."""
-        pairs = []
         while True:
-            pairs.append((one, other))
             if isinstance(eval(one.name, dict(self._scope)), self._classes):
                 return one, other
             same_step = (
