@@ -129,15 +129,16 @@ def _leave_uncompiled(gm: fx.GraphModule, pieces: set[int]) -> None:
 
 def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
     """Create ``view`` in each other piece that uses it."""
-    own = _piece(view)
+    own, last = _piece(view), _last_placement(gm)
     users_by_piece: dict[int, list[fx.Node]] = {}
-    for user in view.users:
-        if user.op == "output" or _piece(user) != own:
-            users_by_piece.setdefault(_piece(user), []).append(user)
+    for user in view.users:  # what the caller gets is created in the last piece
+        piece = last.piece if user.op == "output" and last is not None else _piece(user)
+        if piece != own:
+            users_by_piece.setdefault(piece, []).append(user)
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     for users in users_by_piece.values():
         first = min(users, key=order.__getitem__)
-        assigned = placement(first) or _last_placement(gm)
+        assigned = placement(first) or last
         with gm.graph.inserting_before(first):
             copy = gm.graph.node_copy(view)
         copy.meta[PLACEMENT] = assigned
@@ -158,5 +159,5 @@ def _close_gaps(gm: fx.GraphModule) -> None:
 
 
 def _last_placement(gm: fx.GraphModule) -> Placement | None:
-    """Return the placement of a view that only the caller gets: in the last piece."""
+    """Return a placement in the last piece; None without pieces."""
     return next((p for n in reversed(gm.graph.nodes) if (p := placement(n)) is not None), None)
