@@ -95,7 +95,7 @@ def _storages(
     program: Program, recording: Recording, what: str, args: Sequence[Any]
 ) -> SameStorages:
     """Return the memory of those inputs of the step which a capture takes and must not replace."""
-    positions = {id(x): position for position, x in enumerate(recording.inputs)}
+    positions = recording.positions
 
     def name_of(tensor: torch.Tensor) -> str:
         value = program.split.inputs[positions[id(tensor)]]

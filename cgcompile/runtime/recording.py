@@ -89,11 +89,12 @@ class Recording:
             ]
             self.numbers = [(p, inputs[p]) for p in roles.numbers]
         # Until the step is recorded: the inputs, with buffers in place of what is copied, and where
-        # the memory of each begins; 0 without memory.
+        # the memory of each begins; 0 without memory. Positions are by the id of an input.
         self.inputs = list(inputs)
         for position, buffer in self._copied:
             buffer.fill(inputs[position])
             self.inputs[position] = buffer.tensor
+        self.positions = {id(x): position for position, x in enumerate(self.inputs)}
         self.starts = [
             weights[p] if p in weights else address(x) if isinstance(x, torch.Tensor) else 0
             for p, x in enumerate(self.inputs)

@@ -28,7 +28,7 @@ from cgcompile.errors import (
     ManagerError,
 )
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.capture import postponed_capture, why_not_here
+from cgcompile.graphs.capture import bulk_capture, postponed_capture, why_not_here
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
@@ -496,8 +496,9 @@ class CudaGraphManager:
         with self._alone("capture"), together(self.agreement):
             if max_graph_bytes is not None and self.pool is not None and planned:
                 chosen = choose_graphs(self, max_graph_bytes, histogram)
-            for title, mode, descriptors in sets_of(chosen):
-                self._capture_set(title, mode, descriptors)
+            with bulk_capture():
+                for title, mode, descriptors in sets_of(chosen):
+                    self._capture_set(title, mode, descriptors)
         for mode, descriptor in planned:
             if (mode, descriptor) not in chosen:
                 why = f"max_graph_bytes={max_graph_bytes} has no room for it"
