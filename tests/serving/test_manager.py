@@ -1,5 +1,6 @@
 """The manager: every mode on a compiled and on a plain model, captures, look-ups, hooks, weights."""
 
+import gc
 import logging
 from collections import Counter
 from functools import partial
@@ -153,6 +154,26 @@ def test_a_graph_for_mixed_batches_is_captured_with_a_long_query() -> None:
     dispatch = dispatcher("FULL_DECODE_ONLY", query_lens=(3,), decode_num_reqs=[4])
     manager(dispatch=dispatch, metadata=noted).capture()
     assert seen[BatchDescriptor(12, 4, True)] == (4, 3, [0, 3, 6, 9, 12])
+
+
+def test_garbage_is_collected_once_for_all_sets() -> None:
+    made = manager("FULL_AND_PIECEWISE", "compiled")
+    collections: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collections.append(info["generation"])
+
+    gc.disable()
+    gc.callbacks.append(note)
+    try:
+        sets = made.capture()
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+    assert len(sets) == 2
+    assert all(bulk.captured and not bulk.missing for bulk in sets.values())
+    assert collections.count(2) == 1  # Dynamo collects young objects
 
 
 def test_captures_that_are_refused() -> None:
