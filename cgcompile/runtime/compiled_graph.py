@@ -96,7 +96,7 @@ class CompiledGraph:
         step = Step(split)
         self.source = step.source  # the generated Python that runs the pieces
         self.artifacts = artifacts_text(split, runnables)
-        self.fast_paths = FastPaths()
+        self.fast_paths = FastPaths(self.timeline)
         self.before_capture: Callable[[], None] | None = None  # called once, before the first
         self.graph_break: str | None = None  # why Dynamo ended the graph early, and where
         self._config = config
@@ -425,8 +425,7 @@ class CompiledGraph:
     @property
     def counters(self) -> Counters:
         """What the calls did so far; ``print(graph.counters)`` shows it."""
-        replays = self.fast_paths.replays
-        return self.timeline.counters + Counters(calls=replays, replays=replays)
+        return self.timeline.counters
 
     @property
     def weight_sets(self) -> tuple[WeightSet, ...]:

@@ -8,7 +8,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.errors import RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
+from cgcompile.graphs.guards import same_memory
 from cgcompile.locks import new_lock
 from cgcompile.passes.inline import Repeated, inline_regions
 from cgcompile.reasons import VARYING, Fallback, varying_number
@@ -85,6 +86,7 @@ class CompiledTrace:
         self.compiled = compiled
         self.fits = fits.function  # compares the arguments of a call, and autocast
         self.frozen = trace.frozen  # (path, tensor) of those that are bound, not looked up
+        self.held = _held(tensor for _, tensor in trace.frozen)  # what it computes with
         self.start = start  # text: how long Dynamo took, and splitting and compiling the graph
         self.proven = False  # whether a call has ended: only then is known what it replaces
         self.trusted = False  # whether it is proven, and nothing but ``fits`` is checked
@@ -101,7 +103,7 @@ class CompiledTrace:
         self.is_free = self.guards is None and self.dropped is None
         run: Callable[..., Any] | None = compiled
         if compiled is not None and trace.frozen:
-            run = _frozen(compiled, tuple(tensor for _, tensor in trace.frozen))
+            run = _frozen(compiled, tuple(tensor for _, tensor in trace.frozen), self.held)
         python = partial(trace.python.function, trace.original)  # the trace itself must go
         self.run = python(run)
         self.fast_paths: FastPaths | None = None
@@ -121,24 +123,32 @@ class CompiledTrace:
         return all(reference() is not None for reference in self._references)
 
     def replaced(self, scope: dict[str, Any]) -> str | None:
-        """Return the path of the first frozen tensor that was replaced; None if none was."""
-        for path, tensor in self.frozen:
+        """Return the path of the first frozen tensor that was replaced or moved, else None."""
+        for (path, tensor), held in zip(self.frozen, self.held, strict=True):
             try:
                 present = eval(path, scope)
             except (AttributeError, LookupError, TypeError):
                 present = None
-            if present is not tensor:
+            if present is not tensor or (held is not tensor and not same_memory(held, tensor)):
                 return path
         return None
 
 
-def _frozen(compiled: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
-    """Return a compiled graph as a function of the inputs that are not frozen."""
-    # It takes views of the same memory: after ``weight.data = ...`` they are stale, but never of
-    # another type or freed. Gradients need the parameters themselves.
+def _held(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return views of the same memory, for a graph to compute with."""
+    # After ``weight.data = ...`` they are stale, but never of another type or freed. Gradients need
+    # the parameters themselves.
     with torch.no_grad():
         plain = (torch.Tensor, torch.nn.Parameter)
-        held = tuple(x.detach() if type(x) in plain else x for x in tensors)
+        return tuple([x.detach() if type(x) in plain else x for x in tensors])
+
+
+def _frozen(
+    compiled: Callable[..., Any],
+    tensors: tuple[torch.Tensor, ...],
+    held: tuple[torch.Tensor, ...],
+) -> Callable[..., Any]:
+    """Return a compiled graph as a function of the inputs that are not frozen."""
     if isinstance(compiled, CompiledGraph):
         compiled.freeze(tensors, held)
         return compiled.__call__  # a method costs less to call than an object
@@ -216,7 +226,7 @@ class Traces:
             return result
         with self._lock:
             with compat.trace_lock():  # else guards may see layers that another thread has marked
-                trace = self._find(args, kwargs)
+                trace = self._bound_as_now(self._find(args, kwargs), args, kwargs)
             fallback = self._varying(args, kwargs) if trace is None else None
             if fallback is None or self._run_plain is None:
                 return self._first(trace or self._trace(args, kwargs), args, kwargs)
@@ -241,6 +251,19 @@ class Traces:
                 if trace is not self.traces[0]:
                     self._use_first(trace)
                 return trace
+        return None
+
+    def _bound_as_now(
+        self, trace: CompiledTrace | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CompiledTrace | None:
+        """Return a trace, unless a tensor that it has bound was replaced: then drop it."""
+        path = None
+        if trace is not None and not trace.proven:
+            path = trace.replaced(self._scope(args, kwargs))
+        if path is None:
+            return trace
+        log.info("%s is traced again: %s was replaced", self.name, path)
+        self._set(tuple(each for each in self.traces if each is not trace))
         return None
 
     def _first(self, trace: CompiledTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,7 +310,13 @@ class Traces:
     def _scope(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {"L": self._names(args, kwargs), "G": self._function.__globals__}
 
-    def clear(self) -> None:
+    def released(self) -> None:
+        """Compare what each trace has bound at its next call: graphs were released."""
+        with self._lock:
+            for trace in self.traces:
+                trace.proven = trace.trusted = False
+
+    def invalidated(self) -> None:
         """Forget all traces."""
         with self._lock:
             self._set(())
