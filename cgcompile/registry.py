@@ -42,18 +42,29 @@ class Registry:
         self.wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
         self._graphs: list[tuple[weakref.ref[CompiledGraph], Timeline]] = []
         self._ended = Counters()  # of graphs that were freed
-        self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._traces: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_compilations = 0
         self._capture_closed = False
         self._timeline = Timeline(config.warn_fallbacks)  # of calls that reach no graph
 
-    def remember(self, dependent: Any) -> None:
-        """Register what depends on the graphs: its ``released()`` or ``invalidated()`` is called."""
-        self._dependents.add(dependent)
+    def remember(self, traces: Any) -> None:
+        """Register the traces of a compiled model, for :meth:`invalidate` to clear."""
+        self._traces.add(traces)
+
+    def attach(self, manager: Any) -> None:
+        """Register a manager of a compiled model, to be told where graphs are dropped."""
+        self._managers.add(manager)
+
+    def compare_bound(self) -> None:
+        """Compare the tensors that traces have bound at their next call; drop those of others."""
+        for traces in tuple(self._traces):
+            traces.compare_bound()
 
     def adopt(self, wrapper: CUDAGraphWrapper) -> None:
         """Register the wrapper of an untraced model of :func:`cgcompile.compile`."""
         wrapper.closed = self._capture_closed
+        wrapper.remedy = "backend.release()"
         wrapper.timeline.warned = self._timeline.warned
         self.wrappers.add(wrapper)
 
@@ -144,8 +155,10 @@ class Registry:
             graph.invalidate(reason)
         for wrapper in tuple(self.wrappers):
             wrapper.clear_graphs()
-        for dependent in tuple(self._dependents):
-            dependent.invalidated()
+        for traces in tuple(self._traces):
+            traces.clear()
+        for manager in tuple(self._managers):
+            manager.graphs_dropped()
 
     def close_capture(self) -> None:
         """Forbid captures from now on, in all threads, of graphs that are compiled later as well.
@@ -174,8 +187,9 @@ class Registry:
         for wrapper in tuple(self.wrappers):
             wrapper.clear_all_graphs()
             wrapper.closed = False
-        for dependent in tuple(self._dependents):
-            dependent.released()
+        self.compare_bound()
+        for manager in tuple(self._managers):
+            manager.graphs_dropped()
         with releasing():  # graphs of models that were freed
             pass
 

@@ -34,7 +34,7 @@ FIELDS: dict[str, Any] = {
     "dim": "x.size()[0]",
     "dims": ["x.size()[0]", "y.size()[0]"],
     "does": "runs step 3",
-    "drop": "clear_graphs()",
+    "remedy": "clear_graphs()",
     "dtype": "torch.int64",
     "entries": 9,
     "error": KeyError("x"),

@@ -310,13 +310,15 @@ class Traces:
     def _scope(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {"L": self._names(args, kwargs), "G": self._function.__globals__}
 
-    def released(self) -> None:
-        """Compare what each trace has bound at its next call: graphs were released."""
+    def compare_bound(self) -> None:
+        """Compare what each trace has bound at its next call."""
         with self._lock:
             for trace in self.traces:
                 trace.proven = trace.trusted = False
+                if trace.fast_paths is not None:
+                    trace.fast_paths.forget()
 
-    def invalidated(self) -> None:
+    def clear(self) -> None:
         """Forget all traces."""
         with self._lock:
             self._set(())
