@@ -670,6 +670,10 @@ class BatchError(CGCompileError, ValueError):
         dispatch(num_tokens={num_tokens}, num_reqs={num_reqs}, max_query_len={max_query_len}, \
         uniform_decode=True): requests of one length need num_tokens == num_reqs * max_query_len.
         Give the numbers before padding, or uniform_decode=False.""")
+    not_uniform_starts = Template("""
+        a batch with uniform_decode=True: by {name!r} its queries have {queries:first 8} tokens; \
+        uniform decode has the same number in each.
+        Give uniform_decode=False.""")
     which_query_len = Template("""
         dispatch(num_tokens={num_tokens}, uniform_decode=True): there are graphs for several query \
         lengths ({known:list}), and the batch does not state its own.

@@ -339,7 +339,11 @@ class WeightsGuard:
             items = [(own, name, start + name) for name in rest]
             for table in (module._parameters, module._buffers, module._modules):
                 items += [(table, name, start + name) for name in table]
-            found = [each for each in items if only is None or id(each[0][each[1]]) in only]
+            found = [
+                (table, name, path)
+                for table, name, path in items
+                if only is None or table is module._modules or id(table[name]) in only
+            ]
             tables = {id(table): table for table, _, _ in found if table is not own}
             self._views += [table.values() for table in tables.values()]
             self._attributes += [(own, name) for table, name, _ in found if table is own]

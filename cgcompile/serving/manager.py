@@ -449,10 +449,19 @@ class CudaGraphManager:
         return (NONE, None) if mode is NONE else (mode, descriptor.num_tokens)
 
     def dispatched(self, batch: Batch, **restrictions: Any) -> Dispatched:
-        """Return what a batch would run as; arguments are those of :meth:`run`."""
+        """Return what a batch would run as; arguments are those of :meth:`run`.
+
+        Raises:
+            BatchError: numbers of the batch, or its query starts, contradict each other.
+            InputBufferError: more tokens or requests than the input buffers have.
+        """
         if type(batch) is not Batch:
             require_kind("batch", "dispatched", batch, Batch)
-        return self.dispatcher.dispatch(**batch.numbers(), **restrictions)
+        chosen = self.dispatcher.dispatch(**batch.numbers(), **restrictions)
+        self.inputs.check_sizes((batch.num_tokens, batch.num_reqs))
+        if batch.uniform_decode and batch.max_query_len is None:
+            self.inputs.check_uniform(batch.inputs, batch.num_tokens, batch.num_reqs)
+        return chosen
 
     # -------------------------------------------------------------- capture
 
@@ -663,7 +672,8 @@ class CudaGraphManager:
             ran; None without work. Does not synchronise the device; an agreement waits for ranks.
 
         Raises:
-            InputBufferError: inputs that do not fit the declarations; nothing ran.
+            InputBufferError: inputs that do not fit the declarations, or more tokens or requests
+                than the buffers have; nothing ran.
             BatchError: numbers of the batch that contradict each other.
             ManagerError: another thread is inside of a call of this manager.
             DispatchError: ``strict``, and no graph serves the batch.
@@ -693,6 +703,15 @@ class CudaGraphManager:
             yield
         finally:
             self._lock.release()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the steps inside out of the statistics: they are no serving."""
+        kept, self.statistics = self.statistics, DispatchStatistics()
+        try:
+            yield
+        finally:
+            self.statistics = kept
 
     def _autograd_mode(self) -> AbstractContextManager[Any]:
         return torch.inference_mode() if self._inference_mode else nullcontext()

@@ -8,6 +8,7 @@ import inspect
 import logging
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import RecompileError, TraceError
+from cgcompile.errors import AddressChangedError, RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
 from cgcompile.graphs.guards import same_memory
 from cgcompile.locks import new_lock
@@ -266,6 +267,24 @@ class Traces:
         self._set(tuple(each for each in self.traces if each is not trace))
         return None
 
+    def refuse_replaced(self, compiled: CompiledGraph) -> None:
+        """Raise AddressChangedError if a tensor that the trace of a graph has bound was replaced.
+
+        Inside of a capture, where the call cannot be traced again.
+        """
+        cells = zip(self._function.__code__.co_freevars, self._function.__closure__ or ())
+        names = {name: cell.cell_contents for name, cell in cells}
+        if self._bound is not None:
+            names[next(iter(self._signature.parameters))] = self._bound
+        scope = {"L": names, "G": self._function.__globals__}
+        for trace in self.traces:
+            path = trace.replaced(scope) if trace.compiled is compiled else None
+            if path is not None:
+                remedy = "backend.release(), and run the model before the capture"
+                raise AddressChangedError.weight(
+                    what=self.name, batch="traced", path=path, remedy=remedy
+                )
+
     def _first(self, trace: CompiledTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a trace whose calls have not ended yet; if this one does, later calls trust it."""
         scope = self._scope(args, kwargs)
@@ -453,6 +472,8 @@ class Traces:
         log.info("%s: %s", self.name, trace.start)
         trace.numbers = tuple(number for _, number in self._numbers(args, kwargs))
         self._set((trace, *(each for each in self.traces if each.is_alive)))
+        if trace.frozen and isinstance(trace.compiled, CompiledGraph):
+            trace.compiled.traces = weakref.ref(self)
         self._count += 1
         trace.number = self._count
         if self._count == _MANY:
