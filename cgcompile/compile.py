@@ -235,8 +235,6 @@ class CompiledModel(Transparent):
             reason: what has changed; for the log.
         """
         self.backend.invalidate(reason)
-        if self._traces is not None:
-            self._traces.clear()
 
     def _compile(self, graph: fx.GraphModule, inputs: list[Any], frozen: int) -> Callable[..., Any]:
         return self.backend.compile_graph(graph, inputs, frozen=frozen)

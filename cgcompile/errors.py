@@ -592,7 +592,8 @@ class AddressChangedError(GuardError):
     grown = Template("""
         a result is at {now:#x}, was at {before:#x} when captured.
         A CUDA graph writes where it did at capture, and resize_() moved that memory. Clone a \
-        result before it grows; drop the graphs (clear_graphs()) and capture again.""")
+        result before it grows; drop the graphs and capture again: release(), or of a wrapper \
+        clear_graphs().""")
     metadata = Template("""
         FULL, {batch}: metadata {path} is {now:address}, was at {before:#x} when captured.
         A FULL graph reads metadata where it was at capture: let metadata() return views of its \
@@ -600,7 +601,7 @@ class AddressChangedError(GuardError):
     weight = Template("""
         {what}, {batch}: weight {path!r} was replaced or moved after it was captured.
         A CUDA graph reads the weights where they were. Write new values in place \
-        (cgcompile.update_weights), or drop the graphs ({drop}) and capture again.""")
+        (cgcompile.update_weights), or drop the graphs and capture again: {remedy}.""")
 
 
 class HostValueChangedError(GuardError):
@@ -669,6 +670,10 @@ class BatchError(CGCompileError, ValueError):
         dispatch(num_tokens={num_tokens}, num_reqs={num_reqs}, max_query_len={max_query_len}, \
         uniform_decode=True): requests of one length need num_tokens == num_reqs * max_query_len.
         Give the numbers before padding, or uniform_decode=False.""")
+    not_uniform_starts = Template("""
+        a batch with uniform_decode=True: by {name!r} its queries have {queries:first 8} tokens; \
+        uniform decode has the same number in each.
+        Give uniform_decode=False.""")
     which_query_len = Template("""
         dispatch(num_tokens={num_tokens}, uniform_decode=True): there are graphs for several query \
         lengths ({known:list}), and the batch does not state its own.

@@ -40,8 +40,10 @@ class Registry:
     def __init__(self, config: CompilationConfig) -> None:
         self.config = config
         self.wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
-        self._graphs: list[weakref.ref[CompiledGraph]] = []
+        self._graphs: list[tuple[weakref.ref[CompiledGraph], Timeline]] = []
+        self._ended = Counters()  # of graphs that were freed
         self._traces: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_compilations = 0
         self._capture_closed = False
         self._timeline = Timeline(config.warn_fallbacks)  # of calls that reach no graph
@@ -50,9 +52,19 @@ class Registry:
         """Register the traces of a compiled model, for :meth:`invalidate` to clear."""
         self._traces.add(traces)
 
+    def attach(self, manager: Any) -> None:
+        """Register a manager of a compiled model, to be told where graphs are dropped."""
+        self._managers.add(manager)
+
+    def compare_bound(self) -> None:
+        """Compare the tensors that traces have bound at their next call; drop those of others."""
+        for traces in tuple(self._traces):
+            traces.compare_bound()
+
     def adopt(self, wrapper: CUDAGraphWrapper) -> None:
         """Register the wrapper of an untraced model of :func:`cgcompile.compile`."""
         wrapper.closed = self._capture_closed
+        wrapper.remedy = "backend.release()"
         wrapper.timeline.warned = self._timeline.warned
         self.wrappers.add(wrapper)
 
@@ -62,12 +74,15 @@ class Registry:
         graph.timeline.warned = self._timeline.warned
         if self._capture_closed:
             graph.close_capture()
-        self._graphs = [ref for ref in self._graphs if ref() is not None]
-        self._graphs.append(weakref.ref(graph))
+        freed = [timeline.counters for ref, timeline in self._graphs if ref() is None]
+        self._ended = sum(freed, self._ended)
+        self._graphs = [pair for pair in self._graphs if pair[0]() is not None]
+        self._graphs.append((weakref.ref(graph), graph.timeline))
 
     def _forget(self) -> None:
         """Drop the compiled graphs from the registry, with the counts of calls without a graph."""
         self._graphs.clear()
+        self._ended = Counters()
         self._timeline = Timeline(self.config.warn_fallbacks)
 
     @property
@@ -81,12 +96,15 @@ class Registry:
 
         Dynamo owns them: ``torch._dynamo.reset()`` frees them, and so does the death of the code.
         """
-        return tuple(graph for ref in self._graphs if (graph := ref()) is not None)
+        return tuple(graph for ref, _ in self._graphs if (graph := ref()) is not None)
 
     @property
     def counters(self) -> Counters:
-        """The sum of what all calls did: of graphs, of wrappers, and of calls with neither."""
-        counters = [graph.counters for graph in self.graphs]
+        """The sum of what all calls did: of graphs, of wrappers, and of calls with neither.
+
+        Graphs that were dropped count as well.
+        """
+        counters = [self._ended, *(timeline.counters for _, timeline in self._graphs)]
         counters += [wrapper.counters for wrapper in self.wrappers]
         return sum(counters, self._timeline.counters)
 
@@ -125,9 +143,10 @@ class Registry:
 
     @checked
     def invalidate(self, reason: str) -> None:
-        """Drop all captured graphs: something that they baked in has changed.
+        """Drop all captured graphs and traces: something that they baked in has changed.
 
-        Steps warm up and capture again, unless capture is closed.
+        Steps warm up and capture again, unless capture is closed. Managers of the model drop their
+        graphs too, and capture again.
 
         Args:
             reason: what has changed; for the log.
@@ -138,6 +157,8 @@ class Registry:
             wrapper.clear_graphs()
         for traces in tuple(self._traces):
             traces.clear()
+        for manager in tuple(self._managers):
+            manager.graphs_dropped()
 
     def close_capture(self) -> None:
         """Forbid captures from now on, in all threads, of graphs that are compiled later as well.
@@ -155,7 +176,7 @@ class Registry:
 
         Results that a replay returned under a forward context alias that memory: drop them first.
         Graphs of models that were freed are freed as well, or by the next capture. Waits for
-        captures of other threads to end.
+        captures of other threads to end. Traces stay, but those whose weights were replaced.
 
         Raises:
             CaptureError: called inside of a step or of a capture.
@@ -166,6 +187,9 @@ class Registry:
         for wrapper in tuple(self.wrappers):
             wrapper.clear_all_graphs()
             wrapper.closed = False
+        self.compare_bound()
+        for manager in tuple(self._managers):
+            manager.graphs_dropped()
         with releasing():  # graphs of models that were freed
             pass
 

@@ -184,7 +184,8 @@ def verify(
 
     Compares results and the tensors that a call writes among its arguments and in the model, which
     are restored after each run; globals, and caches of the forward context, are not. Runs without
-    gradients. Captures what is not captured yet; counts in the same counters. Synchronises.
+    gradients. Captures what is not captured yet; counts in the same counters, and not in the
+    ``statistics`` of a :class:`CudaGraphManager`. Synchronises.
     Checks the metadata of one forward context, the present one: see :class:`Verification`.
 
     Args:
@@ -539,7 +540,8 @@ def _check_managed(
     """Compare batches of a manager, or calls of an encoder manager."""
     require(not kwargs, "kwargs", "verify", kwargs, "no names: batches or calls, for a manager")
     if isinstance(manager, CudaGraphManager):
-        return _check_manager(manager, made, tolerance, refuse)
+        with manager.uncounted():
+            return _check_manager(manager, made, tolerance, refuse)
     require(not refuse, "refuse", "verify", refuse, "False: an encoder has no dispatcher")
     return _check_encoder(manager, made, tolerance)
 

@@ -217,6 +217,7 @@ def _alike(value: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
 # ---------------------------------------------------------------- which graphs
 
 _FAILED = f"{Reason.CAPTURE_FAILED.value}: "
+_REMEDY = "clear(), capture()"  # where a weight was replaced
 
 
 def _fails(why: str) -> bool:
@@ -409,7 +410,7 @@ class EncoderGraphs:
             self.wrapper.closed = True
         if self._setup.check_weights and not self._weights:
             kind = self._setup.device.type
-            self._weights = [WeightsGuard(module, kind) for module in self._modules]
+            self._weights = [WeightsGuard(each, kind, _REMEDY) for each in self._modules]
         self.failed = {
             missing[batch]: why.removeprefix(_FAILED)
             for batch, why in result.missing
@@ -496,7 +497,7 @@ class EncoderGraphs:
     def check_weights(self) -> None:
         """Raise if a weight was replaced or moved."""
         for guard in self._weights:
-            guard.check("encoder", "its graphs", drop="clear()")
+            guard.check("encoder", "its graphs")
 
     def replay(
         self, key: GraphKey, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]

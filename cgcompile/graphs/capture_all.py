@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptor import BatchDescriptor
-from cgcompile.errors import DispatchError, ManagerError
+from cgcompile.errors import AddressChangedError, DispatchError, ManagerError
 from cgcompile.graphs.capture import bulk_capture, capture_postponed, postponed_capture
 from cgcompile.progress import progress
 from cgcompile.reasons import EXPECTED, Counters
@@ -193,7 +193,7 @@ def capture_set(
             return
         try:
             step(descriptor, "capture")
-        except ManagerError:
+        except (ManagerError, AddressChangedError):
             raise
         except Exception as error:
             if config.strict:

@@ -82,6 +82,7 @@ class Timeline:
         # Reasons that were warned of; a handle shares them among its graphs. None: no warnings.
         self.warned: set[Reason] | None = set() if warns else None
         self.live = Counters()  # grows with each call
+        self.fast_replays = 0  # by fast paths; counted under their lock
         self._lock = new_lock()
         self._last: dict[Reason, tuple[str, _Call]] = {}  # the detail and the call of each reason
         self._records: deque[CaptureRecord] = deque(maxlen=_MOST)
@@ -94,7 +95,8 @@ class Timeline:
     def counters(self) -> Counters:
         """A copy of the counters."""
         with self._lock:
-            return self.live + Counters()
+            fast = self.fast_replays
+            return self.live + Counters(calls=fast, replays=fast)
 
     def captured(self) -> None:
         """Count a call that captured."""

@@ -350,6 +350,7 @@ class CUDAGraphWrapper(Transparent):
         self.options = CUDAGraphOptions() if cudagraph_options is None else cudagraph_options
         self.timeline, self.closed = Timeline(self.config.warn_fallbacks), False
         self.counters = self.timeline.live
+        self.remedy = "clear_graphs()"  # what drops its graphs, in messages; its owner may set it
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
         # One entry each, or with on_input_change="recapture" several, the one used last first.
@@ -558,7 +559,7 @@ class CUDAGraphWrapper(Transparent):
             entry = CUDAGraphEntry(descriptor, sequence, output, None, None, False)
         else:
             tensor_type = self._pool.device.tensor_type
-            weights = WeightsGuard(self.unwrap(), tensor_type)
+            weights = WeightsGuard(self.unwrap(), tensor_type, self.remedy)
             reads_grad &= not torch.is_grad_enabled()  # where the result has shown it
             entry = CUDAGraphEntry(
                 descriptor,

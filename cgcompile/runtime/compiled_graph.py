@@ -16,6 +16,7 @@ reason why the call has to run plain, or None and its result.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,7 +44,7 @@ from cgcompile.graphs.capture import (
     retry_while_busy,
 )
 from cgcompile.graphs.cuda import wait_for_inputs
-from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.device import any_capture, capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
@@ -96,9 +97,10 @@ class CompiledGraph:
         step = Step(split)
         self.source = step.source  # the generated Python that runs the pieces
         self.artifacts = artifacts_text(split, runnables)
-        self.fast_paths = FastPaths()
+        self.fast_paths = FastPaths(self.timeline)
         self.before_capture: Callable[[], None] | None = None  # called once, before the first
         self.graph_break: str | None = None  # why Dynamo ended the graph early, and where
+        self.traces: weakref.ref[Any] | None = None  # of the model, where they bind its weights
         self._config = config
         self._observer: Observer | None = None
         self._frozen = FrozenTensors(frozen)
@@ -193,8 +195,11 @@ class CompiledGraph:
         if self._needs_grad(inputs):
             return GRADIENTS, None
         if self._never is not None:
+            if self.traces is not None and any_capture():
+                self._refuse_replaced()
             return self._never, None
         if self._is_capturing():
+            self._refuse_replaced()
             return INSIDE_CAPTURE, None
         self.fast_paths.refuse_inside()
         mode = self._dispatch.mode_for(context)
@@ -204,6 +209,12 @@ class CompiledGraph:
         if outcome[0] is not None and outcome[0].reason is Reason.CAPTURE_BUSY:
             return retry_while_busy(partial(self._find, mode, context, inputs), outcome)
         return outcome
+
+    def _refuse_replaced(self) -> None:
+        """Raise where another graph would record weights that the model no longer has."""
+        traces = None if self.traces is None else self.traces()
+        if traces is not None:
+            traces.refuse_replaced(self)
 
     def _find(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
@@ -425,8 +436,7 @@ class CompiledGraph:
     @property
     def counters(self) -> Counters:
         """What the calls did so far; ``print(graph.counters)`` shows it."""
-        replays = self.fast_paths.replays
-        return self.timeline.counters + Counters(calls=replays, replays=replays)
+        return self.timeline.counters
 
     @property
     def weight_sets(self) -> tuple[WeightSet, ...]:

@@ -44,6 +44,7 @@ from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import REPLAY_OF_ONE
+from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock, owns_lock
 from cgcompile.runtime.recording import Recording
 
@@ -81,10 +82,10 @@ class FastPaths:
         "graph",
         "lock",
         "owner",
-        "replays",
+        "timeline",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
         self.lock = new_lock()  # of buffers, weight sets and graphs: one thread runs a step
         self.owner = 0  # the thread that runs a step
         self.epoch = object()  # replaced as soon as no fast path made before may run
@@ -93,7 +94,12 @@ class FastPaths:
         self.call: Callable[..., Any] | None = None  # of the last call of the model
         self.calls: dict[Hashable, Callable[..., Any]] = {}  # by runtime mode and descriptor
         self.attempts: dict[Hashable, int] = {}
-        self.replays = 0  # by fast paths; counted under the lock
+        self.timeline = timeline  # counts their replays
+
+    @property
+    def replays(self) -> int:
+        """How many replays the fast paths made."""
+        return 0 if self.timeline is None else self.timeline.fast_replays
 
     def refuse_inside(self) -> None:
         """Raise where this thread runs a step already."""
@@ -210,7 +216,7 @@ def _source(
         "            raise\n"
         "        finally:\n"
         "            paths.owner = 0\n"
-        "        paths.replays += 1\n"
+        "        timeline.fast_replays += 1\n"
         f"        return {result}\n"
     )
 
@@ -256,6 +262,7 @@ class GraphFastPath:
             "pool": pool,
             "generation": pool.generation,
             "paths": paths,
+            "timeline": paths.timeline,
             "lock": paths.lock,
             "epoch": paths.epoch,
             "wait": wait_for_inputs,

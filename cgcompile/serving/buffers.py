@@ -12,12 +12,13 @@ the graph. The rule: what a step returned is valid until the next one.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import CaptureError, InputBufferError, ManagerError
+from cgcompile.errors import BatchError, CaptureError, InputBufferError, ManagerError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.device import any_capture, device_named
 from cgcompile.graphs.pinned_buffers import UploadRing, host_memory
@@ -329,8 +330,33 @@ class StaticInputs:
         for spec in self.specs if len(values) < len(self.specs) else ():
             if not spec.optional and spec.name not in values:
                 raise InputBufferError.missing(name=spec.name)
+        self.check_sizes(real)
+
+    def check_sizes(self, real: tuple[int, int]) -> None:
+        """Raise InputBufferError if (tokens, requests) are more than the buffers have."""
         if real[0] > self._most[0] or real[1] > self._most[1]:
             raise InputBufferError.too_large(real=real, most=self._most)
+
+    def check_uniform(
+        self, values: Mapping[str, torch.Tensor | None], num_tokens: int, num_reqs: int
+    ) -> None:
+        """Raise BatchError where query starts on the host are not those of equal queries."""
+        # Other offsets, such as those of pages, may have the ends of query starts by chance: one
+        # buffer that has the starts of equal queries is enough.
+        uneven: dict[str, list[int]] = {}
+        values = values if isinstance(values, Mapping) else {}  # else ``check`` raises
+        for spec in self.specs if num_tokens and num_reqs else ():
+            value = values.get(spec.name) if spec.shape == (BOUNDARIES,) else None
+            if spec.tail is not None or not isinstance(value, torch.Tensor):
+                continue
+            starts = value.tolist() if value.device.type == "cpu" and value.dim() == 1 else []
+            if len(starts) != num_reqs + 1 or (starts[0], starts[-1]) != (0, num_tokens):
+                continue
+            if starts == [*range(0, num_tokens + 1, max(num_tokens // num_reqs, 1))]:
+                return
+            uneven[spec.name] = [end - start for start, end in pairwise(starts)]
+        for name, queries in uneven.items():
+            raise BatchError.not_uniform_starts(name=name, queries=queries)
 
     def stage(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cgcompile import torch_compat as compat
+from cgcompile.compile import CompiledModel
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import AddressChangedError, ManagerError
@@ -26,6 +27,7 @@ from cgcompile.serving.buffers import Outputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, check_numbers
 
 FULL = CUDAGraphMode.FULL
+REMEDY = "release(), capture()"  # of a manager whose weights were replaced
 
 
 class FullGraphs:
@@ -54,6 +56,7 @@ class FullGraphs:
         self.wrapper.before_capture = self._before_capture
         self._by_size: dict[int, list[BatchDescriptor]] = {}
         self._weights: WeightsGuard | None = None
+        self._bound: WeightsGuard | None = None  # of what a model without guards has bound
         self.metadata: dict[BatchDescriptor, dict[str, int]] = {}  # addresses at capture
         self._stale = StaleResults()
 
@@ -70,16 +73,26 @@ class FullGraphs:
             return result
         return self.outputs.keep(result, self.sizes)
 
+    def guard_bound(self) -> None:
+        """Guard the weights that the traces of a model without guards have bound."""
+        if self._weights_on is not None and isinstance(self._model, CompiledModel):
+            frozen = [tensor for trace in self._model.traces for _, tensor in trace.frozen]
+            self._bound = self._guard(frozenset(map(id, frozen))) if frozen else None
+
+    def _guard(self, only: frozenset[int] | None = None) -> WeightsGuard:
+        assert self._weights_on is not None
+        unwrap = getattr(self._model, "unwrap", lambda: self._model)
+        return WeightsGuard(unwrap(), self._weights_on, REMEDY, only)
+
     def add(self, descriptor: BatchDescriptor) -> None:
         """Note a captured graph, and guard the weights from now on."""
-        self.check_weights(descriptor)
+        self.check_weights(FULL, descriptor)
         same_size = self._by_size.setdefault(descriptor.num_tokens, [])
         if descriptor not in same_size:
             same_size.append(descriptor)
             same_size.sort(key=lambda key: not key.uniform)
         if self._weights is None and self._weights_on is not None:
-            unwrap = getattr(self._model, "unwrap", lambda: self._model)
-            self._weights = WeightsGuard(unwrap(), self._weights_on)
+            self._weights = self._guard()
 
     def find(
         self, num_tokens: int, uniform: bool | None, loras: int, extra: tuple[Any, ...]
@@ -100,10 +113,13 @@ class FullGraphs:
         }
         raise ManagerError.no_graph(num_tokens=num_tokens, captured=sorted(usable))
 
-    def check_weights(self, descriptor: BatchDescriptor) -> None:
+    def check_weights(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Raise GuardError if a weight differs from that at the first capture."""
-        if self._weights is not None:  # pieces check their own
+        # Outside of FULL graphs pieces check their own weights, unless a trace has bound them.
+        if mode is FULL and self._weights is not None:
             self._weights.check("the captured step", descriptor)
+        elif self._bound is not None:
+            self._bound.check("the traced step", descriptor)
 
     def remember_metadata(self, metadata: Metadata, descriptor: BatchDescriptor) -> None:
         """Keep the addresses of a step's metadata, if it was just captured."""
@@ -146,7 +162,7 @@ class FullGraphs:
 
     def forget(self) -> None:
         """Forget which graphs were added, and their weights."""
-        self._weights = None
+        self._weights = self._bound = None
         self._by_size.clear()
 
 

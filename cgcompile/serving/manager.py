@@ -47,7 +47,7 @@ from cgcompile.serving.batch import (
 )
 from cgcompile.serving.buffers import TOKENS, InputBuffer, Outputs, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, check_numbers
-from cgcompile.serving.full_graphs import FullGraphs
+from cgcompile.serving.full_graphs import REMEDY, FullGraphs
 from cgcompile.serving.memory_plan import (
     GraphMemory,
     MemoryMeter,
@@ -275,7 +275,11 @@ class CudaGraphManager:
             self._pieces = BreakableCUDAGraphWrapper(
                 model, config, PIECEWISE, pool=self.pool, name="model"
             )
+            self._pieces.remedy = REMEDY
+        else:
+            self.backend.attach(self)
         self._bulk: dict[str, BulkCapture] = {}
+        self._guarded = -1  # how many compilations there were when traces were guarded
         self._warmed: set[Planned] = set()  # ran plain once, and are captured at the next step
         self._across: torch.Tensor | None = None  # int32 [R]: tokens of each rank in the next step
         self._ran_plain: Fallback | None = None  # why the last step did not replay its graph
@@ -445,10 +449,19 @@ class CudaGraphManager:
         return (NONE, None) if mode is NONE else (mode, descriptor.num_tokens)
 
     def dispatched(self, batch: Batch, **restrictions: Any) -> Dispatched:
-        """Return what a batch would run as; arguments are those of :meth:`run`."""
+        """Return what a batch would run as; arguments are those of :meth:`run`.
+
+        Raises:
+            BatchError: numbers of the batch, or its query starts, contradict each other.
+            InputBufferError: more tokens or requests than the input buffers have.
+        """
         if type(batch) is not Batch:
             require_kind("batch", "dispatched", batch, Batch)
-        return self.dispatcher.dispatch(**batch.numbers(), **restrictions)
+        chosen = self.dispatcher.dispatch(**batch.numbers(), **restrictions)
+        self.inputs.check_sizes((batch.num_tokens, batch.num_reqs))
+        if batch.uniform_decode and batch.max_query_len is None:
+            self.inputs.check_uniform(batch.inputs, batch.num_tokens, batch.num_reqs)
+        return chosen
 
     # -------------------------------------------------------------- capture
 
@@ -464,6 +477,7 @@ class CudaGraphManager:
         """
         self._refuse_captured(self.dispatcher.plan())
         with self._alone("plan"), together(self.agreement):
+            self._rebind()
             return plan_memory(self)
 
     @checked
@@ -494,6 +508,7 @@ class CudaGraphManager:
         planned = chosen = self.dispatcher.plan()
         self._refuse_captured(planned)
         with self._alone("capture"), together(self.agreement):
+            self._rebind()
             if max_graph_bytes is not None and self.pool is not None and planned:
                 chosen = choose_graphs(self, max_graph_bytes, histogram)
             with bulk_capture():
@@ -520,6 +535,7 @@ class CudaGraphManager:
             raise BatchError.not_planned(mode=mode.name, descriptor=str(descriptor))
         self._refuse_captured([(mode, descriptor)])
         with self._alone("capture_graph"), together(self.agreement):
+            self._full.check_weights(mode, descriptor)
             self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
 
     def _refuse_captured(self, planned: Iterable[Planned]) -> None:
@@ -578,6 +594,7 @@ class CudaGraphManager:
         if self.agreement is not None:
             self._across = self.agreement.across(descriptor.num_tokens)
         self._step(self._prepare(descriptor, phase), mode, descriptor)
+        self._guard_traces()
 
     def num_compilations(self) -> int:
         """Return how often the model was compiled so far, the largest number of all ranks."""
@@ -604,13 +621,29 @@ class CudaGraphManager:
             CaptureError: called inside of a step or of a capture.
         """
         with self._alone("release"):
-            self.drop_graphs()
+            self.graphs_dropped()
             if self.backend is not None:
-                self.backend.release()
-            self._full.forget()
+                self.backend.release()  # and what its traces have bound is compared again
+
+    def graphs_dropped(self) -> None:
+        """Drop all graphs of the manager: the handle has dropped those of the compiled model."""
+        with self._lock:  # after the step of another thread
+            self.drop_graphs()
+            self._forget_weights()
             self._warmed.clear()
             self._bulk.clear()
             self.dispatcher.forget()
+
+    def _forget_weights(self) -> None:
+        """Guard the weights of the next capture: no graph exists."""
+        self._full.forget()
+        self._guarded = -1
+
+    def _rebind(self) -> None:
+        """Prepare for the first captures: traces may be older than the weights."""
+        self._forget_weights()
+        if self.backend is not None:
+            self.backend.compare_bound()
 
     def drop_graphs(self) -> None:
         """Drop the manager's own graphs and output buffers; a compiled model's stay."""
@@ -640,7 +673,8 @@ class CudaGraphManager:
             ran; None without work. Does not synchronise the device; an agreement waits for ranks.
 
         Raises:
-            InputBufferError: inputs that do not fit the declarations; nothing ran.
+            InputBufferError: inputs that do not fit the declarations, or more tokens or requests
+                than the buffers have; nothing ran.
             BatchError: numbers of the batch that contradict each other.
             ManagerError: another thread is inside of a call of this manager.
             DispatchError: ``strict``, and no graph serves the batch.
@@ -671,6 +705,15 @@ class CudaGraphManager:
         finally:
             self._lock.release()
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the steps inside out of the statistics: they are no serving."""
+        kept, self.statistics = self.statistics, DispatchStatistics()
+        try:
+            yield
+        finally:
+            self.statistics = kept
+
     def _autograd_mode(self) -> AbstractContextManager[Any]:
         return torch.inference_mode() if self._inference_mode else nullcontext()
 
@@ -692,8 +735,8 @@ class CudaGraphManager:
         own = self._allowed(batch, restrictions)
         if batch.num_tokens:
             self.inputs.check(batch.inputs, (batch.num_tokens, batch.num_reqs))
-        if own.mode is FULL or not batch.num_tokens:  # else no rank takes a FULL graph
-            self._full.check_weights(own.descriptor)
+        mode = own.mode if batch.num_tokens else FULL  # of a FULL graph only if all ranks have one
+        self._full.check_weights(mode, own.descriptor)
         agreed = agreement.dispatch(**batch.numbers(), **restrictions)
         if not agreed.has_work:
             return None
@@ -711,13 +754,22 @@ class CudaGraphManager:
         return None
 
     def _run(self, batch: Batch, chosen: Dispatched) -> Any:
+        if self.agreement is None:  # else checked before ranks agreed
+            self._full.check_weights(chosen.mode, chosen.descriptor)
         with self._autograd_mode():
             if chosen.mode is NONE:
                 result = self._step(batch, NONE, chosen.descriptor)
             else:
                 result, chosen = self._around_replay(self._run_graph, batch, chosen)
+        self._guard_traces()
         self.statistics.record(batch.num_tokens, chosen)
         return result
+
+    def _guard_traces(self) -> None:
+        """Guard the weights of traces that are new since the last step."""
+        if self.backend is not None and self._guarded != self.backend.num_compilations:
+            self._guarded = self.backend.num_compilations
+            self._full.guard_bound()
 
     def _around_replay(self, step: Callable[..., Any], *args: Any) -> Any:
         """Run a step that may replay, and ``after_replay`` of each hook that began, always."""
@@ -735,8 +787,6 @@ class CudaGraphManager:
         """Run a step on its graph, or capture that after one warming step; return how it ran."""
         mode, descriptor, _ = chosen
         if self.dispatcher.is_captured(mode, descriptor):
-            if mode is FULL and self.agreement is None:  # else checked before ranks agreed
-                self._full.check_weights(descriptor)
             result, why = self._step(batch, mode, descriptor), self._ran_plain
         elif (mode, descriptor) in self._warmed:
             result, why = self._capture_step(batch, mode, descriptor)
@@ -854,7 +904,7 @@ class CudaGraphManager:
         try:
             full = self._full
             descriptor = full.find(num_tokens, uniform, num_active_loras, extra)
-            full.check_weights(descriptor)
+            full.check_weights(FULL, descriptor)
             if self.agreement is not None:
                 self.agreement.check_alone(FULL, descriptor)
                 self._across = self.agreement.across(num_tokens)

@@ -8,7 +8,8 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,9 @@ import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import RecompileError, TraceError
+from cgcompile.errors import AddressChangedError, RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
+from cgcompile.graphs.guards import same_memory
 from cgcompile.locks import new_lock
 from cgcompile.passes.inline import Repeated, inline_regions
 from cgcompile.reasons import VARYING, Fallback, varying_number
@@ -85,6 +87,7 @@ class CompiledTrace:
         self.compiled = compiled
         self.fits = fits.function  # compares the arguments of a call, and autocast
         self.frozen = trace.frozen  # (path, tensor) of those that are bound, not looked up
+        self.held = _held(tensor for _, tensor in trace.frozen)  # what it computes with
         self.start = start  # text: how long Dynamo took, and splitting and compiling the graph
         self.proven = False  # whether a call has ended: only then is known what it replaces
         self.trusted = False  # whether it is proven, and nothing but ``fits`` is checked
@@ -101,7 +104,7 @@ class CompiledTrace:
         self.is_free = self.guards is None and self.dropped is None
         run: Callable[..., Any] | None = compiled
         if compiled is not None and trace.frozen:
-            run = _frozen(compiled, tuple(tensor for _, tensor in trace.frozen))
+            run = _frozen(compiled, tuple(tensor for _, tensor in trace.frozen), self.held)
         python = partial(trace.python.function, trace.original)  # the trace itself must go
         self.run = python(run)
         self.fast_paths: FastPaths | None = None
@@ -121,24 +124,32 @@ class CompiledTrace:
         return all(reference() is not None for reference in self._references)
 
     def replaced(self, scope: dict[str, Any]) -> str | None:
-        """Return the path of the first frozen tensor that was replaced; None if none was."""
-        for path, tensor in self.frozen:
+        """Return the path of the first frozen tensor that was replaced or moved, else None."""
+        for (path, tensor), held in zip(self.frozen, self.held, strict=True):
             try:
                 present = eval(path, scope)
             except (AttributeError, LookupError, TypeError):
                 present = None
-            if present is not tensor:
+            if present is not tensor or (held is not tensor and not same_memory(held, tensor)):
                 return path
         return None
 
 
-def _frozen(compiled: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
-    """Return a compiled graph as a function of the inputs that are not frozen."""
-    # It takes views of the same memory: after ``weight.data = ...`` they are stale, but never of
-    # another type or freed. Gradients need the parameters themselves.
+def _held(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return views of the same memory, for a graph to compute with."""
+    # After ``weight.data = ...`` they are stale, but never of another type or freed. Gradients need
+    # the parameters themselves.
     with torch.no_grad():
         plain = (torch.Tensor, torch.nn.Parameter)
-        held = tuple(x.detach() if type(x) in plain else x for x in tensors)
+        return tuple([x.detach() if type(x) in plain else x for x in tensors])
+
+
+def _frozen(
+    compiled: Callable[..., Any],
+    tensors: tuple[torch.Tensor, ...],
+    held: tuple[torch.Tensor, ...],
+) -> Callable[..., Any]:
+    """Return a compiled graph as a function of the inputs that are not frozen."""
     if isinstance(compiled, CompiledGraph):
         compiled.freeze(tensors, held)
         return compiled.__call__  # a method costs less to call than an object
@@ -216,7 +227,7 @@ class Traces:
             return result
         with self._lock:
             with compat.trace_lock():  # else guards may see layers that another thread has marked
-                trace = self._find(args, kwargs)
+                trace = self._bound_as_now(self._find(args, kwargs), args, kwargs)
             fallback = self._varying(args, kwargs) if trace is None else None
             if fallback is None or self._run_plain is None:
                 return self._first(trace or self._trace(args, kwargs), args, kwargs)
@@ -242,6 +253,37 @@ class Traces:
                     self._use_first(trace)
                 return trace
         return None
+
+    def _bound_as_now(
+        self, trace: CompiledTrace | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CompiledTrace | None:
+        """Return a trace, unless a tensor that it has bound was replaced: then drop it."""
+        path = None
+        if trace is not None and not trace.proven:
+            path = trace.replaced(self._scope(args, kwargs))
+        if path is None:
+            return trace
+        log.info("%s is traced again: %s was replaced", self.name, path)
+        self._set(tuple(each for each in self.traces if each is not trace))
+        return None
+
+    def refuse_replaced(self, compiled: CompiledGraph) -> None:
+        """Raise AddressChangedError if a tensor that the trace of a graph has bound was replaced.
+
+        Inside of a capture, where the call cannot be traced again.
+        """
+        cells = zip(self._function.__code__.co_freevars, self._function.__closure__ or ())
+        names = {name: cell.cell_contents for name, cell in cells}
+        if self._bound is not None:
+            names[next(iter(self._signature.parameters))] = self._bound
+        scope = {"L": names, "G": self._function.__globals__}
+        for trace in self.traces:
+            path = trace.replaced(scope) if trace.compiled is compiled else None
+            if path is not None:
+                remedy = "backend.release(), and run the model before the capture"
+                raise AddressChangedError.weight(
+                    what=self.name, batch="traced", path=path, remedy=remedy
+                )
 
     def _first(self, trace: CompiledTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a trace whose calls have not ended yet; if this one does, later calls trust it."""
@@ -286,6 +328,14 @@ class Traces:
 
     def _scope(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {"L": self._names(args, kwargs), "G": self._function.__globals__}
+
+    def compare_bound(self) -> None:
+        """Compare what each trace has bound at its next call."""
+        with self._lock:
+            for trace in self.traces:
+                trace.proven = trace.trusted = False
+                if trace.fast_paths is not None:
+                    trace.fast_paths.forget()
 
     def clear(self) -> None:
         """Forget all traces."""
@@ -422,6 +472,8 @@ class Traces:
         log.info("%s: %s", self.name, trace.start)
         trace.numbers = tuple(number for _, number in self._numbers(args, kwargs))
         self._set((trace, *(each for each in self.traces if each.is_alive)))
+        if trace.frozen and isinstance(trace.compiled, CompiledGraph):
+            trace.compiled.traces = weakref.ref(self)
         self._count += 1
         trace.number = self._count
         if self._count == _MANY:
