@@ -10,8 +10,8 @@ trial first, on memory that is dropped as a whole, and measured there.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -25,12 +25,14 @@ from cgcompile.descriptor import BatchDescriptor
 from cgcompile.encoder.budgets import Limits
 from cgcompile.encoder.packing import Capacity
 from cgcompile.encoder.protocol import (
+    DEFAULT,
     ZERO,
     CheckedModel,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
+    check_cast,
     check_keys,
     check_rows,
     check_values,
@@ -40,7 +42,12 @@ from cgcompile.encoder.protocol import (
     unpadded_forward,
 )
 from cgcompile.errors import CaptureError, EncoderError
-from cgcompile.graphs.capture import bulk_capture, inside_capture, why_not_here
+from cgcompile.graphs.capture import (
+    bulk_capture,
+    capture_postponed,
+    inside_capture,
+    why_not_here,
+)
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import WeightsGuard, modules_of
@@ -163,6 +170,7 @@ class GraphInputs:
             if alike:
                 raise EncoderError.buffer_value(key=key, found=layout(value), expected=rows)
             raise EncoderError.buffer_layout(key=key, found=layout(value), expected=rows)
+        check_cast(key, value, dst.dtype)
         if key in self._ends and len(value) == len(dst):
             raise EncoderError.no_offset_room(key=key, entries=len(value))
 
@@ -216,6 +224,12 @@ def _alike(value: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
 
 # ---------------------------------------------------------------- which graphs
 
+_NOTE = (
+    "In the warm-up of encoder budget {budget}{path}, without a graph: the forward cannot run on its "
+    "buffers: {buffers}.\n  They hold a whole budget: offsets end in empty sequences, and where all "
+    "images have one size, budgets must be multiples of its tokens. Check in_features= and the "
+    "shapes of tables. A graph is 'missing' only where the forward runs and cannot be captured."
+)
 _FAILED = f"{Reason.CAPTURE_FAILED.value}: "
 
 
@@ -449,7 +463,8 @@ class EncoderGraphs:
                 buffers += 0 if key in self._inputs else inputs.nbytes
 
                 def step(key: GraphKey, inputs: GraphInputs = inputs) -> None:
-                    self._run(key, wrapper, inputs)
+                    with self._noted(key, inputs):
+                        self._run(key, wrapper, inputs)
 
                 warm_all(step, [key], tuple, settings.num_warmups)
                 with bulk_capture(), suppress(Exception):  # the real capture reports what fails
@@ -467,8 +482,22 @@ class EncoderGraphs:
             return nullcontext()
         return self.pool.device.around()
 
+    @contextmanager
+    def _noted(self, key: GraphKey, inputs: GraphInputs) -> Iterator[None]:
+        """Add the budget and the buffers to an error of a warm-up."""
+        try:
+            yield
+        except Exception as error:
+            if capture_postponed():
+                buffers = ", ".join(f"{k} {layout(value)}" for k, value in inputs.values.items())
+                path = "" if self._setup.paths == [DEFAULT] else f" of path {key.path!r}"
+                text = _NOTE.format(budget=key.budget, path=path, buffers=buffers)
+                compat.add_note(error, text)
+            raise
+
     def _first_run(self, key: GraphKey) -> None:
-        result = self.run(key)
+        with self._noted(key, self.inputs(key)):
+            result = self.run(key)
         check_rows(result, key.budget, self._columns, "encoder_cudagraph_forward")
         self._keep_empty(key.path, result)
 
@@ -546,6 +575,8 @@ class EncoderGraphs:
             if key not in self._config.padding_logics and not _alike(value, shape, dtype):
                 expected = f"rows of {list(shape)} of {str(dtype).removeprefix('torch.')}"
                 raise EncoderError.buffer_layout(key=key, found=layout(value), expected=expected)
+            if key not in self._config.padding_logics:  # which may cast as it likes
+                check_cast(key, value, dtype)
             return value.to(self._setup.device, dtype)
 
         return converted
