@@ -41,6 +41,7 @@ from cgcompile.encoder.protocol import (
     path_arguments,
     unpadded_forward,
 )
+from cgcompile.encoder.statistics import on_path
 from cgcompile.errors import CaptureError, EncoderError
 from cgcompile.graphs.capture import (
     bulk_capture,
@@ -53,6 +54,7 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import WeightsGuard, modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad
+from cgcompile.passes.nodes import raised_at
 from cgcompile.reasons import Reason
 from cgcompile.serving.memory_plan import most_that_fit, ranked
 from cgcompile.settings import require_arguments, require_kind
@@ -83,7 +85,8 @@ class GraphKey(NamedTuple):
     @property
     def descriptor(self) -> BatchDescriptor:
         """The key in the form of the forward context."""
-        return BatchDescriptor(self.budget, extra=(self.path, *self.axes))
+        path = () if self.path == DEFAULT else (self.path,)
+        return BatchDescriptor(self.budget, extra=(*path, *self.axes))
 
 
 # ---------------------------------------------------------------- buffers
@@ -330,6 +333,7 @@ class EncoderGraphs:
         self.kept_keys: dict[str, int] = {}  # how often a replay left a buffer as it was, by key
         self.without_room: dict[GraphKey, str] = {}
         self.failed: dict[GraphKey, str] = {}  # with the first line of the error
+        self._raised: dict[GraphKey, str] = {}  # the line of the forward that raised it
         if len(self._descriptors) > _MANY:
             log.warning("%d encoder graphs are planned", len(self._descriptors))
 
@@ -401,7 +405,7 @@ class EncoderGraphs:
         missing = {batch: key for key, batch in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them were dropped
-        self.failed = {}
+        self.failed, self._raised = {}, {}
         self.without_room = self._left_out(list(missing.values()), max_graph_bytes)
         for key in self.without_room:
             del missing[self._descriptors[key]]
@@ -424,11 +428,10 @@ class EncoderGraphs:
         if self._setup.check_weights and not self._weights:
             kind = self._setup.device.type
             self._weights = [WeightsGuard(module, kind) for module in self._modules]
-        self.failed = {
-            missing[batch]: why.removeprefix(_FAILED)
-            for batch, why in result.missing
-            if _fails(why)
-        }
+        lacking = [(missing[batch], why) for batch, why in result.missing]
+        lacking = [(key, why + self._raised.get(key, "")) for key, why in lacking]
+        self.failed = {key: why.removeprefix(_FAILED) for key, why in lacking if _fails(why)}
+        result = replace(result, missing=tuple((key.descriptor, why) for key, why in lacking))
         left_out = tuple((self._descriptors[key], why) for key, why in self.without_room.items())
         return replace(result, missing=result.missing + left_out)
 
@@ -484,13 +487,15 @@ class EncoderGraphs:
 
     @contextmanager
     def _noted(self, key: GraphKey, inputs: GraphInputs) -> Iterator[None]:
-        """Add the budget and the buffers to an error of a warm-up."""
+        """Add the budget and the buffers to an error of a warm-up; keep the line of others."""
         try:
             yield
         except Exception as error:
+            line = raised_at(error)
+            self._raised[key] = "" if line is None else f" ({line})"
             if capture_postponed():
                 buffers = ", ".join(f"{k} {layout(value)}" for k, value in inputs.values.items())
-                path = "" if self._setup.paths == [DEFAULT] else f" of path {key.path!r}"
+                path = on_path(key.path)
                 text = _NOTE.format(budget=key.budget, path=path, buffers=buffers)
                 compat.add_note(error, text)
             raise

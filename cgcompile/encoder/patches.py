@@ -336,7 +336,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         counts: dict[str, int] = {}
         with suppress(Exception):  # overridden, it may read more of a call
             names = next(iter(self._inputs.values()))
-            items = self.get_encoder_cudagraph_item_specs(dict.fromkeys(names, grids))
+            items = self.get_encoder_cudagraph_item_specs(dict.fromkeys(names, _CheckedGrids(grids)))
             counts = row_counts(items, DEFAULT)
         for key, spec in self._computed.items():
             try:
