@@ -442,9 +442,13 @@ class EncoderGraphs:
         if max_graph_bytes is None or self.pool is None or not missing:
             return {}
         left = max_graph_bytes - self.pool.nbytes
+        needs: dict[Size, int] = {}  # of a size that has no room alone
 
         def fits(sizes: Sequence[Size]) -> bool:
-            return self._fit([key for key in missing if key[:2] in sizes], left)
+            nbytes = self._measured([key for key in missing if key[:2] in sizes], left)
+            if nbytes > left and len(sizes) == 1:
+                needs[sizes[0]] = nbytes
+            return nbytes <= left
 
         with self._setup.graph_capture(), self._uncompiled():
             chosen = choose_sizes(missing, self.captured(), fits)
@@ -452,10 +456,12 @@ class EncoderGraphs:
             f"{Reason.NOT_CAPTURED.value}: no room in max_graph_bytes={max_graph_bytes}, of which "
             f"{max(left, 0)} were left"
         )
+        for (path, budget), nbytes in needs.items():
+            why += f"; budget {budget}{on_path(path)} alone needs {nbytes} or more"
         return {key: why for key in missing if key[:2] not in chosen}
 
-    def _fit(self, keys: Sequence[GraphKey], left: int) -> bool:
-        """Capture graphs for trial; return whether they and their buffers fit in ``left`` bytes."""
+    def _measured(self, keys: Sequence[GraphKey], left: int) -> int:
+        """Capture graphs for trial; return their bytes and their buffers', up to above ``left``."""
         assert self.pool is not None
         pool, buffers, settings = GraphPool(self.pool.device), 0, self._setup.settings
         wrapper = CUDAGraphWrapper(self._whole, settings, FULL, pool=pool, name="encoder, measured")
@@ -473,8 +479,8 @@ class EncoderGraphs:
                 with bulk_capture(), suppress(Exception):  # the real capture reports what fails
                     step(key)
                 if pool.nbytes + buffers > left:
-                    return False
-            return True
+                    break
+            return pool.nbytes + buffers
         finally:
             wrapper.clear_all_graphs()
             pool.device.give_back()

@@ -151,7 +151,8 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         out_hidden_size: H.
         tables: by name.
         offsets: by name; left out: ``cu_seqlens``, one sequence for each frame.
-        tower: the modules whose weights ``forward`` reads.
+        tower: the modules whose weights ``forward`` reads; left out: those that it is, holds, or
+            names as globals.
         eager: ``eager(pixel_values, grids)``, the same without graphs; left out: ``forward`` on
             buffers without padding.
         max_frames_per_video: t of the longest video; 1: images alone.
