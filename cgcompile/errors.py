@@ -897,10 +897,9 @@ class EncoderError(CGCompileError, ValueError):
         PatchTable).""")
     buffer_cast = Template("""
         buffer {key!r}: the value is {found}, and the buffer is of {dtype}.
-        Integers are not cast to floating point, which rounds large ones. Indices and positions: \
-        PatchTable(dtype=torch.long), or an integer buffer in \
-        prepare_encoder_cudagraph_capture_inputs(). Numbers to compute with: PatchTable(dtype=\
-        torch.float32), or cast the value before the call.""")
+        Integers are not cast to floating point, which rounds large ones. Indices: an integer \
+        buffer, PatchTable(dtype=torch.long). Numbers to compute with: \
+        PatchTable(dtype=torch.float32), or cast the value before the call.""")
     buffer_rows = Template("""
         buffer {key!r}: the value is {found}; expected {expected} rows, the \
         {unit} of {items} items.
