@@ -900,6 +900,11 @@ class EncoderError(CGCompileError, ValueError):
         Sizes behind the first must be the buffer's, and the dtype must cast to its. Give such a \
         value, or another buffer in prepare_encoder_cudagraph_capture_inputs() (in_features=, \
         PatchTable).""")
+    buffer_cast = Template("""
+        buffer {key!r}: the value is {found}, and the buffer is of {dtype}.
+        Integers are not cast to floating point, which rounds large ones. Indices: an integer \
+        buffer, PatchTable(dtype=torch.long). Numbers to compute with: \
+        PatchTable(dtype=torch.float32), or cast the value before the call.""")
     buffer_rows = Template("""
         buffer {key!r}: the value is {found}; expected {expected} rows, the \
         {unit} of {items} items.

@@ -134,7 +134,8 @@ class Reason(enum.Enum):
     CAPTURE_FAILED = (
         "capture_failed",
         "the device refused to capture an op of this shape",
-        "register the op that the detail names as a splitting op, or replace it",
+        "replace the op that the detail names, or register it as a splitting op; in an encoder, "
+        "whose graphs are not split, compute it in `tables` or `offsets`",
     )
     NO_DEVICE = (
         "no_capture_device",
@@ -302,7 +303,7 @@ def warn_of(what: str, why: Fallback, how: str = "without a CUDA graph") -> None
         "warn_fallbacks=False turns it off; `python -m cgcompile reasons %s` explains it.)",
         what,
         how,
-        why,
+        str(why).removesuffix("."),
         why.reason.remedy,
         name,
     )

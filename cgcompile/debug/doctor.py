@@ -29,10 +29,12 @@ from cgcompile.debug.output import Result, sentence
 from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import Held, Snapshot, State
 from cgcompile.debug.subject import check_arguments, name_of, original_of, resolved
+from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
     CGCompileError,
+    ConfigError,
     GradientError,
     HostValueChangedError,
     with_article,
@@ -280,6 +282,13 @@ def doctor(
     if handle is not None and not (args or kwargs or prepare):
         name = "Backend" if isinstance(handle, Backend) else str(handle.name)
         return Diagnosis.of(name, "-", _of_counters(handle))
+    if isinstance(model, EncoderCudaGraphManager):
+        raise ConfigError.impossible(
+            what="doctor() of an encoder manager",
+            because="it examines one call of a function",
+            instead="Give the forward of the encoder and the buffers of one graph: "
+            "doctor(forward, manager.graph_inputs(GraphKey('default', budget))).",
+        )
     if isinstance(model, type) or not callable(original_of(model)):
         check_compilable(model, "doctor")  # any other callable is taken as a function
     require_prepare("doctor", prepare, args, kwargs)

@@ -612,9 +612,13 @@ def _check_encoder(
         replays, compared = replays + after, compared + bool(after)
         difference = tolerance.first("the result", eager, replayed)
         if difference is not None:
-            cause = "an op has baked in a number, or padding or another item reaches this one"
+            stage, cause = "grouping", "another item reaches this one, or the forward keeps state"
+            if after:
+                stage = "replay"
+                cause = "an op has baked in a number; padding or another item reaches this one; or a "
+                cause += "weight was replaced that is not in tower="
             origin = Difference(piece=WHOLE, detail=cause)
-            findings.append(located("replay", difference, None, origin, number))
+            findings.append(located(stage, difference, None, origin, number))
     name = "eager items against replayed budgets"
     check = Check(name, compared, replays, str(tolerance), tuple(findings), missing)
     return Verification(repr(manager).strip("<>").partition(":")[0], (check,))

@@ -170,13 +170,13 @@ def fitted_budgets(
     """Fit budgets of little cost to observed groups; see ``serving.fit_sizes``.
 
     Args:
-        observed: output tokens of groups that ran: each of them, or tokens -> number of groups.
-            Groups of 0 tokens are left out.
+        observed: output tokens of groups, the items of one replay, such as all of a call: each of
+            them, or tokens -> number of groups. Groups of 0 tokens are left out.
         count: how many budgets at most.
         nbytes: bytes of all graphs at most.
         bytes_of: budget -> bytes of its graph.
         max_items: no budget is smaller, so that each item has a token.
-        multiple_of: divides every budget. With ``nbytes`` and hundreds of different sizes, coarse
+        multiple_of: divides every budget: the tokens of an image, where all have the same. With ``nbytes`` and hundreds of different sizes, coarse
             budgets keep the search short.
         costs: if given, large groups run eager where that costs less, and the result may be empty.
             If None, padding is minimal, and every observed group has a graph.

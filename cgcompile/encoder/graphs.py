@@ -10,8 +10,8 @@ trial first, on memory that is dropped as a whole, and measured there.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -25,12 +25,14 @@ from cgcompile.descriptor import BatchDescriptor
 from cgcompile.encoder.budgets import Limits
 from cgcompile.encoder.packing import Capacity
 from cgcompile.encoder.protocol import (
+    DEFAULT,
     ZERO,
     CheckedModel,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
+    check_cast,
     check_keys,
     check_rows,
     check_values,
@@ -39,13 +41,20 @@ from cgcompile.encoder.protocol import (
     path_arguments,
     unpadded_forward,
 )
+from cgcompile.encoder.statistics import on_path
 from cgcompile.errors import CaptureError, EncoderError
-from cgcompile.graphs.capture import bulk_capture, inside_capture, why_not_here
+from cgcompile.graphs.capture import (
+    bulk_capture,
+    capture_postponed,
+    inside_capture,
+    why_not_here,
+)
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.guards import WeightsGuard, modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad
+from cgcompile.passes.nodes import raised_at
 from cgcompile.reasons import Reason
 from cgcompile.serving.memory_plan import most_that_fit, ranked
 from cgcompile.settings import require_arguments, require_kind
@@ -76,7 +85,8 @@ class GraphKey(NamedTuple):
     @property
     def descriptor(self) -> BatchDescriptor:
         """The key in the form of the forward context."""
-        return BatchDescriptor(self.budget, extra=(self.path, *self.axes))
+        path = () if self.path == DEFAULT else (self.path,)
+        return BatchDescriptor(self.budget, extra=(*path, *self.axes))
 
 
 # ---------------------------------------------------------------- buffers
@@ -163,6 +173,7 @@ class GraphInputs:
             if alike:
                 raise EncoderError.buffer_value(key=key, found=layout(value), expected=rows)
             raise EncoderError.buffer_layout(key=key, found=layout(value), expected=rows)
+        check_cast(key, value, dst.dtype)
         if key in self._ends and len(value) == len(dst):
             raise EncoderError.no_offset_room(key=key, entries=len(value))
 
@@ -216,6 +227,12 @@ def _alike(value: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
 
 # ---------------------------------------------------------------- which graphs
 
+_NOTE = (
+    "In the warm-up of encoder budget {budget}{path}, without a graph: the forward cannot run on its "
+    "buffers: {buffers}.\n  They hold a whole budget: offsets end in empty sequences, and where all "
+    "images have one size, budgets must be multiples of its tokens. Check in_features= and the "
+    "shapes of tables. A graph is 'missing' only where the forward runs and cannot be captured."
+)
 _FAILED = f"{Reason.CAPTURE_FAILED.value}: "
 _REMEDY = "clear(), capture()"  # where a weight was replaced
 
@@ -317,6 +334,7 @@ class EncoderGraphs:
         self.kept_keys: dict[str, int] = {}  # how often a replay left a buffer as it was, by key
         self.without_room: dict[GraphKey, str] = {}
         self.failed: dict[GraphKey, str] = {}  # with the first line of the error
+        self._raised: dict[GraphKey, str] = {}  # the line of the forward that raised it
         if len(self._descriptors) > _MANY:
             log.warning("%d encoder graphs are planned", len(self._descriptors))
 
@@ -388,7 +406,7 @@ class EncoderGraphs:
         missing = {batch: key for key, batch in self._descriptors.items() if not self.has(key)}
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them were dropped
-        self.failed = {}
+        self.failed, self._raised = {}, {}
         self.without_room = self._left_out(list(missing.values()), max_graph_bytes)
         for key in self.without_room:
             del missing[self._descriptors[key]]
@@ -411,11 +429,10 @@ class EncoderGraphs:
         if self._setup.check_weights and not self._weights:
             kind = self._setup.device.type
             self._weights = [WeightsGuard(each, kind, _REMEDY) for each in self._modules]
-        self.failed = {
-            missing[batch]: why.removeprefix(_FAILED)
-            for batch, why in result.missing
-            if _fails(why)
-        }
+        lacking = [(missing[batch], why) for batch, why in result.missing]
+        lacking = [(key, why + self._raised.get(key, "")) for key, why in lacking]
+        self.failed = {key: why.removeprefix(_FAILED) for key, why in lacking if _fails(why)}
+        result = replace(result, missing=tuple((key.descriptor, why) for key, why in lacking))
         left_out = tuple((self._descriptors[key], why) for key, why in self.without_room.items())
         return replace(result, missing=result.missing + left_out)
 
@@ -426,9 +443,13 @@ class EncoderGraphs:
         if max_graph_bytes is None or self.pool is None or not missing:
             return {}
         left = max_graph_bytes - self.pool.nbytes
+        needs: dict[Size, int] = {}  # of a size that has no room alone
 
         def fits(sizes: Sequence[Size]) -> bool:
-            return self._fit([key for key in missing if key[:2] in sizes], left)
+            nbytes = self._measured([key for key in missing if key[:2] in sizes], left)
+            if nbytes > left and len(sizes) == 1:
+                needs[sizes[0]] = nbytes
+            return nbytes <= left
 
         with self._setup.graph_capture(), self._uncompiled():
             chosen = choose_sizes(missing, self.captured(), fits)
@@ -436,10 +457,12 @@ class EncoderGraphs:
             f"{Reason.NOT_CAPTURED.value}: no room in max_graph_bytes={max_graph_bytes}, of which "
             f"{max(left, 0)} were left"
         )
+        for (path, budget), nbytes in needs.items():
+            why += f"; budget {budget}{on_path(path)} alone needs {nbytes} or more"
         return {key: why for key in missing if key[:2] not in chosen}
 
-    def _fit(self, keys: Sequence[GraphKey], left: int) -> bool:
-        """Capture graphs for trial; return whether they and their buffers fit in ``left`` bytes."""
+    def _measured(self, keys: Sequence[GraphKey], left: int) -> int:
+        """Capture graphs for trial; return their bytes and their buffers', up to above ``left``."""
         assert self.pool is not None
         pool, buffers, settings = GraphPool(self.pool.device), 0, self._setup.settings
         wrapper = CUDAGraphWrapper(self._whole, settings, FULL, pool=pool, name="encoder, measured")
@@ -450,14 +473,15 @@ class EncoderGraphs:
                 buffers += 0 if key in self._inputs else inputs.nbytes
 
                 def step(key: GraphKey, inputs: GraphInputs = inputs) -> None:
-                    self._run(key, wrapper, inputs)
+                    with self._noted(key, inputs):
+                        self._run(key, wrapper, inputs)
 
                 warm_all(step, [key], tuple, settings.num_warmups)
                 with bulk_capture(), suppress(Exception):  # the real capture reports what fails
                     step(key)
                 if pool.nbytes + buffers > left:
-                    return False
-            return True
+                    break
+            return pool.nbytes + buffers
         finally:
             wrapper.clear_all_graphs()
             pool.device.give_back()
@@ -468,8 +492,24 @@ class EncoderGraphs:
             return nullcontext()
         return self.pool.device.around()
 
+    @contextmanager
+    def _noted(self, key: GraphKey, inputs: GraphInputs) -> Iterator[None]:
+        """Add the budget and the buffers to an error of a warm-up; keep the line of others."""
+        try:
+            yield
+        except Exception as error:
+            line = raised_at(error)
+            self._raised[key] = "" if line is None else f" ({line})"
+            if capture_postponed():
+                buffers = ", ".join(f"{k} {layout(value)}" for k, value in inputs.values.items())
+                path = on_path(key.path)
+                text = _NOTE.format(budget=key.budget, path=path, buffers=buffers)
+                compat.add_note(error, text)
+            raise
+
     def _first_run(self, key: GraphKey) -> None:
-        result = self.run(key)
+        with self._noted(key, self.inputs(key)):
+            result = self.run(key)
         check_rows(result, key.budget, self._columns, "encoder_cudagraph_forward")
         self._keep_empty(key.path, result)
 
@@ -547,6 +587,8 @@ class EncoderGraphs:
             if key not in self._config.padding_logics and not _alike(value, shape, dtype):
                 expected = f"rows of {list(shape)} of {str(dtype).removeprefix('torch.')}"
                 raise EncoderError.buffer_layout(key=key, found=layout(value), expected=expected)
+            if key not in self._config.padding_logics:  # which may cast as it likes
+                check_cast(key, value, dtype)
             return value.to(self._setup.device, dtype)
 
         return converted

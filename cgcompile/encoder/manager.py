@@ -11,7 +11,7 @@ describes their contents.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ from cgcompile.encoder.protocol import (
     check_columns,
 )
 from cgcompile.encoder.sharding import Sharder
-from cgcompile.encoder.statistics import EncoderStatistics, Ran
+from cgcompile.encoder.statistics import EncoderStatistics, Ran, on_path
 from cgcompile.errors import ConfigError, DispatchError, EncoderError
 from cgcompile.graphs.capture_all import BulkCapture
 from cgcompile.graphs.device import device_named
@@ -169,7 +169,7 @@ class EncoderCalls:
                     more = f" and {len(items) - 1} more" if items[1:] else ""
                     raise DispatchError.strict(
                         what=f"item {items[0]}{more} of an encoder",
-                        why=f"{reason.value}: {tokens} output tokens on path {path!r}",
+                        why=f"{reason.value}: {tokens} output tokens" + on_path(path),
                     )
 
     def encoded(
@@ -364,8 +364,9 @@ class EncoderCudaGraphManager:
             item as of a model without videos; videos of more frames in all run eager.
         settings: passed to the model's ``get_encoder_cudagraph_budget_range``, which is called
             unless ``token_budgets`` and ``max_batch_size`` are both given.
-        config: ``capture_device``, ``num_warmups``, ``poison``, and ``strict``: an item that no
-            graph serves is an error, unless a graph would be slower for it.
+        config: settings, or a mapping of them: ``capture_device``, ``num_warmups``, ``poison``, and
+            ``strict``: an item that no graph serves is an error, unless a graph would be slower for
+            it.
         pool: memory of the graphs, shared with another manager; left out: a pool of its own. Do not
             give the decoder's.
         costs: estimated costs of a replay and an eager run; left out: an estimate in tokens.
@@ -421,7 +422,7 @@ class EncoderCudaGraphManager:
         max_batch_size: int | None = None,
         max_frames_per_batch: int | None = None,
         settings: Any = None,
-        config: CompilationConfig | None = None,
+        config: CompilationConfig | Mapping[str, Any] | None = None,
         pool: GraphPool | None = None,
         costs: Costs | None = None,
         calibrate: bool = False,
@@ -453,7 +454,9 @@ class EncoderCudaGraphManager:
             limits,
             torch.empty(0, device=device).device,  # with an index, alike in all threads
             dtype,
-            CompilationConfig.resolve(config),
+            CompilationConfig.resolve(options=config)
+            if isinstance(config, Mapping)
+            else CompilationConfig.resolve(config),
             graph_capture,
             check_weights,
         )

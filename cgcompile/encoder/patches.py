@@ -7,6 +7,7 @@ rule: the recorded forward reads these buffers alone, never a grid.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,9 @@ from cgcompile.encoder.protocol import (
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
-    check_offsets,
+    check_cast,
+    check_row_count,
+    row_counts,
     layout,
     unpadded_forward,
 )
@@ -44,7 +47,8 @@ class PatchTable:
     Attributes:
         make: ``make(grids)``: ``[rows, *shape]`` for these items together, on any device.
         shape: sizes behind the first.
-        dtype: of the buffer; None: that of the encoder.
+        dtype: of the buffer; None: that of the encoder, which refuses integers, because it would
+            round them: give ``torch.long`` for indices and positions.
         rows: what the first dimension counts, ``"patches"`` or ``"tokens"``.
         tail: contents of padding rows: ``"zeros"``, or ``"positions"``, the number of the row
             itself, which makes a permutation of all real rows one of all rows.
@@ -147,7 +151,8 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         out_hidden_size: H.
         tables: by name.
         offsets: by name; left out: ``cu_seqlens``, one sequence for each frame.
-        tower: the modules whose weights ``forward`` reads.
+        tower: the modules whose weights ``forward`` reads; left out: those that it is, holds, or
+            names as globals.
         eager: ``eager(pixel_values, grids)``, the same without graphs; left out: ``forward`` on
             buffers without padding.
         max_frames_per_video: t of the longest video; 1: images alone.
@@ -324,19 +329,23 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         return EncoderCudaGraphReplayBuffers({PIXELS: rows, **values})
 
     def _try_functions(self) -> None:
-        """Compute all buffers of two small images, so that a wrong layout is refused at capture."""
+        """Compute all buffers of two small images, so that wrong ones are refused at capture."""
         if inside_capture():  # contents of a device cannot be read
             return
         m = self._merge
         grids = [(1, m, m), (1, m, 2 * m)]
+        counts: dict[str, int] = {}
+        with suppress(Exception):  # overridden, it may read more of a call
+            names = next(iter(self._inputs.values()))
+            items = self.get_encoder_cudagraph_item_specs(dict.fromkeys(names, _CheckedGrids(grids)))
+            counts = row_counts(items, DEFAULT)
         for key, spec in self._computed.items():
             try:
                 value = spec.make(grids)
             except Exception:  # a function may take other sizes alone: each call checks it
                 continue
-            _checked(key, spec, value, grids)
-            if isinstance(spec, PatchOffsets):
-                check_offsets(key, value, None, synchronises=True)
+            value = _checked(key, spec, value, grids)
+            check_row_count(key, value, self._config, counts, len(grids), synchronises=True)
 
     # -------------------------------------------------------------- running
 
@@ -361,7 +370,13 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         pixels = _input(mm_kwargs, self._inputs_of(mm_kwargs)[0])
         like = next((tensor for tensor in weights if tensor.is_floating_point()), pixels)
         dtypes = {key: spec.dtype for key, spec in self._computed.items()}
-        return lambda key, value: value.to(like.device, dtypes.get(key) or like.dtype)
+
+        def converted(key: str, value: torch.Tensor) -> torch.Tensor:
+            dtype = dtypes.get(key) or like.dtype
+            check_cast(key, value, dtype)
+            return value.to(like.device, dtype)
+
+        return converted
 
 
 def _checked(
@@ -372,7 +387,7 @@ def _checked(
         found = type(value).__name__
         raise EncoderError.buffer_value(key=key, found=found, expected="a tensor")
     shape = spec.shape if isinstance(spec, PatchTable) else ()
-    dtype = spec.dtype or torch.get_default_dtype()
+    dtype = spec.dtype or torch.get_default_dtype()  # any of floating point, as the encoder's
     alike = value.dim() == 1 + len(shape) and value.shape[1:] == shape
     if not alike or not torch.can_cast(value.dtype, dtype):
         sizes = ", ".join(map(str, (spec.rows, *shape)))
@@ -380,6 +395,9 @@ def _checked(
         raise EncoderError.buffer_layout(key=key, found=layout(value), expected=expected)
     if isinstance(spec, PatchOffsets):
         _check_entries(key, spec, len(value), grids)
+    elif spec.dtype is not None:  # declared, so that integers may become floating point
+        return value.to(dtype)
+    check_cast(key, value, dtype)
     return value
 
 

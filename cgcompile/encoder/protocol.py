@@ -616,6 +616,33 @@ def check_keys(values: Mapping[str, object], config: EncoderCudaGraphConfig, whe
             raise EncoderError.no_value(where=where, key=key, known=sorted(values))
 
 
+def row_counts(specs: Sequence[EncoderItemSpec], path: str) -> dict[str, int]:
+    """Return the patches and the tokens of items on a path."""
+    return {
+        PATCHES: sum([spec.input_size for spec in specs]),
+        TOKENS: sum([spec.tokens(path) for spec in specs]),
+    }
+
+
+def check_row_count(
+    key: str,
+    value: torch.Tensor,
+    config: EncoderCudaGraphConfig,
+    counts: Mapping[str, int],
+    items: int,
+    synchronises: bool,
+) -> None:
+    """Raise unless a value has the rows of its items, if these are known; check offsets."""
+    unit = config.buffer_rows.get(key, "")
+    rows = counts.get(unit)
+    if key in config.offset_keys:
+        check_offsets(key, value, rows, synchronises)
+    elif rows is not None and (not value.dim() or len(value) != rows):
+        raise EncoderError.buffer_rows(
+            key=key, found=layout(value), expected=rows, unit=unit, items=items
+        )
+
+
 def check_values(
     values: Mapping[str, Any],
     config: EncoderCudaGraphConfig,
@@ -628,24 +655,14 @@ def check_values(
     Contents of offsets on a device are read only if that may synchronise.
     """
     check_keys(values, config, _REPLAY)
-    counts = {
-        PATCHES: sum([spec.input_size for spec in specs]),
-        TOKENS: sum([spec.tokens(path) for spec in specs]),
-    }
+    counts = row_counts(specs, path)
     for key, value in values.items():
         if value is None:
             continue
         if not isinstance(value, torch.Tensor):
             found = type(value).__name__
             raise EncoderError.buffer_value(key=key, found=found, expected="a tensor, or None")
-        unit = config.buffer_rows.get(key)
-        rows = None if unit is None else counts[unit]
-        if key in config.offset_keys:
-            check_offsets(key, value, rows, synchronises)
-        elif rows is not None and (not value.dim() or len(value) != rows):
-            raise EncoderError.buffer_rows(
-                key=key, found=layout(value), expected=rows, unit=unit, items=len(specs)
-            )
+        check_row_count(key, value, config, counts, len(specs), synchronises)
 
 
 def check_offsets(key: str, value: torch.Tensor, rows: int | None, synchronises: bool) -> None:
@@ -675,6 +692,13 @@ def _not_offsets(key: str, found: str, rows: int | None) -> EncoderError:
 def layout(value: torch.Tensor) -> str:
     """Return the shape and dtype of a tensor as text."""
     return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+
+
+def check_cast(key: str, value: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise where a copy into a buffer would cast integers to floating point: it rounds them."""
+    integral = not (value.is_floating_point() or value.is_complex())
+    if integral and value.dtype != torch.bool and (dtype.is_floating_point or dtype.is_complex):
+        raise EncoderError.buffer_cast(key=key, found=layout(value), dtype=str(dtype))
 
 
 def path_arguments(

@@ -8,6 +8,7 @@ neither.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from cgcompile.encoder.protocol import DEFAULT
 from cgcompile.locks import new_lock
 from cgcompile.passes.printer import count
 from cgcompile.reasons import EXPECTED, Fallback, Reason, warn_of
@@ -15,6 +16,11 @@ from cgcompile.serving.statistics import FallbackCount, count_by_reason, text_ta
 from cgcompile.settings import checked
 
 _NOTHING = (0, 0, 0)
+
+
+def on_path(path: str) -> str:
+    """Return words that name a path; none for the only one of most encoders."""
+    return "" if path == DEFAULT else f" on path {path!r}"
 
 
 class Ran(NamedTuple):
@@ -93,7 +99,7 @@ class EncoderStatistics:
     def _count_eager(self, path: str, why: Fallback, tokens: int, items: int) -> None:
         reason, detail = why.reason, why.detail
         if self._warns and (path, reason) not in self._eager and reason not in EXPECTED:
-            text = f"{tokens} tokens on path {path!r}" + (f": {detail}" if detail else "")
+            text = f"{tokens} tokens{on_path(path)}" + (f": {detail}" if detail else "")
             warn_of("a group of items", Fallback(reason, text))
         self._eager.setdefault((path, reason), FallbackCount(tokens)).add(tokens, items, detail)
 
@@ -179,9 +185,10 @@ class EncoderStatistics:
                 rows.append((key[0], str(key[1]), there, *counts, waste, cost))
             lines = text_table(rows)
             for (path, reason), fallback in self._eager.items():
-                span = f"{fallback.least}..{fallback.most} tokens"
-                number = count(fallback.count, "item")
-                lines.append(f"eager on {path}: {reason.value}: {number}, {span}")
+                least, most = fallback.least, fallback.most
+                span = str(most) if least == most else f"{least}..{most}"
+                number = f"{count(fallback.count, 'item')}, {span} tokens a group"
+                lines.append(f"eager{on_path(path)}: {reason.value}: {number}")
                 lines += [f"  {fallback.detail}"] * bool(fallback.detail)
             lines.append(self._sum())
         return "\n".join(lines)

@@ -58,7 +58,10 @@ class BulkCapture:
     def __str__(self) -> str:
         count, seconds = len(self.captured), self.capture_seconds
         batches = "batch" if count == 1 else "batches"
-        rows = [f"{count} {batches} captured in {seconds:.2f} s, after {self.warm_seconds:.2f} s"]
+        warm = f"after a warm-up of {self.warm_seconds:.2f} s"
+        rows = [f"{count} {batches} captured in {seconds:.2f} s, {warm}"]
+        if not (self.captured or self.missing):
+            rows = ["0 batches to capture: all have graphs"]
         rows += [f"  {batch}: {reason}" for batch, reason in self.missing]
         rows += [f"  {batch}: captured in a lesser mode: {why}" for batch, why in self.degraded]
         return "\n".join(rows)

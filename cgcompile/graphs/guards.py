@@ -10,9 +10,10 @@ that names the argument or weight, and nothing is replayed.
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
+from dis import Instruction, get_instructions
 from functools import partial
 from itertools import chain
-from types import CellType, FunctionType, MemberDescriptorType, MethodType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -137,7 +138,7 @@ _HOLD_NOTHING = frozenset((str, bytes, int, float, bool, type(None), type, torch
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
     """Return the model, if it is a module; else the modules that it or its attributes hold."""
-    # Not in globals of a function, nor in other objects: an engine has the weights of all models.
+    # Of globals those alone that a function names: an engine has the weights of all models.
     if isinstance(model, torch.nn.Module):
         return [model]
     modules: dict[int, torch.nn.Module] = {}  # a tower may be its own forward
@@ -168,8 +169,28 @@ def _held(value: Any) -> Iterable[Any]:
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return (*Cells(value).read().values(), *defaults)
+        return (*Cells(value).read().values(), *defaults, *_named_globals(value))
     return _attributes(value) if callable(value) else ()
+
+
+def _named_globals(function: FunctionType) -> Iterator[Any]:
+    """Yield the globals that the code names: modules, containers, functions of the same file."""
+    scope = function.__globals__
+    if scope.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        return
+    codes = [function.__code__]
+    for code in codes:  # grows meanwhile, by inner functions
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        for name in code.co_names:  # of attributes too, which alone are no reason
+            value = scope.get(name)
+            own = isinstance(value, FunctionType) and value.__globals__ is scope
+            holds = own or isinstance(value, (torch.nn.Module, Mapping, list, tuple))
+            if holds and any(_loads(instruction, name) for instruction in get_instructions(code)):
+                yield value
+
+
+def _loads(instruction: Instruction, name: str) -> bool:
+    return instruction.opname == "LOAD_GLOBAL" and instruction.argval == name
 
 
 def _attributes(value: Any) -> Iterable[Any]:

@@ -73,6 +73,9 @@ class GraphPool:
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # wrappers
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    def __repr__(self) -> str:
+        return f"<GraphPool on {self.where}: {self.nbytes} bytes>"
+
     @property
     def memory(self) -> DevicePool:
         """The device's pool, created on first use."""

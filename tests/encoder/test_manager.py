@@ -401,7 +401,7 @@ def test_coverage() -> None:
     head, first, *_, eager, total = encoder.coverage().splitlines()
     assert head.split()[:4] == ["path", "budget", "graph", "replays"]
     assert first.split() == ["default", "8", "yes", "1", "2", "12.5%", "-"]
-    assert eager == "eager on default: oversize: 1 item, 70..70 tokens"
+    assert eager == "eager: oversize: 1 item, 70 tokens a group"
     assert total == "2 hits, 1 miss, 1 without tokens"
 
 

@@ -255,10 +255,10 @@ def test_the_reason_of_a_failed_capture(caplog: pytest.LogCaptureFixture) -> Non
     assert len(encoder.capture().missing) == 4
     check(encoder, model, rows(5))
     (warning,) = [each.message for each in caplog.records if "group of items" in each.message]
-    assert "capture_failed: 5 tokens on path 'default': " in warning
+    assert "capture_failed: 5 tokens: " in warning
     assert "capture()" not in warning
     table = encoder.coverage()
-    assert "eager on default: capture_failed: 1 item, 5..5 tokens\n  " in table
+    assert "eager: capture_failed: 1 item, 5 tokens a group\n  " in table
     encoder.clear()
     check(encoder, model, rows(5))
     assert "eager on default: not_captured: 1 item" in encoder.coverage()

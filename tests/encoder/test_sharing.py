@@ -93,6 +93,31 @@ def test_weights_are_found_wherever_the_forward_holds_them(forward: Any, device:
         encoder.execute(call)
 
 
+forwards: dict[str, Any] = {}
+
+
+def global_forward(buffers: Any) -> Any:
+    return forwards["tower"](buffers)
+
+
+def test_weights_of_a_global_are_compared(device: str) -> None:
+    """The replaced weight is still alive, so that its memory shows nothing."""
+    tower: Any = Tower().to(device).eval()
+    forwards["tower"] = tower
+    model = PatchEncoder(
+        global_forward, merge_size=2, in_features=C, out_hidden_size=H, tables=TABLES
+    )
+    encoder = manager(model, device)
+    call = images((4, 4), device=device)
+    encoder.execute(call)
+    kept = tower.merge.weight
+    replace_weight(tower)
+    with pytest.raises(AddressChangedError, match=r"merge\.weight"):
+        encoder.execute(call)
+    assert kept is not tower.merge.weight
+    forwards.clear()
+
+
 # ------------------------------------------------------------------ pools
 
 

@@ -122,19 +122,19 @@ class Texts(TestCase):
         self.assertExpectedInline(
             str(found),
             """\
-2 batches captured in 0.50 s, after 1.26 s
+2 batches captured in 0.50 s, after a warm-up of 1.26 s
   3: unlisted_size: 3 is not in the list
   num_tokens=1, num_reqs=1: why""",
         )
         self.assertExpectedInline(
             str(BulkCapture((), (), 1, 0.0, 12.0)),
-            """0 batches captured in 12.00 s, after 0.00 s""",
+            """0 batches to capture: all have graphs""",
         )
         lesser = BulkCapture((4,), (), 1, 0.0, 1.0, ((4, "attention_support: why"),))
         self.assertExpectedInline(
             str(lesser),
             """\
-1 batch captured in 1.00 s, after 0.00 s
+1 batch captured in 1.00 s, after a warm-up of 0.00 s
   4: captured in a lesser mode: attention_support: why""",
         )
         assert repr(lesser) == "<BulkCapture: 1 captured, 0 missing, 1 degraded>"

@@ -64,6 +64,36 @@ def test_a_module_is_found(holder: str) -> None:
     assert modules_of(HOLDERS[holder](module)) == [module]
 
 
+GLOBAL = nn.Linear(2, 2)
+HELD = {"towers": [GLOBAL]}
+
+
+def helper(x: torch.Tensor) -> Any:
+    return GLOBAL(x)
+
+
+def names_an_attribute(held: Any) -> Any:
+    return held.GLOBAL
+
+
+NAMES = {
+    "module": lambda x: GLOBAL(x),
+    "container": lambda x: HELD["towers"][0](x),
+    "inner function": lambda xs: [(lambda x: GLOBAL(x))(x) for x in xs],
+    "function of the file": lambda x: helper(x),
+    "method": lambda x: GLOBAL.forward(x),
+}
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+def test_a_global_that_the_code_names_is_found(names: Any) -> None:
+    assert modules_of(names) == [GLOBAL]
+
+
+def test_a_global_of_the_name_of_an_attribute_is_not_found() -> None:
+    assert modules_of(names_an_attribute) == []
+
+
 def test_what_holds_none() -> None:
     class Bare:
         __slots__ = ()

@@ -1,0 +1,151 @@
+"""What a manager tells of a tower that does not fit: budgets, lines, bytes, causes."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from lib.encoders import BUDGETS, TABLES, C, H, Rows, config, images, manager, patches, rows
+
+import cgcompile
+from cgcompile import CompilationConfig
+from cgcompile.debug import doctor
+from cgcompile.encoder import EncoderCudaGraphManager, GraphKey, PatchEncoder, PatchTable
+from cgcompile.errors import ConfigError, DispatchError, EncoderError
+
+notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="no notes of exceptions")
+CALL = {"pixel_values": torch.randn(32, C), "image_grid_thw": [(1, 4, 8)]}
+
+
+def of(forward: Any, **more: Any) -> PatchEncoder:
+    settings: dict[str, Any] = {"merge_size": 1, "in_features": C, "out_hidden_size": C}
+    return PatchEncoder(forward, **{"offsets": {}, **settings, **more})
+
+
+def whole_images(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+    return buffers["pixel_values"].view(-1, 16, C).flatten(0, 1)
+
+
+def no_empty_sequences(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+    lengths = buffers["cu_seqlens"].diff()
+    if not torch.compiler.is_compiling() and bool((lengths == 0).any()):
+        raise RuntimeError("an empty sequence")
+    return buffers["pixel_values"]
+
+
+@notes
+@pytest.mark.parametrize("limit", [None, 2**30])
+@pytest.mark.parametrize(
+    ("forward", "more", "budget"),
+    [(whole_images, {}, 20), (no_empty_sequences, {"offsets": None}, 16)],
+    ids=["budget", "offsets"],
+)
+def test_an_error_of_the_warm_up_has_the_budget(
+    forward: Any, more: Any, budget: int, limit: int | None
+) -> None:
+    encoder = manager(of(forward, **more), captured=False, token_budgets=[budget, 64])
+    if budget == 16:  # images of 4 tokens, fewer than the budget has room for
+        encoder = manager(of(forward, **more), captured=False, token_budgets=[budget])
+    with pytest.raises(RuntimeError) as caught:
+        encoder.capture(max_graph_bytes=limit)
+    (note,) = caught.value.__notes__
+    assert f"budget {budget}" in note
+    assert f"pixel_values [{budget}, {C}] of float32" in note
+    assert "empty sequences" in note
+    assert "path" not in note
+
+
+def test_a_failed_capture_names_the_line_of_the_tower() -> None:
+    def reads(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        buffers["pixel_values"].sum().tolist()
+        return buffers["pixel_values"]
+
+    encoder = manager(of(reads), captured=False)
+    missing = encoder.capture().missing
+    encoder.execute(CALL)
+    for text in (missing[0][1], encoder.coverage(), str(encoder.capture())):
+        assert "test_messages.py" in text
+        assert 'buffers["pixel_values"].sum().tolist()' in text
+    assert "extra=" not in str(encoder.capture())
+    assert "encoder" in next(iter(encoder.statistics.reasons())).remedy
+    with torch.inference_mode():
+        found = doctor(encoder.config and reads, encoder.graph_inputs(GraphKey("default", 8)))
+    assert [finding.kind for finding in found.findings] == ["host_sync"]
+
+
+def test_doctor_tells_what_to_give() -> None:
+    with pytest.raises(ConfigError, match=r"doctor\(forward, manager\.graph_inputs"):
+        doctor(manager(patches()), images((4, 4)))
+
+
+def test_a_second_capture_has_nothing_to_do() -> None:
+    assert str(manager(Rows()).capture()) == "0 batches to capture: all have graphs"
+
+
+def test_the_bytes_that_the_largest_needs() -> None:
+    pool = manager(patches(), token_budgets=[64]).pool
+    assert pool is not None
+    needed = pool.nbytes
+    encoder = manager(patches(), captured=False)
+    (why,) = {why for _, why in encoder.capture(max_graph_bytes=needed - 1).missing}
+    assert why.endswith(f"; budget 64 alone needs {needed} or more")
+    assert repr(pool) == f"<GraphPool on cpu: {needed} bytes>"
+
+
+def test_a_table_of_too_few_rows_is_refused_at_capture() -> None:
+    short = PatchTable(lambda grids: TABLES["scale"].make(grids)[:-1], (1,), torch.float32)
+    encoder = manager(patches(tables={**TABLES, "scale": short}), captured=False)
+    with pytest.raises(EncoderError, match=r"'scale'.*\[11, 1\].*12 rows, the patches of 2 items"):
+        encoder.capture()
+
+
+def test_settings_may_be_a_mapping() -> None:
+    settings = {"strict": True, "capture_device": "host"}
+    options: dict[str, Any] = {"dtype": torch.float32, "token_budgets": BUDGETS}
+    encoder = EncoderCudaGraphManager(patches(), device="cpu", config=settings, **options)
+    encoder.capture()
+    with pytest.raises(DispatchError, match="225 output tokens") as caught:
+        encoder.execute(images((30, 30)))
+    assert "path" not in str(caught.value)
+    with pytest.raises(ConfigError, match="strikt"):
+        EncoderCudaGraphManager(patches(), device="cpu", config={"strikt": True}, **options)
+
+
+def test_groups_and_items_are_told_apart() -> None:
+    encoder = manager(Rows(), captured=False)
+    encoder.execute(rows(3, 3, 5))
+    table = encoder.coverage()
+    assert "3 items, 3..5 tokens a group" in table
+    assert "on default" not in table
+
+
+def test_verify_names_the_cause() -> None:
+    state = [0]
+
+    def counts_up(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        state[0] += 1
+        return buffers["pixel_values"] + state[0]
+
+    encoder = manager(of(counts_up), captured=False)
+    text = str(cgcompile.verify(encoder, CALL))
+    assert "wrong by replay" not in text  # nothing was replayed
+    assert "wrong by grouping" in text
+    encoder.capture()
+    text = str(cgcompile.verify(encoder, CALL))
+    assert "wrong by replay" in text
+    assert "a weight was replaced" in text
+
+
+def test_a_warning_ends_its_detail_once(caplog: Any) -> None:
+    def reads(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        raise_ = torch.compiler.is_compiling()
+        return buffers["pixel_values"] + float(buffers["pixel_values"].sum().item()) * raise_
+
+    settings: CompilationConfig = config(warn_fallbacks=True)
+    encoder = manager(of(reads), captured=False, config=settings)
+    encoder.capture()
+    encoder.execute(CALL)
+    texts = [each.getMessage() for each in caplog.records]
+    assert any("Remedy" in text for text in texts)
+    assert not [text for text in texts if ".. " in text]
+    assert H
