@@ -22,6 +22,7 @@ from cgcompile.context import callers_context
 from cgcompile.debug.compare import Call, Difference, Tolerance, copied
 from cgcompile.debug.restore import copies, restored_after
 from cgcompile.debug.subject import Subject
+from cgcompile.graphs.arena import comparable
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, user_line, written
 from cgcompile.passes.split import Piece, SplitGraph
@@ -261,9 +262,9 @@ class WithoutPadding:
         others = self._uncompiled(self._real), self._uncompiled(self._real, noise=True)
         masks: dict[str, torch.Tensor] = {}
         for name in self._subject.memory(self._call):
-            value = plain[name]
-            changed = [~torch.isclose(value, run[name], 0, 0, equal_nan=True) for run in others]
-            masks[name] = changed[0] | changed[1]
+            value, one, other = (comparable(run[name]) for run in (plain, *others))
+            equal = torch.isclose(value, one, 0, 0, equal_nan=True)
+            masks[name] = ~(equal & torch.isclose(value, other, 0, 0, equal_nan=True))
         return masks
 
     def _uncompiled(self, real: int | None, noise: bool = False) -> dict[str, Any]:
