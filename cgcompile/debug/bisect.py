@@ -30,6 +30,7 @@ from cgcompile.debug.locate import (
     Nodes,
     PieceMode,
     Watcher,
+    WithoutPadding,
     first_node,
     located,
     nodes_seen,
@@ -56,8 +57,8 @@ class Bisection(Result):
 
     Attributes:
         subject: the name of the model.
-        stage: since when the result is wrong: ``tracing``, ``pass``, ``compilation`` or ``replay``;
-            empty if it is right.
+        stage: since when the result is wrong: ``tracing``, ``pass``, ``compilation``, ``replay``
+            or ``padding``; empty if it is right.
         pieces: the smallest set of pieces that are wrong together: one in the usual case, two where
             one overwrites a result of the other; empty before there are pieces.
         culprit: the name of the pass, where it is one.
@@ -163,6 +164,7 @@ class _Search:
         self._number = 0  # of the set of inputs
         self._call: Call = inputs.first
         self._expected: dict[str, Any] = {}
+        self._padding = WithoutPadding(subject, self._call, tolerance)
         self._captured: list[Item] = []
         self._compiled: list[Item] = []
 
@@ -194,6 +196,7 @@ class _Search:
         """Go to the first set of inputs whose replay is wrong."""
         for number in range(sets):
             self._number, self._call = number, self._inputs.fill(number)
+            self._padding = WithoutPadding(self._subject, self._call, self._tolerance)
             self._expected = self._subject.outcome(self._subject.original, self._call)
             actual = self._subject.outcome(self._subject.call, self._call)
             difference = self._judge(f"inputs {number}, all replayed", actual)
@@ -206,7 +209,8 @@ class _Search:
 
     def _judge(self, what: str, actual: dict[str, Any]) -> Difference | None:
         """Compare an outcome with that of the eager model, and note the step."""
-        difference = self._tolerance.first("the result", self._expected, actual)
+        pair = self._padding.pair(self._expected, actual)
+        difference = self._tolerance.first("the result", *pair)
         next(self._runs)
         self.steps.append(f"{what}: {'right' if difference is None else 'wrong'}")
         return difference
@@ -279,7 +283,12 @@ class _Search:
     # -------------------------------------------------------------- before there are pieces
 
     def _before_pieces(self, difference: Difference) -> Bisection:
-        """Blame a pass, or the trace."""
+        """Blame padding rows, a pass, or the trace."""
+        if real_rows() is not None and self._padding.pieces_equal(self._expected):
+            self.steps.append("all pieces uncompiled, padding rows not zeroed: right")
+            detail = "real rows depend on padding rows, which replays zero behind eager pieces"
+            finding = self._located("padding", difference, Difference(detail=detail))
+            return self._result("padding", (), finding)
         config = self._subject.config
         own = [str(step.name) for step in (*config.graph_passes, *config.piece_passes)]
         detail = "the traced graph computes something else than the model does"

@@ -9,6 +9,7 @@ import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
 from cgcompile.config import CUDAGraphMode
+from cgcompile.context import callers_context
 from cgcompile.debug.compare import Call, Difference, Tolerance, copied
 from cgcompile.debug.restore import copies, restored_after
 from cgcompile.debug.subject import Subject
+from cgcompile.graphs.arena import comparable
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, user_line, written
 from cgcompile.passes.split import Piece, SplitGraph
@@ -88,8 +91,8 @@ class _MixedRun:
     # (what graphs read, the output of the piece) by name
     own: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def without_replays(self, real: int | None) -> Any:
-        """Run all pieces plain, with the padding rows zeroed that a replay zeroes."""
+    def without_replays(self, real: int | None, noise: bool = False) -> Any:
+        """Run all pieces plain, with the padding rows zeroed that a replay zeroes, or random."""
         zeroed = self._zeroed() if real is not None else {}
 
         def plain(piece: Piece) -> Runnable:
@@ -99,6 +102,8 @@ class _MixedRun:
                 values = dict(zip(names, (*arguments, *output), strict=True))
                 for name in zeroed.get(piece.index, ()):
                     values[name][real:].zero_()
+                if noise:
+                    self._disturb(output, real)
                 self._report(piece, values.__getitem__)
                 return output
 
@@ -106,6 +111,15 @@ class _MixedRun:
 
         step = self.program.step.bind([plain(piece) for piece in self.program.split.pieces])
         return self.recording.in_context(step)(*self.inputs)
+
+    def _disturb(self, outputs: Sequence[Any], real: int | None) -> None:
+        """Fill the padding rows of what a piece made with random numbers; not memory of inputs."""
+        rows = self.recording.batch.descriptor.num_tokens
+        known = {_memory(tensor) for tensor in compat.tree_tensors(list(self.inputs))}
+        for tensor in compat.tree_tensors(list(outputs)):
+            of_batch = tensor.dim() and len(tensor) == rows and tensor.is_floating_point()
+            if of_batch and _memory(tensor) not in known:
+                tensor[real:].normal_()
 
     def _zeroed(self) -> dict[int, list[str]]:
         """Return the values whose padding rows a replay zeroes, by the piece before that."""
@@ -182,6 +196,88 @@ class _MixedRun:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+# ---------------------------------------------------------------- padding
+
+
+class WithoutPadding:
+    """Compare a call of a padded batch by what does not depend on its padding rows.
+
+    Note [Memory of padding rows]. Replays zero padding rows behind eager pieces and eager runs do
+    not, so that what these rows write, such as the scratch slot of a cache, differs. Three runs of
+    the uncompiled pieces, with padding rows as they are, zeroed, and random, show which memory
+    depends on them. It is ignored only if the first run equals eager: then the pieces are right,
+    and a fault of a pass, a compiler or a replay does not widen what is ignored.
+    """
+
+    def __init__(self, subject: Subject, call: Call, tolerance: Tolerance) -> None:
+        context = callers_context()
+        batch = None if context is None else context.batch_descriptor
+        self._real = None if context is None else context.num_unpadded_tokens
+        self._rows = 0 if batch is None else batch.num_tokens
+        self._subject, self._call, self._tolerance = subject, call, tolerance
+        self._ignored: dict[str, torch.Tensor] | None = None  # of memory: what depends on padding
+
+    def pair(
+        self, expected: dict[str, Any], actual: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return two outcomes; if they differ in padding alone, without it."""
+        if self._real is None or not self._rows:
+            return expected, actual
+        both = expected, actual
+        if self._differ(*both) and self._differ(*map(self._cut, both)):
+            if self._subject.handle is not None:
+                both = self._masked(expected, expected), self._masked(actual, expected)
+        cut = self._cut(both[0]), self._cut(both[1])
+        return both if self._differ(*cut) else cut
+
+    def pieces_equal(self, expected: dict[str, Any]) -> bool:
+        """Return whether the uncompiled pieces equal eager, with padding rows as they are."""
+        return not self._differ(expected, self._uncompiled(None))
+
+    def _differ(self, expected: dict[str, Any], actual: dict[str, Any]) -> bool:
+        return self._tolerance.first("the result", expected, actual) is not None
+
+    def _cut(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values, tensors of the rows of the batch cut to the real ones."""
+
+        def cut(value: Any) -> Any:
+            of_batch = isinstance(value, torch.Tensor) and value.dim() and len(value) == self._rows
+            return value[: self._real] if of_batch else value
+
+        return {name: cut(value) for name, value in values.items()}
+
+    def _masked(self, values: dict[str, Any], eager: dict[str, Any]) -> dict[str, Any]:
+        """Return the values, memory with zeros where it depends on padding."""
+        if self._ignored is None:
+            self._ignored = self._dependent(eager)
+        masks = self._ignored
+        return {n: v.masked_fill(masks[n], 0) if n in masks else v for n, v in values.items()}
+
+    def _dependent(self, eager: dict[str, Any]) -> dict[str, torch.Tensor]:
+        plain = self._uncompiled(None)
+        if self._differ(eager, plain):
+            return {}
+        others = self._uncompiled(self._real), self._uncompiled(self._real, noise=True)
+        masks: dict[str, torch.Tensor] = {}
+        for name in self._subject.memory(self._call):
+            value, one, other = (comparable(run[name]) for run in (plain, *others))
+            equal = torch.isclose(value, one, 0, 0, equal_nan=True)
+            masks[name] = ~(equal & torch.isclose(value, other, 0, 0, equal_nan=True))
+        return masks
+
+    def _uncompiled(self, real: int | None, noise: bool = False) -> dict[str, Any]:
+        """Return the outcome of the uncompiled pieces; ``real`` rows stay as they are."""
+
+        def run(_: int, program: Program, recording: Recording, inputs: Any, __: Any) -> Any:
+            pieces = range(len(program.split.pieces))
+            modes = dict.fromkeys(pieces, PieceMode.UNCOMPILED)
+            mixed = _MixedRun(program, recording, inputs, modes, None, {})
+            return mixed.without_replays(self._real if noise else real, noise)
+
+        with self._subject.observed(lambda number: partial(run, number)):
+            return self._subject.outcome(self._subject.call, self._call)
 
 
 # ---------------------------------------------------------------- pieces of a step

@@ -89,7 +89,7 @@ class Subject:
         self._find_written(call)
         with restored_after([*compat.tree_tensors(call), *self.kept]), torch.no_grad():
             result = named_values(run(*args, **kwargs), "result")
-            return copies({**result, **self._left(call)})
+            return copies({**result, **self.memory(call)})
 
     def _find_written(self, call: Call) -> dict[str, torch.Tensor]:
         """Return the tensors of the model, without buffers, that an eager call writes, by path."""
@@ -104,7 +104,7 @@ class Subject:
             self._written = {path: tensor for path, tensor in written if id(tensor) not in known}
         return self._written
 
-    def _left(self, call: Call) -> dict[str, torch.Tensor]:
+    def memory(self, call: Call) -> dict[str, torch.Tensor]:
         """Return the tensors that a call may write."""
         left = {f"input {path}": leaf for path, leaf in compat.tree_paths(call)}
         left |= {f"buffer {index}": buffer for index, buffer in enumerate(self.buffers)}
@@ -115,7 +115,7 @@ class Subject:
         self, call: Call, plain: dict[str, Any], value: dict[str, Any]
     ) -> tuple[tuple[str, ...], str]:
         """Return which results have no usable ``==``; and why nothing was compared, if so."""
-        names, written = uncompared(plain, value), self._left(call)
+        names, written = uncompared(plain, value), self.memory(call)
         results = {n for n in plain if n not in written and not isinstance(plain[n], Opened)}
         blind = bool(names) and results <= set(names)
         texts = tuple(f"{name} ({layout_text(plain[name])})" for name in names)

@@ -39,7 +39,7 @@ from cgcompile.debug.compare import (
     require_prepare,
     rows_of,
 )
-from cgcompile.debug.locate import WHOLE, Watcher, located, padding_place, real_part
+from cgcompile.debug.locate import WHOLE, Watcher, WithoutPadding, located, padding_place, real_part
 from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import State, copies, restored_after
 from cgcompile.debug.subject import Subject, comparing, observed
@@ -299,12 +299,8 @@ class _Checks:
         if not replays:  # the layout is not that of the first set
             missing = subject.until_replayed(call)
             actual, replays = self._replayed(call)
-        context, real = callers_context(), real_rows()
-        batch = None if context is None else context.batch_descriptor
-        if real is not None and batch is not None:  # padding rows alone may differ
-            cut = [_first_rows(values, batch.num_tokens, real) for values in (expected, actual)]
-            if self.tolerance.first("the result", *cut) is None:
-                expected, actual = cut
+        padding = WithoutPadding(subject, call, self.tolerance)
+        expected, actual = padding.pair(expected, actual)
         return _Run(expected, actual, replays, missing, partial(self._locate, call, number))
 
     def _locate(self, call: Call, number: int, difference: Difference) -> Difference:
@@ -392,16 +388,6 @@ class _Checks:
             return self._check("replay against breakable", tolerance, run)
         finally:
             wrapper.clear_all_graphs()
-
-
-def _first_rows(values: dict[str, Any], size: int, real: int) -> dict[str, Any]:
-    """Return the values, tensors of ``size`` rows cut to the real ones."""
-
-    def cut(value: Any) -> Any:
-        is_batch = isinstance(value, torch.Tensor) and value.dim() and len(value) == size
-        return value[:real] if is_batch else value
-
-    return {name: cut(value) for name, value in values.items()}
 
 
 def real_rows() -> int | None:

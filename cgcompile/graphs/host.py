@@ -12,7 +12,7 @@ without other code of the host in between. The rules of CUDA hold:
 
 A piece that Inductor compiled, a C++ kernel of a custom op and a collective of torch.distributed
 are one recorded call each. Of an op whose kernel is written in Python, the ops in its body are
-recorded. A model that ``torch.compile`` made, inside of a wrapper, runs uncompiled while it is
+recorded, also where compiled code calls it: see :class:`_Body`. A model that ``torch.compile`` made, inside of a wrapper, runs uncompiled while it is
 captured here: its kernels do not pass the dispatcher. Nor do ``Tensor.tolist()`` and
 ``Tensor.numpy()``, which a profile function of Python refuses. The gap: where another profiler is
 active, it stays, and they return what the recording run computed.
@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -236,6 +237,67 @@ class HostStep:
                 target.copy_(storage_bytes(leaves[position].untyped_storage()))
 
 
+@dataclass
+class _Body:
+    """What the Python kernel of an op recorded, which compiled code calls at each replay.
+
+    Memory of that code is another at each call: such arguments are copied in and out.
+    """
+
+    steps: list[HostStep]
+    copied: list[tuple[int, torch.Tensor]]  # (leaf of the arguments, its bytes in the pool)
+    result: Any
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the steps on the arguments of this call, and return what the kernel returned."""
+        leaves = compat.tree_leaves((args, kwargs))
+        pairs = [(storage_bytes(leaves[i].untyped_storage()), home) for i, home in self.copied]
+        for memory, home in pairs:
+            home.copy_(memory)
+        for step in self.steps:
+            step.run()
+        for memory, home in pairs:
+            memory.copy_(home)
+        return self.returned(leaves)
+
+    def returned(self, leaves: list[Any]) -> Any:
+        """Return the result, with the memory of the arguments where it is theirs."""
+        owners = {home.data_ptr(): leaves[index] for index, home in self.copied}
+
+        def own(leaf: Any) -> Any:
+            address = leaf.untyped_storage().data_ptr() if isinstance(leaf, torch.Tensor) else 0
+            return _placed(leaf, owners[address].untyped_storage()) if address in owners else leaf
+
+        return compat.tree_map(own, self.result)
+
+
+def _placed(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a tensor of the same layout in other memory."""
+    layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, *layout)
+
+
+class _InRegion(compat.DispatchMode):
+    """Give the calls of Python kernels in compiled code to a function."""
+
+    def __init__(self, run: Callable[[Callable[..., Any], tuple[Any, ...], Any], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kernel = compat.python_kernel(func)
+        return func(*args, **kwargs) if kernel is None else self._run(kernel, args, kwargs)
+
+
+def _replay_region(call: Callable[[list[Any]], Any], bodies: list[_Body], *inputs: Any) -> Any:
+    """Run compiled code, with the recorded bodies in place of Python kernels."""
+    if not bodies:
+        return call(list(inputs))
+    ahead = iter(bodies)
+    with _InRegion(lambda _, args, kwargs: next(ahead).run(args, kwargs)):
+        return call(list(inputs))
+
+
 _active = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
 
 _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted}
@@ -362,8 +424,63 @@ class _Recorder(compat.DispatchMode):
         tensors = compat.tree_tensors(inputs)
         for tensor in tensors:  # which of them it writes is not known
             self._remember(tensor)
-        step = self._step("compiled_region", lambda *args: call(list(args)), tuple(inputs), {})
-        return self._finish(step, call(list(inputs)), tensors, has_effect=True)
+        known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        bodies: list[_Body] = []
+        replay = partial(_replay_region, call, bodies)
+        step = self._step("compiled_region", replay, tuple(inputs), {})
+        with _InRegion(partial(self._body, known, bodies)):
+            made = call(list(inputs))
+        return self._finish(step, made, tensors, has_effect=True)
+
+    def _body(
+        self,
+        known: set[int],
+        bodies: list[_Body],
+        kernel: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Record the body of an op that compiled code calls; run it on memory that lasts."""
+        homes: dict[int, torch.UntypedStorage] = {}
+        body, steps = _Body([], [], None), self._steps
+        position = -1
+
+        def last(leaf: Any) -> Any:
+            nonlocal position
+            position += 1
+            storage = leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
+            if storage is None or not storage.nbytes():
+                return leaf
+            start = storage.data_ptr()
+            if start in known or start in self._made:
+                return leaf
+            if start not in homes:
+                homes[start] = self._pool.allocate(storage.nbytes(), leaf.dtype)
+                self._made.add(homes[start].data_ptr())
+                home = storage_bytes(homes[start])
+                home.copy_(storage_bytes(storage))
+                body.copied.append((position, compat.weak_tensor(home)))
+            return _placed(leaf, homes[start])
+
+        leaves = compat.tree_leaves((args, kwargs))
+        args, kwargs = compat.tree_map(last, (args, kwargs))
+        self._steps = body.steps
+        try:
+            with self:
+                body.result = kernel(*args, **kwargs)
+        finally:
+            self._steps = steps
+        for index, home in body.copied:
+            storage_bytes(leaves[index].untyped_storage()).copy_(home)
+        returned = body.returned(leaves)
+        body.result = compat.tree_map(self._weak, body.result)
+        bodies.append(body)
+        return returned
+
+    def _weak(self, leaf: Any) -> Any:
+        """Return a tensor of the pool without a hold on its memory; anything else as it is."""
+        made = isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in self._made
+        return compat.weak_tensor(leaf) if made else leaf
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_reads(False)  # of its own code it takes half of the time of a capture
@@ -446,8 +563,7 @@ class _Recorder(compat.DispatchMode):
                 target = storage_bytes(home)
                 target.copy_(storage_bytes(leaf.untyped_storage()))
                 results.append((position, compat.weak_tensor(target)))
-            layout = leaf.storage_offset(), leaf.size(), leaf.stride()
-            return torch.empty(0, dtype=leaf.dtype).set_(homes[address], *layout)
+            return _placed(leaf, homes[address])
 
         return compat.tree_map(move, made), results
 

@@ -379,10 +379,11 @@ def compiled_region(
 ) -> tuple[Callable[[list[Any]], Any], Any] | None:
     """Return (callable, inputs) of a call of an Inductor-compiled region, else None."""
     # Pieces are compiled with ``wrap_inductor_compiled_regions``, so that a dispatch mode gets
-    # their call as one higher-order op.
+    # their call as one higher-order op. The callable skips that op: a mode gets the ops inside.
     if not is_named(op, _COMPILED_REGION):
         return None
-    return (lambda inputs: op(args[0], inputs)), args[1]
+    kernel = op.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+    return (lambda inputs: kernel(args[0], inputs)), args[1]
 
 
 def is_named(op: Any, name: str) -> bool:
