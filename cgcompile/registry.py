@@ -62,8 +62,9 @@ class Registry:
         graph.timeline.warned = self._timeline.warned
         if self._capture_closed:
             graph.close_capture()
-        self._graphs = [ref for ref in self._graphs if ref() is not None]
+        self._graphs[:] = [ref for ref in self._graphs if ref() is not None]
         self._graphs.append(weakref.ref(graph))
+        graph.of_handle = self._graphs
 
     def _forget(self) -> None:
         """Drop the compiled graphs from the registry, with the counts of calls without a graph."""
@@ -199,8 +200,8 @@ class Registry:
             if self.config.strict:
                 raise DispatchError.strict(what=name, why=fallback)
             result = function()
-        except BaseException:
-            self._timeline.failed()
+        except BaseException as error:
+            self._timeline.failed(error)
             raise
         self._timeline.plain(fallback, name)
         return result
