@@ -15,8 +15,14 @@ from typing import Any, TypeVar
 
 E = TypeVar("E", bound=Exception)
 
-# Where ``python -m sphinx -b html docs docs/build`` writes the pages that errors and reasons name.
-DOCUMENTATION = "docs/build"
+# The folder of the pages that errors and reasons name: ``docs/reference/errors`` in a clone.
+DOCUMENTATION = "docs"
+
+# Arguments of ``cgcompile.compile()`` that are no settings.
+OF_COMPILE = ("dynamic_dims", "guards", "check_guards", "dynamic_shapes", "trace_layers_once")
+
+# Commands of every installation that list what errors of a class are about.
+_COMMANDS = {"ConfigError": "settings", "DispatchError": "reasons"}
 
 _LONGEST = 400
 
@@ -119,8 +125,10 @@ class Template:
 
 
 def _page(kind: type[Exception]) -> str:
-    """Where the documentation explains an error."""
-    return f"{DOCUMENTATION}/reference/errors.html#cgcompile.errors.{kind.__name__}"
+    """Where the documentation explains an error, and which command does."""
+    command = _COMMANDS.get(kind.__name__)
+    shown_by = f"`python -m cgcompile {command}`, " if command else ""
+    return f"{shown_by}{DOCUMENTATION}/reference/errors#cgcompile.errors.{kind.__name__}"
 
 
 class CGCompileError(Exception):
@@ -143,6 +151,8 @@ class ConfigError(CGCompileError, ValueError):
         hint = _close(known, name)
         if name == "level":  # vLLM's name of old
             hint = " vLLM's level is 'mode' here: level=3 is mode='PIECEWISE'."
+        if name in OF_COMPILE:
+            hint = f" It is an argument: cgcompile.compile(model, {name}=...)."
         text = f"{where}: there is no setting {name!r}.{hint}"
         return cls(f"{text}\n  Settings: {_list(known)}.")
 
@@ -365,7 +375,8 @@ class ArgumentsError(CGCompileError, TypeError):
 
     refused = Template("""
         {name} takes {signature}, and cannot be called with these inputs: {why}.
-        Give the inputs of one call of the model, as it takes them.""")
+        {settings:if Settings go into config=, such as config={{{settings}: ...}}.|Give the inputs of \
+        one call of the model, as it takes them.}""")
 
 
 class RecompileError(CGCompileError, RuntimeError):

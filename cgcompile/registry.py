@@ -76,8 +76,9 @@ class Registry:
             graph.close_capture()
         freed = [timeline.counters for ref, timeline in self._graphs if ref() is None]
         self._ended = sum(freed, self._ended)
-        self._graphs = [pair for pair in self._graphs if pair[0]() is not None]
+        self._graphs[:] = [pair for pair in self._graphs if pair[0]() is not None]
         self._graphs.append((weakref.ref(graph), graph.timeline))
+        graph.of_handle = self._graphs
 
     def _forget(self) -> None:
         """Drop the compiled graphs from the registry, with the counts of calls without a graph."""
@@ -223,8 +224,8 @@ class Registry:
             if self.config.strict:
                 raise DispatchError.strict(what=name, why=fallback)
             result = function()
-        except BaseException:
-            self._timeline.failed()
+        except BaseException as error:
+            self._timeline.failed(error)
             raise
         self._timeline.plain(fallback, name)
         return result

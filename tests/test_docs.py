@@ -223,7 +223,7 @@ def test_a_reason_has_a_cause_a_remedy_and_an_address() -> None:
         assert reason.remedy
         assert reason is cgcompile.Reason(reason.value)
         assert f".. reason:: {reason.value}\n" in text
-        assert reason.page == f"{errors.DOCUMENTATION}/reference/reasons.html#reason-{reason.value}"
+        assert reason.page == f"{errors.DOCUMENTATION}/reference/reasons#reason-{reason.value}"
 
 
 def test_an_error_ends_its_traceback_with_its_address() -> None:
@@ -231,7 +231,9 @@ def test_an_error_ends_its_traceback_with_its_address() -> None:
     with pytest.raises(errors.ConfigError) as caught:
         cgcompile.Backend(compiler="gcc")
     (note,) = caught.value.__notes__
-    anchor = note.removeprefix(f"See {errors.DOCUMENTATION}/reference/errors.html#")
+    assert (ROOT / errors.DOCUMENTATION / "reference" / "errors.rst").is_file()
+    command, _, anchor = note.partition(f"`, {errors.DOCUMENTATION}/reference/errors#")
+    assert command == "See `python -m cgcompile settings"
     assert anchor == "cgcompile.errors.ConfigError"
     assert f".. autoexception:: {anchor}\n" in text
     assert errors.DOCUMENTATION not in str(caught.value)
@@ -239,6 +241,18 @@ def test_an_error_ends_its_traceback_with_its_address() -> None:
     classes = {name for name, value in vars(errors).items() if inspect.isclass(value)}
     listed = set(re.findall(r"autoexception:: cgcompile\.errors\.(\w+)", text))
     assert listed == {name for name in classes if name.endswith("Error")}
+
+
+def test_the_commands_that_errors_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    for error, command in (
+        (errors.ConfigError.backend_class(), "settings"),
+        (errors.DispatchError.strict(what="a step", why="host_sync"), "reasons"),
+    ):
+        assert f"`python -m cgcompile {command}`" in error.__notes__[0]
+        assert main([command]) == 0
+        assert capsys.readouterr().out
+    (note,) = errors.ArgumentsError.refused(name="f", signature="()", why="", settings="").__notes__
+    assert note == f"See {errors.DOCUMENTATION}/reference/errors#cgcompile.errors.ArgumentsError"
 
 
 def test_the_commands_are_those_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:

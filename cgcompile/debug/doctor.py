@@ -106,6 +106,8 @@ _FIXES = {
     "rebound_input": "Pass the same buffer at each call and write new data into it.",
     "capture_failed": "Let that op run outside of graphs: add it to splitting_ops, or put its "
     "caller under cgcompile.eager_region() or cgcompile.eager_break_during_capture.",
+    "call_failed": "Do what the message advises. Of an error that you catch, "
+    "cgcompile.debug.Diagnosis.of_error(error) gives the op and the line.",
     "forward_raised": "Let the model run eagerly first; a forward context goes around doctor().",
 }
 _ERROR, _NOTE = ("error", "error", "error"), ("note", "note", "note")
@@ -113,7 +115,7 @@ _ERROR, _NOTE = ("error", "error", "error"), ("note", "note", "note")
 _SEVERITY = {
     **dict.fromkeys(("unregistered_attention", "opaque_call", "context_read"), _ERROR),
     **dict.fromkeys(("inference_tensor", "changing_attribute", "capture_failed"), _ERROR),
-    "forward_raised": _ERROR,
+    **dict.fromkeys(("call_failed", "forward_raised"), _ERROR),
     **dict.fromkeys(("cache_write", "random", "host_argument"), _NOTE),
     **dict.fromkeys(("lazy_attribute", "moving_input"), _NOTE),
     **dict.fromkeys(("synchronize", "generator"), ("break", "error", "error")),
@@ -373,6 +375,10 @@ def _kind_of_op(op: str) -> str:
 def _of_counters(handle: Backend | CUDAGraphWrapper) -> list[Finding]:
     """Return findings from the counters of a handle or of a wrapper, the most frequent first."""
     counters, result = handle.counters, []
+    if counters.failures:
+        text, line = f"the last: {counters.last_failure}", _named_line(counters.last_failure)
+        note = Note("call_failed", "-", text, line, None, counters.failures)
+        result.append(finding(note, Way.SPLIT))
     for reason, count in (counters.plain + counters.degraded).items():
         if reason in EXPECTED:
             continue

@@ -23,6 +23,7 @@ from cgcompile.reasons import EXPECTED, LAST_CALL, Counters, Fallback, Reason, w
 
 log = logging.getLogger(__name__)
 
+_LONGEST = 1000  # characters of the text of an error
 _MOST = 4096  # captures that are remembered, the last ones
 
 
@@ -75,6 +76,15 @@ def _call_text(call: _Call) -> str:
     return str(call)
 
 
+def _error_text(error: BaseException) -> str:
+    """Return the type and the message of an error in one line of bounded length."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # of the user's class
+        message = ""
+    return f"{type(error).__name__}: {message}".removesuffix(": ")[:_LONGEST]
+
+
 class Timeline:
     """Counts what the calls of one owner did, and keeps its last captures, in order."""
 
@@ -110,11 +120,13 @@ class Timeline:
             self.live.calls += 1
             self.live.replays += 1
 
-    def failed(self) -> None:
-        """Count a call that raised."""
+    def failed(self, error: BaseException) -> None:
+        """Count a call that raised, and keep the text of the error."""
+        text = _error_text(error)  # not the error, which keeps tensors of its frames alive
         with self._lock:
             self.live.calls += 1
             self.live.failures += 1
+            self.live.last_failure = text
 
     def plain(self, why: Fallback, call: _Call = "") -> None:
         """Count a call without a graph; the forward context, if a caller has set one, gets why.

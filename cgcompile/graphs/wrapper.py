@@ -383,8 +383,8 @@ class CUDAGraphWrapper(Transparent):
         """
         try:
             return self._dispatch(callers_context(), args, kwargs)
-        except BaseException:
-            self.timeline.failed()
+        except BaseException as error:
+            self.timeline.failed(error)
             raise
 
     def _dispatch(

@@ -101,7 +101,10 @@ class CompiledGraph:
         self.before_capture: Callable[[], None] | None = None  # called once, before the first
         self.graph_break: str | None = None  # why Dynamo ended the graph early, and where
         self.traces: weakref.ref[Any] | None = None  # of the model, where they bind its weights
+        # All graphs of its handle, with the timeline of each.
+        self.of_handle: Sequence[tuple[weakref.ref[CompiledGraph], Timeline]] = ()
         self._config = config
+        self._grad_mode = ""  # of the last capture
         self._observer: Observer | None = None
         self._frozen = FrozenTensors(frozen)
         self._overlaps = Overlaps(split)
@@ -183,8 +186,8 @@ class CompiledGraph:
             if fallback is not None:
                 inputs += self._frozen.for_plain_run
                 result = self._run_plain(fallback, context, inputs)
-        except BaseException:
-            self.timeline.failed()
+        except BaseException as error:
+            self.timeline.failed(error)
             raise
         return result
 
@@ -292,6 +295,8 @@ class CompiledGraph:
         batch = self._dispatch.batch(mode, context, inputs)
         fallback = self._dispatch.why_not_now(self._weight_sets, weight_set, key, batch, inputs)
         if fallback is not None:
+            if fallback.reason is Reason.CAPTURE_FORBIDDEN:
+                fallback = self._naming_grad_mode(fallback, weight_set, key)
             return fallback, None
         if context is not None:
             self._dispatch.check_rows(batch.descriptor, inputs)
@@ -299,6 +304,20 @@ class CompiledGraph:
             mutated = self._dispatch.mutated if context is None else ()
             self._weight_sets.hold(weight_set, inputs, mutated)
         return self._capture(weight_set, key, batch, inputs)
+
+    def _naming_grad_mode(
+        self, fallback: Fallback, weight_set: WeightSet, key: Hashable
+    ) -> Fallback:
+        """Add to a fallback in which other grad mode, and so in another trace, a step has graphs."""
+        here = compat.grad_mode_name()
+        for other in [graph for ref, _ in self.of_handle if (graph := ref()) is not None]:
+            if other._grad_mode in ("", here) or other._named != self._named:
+                continue
+            same = (each for each in other.weight_sets if each.weights == weight_set.weights)
+            if any(isinstance(each.recordings.get(key), Recording) for each in same):
+                detail = f"it has one in {other._grad_mode}, and this call is in {here}"
+                return fallback._replace(detail=f"{fallback.detail}; {detail}")
+        return fallback
 
     def _capture(
         self, weight_set: WeightSet, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
@@ -328,6 +347,7 @@ class CompiledGraph:
         fallback, ran, result = record(program, wrappers, full, recording, inputs)
         if fallback is None:
             weight_set.recordings[key] = recording
+            self._grad_mode = compat.grad_mode_name()
             self.timeline.captured()
             return None, result
         if fallback.reason is Reason.CAPTURE_FAILED:

@@ -211,8 +211,8 @@ def _source(
         "            if context.inputs_ready is not None:\n"
         "                wait(context.inputs_ready, device)\n"
         f"{indent(inside + (REPLAY_OF_ONE if inputs is None else run), ' ' * 12)}"
-        "        except BaseException:\n"
-        "            failed()\n"
+        "        except BaseException as error:\n"
+        "            failed(error)\n"
         "            raise\n"
         "        finally:\n"
         "            paths.owner = 0\n"
@@ -246,7 +246,7 @@ class GraphFastPath:
         weight_checks: Sequence[Callable[[tuple[Any, ...]], bool]],  # whether inputs have others
         frozen: tuple[torch.Tensor, ...],
         pool: GraphPool,
-        failed: Callable[[], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
         self.recording = recording
         self.watches_weights = bool(weight_checks)

@@ -66,6 +66,13 @@ def laid_over(storage: torch.UntypedStorage, layout: torch.Tensor) -> torch.Tens
     return tensor.set_(storage, layout.storage_offset(), layout.size(), layout.stride())
 
 
+def grad_mode_name() -> str:
+    """Return the mode of autograd that Dynamo guards, by the name of its context manager."""
+    if torch.is_inference_mode_enabled():
+        return "inference_mode"
+    return "enable_grad" if torch.is_grad_enabled() else "no_grad"
+
+
 def outside_inference_mode() -> AbstractContextManager[Any]:
     """Return a context without inference mode, at a third of the cost of torch's own."""
     # Where it leaves inference mode, grad mode is on: use it for tensors that do not require grad.

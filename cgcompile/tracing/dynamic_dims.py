@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cgcompile import torch_compat as compat
+from cgcompile.config import CompilationConfig
 from cgcompile.errors import ArgumentsError, ConfigError, TraceError
 from cgcompile.settings import require_fields
 from cgcompile.tracing.argument_guards import Shapes
@@ -237,7 +238,11 @@ def bind_arguments(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ArgumentsError.refused(name=name, signature=str(signature), why=str(error)) from None
+        known = {*CompilationConfig.names()} - {*signature.parameters}
+        settings = ": ..., ".join(repr(each) for each in kwargs if each in known)
+        raise ArgumentsError.refused(
+            name=name, signature=str(signature), why=str(error), settings=settings
+        ) from None
 
 
 def argument_paths(

@@ -18,7 +18,7 @@ from lib.snapshots import assert_snapshot
 from torch import nn
 
 import cgcompile
-from cgcompile import BatchDescriptor, CUDAGraphMode, coverage, set_forward_context
+from cgcompile import BatchDescriptor, CUDAGraphMode, Reason, coverage, set_forward_context
 from cgcompile.debug.coverage import CoverageRow
 from cgcompile.encoder import Costs
 from cgcompile.errors import ConfigError, DispatchError
@@ -153,6 +153,35 @@ def test_a_reason_names_the_call() -> None:
         model(torch.randn(6, 4))
     forbidden = coverage(model).rows[-1]  # which has the descriptor already
     assert forbidden.detail == "no graph for num_tokens=6, and capture is closed"
+
+
+@pytest.mark.parametrize("entry", ["torch", "cgcompile"])
+def test_a_forbidden_capture_names_the_mode_that_has_a_graph(entry: str) -> None:
+    backend = cgcompile.Backend(capture_device="host", compiler="eager")
+    module, x = nn.Linear(4, 4), torch.randn(6, 4)
+    model: Any = (
+        torch.compile(module, backend=backend, dynamic=True)
+        if entry == "torch"
+        else cgcompile.compile(module, backend, dynamic_dims={"input": 0})
+    )
+
+    def run(size: int, mode: Any = torch.inference_mode) -> None:
+        with mode(), step(size):
+            model(x[:size])
+
+    assert not backend.capture(run, [6]).missing
+    backend.close_capture()
+    run(6, torch.no_grad)
+    bare = "no graph for num_tokens=6, and capture is closed"
+    detail = f"{bare}; it has one in inference_mode, and this call is in no_grad"
+    assert backend.counters.details[Reason.CAPTURE_FORBIDDEN] == detail
+    for mode in (torch.no_grad, torch.inference_mode):  # that size has none in any mode
+        run(5, mode)
+        assert backend.counters.details[Reason.CAPTURE_FORBIDDEN] == bare.replace("6", "5")
+    other = torch.compile(nn.Linear(4, 4), backend=backend, dynamic=True)  # of the same handle
+    with torch.no_grad(), step(6):
+        other(x)
+    assert backend.counters.details[Reason.CAPTURE_FORBIDDEN] == bare
 
 
 def test_a_model_counts_what_ran() -> None:

@@ -133,6 +133,19 @@ def test_inputs_that_the_model_does_not_take(args: Any, why: str) -> None:
     assert unknown.endswith("got an unexpected keyword argument 'capture'.")
 
 
+@pytest.mark.parametrize(
+    "look", [cgcompile.explain, cgcompile.debug.doctor, verify, cgcompile.debug.bisect]
+)
+def test_a_setting_among_the_inputs_belongs_into_config(look: Any) -> None:
+    with pytest.raises(ArgumentsError, match="unexpected keyword argument 'splitting_ops'") as no:
+        look(Model(), X, splitting_ops="ns::op", strict=True)
+    advice = "Settings go into config=, such as config={'splitting_ops': ..., 'strict': ...}."
+    assert str(no.value).splitlines()[1].strip() == advice
+    with pytest.raises(ArgumentsError) as no:
+        look(Model(), X, capture=3)
+    assert "config=" not in str(no.value)
+
+
 @pytest.mark.parametrize("look", [verify, cgcompile.debug.bisect])
 def test_comparisons_are_called_like_the_model(look: Any) -> None:
     """With arguments by name, with settings as a mapping, and with inputs that are prepared."""
