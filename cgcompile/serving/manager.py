@@ -184,9 +184,10 @@ class CudaGraphManager:
         lazily: capture a planned graph when a batch first needs it, after one warming call; else
             only :meth:`capture` does.
         inference_mode: capture and run in inference mode; else in the caller's mode.
-        check_weights: compare objects and addresses of all weights before each FULL replay, about
-            0.2 us a weight; else call :meth:`release` where one is replaced. Of a model that is no
-            module those of the modules that it holds, except in globals.
+        check_weights: compare objects and addresses of all weights before each FULL replay, and of
+            those that a model with ``guards="none"`` has bound before each other step, 0.1 us a
+            weight; else call :meth:`release` and :meth:`capture` where one is replaced. Of a model
+            that is no module those of the modules that it holds, except in globals.
         check_metadata: compare the addresses of tensors of ``metadata`` with those at capture.
         agreement: ranks that run the same graphs, constructed with this dispatcher; or a function
             that constructs it, such as :class:`Agreement` itself. All ranks make the same calls
@@ -615,7 +616,9 @@ class CudaGraphManager:
     def release(self) -> None:
         """Drop all graphs and their memory, and the output buffers; :meth:`capture` works again.
 
-        Results of earlier steps are views of that memory: drop them first.
+        Also where weights were replaced: what traces have bound is compared at their next call.
+        Statistics and counters stay. Results of earlier steps are views of that memory: drop them
+        first. The handle of a compiled model does the same in its ``release`` and ``invalidate``.
 
         Raises:
             CaptureError: called inside of a step or of a capture.
@@ -678,7 +681,8 @@ class CudaGraphManager:
             BatchError: numbers of the batch that contradict each other.
             ManagerError: another thread is inside of a call of this manager.
             DispatchError: ``strict``, and no graph serves the batch.
-            AddressChangedError: a weight, or a tensor of metadata, moved since the capture.
+            AddressChangedError: a weight was replaced, or one or a tensor of metadata moved, since
+                the capture.
             AgreementError: a rank stays away or, checked, runs something else.
             BaseException: what the model or ``metadata`` raised.
         """
@@ -896,7 +900,7 @@ class CudaGraphManager:
         Raises:
             ManagerError: there is no such graph, gradients are due, or another thread is inside of
                 a call of this manager.
-            AddressChangedError: a weight moved since the capture.
+            AddressChangedError: a weight was replaced or moved since the capture.
             AgreementError: checked, and another rank runs something else.
         """
         if not self._lock.acquire(False):

@@ -272,8 +272,7 @@ class Traces:
 
         Inside of a capture, where the call cannot be traced again.
         """
-        cells = zip(self._function.__code__.co_freevars, self._function.__closure__ or ())
-        names = {name: cell.cell_contents for name, cell in cells}
+        names = self._cells()
         if self._bound is not None:
             names[next(iter(self._signature.parameters))] = self._bound
         scope = {"L": names, "G": self._function.__globals__}
@@ -320,11 +319,13 @@ class Traces:
         """Return the locals of a call, by the names that Dynamo's guards and sources use."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        names = bound.arguments
+        return bound.arguments | self._cells()
+
+    def _cells(self) -> dict[str, Any]:
+        """Return the values of a closure, by name."""
         cells = self._function.__closure__ or ()
-        for name, cell in zip(self._function.__code__.co_freevars, cells, strict=True):
-            names[name] = cell.cell_contents
-        return names
+        pairs = zip(self._function.__code__.co_freevars, cells, strict=True)
+        return {name: cell.cell_contents for name, cell in pairs}
 
     def _scope(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {"L": self._names(args, kwargs), "G": self._function.__globals__}

@@ -269,5 +269,5 @@ def test_a_replaced_weight_names_the_method_of_the_manager() -> None:
     model = Rows()
     encoder = manager(model)
     model.linear.weight = torch.nn.Parameter(torch.ones_like(model.linear.weight))
-    with pytest.raises(Exception, match=r"drop the graphs \(clear\(\)\)"):
+    with pytest.raises(Exception, match=r"capture again: clear\(\), capture\(\)\."):
         encoder.execute(rows(3))

@@ -1,5 +1,6 @@
 """``CudaGraphManager.from_model``: one set of settings for model, dispatcher and manager."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import nn
 
 import cgcompile
 from cgcompile import AttentionCGSupport, CudaGraphManager, CUDAGraphMode, SplittingOp
-from cgcompile.errors import ConfigError
-from cgcompile.serving import Agreement, InputBuffer, capture_sizes
+from cgcompile.errors import AddressChangedError, BatchError, ConfigError, InputBufferError
+from cgcompile.reasons import Reason
+from cgcompile.serving import Agreement, Batch, InputBuffer, capture_sizes
 
 ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 LIMITS = {"max_num_tokens": 64, "max_num_reqs": 8}
@@ -158,3 +160,120 @@ def test_ranks_that_agree() -> None:
         check_steps(manager, "cpu")
     finally:
         dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- graphs that are dropped
+
+
+def check_equal(manager: CudaGraphManager, batch: Batch) -> None:
+    found = manager.run(batch)
+    torch.testing.assert_close(found, eager(inner(manager), batch), rtol=1e-5, atol=1e-5)
+
+
+def replace_weights(manager: CudaGraphManager, device: str) -> None:
+    inner(manager).load_state_dict(Decoder().to(device).state_dict(), assign=True)
+
+
+def test_what_the_handle_drops_is_dispatched_no_more(device: str) -> None:
+    """FULL graphs too; nothing is captured while serving, and all of it is still counted."""
+    manager = built(device, settings(device))
+    manager.capture()
+    decode, mixed = requests(1, 1, device=device, decode=True), requests(2, 1, device=device)
+    for drop in (lambda: manager.backend.invalidate("test"), manager.backend.release):
+        for batch in (decode, mixed):
+            check_equal(manager, batch)
+        before, steps = manager.counters, manager.statistics.steps
+        drop()
+        assert manager.counters.captures == before.captures
+        assert manager.counters.replays == before.replays
+        assert manager.statistics.steps == steps
+        for batch in (decode, mixed):
+            mode, _, why = manager.dispatched(batch)
+            assert (mode, why.reason) == (CUDAGraphMode.NONE, Reason.NOT_CAPTURED)
+            check_equal(manager, batch)
+        assert manager.counters.captures == before.captures
+        manager.capture()
+        assert manager.dispatched(decode).mode is CUDAGraphMode.FULL
+        assert manager.dispatched(mixed).mode is CUDAGraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize("first", ["plan", "run", "capture_graph", "model"])
+def test_weights_replaced_before_the_capture(first: str, device: str) -> None:
+    """A trace may be older than the weights: a capture compares what it has bound."""
+    manager = built(device, settings(device))
+    decode, mixed = requests(1, 1, device=device, decode=True), requests(2, 1, device=device)
+    if first == "plan":
+        manager.plan()
+    elif first == "run":
+        manager.run(mixed)
+    elif first == "capture_graph":
+        manager.capture_graph(*manager.dispatcher.plan()[0])
+    else:
+        with torch.inference_mode(), cgcompile.set_forward_context(mixed.inputs["query_start_loc"]):
+            manager.model(*[mixed.inputs[name] for name in ("input_ids", "positions")])
+    replace_weights(manager, device)
+    if first == "capture_graph":
+        with pytest.raises(AddressChangedError, match=r"release\(\), capture\(\)"):
+            manager.capture_graph(*manager.dispatcher.plan()[1])
+        manager.release()
+    manager.capture()
+    for batch in (decode, mixed):
+        check_equal(manager, batch)
+
+
+def test_a_step_without_a_graph_checks_bound_weights(device: str) -> None:
+    manager = built(device, settings(device))
+    mixed = requests(2, 1, device=device)
+    check_equal(manager, mixed)  # in mode NONE
+    replace_weights(manager, device)
+    with pytest.raises(AddressChangedError, match="traced step"):
+        manager.run(mixed)
+    manager.release()
+    check_equal(manager, mixed)
+
+
+def test_check_weights_may_be_left_out(device: str) -> None:
+    manager = built(device, settings(device), check_weights=False)
+    manager.capture()
+    replace_weights(manager, device)
+    mixed = requests(2, 1, device=device)
+    manager.run(mixed)
+    manager.release()
+    manager.capture()
+    check_equal(manager, mixed)
+
+
+# ---------------------------------------------------------------- what dispatched() refuses
+
+
+def test_dispatched_refuses_what_run_refuses(device: str) -> None:
+    manager = built(device, settings(device))
+    manager.capture()
+    large, many = requests(65, device=device), requests(*[1] * 9, device=device, decode=True)
+    for batch in (large, many):
+        for call in (manager.dispatched, manager.run):
+            with pytest.raises(InputBufferError, match="room for 64 and 8"):
+                call(batch)
+
+
+@pytest.mark.parametrize("longest", [None, 3])
+def test_uneven_queries_are_no_uniform_decode(longest: int | None) -> None:
+    manager = built("cpu", settings("cpu"), query_lens=[1, 2])
+    manager.capture()
+    batch = replace(requests(3, 1), max_query_len=longest, uniform_decode=True)
+    for call in (manager.dispatched, manager.run):
+        with pytest.raises(BatchError, match="queries have 3, 1 tokens|num_reqs \\* max_query_len"):
+            call(batch)
+    even = replace(requests(2, 2), max_query_len=None, uniform_decode=True)
+    assert manager.dispatched(even).mode is CUDAGraphMode.FULL
+    check_equal(manager, even)
+
+
+def test_verify_is_no_serving(device: str) -> None:
+    manager = built(device, settings(device))
+    manager.capture()
+    decode = requests(1, 1, device=device, decode=True)
+    manager.run(decode)
+    before = manager.statistics.as_dict()
+    assert cgcompile.verify(manager, decode, requests(2, 1, device=device)).ok
+    assert manager.statistics.as_dict() == before
