@@ -284,15 +284,7 @@ def doctor(
     if handle is not None and not (args or kwargs or prepare):
         name = "Backend" if isinstance(handle, Backend) else str(handle.name)
         return Diagnosis.of(name, "-", _of_counters(handle))
-    if isinstance(model, EncoderCudaGraphManager):
-        raise ConfigError.impossible(
-            what="doctor() of an encoder manager",
-            because="it examines one call of a function",
-            instead="Give the forward of the encoder and the buffers of one graph: "
-            "doctor(forward, manager.graph_inputs(GraphKey('default', budget))).",
-        )
-    if isinstance(model, type) or not callable(original_of(model)):
-        check_compilable(model, "doctor")  # any other callable is taken as a function
+    _check_model(model)
     require_prepare("doctor", prepare, args, kwargs)
     if config is None and is_wrapper:
         settings = handle.config
@@ -301,6 +293,19 @@ def doctor(
     first = (args, kwargs) if prepare is None else prepared(prepare)
     second = first if prepare is None else prepared(prepare)
     return _Examination(model, settings, first, second).run(compare=prepare is not None)
+
+
+def _check_model(model: Any) -> None:
+    """Raise unless there is a function to call; any other callable is taken as one."""
+    if isinstance(model, EncoderCudaGraphManager):
+        raise ConfigError.impossible(
+            what="doctor() of an encoder manager",
+            because="it examines one call of a function",
+            instead="Give the forward of the encoder and the buffers of one graph: "
+            "doctor(forward, manager.graph_inputs(GraphKey('default', budget))).",
+        )
+    if isinstance(model, type) or not callable(original_of(model)):
+        check_compilable(model, "doctor")
 
 
 # ---------------------------------------------------------------- after the fact

@@ -601,8 +601,10 @@ def _check_encoder(
             stage, cause = "grouping", "another item reaches this one, or the forward keeps state"
             if after:
                 stage = "replay"
-                cause = "an op has baked in a number; padding or another item reaches this one; or a "
-                cause += "weight was replaced that is not in tower="
+                cause = (
+                    "an op has baked in a number, padding or another item reaches this one, or a"
+                )
+                cause += " weight was replaced that is not in tower="
             origin = Difference(piece=WHOLE, detail=cause)
             findings.append(located(stage, difference, None, origin, number))
     name = "eager items against replayed budgets"

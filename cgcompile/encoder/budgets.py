@@ -176,8 +176,8 @@ def fitted_budgets(
         nbytes: bytes of all graphs at most.
         bytes_of: budget -> bytes of its graph.
         max_items: no budget is smaller, so that each item has a token.
-        multiple_of: divides every budget: the tokens of an image, where all have the same. With ``nbytes`` and hundreds of different sizes, coarse
-            budgets keep the search short.
+        multiple_of: divides every budget: the tokens of an image, where all have the same. With
+            ``nbytes`` and hundreds of different sizes, coarse budgets keep the search short.
         costs: if given, large groups run eager where that costs less, and the result may be empty.
             If None, padding is minimal, and every observed group has a graph.
         path: the path of ``costs``.

@@ -25,8 +25,8 @@ from cgcompile.encoder.protocol import (
     SupportsEncoderCudaGraph,
     check_cast,
     check_row_count,
-    row_counts,
     layout,
+    row_counts,
     unpadded_forward,
 )
 from cgcompile.errors import EncoderError
@@ -337,7 +337,9 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         counts: dict[str, int] = {}
         with suppress(Exception):  # overridden, it may read more of a call
             names = next(iter(self._inputs.values()))
-            items = self.get_encoder_cudagraph_item_specs(dict.fromkeys(names, _CheckedGrids(grids)))
+            items = self.get_encoder_cudagraph_item_specs(
+                dict.fromkeys(names, _CheckedGrids(grids))
+            )
             counts = row_counts(items, DEFAULT)
         for key, spec in self._computed.items():
             try:

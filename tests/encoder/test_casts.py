@@ -48,7 +48,9 @@ def test_a_table_of_integers_stays_one() -> None:
     encoder.capture()
     x = torch.randn(400, C).to(FLOAT)
     for eager in (False, True):
-        (found,) = encoder.execute({"pixel_values": x, "image_grid_thw": [(1, 20, 20)]}, eager=eager)
+        (found,) = encoder.execute(
+            {"pixel_values": x, "image_grid_thw": [(1, 20, 20)]}, eager=eager
+        )
         with torch.inference_mode():
             expected = tower({"pixel_values": x, "number": torch.arange(400)})
         torch.testing.assert_close(found, expected)
@@ -63,7 +65,9 @@ def test_a_declared_cast_is_done() -> None:
 
 
 def a_table(buffer: torch.dtype, value: torch.dtype) -> Any:
-    table = PatchTable(lambda grids: numbers(grids).to(value), dtype=buffer if buffer is INT else None)
+    table = PatchTable(
+        lambda grids: numbers(grids).to(value), dtype=buffer if buffer is INT else None
+    )
     encoder = patches(tables={**patches()._tables, "number": table})
     return manager(encoder).execute(images((4, 4)))
 

@@ -261,7 +261,7 @@ def test_the_reason_of_a_failed_capture(caplog: pytest.LogCaptureFixture) -> Non
     assert "eager: capture_failed: 1 item, 5 tokens a group\n  " in table
     encoder.clear()
     check(encoder, model, rows(5))
-    assert "eager on default: not_captured: 1 item" in encoder.coverage()
+    assert "eager: not_captured: 1 item" in encoder.coverage()
     assert repr(encoder.statistics) == "<EncoderStatistics: 0 hits, 2 misses, 0 without tokens>"
 
 
