@@ -203,7 +203,7 @@ def _of_graph(graph: CompiledGraph, part: str) -> Iterator[CoverageRow]:
     for recording in graph.recordings:
         batch, sequence = recording.batch, recording.sequence
         descriptor, hits = batch.descriptor, sequence.replays + 1
-        ran = hits * descriptor.num_tokens  # a capture is of the padded size
+        ran = hits * descriptor.num_tokens
         real = None if batch.own_context else ran - sequence.padding
         if batch.own_context:  # without what this library added to the key
             descriptor = descriptor._replace(extra=())

@@ -226,9 +226,9 @@ class WithoutPadding:
         if self._real is None or not self._rows:
             return expected, actual
         both = expected, actual
-        if self._differ(*both) and self._differ(*map(self._cut, both)):
-            if self._subject.handle is not None:
-                both = self._masked(expected, expected), self._masked(actual, expected)
+        in_pieces = self._subject.handle is not None
+        if in_pieces and self._differ(*both) and self._differ(*map(self._cut, both)):
+            both = self._masked(expected, expected), self._masked(actual, expected)
         cut = self._cut(both[0]), self._cut(both[1])
         return both if self._differ(*cut) else cut
 
@@ -253,7 +253,7 @@ class WithoutPadding:
         if self._ignored is None:
             self._ignored = self._dependent(eager)
         masks = self._ignored
-        return {n: v.masked_fill(masks[n], 0) if n in masks else v for n, v in values.items()}
+        return {n: _zeroed_where(v, masks[n]) if n in masks else v for n, v in values.items()}
 
     def _dependent(self, eager: dict[str, Any]) -> dict[str, torch.Tensor]:
         plain = self._uncompiled(None)
@@ -278,6 +278,12 @@ class WithoutPadding:
 
         with self._subject.observed(lambda number: partial(run, number)):
             return self._subject.outcome(self._subject.call, self._call)
+
+
+def _zeroed_where(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if comparable(value) is value:
+        return value.masked_fill(mask, 0)
+    return value.view(torch.uint8).masked_fill(mask, 0).view(value.dtype)  # floats of eight bits
 
 
 # ---------------------------------------------------------------- pieces of a step

@@ -12,14 +12,16 @@ without other code of the host in between. The rules of CUDA hold:
 
 A piece that Inductor compiled, a C++ kernel of a custom op and a collective of torch.distributed
 are one recorded call each. Of an op whose kernel is written in Python, the ops in its body are
-recorded, also where compiled code calls it: see :class:`_Body`. A model that ``torch.compile`` made, inside of a wrapper, runs uncompiled while it is
-captured here: its kernels do not pass the dispatcher. Nor do ``Tensor.tolist()`` and
-``Tensor.numpy()``, which a profile function of Python refuses. The gap: where another profiler is
-active, it stays, and they return what the recording run computed.
+recorded, also where compiled code calls it: see :class:`_Body`. A model that ``torch.compile``
+made, inside of a wrapper, runs uncompiled while it is captured here: its kernels do not pass the
+dispatcher. Nor do ``Tensor.tolist()`` and ``Tensor.numpy()``, which a profile function of Python
+refuses. The gap: where another profiler is active, it stays, and they return what the recording run
+computed.
 """
 
 import contextlib
 import ctypes
+import os
 import sys
 import threading
 import weakref
@@ -224,12 +226,13 @@ class HostStep:
     outside: list[tuple[Callable[[], bool], str]]
     # For each new storage: the index of an output that has it, and where its bytes go.
     results: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    inside: str = ""  # the op in whose body it is, and the line, for messages
 
     def run(self) -> None:
         """Call it, and copy new results to where the recording has them."""
         for is_freed, shape in self.outside:
             if is_freed():
-                raise CaptureError.freed_input(what=self.name, shape=shape)
+                raise CaptureError.freed_input(what=self.name + self.inside, shape=shape)
         made = self.call(*self.args, **self.kwargs)
         if self.results:
             leaves = compat.tree_leaves(made)
@@ -280,13 +283,13 @@ def _placed(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor
 class _InRegion(compat.DispatchMode):
     """Give the calls of Python kernels in compiled code to a function."""
 
-    def __init__(self, run: Callable[[Callable[..., Any], tuple[Any, ...], Any], Any]) -> None:
+    def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
         self._run = run
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kernel = compat.python_kernel(func)
-        return func(*args, **kwargs) if kernel is None else self._run(kernel, args, kwargs)
+        return func(*args, **kwargs) if kernel is None else self._run(func, kernel, args, kwargs)
 
 
 def _replay_region(call: Callable[[list[Any]], Any], bodies: list[_Body], *inputs: Any) -> Any:
@@ -294,7 +297,7 @@ def _replay_region(call: Callable[[list[Any]], Any], bodies: list[_Body], *input
     if not bodies:
         return call(list(inputs))
     ahead = iter(bodies)
-    with _InRegion(lambda _, args, kwargs: next(ahead).run(args, kwargs)):
+    with _InRegion(lambda _, __, args, kwargs: next(ahead).run(args, kwargs)):
         return call(list(inputs))
 
 
@@ -369,6 +372,7 @@ class _Recorder(compat.DispatchMode):
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._profiles = False  # whether the profile function of this thread is ours
+        self._op_name = ""  # whose body runs
         self._ended = False
         self.refused: CaptureError | None = None  # a capture that met one of these is lost
 
@@ -403,8 +407,7 @@ class _Recorder(compat.DispatchMode):
             return self._compiled_region(*region)
         kernel = compat.python_kernel(func)
         if kernel is not None:
-            with self:  # the ops in its body are recorded, not the call
-                return kernel(*args, **kwargs)
+            return self._of_op(func, kernel, args, kwargs)
         refused = refusal(func, args, kwargs)
         if refused is not None:
             self._refuse(CaptureError.refused(op=refused.what))
@@ -419,6 +422,17 @@ class _Recorder(compat.DispatchMode):
         return self._op(func, args, kwargs)
 
     # -------------------------------------------------------------- one call
+
+    def _of_op(
+        self, func: Any, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Record the ops in the body of an op, not the call."""
+        outer, self._op_name = self._op_name, compat.op_names(func)[-1]
+        try:
+            with self:
+                return kernel(*args, **kwargs)
+        finally:
+            self._op_name = outer
 
     def _compiled_region(self, call: Callable[[list[Any]], Any], inputs: Any) -> Any:
         tensors = compat.tree_tensors(inputs)
@@ -436,6 +450,7 @@ class _Recorder(compat.DispatchMode):
         self,
         known: set[int],
         bodies: list[_Body],
+        func: Any,
         kernel: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -466,8 +481,7 @@ class _Recorder(compat.DispatchMode):
         args, kwargs = compat.tree_map(last, (args, kwargs))
         self._steps = body.steps
         try:
-            with self:
-                body.result = kernel(*args, **kwargs)
+            body.result = self._of_op(func, kernel, args, kwargs)
         finally:
             self._steps = steps
         for index, home in body.copied:
@@ -529,7 +543,8 @@ class _Recorder(compat.DispatchMode):
             return compat.weak_tensor(leaf).requires_grad_(leaf.requires_grad)
 
         weak_args, weak_kwargs = compat.tree_map(held, (args, kwargs))
-        return HostStep(name, call, weak_args, weak_kwargs, outside)
+        inside = f" in {self._op_name}{_running_line()}" if outside and self._op_name else ""
+        return HostStep(name, call, weak_args, weak_kwargs, outside, inside=inside)
 
     def _finish(
         self, step: HostStep, made: Any, inputs: list[torch.Tensor], has_effect: bool
@@ -594,6 +609,16 @@ class _Recorder(compat.DispatchMode):
             with torch.inference_mode(False):
                 memory = storage_bytes(storage)
                 self._before[address] = (memory, memory.clone())
+
+
+def _running_line() -> str:
+    """Return the innermost line that is not torch's or this package's, in parentheses."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "cgcompile"):
+            return f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
 
 
 def _shown(tensor: torch.Tensor) -> str:

@@ -175,7 +175,7 @@ class GraphSequence:
         prepare: called with the inputs before each replay, on its stream, to fill copies of inputs
             or to poison memory; None for nothing. May be set.
         replays: how many there were, without the capturing call.
-        padding: padded rows of all replays whose caller passed how many are real.
+        padding: padded rows of the capture and of replays whose caller passed how many are real.
 
     Example:
         >>> model = cgcompile.compile(nn.Linear(8, 8))

@@ -13,7 +13,12 @@ import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
-from cgcompile.context import BatchDescriptor, ForwardContext, override_forward_context
+from cgcompile.context import (
+    BatchDescriptor,
+    ForwardContext,
+    callers_context,
+    override_forward_context,
+)
 from cgcompile.errors import AddressChangedError
 from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretch
 from cgcompile.graphs.guards import Change, same_value
@@ -244,6 +249,9 @@ class Recording:
     def finish(self, sequence: GraphSequence, returns: Returns, sources: Mapping[str, Any]) -> None:
         """Keep what replays the step, what makes its result, and where it leaves named values."""
         self.sequence = sequence
+        context = None if self.batch.own_context else callers_context()
+        if context is not None and context.num_unpadded_tokens is not None:
+            sequence.padding = self.batch.descriptor.num_tokens - context.num_unpadded_tokens
         sequence.prepare = self._prepare_function()
         self.sources = sources
         run = self.in_context(sequence.replay)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import cgcompile
+from cgcompile.errors import CaptureError
 
 ROWS, WIDTH = 4, 8
 NOW: dict[str, Tensor] = {}  # what the bodies read: metadata that a graph cannot see
@@ -169,3 +170,16 @@ def test_a_read_on_the_host_in_a_body_is_refused(compiler: str) -> None:
             x = torch.rand(ROWS)
             torch.testing.assert_close(compiled(x), x.sin() * x.sin().sum() + 1)
     assert compiled.backend.counters.captures == 0
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+def test_a_freed_tensor_that_a_body_read_is_named(compiler: str) -> None:
+    _, compiled = built("fresh", compiler)
+    with torch.inference_mode():
+        for _ in range(3):
+            compiled(torch.randn(ROWS, WIDTH))
+        KEPT.clear()
+        NOW.clear()
+        where = r"aten.mul.Tensor in opaque::fresh \(test_ops_in_compiled_pieces.py:\d+\) reads"
+        with pytest.raises(CaptureError, match=where):
+            compiled(torch.randn(ROWS, WIDTH))
