@@ -375,8 +375,8 @@ class ArgumentsError(CGCompileError, TypeError):
 
     refused = Template("""
         {name} takes {signature}, and cannot be called with these inputs: {why}.
-        {settings:if Settings go into config=, such as config={{{settings}: ...}}.|Give the inputs of \
-        one call of the model, as it takes them.}""")
+        {settings:if Settings go into config=, such as config={{{settings}: ...}}.|Give the inputs \
+        of one call of the model, as it takes them.}""")
 
 
 class RecompileError(CGCompileError, RuntimeError):

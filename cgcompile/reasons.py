@@ -325,7 +325,6 @@ class Counters:
             a FULL graph may not serve, and once where the capture of a FULL graph was refused.
         details: the last detail of each reason, and the call that it is of: its batch descriptor,
             or the shapes of its inputs without a forward context.
-        last_failure: the type and the message of the error that the last failure raised.
 
     Example:
         >>> model = cgcompile.compile(nn.Linear(8, 8))
@@ -344,7 +343,6 @@ class Counters:
     plain: Counter[Reason] = field(default_factory=Counter)
     degraded: Counter[Reason] = field(default_factory=Counter)
     details: dict[Reason, str] = field(default_factory=dict)
-    last_failure: str = ""
 
     def __add__(self, other: "Counters") -> "Counters":
         return Counters(
@@ -356,7 +354,6 @@ class Counters:
             plain=self.plain.copy() + other.plain.copy(),
             degraded=self.degraded.copy() + other.degraded.copy(),
             details={**self.details, **other.details},
-            last_failure=other.last_failure or self.last_failure,
         )
 
     def why_plain(self, before: "Counters") -> list[str]:

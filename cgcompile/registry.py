@@ -46,7 +46,7 @@ class Registry:
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_compilations = 0
         self._capture_closed = False
-        self._timeline = Timeline(config.warn_fallbacks)  # of calls that reach no graph
+        self.timeline = Timeline(config.warn_fallbacks)  # of calls that reach no graph
 
     def remember(self, traces: Any) -> None:
         """Register the traces of a compiled model, for :meth:`invalidate` to clear."""
@@ -65,13 +65,13 @@ class Registry:
         """Register the wrapper of an untraced model of :func:`cgcompile.compile`."""
         wrapper.closed = self._capture_closed
         wrapper.remedy = "backend.release()"
-        wrapper.timeline.warned = self._timeline.warned
+        wrapper.timeline.warned = self.timeline.warned
         self.wrappers.add(wrapper)
 
     def _register(self, graph: CompiledGraph) -> None:
         """Register a new compiled graph."""
         self._num_compilations += 1
-        graph.timeline.warned = self._timeline.warned
+        graph.timeline.warned = self.timeline.warned
         if self._capture_closed:
             graph.close_capture()
         freed = [timeline.counters for ref, timeline in self._graphs if ref() is None]
@@ -84,7 +84,7 @@ class Registry:
         """Drop the compiled graphs from the registry, with the counts of calls without a graph."""
         self._graphs.clear()
         self._ended = Counters()
-        self._timeline = Timeline(self.config.warn_fallbacks)
+        self.timeline = Timeline(self.config.warn_fallbacks)
 
     @property
     def num_compilations(self) -> int:
@@ -107,7 +107,7 @@ class Registry:
         """
         counters = [self._ended, *(timeline.counters for _, timeline in self._graphs)]
         counters += [wrapper.counters for wrapper in self.wrappers]
-        return sum(counters, self._timeline.counters)
+        return sum(counters, self.timeline.counters)
 
     @checked
     def capture(
@@ -205,10 +205,10 @@ class Registry:
         fallback = Fallback(Reason.RECOMPILE_LIMIT, detail)
         if self.config.strict:
             raise DispatchError.strict(what="the model", why=fallback)
-        if self._timeline.warned is not None:  # of each function, so not by the timeline
+        if self.timeline.warned is not None:  # of each function, so not by the timeline
             log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
-            self._timeline.warned.add(fallback.reason)
-        self._timeline.degraded(fallback)
+            self.timeline.warned.add(fallback.reason)
+        self.timeline.degraded(fallback)
 
     def run_plain(self, name: str, fallback: Fallback, function: Callable[[], Any]) -> Any:
         """Run and count a call that no graph serves.
@@ -225,7 +225,7 @@ class Registry:
                 raise DispatchError.strict(what=name, why=fallback)
             result = function()
         except BaseException as error:
-            self._timeline.failed(error)
+            self.timeline.failed(error)
             raise
-        self._timeline.plain(fallback, name)
+        self.timeline.plain(fallback, name)
         return result

@@ -1,6 +1,7 @@
 """Settings: every door, every precedence, and what is refused."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from lib.snapshots import assert_snapshot
 
 import cgcompile
 from cgcompile import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.errors import ConfigError
+from cgcompile.errors import OF_COMPILE, ConfigError
 
 
 def test_every_setting_is_documented() -> None:
@@ -447,6 +448,15 @@ def test_unknown_option() -> None:
 def test_unknown_argument_of_the_typed_door() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'compiler'"):
         cgcompile.Backend(compilr="eager")
+
+
+def test_an_argument_of_compile_is_no_setting() -> None:
+    parameters = inspect.signature(cgcompile.compile).parameters.values()
+    names = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
+    assert {*OF_COMPILE} == names - {"model", "config"}
+    for name in OF_COMPILE:
+        with pytest.raises(ConfigError, match=rf"an argument: cgcompile.compile\(model, {name}="):
+            cgcompile.Backend(**{name: True})
 
 
 def test_typed_door_takes_no_options() -> None:

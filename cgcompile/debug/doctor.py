@@ -28,7 +28,7 @@ from cgcompile.debug.op_observer import Note, Notes, Watch, Way
 from cgcompile.debug.output import Result, sentence
 from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import Held, Snapshot, State
-from cgcompile.debug.subject import check_arguments, name_of, original_of, resolved
+from cgcompile.debug.subject import check_arguments, name_of, original_of, recorders_of, resolved
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.errors import (
     AddressChangedError,
@@ -380,10 +380,12 @@ def _kind_of_op(op: str) -> str:
 def _of_counters(handle: Backend | CUDAGraphWrapper) -> list[Finding]:
     """Return findings from the counters of a handle or of a wrapper, the most frequent first."""
     counters, result = handle.counters, []
-    if counters.failures:
-        text, line = f"the last: {counters.last_failure}", _named_line(counters.last_failure)
-        note = Note("call_failed", "-", text, line, None, counters.failures)
-        result.append(finding(note, Way.SPLIT))
+    owners = dict.fromkeys([handle, *recorders_of(handle, "doctor")])
+    for timeline in [each.timeline for each in owners]:
+        if timeline.live.failures:
+            text, line = f"the last: {timeline.last_failure}", _named_line(timeline.last_failure)
+            note = Note("call_failed", "-", text, line, None, timeline.live.failures)
+            result.append(finding(note, Way.SPLIT))
     for reason, count in (counters.plain + counters.degraded).items():
         if reason in EXPECTED:
             continue

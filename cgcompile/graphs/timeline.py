@@ -93,6 +93,7 @@ class Timeline:
         self.warned: set[Reason] | None = set() if warns else None
         self.live = Counters()  # grows with each call
         self.fast_replays = 0  # by fast paths; counted under their lock
+        self.last_failure = ""  # the type and the message of the error
         self._lock = new_lock()
         self._last: dict[Reason, tuple[str, _Call]] = {}  # the detail and the call of each reason
         self._records: deque[CaptureRecord] = deque(maxlen=_MOST)
@@ -126,7 +127,7 @@ class Timeline:
         with self._lock:
             self.live.calls += 1
             self.live.failures += 1
-            self.live.last_failure = text
+            self.last_failure = text
 
     def plain(self, why: Fallback, call: _Call = "") -> None:
         """Count a call without a graph; the forward context, if a caller has set one, gets why.

@@ -308,7 +308,7 @@ class CompiledGraph:
     def _naming_grad_mode(
         self, fallback: Fallback, weight_set: WeightSet, key: Hashable
     ) -> Fallback:
-        """Add to a fallback in which other grad mode, and so in another trace, a step has graphs."""
+        """Add to a fallback the other grad mode, and so the other trace, that has the graph."""
         here = compat.grad_mode_name()
         for other in [graph for ref, _ in self.of_handle if (graph := ref()) is not None]:
             if other._grad_mode in ("", here) or other._named != self._named:

@@ -131,6 +131,48 @@ def test_other_reasons_of_a_handle() -> None:
     assert "max_captured_shapes" in finding.fix
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_failures_of_a_handle(fast: bool) -> None:
+    backend, model = compiled(nn.ReLU())
+    x, other = torch.ones(4), torch.ones(4)
+    context = cgcompile.set_forward_context(
+        cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=cgcompile.BatchDescriptor(4)
+    )
+    with torch.inference_mode(), context:
+        for _ in range(4 if fast else 2):
+            model(x)
+        assert cgcompile.debug.doctor(backend).ok
+        for _ in range(2):
+            with pytest.raises(AddressChangedError) as caught:
+                model(other)
+    finding = only_finding(cgcompile.debug.doctor(backend))
+    assert (finding.kind, finding.severity, finding.count) == ("call_failed", "error", 2)
+    message = " ".join(str(caught.value).split())
+    assert finding.message == f"the last: AddressChangedError: {message}"
+
+
+def test_failures_of_a_wrapper() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    model = CUDAGraphWrapper(step, HOST, CUDAGraphMode.FULL, name="step")
+    for error, text in (
+        (KeyError("x"), "KeyError: 'x'"),
+        (Unprintable(), "Unprintable"),
+        (ValueError("y" * 5000), f"ValueError: {'y' * 988}"),
+    ):
+        with pytest.raises(type(error)):
+            model(torch.ones(2))
+        finding = only_finding(cgcompile.debug.doctor(model))
+        assert (finding.kind, finding.message) == ("call_failed", f"the last: {text}")
+    assert finding.count == model.counters.failures == 3
+
+
 def test_a_wrapper_without_fallbacks() -> None:
     model = CUDAGraphWrapper(nn.ReLU(), HOST, CUDAGraphMode.FULL, name="relu")
     capture(model, torch.ones(2))
