@@ -277,6 +277,9 @@ def varying_number(name: str, values: Sequence[Any], needs: str, advice: str = "
     return Fallback(Reason.VARYING_NUMBER, detail)
 
 
+# Reasons of calls that prepare graphs: warm-ups, and calls that another capture holds.
+_PREPARING = frozenset({Reason.WARMING, Reason.INSIDE_CAPTURE})
+
 # Reasons without an avoidable loss of speed: requested, temporary, or without a gain.
 EXPECTED = frozenset(
     {
@@ -320,7 +323,8 @@ class Counters:
         captures: calls that recorded graphs, each of them one execution as well.
         replays: calls that replayed graphs.
         failures: calls that raised.
-        plain: calls that ran without graphs, by the reason they had.
+        plain: calls that ran without graphs, by the reason they had. As text those that prepare
+            graphs, ``warming`` and ``inside_capture``, are counted apart.
         degraded: how often a lesser mode was taken than requested: at each call of a batch that
             a FULL graph may not serve, and once where the capture of a FULL graph was refused.
         details: the last detail of each reason, and the call that it is of: its batch descriptor,
@@ -368,11 +372,16 @@ class Counters:
         return [f"{reason.value}: {self.details.get(reason, '-')}" for reason in reasons]
 
     def __str__(self) -> str:
+        # Plain calls that prepare graphs are no loss, and are shown apart.
+        plain = self.plain.copy()
+        preparing = Counter({reason: plain.pop(reason) for reason in _PREPARING & plain.keys()})
+        apart = f"preparing {preparing.total()}, " if preparing else ""
         rows = [
-            f"calls {self.calls}: captures {self.captures}, replays {self.replays}, "
-            f"plain {sum(self.plain.values())}, failures {self.failures}"
+            f"calls {self.calls}: captures {self.captures}, replays {self.replays}, {apart}"
+            f"plain {plain.total()}, failures {self.failures}"
         ]
-        for title, counts in (("plain", self.plain), ("degraded", self.degraded)):
+        listed = ("preparing", preparing), ("plain", plain), ("degraded", self.degraded)
+        for title, counts in listed:
             for reason, number in sorted(counts.items(), key=lambda item: item[0].value):
                 rows.append(f"  {title} {number} {reason.value}: {self.details.get(reason, '-')}")
         return "\n".join(rows)

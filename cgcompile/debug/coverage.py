@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cgcompile.config import CUDAGraphMode
-from cgcompile.debug.output import Result, table_lines, wrapped
+from cgcompile.debug.output import WIDTH, Result, table_lines, wrapped
 from cgcompile.debug.subject import counters_of, recorders_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
@@ -18,6 +18,7 @@ from cgcompile.passes.printer import count
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.serving.statistics import absent_text, text_table
 
 VERSION = 3  # of the schema of Coverage.to_dict()
 
@@ -28,7 +29,7 @@ class CoverageRow:
 
     computed: ClassVar[tuple[str, ...]] = ("padding",)
 
-    batches: str  # in words, such as "5..8 tokens"; "" where only their number is known
+    batches: str  # such as "5..8 tokens"; "" where unknown, and of a graph that is not there
     mode: str  # FULL, PIECEWISE or NONE
     hits: int = 0  # steps, the capturing one included; or items of an encoder
     graph: str | None = None  # the key of the graph; None without one
@@ -108,9 +109,13 @@ class Coverage(Result):
         return f"{self.on_graphs} of {count(self.total, self.unit[:-1])} on graphs{share}"
 
     def __str__(self) -> str:
-        lines = [*_lines(self.rows), self._sum()]
+        absent = [row for row in self.rows if _is_absent(row)]
+        lines = [*_lines([row for row in self.rows if row not in absent]), self._sum()]
+        if absent:
+            text = absent_text((row.mode, str(row.graph)) for row in absent)
+            lines += [line.strip() for line in wrapped("", text, 0)]
         if self.lesser:
-            lines += ["in a lesser mode than requested:", *_lines(self.lesser)]
+            lines += ["of these, in a lesser mode than requested:", *_lines(self.lesser)]
         if self.breaks:
             breaks = count(len(self.breaks), "graph break")
             lines.append(f"{count(self.graphs, 'compiled graph')}, {breaks} of Dynamo")
@@ -271,6 +276,11 @@ def _padding(rows: Sequence[CoverageRow]) -> float | None:
     return 1 - sum(count for count, _ in known) / ran if ran else None
 
 
+def _is_absent(row: CoverageRow) -> bool:
+    """Return whether a row is of a planned graph that never ran and serves no batches."""
+    return row.captured is False and not (row.hits or row.batches)
+
+
 def _tokens(least: int, limit: int | None = None) -> str:
     if limit not in (None, least):
         return f"{least}..{limit} tokens"
@@ -281,11 +291,22 @@ def _lines(rows: Sequence[CoverageRow]) -> list[str]:
     """Return a table without empty columns, each reason below its row."""
     if not rows:
         return []
-    cells = [("part", "batches", "mode", "graph", "padding", "hits")]
-    for row in rows:
-        share = "-" if row.padding is None else f"{row.padding:.1%}"
-        graph = row.graph if row.captured is not False else f"{row.graph} (not there)"
-        cells.append((row.part, row.batches, row.mode, graph or "-", share, str(row.hits)))
+    cells = _cells(rows, WIDTH)
+    excess = max(map(len, text_table(cells))) - WIDTH
+    if excess > 0:  # of all columns a key can be cut best
+        cells = _cells(rows, max(len(row[3]) for row in cells) - excess)
     columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
     whys = [": ".join(filter(None, (row.reason, row.detail))) for row in rows]
     return table_lines(list(zip(*columns, strict=True)), [[why] if why else [] for why in whys])
+
+
+def _cells(rows: Sequence[CoverageRow], width: int) -> list[tuple[str, ...]]:
+    """Return the text of each column; keys of graphs have at most ``width``."""
+    cells = [("part", "batches", "mode", "graph", "padding", "hits")]
+    for row in rows:
+        share = "-" if row.padding is None else f"{row.padding:.1%}"
+        mark = " (not there)" if row.captured is False else ""
+        key, most = row.graph or "-", max(width - len(mark), 12)
+        key = (key if len(key) <= most else f"{key[: most - 3]}...") + mark
+        cells.append((row.part, row.batches, row.mode, key, share, str(row.hits)))
+    return cells

@@ -637,11 +637,29 @@ def _locate_in(
         if watcher.differences:
             return replace(watcher.differences[0][1], inputs=number)
     chosen, real = manager.dispatched(batch), batch.num_tokens
-    cause = "an op inside has baked in a number, or padding reaches real rows"
-    if chosen.descriptor.num_tokens > real and chosen.mode is CUDAGraphMode.PIECEWISE:
-        cause = "each piece equals its eager form: padding reaches real rows"
+    is_full = chosen.mode is CUDAGraphMode.FULL
+    in_pieces = not is_full and manager.agreement is None and handle_of(manager.model) is not None
     what = f"{chosen.mode.name} graph for {chosen.descriptor}, {real} rows are real"
-    return located("replay", difference, real, Difference(detail=f"{what}; {cause}"), number)
+    causes, place = list[str](), WHOLE if is_full else ""
+    if in_pieces:
+        what += "; each piece equals its eager form"
+    else:
+        ops = _ops_inside(manager) if is_full else ""
+        causes.append(f"an op inside has baked in a number or a list of the host{ops}")
+    if chosen.descriptor.num_tokens > real:
+        causes.append("padding reaches real rows")
+    causes.append("a weight was replaced" + (", with check_weights=False" if is_full else ""))
+    origin = Difference(piece=place, detail=f"{what}; possible causes: {', or '.join(causes)}")
+    return located("replay", difference, real, origin, number)
+
+
+def _ops_inside(manager: CudaGraphManager) -> str:
+    """Return the splitting ops that FULL graphs of a manager hold, with a line of each, as text."""
+    handle = handle_of(manager.model)
+    pieces = [piece for graph in (handle.graphs if handle else ()) for piece in graph.split.pieces]
+    ops = {why.detail: piece.where for piece in reversed(pieces) for why in piece.why}
+    listed = [f"{op} at {where}" for op, where in reversed(ops.items())]
+    return f" ({', '.join(listed)})" if listed else ""
 
 
 def _refuse_full(manager: CudaGraphManager, wrong: list[str]) -> None:

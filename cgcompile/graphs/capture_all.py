@@ -16,7 +16,7 @@ from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import AddressChangedError, DispatchError, ManagerError
 from cgcompile.graphs.capture import bulk_capture, capture_postponed, postponed_capture
 from cgcompile.progress import progress
-from cgcompile.reasons import EXPECTED, Counters
+from cgcompile.reasons import EXPECTED, LAST_CALL, Counters
 from cgcompile.settings import checked_but, is_finite, require, require_callable
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,9 @@ def capture_all(
                 captured.append(batch)
                 degraded += [(batch, why) for why in after.why_degraded(before)]
                 continue
-            reason = "; ".join(after.why_plain(before)) or "the model was not called"
+            # Without the last call, which the batch itself names.
+            whys = [why.partition(LAST_CALL)[0] for why in after.why_plain(before)]
+            reason = "; ".join(whys) or "the model was not called"
             if strict:
                 raise DispatchError.strict(what=f"batch {batch}", why=f"bulk capture: {reason}")
             missing.append((batch, reason))
@@ -221,9 +223,17 @@ def capture_set(
     capture = replace(capture, missing=missing)
     if agreement is not None:
         capture = _of_all_ranks(capture, agreement, descriptors)
-    for descriptor, reason in capture.missing:
-        log.warning("%s: not captured: %s: %s", title, descriptor, reason)
+    for reason, batches in by_reason(capture.missing).items():
+        log.warning("%s: not captured: %s: %s", title, "; ".join(map(str, batches)), reason)
     return capture
+
+
+def by_reason(missing: Iterable[tuple[B_, str]]) -> dict[str, list[B_]]:
+    """Return which batches have each reason, in the order of the first."""
+    batches: dict[str, list[B_]] = {}
+    for batch, reason in missing:
+        batches.setdefault(reason, []).append(batch)
+    return batches
 
 
 def _of_all_ranks(

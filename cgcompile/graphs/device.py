@@ -17,6 +17,7 @@ from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.arena import PoolBytes
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.host import HostDevice
+from cgcompile.reasons import Fallback, Reason
 
 
 class DevicePool(Protocol):
@@ -140,6 +141,15 @@ def capture_device(device: torch.device, setting: str) -> CaptureDevice | None:
     if device.type == "cpu" and setting == "host":
         return HostDevice()
     return None
+
+
+def no_device(device: torch.device | str) -> Fallback:
+    """Return the fallback of tensors on a device without graphs."""
+    detail = (
+        f"tensors are on {str(device)!r}; graphs need a CUDA device, or "
+        "capture_device='host' (CGCOMPILE_CAPTURE_DEVICE=host) for a recorder on the CPU"
+    )
+    return Fallback(Reason.NO_DEVICE, detail)
 
 
 def chosen_device(device: CaptureDevice | torch.device | str | None, where: str) -> CaptureDevice:

@@ -47,7 +47,7 @@ from cgcompile.graphs.capture import (
     why_not_in,
 )
 from cgcompile.graphs.cuda import wait_for_inputs
-from cgcompile.graphs.device import DeviceGraph, capture_device
+from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
 from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, Transparent, WeightsGuard
 from cgcompile.graphs.outputs import ReusedResult, flatten, is_record, is_reusable, rebuilt
@@ -475,7 +475,7 @@ class CUDAGraphWrapper(Transparent):
         if self._pool is None:
             device = capture_device(devices[0], self.config.capture_device)
             if device is None:
-                return Fallback(Reason.NO_DEVICE, f"tensors are on {devices[0]}")
+                return no_device(devices[0])
             self._pool = GraphPool(device)
             self._pool.add_user(self)
         if self.config.on_input_change == "copy":

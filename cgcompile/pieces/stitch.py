@@ -13,6 +13,7 @@ memory can be reused, and has pieces and constants as globals. For example::
         return (y,)
 """
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -63,6 +64,8 @@ def check_sizes(split: SplitGraph, config: CompilationConfig) -> None:
     split.symbols.check_sizes(compiled, config.capture_dim, "compile_sizes")
 
 
+_FILE = "<cgcompile step>"  # of the generated code, in tracebacks
+_CALLED = re.compile(r"(?:^|\s)piece_(\d+)\(")
 _WIDTH = 96  # of generated lines; a longer name gets a line of its own
 
 
@@ -71,7 +74,7 @@ class Step:
 
     def __init__(self, split: SplitGraph) -> None:
         self.source = _step_source(split)
-        self._code = compile(self.source, "<cgcompile step>", "exec")
+        self._code = compile(self.source, _FILE, "exec")
         self._split = split
 
     def bind(self, runnables: Sequence[Runnable]) -> Callable[..., Any]:
@@ -84,6 +87,22 @@ class Step:
         exec(self._code, namespace)
         step: Callable[..., Any] = namespace.pop("step")  # else a cycle keeps what is bound
         return restoring_grad_mode(step) if self._split.sets_grad_mode else step
+
+    def add_note(self, error: BaseException) -> None:
+        """Name the piece that raised, as a note: compiled code does not name the user's line."""
+        traceback, reached = error.__traceback__, 0
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == _FILE:
+                reached = traceback.tb_lineno
+            traceback = traceback.tb_next
+        lines = self.source.splitlines()[:reached]
+        called = next(filter(None, map(_CALLED.search, reversed(lines))), None)
+        if called is not None:
+            piece = self._split.pieces[int(called[1])]
+            where = ": ".join(piece.lines[0]) if piece.lines else piece.where
+            compat.add_note(
+                error, f"in {piece.name} of the compiled model, which begins at {where}"
+            )
 
 
 def restoring_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:

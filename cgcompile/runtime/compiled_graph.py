@@ -94,7 +94,7 @@ class CompiledGraph:
         self.compilation = compilation  # which pieces were compiled, loaded or shared
         # What calls did, what was captured, and when.
         self.timeline = Timeline(config.warn_fallbacks)
-        step = Step(split)
+        step = self._step = Step(split)
         self.source = step.source  # the generated Python that runs the pieces
         self.artifacts = artifacts_text(split, runnables)
         self.fast_paths = FastPaths(self.timeline)
@@ -187,6 +187,7 @@ class CompiledGraph:
                 inputs += self._frozen.for_plain_run
                 result = self._run_plain(fallback, context, inputs)
         except BaseException as error:
+            self._step.add_note(error)
             self.timeline.failed(error)
             raise
         return result

@@ -33,6 +33,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import span
+from cgcompile.graphs.device import no_device
 from cgcompile.passes.nodes import is_cpu_scalar, is_symbolic_number, storages, tensors
 from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import EXPECTED, Fallback, Reason
@@ -134,11 +135,7 @@ def why_never(split: SplitGraph, mode: CUDAGraphMode, has_device: bool) -> Fallb
         if full_support(split) is AttentionCGSupport.NEVER:
             return _why_eager(split)
     if not has_device:
-        detail = (
-            f"tensors are on {str(split.device)!r}; graphs need a CUDA device, or "
-            "capture_device='host' (CGCOMPILE_CAPTURE_DEVICE=host) for a recorder on the CPU"
-        )
-        return Fallback(Reason.NO_DEVICE, detail)
+        return no_device(split.device)
     unsupported = _unsupported_value(split)
     return Fallback(Reason.UNSUPPORTED_INPUT, unsupported) if unsupported else None
 

@@ -511,6 +511,11 @@ class CudagraphDispatcher:
         slot = self._slots.get((mode, descriptor))
         return slot is not None and slot.captured
 
+    def is_ready(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+        """Return whether a planned graph is dispatched: captured, or captured by its first step."""
+        slot = self._slots.get((mode, descriptor))
+        return slot is not None and slot.ready
+
     def _planned(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Slot:
         known = isinstance(descriptor, BatchDescriptor)
         slot = self._slots.get((mode, descriptor)) if known else None

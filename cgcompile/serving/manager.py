@@ -199,7 +199,7 @@ class CudaGraphManager:
         dispatcher: as given; it records what has been captured.
         agreement: as given or constructed.
         inputs: the input buffers.
-        statistics: what was dispatched; ``print(manager.statistics.coverage())``.
+        statistics: what was dispatched; ``print`` it.
         meter: measures the memory of graphs.
         pool: the memory of FULL graphs, and of pieces of a model that is not compiled. None where
             nothing can be captured: in mode NONE, and without a device that has graphs.
@@ -262,7 +262,9 @@ class CudaGraphManager:
         require_items("hooks", where, hooks, GraphHooks)
         self._hooks = tuple(hooks)
         self._config = config = CompilationConfig.resolve(config)
-        self.statistics = DispatchStatistics(plan, warn_fallbacks=config.warn_fallbacks)
+        self.statistics = DispatchStatistics(
+            plan, warn_fallbacks=config.warn_fallbacks, exists=dispatcher.is_ready
+        )
         self._expires_results = config.debug or config.poison
         check_debug(config.debug)
         recorder = capture_device(torch.device(device), config.capture_device) if plan else None

@@ -20,7 +20,8 @@ from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import ManagerError
 from cgcompile.graphs.arena import MIB
 from cgcompile.graphs.capture import releasing
-from cgcompile.graphs.capture_all import BulkCapture, warm_all
+from cgcompile.graphs.capture_all import BulkCapture, by_reason, warm_all
+from cgcompile.graphs.device import no_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.buffers import Outputs
@@ -204,7 +205,8 @@ class MemoryPlan:
     Attributes:
         graphs: in the order of their capture: mode, descriptor, and the bytes that it adds to those
             before it. The first of a kind allocates the memory that the others use too.
-        missing: which of those could not be captured, with the reason.
+        missing: which planned ones could not be captured, with the reason: all of them, and none
+            in ``graphs``, on a device without graphs.
         total: bytes of all graphs.
         fixed: of that, what exists before any graph: buffers.
         seconds: of host time that planning took, warming up included.
@@ -248,9 +250,9 @@ class MemoryPlan:
             f"{mode.name:10} {descriptor!s:40} {nbytes / MIB:8.2f} MiB"
             for mode, descriptor, nbytes in self.graphs
         ]
-        rows += [
-            f"{mode.name:10} {key!s:40} not captured: {why}" for (mode, key), why in self.missing
-        ]
+        for why, entries in by_reason(self.missing).items():
+            rows += [f"{mode.name:10} {key!s:40} not captured" for mode, key in entries]
+            rows.append(f"  {why}")
         return "\n".join([*rows, f"total {self.total / MIB:.2f} MiB"])
 
 
@@ -259,7 +261,10 @@ def plan_memory(manager: Any) -> MemoryPlan:
     start = time.perf_counter()
     planned = manager.dispatcher.plan()
     if not planned or manager.pool is None:
-        return MemoryPlan((), (), 0, 0, time.perf_counter() - start)
+        device = next((each.device for each in manager.inputs.buffers.values()), "cpu")
+        why = str(no_device(device))
+        missing = tuple((entry, why) for entry in planned)
+        return MemoryPlan((), missing, 0, 0, time.perf_counter() - start)
     meter: MemoryMeter = manager.meter
     meter.prepare(manager)
     total = meter.trial(manager, planned)

@@ -5,7 +5,7 @@ miss their graphs, or are mostly padding.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -103,6 +103,8 @@ class DispatchStatistics:
         max_sizes: how many pairs of batch size and graph are counted separately; further ones are
             counted per graph alone. Totals, hits, padding and reasons stay exact.
         warn_fallbacks: log a warning of the first step that runs without a graph for a reason.
+        exists: whether a graph is dispatched, such as :meth:`CudagraphDispatcher.is_ready`; the
+            batches of one that is not are listed with the next larger one. Left out: all are.
 
     Example:
         >>> dispatcher = cgcompile.serving.CudagraphDispatcher("PIECEWISE", [4, 8], max_num_reqs=8)
@@ -120,8 +122,9 @@ class DispatchStatistics:
         *,
         max_sizes: int = 10_000,
         warn_fallbacks: bool = False,
+        exists: Callable[[CUDAGraphMode, BatchDescriptor], bool] | None = None,
     ) -> None:
-        self._plan = tuple(plan)
+        self._plan, self._exists = tuple(plan), exists
         self._max_sizes, self._warns = max_sizes, warn_fallbacks
         self._lock = new_lock()
         self.clear()
@@ -206,6 +209,9 @@ class DispatchStatistics:
             steps, on_graphs = self.steps, self.steps - self._none.hits
             return f"<DispatchStatistics: {_span(steps, steps, 'step')}, {on_graphs} on graphs>"
 
+    def __str__(self) -> str:
+        return self.coverage()
+
     def reasons(self) -> dict[Reason, int]:
         """Return how many steps had each reason, in whatever mode they ran."""
         with self._lock:
@@ -246,17 +252,26 @@ class DispatchStatistics:
                 "reasons": reasons,
             }
 
+    def _is_ready(self, graph: _Graph) -> bool:
+        if self._exists is None or graph.descriptor is None:
+            return True
+        return self._exists(graph.mode, graph.descriptor)
+
     def rows(self) -> list[Row]:
         """Return a row for each graph, with hits or not; then one for each mode and reason.
 
         Steps without a graph (mode NONE) are in one row each. Those with a graph are in its row,
-        and, if another mode was requested, in one with that reason as well.
+        and, if another mode was requested, in one with that reason as well. A graph that does not
+        exist serves no batches, ``""``, unless it has hits.
         """
         with self._lock:
-            batches = _served([*self._full, *self._piecewise])
-            graphs = zip(self._graphs(), batches, strict=False)  # all but the last one
+            graphs = self._graphs()[:-1]
+            ready = [self._is_ready(graph) for graph in graphs]
+            batches = _served([graph.descriptor for graph in graphs if graph.descriptor], ready)
             rows = []
-            for graph, served in sorted(graphs, key=lambda pair: _order(pair[0])):
+            pairs = zip(graphs, batches, ready, strict=True)
+            for graph, served, exists in sorted(pairs, key=lambda pair: _order(pair[0])):
+                served = served if exists or graph.hits else ""
                 counts = graph.hits, int(graph.real), int(graph.ran)
                 rows.append(Row(served, graph.mode.name, graph.descriptor, *counts))
             for (mode, reason), fallback in self._fallbacks.items():
@@ -270,11 +285,15 @@ class DispatchStatistics:
         """Return a table: batches, mode, graph, padding, hits; then the reasons of lesser modes.
 
         A graph without hits has a row too: it costs memory and start-up time. *padding* is the
-        share of padding rows in the steps that took the graph.
+        share of padding rows in the steps that took the graph. Steps with a graph and a reason are
+        in the row of the graph as well.
         """
         table = [("batches", "mode", "graph", "padding", "hits", "reason")]
         with self._lock:
-            for row in self.rows():
+            rows = self.rows()
+            for row in rows:
+                if not row.batches:
+                    continue
                 padding, reason = "", ""
                 if row.reason is not None:
                     reason = f"{row.reason.value}: {row.detail}"
@@ -285,7 +304,8 @@ class DispatchStatistics:
             total, share = self.steps, self.padding_share
         steps = _span(total, total, "step")
         lines = [*text_table(table), f"{steps}, {share:.1%} of their rows padding"]
-        return "\n".join(lines)
+        absent = absent_text((row.mode, str(row.graph)) for row in rows if not row.batches)
+        return "\n".join([*lines, absent] if absent else lines)
 
 
 def _order(graph: _Graph) -> tuple[Any, ...]:
@@ -297,14 +317,24 @@ def _order(graph: _Graph) -> tuple[Any, ...]:
     return (graph.mode is PIECEWISE, variant, kind, key.num_tokens)
 
 
-def _served(keys: Sequence[BatchDescriptor]) -> list[str]:
-    """Return for each graph the batches above the next smaller graph of its kind."""
+def absent_text(graphs: Iterable[tuple[str, str]]) -> str:
+    """Return a line that lists planned graphs, (mode, key), which do not exist; "" without any."""
+    sizes: dict[str, list[str]] = {}
+    for mode, key in graphs:
+        sizes.setdefault(mode, []).append(key.removeprefix("num_tokens=").partition(",")[0])
+    parts = [f"{mode} {', '.join(dict.fromkeys(each))}" for mode, each in sizes.items()]
+    return f"planned, without a graph (tokens): {'; '.join(parts)}" if parts else ""
+
+
+def _served(keys: Sequence[BatchDescriptor], ready: Sequence[bool]) -> list[str]:
+    """Return for each graph the batches above the next smaller ready graph of its kind."""
     kinds: dict[Any, list[int]] = {}
-    for key in keys:
-        kinds.setdefault(kind_of(key), []).append(key.num_tokens)
+    for key, exists in zip(keys, ready, strict=True):
+        if exists:
+            kinds.setdefault(kind_of(key), []).append(key.num_tokens)
     served = []
     for key in keys:
-        smaller = max((n for n in kinds[kind_of(key)] if n < key.num_tokens), default=0)
+        smaller = max((n for n in kinds.get(kind_of(key), ()) if n < key.num_tokens), default=0)
         if key.query_len:
             reqs = _span(smaller // key.query_len + 1, key.num_reqs or 0, "request")
             served.append(f"decode, {reqs} x {key.query_len}")
