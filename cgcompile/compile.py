@@ -56,8 +56,8 @@ def compile(
             fixed sizes, which sizes are equal, layouts, values that are no tensors; objects must be
             the same), autocast, and what it assumed of sizes. ``"none"``: the arguments and
             autocast alone. Tensors of modules are bound, not looked up: changes in place are seen,
-            replaced ones need ``backend.release()`` or :meth:`CompiledModel.invalidate`; what else the
-            model reads, such as its attributes, stays as it was when traced.
+            replaced ones need ``backend.release()`` or :meth:`CompiledModel.invalidate`; what else
+            the model reads, such as its attributes, stays as it was when traced.
         check_guards: for debugging: check dropped guards as well, and raise where one fails.
         dynamic_shapes: what a trace may assume of a dynamic size. ``"backed"``: at least 2, as in
             ``torch.compile``; 0 and 1 are traces of their own. ``"backed_size_oblivious"``: at

@@ -273,14 +273,7 @@ class CudaGraphManager:
         rows = Outputs(outputs, largest(plan, FULL))
         weights_on = torch.device(device).type if check_weights else None
         self._full = FullGraphs(model, dispatcher, rows, self._hooks, self.pool, config, weights_on)
-        self._pieces: Any = model
-        if self.backend is None:
-            self._pieces = BreakableCUDAGraphWrapper(
-                model, config, PIECEWISE, pool=self.pool, name="model"
-            )
-            self._pieces.remedy = REMEDY
-        else:
-            self.backend.attach(self)
+        self._pieces = self._piecewise()
         self._bulk: dict[str, BulkCapture] = {}
         self._guarded = -1  # how many compilations there were when traces were guarded
         self._warmed: set[Planned] = set()  # ran plain once, and are captured at the next step
@@ -351,6 +344,17 @@ class CudaGraphManager:
         limits = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}
         dispatcher = CudagraphDispatcher(mode, **{**settings, **limits, **of_dispatcher})
         return cls(model, dispatcher, inputs, device=device, config=config, **own)
+
+    def _piecewise(self) -> Any:
+        """Return what runs PIECEWISE steps: the compiled model, or a wrapper."""
+        if self.backend is not None:
+            self.backend.attach(self)
+            return self.model
+        wrapper = BreakableCUDAGraphWrapper(
+            self.model, self._config, PIECEWISE, pool=self.pool, name="model"
+        )
+        wrapper.remedy = REMEDY
+        return wrapper
 
     def __repr__(self) -> str:
         model = type(getattr(self.model, "runnable", self.model)).__name__

@@ -262,7 +262,7 @@ def test_uneven_queries_are_no_uniform_decode(longest: int | None) -> None:
     manager.capture()
     batch = replace(requests(3, 1), max_query_len=longest, uniform_decode=True)
     for call in (manager.dispatched, manager.run):
-        with pytest.raises(BatchError, match=r"queries have 3, 1 tokens|num_reqs \* max_query_len"):
+        with pytest.raises(BatchError, match=r"queries have 3, 1 tokens|of one length"):
             call(batch)
     even = replace(requests(2, 2), max_query_len=None, uniform_decode=True)
     assert manager.dispatched(even).mode is CUDAGraphMode.FULL
