@@ -184,9 +184,8 @@ def verify(
 
     Compares results and the tensors that a call writes among its arguments and in the model, which
     are restored after each run; globals, and caches of the forward context, are not. Runs without
-    gradients. Captures what is not captured yet; counts in the same counters, not in the
-    statistics of a :class:`CudaGraphManager`. Synchronises. Checks the metadata of the present
-    forward context alone: see :class:`Verification`.
+    gradients. Captures what is not captured yet; counts in the same counters, not in statistics of
+    serving. Synchronises. Checks the metadata of one forward context: see :class:`Verification`.
 
     Args:
         model: a compiled model; a wrapper, in the forward context of the step; a manager of either

@@ -281,6 +281,8 @@ class CudaGraphManager:
         self._ran_plain: Fallback | None = None  # why the last step did not replay its graph
         self._lock = new_lock()
         self.meter = MemoryMeter(self.pool, self.backend, rows)
+        if self.backend is not None:
+            self.backend.attach(self)
         dispatcher.only_captured = not lazily  # last: nothing has failed
 
     @classmethod
@@ -348,7 +350,6 @@ class CudaGraphManager:
     def _piecewise(self) -> Any:
         """Return what runs PIECEWISE steps: the compiled model, or a wrapper."""
         if self.backend is not None:
-            self.backend.attach(self)
             return self.model
         wrapper = BreakableCUDAGraphWrapper(
             self.model, self._config, PIECEWISE, pool=self.pool, name="model"
