@@ -302,7 +302,7 @@ def _lines(rows: Sequence[CoverageRow]) -> list[str]:
 
 def _cells(rows: Sequence[CoverageRow], width: int) -> list[tuple[str, ...]]:
     """Return the text of each column; keys of graphs have at most ``width``."""
-    cells = [("part", "batches", "mode", "graph", "padding", "hits")]
+    cells: list[tuple[str, ...]] = [("part", "batches", "mode", "graph", "padding", "hits")]
     for row in rows:
         share = "-" if row.padding is None else f"{row.padding:.1%}"
         mark = " (not there)" if row.captured is False else ""
