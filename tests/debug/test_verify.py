@@ -272,8 +272,8 @@ def test_a_manager_whose_op_has_baked_in_a_number(hook: Any) -> None:
     factor = 2.0
     found = verify(made, *batches)
     assert [difference.inputs for difference in found.differences] == [1, 0]
-    padded, exact = found.differences
-    for difference in (padded, exact):
+    exact, padded = found.differences
+    for difference in found.differences:
         assert "an op inside has baked in a number" in difference.detail
         assert "a weight was replaced" in difference.detail
         assert difference.piece == "the whole step"
