@@ -8,6 +8,7 @@ from lib import encoders, manager
 from torch import nn
 
 import cgcompile
+from cgcompile.reasons import Counters, Reason
 
 
 def shown(value: Any) -> str:
@@ -35,6 +36,18 @@ def test_objects_of_a_compiled_model() -> None:
     assert shown(model.backend) == (
         "<Backend FULL_AND_PIECEWISE: 1 compiled graph, 0 wrappers, 3 calls, 1 replay>"
     )
+
+
+def test_counters_tell_warm_ups_from_fallbacks() -> None:
+    counters = Counters(calls=9, captures=1, replays=3)
+    counters.plain.update({Reason.WARMING: 2, Reason.INSIDE_CAPTURE: 1, Reason.OVERSIZE: 2})
+    assert str(counters).splitlines() == [
+        "calls 9: captures 1, replays 3, preparing 3, plain 2, failures 0",
+        "  preparing 1 inside_capture: -",
+        "  preparing 2 warming: -",
+        "  plain 2 oversize: -",
+    ]
+    assert counters.plain.total() == 5  # the data is as it was
 
 
 def test_objects_of_an_engine() -> None:

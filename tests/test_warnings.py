@@ -11,6 +11,7 @@ from torch import nn
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, set_forward_context
 from cgcompile.reasons import Reason
+from cgcompile.serving import InputBuffer
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -59,6 +60,22 @@ def test_a_device_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             model(torch.randn(2, 4))
     assert warned(caplog) == ["no_capture_device"]
+
+
+def test_a_manager_without_a_device(caplog: pytest.LogCaptureFixture) -> None:
+    """One line for a reason and all sizes; the plan names the reason as well."""
+    rows = InputBuffer("input", ("tokens", 4), torch.float32)
+    limits = {"max_num_tokens": 8, "max_num_reqs": 8}
+    settings = config(capture_device="auto")
+    made = cgcompile.CudaGraphManager.from_model(nn.Linear(4, 4), [rows], config=settings, **limits)
+    plan = made.plan()
+    assert (plan.total, plan.graphs, len(plan.missing)) == (0, (), len(made.dispatcher.plan()))
+    assert str(plan).count("not captured: no_capture_device: tensors are on 'cpu'") == 1
+    reports = made.capture()
+    assert {"last call" in why for each in reports.values() for _, why in each.missing} == {False}
+    lines = [line for line in caplog.messages if "not captured: " in line]
+    assert [line.count("no_capture_device") for line in lines] == [1] * len(reports)
+    assert all(f"num_tokens={size}" in line for line in lines for size in (1, 2, 4, 8))
 
 
 def test_a_lesser_mode_than_was_requested(caplog: pytest.LogCaptureFixture) -> None:

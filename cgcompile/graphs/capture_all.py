@@ -5,6 +5,7 @@ the largest first, so that the smaller ones fit into its memory; garbage is coll
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -22,6 +23,8 @@ from cgcompile.settings import checked_but, is_finite, require, require_callable
 log = logging.getLogger(__name__)
 
 B_ = TypeVar("B_")
+
+_LAST_CALL = re.compile(f"{LAST_CALL}[^;]*")
 
 _MAX_PASSES = 8  # plain; a model that still compiles then is taken to do so at every step
 
@@ -126,9 +129,7 @@ def capture_all(
                 captured.append(batch)
                 degraded += [(batch, why) for why in after.why_degraded(before)]
                 continue
-            # Without the last call, which the batch itself names.
-            whys = [why.partition(LAST_CALL)[0] for why in after.why_plain(before)]
-            reason = "; ".join(whys) or "the model was not called"
+            reason = "; ".join(after.why_plain(before)) or "the model was not called"
             if strict:
                 raise DispatchError.strict(what=f"batch {batch}", why=f"bulk capture: {reason}")
             missing.append((batch, reason))
@@ -219,7 +220,10 @@ def capture_set(
             strict=config.strict,
             title=title,
         )
-    missing = tuple((batch, refused.get(batch, reason)) for batch, reason in capture.missing)
+    missing = tuple(
+        (batch, refused.get(batch) or _LAST_CALL.sub("", reason))  # which the batch itself names
+        for batch, reason in capture.missing
+    )
     capture = replace(capture, missing=missing)
     if agreement is not None:
         capture = _of_all_ranks(capture, agreement, descriptors)

@@ -254,17 +254,15 @@ class CudaGraphManager:
         self.backend = handle_of(model) if backend is None else backend
         self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
         self._optional = axes_of_optional(self.inputs.specs, dispatcher.axes)
-        self._metadata = metadata
-        self._prepare = prepare or self.dummy_batch
+        self._metadata, self._prepare = metadata, prepare or self.dummy_batch
         self._graph_capture = graph_capture
         self._inference_mode, self._checks_metadata = inference_mode, check_metadata
         require_kind("backend", where, self.backend, Backend, maybe=True)
         require_items("hooks", where, hooks, GraphHooks)
         self._hooks = tuple(hooks)
         self._config = config = CompilationConfig.resolve(config)
-        self.statistics = DispatchStatistics(
-            plan, warn_fallbacks=config.warn_fallbacks, exists=dispatcher.is_ready
-        )
+        exists, warns = dispatcher.is_ready, config.warn_fallbacks
+        self.statistics = DispatchStatistics(plan, warn_fallbacks=warns, exists=exists)
         self._expires_results = config.debug or config.poison
         check_debug(config.debug)
         recorder = capture_device(torch.device(device), config.capture_device) if plan else None

@@ -251,8 +251,8 @@ class MemoryPlan:
             for mode, descriptor, nbytes in self.graphs
         ]
         for why, entries in by_reason(self.missing).items():
-            rows += [f"{mode.name:10} {key!s:40} not captured" for mode, key in entries]
-            rows.append(f"  {why}")
+            rows += [f"{mode.name:10} {key!s:40} {'-':>8}" for mode, key in entries]
+            rows.append(f"  not captured: {why}")
         return "\n".join([*rows, f"total {self.total / MIB:.2f} MiB"])
 
 

@@ -272,7 +272,13 @@ def test_a_manager_whose_op_has_baked_in_a_number(hook: Any) -> None:
     factor = 2.0
     found = verify(made, *batches)
     assert [difference.inputs for difference in found.differences] == [1, 0]
-    assert "an op inside has baked in a number" in found.differences[0].detail
+    exact, padded = found.differences
+    for difference in found.differences:
+        assert "an op inside has baked in a number" in difference.detail
+        assert "a weight was replaced" in difference.detail
+        assert difference.piece == "the whole step"
+        assert "location unknown" not in str(difference)
+    assert ("padding" in padded.detail, "padding" in exact.detail) == (True, False)
 
 
 def test_a_breakable_capture_that_differs(hook: Any) -> None:

@@ -1,13 +1,16 @@
 """The generated step: its text, and that it drops unused values."""
 
 import gc
+import sys
 import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import TestCase
 from lib.asserts import compiled_graph
 from lib.cases import D, Decoder
+from torch import nn
 
 import cgcompile
 from cgcompile.pieces.stitch import Step
@@ -151,3 +154,31 @@ def test_no_module_call_in_the_path() -> None:
         hook.remove()
     assert found.shape == (6, 4, 32)
     assert not calls
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes are of Python 3.11")
+@pytest.mark.parametrize("width", [1, 40])
+def test_an_error_names_the_piece(width: int) -> None:
+    """Compiled code raises a bare error; a call of many values is on several lines."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(8, 4) for _ in range(width))
+
+        def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+            x = F.scaled_dot_product_attention(x.sin(), x, x)
+            for table in self.tables:
+                x = x + table(i)
+            return x
+
+    model = cgcompile.compile(Looks())
+    x, ids = torch.randn(1, 3, 4), torch.zeros(1, 3, dtype=torch.long)
+    with torch.inference_mode():
+        model(x, ids)
+        with pytest.raises((IndexError, RuntimeError)) as caught:
+            model(x, ids + 8)
+    line = Looks.forward.__code__.co_firstlineno + 3
+    (note,) = caught.value.__notes__
+    start = f"in piece_2 of the compiled model, which begins at test_stitch.py:{line} in forward: "
+    assert note == start + "x = x + table(i)"

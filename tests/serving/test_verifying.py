@@ -70,6 +70,22 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
     torch.testing.assert_close(again, plain)
 
 
+def test_the_ops_inside_of_a_full_graph_are_named(monkeypatch: Any) -> None:
+    from lib.manager import library
+
+    library()
+
+    def baked(q, k, v, out):
+        out.copy_(v * len(get_forward_context().attn_metadata.tolist()))
+
+    made = manager("FULL", kind="compiled")
+    made.capture()
+    monkeypatch.setattr("lib.manager.attend.__code__", baked.__code__)
+    (exact,) = verify(made, requests(1, 3)).differences
+    assert "(cgserve::attend [ALWAYS] at manager.py:" in exact.detail
+    assert "padding" not in exact.detail
+
+
 def test_what_never_replays_is_no_proof() -> None:
     """A lazy manager warms, captures, and only then replays."""
     made = manager("FULL", lazily=True)
