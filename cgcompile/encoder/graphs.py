@@ -230,8 +230,9 @@ def _alike(value: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
 _NOTE = (
     "In the warm-up of encoder budget {budget}{path}, without a graph: the forward cannot run on "
     "its buffers: {buffers}.\n  They hold a whole budget: offsets end in empty sequences, and "
-    "where all images have one size, budgets must be multiples of its tokens. Check in_features= and "
-    "the shapes of tables. A graph is 'missing' only where the forward runs and cannot be captured."
+    "where all images have one size, budgets must be multiples of its tokens. Check in_features= "
+    "and the shapes of tables. A graph is 'missing' only where the forward runs and cannot be "
+    "captured."
 )
 _FAILED = f"{Reason.CAPTURE_FAILED.value}: "
 
