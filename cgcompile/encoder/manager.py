@@ -376,8 +376,8 @@ class EncoderCudaGraphManager:
         graph_capture: a context around all captures, such as a communicator's.
         inference_mode: capture and run in inference mode; else in the caller's mode.
         check_weights: before replays compare the objects and addresses of all weights of the model,
-            if it is a module, or of the modules that its attributes hold, closures and containers
-            included.
+            if it is a module, or of the modules that its attributes hold, closures, containers and
+            globals that its functions name included.
 
     Attributes:
         config: the model's description of its encoder, copied.
