@@ -26,11 +26,13 @@ from cgcompile.passes import check_disabled
 from cgcompile.passes.inline import has_regions, inline_regions
 from cgcompile.passes.printer import count
 from cgcompile.passes.split import split_data
+from cgcompile.passes.subclasses import unwrap_subclasses
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
+from cgcompile.runtime.subclasses import UnwrappedGraph
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +142,9 @@ class Backend(Registry):
             self._shape_envs.add(shape_env)
         with without_garbage_collection():
             result = self.compile_graph(_with_regions_inlined(gm), example_inputs)
-        if isinstance(result, CompiledGraph):
-            result.graph_break = compat.graph_break(gm)
+        graph = result.graph if isinstance(result, UnwrappedGraph) else result
+        if isinstance(graph, CompiledGraph):
+            graph.graph_break = compat.graph_break(gm)
         return result
 
     def compile_graph(
@@ -162,8 +165,12 @@ class Backend(Registry):
             if config.mode is not CompilationMode.PIECEWISE:
                 return compat.compile_whole(gm, example_inputs, inductor_patches(config))
         unmet = self._unmet_ops(gm)
+        unwrapped = unwrap_subclasses(gm)
         with compat.new_sources() as sources:
-            graph = _build(gm, config, self._pieces, frozen)
+            if unwrapped is None:
+                graph = _build(gm, config, self._pieces, frozen)
+            else:
+                graph = _build(unwrapped.graph, config, self._pieces, 0)
         compat.drop_sources_with(graph, sources)
         compat.trace_artifact("cgcompile_code", lambda: graph.source)
         compat.trace_artifact(
@@ -174,7 +181,9 @@ class Backend(Registry):
                 unmet.discard_met(piece.module)
             graph.before_capture = unmet.warn_once
         self._register(graph)
-        return graph
+        if unwrapped is None:
+            return graph
+        return UnwrappedGraph(graph, unwrapped, gm.forward, self.run_plain)
 
     def _unmet_ops(self, gm: fx.GraphModule) -> UnmetOps | None:
         """Note which declared splitting ops a graph has; None if none was declared."""

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
-from cgcompile.passes.nodes import attribute, is_symbolic_number, value
+from cgcompile.passes.nodes import attribute, is_symbolic_number, tensors, value
 from cgcompile.passes.symbols import dtype_text
 
 _LARGEST_CONSTANT = 1 << 16  # bytes of a tensor that a lasting text hashes
@@ -125,7 +125,8 @@ class GraphText:
         """Name the earlier input with the same memory; of a subclass, for each inner tensor."""
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            return "".join(self._memory(getattr(tensor, name), position) for name in names)
+            inner = [getattr(tensor, name) for name in names]
+            return "".join(self._memory(each, position) for each in tensors(inner))
         storage = compat.storage_key(tensor)
         first = position if storage is None else self._storages.setdefault(storage, position)
         return f" in the memory of input {first}" if first != position else ""

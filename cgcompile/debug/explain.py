@@ -7,6 +7,7 @@ tuples of such, and a change of a field raises ``VERSION``.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -35,6 +36,7 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.printer import count
 from cgcompile.passes.split import Piece, SplitGraph, Value
+from cgcompile.passes.subclasses import unwrap_subclasses
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Fallback, Reason
@@ -572,7 +574,7 @@ def _split_of(
     if config.splitting == "breakable":
         return None, (), _untraced(config)
     try:
-        split = preview.trace(*call, lambda graph, inputs: split_by_config(graph, config)[0])
+        split = preview.trace(*call, partial(_split, config))
     except compat.CannotTrace as error:
         line = None if error.line is None else SourceLine(*error.line)
         fix = _RAISES_FIX if error.model_raises else _FIX
@@ -581,6 +583,11 @@ def _split_of(
     if split is None:
         return None, (), ("the call computes nothing with tensors",)
     return split, _data_breaks(split), _notes(split, config)
+
+
+def _split(config: CompilationConfig, graph: fx.GraphModule, _: Any) -> SplitGraph:
+    unwrapped = unwrap_subclasses(graph)
+    return split_by_config(graph if unwrapped is None else unwrapped.graph, config)[0]
 
 
 def _traced_as(

@@ -253,7 +253,8 @@ def _dense(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield tensor
         elif hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            yield from _dense(getattr(tensor, name) for name in names)
+            inner = [getattr(tensor, name) for name in names]
+            yield from _dense(compat.tree_tensors(inner))  # a DTensor wraps a mesh as well
 
 
 def _address(tensor: torch.Tensor) -> int:

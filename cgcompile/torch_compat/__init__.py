@@ -16,4 +16,5 @@ from cgcompile.torch_compat.presence import *
 from cgcompile.torch_compat.regions import *
 from cgcompile.torch_compat.shapes import *
 from cgcompile.torch_compat.structured_trace import *
+from cgcompile.torch_compat.subclasses import *
 from cgcompile.torch_compat.tracing import *

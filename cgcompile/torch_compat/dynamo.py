@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -38,6 +38,17 @@ def source_name(placeholder: fx.Node) -> str | None:
     """Return Dynamo's path of an input, such as ``L['x']``; None for graphs of other origin."""
     source = getattr(placeholder, "_dynamo_source", None)
     return None if source is None else str(source.name)
+
+
+class _Source(NamedTuple):
+    """The path of an input that Dynamo did not make."""
+
+    name: str
+
+
+def set_source_name(placeholder: fx.Node, name: str) -> None:
+    """Give an input a path of its own, such as ``L['x'].scale``."""
+    placeholder._dynamo_source = _Source(name)
 
 
 def graph_break(gm: fx.GraphModule) -> str | None:

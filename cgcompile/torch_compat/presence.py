@@ -27,6 +27,7 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
     "torch._inductor": "config list_mode_options",  # docstring of torch.compile
     "torch._subclasses.fake_tensor": "FakeTensorMode",  # page "Fake tensor"
     # Page "torch.fx.experimental".
+    "torch.fx.experimental.proxy_tensor": "make_fx",
     "torch.fx.experimental.symbolic_shapes": "DimDynamic GuardOnDataDependentSymNode ShapeEnv "
     "constrain_range free_unbacked_symbols statically_known_true",
     "torch.utils._python_dispatch": "TorchDispatchMode",  # page "Extending PyTorch"

@@ -1,0 +1,151 @@
+"""A compiled graph on the plain tensors inside of subclasses, called with the subclasses.
+
+At each call the plain tensors are read anew, so that one which was replaced is another weight. The
+rule: a call whose subclasses are built in another way than those of the trace runs the original
+graph, counted.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cgcompile import torch_compat as compat
+from cgcompile.graphs.capture import GRADIENTS
+from cgcompile.passes.nodes import is_symbolic_number
+from cgcompile.passes.subclasses import Input, Result, Unwrapped
+from cgcompile.reasons import Fallback, Reason
+from cgcompile.runtime.compiled_graph import CompiledGraph
+
+# Runs a call without a graph: (name, fallback, function) -> its result.
+RunPlain = Callable[[str, Fallback, Callable[[], Any]], Any]
+
+
+class UnwrappedGraph:
+    """What Dynamo calls in place of the compiled graph of plain tensors."""
+
+    def __init__(
+        self,
+        graph: CompiledGraph,
+        unwrapped: Unwrapped,
+        original: Callable[..., Any],
+        run_plain: RunPlain,
+    ) -> None:
+        self.graph = graph
+        self._original, self._run_plain = original, run_plain
+        self._wrapped = [(n, each) for n, each in enumerate(unwrapped.inputs) if each.wrapper]
+        self._dropped = [(n, each) for n, each in enumerate(unwrapped.inputs) if each.dropped]
+        self._checked = [(n, each) for n, each in self._wrapped if not each.static]
+        self._parts = _reader([(n, each) for n, each in self._wrapped])
+        self._inputs = _inputs_reader(unwrapped.inputs)
+        self._alike: Callable[..., bool] | None = None  # compares the parts with those seen before
+        results = unwrapped.results
+        builds = any(each.wrapper or each.given is not None for each in results)
+        self._results: Sequence[Result] = results if builds else ()
+        self._symbols = unwrapped.symbols
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run one step on the plain tensors inside of the inputs; see :class:`CompiledGraph`."""
+        fallback = self._why_not(inputs)
+        if fallback is not None:
+            name = self.graph.split.inputs[0].source or "a step"
+            return self._run_plain(name, fallback, lambda: self._original(*inputs))
+        result = self.graph(*self._inputs(*inputs))
+        return self._built(result, inputs) if self._results else result
+
+    def _why_not(self, inputs: tuple[Any, ...]) -> Fallback | None:
+        """Return why the plain tensors do not stand for the inputs; None if they do."""
+        if compat.has_tangent(inputs) or (torch.is_grad_enabled() and _require_grad(inputs)):
+            return GRADIENTS  # the plain tensors were traced without them
+        for position, each in self._dropped:
+            if inputs[position] is not compat.real_object(each.fake):
+                return _other(each)
+        for position, each in self._checked:
+            assert each.wrapper is not None
+            if not each.wrapper.fits(inputs[position]):
+                return _other(each)
+        parts = self._parts(*inputs)
+        if self._alike is None or not self._alike(*parts):
+            return self._why_other_parts(inputs, parts)
+        return None
+
+    def _why_other_parts(self, inputs: tuple[Any, ...], parts: tuple[Any, ...]) -> Fallback | None:
+        """Compare all of the subclasses with those of the trace, and remember what they are."""
+        layouts: list[tuple[list[int | None], list[int]]] = []
+        for position, each in self._wrapped:
+            assert each.wrapper is not None
+            if not each.wrapper.fits(inputs[position]):
+                return _other(each)
+            tensors = each.wrapper.parts(inputs[position])
+            for tensor, fake in zip(tensors, each.fakes, strict=True):
+                if not _like(tensor, fake):
+                    return _other(each)
+                sizes = [None if is_symbolic_number(n) else int(n) for n in fake.shape]
+                layouts.append((sizes, list(tensor.stride())))
+        self._alike = compat.alike(parts, layouts)
+        return None
+
+    def _built(self, result: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the result with subclasses built from the plain tensors in it."""
+        plain, results = iter(result), list[Any]()
+        for each in self._results:
+            if each.given is not None:
+                results.append(inputs[each.given])
+            elif each.wrapper is None:
+                results.append(next(plain))
+            else:
+                size = [self._number(n, inputs) for n in each.wrapper.size]
+                stride = [self._number(n, inputs) for n in each.wrapper.stride]
+                results.append(each.wrapper.build(plain, torch.Size(size), tuple(stride)))
+        return tuple(results)
+
+    def _number(self, number: Any, inputs: tuple[Any, ...]) -> int:
+        """Return what a size of the trace is in a call."""
+        if not is_symbolic_number(number):
+            return int(number)
+        numbers = {symbol: inputs[position] for symbol, position in self._symbols.items()}
+        return int(compat.evaluated(number.node.expr, numbers))
+
+
+def _require_grad(inputs: tuple[Any, ...]) -> bool:
+    return any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
+
+
+def _other(each: Input) -> Fallback:
+    return Fallback(Reason.UNSUPPORTED_INPUT, f"{each.path} is not built as when it was traced")
+
+
+def _like(tensor: torch.Tensor, fake: torch.Tensor) -> bool:
+    """Return whether a plain tensor has the properties of one in the trace; sizes may vary."""
+    if (tensor.dtype, tensor.device, tensor.dim()) != (fake.dtype, fake.device, fake.dim()):
+        return False
+    pairs = zip((*tensor.shape, *tensor.stride()), (*fake.shape, *fake.stride()), strict=True)
+    return all(is_symbolic_number(known) or number == known for number, known in pairs)
+
+
+def _reader(wrapped: Sequence[tuple[int, Input]]) -> Callable[..., tuple[Any, ...]]:
+    """Return a function of the inputs that returns the plain tensors inside of some."""
+    items = [f"g[{n}].{path}" for n, each in wrapped for path in _paths(each)]
+    return _function(items)
+
+
+def _inputs_reader(inputs: Sequence[Input]) -> Callable[..., tuple[Any, ...]]:
+    """Return a function of the inputs that returns those of the graph on plain tensors."""
+    items: list[str] = []
+    for position, each in enumerate(inputs):
+        if each.wrapper is not None:
+            items += [f"g[{position}].{path}" for path in _paths(each)]
+        elif not each.dropped:
+            items.append(f"g[{position}]")
+    return _function(items)
+
+
+def _paths(each: Input) -> tuple[str, ...]:
+    assert each.wrapper is not None
+    return each.wrapper.paths
+
+
+def _function(items: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
+    """Return a function of ``g``, the inputs, that returns what expressions read."""
+    function: Callable[..., tuple[Any, ...]] = eval(f"lambda *g: ({', '.join(items)},)")
+    return function

@@ -1,0 +1,476 @@
+"""Tensor subclasses as weights, inputs and results are captured as the plain tensors inside."""
+
+import gc
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lib.front_ends import COMPILED, ROWS, WIDTH, FrontEnd, compiled, settings
+from lib.ranks import run_ranks
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import cgcompile
+from cgcompile.reasons import Reason
+
+
+class Wrapping(torch.Tensor):
+    """Wraps the tensors ``names``; ops run on what ``plain`` returns."""
+
+    names: tuple[str, ...]
+    context: Any = None
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def wrap(cls, like: torch.Tensor, *inner: torch.Tensor, context: Any = None) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=inner[-1].dtype, device=like.device
+        )
+        for name, tensor in zip(cls.names, inner, strict=True):
+            setattr(self, name, tensor)
+        self.context = context
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [*self.names], self.context
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        tensors = [inner[name] for name in cls.names]
+        return cls.wrap(tensors[0], *tensors, context=context)
+
+    def plain(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            (outer,) = args
+            inner = [getattr(outer, name).detach() for name in cls.names]
+            return cls.wrap(inner[0], *inner, context=outer.context)
+        args, kwargs = pytree.tree_map_only(cls, cls.plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Int8(Wrapping):
+    """An int8 weight with a scale for each row."""
+
+    names = ("data8", "scale")
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Any:
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        return cls.wrap(weight, (weight / scale).round().to(torch.int8), scale)
+
+    def plain(self) -> torch.Tensor:
+        return self.data8.to(self.scale.dtype) * self.scale
+
+
+class Pair(Wrapping):
+    """Two tensors; each op runs on both, and ``context`` scales what ``plain`` returns."""
+
+    names = ("first", "second")
+
+    @classmethod
+    def of(cls, first: torch.Tensor, second: torch.Tensor, context: Any = None) -> Any:
+        return cls.wrap(first, first, second, context=context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        context = next(a.context for a in args if isinstance(a, cls))
+        runs = []
+        for name in cls.names:
+            inner = pytree.tree_map_only(cls, attrgetter(name), args)
+            runs.append(func(*inner, **(kwargs or {})))
+        if func._schema.name.endswith("_"):
+            return args[0]
+        result = pytree.tree_map(partial(cls.of, context=context), *runs)
+        # A context changes results, so that one which is baked in would show.
+        if context and func is torch.ops.aten.sin.default:
+            result = cls.of(result.first * context, result.second, context)
+        return result
+
+
+class Replacing(Int8):
+    """An in-place op replaces what is inside."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul_.Tensor:
+            args[0].scale = args[0].scale * args[1]
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def quantized(device: str, grad: bool = False) -> nn.Sequential:
+    """Two layers: one of an int8 weight, and a plain one."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device)
+    net.requires_grad_(grad)
+    weight = Int8.of(net[0].weight.detach())
+    net[0].weight = nn.Parameter(weight, requires_grad=False)
+    return net.eval()
+
+
+def check(served: Any, eager: Any, device: str, steps: int = 4, rows: int = ROWS) -> None:
+    """Compare steps on new inputs with eager, bitwise: both run the same ops."""
+    before = None
+    with torch.no_grad():
+        for _ in range(steps):
+            x = torch.randn(rows, WIDTH, device=device)
+            got, expected = served.step(x), eager(x)
+            assert torch.equal(got, expected)
+            assert before is None or not torch.equal(got, before)
+            before = got.clone()
+
+
+def replayed(served: Any, replays: int, reasons: Iterable[Reason] = (Reason.WARMING,)) -> None:
+    counters = served.counters()
+    assert counters.replays >= replays, counters
+    assert set(counters.plain) <= set(reasons), counters
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_weights(name: str, compiler: str, device: str) -> None:
+    net = quantized(device)
+    served = compiled(name, net, settings(device, compiler=compiler))
+    with torch.inference_mode():
+        for _ in range(5):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x), net(x))
+    replayed(served, 3)
+    (graph,) = served.target.graphs
+    static = [value.source for value in graph.split.inputs if value.static]
+    assert sum(str(source).endswith(("weight.data8", "weight.scale")) for source in static) == 2
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_updates_of_weights(name: str, device: str) -> None:
+    """Written in place: seen by replays. Replaced: another weight set, with graphs of its own."""
+    net = quantized(device)
+    served = compiled(name, net, settings(device))
+    check(served, net, device)
+    replays = served.counters().replays
+    net[0].weight.data8.neg_()
+    net[0].weight.scale.mul_(2)
+    check(served, net, device, steps=1)
+    assert served.counters().replays == replays + 1
+    net[0].weight.scale = net[0].weight.scale * 3
+    check(served, net, device)
+    net[0].weight.data8.data = net[0].weight.data8.neg()
+    check(served, net, device)
+    net[0].weight = nn.Parameter(Int8.of(torch.randn(WIDTH, WIDTH, device=device)), False)
+    check(served, net, device)
+    state = {key: value.clone() for key, value in net[2].state_dict().items()}
+    net[2].load_state_dict({key: value * 2 for key, value in state.items()})
+    replays = served.counters().replays
+    check(served, net, device, steps=2)
+    assert served.counters().replays == replays + 2
+    replayed(served, 10)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_inner_tensor_of_another_type(name: str, device: str) -> None:
+    """Dynamo's guards notice it."""
+    net = quantized(device)
+    served = compiled(name, net, settings(device))
+    check(served, net, device)
+    net[0].weight.data8 = net[0].weight.data8.to(torch.int16) * 300
+    check(served, net, device)
+    replayed(served, 4)
+    assert len(served.target.graphs) == 2
+
+
+def test_without_guards(device: str) -> None:
+    """Weights are bound, what is inside is not; of another type the step runs eager."""
+    net = quantized(device)
+    model = cgcompile.compile(net, settings(device), guards="none")
+    served = FrontEnd("cgcompile.compile", model, model.backend)
+    check(served, net, device)
+    net[0].weight.scale.mul_(2)
+    check(served, net, device, steps=1)
+    replayed(served, 3)
+    net[0].weight.scale = net[0].weight.scale * 3
+    check(served, net, device)
+    net[0].weight.data8 = net[0].weight.data8.to(torch.int16) * 300
+    check(served, net, device)
+    assert served.counters().plain[Reason.UNSUPPORTED_INPUT] == 4
+    net[0].weight.data8 = net[0].weight.data8.div(300).to(torch.int8)
+    check(served, net, device)
+    assert served.counters().plain[Reason.UNSUPPORTED_INPUT] == 4
+    assert len(served.target.graphs) == 1
+
+
+def test_gradients_without_guards(device: str) -> None:
+    """No guard looks at grad mode: they flow through the original graph."""
+    net = quantized(device)
+    net[0].weight.requires_grad_()
+    model = cgcompile.compile(net, settings(device), guards="none")
+    served = FrontEnd("cgcompile.compile", model, model.backend)
+    check(served, net, device)
+    replayed(served, 2)
+    x = torch.randn(ROWS, WIDTH, device=device)
+    (got,) = torch.autograd.grad(served.step(x).sum(), net[0].weight)
+    (expected,) = torch.autograd.grad(net(x).sum(), net[0].weight)
+    assert torch.equal(got, expected)
+    assert served.counters().plain[Reason.GRADIENTS] == 1
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_boundaries_are_found(name: str, device: str) -> None:
+    net = quantized(device)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        q = net(x).view(1, 1, -1, WIDTH)
+        return net(F.scaled_dot_product_attention(q, q, q).view(-1, WIDTH))
+
+    served = compiled(name, attend, settings(device, cudagraph_mode="PIECEWISE"))
+    check(served, attend, device)
+    replayed(served, 2)
+    assert [piece.capture for piece in served.target.graphs[0].split.pieces] == [True, False, True]
+
+
+def views(weight: Any, x: torch.Tensor) -> torch.Tensor:
+    """Views of a result are written, and of the weight taken."""
+    y = x @ weight.t()
+    y[:, 0] += 1
+    y.view(-1).mul_(2)
+    return y.relu_() + (weight * 2)[: x.shape[0]].sum()
+
+
+def chunks(weight: Any, x: torch.Tensor) -> torch.Tensor:
+    one, two = weight.chunk(2)
+    return F.linear(x, one).sum(1, keepdim=True) + F.linear(x, two)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("step", [views, chunks])
+@pytest.mark.parametrize("kind", [Int8, Pair])
+def test_views(name: str, step: Any, kind: Any, device: str) -> None:
+    weight = torch.randn(WIDTH, WIDTH, device=device)
+    outer = Int8.of(weight) if kind is Int8 else None
+    if outer is None:
+        outer = Pair.of(weight, weight + 1)
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        result = step(outer, x)
+        return result.first + result.second if kind is Pair else result
+
+    served = compiled(name, first, settings(device), dynamic=True)
+    for rows in (ROWS, ROWS + 2):
+        check(served, first, device, rows=rows)
+    replayed(served, 4)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_inputs_and_results(name: str, device: str) -> None:
+    """A subclass of the caller is copied as its plain tensors, and results are built from such."""
+    other = Pair.of(*torch.randn(2, ROWS, WIDTH, device=device).unbind())
+
+    def step(x: Any) -> Any:
+        return x.sin() * 2, other, x, x.t().cos()
+
+    served = compiled(name, step, settings(device))
+    with torch.no_grad():
+        for context in (None, 2, 3, None, 2, 3, None, 2, 3, None, 2, 3):
+            x = Pair.of(*torch.randn(2, ROWS, WIDTH, device=device).unbind(), context)
+            got, expected = served.step(x), step(x)
+            assert (got[1] is other, got[2] is x) == (True, True)
+            for one, two in zip(got, expected, strict=True):
+                assert type(one) is Pair
+                assert one.context == two.context
+                assert one.shape == two.shape
+                assert torch.equal(one.first, two.first)
+                assert torch.equal(one.second, two.second)
+    replayed(served, 6)
+
+
+@pytest.mark.parametrize("rows", [(4, 6, 9)])
+def test_results_of_varying_size(rows: tuple[int, ...], device: str) -> None:
+    other = Pair.of(*torch.randn(2, 1, WIDTH, device=device).unbind())
+
+    def step(x: torch.Tensor) -> Any:
+        return other * x
+
+    served = compiled("torch.compile", step, settings(device), dynamic=True)
+    with torch.no_grad():
+        for count in (*rows, *rows, *rows):
+            x = torch.randn(count, WIDTH, device=device)
+            got, expected = served.step(x), step(x)
+            assert (type(got), got.shape) == (Pair, (count, WIDTH))
+            assert torch.equal(got.first, expected.first)
+            assert torch.equal(got.second, expected.second)
+    replayed(served, 3)
+
+
+class Counting(nn.Module):
+    """Updates a state that is a subclass."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state.add_(1)
+        return x * 2 + (self.state * 1).first
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_state_that_is_updated(name: str, device: str) -> None:
+    net = Counting(Pair.of(*(torch.zeros(1, WIDTH, device=device) for _ in range(2))))
+    served = compiled(name, net, settings(device))
+    with torch.no_grad():
+        for count in range(1, 6):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            assert torch.equal(served.step(x), x * 2 + count)
+            assert net.state.second.eq(count).all()
+    replayed(served, 3)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_wrapped_twice(name: str, device: str) -> None:
+    pair = Pair.of(
+        *(Int8.of(torch.randn(WIDTH, WIDTH, device=device)) for _ in range(2)), context=None
+    )
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        result = F.linear(x, pair)
+        return result.first - result.second
+
+    served = compiled(name, step, settings(device))
+    check(served, step, device)
+    replays = served.counters().replays
+    pair.first.scale.mul_(3)
+    check(served, step, device, steps=1)
+    assert served.counters().replays == replays + 1
+
+
+# ---------------------------------------------------------------- what stays as it was
+
+
+class Replaces(nn.Module):
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.mul_(2)
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_op_that_replaces_what_is_inside(name: str, device: str) -> None:
+    weight = torch.randn(WIDTH, WIDTH, device=device)
+    nets = [Replaces(Replacing.wrap(weight, *_inner(weight))) for _ in range(2)]
+    served = compiled(name, nets[0], settings(device))
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            assert torch.equal(served.step(x), nets[1](x))
+    assert served.counters().plain == {Reason.UNSUPPORTED_INPUT: 4}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_inner_tensors_that_share_memory_and_are_written(name: str, device: str) -> None:
+    """No guard covers it: such a graph is not taken apart, nor is one for others used."""
+
+    def step(x: Any) -> Any:
+        x.first.add_(1)
+        return (x * 2).first + (x + 1).second
+
+    served = compiled(name, step, settings(device))
+    with torch.no_grad():
+        for shares in (True, True, True, False, False, False, True, True, False):
+            one, two = torch.randn(2, ROWS, WIDTH, device=device).unbind()
+            pairs = [
+                Pair.of(first, first if shares else two.clone())
+                for first in (one.clone(), one.clone())
+            ]
+            assert torch.equal(served.step(pairs[0]), step(pairs[1]))
+            assert torch.equal(pairs[0].first, pairs[1].first)
+
+
+def test_a_freed_model_is_not_held(device: str) -> None:
+    net = quantized(device)
+    served = compiled("torch.compile", net, settings(device))
+    check(served, net, device)
+    replayed(served, 2)
+    inside = weakref.ref(net[0].weight.data8)
+    del net, served.step
+    gc.collect()
+    assert inside() is None
+
+
+def _inner(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    quantized = Int8.of(weight)
+    return quantized.data8, quantized.scale
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_gradients(name: str, device: str) -> None:
+    """They flow through a graph that was compiled for them."""
+    net = quantized(device, grad=True)
+    served = compiled(name, net, settings(device))
+    check(served, net, device)
+    x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+    (got,) = torch.autograd.grad(served.step(x).sum(), x)
+    (expected,) = torch.autograd.grad(net(x).sum(), x)
+    assert torch.equal(got, expected)
+    assert served.counters().plain[Reason.GRADIENTS] == 1
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_autocast(name: str, device: str) -> None:
+    """Autocast would cast the inner ops as well: subclasses stay whole."""
+    net = quantized(device)
+    served = compiled(name, net, settings(device))
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        for _ in range(4):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            assert torch.equal(served.step(x), net(x))
+    assert served.counters().plain == {Reason.UNSUPPORTED_INPUT: 4}
+
+
+def parallel(rank: int, ranks: int) -> Any:
+    """Layers of DTensor weights, split over the ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+    mesh = init_device_mesh("cpu", (ranks,))
+    split = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    weights = [parameter.detach().clone() for parameter in net.parameters()]
+    parallelize_module(net, mesh, split)
+    served = compiled("torch.compile", net, settings("cpu"))
+    results = []
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(4, 8)
+            dist.broadcast(x, 0)
+            hidden = F.linear(x, *weights[:2]).relu()
+            results.append((served.step(x), F.linear(hidden, *weights[2:])))
+    pieces = [piece.capture for piece in served.target.graphs[-1].split.pieces]
+    return results, dict(served.counters().plain), served.counters().replays, pieces
+
+
+def test_dtensor_weights(tmp_path: Path) -> None:
+    for results, plain, replays, pieces in run_ranks(parallel, 2, tmp_path):
+        for got, expected in results:
+            torch.testing.assert_close(got, expected)
+        assert set(plain) == {Reason.WARMING}
+        assert replays == 3
+        assert pieces[0] is True
+        assert False in pieces  # gloo is work of the host
