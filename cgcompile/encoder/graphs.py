@@ -235,6 +235,7 @@ _NOTE = (
     "captured."
 )
 _FAILED = f"{Reason.CAPTURE_FAILED.value}: "
+_REMEDY = "clear(), capture()"  # where a weight was replaced
 
 
 def _fails(why: str) -> bool:
@@ -428,7 +429,7 @@ class EncoderGraphs:
             self.wrapper.closed = True
         if self._setup.check_weights and not self._weights:
             kind = self._setup.device.type
-            self._weights = [WeightsGuard(module, kind) for module in self._modules]
+            self._weights = [WeightsGuard(each, kind, _REMEDY) for each in self._modules]
         lacking = [(missing[batch], why) for batch, why in result.missing]
         lacking = [(key, why + self._raised.get(key, "")) for key, why in lacking]
         self.failed = {key: why.removeprefix(_FAILED) for key, why in lacking if _fails(why)}
@@ -537,7 +538,7 @@ class EncoderGraphs:
     def check_weights(self) -> None:
         """Raise if a weight was replaced or moved."""
         for guard in self._weights:
-            guard.check("encoder", "its graphs", drop="clear()")
+            guard.check("encoder", "its graphs")
 
     def replay(
         self, key: GraphKey, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]
