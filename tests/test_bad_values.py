@@ -76,7 +76,9 @@ def words(text: str) -> set[str]:
 # Called by cgcompile alone, with its own values; a step must not pay for checking them.
 WRAPPERS = {"drop", "entries_of", "entry_of", "keep", "record", "replay_entry"}
 INTERNAL = {
-    "Backend": {"adopt", "compile_graph", "recompile_limit_reached", "remember", "run_plain"},
+    "Backend": words("""
+        adopt attach compile_graph recompile_limit_reached remember run_plain
+    """),
     "BreakableCUDAGraphWrapper": WRAPPERS,
     "CUDAGraphEntry": {"check", "result"},
     "CUDAGraphWrapper": WRAPPERS,
@@ -103,7 +105,8 @@ INTERNAL = {
     "DispatchStatistics": {"record"},
     "EncoderStatistics": {"coverage", "measured", "record"},
     "GraphHooks": {"before_capture"},
-    "StaticInputs": {"check", "stage", "views"},
+    "StaticInputs": {"check", "check_sizes", "check_uniform", "stage", "views"},
+    "CudagraphDispatcher": {"is_ready"},
     "Sharder": {"agree", "assign", "check", "gather"},
 }
 # A value for one of these is run, as a model or on one: an error of torch is that of the model. A
