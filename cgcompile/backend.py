@@ -24,6 +24,7 @@ from cgcompile.errors import ConfigError, PassError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.passes import check_disabled
 from cgcompile.passes.inline import has_regions, inline_regions
+from cgcompile.passes.numbers import numbers_to_tensors
 from cgcompile.passes.printer import count
 from cgcompile.passes.split import split_data
 from cgcompile.passes.subclasses import unwrap_subclasses
@@ -213,6 +214,7 @@ def _build(
     """Split a graph, check the sizes, compile the pieces, check again, build the compiled graph."""
     # In modes other than PIECEWISE the graph is one piece, for FULL graphs where its ops allow
     # them.
+    numbers_to_tensors(gm)
     if config.mode is CompilationMode.PIECEWISE:
         compat.make_floats_constant(gm)
     split, boundaries = split_by_config(gm, config)

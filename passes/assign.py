@@ -18,6 +18,7 @@ from cgcompile.passes.nodes import (
     bound_symbols,
     is_allocation,
     is_container_item,
+    is_number_tensor,
     is_size_arithmetic,
     launches_kernel,
     runs_once_on_host,
@@ -92,7 +93,7 @@ def _why_not_captured(gm: fx.GraphModule, boundaries: Boundaries) -> dict[fx.Nod
     bound = bound_symbols(gm).keys()
     whys: dict[fx.Node, Fallback | None] = {}
     for node in gm.graph.nodes:
-        if node.op not in COMPUTING or is_size_arithmetic(node, bound):
+        if node.op not in COMPUTING or is_size_arithmetic(node, bound) or is_number_tensor(node):
             continue
         if is_container_item(node) and node.args[0] in whys:
             whys[node] = whys[node.args[0]]

@@ -111,6 +111,8 @@ def _ascii(text: str) -> str:
 
 COMPUTING = ("call_function", "call_method", "call_module")
 
+NUMBER = "cgcompile_number"  # in node.meta: a Python number of the caller as a 0-dim tensor
+
 _INPLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
 _INPLACE_OPERATORS = {getattr(operator, name) for name in ("setitem", "delitem", *_INPLACE.split())}
 
@@ -157,6 +159,11 @@ def on_device(scalar: torch.Tensor, device: torch.device, graph: fx.Graph) -> to
     """Return a fake 0-dim tensor on a device, with the dtype of a value of the graph."""
     with compat.fake_context(value(node) for node in graph.nodes):
         return torch.empty((), dtype=scalar.dtype, device=device)
+
+
+def is_number_tensor(node: fx.Node) -> bool:
+    """Return whether the node makes a 0-dim tensor of Python numbers: each piece repeats it."""
+    return node.op in COMPUTING and NUMBER in node.meta
 
 
 def is_symbolic_number(number: Any) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
@@ -21,9 +22,11 @@ from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.passes.assign import PLACEMENT, Placement, placement
 from cgcompile.passes.capturable import graph_device
 from cgcompile.passes.nodes import (
+    NUMBER,
     attribute,
     bound_symbols,
     is_cpu_scalar,
+    is_number_tensor,
     is_size_arithmetic,
     on_device,
     outreached_storages,
@@ -184,7 +187,8 @@ class _Cutter:
         placements: dict[fx.Node, Placement] = {node: node.meta[PLACEMENT] for node in members}
         first = placements[members[0]]
         outputs = [n for n in members if self._is_output(n, index)]
-        graph, inputs = self._graph(members, outputs, self._before[index], self._after[index])
+        state = self._before[index], self._after[index]
+        graph, inputs = self._graph(members, outputs, *state, first.capture)
         if first.capture:
             self._take_scalars_on_device(graph, inputs)
         key = (first.capture, first.compiled, GraphText(lasting=False).of(self._gm, graph))
@@ -223,14 +227,17 @@ class _Cutter:
         outputs: list[fx.Node],
         before: _State,
         after: _State,
+        capture: bool = False,
     ) -> tuple[fx.Graph, tuple[str, ...]]:
         """Return the graph of a piece, and the names of its inputs."""
-        foreign, floating, bodies = self._needs(members, outputs)
+        foreign, floating, bodies = self._needs(members, outputs, capture)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in foreign:
             copies[node] = graph.placeholder(self._names[node])
             copies[node].meta = node.meta.copy()
+        # A number that graphs read as a tensor is an input of the name of the number.
+        numbers = {n: n.args[0] if is_number_tensor(n) else n for n in foreign}
         for node in (*bodies, *floating):
             copies[node] = graph.node_copy(node, copies.__getitem__)
         for enter in before.entered:
@@ -244,18 +251,20 @@ class _Cutter:
         if after.grad != self._grad_outside:
             graph.call_function(compat.SET_GRAD_ENABLED, (self._grad_outside,))
         graph.output(tuple(copies[node] for node in outputs))
-        return graph, tuple(self._names[node] for node in foreign)
+        return graph, tuple(self._names[numbers[node]] for node in foreign)
 
     def _take_scalars_on_device(self, graph: fx.Graph, inputs: tuple[str, ...]) -> None:
         """Let a captured piece take its 0-dim CPU tensors as tensors of the device."""
         placeholders = graph.find_nodes(op="placeholder")
         for node, name in zip(placeholders, inputs, strict=True):
-            if is_cpu_scalar(value(node), self._device):
+            if is_cpu_scalar(value(node), self._device) or NUMBER in node.meta:
                 node.meta["example_value"] = on_device(value(node), self._device, self._gm.graph)
                 self._cpu_scalars.add(name)
+        for node in filter(is_number_tensor, graph.nodes):
+            node.meta["example_value"] = on_device(value(node), self._device, self._gm.graph)
 
     def _needs(
-        self, members: list[fx.Node], outputs: list[fx.Node]
+        self, members: list[fx.Node], outputs: list[fx.Node], capture: bool
     ) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
         """Return what a piece uses: values, floating numbers, bodies of higher-order ops."""
         inside = set(members)
@@ -266,7 +275,8 @@ class _Cutter:
         def use(node: fx.Node) -> None:
             if node in inside or node.target in compat.LEAVES:
                 return
-            if is_size_arithmetic(node, self._bound.keys()):
+            repeated = is_size_arithmetic(node, self._bound.keys()) or is_number_tensor(node)
+            if repeated and not (capture and node.target is torch.scalar_tensor):
                 for argument in node.all_input_nodes:
                     use(argument)
                 floating[node] = None

@@ -16,7 +16,7 @@ from torch import fx
 
 from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.passes.base import PassRecord, table
-from cgcompile.passes.nodes import tensors
+from cgcompile.passes.nodes import tensors, value
 from cgcompile.passes.printer import count
 from cgcompile.passes.symbols import Symbols
 from cgcompile.reasons import Fallback
@@ -94,6 +94,13 @@ class Piece:
         return self.lines[0][0] if self.lines else "an unknown line"
 
 
+def tensor_inputs(piece: Piece) -> dict[int, str]:
+    """Return the names of the inputs that the module of a piece takes as tensors, by position."""
+    fakes = map(value, piece.module.graph.find_nodes(op="placeholder"))
+    pairs = enumerate(zip(piece.inputs, fakes, strict=True))
+    return {p: name for p, (name, fake) in pairs if isinstance(fake, torch.Tensor)}
+
+
 @dataclass(frozen=True, eq=False)
 class SplitGraph:
     """A graph, cut at its boundaries; immutable.
@@ -107,8 +114,9 @@ class SplitGraph:
         result: what the caller gets, with a :class:`Value` for each node.
         symbols: the sizes, and what the traced code demands of them.
         device: where most values are; the CPU only if all are there.
-        cpu_scalars: names of the 0-dim CPU tensors that captured pieces read on ``device``: the
-            modules of these pieces were traced with a copy there, filled before each run.
+        cpu_scalars: names of the 0-dim CPU tensors, and of Python numbers, that captured pieces
+            read as tensors on ``device``: the modules of these pieces were traced with a copy
+            there, filled before each run.
         graph_break: why Dynamo ended the graph early, or None.
         differentiable: whether any node runs in the caller's grad mode; False if the model turns
             gradients off for all of it.

@@ -226,22 +226,28 @@ class OwnedCopy:
 
 
 class ScalarCopy(OwnedCopy):
-    """A 0-dim tensor on a device, refilled from 0-dim CPU tensors."""
+    """A 0-dim tensor on a device, refilled from 0-dim CPU tensors or from ints."""
 
-    def __init__(self, template: torch.Tensor, frame: Frame, device: torch.device) -> None:
-        super().__init__(torch.empty((), dtype=template.dtype, device="meta"), frame, device)
+    def __init__(self, template: torch.Tensor | int, frame: Frame, device: torch.device) -> None:
+        super().__init__(torch.empty((), dtype=_dtype(template), device="meta"), frame, device)
 
-    def fill(self, source: torch.Tensor) -> None:
+    def fill(self, source: torch.Tensor | int) -> None:
         """Copy the value of ``source``, on the current stream: it needs no pinned memory."""
-        self.tensor.fill_(source.detach() if source.requires_grad else source)
+        if isinstance(source, torch.Tensor) and source.requires_grad:
+            source = source.detach()
+        self.tensor.fill_(source)
 
 
-def moved(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a 0-dim CPU tensor on a device; one that is there is returned as it is."""
-    if scalar.device == device:
+def moved(scalar: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+    """Return a 0-dim CPU tensor or an int on a device; one that is there is returned as it is."""
+    if isinstance(scalar, torch.Tensor) and scalar.device == device:
         return scalar
     with torch.no_grad():
-        return torch.empty((), dtype=scalar.dtype, device=device).fill_(scalar)
+        return torch.empty((), dtype=_dtype(scalar), device=device).fill_(scalar)
+
+
+def _dtype(scalar: torch.Tensor | int) -> torch.dtype:
+    return scalar.dtype if isinstance(scalar, torch.Tensor) else torch.int64
 
 
 class FreshCopies:

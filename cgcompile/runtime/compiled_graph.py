@@ -111,7 +111,9 @@ class CompiledGraph:
         runnables = copying_cpu_scalars(split, runnables)
         runnables = list(map(not_reading_context, split.pieces, runnables))
         self._run = self._run_compared = step.bind(runnables)
-        self._run_differentiable = step.bind([piece.module.forward for piece in split.pieces])
+        modules = [piece.module.forward for piece in split.pieces]
+        modules = copying_cpu_scalars(split, modules, numbers_only=True)
+        self._run_differentiable = step.bind(modules)
         self._named = [
             (position, value.source or value.name)
             for position, value in enumerate(split.inputs)

@@ -26,7 +26,7 @@ from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.nodes import is_symbolic_number, storages, value, written_storages
-from cgcompile.passes.split import Piece, SplitGraph
+from cgcompile.passes.split import Piece, SplitGraph, tensor_inputs
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step
@@ -376,17 +376,23 @@ class Program:
 def cpu_scalars(split: SplitGraph) -> dict[int, tuple[int, ...]]:
     """Return which inputs of each captured piece are copies of 0-dim CPU tensors, by index."""
     positions = {
-        piece.index: tuple(p for p, name in enumerate(piece.inputs) if name in split.cpu_scalars)
+        piece.index: tuple(p for p, n in tensor_inputs(piece).items() if n in split.cpu_scalars)
         for piece in split.pieces
         if piece.capture
     }
     return {index: inputs for index, inputs in positions.items() if inputs}
 
 
-def copying_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> list[Runnable]:
+def copying_cpu_scalars(
+    split: SplitGraph, runnables: Sequence[Runnable], *, numbers_only: bool = False
+) -> list[Runnable]:
     """Return what runs each piece, with 0-dim CPU tensors copied to the device first."""
     copying = list(runnables)
     for index, positions in cpu_scalars(split).items():
+        names = split.pieces[index].inputs
+        if numbers_only:
+            values = {p: split.values[names[p]].meta for p in positions}
+            positions = tuple(p for p in positions if is_symbolic_number(values[p]))
         copying[index] = _copying(runnables[index], positions, split.device)
     return copying
 

@@ -224,6 +224,22 @@ def restarts() -> tuple[type[BaseException], ...]:
     return (RestartAnalysis, SkipFrame)
 
 
+def is_varied_float(placeholder: fx.Node) -> bool:
+    """Return whether an input is a Python float, as a tensor, that has had several values."""
+    from torch._dynamo import pgo
+    from torch._dynamo.source import FloatTensorSource
+    from torch._dynamo.symbolic_convert import tls
+
+    source = getattr(placeholder, "_dynamo_source", None)
+    if not isinstance(source, FloatTensorSource):
+        return False
+    if getattr(tls, "current_tx", None) is None:
+        return True  # :func:`trace_call` passes no other float in this way
+    name = source.base.name
+    entries = [state.automatic_dynamic.get(name) for state in pgo.get_code_state().values()]
+    return any(entry is not None and entry.scalar is pgo.auto_dynamic for entry in entries)
+
+
 def make_floats_constant(gm: fx.GraphModule) -> None:
     """Make the symbolic Python floats of a graph guarded constants; restart the trace if needed."""
     # With ``dynamic=True`` Dynamo passes a Python float as a CPU tensor and reads it with ``item``:

@@ -1,0 +1,320 @@
+"""Let graphs read Python numbers that vary: ops take them as 0-dim tensors.
+
+A CUDA graph repeats the numbers that its kernels were launched with. Dynamo passes a number that
+varies as a symbol (an int), or as a 0-dim CPU tensor that the graph reads with ``item`` (a float).
+An op that only computes with it takes a 0-dim tensor instead, int64 or float64 before the op casts
+it. A captured piece reads that tensor on the device, where it is filled before each replay, as any
+0-dim CPU tensor. The rule: a use is replaced only if fake values show the same dtype and layout,
+and the op then computes in the dtype in which eager computes with a Python number.
+
+A float that has another use as well (an argument of attention, a size, a result) becomes a constant
+of the trace, see ``make_floats_constant``. An int with another use stays a number there. Sizes of
+tensors are never replaced.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from cgcompile import torch_compat as compat
+from cgcompile.passes.base import alike, run_on_fakes
+from cgcompile.passes.nodes import (
+    COMPUTING,
+    NUMBER,
+    is_symbolic_number,
+    short_name,
+    symbols_of,
+    tensors,
+    value,
+)
+from cgcompile.passes.regions import nodes_in_regions
+
+_SAME = {"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div"}
+_SAME |= {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
+_ADDS, _SCALES, _COMPARES = {"add", "sub", "rsub"}, {"mul", "div"}, {"eq", "ne", "lt", "le"}
+_COMPARES |= {"gt", "ge"}
+_BINARY = {*_ADDS, *_SCALES, *_COMPARES, "floor_divide", "pow", "remainder"}
+_REDUCED = (torch.float16, torch.bfloat16)
+
+# Arithmetic on Python numbers that tensors of int64 and float64 do with the same result.
+_ON_INTS = {operator.add, operator.sub, operator.mul, operator.neg}
+_ON_INTS |= {operator.floordiv, operator.mod}
+_ON_FLOATS = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg}
+_ON_FLOATS |= {torch.sym_float}
+
+# Adds an op, or runs it: (function or name of a method, *arguments, **keywords) -> its result.
+Emit = Callable[..., Any]
+
+
+def numbers_to_tensors(gm: fx.GraphModule) -> None:
+    """Replace the varying numbers that ops of a graph compute with by 0-dim tensors."""
+    numbers = _Numbers(gm)
+    if numbers.inputs:
+        numbers.replace()
+
+
+class _Use(NamedTuple):
+    """How an op takes a number as a tensor."""
+
+    number: fx.Node
+    dtype: torch.dtype  # of the tensor
+    run: Callable[..., Any]  # (emit, the arguments of the op with the tensor) -> result
+
+
+class _Numbers:
+    """The numbers of one graph that vary, and what computes with them."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._fakes = [value(node) for node in gm.graph.nodes]
+        sizes = symbols_of(tensors(self._fakes))
+        self.inputs: dict[fx.Node, frozenset[fx.Node]] = {}  # of the graph, by numbers they make
+        self._uses: dict[fx.Node, _Use] = {}
+        self._tensors: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self._constant: set[fx.Node] = set()  # inputs: floats that have another use
+        for node in gm.graph.nodes:
+            number = value(node)
+            if node.op == "placeholder" and isinstance(number, torch.SymInt):
+                if number.node.expr.is_Symbol and sizes.isdisjoint(symbols_of(number)):
+                    self.inputs[node] = frozenset((node,))
+            elif node.target == "item" and compat.is_varied_float(node.args[0]):
+                self.inputs[node] = frozenset((node.args[0],))
+
+    def replace(self) -> None:
+        """Replace each float that has no other use, and of each int the uses that can be."""
+        users = self._users()
+        together = [_floats(inputs) for inputs in (*users.values(), *self.inputs.values())]
+        for _ in together:  # what is computed with a constant is one as well
+            for floats in together:
+                if not floats.isdisjoint(self._constant):
+                    self._constant |= floats
+        for node, use in self._uses.items():
+            if self._constant.isdisjoint(users[node]):
+                self._replace(node, use)
+        for node in reversed(self.inputs):
+            if not node.users and node.op != "placeholder":
+                self._gm.graph.erase_node(node)
+        self._gm.recompile()
+
+    def _users(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        """Find what takes a number and makes none; return the inputs that each depends on."""
+        in_regions = nodes_in_regions(self._gm)
+        users: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in self._gm.graph.nodes:
+            if node in self.inputs:
+                continue
+            made = [self.inputs[n] for n in node.all_input_nodes if n in self.inputs]
+            if made and self._is_arithmetic(node):
+                self.inputs[node] = frozenset().union(*made)
+            elif made:
+                users[node] = frozenset().union(*made)
+                use = None if node in in_regions else self._use(node)
+                if use is None:
+                    self._constant |= _floats(users[node])
+                else:
+                    self._uses[node] = use
+        return users
+
+    def _is_arithmetic(self, node: fx.Node) -> bool:
+        """Return whether tensors can do the arithmetic of a number, on numbers and sizes."""
+        number = value(node)
+        if node.op not in COMPUTING or node.kwargs or not is_symbolic_number(number):
+            return False
+        if isinstance(number, torch.SymInt):
+            return node.target in _ON_INTS
+        return isinstance(number, torch.SymFloat) and node.target in _ON_FLOATS
+
+    def _use(self, node: fx.Node) -> _Use | None:
+        """Return how an op takes its number as a tensor, with an equal result; None if it cannot."""
+        numbers = [n for n in node.all_input_nodes if n in self.inputs]
+        if node.op not in COMPUTING or len(numbers) != 1:
+            return None
+        use = _binary(node, numbers[0]) or _filling(node, numbers[0])
+        if use is None:
+            return None
+        grad = any(tensor.requires_grad for tensor in tensors(value(node)))
+        try:
+            with torch.set_grad_enabled(grad), compat.fake_context(self._fakes):
+                known = {numbers[0]: torch.empty((), dtype=use.dtype)}
+                args = fx.map_arg(node.args, lambda n: known[n] if n in known else value(n))
+                result = use.run(_run, *args)
+        except Exception:  # whatever the reason, the op keeps its number
+            return None
+        return use if alike([result], [value(node)]) else None
+
+    def _replace(self, node: fx.Node, use: _Use) -> None:
+        """Let an op take its number as a tensor."""
+        graph, number = self._gm.graph, self._tensor(use.number, use.dtype)
+        added: list[fx.Node] = []
+
+        def emit(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            added.append(self._added(node, function, args, kwargs))
+            return added[-1]
+
+        with graph.inserting_before(node):
+            args = fx.map_arg(node.args, lambda n: number if n is use.number else n)
+            result = use.run(emit, *args)
+        result.meta["example_value"] = value(node)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+    def _added(self, like: fx.Node, function: Any, args: Any, kwargs: Any) -> fx.Node:
+        """Add a node at the place of insertion, with the line and the marks of another."""
+        graph = self._gm.graph
+        method = isinstance(function, str)
+        add = graph.call_method if method else graph.call_function
+        node = add(function, tuple(args), kwargs)
+        marks = {} if like.op == "placeholder" else like.meta
+        node.meta = {key: mark for key, mark in marks.items() if key != "example_value"}
+        grad = any(tensor.requires_grad for tensor in tensors(value(like)))
+        with torch.set_grad_enabled(grad), compat.fake_context(self._fakes):
+            node.meta["example_value"] = run_on_fakes(self._gm, node)
+        return node
+
+    # -------------------------------------------------------------- numbers as tensors
+
+    def _tensor(self, number: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Return the node that has a number as a 0-dim tensor; each piece repeats it."""
+        key = number, dtype
+        if key not in self._tensors:
+            own = _dtype_of(number)
+            if dtype is not own:
+                source = self._tensor(number, own)
+                self._tensors[key] = self._behind(source, "to", (source, dtype))
+            elif number.op == "placeholder":
+                kwargs = {"dtype": dtype}
+                self._tensors[key] = self._behind(number, torch.scalar_tensor, (number,), kwargs)
+            elif number.target == "item":
+                (self._tensors[key],) = self.inputs[number]
+                self._tensors[key].meta[NUMBER] = True
+            else:
+                args = [self._operand(arg, own) for arg in number.args]
+                function = _FUNCTIONS.get(number.target)  # none: the operand is a float by now
+                self._tensors[key] = self._behind(number, function, args) if function else args[0]
+        return self._tensors[key]
+
+    def _operand(self, operand: Any, dtype: torch.dtype) -> Any:
+        """Return an operand of arithmetic: a number of an input as a tensor, others as they are."""
+        return self._tensor(operand, dtype) if operand in self.inputs else operand
+
+    def _behind(self, node: fx.Node, function: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        """Add a node behind another, and behind all inputs of the graph."""
+        last = self._gm.graph.find_nodes(op="placeholder")[-1]
+        with self._gm.graph.inserting_after(last if node.op == "placeholder" else node):
+            added = self._added(node, function, args, kwargs or {})
+        added.meta[NUMBER] = True
+        return added
+
+
+_FUNCTIONS: Mapping[Any, Any] = {
+    operator.add: torch.add,
+    operator.sub: torch.sub,
+    operator.mul: torch.mul,
+    operator.truediv: torch.div,
+    operator.floordiv: torch.floor_divide,
+    operator.mod: torch.remainder,
+    operator.neg: torch.neg,
+}
+
+
+def _run(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(function, str):
+        return getattr(args[0], function)(*args[1:], **kwargs)
+    return function(*args, **kwargs)
+
+
+def _floats(inputs: frozenset[fx.Node]) -> set[fx.Node]:
+    return {node for node in inputs if isinstance(value(node), torch.Tensor)}
+
+
+def _dtype_of(number: fx.Node) -> torch.dtype:
+    return torch.int64 if isinstance(value(number), torch.SymInt) else torch.float64
+
+
+def _name_of(node: fx.Node) -> tuple[str, bool]:
+    """Return the name of the function of an op, and whether it writes its first argument."""
+    name = short_name(node.target)
+    inplace = name.endswith("_")
+    if compat.is_python_operator(node.target) and name[1:] in _INPLACE:
+        name, inplace = name[1:], True
+    name = name.rstrip("_")
+    return _SAME.get(name, name), inplace
+
+
+_INPLACE = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow"}  # of ``iadd``, ...
+
+
+def _common(number: fx.Node, *others: Any) -> torch.dtype | None:
+    """Return the dtype in which an op computes with a Python number; None if complex."""
+    python = 1 if _dtype_of(number) is torch.int64 else 1.5
+    fakes = [value(other) if isinstance(other, fx.Node) else None for other in others]
+    if len(fakes) != 1 or not isinstance(fakes[0], torch.Tensor):
+        return None
+    common = torch.result_type(fakes[0], python)
+    return None if common.is_complex else common
+
+
+def _binary(node: fx.Node, number: fx.Node) -> _Use | None:
+    """Return how an op of a tensor and a number takes the number as a tensor."""
+    name, inplace = _name_of(node)
+    if name not in _BINARY or len(node.args) != 2 or node.kwargs:
+        return None
+    (other,) = [arg for arg in node.args if arg is not number] or [None]
+    common = _common(number, other)
+    if common is None or name == "pow" and not value(other).is_floating_point():
+        return None
+    # With a Python number kernels compute in float32, those of the CPU that add excepted.
+    on_cpu = common in _REDUCED and value(other).device.type == "cpu"
+    wide = common in _REDUCED and (name in _SCALES or name in _ADDS and not on_cpu)
+    if common in _REDUCED and not wide and name not in (*_ADDS, *_COMPARES):
+        return None
+    function = getattr(torch, name)
+
+    def run(emit: Emit, one: Any, two: Any) -> Any:
+        if inplace and not wide:
+            return emit(f"{name}_", one, two)
+        operands = [one, two]
+        if wide:
+            at = 1 - [arg is number for arg in node.args].index(True)
+            operands[at] = emit("to", operands[at], torch.float32)
+        result = emit(function, *operands)
+        if inplace:
+            return emit("copy_", one, result)
+        return emit("to", result, common) if wide else result
+
+    return _Use(number, torch.float32 if wide else common, run)
+
+
+def _filling(node: fx.Node, number: fx.Node) -> _Use | None:
+    """Return how an op that writes a number into a tensor takes it as a tensor."""
+    name, inplace = _name_of(node)
+    result = value(node)
+    at = [index for index, arg in enumerate(node.args) if arg is number]
+    if not isinstance(result, torch.Tensor) or len(at) != 1 or result.is_complex():
+        return None
+    keywords, dtype = set(node.kwargs), result.dtype
+    if name == "full" and at == [1] and keywords <= {"dtype", "device"}:
+
+        def full(emit: Emit, size: Any, fill: Any) -> Any:
+            return emit("fill_", emit(torch.empty, size, dtype=dtype, device=result.device), fill)
+
+        return _Use(number, dtype, full)
+    if name == "full_like" and at == [1] and keywords <= {"dtype", "device"}:
+
+        def full_like(emit: Emit, like: Any, fill: Any) -> Any:
+            return emit("fill_", emit(torch.empty_like, like, **node.kwargs), fill)
+
+        return _Use(number, dtype, full_like)
+    if (name, at) not in (("fill", [1]), ("masked_fill", [2]), ("where", [1]), ("where", [2])):
+        return None
+    if keywords or (name == "fill" and not inplace):
+        return None
+    target = f"{name}_" if inplace else name
+
+    def run(emit: Emit, *args: Any) -> Any:
+        return emit(target if node.op == "call_method" else node.target, *args)
+
+    return _Use(number, dtype, run)
