@@ -77,6 +77,7 @@ class Backend(Registry):
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # of Dynamo's traces
         self._pieces = PieceCache(self.config)
+        self._floats: dict[Any, float] = {}  # of callers, see :func:`compat.varied_floats`
         self._unmet: UnmetOps | None = None
 
     def __reduce__(self) -> Any:
@@ -169,9 +170,9 @@ class Backend(Registry):
         unwrapped = unwrap_subclasses(gm)
         with compat.new_sources() as sources:
             if unwrapped is None:
-                graph = _build(gm, config, self._pieces, frozen)
+                graph = _build(gm, config, self._pieces, self._floats, frozen)
             else:
-                graph = _build(unwrapped.graph, config, self._pieces, 0)
+                graph = _build(unwrapped.graph, config, self._pieces, self._floats, 0)
         compat.drop_sources_with(graph, sources)
         compat.trace_artifact("cgcompile_code", lambda: graph.source)
         compat.trace_artifact(
@@ -209,12 +210,16 @@ def _with_regions_inlined(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _build(
-    gm: fx.GraphModule, config: CompilationConfig, cache: PieceCache, frozen: int
+    gm: fx.GraphModule,
+    config: CompilationConfig,
+    cache: PieceCache,
+    floats: dict[Any, float],
+    frozen: int,
 ) -> CompiledGraph:
     """Split a graph, check the sizes, compile the pieces, check again, build the compiled graph."""
     # In modes other than PIECEWISE the graph is one piece, for FULL graphs where its ops allow
     # them.
-    numbers_to_tensors(gm)
+    numbers_to_tensors(gm, compat.varied_floats(gm, floats))
     if config.mode is CompilationMode.PIECEWISE:
         compat.make_floats_constant(gm)
     split, boundaries = split_by_config(gm, config)
@@ -227,6 +232,7 @@ def _build(
         config = replace(config, mode=CompilationMode.PIECEWISE, compiler=compiler)
     runnables, compilation = compile_pieces(split, config, cache)
     check_sizes(split, config)  # a compiler may add guards of its own
+    compat.forget_constant_floats()
     return CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)
 
 

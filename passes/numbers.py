@@ -13,7 +13,7 @@ tensors are never replaced.
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +49,9 @@ _ON_FLOATS |= {torch.sym_float}
 Emit = Callable[..., Any]
 
 
-def numbers_to_tensors(gm: fx.GraphModule) -> None:
-    """Replace the varying numbers that ops of a graph compute with by 0-dim tensors."""
-    numbers = _Numbers(gm)
+def numbers_to_tensors(gm: fx.GraphModule, floats: Collection[fx.Node]) -> None:
+    """Replace the ints that ops of a graph compute with by 0-dim tensors, and these floats."""
+    numbers = _Numbers(gm, floats)
     if numbers.inputs:
         numbers.replace()
 
@@ -67,7 +67,7 @@ class _Use(NamedTuple):
 class _Numbers:
     """The numbers of one graph that vary, and what computes with them."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, floats: Collection[fx.Node]) -> None:
         self._gm = gm
         self._fakes = [value(node) for node in gm.graph.nodes]
         sizes = symbols_of(tensors(self._fakes))
@@ -80,7 +80,7 @@ class _Numbers:
             if node.op == "placeholder" and isinstance(number, torch.SymInt):
                 if number.node.expr.is_Symbol and sizes.isdisjoint(symbols_of(number)):
                     self.inputs[node] = frozenset((node,))
-            elif node.target == "item" and compat.is_varied_float(node.args[0]):
+            elif node in floats:
                 self.inputs[node] = frozenset((node.args[0],))
 
     def replace(self) -> None:

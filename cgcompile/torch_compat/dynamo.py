@@ -224,20 +224,29 @@ def restarts() -> tuple[type[BaseException], ...]:
     return (RestartAnalysis, SkipFrame)
 
 
-def is_varied_float(placeholder: fx.Node) -> bool:
-    """Return whether an input is a Python float, as a tensor, that has had several values."""
-    from torch._dynamo import pgo
-    from torch._dynamo.source import FloatTensorSource
+def varied_floats(gm: fx.GraphModule, seen: dict[Any, float]) -> set[fx.Node]:
+    """Return the nodes that read a Python float of the caller which has had several values.
+
+    ``seen`` has one value of each float that a graph was traced with.
+    """
+    # With ``dynamic=True`` every float is an input at once, else, and for :func:`trace_call`, one
+    # that has varied. Those that have not, such as factors of a model, are constants.
+    from torch._dynamo import config
     from torch._dynamo.symbolic_convert import tls
 
-    source = getattr(placeholder, "_dynamo_source", None)
-    if not isinstance(source, FloatTensorSource):
-        return False
-    if getattr(tls, "current_tx", None) is None:
-        return True  # :func:`trace_call` passes no other float in this way
-    name = source.base.name
-    entries = [state.automatic_dynamic.get(name) for state in pgo.get_code_state().values()]
-    return any(entry is not None and entry.scalar is pgo.auto_dynamic for entry in entries)
+    trace = getattr(tls, "current_tx", None)
+    varied = set()
+    for node in gm.graph.nodes:
+        if node.target != "item" or node.args[0].op != "placeholder" or not _floats_of(node):
+            continue
+        number = node.meta["example_value"].node
+        if not number.expr.free_symbols:
+            continue  # something depends on its value
+        code = None if trace is None else trace.f_code
+        value, key = number.hint, (code, source_name(node.args[0]))
+        if config.assume_static_by_default or seen.setdefault(key, value) != value:
+            varied.add(node)
+    return varied
 
 
 def make_floats_constant(gm: fx.GraphModule) -> None:
@@ -254,6 +263,13 @@ def make_floats_constant(gm: fx.GraphModule) -> None:
         TensorifyState.specialize(name)  # else Inductor restarts the trace
     if new and not _fold(gm, list(users)):
         raise TensorifyScalarRestartAnalysis
+
+
+def forget_constant_floats() -> None:
+    """Let the next trace make its floats inputs again: torch keeps their names for good."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    TensorifyState.clear()
 
 
 def _floats_of(node: fx.Node) -> set[sympy.Symbol]:

@@ -54,8 +54,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.exc": "RestartAnalysis SkipFrame TensorifyScalarRestartAnalysis "
     "TorchDynamoException",
     "torch._dynamo.guards": "CheckFunctionManager GuardManagerWrapper",
-    "torch._dynamo.pgo": "auto_dynamic get_code_state",
-    "torch._dynamo.source": "ConstantSource FloatTensorSource",
+    "torch._dynamo.source": "ConstantSource",
     "torch._dynamo.symbolic_convert": "TensorifyState tls",
     "torch._dynamo.variables.invoke_subgraph": "build_input_fingerprint",
     "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_metrics_context",
