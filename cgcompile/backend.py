@@ -219,7 +219,8 @@ def _build(
     """Split a graph, check the sizes, compile the pieces, check again, build the compiled graph."""
     # In modes other than PIECEWISE the graph is one piece, for FULL graphs where its ops allow
     # them.
-    numbers_to_tensors(gm, compat.varied_floats(gm, floats))
+    varied = compat.varied_floats(gm, floats)
+    numbers_to_tensors(gm, varied)
     if config.mode is CompilationMode.PIECEWISE:
         compat.make_floats_constant(gm)
     split, boundaries = split_by_config(gm, config)
@@ -230,9 +231,9 @@ def _build(
     if config.mode is not CompilationMode.PIECEWISE:
         compiler = "eager" if config.mode is CompilationMode.NONE else "inductor"
         config = replace(config, mode=CompilationMode.PIECEWISE, compiler=compiler)
-    runnables, compilation = compile_pieces(split, config, cache)
+    with compat.floats_settled(varied):
+        runnables, compilation = compile_pieces(split, config, cache)
     check_sizes(split, config)  # a compiler may add guards of its own
-    compat.forget_constant_floats()
     return CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)
 
 

@@ -3,8 +3,8 @@
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -265,10 +265,22 @@ def make_floats_constant(gm: fx.GraphModule) -> None:
         raise TensorifyScalarRestartAnalysis
 
 
-def forget_constant_floats() -> None:
-    """Let the next trace make its floats inputs again: torch keeps their names for good."""
+@contextmanager
+def floats_settled(floats: Iterable[fx.Node]) -> Iterator[None]:
+    """Let compilers ignore floats that are tensors or constants by now; forget them at the end."""
+    # A compiler would restart the trace for each float of the trace that it does not find in a
+    # graph. torch keeps the names, and a later trace of the same float would begin with a constant.
     from torch._dynamo.symbolic_convert import TensorifyState
 
+    names = {str(symbol) for node in floats for symbol in _floats_of(node)}
+    names = {name for name in names if not TensorifyState.should_specialize(name)}
+    for name in names:
+        TensorifyState.specialize(name)
+    try:
+        yield
+    except BaseException:
+        TensorifyState.force_specializations -= names
+        raise
     TensorifyState.clear()
 
 
