@@ -83,8 +83,15 @@ def known_size(size: Any) -> int | str:
     return int(expression)
 
 
-def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return what a trace assumed of ``sizes``: (condition in Python, its symbols) of each."""
+def number_text(number: torch.SymInt | torch.SymFloat) -> str:
+    """Return a symbolic number as Python text; equal numbers have equal texts."""
+    return str(PythonPrinter().doprint(number.node.expr))
+
+
+def size_conditions(
+    shape_env: Any, sizes: Set[Any], numbers: Set[str] = frozenset()
+) -> list[tuple[str, tuple[str, ...]]]:
+    """Return what a trace assumed of ``sizes`` and ``numbers``: (condition in Python, symbols)."""
     # Note [Sizes of a symbol]. The symbol of a backed size is positive for sympy, whatever its
     # range, so ``s > 0`` is True without a guard: such a trace serves no size of 0.
     conditions = []
@@ -100,7 +107,10 @@ def size_conditions(shape_env: Any, sizes: Set[Any]) -> list[tuple[str, tuple[st
             continue
         lower = 1 if str(symbol) in sizes and symbol.is_positive else 0
         lower = max(lower, int(bounds.lower)) if bounds.lower.is_Integer else lower
-        if lower > (0 if str(symbol) in sizes else 2):
+        if str(symbol) in numbers and str(symbol) not in sizes:
+            if bounds.lower.is_Integer:
+                conditions.append((f"{symbol} >= {bounds.lower}", (str(symbol),)))
+        elif lower > (0 if str(symbol) in sizes else 2):
             conditions.append((f"{symbol} >= {lower}", (str(symbol),)))
         if bounds.upper.is_Integer:
             conditions.append((f"{symbol} <= {bounds.upper}", (str(symbol),)))

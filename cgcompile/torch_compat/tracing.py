@@ -14,6 +14,7 @@ import os
 import re
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,7 +25,12 @@ import torch
 from torch import fx
 from torch.fx.graph_module import _loader
 
-from cgcompile.torch_compat.dynamo import known_size, size_conditions, squeeze_conditions
+from cgcompile.torch_compat.dynamo import (
+    known_size,
+    number_text,
+    size_conditions,
+    squeeze_conditions,
+)
 from cgcompile.torch_compat.regions import RegionGuards, regions_marked
 
 
@@ -320,10 +326,24 @@ class Trace:
             if isinstance(tracked.fake, torch.Tensor):
                 yield str(tracked.source.name), tracked.fake
 
+    @property
+    def numbers(self) -> dict[str, str]:
+        """The numbers of the call that are inputs of the trace, by path, as Python text."""
+        found = {}
+        for tracked in self._shape_env.tracked_fakes or ():
+            number, source = tracked.fake, tracked.source
+            if isinstance(number, torch.Tensor):
+                number, source = getattr(number, "item_memo", None), getattr(source, "base", None)
+            if isinstance(number, (torch.SymInt, torch.SymFloat)) and source is not None:
+                if number.node.expr.free_symbols:
+                    found[str(source.name)] = number_text(number)
+        return found
+
     def size_conditions(self) -> list[tuple[str, tuple[str, ...]]]:
         """Return (condition in Python, its symbols) of what was assumed of sizes so far."""
         sizes = {size for shape in self.sizes.values() for size in shape}
-        return [*size_conditions(self._shape_env, sizes), *self._squeezes]
+        numbers = set(self.numbers.values())
+        return [*size_conditions(self._shape_env, sizes, numbers), *self._squeezes]
 
     @property
     def aliases(self) -> list[tuple[str, str]]:
@@ -490,15 +510,16 @@ def trace_call(
     freeze: bool,
     regions: Mapping[type[torch.nn.Module], int] | None = None,
     inline: Inline | None = None,
+    varying: Collection[str] = (),
 ) -> Trace:
     """Trace a call without running it; raises CannotTrace if it does not become one graph."""
-    # ``freeze``: bind the current tensors of modules, globals and closures, instead of looking them
+    # The numbers at the paths ``varying`` become inputs. ``freeze``: bind the current tensors of modules, globals and closures, instead of looking them
     # up at each call. With ``regions``, the classes of repeated layers and how often each may be
     # traced, it is :meth:`Trace.freeze` that does so: torch fails to repeat what binds tensors.
     from torch._dynamo import config, convert_frame
 
     patches = {
-        "automatic_dynamic_shapes": False,
+        "automatic_dynamic_shapes": bool(varying),
         "assume_static_by_default": True,
         "install_free_tensors": freeze and not regions,
         "capture_scalar_outputs": True,
@@ -510,6 +531,7 @@ def trace_call(
         stack.enter_context(convert_frame.compile_lock)
         stack.enter_context(_as_cannot_trace())
         stack.enter_context(patched(config, patches))
+        stack.enter_context(_varying(varying))
         stack.enter_context(measured())
         before = set(function.__globals__)
         with new_sources() as sources:
@@ -525,6 +547,28 @@ def trace_call(
     drop_sources_with(code, sources)
     weakref.finalize(code, drop_globals, function.__globals__, new).atexit = False
     return trace
+
+
+@contextmanager
+def _varying(paths: Collection[str]) -> Iterator[None]:
+    """Let a trace find that the numbers at these paths have varied, and nothing else."""
+    # In place of what Dynamo has seen of other calls of the function, which stays as it was.
+    from torch._dynamo import pgo
+
+    class States(defaultdict[Any, Any]):
+        def __missing__(self, code: Any) -> Any:
+            self[code] = state = pgo.CodeState()
+            for path in paths:
+                entry = pgo.FrameStateSizeEntry(scalar=pgo.auto_dynamic)
+                state.automatic_dynamic[path] = entry
+            return state
+
+    before = pgo._CODE_STATE
+    pgo._CODE_STATE = States()
+    try:
+        yield
+    finally:
+        pgo._CODE_STATE = before
 
 
 def _installed_since(before: set[str], function: types.FunctionType) -> set[str]:

@@ -71,7 +71,8 @@ class LiveTensors:
 class Fits:
     """Generates ``function(args, kwargs)``: whether a trace of this call serves another call."""
 
-    # ``paths`` are Dynamo's, by position or keyword; ``shapes`` and ``strides`` are by path.
+    # ``paths`` are Dynamo's, by position or keyword; ``shapes`` and ``strides`` are by path, and so
+    # are the ``numbers`` that are inputs of the trace, which may have other values.
     # ``pinned`` tensors, which the model also reads in another way, must be the same objects. The
     # order of ``collected`` keywords counts. No argument may be one of the tensors ``elsewhere``,
     # which are not held. ``references`` are weak, to the objects that must be the same.
@@ -85,6 +86,7 @@ class Fits:
         shapes: Shapes,
         strides: Shapes,
         conditions: Conditions,
+        numbers: Mapping[str, str],
         pinned: Collection[str] = (),
         collected: Collection[str] = (),
         elsewhere: Iterable[torch.Tensor] = (),
@@ -94,6 +96,8 @@ class Fits:
         self._names: dict[str, Any] = {"math": math}
         self._elsewhere = LiveTensors(elsewhere)
         self._shapes, self._strides, self._pinned = shapes, strides, pinned
+        self._numbers = numbers
+        self.varies = False  # whether an argument is such a number
         self._count = 0
         self._sizes: dict[str, list[str]] = {}  # by the name of a size: where it can be read
         self._derived: list[tuple[str, tuple[str, ...]]] = []  # strides that follow from sizes
@@ -174,6 +178,11 @@ class Fits:
             self._same.setdefault(id(value), name)
         elif isinstance(value, torch.Tensor):
             self._tensor(name, kind, value, path)
+        elif path in self._numbers and type(value) in (int, float):
+            self.varies = True
+            finite = f" or not math.isfinite({name})" if type(value) is float else ""
+            self._unless(f"type({name}) is not {kind}{finite}")
+            self._sizes.setdefault(self._numbers[path], []).append(name)
         elif isinstance(value, (float, complex)):  # as text: -0.0 is not 0.0, nan is nan
             self._unless(f"type({name}) is not {kind} or repr({name}) != {repr(value)!r}")
         elif isinstance(value, (*_PLAIN, *_SEALED)):

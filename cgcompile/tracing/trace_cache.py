@@ -109,7 +109,8 @@ class CompiledTrace:
         self.run = python(run)
         self.fast_paths: FastPaths | None = None
         self.learn: Callable[..., None]  # of the fast paths, if there are any
-        if isinstance(compiled, CompiledGraph) and self.is_free and trace.python.is_plain:
+        plain = self.is_free and trace.python.is_plain and not fits.varies
+        if isinstance(compiled, CompiledGraph) and plain:
             self.fast_paths = compiled.fast_paths
             self.learn = partial(compiled.fast_paths.learn, fits.checks, python)
 
@@ -180,6 +181,7 @@ class Traces:
         self._compile = compile_graph
         self._run_plain = run_plain
         self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers
+        self._varied: set[str] = set()  # the paths of numbers that had several values
         self._rules = rules
         self._count = 0  # of traces since the last invalidation
         self._lock = new_lock()
@@ -343,10 +345,25 @@ class Traces:
         with self._lock:
             self._set(())
             self._refused.clear()
+            self._varied.clear()
             self._count, self._unfrozen = 0, False
             compat.drop_trace_caches()
 
     # -------------------------------------------------------------- numbers that vary
+
+    def _note_varied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the numbers in which alone a call differs from one that was traced."""
+        numbers = self._numbers(args, kwargs)
+        for trace in self.traces:
+            others = trace.numbers
+            if len(others) == len(numbers) > 0 and all(type(n) is not complex for n in others):
+                if self._serves(trace, *with_numbers(args, kwargs, others)):
+                    pairs = zip(numbers, others, strict=True)
+                    self._varied |= {
+                        path
+                        for (_, path, now), before in pairs
+                        if type(now) is type(before) and repr(now) != repr(before)
+                    }
 
     def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fallback | None:
         """Return the fallback of a call that differs from all traces in a number alone."""
@@ -358,7 +375,7 @@ class Traces:
         unused = [trace for trace in self.traces if not trace.repeated]
         unused.sort(key=lambda trace: trace.number)
         numbers = self._numbers(args, kwargs)
-        key = tuple(number for _, number in numbers)
+        key = tuple(number for _, _, number in numbers)
         once = [
             trace
             for trace in unused
@@ -370,7 +387,7 @@ class Traces:
         if not self._is_rare(key, once[0]):
             return None
         columns = zip(*(trace.numbers for trace in once), strict=True)
-        varied = [(name, column) for (name, _), column in zip(numbers, columns, strict=True)]
+        varied = [(name, column) for (name, _, _), column in zip(numbers, columns, strict=True)]
         name, values = max(varied, key=lambda each: len(set(map(repr, each[1]))))
         return varying_number(name, values, "a trace")
 
@@ -410,11 +427,13 @@ class Traces:
             return False
         return trace.guards is None or trace.guards.hold(self._names(args, kwargs))
 
-    def _numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Return (name, number) of the numbers, in the order of :func:`with_numbers`."""
+    def _numbers(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, str, Any]]:
+        """Return (name, Dynamo's path, number), in the order of :func:`with_numbers`."""
         return [
-            (f"{name}{path}", leaf)
-            for name, _, value in self._named(args, kwargs)
+            (f"{name}{path}", f"{source}{path}", leaf)
+            for name, source, value in self._named(args, kwargs)
             for path, leaf in compat.tree_paths(value)
             if is_number(leaf)
         ]
@@ -426,6 +445,7 @@ class Traces:
         if self.is_closed:
             raise RecompileError.closed(name=self.name, why=self._why_none_serves(args, kwargs))
         self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
+        self._note_varied(args, kwargs)
         least = _LEAST[self._rules.shapes]  # smaller sizes are constants of a trace of their own
         dims = self._dims.of_call(self._named(args, kwargs))
         dims = [dim for dim in dims if dim.size >= least]
@@ -455,6 +475,9 @@ class Traces:
         try:
             return self._attempt(args, kwargs, dims)
         except compat.CannotTrace as error:
+            if self._varied and not error.model_raises:  # it may need a number as a constant
+                self._varied.clear()
+                return self._trace_with(args, kwargs, dims)
             if error.model_raises:  # in Python, and its own type is lost here
                 self._function(*args, **kwargs)  # raises what the model raises
             raise TraceError.refused(name=self.name, why=str(error)) from error
@@ -471,7 +494,7 @@ class Traces:
             else:
                 trace = self._compiled_trace(args, kwargs, dims)
         log.info("%s: %s", self.name, trace.start)
-        trace.numbers = tuple(number for _, number in self._numbers(args, kwargs))
+        trace.numbers = tuple(number for _, _, number in self._numbers(args, kwargs))
         self._set((trace, *(each for each in self.traces if each.is_alive)))
         if trace.frozen and isinstance(trace.compiled, CompiledGraph):
             trace.compiled.traces = weakref.ref(self)
@@ -547,6 +570,7 @@ class Traces:
                     freeze=freezes,
                     regions=repeated,
                     inline=inline,
+                    varying=self._varied,
                 )
                 if freezes:
                     trace.freeze(scope, self._arguments)
@@ -554,7 +578,7 @@ class Traces:
             except Exception as error:  # whatever the reason, the plain trace decides
                 log.info("%s: each layer is traced on its own: %s", self.name, error)
                 self._repeats_layers = False
-        return compat.trace_call(called, args, kwargs, freeze=freezes)
+        return compat.trace_call(called, args, kwargs, freeze=freezes, varying=self._varied)
 
     def _fits(
         self,
@@ -591,6 +615,7 @@ class Traces:
             shapes=free_sizes(dims) | trace.sizes,
             strides=trace.strides,
             conditions=trace.size_conditions(),
+            numbers=trace.numbers,
             pinned=pinned,
             collected=[name for name in kwargs if name not in self._signature.parameters],
             elsewhere=[x for x in elsewhere.values() if isinstance(x, torch.Tensor)],
