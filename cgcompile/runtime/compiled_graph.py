@@ -118,6 +118,7 @@ class CompiledGraph:
             (position, value.source or value.name)
             for position, value in enumerate(split.inputs)
             if isinstance(value.meta, torch.Tensor) and not value.static
+            if value.name not in split.cpu_scalars
         ][:_MOST_NAMED]
         constants = split.constants.values() if split.differentiable else ()
         self._constants = tuple(x for x in constants if isinstance(x, torch.Tensor))

@@ -121,10 +121,11 @@ class Dispatch:
             for position, value in enumerate(split.inputs)
             if is_symbolic_number(value.meta) and sizes.isdisjoint(symbols_of(value.meta))
         )
-        dims = split.symbols.dims.items()
-        rows = [name for name, dim in dims if config.capture_dim in (None, dim)][:1]
-        positions = (p for p, value in enumerate(split.inputs) if value.name in rows)
-        self._rows = next(positions, None)  # of the number that counts the rows of a batch
+        dims, arguments = split.symbols.dims.items(), self._arguments
+        rows = [name for name, dim in dims if config.capture_dim in (None, dim)]
+        of_rows = {p for p, value in enumerate(split.inputs) if value.name in rows}
+        chosen = of_rows if config.capture_dim is not None else of_rows - arguments
+        self._rows = min(chosen, default=None)  # of the number that counts the rows of a batch
         self._auto_mode = auto_mode(split, wanted)
         self.reset()
 

@@ -94,6 +94,7 @@ class CompiledTrace:
         self.repeated = False  # whether it has served another call than the traced one
         self.number = 0  # among all traces of the function
         self.numbers: tuple[Any, ...] = ()  # the numbers among the arguments that were traced
+        self._varies = fits.varies
         self._references = fits.references
         self._checks = fits.checks  # keeps the weak references to tensors that ``fits`` compares
         self.guards = self.dropped = None
@@ -123,6 +124,13 @@ class CompiledTrace:
         if self.guards is not None and not self.guards.is_alive:
             return False
         return all(reference() is not None for reference in self._references)
+
+    @property
+    def served_few(self) -> bool:
+        """Whether it has served one call only; or a few, where numbers are inputs of it."""
+        if not self.repeated or not self._varies:
+            return not self.repeated
+        return isinstance(self.compiled, CompiledGraph) and self.compiled.counters.calls <= VARYING
 
     def replaced(self, scope: dict[str, Any]) -> str | None:
         """Return the path of the first frozen tensor that was replaced or moved, else None."""
@@ -367,12 +375,12 @@ class Traces:
 
     def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fallback | None:
         """Return the fallback of a call that differs from all traces in a number alone."""
-        # That is, ``VARYING`` such traces have served one call only. A number that recurs that
+        # That is, ``VARYING`` such traces have served one call only, or few. A number that recurs that
         # often without a trace is traced, and replaces the oldest trace.
         if self.is_closed or len(self.traces) < VARYING or capture_postponed():
             return None
         self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
-        unused = [trace for trace in self.traces if not trace.repeated]
+        unused = [trace for trace in self.traces if trace.served_few]
         unused.sort(key=lambda trace: trace.number)
         numbers = self._numbers(args, kwargs)
         key = tuple(number for _, _, number in numbers)

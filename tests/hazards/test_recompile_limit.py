@@ -16,9 +16,9 @@ LIMITS = ["recompile_limit", "accumulated_recompile_limit"]
 
 
 def new_step() -> Callable[..., Any]:
-    """A function whose code Dynamo has not seen."""
-    scope: dict[str, Any] = {}
-    exec(compile("def step(x, scale):\n    return x * scale + 1\n", __file__, "exec"), scope)
+    """A function whose code Dynamo has not seen; its number is a constant of each trace."""
+    scope: dict[str, Any] = {"elu": torch.nn.functional.elu}
+    exec(compile("def step(x, scale):\n    return elu(x, scale) + 1\n", __file__, "exec"), scope)
     return scope["step"]
 
 

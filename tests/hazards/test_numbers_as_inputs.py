@@ -1,0 +1,282 @@
+"""A number that differs at each call, and that ops only compute with, is an input of the graphs."""
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lib.front_ends import COMPILED, ROWS, WIDTH, compiled, context, settings
+from torch import nn
+
+import cgcompile
+from cgcompile import CUDAGraphMode
+from cgcompile.errors import DispatchError
+from cgcompile.passes.split import SplitGraph
+from cgcompile.reasons import Reason
+
+KINDS = [int, float]
+
+
+def numbers(kind: type, count: int) -> list[Any]:
+    """Return numbers in no order, no two of them equal, and some of them negative."""
+    if kind is int:
+        return random.sample(range(-40, -1), count // 2) + random.sample(range(2, 40), count // 2)
+    return [random.uniform(-3, 3) for _ in range(count)]
+
+
+class Attends(nn.Module):
+    """Computes with a number before and after an eager piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
+        y = (self.linear(x) * number + number / 3)[None]
+        y = F.scaled_dot_product_attention(y, y, y)[0]
+        y += number * 2 + 1
+        return y.sin() - number
+
+
+class Bodies:
+    """Functions of a tensor and a number, by what they show."""
+
+    @staticmethod
+    def arithmetic(x: torch.Tensor, number: Any) -> Any:
+        return x + number, number - x, x * (number + 1), x / (number * 2 + 0.5), -number + x
+
+    @staticmethod
+    def half(x: torch.Tensor, number: Any) -> Any:
+        y = x.to(torch.bfloat16)
+        return y + number, y * number, y / number, number - y, y.clone().mul_(number), y > number
+
+    @staticmethod
+    def whole(x: torch.Tensor, number: Any) -> Any:
+        y = (x * 9).to(torch.int32)
+        return y + number, y * number, y < number, y == number, y / number
+
+    @staticmethod
+    def no_dimension(x: torch.Tensor, number: Any) -> Any:
+        y = x.sum()
+        return y * number, y.to(torch.bfloat16) - number, y + x
+
+    @staticmethod
+    def written(x: torch.Tensor, number: Any) -> Any:
+        y = x.clone()
+        y *= number
+        y.sub_(number)
+        z = torch.full((3,), number) + torch.full_like(x, number).sum()
+        return y, z, x.masked_fill(x > 0, number), torch.where(x > 0, x, number)
+
+    @staticmethod
+    def branch(x: torch.Tensor, number: Any) -> Any:
+        return x * number if number > 0 else x - number
+
+    @staticmethod
+    def positions(x: torch.Tensor, number: Any) -> Any:
+        mask = torch.arange(WIDTH, device=x.device) + number
+        return mask, x.masked_fill(mask % 3 == 0, 0.5), (mask >= number).all()
+
+
+BODIES = [name for name in vars(Bodies) if not name.startswith("_")]
+
+
+def check(step: Callable[..., Any], eager: Callable[..., Any], kind: type, device: str) -> None:
+    """Compare 16 calls of random inputs and numbers with eager; no result is that of another."""
+    results = []
+    for number in numbers(kind, 16):
+        x = torch.randn(ROWS, WIDTH, device=device)
+        result = step(x, number)
+        torch.testing.assert_close(result, eager(x, number))
+        results.append([*result][0].clone())
+    assert not any(one.equal(other) for one, other in pairwise(results))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_each_value_is_replayed(
+    name: str, kind: type, mode: str, dynamic: bool | None, device: str
+) -> None:
+    model = Attends().to(device).requires_grad_(False)
+    config = settings(device, strict=True, cudagraph_mode=mode)
+    served = compiled(name, model, config, dynamic)
+    with torch.inference_mode():
+        check(served.step, model, kind, device)
+    counters = served.counters()
+    assert counters.captures == 1
+    assert counters.replays >= 12
+    assert counters.plain.keys() == {Reason.WARMING}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("body", BODIES)
+def test_results_are_those_of_eager(name: str, kind: type, body: str, device: str) -> None:
+    function = getattr(Bodies, body)
+    served = compiled(name, function, settings(device, strict=True))
+    with torch.inference_mode():
+        check(served.step, function, kind, device)
+    assert served.counters().replays >= 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("body", ["arithmetic", "half", "whole", "no_dimension", "written"])
+def test_results_have_all_bits_of_eager(kind: type, body: str) -> None:
+    """On the CPU; kernels of a GPU divide by the reciprocal of a number, and by a tensor."""
+    function = getattr(Bodies, body)
+    served = compiled("cgcompile.compile", function, settings("cpu", strict=True))
+    with torch.inference_mode():
+        for number in numbers(kind, 12):
+            x = torch.randn(64, WIDTH)
+            result, expected = served.step(x, number), function(x, number)
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert served.counters().replays >= 8
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])
+def test_under_a_forward_context(name: str, kind: type, mode: CUDAGraphMode, device: str) -> None:
+    model = Attends().to(device).requires_grad_(False)
+    served = compiled(name, model, settings(device, strict=True))
+    static = torch.empty(ROWS, WIDTH, device=device)
+
+    def step(x: torch.Tensor, number: Any) -> torch.Tensor:
+        with context(mode=mode):
+            return served.step(static.copy_(x), number)
+
+    with torch.inference_mode():
+        check(step, model, kind, device)
+    assert served.counters().replays >= 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_pieces(kind: type, device: str) -> None:
+    model = Attends().to(device).requires_grad_(False)
+    served = compiled("torch.compile", model, settings(device, compiler="inductor", strict=True))
+    with torch.inference_mode():
+        check(served.step, model, kind, device)
+    assert served.counters().replays >= 12
+    assert served.target.num_compilations == 2
+
+
+@pytest.mark.parametrize("guards", ["keep", "shape", "none"])
+def test_a_branch_is_compared_whatever_the_guards(guards: str, device: str) -> None:
+    def function(x: torch.Tensor, number: Any) -> torch.Tensor:
+        return x * number if number > 4 else x - number
+
+    served = cgcompile.compile(function, settings(device, strict=True), guards=guards)
+    with torch.inference_mode():
+        for number in (9, 8, 7, 3, 2, 11, 0, 1, -6, 5, 4, 12, 7.5, 3.5, 4.5, 4.0, 0.5, 8.25):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served(x, number), function(x, number))
+    assert len(served.traces) <= 8
+
+
+def test_values_that_no_trace_serves(device: str) -> None:
+    """Dynamo makes them constants."""
+    served = compiled("cgcompile.compile", Bodies.written, settings(device))
+    with torch.inference_mode():
+        for number in (0.5, 0.75, float("inf"), 0.25, float("nan"), -0.0, 0.0, 3, True, 7, 8):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            result, expected = served.step(x, number), Bodies.written(x, number)
+            torch.testing.assert_close(result, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(kind: type, device: str) -> None:
+    model = Attends().to(device)
+    served = compiled("torch.compile", model, settings(device))
+    for number in numbers(kind, 4):
+        x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+        (found,) = torch.autograd.grad(served.step(x, number).sum(), x)
+        (expected,) = torch.autograd.grad(model(x, number).sum(), x)
+        torch.testing.assert_close(found, expected)
+    assert served.counters().plain == {Reason.GRADIENTS: 4}
+
+
+def test_an_int_that_an_eager_piece_reads_as_well(device: str) -> None:
+    def function(x: torch.Tensor, number: int) -> torch.Tensor:
+        y = x * number
+        with cgcompile.eager_region():
+            y = F.elu(y, number)
+        return y.sin() + number
+
+    served = compiled("torch.compile", function, settings(device, strict=True), dynamic=True)
+    with torch.inference_mode():
+        check(served.step, function, int, device)
+    assert served.counters().captures == 1
+
+
+def test_a_number_that_also_decides_a_size_is_a_varying_number(device: str) -> None:
+    def function(x: torch.Tensor, number: int) -> torch.Tensor:
+        return (x * number)[:, :number]
+
+    served = compiled("torch.compile", function, settings(device, strict=True), dynamic=True)
+    x = torch.randn(ROWS, 4 * WIDTH, device=device)
+    with torch.inference_mode():
+        for number in range(2, 10):
+            torch.testing.assert_close(served.step(x, number), function(x, number))
+        with pytest.raises(DispatchError, match=r"varying_number.*'number'"):
+            served.step(x, 10)
+
+
+def test_a_float_that_is_returned_is_a_constant(device: str) -> None:
+    def function(x: torch.Tensor, one: float, other: float) -> Any:
+        return x * one, x * other, other * 3
+
+    served = compiled("torch.compile", function, settings(device))
+    with torch.inference_mode():
+        for step in range(6):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            args = x, step + 0.5, 1.5 + step // 3
+            found, expected = served.step(*args), function(*args)
+            torch.testing.assert_close(found, expected)
+            assert type(found[2]) is float
+    assert served.counters().replays >= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tools_run_the_pieces(kind: type, device: str) -> None:
+    model = cgcompile.compile(Attends().to(device).requires_grad_(False), settings(device))
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with torch.inference_mode():
+        for number in numbers(kind, 6):
+            model(x, number)
+        assert cgcompile.debug.verify(model, x, number).ok
+        assert "nothing differs" in str(cgcompile.debug.bisect(model, x, number))
+
+
+# ---------------------------------------------------------------- the split on another device
+
+
+def split_of(function: Any, kind: type) -> SplitGraph:
+    """Return the split of a function of ``meta`` tensors, which is traced and never run."""
+    backend = cgcompile.Backend(compiler="eager")
+    splits = []
+
+    def stop(gm: Any, example_inputs: Any) -> Any:
+        splits.append(backend(gm, example_inputs).split)
+        return gm.forward
+
+    step = torch.compile(function, backend=stop, fullgraph=True)
+    with torch.no_grad():
+        for number in (2, 3):
+            step(torch.randn(ROWS, WIDTH, device="meta"), kind(number))
+    return splits[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_captured_piece_takes_a_number_as_a_tensor_of_its_device(kind: type) -> None:
+    torch._dynamo.reset()
+    split = split_of(lambda x, n: (x * (n + 1) - n).to(torch.bfloat16) * n, kind)
+    (piece,) = split.pieces
+    assert piece.capture
+    assert len(split.cpu_scalars) == 1
+    fakes = [node.meta.get("example_value") for node in piece.module.graph.nodes]
+    assert {fake.device.type for fake in fakes if isinstance(fake, torch.Tensor)} == {"meta"}
