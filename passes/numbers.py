@@ -128,7 +128,7 @@ class _Numbers:
         return isinstance(number, torch.SymFloat) and node.target in _ON_FLOATS
 
     def _use(self, node: fx.Node) -> _Use | None:
-        """Return how an op takes its number as a tensor, with an equal result; None if it cannot."""
+        """Return how an op takes its number as a tensor; None if its result would be another."""
         numbers = [n for n in node.all_input_nodes if n in self.inputs]
         if node.op not in COMPUTING or len(numbers) != 1:
             return None
@@ -247,14 +247,17 @@ def _name_of(node: fx.Node) -> tuple[str, bool]:
 _INPLACE = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow"}  # of ``iadd``, ...
 
 
-def _common(number: fx.Node, *others: Any) -> torch.dtype | None:
+def _fake(argument: Any) -> torch.Tensor | None:
+    """Return the fake value of an argument that is a tensor; None for others."""
+    fake = value(argument) if isinstance(argument, fx.Node) else None
+    return fake if isinstance(fake, torch.Tensor) else None
+
+
+def _common(number: fx.Node, tensor: torch.Tensor | None) -> torch.dtype | None:
     """Return the dtype in which an op computes with a Python number; None if complex."""
-    python = 1 if _dtype_of(number) is torch.int64 else 1.5
-    fakes = [value(other) if isinstance(other, fx.Node) else None for other in others]
-    if len(fakes) != 1 or not isinstance(fakes[0], torch.Tensor):
+    if tensor is None or tensor.is_complex():
         return None
-    common = torch.result_type(fakes[0], python)
-    return None if common.is_complex else common
+    return torch.result_type(tensor, 1 if _dtype_of(number) is torch.int64 else 1.5)
 
 
 def _binary(node: fx.Node, number: fx.Node) -> _Use | None:
@@ -262,13 +265,13 @@ def _binary(node: fx.Node, number: fx.Node) -> _Use | None:
     name, inplace = _name_of(node)
     if name not in _BINARY or len(node.args) != 2 or node.kwargs:
         return None
-    (other,) = [arg for arg in node.args if arg is not number] or [None]
-    common = _common(number, other)
-    if common is None or name == "pow" and not value(other).is_floating_point():
+    tensor = _fake(next((arg for arg in node.args if arg is not number), None))
+    common = _common(number, tensor)
+    if tensor is None or common is None or (name == "pow" and not tensor.is_floating_point()):
         return None
     # With a Python number kernels compute in float32, those of the CPU that add excepted.
-    on_cpu = common in _REDUCED and value(other).device.type == "cpu"
-    wide = common in _REDUCED and (name in _SCALES or name in _ADDS and not on_cpu)
+    on_cpu = tensor.device.type == "cpu"
+    wide = common in _REDUCED and (name in _SCALES or (name in _ADDS and not on_cpu))
     if common in _REDUCED and not wide and name not in (*_ADDS, *_COMPARES):
         return None
     function = getattr(torch, name)

@@ -236,8 +236,6 @@ class _Cutter:
         for node in foreign:
             copies[node] = graph.placeholder(self._names[node])
             copies[node].meta = node.meta.copy()
-        # A number that graphs read as a tensor is an input of the name of the number.
-        numbers = {n: n.args[0] if is_number_tensor(n) else n for n in foreign}
         for node in (*bodies, *floating):
             copies[node] = graph.node_copy(node, copies.__getitem__)
         for enter in before.entered:
@@ -251,7 +249,11 @@ class _Cutter:
         if after.grad != self._grad_outside:
             graph.call_function(compat.SET_GRAD_ENABLED, (self._grad_outside,))
         graph.output(tuple(copies[node] for node in outputs))
-        return graph, tuple(self._names[numbers[node]] for node in foreign)
+        return graph, tuple(self._input_name(node) for node in foreign)
+
+    def _input_name(self, node: fx.Node) -> str:
+        """Return the name of what a piece takes; a number, also where it takes it as a tensor."""
+        return self._names[node.all_input_nodes[0] if is_number_tensor(node) else node]
 
     def _take_scalars_on_device(self, graph: fx.Graph, inputs: tuple[str, ...]) -> None:
         """Let a captured piece take its 0-dim CPU tensors as tensors of the device."""

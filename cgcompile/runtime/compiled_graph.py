@@ -58,7 +58,12 @@ from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.runtime.dispatch import Dispatch
 from cgcompile.runtime.fast_path import ANOTHER, FastPaths, GraphFastPath
 from cgcompile.runtime.inputs import FrozenTensors, Overlaps, Roles, why_never
-from cgcompile.runtime.program import Program, copying_cpu_scalars, not_reading_context
+from cgcompile.runtime.program import (
+    Program,
+    copying_cpu_scalars,
+    not_reading_context,
+    uncompiled,
+)
 from cgcompile.runtime.recorder import record
 from cgcompile.runtime.recording import Batch, Recording
 from cgcompile.runtime.weight_sets import WeightSet, WeightSets
@@ -111,14 +116,11 @@ class CompiledGraph:
         runnables = copying_cpu_scalars(split, runnables)
         runnables = list(map(not_reading_context, split.pieces, runnables))
         self._run = self._run_compared = step.bind(runnables)
-        modules = [piece.module.forward for piece in split.pieces]
-        modules = copying_cpu_scalars(split, modules, numbers_only=True)
-        self._run_differentiable = step.bind(modules)
+        self._run_differentiable = step.bind(uncompiled(split))
         self._named = [
             (position, value.source or value.name)
             for position, value in enumerate(split.inputs)
-            if isinstance(value.meta, torch.Tensor) and not value.static
-            if value.name not in split.cpu_scalars
+            if isinstance(value.meta, torch.Tensor) and value.meta.dim() and not value.static
         ][:_MOST_NAMED]
         constants = split.constants.values() if split.differentiable else ()
         self._constants = tuple(x for x in constants if isinstance(x, torch.Tensor))

@@ -383,18 +383,22 @@ def cpu_scalars(split: SplitGraph) -> dict[int, tuple[int, ...]]:
     return {index: inputs for index, inputs in positions.items() if inputs}
 
 
-def copying_cpu_scalars(
-    split: SplitGraph, runnables: Sequence[Runnable], *, numbers_only: bool = False
-) -> list[Runnable]:
-    """Return what runs each piece, with 0-dim CPU tensors copied to the device first."""
+def copying_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> list[Runnable]:
+    """Return what runs each piece, with 0-dim CPU tensors and numbers copied to the device."""
     copying = list(runnables)
     for index, positions in cpu_scalars(split).items():
-        names = split.pieces[index].inputs
-        if numbers_only:
-            values = {p: split.values[names[p]].meta for p in positions}
-            positions = tuple(p for p in positions if is_symbolic_number(values[p]))
         copying[index] = _copying(runnables[index], positions, split.device)
     return copying
+
+
+def uncompiled(split: SplitGraph) -> list[Runnable]:
+    """Return the code of each piece, for tensors that may require grad, with numbers as tensors."""
+    runnables: list[Runnable] = [piece.module.forward for piece in split.pieces]
+    for index, positions in cpu_scalars(split).items():
+        values = {p: split.values[split.pieces[index].inputs[p]].meta for p in positions}
+        numbers = [p for p in positions if is_symbolic_number(values[p])]
+        runnables[index] = _copying(runnables[index], numbers, split.device)
+    return runnables
 
 
 def _copying(run: Runnable, positions: Sequence[int], device: torch.device) -> Runnable:

@@ -54,7 +54,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.exc": "RestartAnalysis SkipFrame TensorifyScalarRestartAnalysis "
     "TorchDynamoException",
     "torch._dynamo.guards": "CheckFunctionManager GuardManagerWrapper",
-    "torch._dynamo.pgo": "CodeState FrameStateSizeEntry _CODE_STATE auto_dynamic",
+    "torch._dynamo.pgo": "get_code_state",
     "torch._dynamo.source": "ConstantSource",
     "torch._dynamo.symbolic_convert": "TensorifyState tls",
     "torch._dynamo.variables.invoke_subgraph": "build_input_fingerprint",

@@ -14,7 +14,6 @@ import os
 import re
 import types
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -334,9 +333,9 @@ class Trace:
             number, source = tracked.fake, tracked.source
             if isinstance(number, torch.Tensor):
                 number, source = getattr(number, "item_memo", None), getattr(source, "base", None)
-            if isinstance(number, (torch.SymInt, torch.SymFloat)) and source is not None:
-                if number.node.expr.free_symbols:
-                    found[str(source.name)] = number_text(number)
+            symbolic = isinstance(number, (torch.SymInt, torch.SymFloat)) and source is not None
+            if symbolic and number.node.expr.free_symbols:
+                found[str(source.name)] = number_text(number)
         return found
 
     def size_conditions(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -513,9 +512,10 @@ def trace_call(
     varying: Collection[str] = (),
 ) -> Trace:
     """Trace a call without running it; raises CannotTrace if it does not become one graph."""
-    # The numbers at the paths ``varying`` become inputs. ``freeze``: bind the current tensors of modules, globals and closures, instead of looking them
-    # up at each call. With ``regions``, the classes of repeated layers and how often each may be
-    # traced, it is :meth:`Trace.freeze` that does so: torch fails to repeat what binds tensors.
+    # The numbers at the paths ``varying`` become inputs. ``freeze``: bind the current tensors of
+    # modules, globals and closures, instead of looking them up at each call. With ``regions``, the
+    # classes of repeated layers and how often each may be traced, it is :meth:`Trace.freeze` that
+    # does so: torch fails to repeat what binds tensors.
     from torch._dynamo import config, convert_frame
 
     patches = {
@@ -552,23 +552,28 @@ def trace_call(
 @contextmanager
 def _varying(paths: Collection[str]) -> Iterator[None]:
     """Let a trace find that the numbers at these paths have varied, and nothing else."""
-    # In place of what Dynamo has seen of other calls of the function, which stays as it was.
+    # In place of what Dynamo has seen of other calls, which is put back.
     from torch._dynamo import pgo
 
-    class States(defaultdict[Any, Any]):
-        def __missing__(self, code: Any) -> Any:
-            self[code] = state = pgo.CodeState()
-            for path in paths:
-                entry = pgo.FrameStateSizeEntry(scalar=pgo.auto_dynamic)
-                state.automatic_dynamic[path] = entry
-            return state
+    seen = pgo.get_code_state()
+    before, factory = dict(seen), seen.default_factory
 
-    before = pgo._CODE_STATE
-    pgo._CODE_STATE = States()
+    def varied() -> Any:
+        state: Any = factory()  # type: ignore[misc]
+        for path in paths:
+            entry = state.automatic_dynamic[path]
+            for number in range(3):  # different values
+                entry |= type(entry).make_scalar(number)
+        return state
+
+    seen.clear()
+    seen.default_factory = varied if paths else factory
     try:
         yield
     finally:
-        pgo._CODE_STATE = before
+        seen.clear()
+        seen.update(before)
+        seen.default_factory = factory
 
 
 def _installed_since(before: set[str], function: types.FunctionType) -> set[str]:

@@ -364,19 +364,18 @@ class Traces:
         numbers = self._numbers(args, kwargs)
         for trace in self.traces:
             others = trace.numbers
-            if len(others) == len(numbers) > 0 and all(type(n) is not complex for n in others):
-                if self._serves(trace, *with_numbers(args, kwargs, others)):
-                    pairs = zip(numbers, others, strict=True)
-                    self._varied |= {
-                        path
-                        for (_, path, now), before in pairs
-                        if type(now) is type(before) and repr(now) != repr(before)
-                    }
+            alike = len(others) == len(numbers) > 0
+            if alike and self._serves(trace, *with_numbers(args, kwargs, others)):
+                self._varied |= {
+                    path
+                    for (_, path, now), before in zip(numbers, others, strict=True)
+                    if type(now) is type(before) is not complex and repr(now) != repr(before)
+                }
 
     def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fallback | None:
         """Return the fallback of a call that differs from all traces in a number alone."""
-        # That is, ``VARYING`` such traces have served one call only, or few. A number that recurs that
-        # often without a trace is traced, and replaces the oldest trace.
+        # That is, ``VARYING`` such traces have served one call only, or few. A number that recurs
+        # that often without a trace is traced, and replaces the oldest trace.
         if self.is_closed or len(self.traces) < VARYING or capture_postponed():
             return None
         self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
@@ -435,9 +434,7 @@ class Traces:
             return False
         return trace.guards is None or trace.guards.hold(self._names(args, kwargs))
 
-    def _numbers(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[str, str, Any]]:
+    def _numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Any]]:
         """Return (name, Dynamo's path, number), in the order of :func:`with_numbers`."""
         return [
             (f"{name}{path}", f"{source}{path}", leaf)

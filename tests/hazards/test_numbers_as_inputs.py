@@ -37,7 +37,7 @@ class Attends(nn.Module):
     def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
         y = (self.linear(x) * number + number / 3)[None]
         y = F.scaled_dot_product_attention(y, y, y)[0]
-        y += number * 2 + 1
+        y = y + (number * 2 + 1)
         return y.sin() - number
 
 
@@ -91,7 +91,7 @@ def check(step: Callable[..., Any], eager: Callable[..., Any], kind: type, devic
         x = torch.randn(ROWS, WIDTH, device=device)
         result = step(x, number)
         torch.testing.assert_close(result, eager(x, number))
-        results.append([*result][0].clone())
+        results.append(next(iter(result)).clone())
     assert not any(one.equal(other) for one, other in pairwise(results))
 
 
@@ -182,7 +182,7 @@ def test_values_that_no_trace_serves(device: str) -> None:
     """Dynamo makes them constants."""
     served = compiled("cgcompile.compile", Bodies.written, settings(device))
     with torch.inference_mode():
-        for number in (0.5, 0.75, float("inf"), 0.25, float("nan"), -0.0, 0.0, 3, True, 7, 8):
+        for number in (0.5, 0.75, float("inf"), 0.25, float("nan"), -0.0, 0.0, 3, 7, 8):
             x = torch.randn(ROWS, WIDTH, device=device)
             result, expected = served.step(x, number), Bodies.written(x, number)
             torch.testing.assert_close(result, expected, equal_nan=True)

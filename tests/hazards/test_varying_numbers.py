@@ -146,7 +146,7 @@ def test_numbers_inside_of_arguments_are_named(device: str) -> None:
             more = {"options": {"flag": True, "scale": 0.5 * (step // 14), "name": "a"}}
             torch.testing.assert_close(served(x, 2, step, **more), module(x, 2, step, **more))
     assert served.backend.counters.plain[Reason.VARYING_NUMBER] == 11
-    assert "the number 'sizes' differs" in served.backend.counters.details[Reason.VARYING_NUMBER]
+    assert "the number 'sizes.1' differs" in served.backend.counters.details[Reason.VARYING_NUMBER]
 
 
 def test_two_numbers_that_vary_in_turn(device: str) -> None:
