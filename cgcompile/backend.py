@@ -107,6 +107,7 @@ class Backend(Registry):
         if self is None:  # on the class, after ``torch.compile(model, backend=cgcompile.Backend)``
             return
         self._forget()
+        self._floats.clear()
         for shape_env in tuple(self._shape_envs):
             compat.drop_fakes(shape_env)
         self._shape_envs.clear()

@@ -553,9 +553,9 @@ def trace_call(
 def _varying(paths: Collection[str]) -> Iterator[None]:
     """Let a trace find that the numbers at these paths have varied, and nothing else."""
     # In place of what Dynamo has seen of other calls, which is put back.
-    from torch._dynamo import pgo
+    from torch._dynamo.pgo import get_code_state
 
-    seen = pgo.get_code_state()
+    seen = get_code_state()
     before, factory = dict(seen), seen.default_factory
 
     def varied() -> Any:
