@@ -41,9 +41,9 @@ _REDUCED = (torch.float16, torch.bfloat16)
 
 # Arithmetic on Python numbers that tensors of int64 and float64 do with the same result.
 _ON_INTS = {operator.add, operator.sub, operator.mul, operator.neg}
-_ON_INTS |= {operator.floordiv, operator.mod}
+_ON_INTS |= {operator.floordiv, operator.mod, torch.sym_max, torch.sym_min}
 _ON_FLOATS = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg}
-_ON_FLOATS |= {torch.sym_float}
+_ON_FLOATS |= {torch.sym_float, torch.sym_max, torch.sym_min}
 
 # Adds an op, or runs it: (function or name of a method, *arguments, **keywords) -> its result.
 Emit = Callable[..., Any]
@@ -191,10 +191,19 @@ class _Numbers:
                 (self._tensors[key],) = self.inputs[number]
                 self._tensors[key].meta[NUMBER] = True
             else:
-                args = [self._operand(arg, own) for arg in number.args]
-                function = _FUNCTIONS.get(number.target)  # none: the operand is a float by now
-                self._tensors[key] = self._behind(number, function, args) if function else args[0]
+                self._tensors[key] = self._arithmetic(number, own)
         return self._tensors[key]
+
+    def _arithmetic(self, number: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Return a node that computes as a tensor what a node computes from numbers."""
+        args = [self._operand(arg, dtype) for arg in number.args]
+        function = _FUNCTIONS.get(number.target)
+        if function is None:  # to a float, which the operand is by now
+            return args[0]
+        if number.target in _LIMITS and not all(arg in self.inputs for arg in number.args):
+            args.sort(key=lambda arg: not isinstance(_fake(arg), torch.Tensor))  # the tensor first
+            args, function = [*args[:1], *_LIMITS[number.target], args[1]], torch.clamp
+        return self._behind(number, function, args)
 
     def _operand(self, operand: Any, dtype: torch.dtype) -> Any:
         """Return an operand of arithmetic: a number of an input as a tensor, others as they are."""
@@ -217,7 +226,13 @@ _FUNCTIONS: Mapping[Any, Any] = {
     operator.floordiv: torch.floor_divide,
     operator.mod: torch.remainder,
     operator.neg: torch.neg,
+    torch.sym_max: torch.maximum,
+    torch.sym_min: torch.minimum,
 }
+
+
+# What ``clamp`` takes before a limit that is no tensor.
+_LIMITS: Mapping[Any, tuple[Any, ...]] = {torch.sym_max: (), torch.sym_min: (None,)}
 
 
 def _run(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -361,9 +361,12 @@ class Traces:
 
     def _note_varied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the numbers in which alone a call differs from one that was traced."""
-        numbers = self._numbers(args, kwargs)
+        numbers, names = self._numbers(args, kwargs), self._names(args, kwargs)
         for trace in self.traces:
             others = trace.numbers
+            if trace.guards is not None and trace.guards.is_alive and trace.fits(args, kwargs):
+                failed = _NUMBER_GUARD.match(trace.guards.first_that_fails(names))
+                self._varied |= set() if failed is None else {failed[1]}
             alike = len(others) == len(numbers) > 0
             if alike and self._serves(trace, *with_numbers(args, kwargs, others)):
                 self._varied |= {

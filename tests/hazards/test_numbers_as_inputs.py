@@ -77,8 +77,9 @@ class Bodies:
 
     @staticmethod
     def positions(x: torch.Tensor, number: Any) -> Any:
-        mask = torch.arange(WIDTH, device=x.device) + number
-        return mask, x.masked_fill(mask % 3 == 0, 0.5), (mask >= number).all()
+        offset = max(number - 3, 0) - min(7, number)
+        mask = torch.arange(WIDTH, device=x.device) + offset
+        return mask + number, x.masked_fill(mask % 3 == 0, 0.5), (mask >= number).all()
 
 
 BODIES = [name for name in vars(Bodies) if not name.startswith("_")]
@@ -239,6 +240,44 @@ def test_a_float_that_is_returned_is_a_constant(device: str) -> None:
             torch.testing.assert_close(found, expected)
             assert type(found[2]) is float
     assert served.counters().replays >= 1
+
+
+class Window:
+    """A cache of the last steps: it counts them in Python, as the caches of transformers do."""
+
+    def __init__(self, device: str) -> None:
+        self.seen, self.keys = 0, torch.zeros(WIDTH, WIDTH, device=device)
+
+    def update(self, key: torch.Tensor) -> torch.Tensor:
+        if self.seen >= WIDTH:
+            self.keys.copy_(torch.cat([self.keys[1:], key]))
+        else:
+            self.keys[self.seen : self.seen + 1] = key
+        self.seen += 1
+        return self.keys
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_cache_that_counts_past_its_window(name: str, device: str) -> None:
+    linear = nn.Linear(WIDTH, WIDTH).to(device).requires_grad_(False)
+
+    def function(x: torch.Tensor, position: torch.Tensor, cache: Window) -> torch.Tensor:
+        first = max(cache.seen - WIDTH + 1, 0)
+        mask = torch.arange(WIDTH, device=x.device)[None] + first <= position
+        key = linear(x)
+        keys = cache.update(key)[None]
+        return F.scaled_dot_product_attention(key[None], keys, keys, attn_mask=mask)[0]
+
+    served = compiled(name, function, settings(device))
+    cache, expected = Window(device), Window(device)
+    with torch.inference_mode():
+        for step in range(WIDTH + 12):
+            x = torch.randn(1, WIDTH, device=device)
+            position = torch.tensor([[step]], device=device)
+            result = served.step(x, position, cache)
+            torch.testing.assert_close(result, function(x, position, expected))
+            assert cache.seen == expected.seen
+    assert served.counters().replays >= 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
