@@ -199,7 +199,8 @@ class _Numbers:
         args = [self._operand(arg, dtype) for arg in number.args]
         function = _FUNCTIONS.get(number.target)
         if function is None:  # to a float, which the operand is by now
-            return args[0]
+            source: fx.Node = args[0]
+            return source
         if number.target in _LIMITS and not all(arg in self.inputs for arg in number.args):
             args.sort(key=lambda arg: not isinstance(_fake(arg), torch.Tensor))  # the tensor first
             args, function = [*args[:1], *_LIMITS[number.target], args[1]], torch.clamp

@@ -79,7 +79,7 @@ class Bodies:
     def positions(x: torch.Tensor, number: Any) -> Any:
         offset = max(number - 3, 0) - min(7, number)
         mask = torch.arange(WIDTH, device=x.device) + offset
-        return mask + number, x.masked_fill(mask % 3 == 0, 0.5), (mask >= number).all()
+        return mask + number * 3, x.masked_fill(mask % 3 == 0, 0.5), (mask >= number).all()
 
 
 BODIES = [name for name in vars(Bodies) if not name.startswith("_")]
