@@ -361,6 +361,11 @@ def test_another_object_at_the_same_address_is_the_same_input(device: str, setti
 # ------------------------------------------------------------------ compiled: other numbers
 
 
+class Scales(nn.Module):
+    def forward(self, x, n):
+        return attended(x.sin()) * n
+
+
 class Bends(nn.Module):
     """Calls an op that takes a number, and no tensor in its place."""
 
@@ -396,6 +401,19 @@ def test_another_number_of_a_graph(device: str, setting: str, mode: Any) -> None
         assert_counts(backend, 1, 2, {WARMING: 1, Reason.INPUT_CHANGED: 3})
     else:
         assert_counts(backend, 2, 3, {WARMING: 2})
+
+
+@both_modes
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_number_that_ops_compute_with_is_live(device: str, setting: str, mode: Any) -> None:
+    settings = {"splitting_ops": (ATTEND,), "on_input_change": setting}
+    model, compiled, backend = compiled_model(Scales, device, dynamic=True, **settings)
+    x = batch(device, ROWS)
+    for n in (3, 4, 5, 3, 7, 7):
+        x.normal_()
+        with context(mode):
+            assert_same(compiled(x, n), model(x, n))
+    assert_counts(backend, 1, 4, {WARMING: 1})
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
