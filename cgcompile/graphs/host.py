@@ -292,6 +292,13 @@ class _InRegion(compat.DispatchMode):
         return func(*args, **kwargs) if kernel is None else self._run(func, kernel, args, kwargs)
 
 
+def _in_autocast(
+    state: dict[str, torch.dtype], call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with compat.autocast_on(state):
+        return call(*args, **kwargs)
+
+
 def _replay_region(call: Callable[[list[Any]], Any], bodies: list[_Body], *inputs: Any) -> Any:
     """Run compiled code, with the recorded bodies in place of Python kernels."""
     if not bodies:
@@ -509,6 +516,9 @@ class _Recorder(compat.DispatchMode):
         for tensor in written:
             self._remember(tensor)
         call = compat.waited_collective(func) or func  # its result is moved at once
+        autocast = compat.autocast_state()
+        if autocast:
+            call = partial(_in_autocast, autocast, call)
         step = self._step(str(func), call, args, kwargs)
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
         self._refuse_reads(True)

@@ -7,7 +7,7 @@ numbers, which most steps pass, are walked here, at a tenth of the cost.
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
@@ -344,7 +344,12 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self.on_call(func, args, kwargs or {})
+        # Torch switches autocast off for a mode; a kernel that calls other ops would miss it.
+        state = _autocast_of_caller() if types is not None else {}
+        if not state:
+            return self.on_call(func, args, kwargs or {})
+        with autocast_on(state):
+            return self.on_call(func, args, kwargs or {})
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call; the mode is off inside."""
@@ -565,3 +570,19 @@ def own_cached_casts(compiled: bool) -> Iterator[None]:
 
 def autocast_off() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", enabled=False)
+
+
+def _autocast_of_caller() -> dict[str, torch.dtype]:
+    """Return :func:`autocast_state` of the code whose op a dispatch mode gets."""
+    with torch._C._RestorePythonTLSSnapshot():
+        return autocast_state() if any_autocast() else {}
+
+
+@contextmanager
+def autocast_on(state: dict[str, torch.dtype]) -> Iterator[None]:
+    """Switch autocast on as in a result of :func:`autocast_state`."""
+    cached = torch.is_autocast_cache_enabled()
+    with ExitStack() as stack:
+        for kind, dtype in state.items():
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+        yield

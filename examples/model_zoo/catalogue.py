@@ -1,6 +1,7 @@
 """All architectures of the zoo, by name."""
 
 from model_zoo.entries import Entry
+from model_zoo.features import FEATURES
 from model_zoo.language import DECODERS, ENCODERS, TRANSLATORS
 from model_zoo.perception import FORECASTING, HEARING, SEEING, TOGETHER
 
@@ -12,5 +13,6 @@ ENTRIES: tuple[Entry, ...] = (
     *HEARING,
     *TOGETHER,
     *FORECASTING,
+    *FEATURES,
 )
 CATALOGUE = {entry.name: entry for entry in ENTRIES}

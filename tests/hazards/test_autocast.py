@@ -105,3 +105,44 @@ def test_a_capture_under_autocast_is_not_replayed_outside(name: str, device: str
             run(False)
     torch.testing.assert_close(*run(True))
     assert served.counters().replays > replays
+
+
+class Fused(nn.Module):
+    """Calls ops whose kernels call others, which autocast casts."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
+        self.layer = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.to(device).eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(torch.tanh(self.linear(x))[None])[0]  # one kernel
+        return y + product(x)
+
+
+@torch.library.custom_op("cgcompile_tests::product", mutates_args=())
+def product(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x.T) @ x
+
+
+@product.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    low = torch.is_autocast_enabled(x.device.type)
+    return torch.empty_like(x, dtype=torch.bfloat16 if low else x.dtype)
+
+
+@pytest.mark.parametrize("name", [name for name in FRONT_ENDS if name not in COMPILED])
+def test_kernels_that_call_other_ops_see_autocast(name: str, device: str) -> None:
+    """A dispatch mode runs ops with autocast off, unless it is switched on again."""
+    model = Fused(device)
+    served = front_end(name, model, device)
+    with torch.inference_mode(), torch.autocast(device, LOW):
+        for _ in range(4):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            result, expected = served.step(x), model(x)
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+            assert result.dtype is LOW
+    assert served.counters().replays >= 2
