@@ -10,6 +10,7 @@ from cgcompile.torch_compat.artifacts import *
 from cgcompile.torch_compat.capture import *
 from cgcompile.torch_compat.compilers import *
 from cgcompile.torch_compat.dynamo import *
+from cgcompile.torch_compat.expressions import *
 from cgcompile.torch_compat.foreign import *
 from cgcompile.torch_compat.ops import *
 from cgcompile.torch_compat.presence import *
