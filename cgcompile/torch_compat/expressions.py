@@ -1,4 +1,4 @@
-"""Expressions of sizes: nodes that compute them, their values, and Python text of them."""
+"""Expressions of sizes: their values, nodes that compute them, and Python text of them."""
 
 import math
 import operator
@@ -10,9 +10,9 @@ import sympy
 import torch
 from torch import fx
 from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.printers import PythonPrinter
 
-# What torch's interpreter of expressions calls, where the module ``operator`` has no such name.
+# The handlers of torch's interpreter of expressions that have another name here than in the modules
+# ``operator`` and ``math``.
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
@@ -21,7 +21,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "floor_to_int": math.floor,
     "identity": operator.pos,
     "int_truediv": operator.truediv,
-    "log2": torch._sym_log2,  # type: ignore[attr-defined]
     "maximum": torch.sym_max,
     "minimum": torch.sym_min,
     "not_": torch.sym_not,
@@ -30,25 +29,57 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "round_decimal": round,
     "round_to_int": round,
     "sqrt": torch.sym_sqrt,
-    "to_dtype": torch.sym_float,  # float64 is the only one
+    "to_dtype": torch.sym_float,  # to float64, always
     "trunc_to_int": math.trunc,
     "where": torch.sym_ite,
 }
 
-# What the text of an expression may name, besides its symbols and builtins.
-NAMES_IN_TEXT: Mapping[str, Any] = {"math": math, "torch": torch}
+_TEXTS: Mapping[Callable[..., Any], str] = {
+    operator.abs: "abs({})",
+    operator.add: "({} + {})",
+    operator.and_: "({} & {})",
+    operator.eq: "({} == {})",
+    operator.floordiv: "({} // {})",
+    operator.ge: "({} >= {})",
+    operator.gt: "({} > {})",
+    operator.le: "({} <= {})",
+    operator.lt: "({} < {})",
+    operator.mod: "({} % {})",
+    operator.mul: "({} * {})",
+    operator.ne: "({} != {})",
+    operator.or_: "({} | {})",
+    operator.pos: "{}",
+    operator.pow: "({} ** {})",
+    operator.truediv: "({} / {})",
+    operator.xor: "({} ^ {})",
+    torch.sym_float: "float({})",
+    torch.sym_ite: "({1} if {0} else {2})",
+    torch.sym_max: "max({}, {})",
+    torch.sym_min: "min({}, {})",
+    torch.sym_not: "(not {})",
+    torch.sym_sqrt: "math.sqrt({})",
+}
+
+NAMES_IN_TEXT: Mapping[str, Any] = {"math": math}  # besides symbols and builtins
 
 
-class _Operators:
-    """The operators of expressions on numbers, symbolic numbers and nodes of a graph."""
+class _Handlers:
+    """The handlers of torch's interpreter; ``call`` gets a function and its arguments."""
+
+    def __init__(self, call: Callable[..., Any], constant: Callable[[Any], Any]) -> None:
+        self._call, self._constant = call, constant
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        function = _FUNCTIONS.get(name) or getattr(operator, name)
-        return partial(_applied, function)
+        function = _FUNCTIONS.get(name) or getattr(operator, name, None) or getattr(math, name)
+        return partial(self._handle, function)
 
-    def constant(self, number: Any, dtype: torch.dtype) -> int | float | bool:
+    def _handle(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        # The interpreter adds the dtype of the result, which each function has by itself.
+        return self._call(function, *(a for a in arguments if not isinstance(a, torch.dtype)))
+
+    def constant(self, number: Any, dtype: torch.dtype) -> Any:
         kinds = {torch.int64: int, torch.bool: bool}
-        return kinds.get(dtype, float)(number)
+        return self._constant(kinds.get(dtype, float)(number))
 
     def trunc(self, number: Any) -> Any:
         return self.to_dtype(self.trunc_to_int(number))
@@ -66,32 +97,43 @@ class _Operators:
         return result
 
 
-_OPERATORS = _Operators()
-
-
-def _applied(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the value of ``function``, or a new node that calls it, if an argument is a node."""
-    # The interpreter adds the dtype of the result, which each function here has by itself.
-    arguments = tuple(each for each in arguments if not isinstance(each, torch.dtype))
+def _value(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the value of a call, or a new node that makes it where an argument is a node."""
     node = next((each for each in arguments if isinstance(each, fx.Node)), None)
     return function(*arguments) if node is None else node.graph.call_function(function, arguments)
 
 
-def evaluated(expression: sympy.Expr, values: Mapping[sympy.Symbol, Any]) -> Any:
+def _text(function: Callable[..., Any], *arguments: str) -> str:
+    if function in _TEXTS:
+        return _TEXTS[function].format(*arguments)
+    owner = "" if function is round else "math."
+    return f"{owner}{function.__name__}({', '.join(arguments)})"
+
+
+def _text_of_constant(number: float) -> str:
+    return repr(number) if math.isfinite(number) else f"float('{number}')"
+
+
+_VALUES = _Handlers(_value, lambda number: number)
+_IN_TEXT = _Handlers(_text, _text_of_constant)
+
+
+def evaluated(expression: sympy.Basic, values: Mapping[sympy.Symbol, Any]) -> Any:
     """Return the value of an expression for numbers, symbolic numbers or nodes of its symbols."""
-    return sympy_interp(_OPERATORS, dict(values), expression)
+    return sympy_interp(_VALUES, dict(values), expression)
 
 
 def text_of(expression: sympy.Basic) -> str:
     """Return an expression as Python text, which may use :data:`NAMES_IN_TEXT`."""
-    return str(PythonPrinter().doprint(expression))
+    names = {symbol: str(symbol) for symbol in expression.free_symbols}
+    return str(sympy_interp(_IN_TEXT, names, expression))
 
 
 def python_predicate(
-    conditions: Sequence[sympy.Expr], symbols: Sequence[sympy.Symbol]
+    conditions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]
 ) -> Callable[..., bool]:
     """Return a Python function of the values of ``symbols``: whether all conditions hold."""
-    text = " and ".join(f"({text_of(condition)})" for condition in conditions) or "True"
+    text = " and ".join(map(text_of, conditions)) or "True"
     arguments = ", ".join(map(str, symbols))
     predicate: Callable[..., bool] = eval(f"lambda {arguments}: {text}", {**NAMES_IN_TEXT})
     return predicate

@@ -37,7 +37,7 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
 # (``_cuda_endAllocateToPool``, ``_cuda_releasePool``); three others of ``torch._C`` are missing in
 # some builds without CUDA.
 PRIVATE_NAMES: Mapping[str, str] = {
-    "torch": "_neg_view _sym_log2",
+    "torch": "_neg_view",
     "torch._C": "DispatchKey _AutoDispatchBelowAutograd _InferenceMode "
     "_construct_storage_from_data_pointer _cuda_clearCublasWorkspaces _cuda_endAllocateToPool "
     "_cuda_getCurrentRawStream _cuda_getCurrentStream _cuda_getDevice "
@@ -81,7 +81,6 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.utils": "_pytree",
     "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode",
     "torch.utils._sympy.interp": "sympy_interp",
-    "torch.utils._sympy.printers": "PythonPrinter",
 }
 # Attributes of objects, by their owner. Whether they exist shows with an object alone.
 PRIVATE_ATTRIBUTES: Mapping[str, str] = {
