@@ -8,6 +8,7 @@ that torch does not document. Callers write ``compat.name``, whichever file here
 # ruff: noqa: F403
 from cgcompile.torch_compat.artifacts import *
 from cgcompile.torch_compat.capture import *
+from cgcompile.torch_compat.checkpoints import *
 from cgcompile.torch_compat.compilers import *
 from cgcompile.torch_compat.dynamo import *
 from cgcompile.torch_compat.expressions import *
