@@ -111,3 +111,21 @@ def test_a_pyramid_that_reads_the_sizes_of_its_levels(
     assert counters.captures == 2, counters
     assert counters.replays == 4, counters
     assert len(backend.graphs) == 1
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if math.floor(rows * 0.3) > 3:
+            x = x * 2
+        return x - 1 if math.sqrt(rows) < 3.2 else x + round(rows / 4)
+
+
+@pytest.mark.parametrize("guards", ["keep", "shape", "none"])
+def test_a_branch_on_a_computed_size_is_guarded(guards: str, device: str) -> None:
+    model, config = Branches(), settings(device)
+    step = cgcompile.compile(model, config, guards=guards, dynamic_dims={"x": 0})
+    with torch.inference_mode():
+        for rows in (8, 20, 8, 20, 9, 8, 21, 14, 13, 11, 13):
+            x = torch.randn(rows, 4, device=device)
+            torch.testing.assert_close(step(x), model(x))
