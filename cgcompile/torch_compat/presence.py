@@ -80,7 +80,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.ops._c10d_functional.wait_tensor": "default",
     "torch.utils": "_pytree",
     "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode",
-    "torch.utils._sympy.printers": "PythonPrinter",
+    "torch.utils._sympy.interp": "sympy_interp",
 }
 # Attributes of objects, by their owner. Whether they exist shows with an object alone.
 PRIVATE_ATTRIBUTES: Mapping[str, str] = {
