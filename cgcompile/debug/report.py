@@ -25,6 +25,7 @@ from cgcompile.debug.explain import (
 from cgcompile.debug.pages import Page
 from cgcompile.debug.profile import Profile, SegmentTime, timeline
 from cgcompile.debug.subject import name_of, original_of, recorders_of
+from cgcompile.graphs.memory import memory_of
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.printer import count
@@ -267,9 +268,5 @@ def _remedies(served: Coverage) -> dict[str, str]:
 def _memory(target: Any, recorders: Sequence[Any]) -> dict[str, int]:
     """Return bytes by purpose, each pool once."""
     if isinstance(target, CudaGraphManager):
-        return dict(vars(target.graph_memory()))
-    pools = {id(each.pool): each.pool for each in recorders if each.pool is not None}.values()
-    held = sum(pool.held.held for pool in pools)
-    staging = sum(pool.arena.nbytes for pool in pools)
-    buffers = sum(pool.nbytes for pool in pools) - held - staging
-    return {"pools": held, "staging": staging, "buffers": buffers}
+        return target.memory().parts
+    return memory_of([each.pool for each in recorders]).parts
