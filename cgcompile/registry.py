@@ -127,10 +127,11 @@ class Registry:
             (True, 0)
         """
         managers = tuple(self._managers)
-        of_managers = [wrapper for manager in managers for wrapper in manager.wrappers]
-        owners = [*self.graphs, *self.wrappers, *of_managers]
+        wrappers = [*self.wrappers]
+        wrappers += [wrapper for manager in managers for wrapper in manager.wrappers]
+        pools = [graph.pool for graph in self.graphs] + [wrapper.pool for wrapper in wrappers]
         outputs = sum(manager.meter.outputs.nbytes for manager in managers)
-        return memory_of([owner.pool for owner in owners], outputs, growth_of(owners))
+        return memory_of(pools, outputs, growth_of(self.graphs, wrappers))
 
     @checked
     def capture(
@@ -254,11 +255,13 @@ class Registry:
         return result
 
 
-def growth_of(owners: Iterable[CompiledGraph | CUDAGraphWrapper]) -> list[tuple[str, int]]:
+def growth_of(
+    graphs: Iterable[CompiledGraph], wrappers: Iterable[CUDAGraphWrapper]
+) -> list[tuple[str, int]]:
     """Return (batch, bytes) of the captures of all graphs that exist, in their order."""
-    records = []
-    for owner in owners:
-        steps = owner.recordings if isinstance(owner, CompiledGraph) else owner.entries
-        records += [owner.timeline.record_of(step.sequence) for step in steps]
-    known = sorted((each for each in records if each is not None), key=lambda each: each.start)
+    made = [
+        graph.timeline.record_of(step.sequence) for graph in graphs for step in graph.recordings
+    ]
+    made += [one.timeline.record_of(entry.sequence) for one in wrappers for entry in one.entries]
+    known = sorted((each for each in made if each is not None), key=lambda each: each.start)
     return [(f"{each.mode.name} {each.batch}", each.nbytes) for each in known]

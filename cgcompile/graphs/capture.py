@@ -412,9 +412,9 @@ def bulk_capture() -> Iterator[None]:
             yield
     finally:
         _in_bulk.reset(token)
-        bulk.end()
         if freeze:
             gc.unfreeze()
+        bulk.end()
 
 
 def bulk_memory() -> dict[Any, Any]:

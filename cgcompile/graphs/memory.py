@@ -121,7 +121,8 @@ def measured(pool: GraphPool) -> Iterator[None]:
     # that takes as long as a part of a capture; all of it is added to the pool of the first.
     levels = bulk_levels()
     if levels is not None:
-        levels.setdefault(pool.where, (pool, pool.device.graph_bytes()))
+        if pool.where not in levels:
+            levels[pool.where] = pool, pool.device.graph_bytes()
         yield
         return
     before = pool.device.graph_bytes()

@@ -93,8 +93,7 @@ class MemoryMeter:
 
     def memory(self) -> GraphMemory:
         """Return what graphs take now; the driver's share is that of the last captures."""
-        owners = [*self.graphs, *self.wrappers]
-        return self._read(self._driver or None, growth_of(owners))
+        return self._read(self._driver or None, growth_of(self.graphs, self.wrappers))
 
     def _read(self, executables: int | None, captures: Iterable[tuple[str, int]]) -> GraphMemory:
         pools = (self._pool, *(graph.pool for graph in self.graphs))
