@@ -64,16 +64,21 @@ class SameStorages:
     def _accept(self) -> None:
         with compat.without_modes():
             self._before = [tensor.data for tensor in self._tensors]
-        self._addresses = compat.Addresses(self._tensors, range(len(self._tensors)))
+        self._addresses: compat.Addresses | None = None  # of these; few owners compare them
+
+    def _same_addresses(self) -> bool:
+        if self._addresses is None:
+            self._addresses = compat.Addresses(self._before, range(len(self._before)))
+        return self._addresses.hold(self._tensors)
 
     def accept(self) -> None:
         """Take the present memory as the one that tensors must have; layouts count at the end."""
-        if not self._addresses.hold(self._tensors):
+        if not self._same_addresses():
             self._accept()
 
     def check_addresses(self) -> None:
         """Run :meth:`check` if a tensor has another address; layouts alone are not compared."""
-        if not self._addresses.hold(self._tensors):
+        if not self._same_addresses():
             self.check()
 
     def check(self) -> None:

@@ -300,7 +300,7 @@ class CudaDevice:
         with contextlib.suppress(RuntimeError):
             CudaPool(self.device, stream)
 
-    def around(self) -> AbstractContextManager[Any]:
+    def around(self, function: Any = None) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
     def reserved(self) -> int:

@@ -111,8 +111,8 @@ class CaptureDevice(Protocol):
     def recover(self, stream: Any) -> None:
         """Reset what a failed capture left; never raises."""
 
-    def around(self) -> AbstractContextManager[Any]:
-        """Return a context for code of users that is captured."""
+    def around(self, function: Any = None) -> AbstractContextManager[Any]:
+        """Return a context for code of users that is captured, of a function if it is given."""
 
     def reserved(self) -> int:
         """Return the bytes that the allocator holds for all pools; 0 if there is none. Fast."""

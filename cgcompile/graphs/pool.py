@@ -145,7 +145,7 @@ class GraphPool:
     def _owns(self, start: int) -> bool:
         if self._memory is not None and self._memory.holds(start):
             return True
-        return any(memory.holds(start) for memory in list(self._retired))
+        return bool(self._retired) and any(memory.holds(start) for memory in list(self._retired))
 
     def follow_stream(self) -> None:
         """Let the current stream wait for work of the pool on another one; call before a replay."""

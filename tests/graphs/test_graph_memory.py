@@ -1,5 +1,6 @@
 """What graphs take of a device, as handles and managers report it."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -106,12 +107,21 @@ def test_a_handle_reports_pools_and_captures(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-def test_smaller_sizes_use_the_memory_of_the_largest(mode: str) -> None:
-    model, x = compiled(mode), torch.randn(max(SIZES), 8)
+@pytest.mark.parametrize("in_context", [False, True])
+def test_smaller_sizes_use_the_memory_of_the_largest(mode: str, in_context: bool) -> None:
+    """The results too, though the caller holds what each capture returned."""
+    model, x, held = compiled(mode), torch.randn(max(SIZES), 8), []
+
+    def step(size: int) -> None:
+        batch = cgcompile.BatchDescriptor(size)
+        context = cgcompile.set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=batch)
+        with context if in_context else nullcontext():
+            held.append(model(x[:size]))
+
     with torch.inference_mode():
-        model.backend.capture(lambda size: model(x[:size]), [max(SIZES)])
+        model.backend.capture(step, [max(SIZES)])
         alone = model.backend.memory()
-        model.backend.capture(lambda size: model(x[:size]), SIZES)
+        model.backend.capture(step, reversed(SIZES[:-1]))
     memory = model.backend.memory()
     assert memory.parts == alone.parts
     assert [nbytes for _, nbytes in memory.captures] == [alone.total, 0, 0, 0]
