@@ -127,6 +127,20 @@ def test_smaller_sizes_use_the_memory_of_the_largest(mode: str, in_context: bool
     assert [nbytes for _, nbytes in memory.captures] == [alone.total, 0, 0, 0]
 
 
+def test_parts_agree_with_the_pools_on_each_device(device) -> None:
+    config = {"capture_device": "auto" if device == "cuda" else "host", "compiler": "eager"}
+    model = cgcompile.compile(Attends().to(device), dynamic_dims={"x": 0}, **config)
+    x = torch.randn(max(SIZES), 8, device=device)
+    with torch.inference_mode():
+        model.backend.capture(lambda size: model(x[:size]), SIZES)
+    memory = model.backend.memory()
+    assert memory.pools + memory.staging == sum(each.pool.nbytes for each in model.backend.graphs)
+    assert 0 <= memory.workspaces <= memory.pools
+    assert memory.executables >= 0
+    assert memory.measured.startswith("measured" if device == "cuda" else "not measured")
+    assert len(memory.captures) == len(SIZES)
+
+
 def test_executables_are_read_once_for_a_bulk_and_around_each_other_capture(monkeypatch) -> None:
     driver = Driver(monkeypatch)
     model, x = compiled("PIECEWISE"), torch.randn(max(SIZES), 8)
