@@ -35,7 +35,7 @@ from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.settings import checked, require, sizes_given
 
-VERSION = 4  # of the schema of Overview.to_dict()
+VERSION = 5  # of the schema of Overview.to_dict()
 _NOTHING = "Nothing was compiled yet: call the model, then ask again."
 
 
@@ -81,7 +81,7 @@ class Overview(Page):
         counters: the counters of all calls, as in ``coverage``.
         remedies: what to do about each reason in ``coverage``, by its name.
         speed: seconds of an eager call and of a replayed one, where the caller has measured them.
-        memory: bytes that the graphs take, by purpose.
+        memory: bytes that the graphs take, by purpose: the parts of :meth:`Backend.memory`.
         settings: all of them, with the origin of each.
         environment: versions and the machine, by name.
         notes: further remarks, in sentences.
