@@ -92,6 +92,8 @@ def _check_of_freed(tensor: torch.Tensor) -> Callable[[], bool]:
 class HostPool:
     """Blocks for graphs that never run at the same time; free as soon as no tensor holds them."""
 
+    workspaces = 0
+
     def __init__(self, lasting: Callable[[int], bool] | None = None) -> None:
         _pools.add(self)
         self._lasting = lasting  # whether other memory that lives as long begins at an address
@@ -641,6 +643,7 @@ class HostDevice:
     device = torch.device("cpu")
     tensor_type = "cpu"
     notices_freed, graph_step = True, 1
+    executables = "not measured: the host recorder has no driver"
 
     def new_pool(
         self, stream: None = None, lasting: Callable[[int], bool] | None = None
@@ -659,7 +662,9 @@ class HostDevice:
 
     is_capturing = capturing
 
-    def around(self) -> AbstractContextManager[Any]:
+    def around(self, function: Any = None) -> AbstractContextManager[Any]:
+        if function is not None and not compat.holds_compiled_code(function):
+            return nullcontext()
         return compat.uncompiled()
 
     def stream_key(self) -> int:

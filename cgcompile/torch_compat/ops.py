@@ -373,7 +373,7 @@ def without_modes() -> AbstractContextManager[Any]:
     """Return a context without dispatch modes."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    return _disable_current_modes()
+    return nullcontext() if top_mode() is None else _disable_current_modes()
 
 
 _COMPILED_REGION = "inductor_compiled_code"
