@@ -344,8 +344,9 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Torch switches autocast off for a mode; a kernel that calls other ops would miss it.
-        state = _autocast_of_caller() if types is not None else {}
+        # Torch switches autocast off for a mode; a kernel that calls other ops would miss it. It
+        # does not for higher-order ops, which come without C++.
+        state = {} if is_higher_order_op(func) else _autocast_of_caller()
         if not state:
             return self.on_call(func, args, kwargs or {})
         with autocast_on(state):
@@ -536,16 +537,15 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# Whether autocast is on for any device; 0.05 us.
-any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+def any_autocast() -> bool:
+    """Return whether autocast is on for a type of device that graphs are captured on."""
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 
 
 def autocast_state() -> dict[str, torch.dtype]:
     """Return the type that autocast computes in, by the type of each device where it is on."""
-    kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
-    return {
-        kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
-    }
+    on = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return {kind: torch.get_autocast_dtype(kind) for kind in on}
 
 
 @contextmanager

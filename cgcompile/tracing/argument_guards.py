@@ -302,12 +302,12 @@ class Fits:
 
     def _compare_autocast(self) -> None:
         """Compare autocast: it determines the types that ops compute in."""
-        on = self._bound("a", compat.any_autocast)
         if not compat.any_autocast():
-            self._unless(f"{on}()")
+            on = self._bound("a", torch.is_autocast_enabled)
+            self._unless(f"{on}('cuda') or {on}('cpu')")
             return
         now, was = self._bound("a", compat.autocast_state), compat.autocast_state()
-        self._unless(f"not {on}() or {now}() != {self._bound('c', was)}")
+        self._unless(f"{now}() != {self._bound('c', was)}")
 
 
 def _symbols(text: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""All architectures of the zoo, by name."""
+"""All architectures of the zoo, and features of libraries, by name."""
 
 from model_zoo.entries import Entry
 from model_zoo.features import FEATURES
@@ -13,6 +13,7 @@ ENTRIES: tuple[Entry, ...] = (
     *HEARING,
     *TOGETHER,
     *FORECASTING,
-    *FEATURES,
 )
-CATALOGUE = {entry.name: entry for entry in ENTRIES}
+LIBRARIES: tuple[Entry, ...] = FEATURES
+PARTS = {"architectures": ENTRIES, "libraries": LIBRARIES}
+CATALOGUE = {entry.name: entry for part in PARTS.values() for entry in part}

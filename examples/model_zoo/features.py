@@ -109,7 +109,7 @@ LAYERS = (
          inputs=PICTURES),
     case("max_pool", "`max_pool2d` with indices, and back",
          lambda: nn.Conv2d(3, 8, 3, padding=1), inputs=PICTURES,
-         call=lambda m, x: F.max_unpool2d(*F.max_pool2d(m(x), 2, return_indices=True), 2)),
+         call=lambda m, x: F.max_unpool2d(*F.max_pool2d(m(x), 2, return_indices=True), (2, 2))),
     case("pixel_shuffle", "`nn.PixelShuffle`",
          pictures(lambda: nn.Conv2d(3, 12, 3), lambda: nn.PixelShuffle(2)), inputs=PICTURES),
     case("embedding_bag", "`nn.EmbeddingBag`", lambda: nn.EmbeddingBag(96, WIDTH),
@@ -148,18 +148,18 @@ def chosen(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def experts(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y = m(x)
+    y: torch.Tensor = m(x)
     best = y.argmax(-1)
     return torch.zeros(WIDTH, WIDTH, device=x.device).index_add(0, best, y)[best]
 
 
 def only_positive(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y = m(x)
+    y: torch.Tensor = m(x)
     return y[y > 0].sum() + y.mean(-1)
 
 
 def read(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y = m(x)
+    y: torch.Tensor = m(x)
     return y * 2 if y.mean().item() > 0 else y - 1
 
 
@@ -433,7 +433,8 @@ STATES = (
 def cast(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast(x.device.type, torch.bfloat16):
         y: torch.Tensor = m(x)
-    return y.float() + m(x)
+    result: torch.Tensor = y.float() + m(x)
+    return result
 
 
 def tied() -> nn.Module:
