@@ -344,9 +344,8 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Torch switches autocast off for a mode; a kernel that calls other ops would miss it. It
-        # does not for higher-order ops, which come without C++.
-        state = {} if is_higher_order_op(func) else _autocast_of_caller()
+        # Torch switches autocast off for a mode; a kernel that calls other ops would miss it.
+        state = _autocast_of_caller() if _kernel_sees_autocast(func) else {}
         if not state:
             return self.on_call(func, args, kwargs or {})
         with autocast_on(state):
@@ -570,6 +569,22 @@ def own_cached_casts(compiled: bool) -> Iterator[None]:
 
 def autocast_off() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", enabled=False)
+
+
+# The part of ``scaled_dot_product_attention`` whose kernel calls an op that autocast casts.
+_UNDER_AN_AUTOCAST_KERNEL = frozenset({"aten::_safe_softmax"})
+
+
+@cache
+def _kernel_sees_autocast(op: Any) -> bool:
+    """Return whether the kernel of an op runs with autocast on where its caller has it on."""
+    # Not below an autocast kernel: it casts, and calls the op again with autocast off. An op that
+    # has one may also come from a composite op that has one (``bmm`` of attention), where its
+    # inputs must stay as they are. Torch leaves autocast on around higher-order ops.
+    if is_higher_order_op(op) or op.name() in _UNDER_AN_AUTOCAST_KERNEL:
+        return False
+    keys = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
+    return not any(op.has_kernel_for_dispatch_key(key) for key in keys)
 
 
 def _autocast_of_caller() -> dict[str, torch.dtype]:

@@ -1,9 +1,14 @@
 """No graph reads a weight that autocast cast, and cached, outside of its capture, or leaves one."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from lib.front_ends import COMPILED, FRONT_ENDS, ROWS, WIDTH, front_end
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cgcompile.errors import CGCompileError
 
@@ -119,8 +124,13 @@ class Fused(nn.Module):
         self.to(device).eval()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(torch.tanh(self.linear(x))[None])[0]  # one kernel
-        return y + product(x)
+        x = torch.tanh(self.linear(x))
+        y: torch.Tensor = self.layer(x[None])[0]  # one kernel
+        product_of_x = product(x)
+        assert product_of_x.dtype is LOW
+        with sdpa_kernel(SDPBackend.MATH):
+            z = F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+        return y + product_of_x + z + torch.cdist(x, x).sum()
 
 
 @torch.library.custom_op("cgcompile_tests::product", mutates_args=())
@@ -134,15 +144,20 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.bfloat16 if low else x.dtype)
 
 
+@pytest.mark.parametrize("grad_mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("name", [name for name in FRONT_ENDS if name not in COMPILED])
-def test_kernels_that_call_other_ops_see_autocast(name: str, device: str) -> None:
-    """A dispatch mode runs ops with autocast off, unless it is switched on again."""
+def test_kernels_that_call_other_ops_see_autocast(
+    name: str, grad_mode: Callable[[], AbstractContextManager[None]], device: str
+) -> None:
+    """A dispatch mode runs ops with autocast off, unless it is switched on again.
+
+    Ops inside an op that autocast casts, as inside attention, run with autocast off.
+    """
     model = Fused(device)
     served = front_end(name, model, device)
-    with torch.inference_mode(), torch.autocast(device, LOW):
+    with grad_mode(), torch.autocast(device, LOW):
         for _ in range(4):
             x = torch.randn(ROWS, WIDTH, device=device)
             result, expected = served.step(x), model(x)
             torch.testing.assert_close(result, expected, rtol=0, atol=0)
-            assert result.dtype is LOW
     assert served.counters().replays >= 2

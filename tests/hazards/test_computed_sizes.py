@@ -102,11 +102,14 @@ def test_a_pyramid_that_reads_the_sizes_of_its_levels(
     torch._dynamo.reset()
     model = Pyramid().to(device).requires_grad_(False)
     step, backend = compiled(name, model, (2, 3), device, compiler)
+    # Inductor's kernels on CUDA sum in another order.
+    other_kernels = compiler == "inductor" and device == "cuda"
+    tolerance = {"rtol": 1e-5, "atol": 1e-3} if other_kernels else {}
     shapes = [(20, 28), (20, 28), (20, 28), (23, 31), (23, 31), (23, 31), (20, 28), (23, 31)]
     with torch.inference_mode():
         for shape in shapes:
             x = torch.randn(2, 3, *shape, device=device)
-            torch.testing.assert_close(step(x), model(x))
+            torch.testing.assert_close(step(x), model(x), **tolerance)
     counters = backend.counters
     assert counters.captures == 2, counters
     assert counters.replays == 4, counters
