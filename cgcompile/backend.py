@@ -164,7 +164,7 @@ class Backend(Registry):
         config = self.config
         if config.cudagraph_mode is CUDAGraphMode.NONE:
             if config.mode is CompilationMode.NONE:
-                return gm.forward
+                return compat.with_checkpoints(gm).forward
             if config.mode is not CompilationMode.PIECEWISE:
                 return compat.compile_whole(gm, example_inputs, inductor_patches(config))
         unmet = self._unmet_ops(gm)
@@ -186,7 +186,8 @@ class Backend(Registry):
         self._register(graph)
         if unwrapped is None:
             return graph
-        return UnwrappedGraph(graph, unwrapped, gm.forward, self.run_plain)
+        plain = compat.with_checkpoints(gm).forward
+        return UnwrappedGraph(graph, unwrapped, plain, self.run_plain)
 
     def _unmet_ops(self, gm: fx.GraphModule) -> UnmetOps | None:
         """Note which declared splitting ops a graph has; None if none was declared."""

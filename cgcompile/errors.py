@@ -541,10 +541,6 @@ class GradientError(CGCompileError, RuntimeError):
     of_a_capture = Template("""
         {what}: a result of the captured step requires grad, and graphs have no gradients.
         The step ran; nothing is kept. Call it under torch.no_grad() or torch.inference_mode().""")
-    recomputes = Template("""
-        this step needs gradients (grad mode is on and an input requires it), and the model uses \
-        torch.utils.checkpoint: torch would recompute with other random numbers.
-        Call the model under no_grad() or inference_mode(), or train it with another backend.""")
 
 
 class DispatchError(CGCompileError, RuntimeError):

@@ -38,6 +38,9 @@ class Reason(enum.Enum):
         member._value_, member.when, member.remedy = value, when, remedy
         return member
 
+    def __repr__(self) -> str:
+        return f"Reason.{self.name}"
+
     # Of a piece: decided when the graph is split. Of a whole step where all its pieces are eager.
     SPLITTING_OP = (
         "splitting_op",

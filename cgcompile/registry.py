@@ -17,6 +17,7 @@ from cgcompile.errors import DispatchError
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, capture_all
 from cgcompile.graphs.cuda import wait_for_inputs
+from cgcompile.graphs.memory import GraphMemory, memory_of
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters, Fallback, Reason
@@ -108,6 +109,29 @@ class Registry:
         counters = [self._ended, *(timeline.counters for _, timeline in self._graphs)]
         counters += [wrapper.counters for wrapper in self.wrappers]
         return sum(counters, self.timeline.counters)
+
+    def memory(self) -> GraphMemory:
+        """Return what the graphs take of the device now, those of managers of the model included.
+
+        Returns:
+            :class:`cgcompile.serving.GraphMemory`; ``print`` it. Memory of graphs that were dropped
+            counts until :meth:`release`. Nothing synchronises.
+
+        Example:
+            >>> model = cgcompile.compile(nn.Linear(8, 8))
+            >>> with torch.inference_mode():
+            ...     for _ in range(2):
+            ...         y = model(torch.randn(4, 8))
+            >>> memory = model.backend.memory()
+            >>> memory.pools > 0, memory.executables
+            (True, 0)
+        """
+        managers = tuple(self._managers)
+        wrappers = [*self.wrappers]
+        wrappers += [wrapper for manager in managers for wrapper in manager.wrappers]
+        pools = [graph.pool for graph in self.graphs] + [wrapper.pool for wrapper in wrappers]
+        outputs = sum(manager.meter.outputs.nbytes for manager in managers)
+        return memory_of(pools, outputs, growth_of(self.graphs, wrappers))
 
     @checked
     def capture(
@@ -229,3 +253,15 @@ class Registry:
             raise
         self.timeline.plain(fallback, name)
         return result
+
+
+def growth_of(
+    graphs: Iterable[CompiledGraph], wrappers: Iterable[CUDAGraphWrapper]
+) -> list[tuple[str, int]]:
+    """Return (batch, bytes) of the captures of all graphs that exist, in their order."""
+    made = [
+        graph.timeline.record_of(step.sequence) for graph in graphs for step in graph.recordings
+    ]
+    made += [one.timeline.record_of(entry.sequence) for one in wrappers for entry in one.entries]
+    known = sorted((each for each in made if each is not None), key=lambda each: each.start)
+    return [(f"{each.mode.name} {each.batch}", each.nbytes) for each in known]

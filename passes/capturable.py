@@ -59,6 +59,7 @@ class Capturability:
         """Return why ``node`` cannot be captured, or None if it can."""
         return (
             self._registered(node)
+            or self._list_of_inputs(node)
             or self._unbacked(node)
             or self._host(node)
             or self._collective(node)
@@ -72,6 +73,16 @@ class Capturability:
             return Fallback(Reason.SPLITTING_OP, f"{boundary.name} [{boundary.support.name}]")
         if in_eager_region(node):
             return Fallback(Reason.EAGER_REGION, "cgcompile.eager_region()")
+        return None
+
+    @staticmethod
+    def _list_of_inputs(node: fx.Node) -> Fallback | None:
+        """Refuse what reads an input that is a list: compilers of pieces take tensors alone."""
+        for argument in node.all_input_nodes:
+            held = value(argument)
+            if argument.op == "placeholder" and compat.is_container(held):
+                detail = f"{argument.name} is a {type(held).__name__}"
+                return Fallback(Reason.UNSUPPORTED_INPUT, detail)
         return None
 
     def _unbacked(self, node: fx.Node) -> Fallback | None:

@@ -122,7 +122,7 @@ class _Binder:
         if expression not in self._computed:
             assert self._last_placeholder is not None  # it binds the symbols of the expression
             with self._graph.inserting_before(self._last_placeholder.next):
-                number = compat.expression_nodes(self._graph, expression, self._bound)
+                number = compat.expression_nodes(expression, self._bound)
             self._computed[expression] = number
         return self._computed[expression]
 

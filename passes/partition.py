@@ -31,7 +31,6 @@ from cgcompile.passes.nodes import (
     on_device,
     outreached_storages,
     runs_once_on_host,
-    short_name,
     storages,
     symbols_of,
     user_line,
@@ -136,7 +135,6 @@ class _Cutter:
             graph_break=compat.graph_break(self._gm),
             differentiable=self._differentiable,
             sets_grad_mode=self._grad_outside is not None,
-            recomputes=any(short_name(n.target) == _CHECKPOINT for n in self._gm.graph.nodes),
         )
 
     def _result(self, output: Any) -> Any:
@@ -294,8 +292,6 @@ class _Cutter:
         rest = [node for node in values if node not in sizes]
         return [*sizes, *rest], list(floating), list(bodies)
 
-
-_CHECKPOINT = "tag_activation_checkpoint"
 
 # Reasons that a node has only because of its neighbours, listed after the others.
 _SECONDARY = (Reason.UNBACKED_SIZE, Reason.STATE_REGION, Reason.NO_KERNEL)

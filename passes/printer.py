@@ -23,7 +23,13 @@ import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
-from cgcompile.passes.nodes import attribute, is_symbolic_number, tensors, value
+from cgcompile.passes.nodes import (
+    attribute,
+    is_symbolic_number,
+    symbols_of,
+    tensors,
+    value,
+)
 from cgcompile.passes.symbols import dtype_text
 
 _LARGEST_CONSTANT = 1 << 16  # bytes of a tensor that a lasting text hashes
@@ -138,7 +144,8 @@ class GraphText:
             return f"size {self._number(fake)}"
         if type(fake) in _PLAIN:
             return repr(fake)
-        self._refuse_lasting(f"a {type(fake).__name__} is among its values")
+        if not (is_symbolic_number(fake) and all(s.is_integer for s in symbols_of(fake))):
+            self._refuse_lasting(f"a {type(fake).__name__} is among its values")
         text = self._number(fake) if is_symbolic_number(fake) else repr(fake)
         return f"{type(fake).__name__} {text}"
 
@@ -206,7 +213,9 @@ class GraphText:
                     raise Unnameable("it has a size that depends on data")
                 name = f"s{len(self.symbols)}"
                 self.symbols[symbol] = sympy.Symbol(name, **symbol.assumptions0)
-        return str(expression.xreplace(self.symbols))
+        expression = expression.xreplace(self.symbols)
+        exact = expression.has(sympy.Float)  # ``str`` would round them
+        return compat.text_of(expression) if exact else str(expression)
 
 
 def _address(thing: Any) -> str:

@@ -121,7 +121,6 @@ class SplitGraph:
         differentiable: whether any node runs in the caller's grad mode; False if the model turns
             gradients off for all of it.
         sets_grad_mode: whether pieces switch grad mode, and back.
-        recomputes: whether the model holds ``torch.utils.checkpoint``.
         passes: what each pass did, in order, those over pieces last; not in the printed form.
 
     Example:
@@ -142,7 +141,6 @@ class SplitGraph:
     graph_break: str | None = None
     differentiable: bool = True
     sets_grad_mode: bool = False
-    recomputes: bool = False
     passes: tuple[PassRecord, ...] = ()
 
     def __repr__(self) -> str:

@@ -85,7 +85,7 @@ INTERNAL = {
     "CudaGraphManager": {"capture_graph", "record", "run_dummy"},
     "ForwardContext": {"synthetic"},
     "GraphPool": words("""
-        add_keeper add_owner add_user captures_into holds aliases_results owns poison retire
+        add_keeper add_owner add_user captured_since captures_into holds aliases_results owns poison retire
     """),
     "GraphSequence": {"fill", "replay"},
     "MemoryPlan": {"against"},
@@ -348,6 +348,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "max_num_tokens": 8,
         "cudagraph_mode": FULL,
     },
+    "GraphMemory": lambda: {"pools": 4},
     "GraphPool": lambda: {"device": "cpu"},
     "override_forward_context": lambda: {"context": cgcompile.ForwardContext()},
     "profile": lambda: {"target": manager()},

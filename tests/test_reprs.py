@@ -50,6 +50,10 @@ def test_counters_tell_warm_ups_from_fallbacks() -> None:
     assert counters.plain.total() == 5  # the data is as it was
 
 
+def test_reasons_in_a_dictionary() -> None:
+    assert shown({Reason.OVERSIZE: 1}) == "{Reason.OVERSIZE: 1}"
+
+
 def test_objects_of_an_engine() -> None:
     made = manager.manager()
     bulk = made.capture()

@@ -25,6 +25,7 @@ from cgcompile.debug.explain import (
 from cgcompile.debug.pages import Page
 from cgcompile.debug.profile import Profile, SegmentTime, timeline
 from cgcompile.debug.subject import name_of, original_of, recorders_of
+from cgcompile.graphs.memory import memory_of
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.printer import count
@@ -34,7 +35,7 @@ from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.settings import checked, require, sizes_given
 
-VERSION = 4  # of the schema of Overview.to_dict()
+VERSION = 5  # of the schema of Overview.to_dict()
 _NOTHING = "Nothing was compiled yet: call the model, then ask again."
 
 
@@ -80,7 +81,7 @@ class Overview(Page):
         counters: the counters of all calls, as in ``coverage``.
         remedies: what to do about each reason in ``coverage``, by its name.
         speed: seconds of an eager call and of a replayed one, where the caller has measured them.
-        memory: bytes that the graphs take, by purpose.
+        memory: bytes that the graphs take, by purpose: the parts of :meth:`Backend.memory`.
         settings: all of them, with the origin of each.
         environment: versions and the machine, by name.
         notes: further remarks, in sentences.
@@ -267,9 +268,5 @@ def _remedies(served: Coverage) -> dict[str, str]:
 def _memory(target: Any, recorders: Sequence[Any]) -> dict[str, int]:
     """Return bytes by purpose, each pool once."""
     if isinstance(target, CudaGraphManager):
-        return dict(vars(target.graph_memory()))
-    pools = {id(each.pool): each.pool for each in recorders if each.pool is not None}.values()
-    held = sum(pool.held.held for pool in pools)
-    staging = sum(pool.arena.nbytes for pool in pools)
-    buffers = sum(pool.nbytes for pool in pools) - held - staging
-    return {"pools": held, "staging": staging, "buffers": buffers}
+        return target.memory().parts
+    return memory_of([each.pool for each in recorders]).parts

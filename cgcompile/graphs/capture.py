@@ -64,16 +64,21 @@ class SameStorages:
     def _accept(self) -> None:
         with compat.without_modes():
             self._before = [tensor.data for tensor in self._tensors]
-        self._addresses = compat.Addresses(self._tensors, range(len(self._tensors)))
+        self._addresses: compat.Addresses | None = None  # of these; few owners compare them
+
+    def _same_addresses(self) -> bool:
+        if self._addresses is None:
+            self._addresses = compat.Addresses(self._before, range(len(self._before)))
+        return self._addresses.hold(self._tensors)
 
     def accept(self) -> None:
         """Take the present memory as the one that tensors must have; layouts count at the end."""
-        if not self._addresses.hold(self._tensors):
+        if not self._same_addresses():
             self._accept()
 
     def check_addresses(self) -> None:
         """Run :meth:`check` if a tensor has another address; layouts alone are not compared."""
-        if not self._addresses.hold(self._tensors):
+        if not self._same_addresses():
             self.check()
 
     def check(self) -> None:
@@ -123,7 +128,22 @@ def weight_name(runnable: object, weight: torch.Tensor) -> str:
 
 _allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
 _postponed: ContextVar[bool] = ContextVar("cgcompile_capture_postponed", default=False)
-_in_bulk: ContextVar[dict[Any, Any] | None] = ContextVar("cgcompile_capture_in_bulk", default=None)
+
+
+class _Bulk:
+    """What the captures of one bulk capture share."""
+
+    def __init__(self) -> None:
+        self.memory: dict[Any, Any] = {}  # what captures keep for the next ones
+        # By device: the pool of the first capture, and the driver's memory for graphs before it.
+        self.levels: dict[torch.device, tuple[GraphPool, int]] = {}
+
+    def end(self) -> None:
+        for pool, level in self.levels.values():
+            pool.captured_since(level)
+
+
+_in_bulk: ContextVar[_Bulk | None] = ContextVar("cgcompile_capture_in_bulk", default=None)
 
 
 class allow_capture:
@@ -390,7 +410,8 @@ def bulk_capture() -> Iterator[None]:
     freeze = gc.get_freeze_count() < _FROZEN_BY_A_PROGRAM
     if freeze:
         gc.freeze()
-    token = _in_bulk.set({})
+    bulk = _Bulk()
+    token = _in_bulk.set(bulk)
     try:
         with without_garbage_collection():
             yield
@@ -398,12 +419,19 @@ def bulk_capture() -> Iterator[None]:
         _in_bulk.reset(token)
         if freeze:
             gc.unfreeze()
+        bulk.end()
 
 
 def bulk_memory() -> dict[Any, Any]:
     """Return what captures of this bulk capture keep for the next ones; empty outside of one."""
-    memory = _in_bulk.get()
-    return {} if memory is None else memory
+    bulk = _in_bulk.get()
+    return {} if bulk is None else bulk.memory
+
+
+def bulk_levels() -> dict[torch.device, tuple[GraphPool, int]] | None:
+    """Return the driver's memory before the first capture of this bulk; None outside of one."""
+    bulk = _in_bulk.get()
+    return None if bulk is None else bulk.levels
 
 
 # ---------------------------------------------------------------- a capture

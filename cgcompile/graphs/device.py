@@ -27,6 +27,10 @@ class DevicePool(Protocol):
     def bytes(self) -> PoolBytes:
         """What it holds; takes milliseconds, does not synchronise."""
 
+    @property
+    def workspaces(self) -> int:
+        """Bytes of the workspaces of libraries that captures allocated in it; 0 if unknown."""
+
     def holds(self, address: int) -> bool:
         """Whether an address is in this memory."""
 
@@ -66,12 +70,14 @@ class CaptureDevice(Protocol):
         notices_freed: whether a replay refuses memory that was freed since the capture, even where
             it is in use again.
         graph_step: the bytes by which the driver's own memory for graphs grows; 1 if there is none.
+        executables: how that memory is measured, for users.
     """
 
     device: torch.device
     tensor_type: str
     notices_freed: bool
     graph_step: int
+    executables: str
 
     def new_pool(self, stream: Any, lasting: Callable[[int], bool] = ...) -> DevicePool:
         """Return memory for graphs of a stream; other memory at ``lasting`` addresses stays."""
@@ -105,8 +111,8 @@ class CaptureDevice(Protocol):
     def recover(self, stream: Any) -> None:
         """Reset what a failed capture left; never raises."""
 
-    def around(self) -> AbstractContextManager[Any]:
-        """Return a context for code of users that is captured."""
+    def around(self, function: Any = None) -> AbstractContextManager[Any]:
+        """Return a context for code of users that is captured, of a function if it is given."""
 
     def reserved(self) -> int:
         """Return the bytes that the allocator holds for all pools; 0 if there is none. Fast."""

@@ -92,6 +92,8 @@ def _check_of_freed(tensor: torch.Tensor) -> Callable[[], bool]:
 class HostPool:
     """Blocks for graphs that never run at the same time; free as soon as no tensor holds them."""
 
+    workspaces = 0
+
     def __init__(self, lasting: Callable[[int], bool] | None = None) -> None:
         _pools.add(self)
         self._lasting = lasting  # whether other memory that lives as long begins at an address
@@ -290,6 +292,13 @@ class _InRegion(compat.DispatchMode):
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kernel = compat.python_kernel(func)
         return func(*args, **kwargs) if kernel is None else self._run(func, kernel, args, kwargs)
+
+
+def _in_autocast(
+    state: dict[str, torch.dtype], call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with compat.autocast_on(state):
+        return call(*args, **kwargs)
 
 
 def _replay_region(call: Callable[[list[Any]], Any], bodies: list[_Body], *inputs: Any) -> Any:
@@ -509,6 +518,9 @@ class _Recorder(compat.DispatchMode):
         for tensor in written:
             self._remember(tensor)
         call = compat.waited_collective(func) or func  # its result is moved at once
+        autocast = compat.autocast_state()
+        if autocast:
+            call = partial(_in_autocast, autocast, call)
         step = self._step(str(func), call, args, kwargs)
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
         self._refuse_reads(True)
@@ -631,6 +643,7 @@ class HostDevice:
     device = torch.device("cpu")
     tensor_type = "cpu"
     notices_freed, graph_step = True, 1
+    executables = "not measured: the host recorder has no driver"
 
     def new_pool(
         self, stream: None = None, lasting: Callable[[int], bool] | None = None
@@ -649,7 +662,9 @@ class HostDevice:
 
     is_capturing = capturing
 
-    def around(self) -> AbstractContextManager[Any]:
+    def around(self, function: Any = None) -> AbstractContextManager[Any]:
+        if function is not None and not compat.holds_compiled_code(function):
+            return nullcontext()
         return compat.uncompiled()
 
     def stream_key(self) -> int:

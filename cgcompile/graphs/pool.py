@@ -6,6 +6,7 @@ them returned is valid until another one runs. The rule: one owner, one pool.
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class GraphPool:
         lock: held by owners that several threads call, until results are copied.
         stale: the results that callers may hold; with ``debug`` alone.
         stream_key: identifies the stream of the last replay; None before that.
+        executables: what the driver allocated for its graphs, in bytes, as measured.
 
     Raises:
         CaptureError: ``device`` has no graphs.
@@ -66,6 +68,7 @@ class GraphPool:
         self.lock = new_lock()
         self._memory: DevicePool | None = None
         self.stream_key: int | None = None
+        self.executables = 0
         self._last_stream: Any = None
         self._parked: list[DeviceGraph] = []
         # Memory that captures take no more; the graphs that were captured in it hold it.
@@ -91,19 +94,37 @@ class GraphPool:
     @property
     def held(self) -> PoolBytes:
         """What its graphs hold of the device's pool, and of those that captures take no more."""
-        memories = [*self._retired, *([] if self._memory is None else [self._memory])]
-        return sum((memory.bytes for memory in memories), PoolBytes())
+        return sum((memory.bytes for memory in self._memories), PoolBytes())
+
+    @property
+    def workspaces(self) -> int:
+        """Of that, the bytes that captures used as workspaces of cuBLAS."""
+        return sum(memory.workspaces for memory in self._memories)
+
+    @property
+    def _memories(self) -> list[DevicePool]:
+        return [*self._retired, *([] if self._memory is None else [self._memory])]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that graphs of the pool need: its own, the arena's, and owners' buffers."""
+        return self.held.held + self.staging
+
+    @property
+    def staging(self) -> int:
+        """Of that, bytes of the arena and of owners' buffers."""
         buffers: int = sum(owner.input_bytes for owner in list(self._owners))
-        return self.held.held + self.arena.nbytes + buffers
+        return self.arena.nbytes + buffers
 
     @property
     def reserved(self) -> int:
         """A counter of bytes that grows by what a capture takes; on CUDA of the whole device."""
         return self.device.reserved() or self.held.held + self.arena.nbytes
+
+    def captured_since(self, level: int) -> None:
+        """Add what the driver took for graphs since ``device.graph_bytes()`` was ``level``."""
+        with suppress(RuntimeError):  # of a device that failed: that error is raised elsewhere
+            self.executables += self.device.graph_bytes() - level
 
     def add_owner(self, owner: Any) -> None:
         """Register, weakly, an owner of ``input_bytes`` of buffers that the graphs read."""
@@ -124,7 +145,7 @@ class GraphPool:
     def _owns(self, start: int) -> bool:
         if self._memory is not None and self._memory.holds(start):
             return True
-        return any(memory.holds(start) for memory in list(self._retired))
+        return bool(self._retired) and any(memory.holds(start) for memory in list(self._retired))
 
     def follow_stream(self) -> None:
         """Let the current stream wait for work of the pool on another one; call before a replay."""
@@ -198,5 +219,6 @@ class GraphPool:
         self._parked.clear()
         self._retired.clear()
         self._memory = None
+        self.executables = 0
         self.stale.clear()
         self.arena.clear()

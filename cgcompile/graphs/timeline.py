@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.context import BatchDescriptor, callers_context
+from cgcompile.graphs.memory import measured
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.locks import new_lock
@@ -197,7 +198,8 @@ class Timeline:
         before = pool.reserved if before is None else before
         start, begun = time.time(), time.perf_counter()
         try:
-            yield outcomes.append
+            with measured(pool):
+                yield outcomes.append
         except BaseException as error:
             outcomes.append(f"{type(error).__name__}: {error}")
             raise

@@ -8,7 +8,7 @@ returns is built from these wrappers and does the copying; use one directly for 
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -584,7 +584,7 @@ class CUDAGraphWrapper(Transparent):
         """Capture a step; return its sequence, its result, and why it must not be replayed."""
         pool = self._pool
         assert pool is not None
-        with pool.device.around() if compat.holds_compiled_code(self.runnable) else nullcontext():
+        with pool.device.around(self.runnable):
             try:
                 graph, result = capture(
                     step,

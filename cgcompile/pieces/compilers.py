@@ -58,7 +58,10 @@ def compile_pieces(
                 artifacts.append((variant, run))
             compiled[piece.index] = variants.combined(artifacts)
     log.info("compiled %d pieces for %d, with %s", len(compiled), len(split.pieces), name)
-    runnables = [compiled.get(piece.same_as, piece.module.forward) for piece in split.pieces]
+    runnables = [
+        compiled.get(piece.same_as) or compat.with_checkpoints(piece.module).forward
+        for piece in split.pieces
+    ]
     return runnables, work.result()
 
 

@@ -35,7 +35,7 @@ from cgcompile.context import (
     eager_region_is_open,
     override_forward_context,
 )
-from cgcompile.errors import DispatchError, GradientError, GuardError
+from cgcompile.errors import DispatchError, GuardError
 from cgcompile.graphs.capture import (
     GRADIENTS,
     IN_REGION,
@@ -165,7 +165,6 @@ class CompiledGraph:
             with the same weights. A capturing call is one execution of the step.
 
         Raises:
-            GradientError: gradients are required, and the model recomputes activations.
             DispatchError: the context requests a graph without a descriptor; or ``strict``, and the
                 step would run without a graph.
             AddressChangedError: under a context, an input has moved since capture.
@@ -389,8 +388,6 @@ class CompiledGraph:
         """Run the step without a graph, and count why."""
         if fallback.reason is Reason.EAGER_REGION and self._needs_grad(inputs):
             fallback = GRADIENTS
-        if fallback.reason is Reason.GRADIENTS and self.split.recomputes:
-            raise GradientError.recomputes()
         overlap = self._overlaps.why(inputs)
         fallback = overlap or fallback
         reason = fallback.reason

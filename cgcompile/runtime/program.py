@@ -393,7 +393,8 @@ def copying_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> lis
 
 def uncompiled(split: SplitGraph) -> list[Runnable]:
     """Return the code of each piece, for tensors that may require grad, with numbers as tensors."""
-    runnables: list[Runnable] = [piece.module.forward for piece in split.pieces]
+    modules = [compat.with_checkpoints(piece.module) for piece in split.pieces]
+    runnables: list[Runnable] = [module.forward for module in modules]
     for index, positions in cpu_scalars(split).items():
         values = {p: split.values[split.pieces[index].inputs[p]].meta for p in positions}
         numbers = [p for p in positions if is_symbolic_number(values[p])]

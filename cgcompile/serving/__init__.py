@@ -4,12 +4,13 @@ Reaches capture through ``cgcompile.graphs`` alone, so that all of it works on a
 never compiled. Sizes, dispatcher and statistics are plain Python: they need no torch.
 """
 
+from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.pinned_buffers import HostStaging
 from cgcompile.serving.batch import Batch, GraphHooks, Metadata
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, is_uniform_decode
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.serving.memory_plan import GraphMemory, MemoryPlan
+from cgcompile.serving.memory_plan import MemoryPlan
 from cgcompile.serving.plan import Axis, LoraCases
 from cgcompile.serving.ranks import Agreement
 from cgcompile.serving.sizes import (

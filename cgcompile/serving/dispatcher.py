@@ -466,8 +466,8 @@ class CudagraphDispatcher:
     def plan(self) -> tuple[Planned, ...]:
         """Return what to capture, in order: PIECEWISE, then FULL, each largest first.
 
-        PIECEWISE comes first because its intermediate results are larger: FULL graphs then fit
-        into memory that the pool has. Empty in mode NONE.
+        PIECEWISE comes first because its intermediate results are larger: where both share a pool,
+        FULL graphs then fit into its memory. Empty in mode NONE.
         """
         return tuple(self._slots)
 

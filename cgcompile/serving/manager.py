@@ -31,6 +31,7 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.capture import bulk_capture, postponed_capture, why_not_here
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
@@ -49,7 +50,6 @@ from cgcompile.serving.buffers import TOKENS, InputBuffer, Outputs, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, check_numbers
 from cgcompile.serving.full_graphs import REMEDY, FullGraphs
 from cgcompile.serving.memory_plan import (
-    GraphMemory,
     MemoryMeter,
     MemoryPlan,
     choose_graphs,
@@ -278,7 +278,7 @@ class CudaGraphManager:
         self._across: torch.Tensor | None = None  # int32 [R]: tokens of each rank in the next step
         self._ran_plain: Fallback | None = None  # why the last step did not replay its graph
         self._lock = new_lock()
-        self.meter = MemoryMeter(self.pool, self.backend, rows)
+        self.meter = MemoryMeter(self.pool, self.backend, rows, self.wrappers)
         if self.backend is not None:
             self.backend.attach(self)
         dispatcher.only_captured = not lazily  # last: nothing has failed
@@ -401,8 +401,11 @@ class CudaGraphManager:
         """The whole buffers that FULL graphs write, structured as results; None before any."""
         return self._full.outputs.whole
 
-    def graph_memory(self) -> GraphMemory:
-        """Return what the graphs take of the device now, in bytes, measured."""
+    def memory(self) -> GraphMemory:
+        """Return what the graphs take of the device now, in bytes, measured; ``print`` it.
+
+        As :meth:`cgcompile.Backend.memory`, with the graphs of the compiled model.
+        """
         return self.meter.memory()
 
     def needs_capture(self) -> bool:

@@ -8,7 +8,7 @@ within the budget.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,10 @@ from cgcompile.graphs.arena import MIB
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, by_reason, warm_all
 from cgcompile.graphs.device import no_device
+from cgcompile.graphs.memory import GraphMemory, memory_of
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.registry import growth_of
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.buffers import Outputs
 from cgcompile.serving.plan import Planned, kind_of, sets_of
@@ -40,47 +43,21 @@ K_ = TypeVar("K_")
 T_ = TypeVar("T_")
 
 
-@dataclass(frozen=True)
-class GraphMemory:
-    """Memory of the device that graphs take, in bytes.
-
-    Attributes:
-        pools: what torch's allocator holds for graphs, in use or not.
-        staging: buffers of inputs and of bridges.
-        outputs: buffers of what FULL graphs return.
-        driver: what the driver allocates for the graphs themselves. It may keep some of it when
-            they are dropped.
-
-    Example:
-        >>> memory = cgcompile.serving.GraphMemory(pools=1024, outputs=256)
-        >>> memory.total
-        1280
-    """
-
-    pools: int = 0
-    staging: int = 0
-    outputs: int = 0
-    driver: int = 0
-
-    @property
-    def total(self) -> int:
-        """The sum of all parts."""
-        return self.pools + self.staging + self.outputs + self.driver
-
-    def __str__(self) -> str:
-        parts = [f"{name} {value / MIB:.2f}" for name, value in vars(self).items() if value]
-        return f"{self.total / MIB:.2f} MiB" + (f" ({', '.join(parts)})" if parts else "")
-
-
 class MemoryMeter:
     """Measures what the graphs of one manager take: existing ones, and planned ones for trial."""
 
     # The driver reports what is left of the device alone, so that before the first capture is kept.
 
-    def __init__(self, pool: GraphPool | None, backend: Backend | None, outputs: Outputs) -> None:
+    def __init__(
+        self,
+        pool: GraphPool | None,
+        backend: Backend | None,
+        outputs: Outputs,
+        wrappers: Sequence[CUDAGraphWrapper],
+    ) -> None:
+        self.outputs, self.wrappers = outputs, wrappers  # of the manager itself
         self._pool = pool
         self._backend = backend
-        self._outputs = outputs
         self._before: int | None = None  # level of the driver before the first capture
         self._driver = 0
         self.fixed = 0  # bytes before any graph
@@ -112,18 +89,15 @@ class MemoryMeter:
 
     def taken(self) -> int:
         """Return the bytes taken now: buffers, graphs, what the driver keeps of dropped graphs."""
-        return self._read(self._rise()).total
+        return self._read(self._rise(), ()).total
 
     def memory(self) -> GraphMemory:
         """Return what graphs take now; the driver's share is that of the last captures."""
-        return self._read(self._driver)
+        return self._read(self._driver or None, growth_of(self.graphs, self.wrappers))
 
-    def _read(self, driver: int) -> GraphMemory:
-        candidates = (self._pool, *(graph.pool for graph in self.graphs))
-        pools = [pool for pool in candidates if pool is not None]
-        held = sum(pool.held.held for pool in pools)
-        staging = sum(pool.arena.nbytes for pool in pools)
-        return GraphMemory(held, staging, self._outputs.nbytes, driver)
+    def _read(self, executables: int | None, captures: Iterable[tuple[str, int]]) -> GraphMemory:
+        pools = (self._pool, *(graph.pool for graph in self.graphs))
+        return memory_of(pools, self.outputs.nbytes, captures, executables)
 
     # -------------------------------------------------------------- graphs captured for trial
 
@@ -230,7 +204,7 @@ class MemoryPlan:
 
     def against(self, measured: GraphMemory) -> str:
         """Return one line: planned and measured."""
-        return f"planned {self.total / MIB:.2f} MiB, measured {measured}"
+        return f"planned {self.total / MIB:.2f} MiB, measured {measured.line()}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings, for JSON."""

@@ -8,8 +8,10 @@ that torch does not document. Callers write ``compat.name``, whichever file here
 # ruff: noqa: F403
 from cgcompile.torch_compat.artifacts import *
 from cgcompile.torch_compat.capture import *
+from cgcompile.torch_compat.checkpoints import *
 from cgcompile.torch_compat.compilers import *
 from cgcompile.torch_compat.dynamo import *
+from cgcompile.torch_compat.expressions import *
 from cgcompile.torch_compat.foreign import *
 from cgcompile.torch_compat.ops import *
 from cgcompile.torch_compat.presence import *

@@ -226,7 +226,7 @@ class OnStream:
 
     def __enter__(self) -> None:
         stream = self._stream
-        if torch._C._cuda_getDevice() != stream.device_index:
+        if torch.cuda.current_device() != stream.device_index:
             self._full = torch.cuda.stream(stream)
             self._full.__enter__()
             return

@@ -1,20 +1,18 @@
 """Dynamo's graphs and their symbols."""
 
-import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import reduce
 from typing import Any, NamedTuple
 
 import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._sympy.printers import PythonPrinter
 
 from cgcompile.torch_compat.capture import storage_identity
+from cgcompile.torch_compat.expressions import evaluated, text_of
 from cgcompile.torch_compat.ops import OpOverload, original_of
 
 # State that a graph switches with nodes of its own: what enters a context, and what leaves it.
@@ -79,13 +77,13 @@ def known_size(size: Any) -> int | str:
     """Return a size as a number, or as an expression of symbols; equal sizes have equal texts."""
     expression = size if type(size) is int else size.node.expr  # after replacements
     if getattr(expression, "free_symbols", None):
-        return str(PythonPrinter().doprint(expression))
+        return text_of(expression)
     return int(expression)
 
 
 def number_text(number: torch.SymInt | torch.SymFloat) -> str:
     """Return a symbolic number as Python text; equal numbers have equal texts."""
-    return str(PythonPrinter().doprint(number.node.expr))
+    return text_of(number.node.expr)
 
 
 def size_conditions(
@@ -101,7 +99,7 @@ def size_conditions(
         guard = guard.xreplace({symbol: shapes.current(symbol) for symbol in guard.free_symbols})
         symbols = tuple(sorted(map(str, guard.free_symbols)))
         if symbols:
-            conditions.append((PythonPrinter().doprint(guard), symbols))
+            conditions.append((text_of(guard), symbols))
     for symbol, bounds in shape_env.var_to_range.items():  # torch drops guards that these imply
         if is_unbacked(symbol) or shapes.current(symbol) != symbol:
             continue
@@ -340,27 +338,11 @@ def is_unbacked(symbol: sympy.Symbol) -> bool:
 
 
 def expression_nodes(
-    graph: fx.Graph, expression: sympy.Expr, bound: Mapping[sympy.Symbol, fx.Node]
+    expression: sympy.Expr, bound: Mapping[sympy.Symbol, fx.Node]
 ) -> fx.Node | int:
     """Insert nodes that compute ``expression`` from the nodes of its symbols; return the last."""
-    proxies = {symbol: fx.Proxy(bound[symbol]) for symbol in expression.free_symbols}
-    result = evaluated(expression, proxies)
-    return result.node if isinstance(result, fx.Proxy) else int(result)
-
-
-def evaluated(expression: sympy.Expr, values: Mapping[sympy.Symbol, Any]) -> Any:
-    """Return the value of an expression for numbers, symbolic numbers or proxies of its symbols."""
-    named = {str(symbol): value for symbol, value in values.items()}
-    text = PythonPrinter().doprint(expression)
-    return eval(text, {"math": math, "torch": torch, "max": _most, "min": _least, **named})
-
-
-def _most(*values: Any) -> Any:
-    return reduce(torch.sym_max, values)
-
-
-def _least(*values: Any) -> Any:
-    return reduce(torch.sym_min, values)
+    result = evaluated(expression, bound)
+    return result if isinstance(result, fx.Node) else int(result)
 
 
 class Shapes:

@@ -7,7 +7,7 @@ numbers, which most steps pass, are walked here, at a tenth of the cost.
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
@@ -344,7 +344,12 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self.on_call(func, args, kwargs or {})
+        # Torch switches autocast off for a mode; a kernel that calls other ops would miss it.
+        state = _autocast_of_caller() if _kernel_sees_autocast(func) else {}
+        if not state:
+            return self.on_call(func, args, kwargs or {})
+        with autocast_on(state):
+            return self.on_call(func, args, kwargs or {})
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call; the mode is off inside."""
@@ -368,7 +373,7 @@ def without_modes() -> AbstractContextManager[Any]:
     """Return a context without dispatch modes."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    return _disable_current_modes()
+    return nullcontext() if top_mode() is None else _disable_current_modes()
 
 
 _COMPILED_REGION = "inductor_compiled_code"
@@ -531,16 +536,15 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# Whether autocast is on for any device; 0.05 us.
-any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+def any_autocast() -> bool:
+    """Return whether autocast is on for a type of device that graphs are captured on."""
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 
 
 def autocast_state() -> dict[str, torch.dtype]:
     """Return the type that autocast computes in, by the type of each device where it is on."""
-    kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
-    return {
-        kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
-    }
+    on = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return {kind: torch.get_autocast_dtype(kind) for kind in on}
 
 
 @contextmanager
@@ -565,3 +569,35 @@ def own_cached_casts(compiled: bool) -> Iterator[None]:
 
 def autocast_off() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", enabled=False)
+
+
+# The part of ``scaled_dot_product_attention`` whose kernel calls an op that autocast casts.
+_UNDER_AN_AUTOCAST_KERNEL = frozenset({"aten::_safe_softmax"})
+
+
+@cache
+def _kernel_sees_autocast(op: Any) -> bool:
+    """Return whether the kernel of an op runs with autocast on where its caller has it on."""
+    # Not below an autocast kernel: it casts, and calls the op again with autocast off. An op that
+    # has one may also come from a composite op that has one (``bmm`` of attention), where its
+    # inputs must stay as they are. Torch leaves autocast on around higher-order ops.
+    if is_higher_order_op(op) or op.name() in _UNDER_AN_AUTOCAST_KERNEL:
+        return False
+    keys = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
+    return not any(op.has_kernel_for_dispatch_key(key) for key in keys)
+
+
+def _autocast_of_caller() -> dict[str, torch.dtype]:
+    """Return :func:`autocast_state` of the code whose op a dispatch mode gets."""
+    with torch._C._RestorePythonTLSSnapshot():
+        return autocast_state() if any_autocast() else {}
+
+
+@contextmanager
+def autocast_on(state: dict[str, torch.dtype]) -> Iterator[None]:
+    """Switch autocast on as in a result of :func:`autocast_state`."""
+    cached = torch.is_autocast_cache_enabled()
+    with ExitStack() as stack:
+        for kind, dtype in state.items():
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+        yield

@@ -38,12 +38,12 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
 # some builds without CUDA.
 PRIVATE_NAMES: Mapping[str, str] = {
     "torch": "_neg_view",
-    "torch._C": "DispatchKey _AutoDispatchBelowAutograd _InferenceMode "
-    "_construct_storage_from_data_pointer _cuda_clearCublasWorkspaces _cuda_endAllocateToPool "
-    "_cuda_getCurrentRawStream _cuda_getCurrentStream _cuda_getDevice "
-    "_cuda_isCurrentStreamCapturing _cuda_memorySnapshot _cuda_releasePool _cuda_setStream "
-    "_current_graph_task_id _dispatch_get_all_op_names _get_sdp_priority_order "
-    "_host_emptyCache _is_any_autocast_enabled _set_grad_enabled "
+    "torch._C": "DispatchKey _AutoDispatchBelowAutograd _InferenceMode _RestorePythonTLSSnapshot "
+    "_construct_storage_from_data_pointer _cuda_clearCublasWorkspaces "
+    "_cuda_endAllocateToPool _cuda_getCurrentRawStream _cuda_getCurrentStream "
+    "_cuda_isCurrentStreamCapturing _cuda_memorySnapshot "
+    "_cuda_releasePool _cuda_setStream _current_graph_task_id _dispatch_get_all_op_names "
+    "_get_sdp_priority_order _host_emptyCache _set_grad_enabled "
     "_set_storage_data_ptr_access_error_msg _tensors_data_ptrs_at_indices_equal",
     "torch._C._dynamo.guards": "TensorGuards",
     "torch._C._functorch": "peek_interpreter_stack",
@@ -81,7 +81,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.ops._c10d_functional.wait_tensor": "default",
     "torch.utils": "_pytree",
     "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode",
-    "torch.utils._sympy.printers": "PythonPrinter",
+    "torch.utils._sympy.interp": "sympy_interp",
 }
 # Attributes of objects, by their owner. Whether they exist shows with an object alone.
 PRIVATE_ATTRIBUTES: Mapping[str, str] = {

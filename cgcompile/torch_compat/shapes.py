@@ -3,27 +3,25 @@
 Note [Sizes of its own]. What a compiler assumes about a symbol of Dynamo's becomes one of Dynamo's
 guards, for all sizes. An artifact for a few sizes must not add such guards, so it is compiled from
 fake values of a ``ShapeEnv`` of its own. The rule: the caller of the artifact evaluates the guards
-of that environment (:meth:`OwnShapes.guards`, :func:`python_predicate`).
+of that environment (:meth:`OwnShapes.guards`, ``python_predicate`` of ``expressions.py``).
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.printers import PythonPrinter
 
 from cgcompile.torch_compat.capture import is_plain_tensor
 from cgcompile.torch_compat.dynamo import (
     ENTER_INFERENCE_MODE,
     LEAVES,
     SET_GRAD_ENABLED,
-    evaluated,
     storage_key,
 )
+from cgcompile.torch_compat.expressions import evaluated
 
 _NO_EFFECT_ON_SIZES = (SET_GRAD_ENABLED, ENTER_INFERENCE_MODE, LEAVES[ENTER_INFERENCE_MODE])
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -187,15 +185,3 @@ def why_not_copied(gm: fx.GraphModule, symbols: Set[sympy.Symbol]) -> str | None
         elif not isinstance(value, (torch.SymInt, *_CONSTANTS)):
             return f"input {node.name!r} is a {type(value).__name__}"
     return None
-
-
-def python_predicate(
-    conditions: Sequence[sympy.Expr], symbols: Sequence[sympy.Symbol]
-) -> Callable[..., bool]:
-    """Return a Python function of the values of ``symbols``: whether all conditions hold."""
-    printer = PythonPrinter()
-    text = " and ".join(f"({printer.doprint(condition)})" for condition in conditions) or "True"
-    arguments = ", ".join(map(str, symbols))
-    scope = {"math": math, "torch": torch}
-    predicate: Callable[..., bool] = eval(f"lambda {arguments}: {text}", scope)
-    return predicate

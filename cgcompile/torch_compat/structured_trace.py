@@ -50,6 +50,15 @@ PROFILING = ("profiler._is_profiler_enabled", profiler)
 
 def reserved_bytes(device: torch.device, ever: bool = False) -> int:
     """Return the bytes that torch's allocator holds, or with ``ever`` has ever reserved."""
+    return _bytes("reserved_bytes", device).get("allocated" if ever else "current", 0)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes of torch's allocator that are in use."""
+    return _bytes("allocated_bytes", device).get("current", 0)
+
+
+def _bytes(kind: str, device: torch.device) -> Mapping[str, int]:
     stats = torch.cuda.memory_stats_as_nested_dict(device)
-    reserved: Mapping[str, int] = stats.get("reserved_bytes", {}).get("all", {})
-    return reserved.get("allocated" if ever else "current", 0)
+    counts: Mapping[str, int] = stats.get(kind, {}).get("all", {})
+    return counts

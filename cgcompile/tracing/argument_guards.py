@@ -27,8 +27,9 @@ containers of them; other objects by identity; and autocast::
 as those of another inference mode, so the rejected ones are compared in detail.
 """
 
+import ast
+import builtins
 import math
-import re
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +44,6 @@ from cgcompile.runtime.fast_path import ArgumentChecks
 _PLAIN = (bool, int, str, bytes, range, type(None))
 _SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format, types.MethodType)
 _FEW = 4  # tensors that are compared pair by pair
-_SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
 # By path, such as ``L['x'][0]``: for each dimension its size, or the name of a size that varies.
 Shapes = Mapping[str, tuple[int | str, ...]]
@@ -93,7 +93,7 @@ class Fits:
     ) -> None:
         self.references: list[weakref.ref[Any]] = []
         self._lines: list[str] = []
-        self._names: dict[str, Any] = {"math": math}
+        self._names: dict[str, Any] = {**compat.NAMES_IN_TEXT}
         self._elsewhere = LiveTensors(elsewhere)
         self._shapes, self._strides, self._pinned = shapes, strides, pinned
         self._numbers = numbers
@@ -311,16 +311,19 @@ class Fits:
 
     def _compare_autocast(self) -> None:
         """Compare autocast: it determines the types that ops compute in."""
-        on = self._bound("a", compat.any_autocast)
         if not compat.any_autocast():
-            self._unless(f"{on}()")
+            on = self._bound("a", torch.is_autocast_enabled)
+            self._unless(f"{on}('cuda') or {on}('cpu')")
             return
         now, was = self._bound("a", compat.autocast_state), compat.autocast_state()
-        self._unless(f"not {on}() or {now}() != {self._bound('c', was)}")
+        self._unless(f"{now}() != {self._bound('c', was)}")
 
 
 def _symbols(text: str) -> tuple[str, ...]:
-    return tuple(name for name in _SYMBOL.findall(text) if name != "math")
+    """Return the symbols in the text of an expression; other names are of modules and builtins."""
+    nodes = ast.walk(ast.parse(text, mode="eval"))
+    names = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
+    return tuple(n for n in names if n not in compat.NAMES_IN_TEXT and not hasattr(builtins, n))
 
 
 def _is_usual(value: torch.Tensor, sizes: tuple[int | str, ...]) -> bool:

@@ -98,11 +98,11 @@ def manager_of(args: argparse.Namespace, name: str, way: str) -> CudaGraphManage
 
 def growth(made: CudaGraphManager) -> None:
     """What each graph takes, one after the other."""
-    before = made.graph_memory()
+    before = made.memory()
     for mode, key in made.dispatcher.plan():
         made.capture_graph(mode, key)
-        now = made.graph_memory()
-        parts = {k: v - vars(before)[k] for k, v in vars(now).items() if v != vars(before)[k]}
+        now = made.memory()
+        parts = {k: v - before.parts[k] for k, v in now.parts.items() if v != before.parts[k]}
         text = ", ".join(f"{name} {nbytes / MIB:+.2f}" for name, nbytes in parts.items())
         print(f"    {mode.name} {key}: {text or '-'}")
         before = now
@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace, name: str, way: str) -> bool:
     seconds = time.perf_counter() - start
     before = memory(args.device)[1]
     made.capture()
-    found = made.graph_memory()
+    found = made.memory()
     lost = memory(args.device)[1] - before
     good = abs(planned.total - found.total) <= max(0.1 * found.total, 8 * MIB)
     print(

@@ -5,6 +5,7 @@ and inputs that are new each time, and every call is compared with eager::
 
     python examples/benchmarks/zoo.py                        # on a GPU
     python examples/benchmarks/zoo.py --device cpu --compiler eager --models llama vit
+    python examples/benchmarks/zoo.py --part libraries       # features of torch and libraries
     python examples/benchmarks/zoo.py --page                 # the committed rows into the docs
 
 Three ways: ``compile`` is ``torch.compile(model, backend="cgcompile")``; ``traced`` is
@@ -48,6 +49,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compiler", default="", help="inductor on a GPU, else eager")
+    parser.add_argument("--part", choices=list(catalogue.PARTS), default="architectures")
     parser.add_argument("--models", nargs="+", choices=list(catalogue.CATALOGUE), metavar="NAME")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 3, 5, 8])
@@ -79,7 +81,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     """All rows; those that took longest last time come first."""
     found = [
         (entry.name, way)
-        for entry in catalogue.ENTRIES
+        for entry in (catalogue.CATALOGUE.values() if args.models else catalogue.PARTS[args.part])
         for way in args.ways
         if (entry.name in args.models if args.models else args.slow or not entry.slow)
         and (way != "decode" or entry.decodes)
@@ -133,7 +135,7 @@ def report(
     tasks: list[Task], rows: list[dict[str, Any]], machine: dict[str, Any]
 ) -> dict[str, Any]:
     """What is known so far, in the order of the catalogue."""
-    order = {entry.name: place for place, entry in enumerate(catalogue.ENTRIES)}
+    order = {name: place for place, name in enumerate(catalogue.CATALOGUE)}
 
     def place(task: Task) -> tuple[int, int]:
         return order[task[0]], WAYS.index(task[1])
@@ -143,7 +145,7 @@ def report(
         "machine": machine,
         "entries": [
             {"name": e.name, "kind": e.kind, "structure": e.structure, "library": e.library}
-            for e in catalogue.ENTRIES
+            for e in catalogue.CATALOGUE.values()
             if any(name == e.name for name, _ in came)
         ],
         "rows": sorted(rows, key=lambda row: place((row["name"], row["way"]))),

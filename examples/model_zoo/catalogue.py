@@ -1,6 +1,7 @@
-"""All architectures of the zoo, by name."""
+"""All architectures of the zoo, and features of libraries, by name."""
 
 from model_zoo.entries import Entry
+from model_zoo.features import FEATURES
 from model_zoo.language import DECODERS, ENCODERS, TRANSLATORS
 from model_zoo.perception import FORECASTING, HEARING, SEEING, TOGETHER
 
@@ -13,4 +14,6 @@ ENTRIES: tuple[Entry, ...] = (
     *TOGETHER,
     *FORECASTING,
 )
-CATALOGUE = {entry.name: entry for entry in ENTRIES}
+LIBRARIES: tuple[Entry, ...] = FEATURES
+PARTS = {"architectures": ENTRIES, "libraries": LIBRARIES}
+CATALOGUE = {entry.name: entry for part in PARTS.values() for entry in part}

@@ -1,6 +1,7 @@
 """What the model zoo knows of one architecture: how to make it, and what to call it with."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,17 @@ import torch
 
 VOCABULARY = 96
 TOKENS = 12  # of each row of text
-Inputs = Callable[[int], dict[str, torch.Tensor]]
+Inputs = Callable[[int], dict[str, Any]]
+
+
+def unchanged(model: torch.nn.Module) -> torch.nn.Module:
+    """The model as it is."""
+    return model
+
+
+def nothing(model: torch.nn.Module, call: int) -> AbstractContextManager[Any]:
+    """Leave each call as it is."""
+    return nullcontext()
 
 
 class NotThere(Exception):
@@ -23,10 +34,15 @@ class Entry:
         name: of the row.
         kind: the group of rows that it stands in.
         structure: what is special about it, in a few words.
-        library: where it comes from, ``transformers`` or ``timm``.
+        library: where it comes from, such as ``transformers`` or ``torch``.
         make: makes it, on the CPU, in evaluation mode; its weights are drawn by the caller.
-        inputs: ``inputs(size)`` draws a batch on the CPU: tensors by name, batch dimension first.
+        inputs: ``inputs(size)`` draws a batch on the CPU: tensors by name, batch dimension first,
+            and numbers.
         settings: further arguments of each call, the same each time.
+        finish: ``finish(model)`` changes the model on its device once its weights are drawn, such
+            as into a quantized one.
+        around: ``around(model, call)`` is entered around the eager and the compiled call of this
+            number, such as autocast, or after a switch of adapters.
         decodes: it decodes with a static cache as well.
         slow: it takes minutes to compile, and is left out unless asked for.
     """
@@ -38,6 +54,8 @@ class Entry:
     make: Callable[[], torch.nn.Module]
     inputs: Inputs
     settings: dict[str, Any]
+    finish: Callable[[torch.nn.Module], torch.nn.Module] = unchanged
+    around: Callable[[torch.nn.Module, int], AbstractContextManager[Any]] = nothing
     decodes: bool = False
     slow: bool = False
 

@@ -155,7 +155,7 @@ def drawn(entry: Entry, settings: Settings) -> torch.nn.Module:
         for norm in norms:
             norm.momentum = 1.0
         model.train()(**entry.inputs(8), **entry.settings)
-    return model.eval().to(settings.device)
+    return entry.finish(model.eval().to(settings.device))
 
 
 def _measure(

@@ -1,11 +1,13 @@
 """How the zoo compiles a model, and the calls that it makes of it."""
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 import cgcompile
 from model_zoo.entries import VOCABULARY, Entry
@@ -57,7 +59,8 @@ def traced_once(
         The backend, what an engine calls, and what runs plain where that is not traced.
     """
     if splitting == "fx":
-        dims = dict.fromkeys(entry.inputs(2), 0)
+        drawn = entry.inputs(2).items()
+        dims = {name: 0 for name, value in drawn if isinstance(value, torch.Tensor) and value.ndim}
         backend = settings.backend()
         compiled = cgcompile.compile(model, backend, dynamic_dims=dims, guards="none")
         return backend, compiled, compiled
@@ -90,17 +93,25 @@ def forward_steps(
     model: torch.nn.Module, entry: Entry, compiled: Call, settings: Any
 ) -> Iterator[Step]:
     """Whole batches, all sizes once in each round."""
-    for turn, size in _sizes(settings):
+    around = functools.partial(_around, entry, model)
+    for number, (turn, size) in enumerate(_sizes(settings)):
         batch = _on(settings.device, entry.inputs(size))
-        given, copy = ({k: v.clone() for k, v in batch.items()} for _ in range(2))
+        given, copy = (pytree.tree_map_only(torch.Tensor, torch.clone, batch) for _ in range(2))
         yield Step(
             (size,),
             turn,
             turn >= settings.warm,
-            lambda given=given: model(**given, **entry.settings),  # type: ignore[misc]
-            lambda copy=copy: compiled(**copy, **entry.settings),  # type: ignore[misc]
+            functools.partial(around, number, model, given),
+            functools.partial(around, number, compiled, copy),
             (given, copy),
         )
+
+
+def _around(
+    entry: Entry, model: torch.nn.Module, number: int, call: Call, inputs: dict[str, Any]
+) -> Any:
+    with entry.around(model, number):
+        return call(**inputs, **entry.settings)
 
 
 def decode_steps(
@@ -145,5 +156,6 @@ def _sizes(settings: Any) -> Iterator[tuple[int, int]]:
             yield turn, size
 
 
-def _on(device: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.to(device) for name, value in batch.items()}
+def _on(device: str, batch: dict[str, Any]) -> dict[str, Any]:
+    moved: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), batch)
+    return moved

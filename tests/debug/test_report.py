@@ -36,7 +36,7 @@ def overview() -> Overview:
         served.run(requests(count - 2, 2))
     found = cgcompile.debug.report(served)
     assert found.counters.replays == served.counters.replays == 6
-    assert sum(found.memory.values()) == served.graph_memory().total > 0
+    assert sum(found.memory.values()) == served.memory().total > 0
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from lib.examples import EXAMPLES, load
 from lib.snapshots import assert_snapshot
 from model_zoo import table
-from model_zoo.catalogue import CATALOGUE, ENTRIES
+from model_zoo.catalogue import CATALOGUE, ENTRIES, LIBRARIES
 from model_zoo.compare import Mismatch, compare
 from model_zoo.entries import Entry, from_config, from_timm, normal
 from model_zoo.measure import Settings, measure
@@ -25,7 +25,13 @@ RESULTS = EXAMPLES / "benchmarks" / "results" / "zoo.json"
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("llama", "decode"), ("convnext", "compile"), ("vit", "traced")]
+    ("name", "way"),
+    [
+        ("llama", "decode"),
+        ("convnext", "compile"),
+        ("vit", "traced"),
+        ("autocast_layers", "compile"),
+    ],
 )
 def test_a_model_is_right_and_replayed(name: str, way: str) -> None:
     row = measure(CATALOGUE[name], way, QUICK)
@@ -281,8 +287,10 @@ def test_slow_ones_are_left_out_unless_asked_for() -> None:
         return {name for name, _ in zoo.tasks_of(zoo.arguments([*arguments, "--device", "cpu"]))}
 
     assert slow
-    assert names() == CATALOGUE.keys() - slow
-    assert names("--slow") == CATALOGUE.keys()
+    architectures = {entry.name for entry in ENTRIES}
+    assert names() == architectures - slow
+    assert names("--slow") == architectures
+    assert names("--part", "libraries") == {entry.name for entry in LIBRARIES}
     assert names("--models", *slow) == slow
 
 
@@ -290,7 +298,8 @@ def test_slow_ones_are_left_out_unless_asked_for() -> None:
 
 
 def test_at_least_forty_architectures_of_both_libraries() -> None:
-    assert len(CATALOGUE) == len(ENTRIES) >= 40
+    assert len(ENTRIES) >= 40
+    assert len(CATALOGUE) == len(ENTRIES) + len(LIBRARIES)  # no name twice
     assert {entry.library for entry in ENTRIES} == {"transformers", "timm"}
 
 
@@ -302,7 +311,9 @@ def test_the_page_has_the_rows_that_were_measured() -> None:
         assert table.NOTHING in page
         return
     names = {entry["name"] for entry in result["entries"]} | {name for name, _ in result["not_run"]}
-    assert names | {entry.name for entry in ENTRIES if entry.slow} == CATALOGUE.keys()
+    assert names | {entry.name for entry in ENTRIES if entry.slow} == {
+        entry.name for entry in ENTRIES
+    }
     assert len(result["entries"]) >= 40
     assert len(table.markdown(result).splitlines()) <= 100
     assert RESULTS.read_text() == table.dumped(result)

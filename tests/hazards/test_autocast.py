@@ -1,9 +1,14 @@
 """No graph reads a weight that autocast cast, and cached, outside of its capture, or leaves one."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from lib.front_ends import COMPILED, FRONT_ENDS, ROWS, WIDTH, front_end
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cgcompile.errors import CGCompileError
 
@@ -105,3 +110,54 @@ def test_a_capture_under_autocast_is_not_replayed_outside(name: str, device: str
             run(False)
     torch.testing.assert_close(*run(True))
     assert served.counters().replays > replays
+
+
+class Fused(nn.Module):
+    """Calls ops whose kernels call others, which autocast casts."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
+        self.layer = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.to(device).eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        y: torch.Tensor = self.layer(x[None])[0]  # one kernel
+        product_of_x = product(x)
+        assert product_of_x.dtype is LOW
+        with sdpa_kernel(SDPBackend.MATH):
+            z = F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+        return y + product_of_x + z + torch.cdist(x, x).sum()
+
+
+@torch.library.custom_op("cgcompile_tests::product", mutates_args=())
+def product(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x.T) @ x
+
+
+@product.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    low = torch.is_autocast_enabled(x.device.type)
+    return torch.empty_like(x, dtype=torch.bfloat16 if low else x.dtype)
+
+
+@pytest.mark.parametrize("grad_mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("name", [name for name in FRONT_ENDS if name not in COMPILED])
+def test_kernels_that_call_other_ops_see_autocast(
+    name: str, grad_mode: Callable[[], AbstractContextManager[None]], device: str
+) -> None:
+    """A dispatch mode runs ops with autocast off, unless it is switched on again.
+
+    Ops inside an op that autocast casts, as inside attention, run with autocast off.
+    """
+    model = Fused(device)
+    served = front_end(name, model, device)
+    with grad_mode(), torch.autocast(device, LOW):
+        for _ in range(4):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            result, expected = served.step(x), model(x)
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert served.counters().replays >= 2

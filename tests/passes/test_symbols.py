@@ -7,8 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.asserts import build, compiled_graph, mark
 from lib.cases import CASES, D
+from torch import fx
+from torch.utils._sympy import functions as of_sizes
 
 import cgcompile
+from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError, SymbolError
 
 
@@ -137,3 +140,72 @@ def test_pretty_names_follow_the_inputs_not_torch() -> None:
         for word in text.replace("[", " ").replace("*", " ").split()
         if word[:3] in ("s77", "s27")
     ]
+
+
+S, T = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
+FLOAT = of_sizes.ToFloat(S)
+EXPRESSIONS = {
+    "sum": S - T + 3,
+    "product": 3 * S * T,
+    "square": S**2,
+    "root": S ** sympy.Rational(1, 2),
+    "Abs": sympy.Abs(S - T),
+    "floor": sympy.floor(of_sizes.IntTrueDiv(S * T, 7)),
+    "ceiling": sympy.ceiling(of_sizes.IntTrueDiv(S * T, 7)),
+    "FloorDiv": of_sizes.FloorDiv(S, 3),
+    "CleanDiv": of_sizes.CleanDiv(4 * S, 2 * T),
+    "CeilDiv": of_sizes.CeilDiv(S, T),
+    "ModularIndexing": of_sizes.ModularIndexing(S, 3, 5),
+    "TruncToInt": of_sizes.TruncToInt(-1.5 * FLOAT),
+    "TruncToFloat": of_sizes.TruncToFloat(0.3 * FLOAT),
+    "RoundToInt": of_sizes.RoundToInt(0.5 * FLOAT),
+    "RoundDecimal": of_sizes.RoundDecimal(0.37 * FLOAT, 1),
+    "CeilToInt": of_sizes.CeilToInt(0.3 * FLOAT),
+    "FloorToInt": of_sizes.FloorToInt(-0.3 * FLOAT),
+    "IntTrueDiv": of_sizes.IntTrueDiv(S, T),
+    "FloatTrueDiv": of_sizes.FloatTrueDiv(FLOAT, of_sizes.ToFloat(T)),
+    "FloatPow": of_sizes.FloatPow(FLOAT, 0.5),
+    "PowByNatural": of_sizes.PowByNatural(S, T),
+    "Mod": of_sizes.Mod(S, T),
+    "PythonMod": of_sizes.PythonMod(3 - S, T),
+    "Max": of_sizes.Max(S, T, 7),
+    "Min": of_sizes.Min(S, T + 1, 7),
+    "Where": of_sizes.Where(S > T, S, T),
+    "Piecewise": sympy.Piecewise((S, S > 2 * T), (T, S + 1 > T), (3, True)),
+    "Identity": of_sizes.Identity(S + T),
+    "LShift": of_sizes.LShift(S, T),
+    "RShift": of_sizes.RShift(S, T),
+    "bitwise_and": of_sizes.BitwiseFn_bitwise_and(S, T),
+    "bitwise_or": of_sizes.BitwiseFn_bitwise_or(S, T),
+    "bitwise_xor": of_sizes.BitwiseFn_bitwise_xor(S, T),
+    "log2": of_sizes.OpaqueUnaryFn_log2(FLOAT),
+    "sqrt": of_sizes.OpaqueUnaryFn_sqrt(FLOAT),
+    "sin": of_sizes.OpaqueUnaryFn_sin(FLOAT),
+    "Eq": sympy.Eq(of_sizes.Mod(S, T), 0),
+    "Not": sympy.Not(sympy.Eq(of_sizes.Mod(S, T), 0)),
+    "And": sympy.And(S > T, S < 3 * T),
+    "Or": sympy.Or(S >= T, sympy.Eq(S, 3)),
+    "true": sympy.true,
+    "infinity": sympy.oo,
+}
+
+
+def test_expressions_have_one_value_as_node_as_text_and_as_number() -> None:
+    for name, expression in EXPRESSIONS.items():
+        graph = fx.Graph()
+        nodes = {S: graph.placeholder("s0"), T: graph.placeholder("s1")}
+        graph.output(compat.evaluated(expression, nodes))
+        in_graph = fx.GraphModule({}, graph)
+        text = f"lambda s0, s1: {compat.text_of(expression)}"
+        in_text = eval(text, {**compat.NAMES_IN_TEXT})
+        holds = compat.python_predicate([expression], [S, T])
+        for s, t in ((2, 3), (5, 2), (6, 3), (12, 5), (31, 7)):
+            number = compat.evaluated(expression, {S: s, T: t})
+            assert type(in_graph(s, t)) is type(in_text(s, t)) is type(number), name
+            assert in_graph(s, t) == in_text(s, t) == number, name
+            assert bool(holds(s, t)) is bool(number), name
+            expected = expression.subs({S: s, T: t})
+            if isinstance(number, bool):
+                assert bool(expected) is number, name
+            elif expression is not sympy.oo:
+                assert float(expected) == pytest.approx(number, rel=1e-12), name

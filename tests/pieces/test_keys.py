@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
 from lib.cases import D, Decoder
+from torch.utils._sympy import functions as of_sizes
 
 import cgcompile
 from cgcompile import torch_compat as compat
 from cgcompile.passes import FunctionPass
-from cgcompile.passes.printer import Unnameable
+from cgcompile.passes.printer import GraphText, Unnameable
 from cgcompile.pieces.cache import facts_of_piece, key_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,6 +254,17 @@ def test_an_op_of_the_users_has_a_key_unless_its_code_is_compiled_in(ops) -> Non
     assert uncached(lambda x: ops.plain(x) + 1, X()) == "caching is off"
     found = uncached(lambda x: ops.inside(x) + 1, X())
     assert found == "cgc_keys::inside is decomposed into other ops, by code that may change"
+
+
+def test_a_size_from_float_arithmetic_has_a_key() -> None:
+    def step(x):
+        rows = torch.cat([x.new_ones(round(x.shape[0] * 0.3))] * 2)
+        return rows * rows.shape[0]
+
+    assert uncached(step, X()) == "caching is off"
+    size = of_sizes.ToFloat(sympy.Symbol("s7", integer=True, positive=True))
+    texts = [GraphText(lasting=True).expression(scale * size) for scale in (0.3, 0.1 + 0.2)]
+    assert texts == ["(0.3 * float(s0))", "(0.30000000000000004 * float(s0))"]
 
 
 def test_a_function_of_the_users_has_no_key() -> None:

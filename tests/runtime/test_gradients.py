@@ -7,9 +7,13 @@ import torch
 from lib.asserts import build
 from lib.cases import CASES, D
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import cgcompile
-from cgcompile.errors import GradientError
 from cgcompile.reasons import Reason
 
 
@@ -156,21 +160,89 @@ def test_constants_of_the_graph_that_require_gradients() -> None:
     assert backend.graphs[0].counters.plain == {Reason.GRADIENTS: 1}
 
 
-def test_checkpointing_refuses_gradients_that_would_be_wrong() -> None:
-    from torch.utils.checkpoint import checkpoint
+class Checkpointed(torch.nn.Module):
+    """Blocks with dropout, which a backward pass with other random numbers gets wrong."""
 
-    def step(x):
-        def block(t):
-            return torch.nn.functional.dropout(t.sin(), 0.5) * 2
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(D, D) for _ in range(2))
+        self.options = {"use_reentrant": False, **options}
 
-        return checkpoint(block, x * 1, use_reentrant=False) + 1
+    def block(self, linear, x):
+        return torch.nn.functional.dropout(linear(x).sin(), 0.5) * 2
 
-    compiled = torch.compile(step, backend=cgcompile.Backend(compiler="aot"))
-    x = torch.randn(3, 4, D)
+    def forward(self, x):
+        for linear in self.linears:
+            x = checkpoint(self.block, linear, x, **self.options) + 1
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class InEachOther(Checkpointed):
+    def block(self, linear, x):
+        inner = checkpoint(super().block, linear, x, use_reentrant=False)
+        return torch.nn.functional.dropout(inner, 0.5)
+
+
+class InARegion(Checkpointed):
+    def forward(self, x):
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+def keep_products():
+    def policy(context, op, *args, **kwargs):
+        keep = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+CHECKPOINTED = {
+    "plain": Checkpointed,
+    "reentrant": lambda: Checkpointed(use_reentrant=True),
+    "selective": lambda: Checkpointed(context_fn=keep_products),
+    "nested": InEachOther,
+    "region": InARegion,
+}
+
+
+def gradients(step, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    result = step(x)
+    torch.manual_seed(8)  # other random numbers than those of the forward pass
+    model.zero_grad()
+    with torch.enable_grad():
+        result.square().sum().backward()
+    return [result.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.parametrize("entry", ["torch.compile", "cgcompile.compile", "uncompiled"])
+def test_a_checkpointed_step_has_the_gradients_of_eager(name: str, entry: str) -> None:
+    torch._dynamo.reset()
+    model = CHECKPOINTED[name]()
+    none = {"mode": "NONE", "cudagraph_mode": "NONE"}
+    backend = cgcompile.Backend(**(none if entry == "uncompiled" else {"compiler": "aot"}))
+    compiled = (
+        cgcompile.compile(model, backend)
+        if entry == "cgcompile.compile"
+        else torch.compile(model, backend=backend)
+    )
+    for _ in range(3):
+        x = torch.randn(3, 4, D, requires_grad=True)
+        expected, found = gradients(model, model, x), gradients(compiled, model, x)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert backend.counters.plain == ({} if entry == "uncompiled" else {Reason.GRADIENTS: 3})
     with torch.no_grad():
         assert compiled(x).shape == x.shape
-    with pytest.raises(GradientError, match="checkpoint"):
-        compiled(x.requires_grad_())
+
+
+def test_a_checkpoint_where_a_model_turns_gradients_on() -> None:
+    model, backend = InARegion(), cgcompile.Backend(compiler="aot")
+    compiled, x = torch.compile(model, backend=backend), torch.randn(3, 4, D)
+    with torch.no_grad():
+        found, expected = gradients(compiled, model, x), gradients(model, model, x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def pushed_forward(function, x: torch.Tensor) -> torch.Tensor | None:

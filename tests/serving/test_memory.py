@@ -15,9 +15,10 @@ import cgcompile
 from cgcompile import BatchDescriptor
 from cgcompile.errors import ManagerError
 from cgcompile.graphs import host
+from cgcompile.graphs.memory import GraphMemory
 from cgcompile.serving import CudaGraphManager, InputBuffer, Metadata
 from cgcompile.serving.dispatcher import CudagraphDispatcher
-from cgcompile.serving.memory_plan import GraphMemory, MemoryPlan
+from cgcompile.serving.memory_plan import MemoryPlan
 
 MODES = ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56)
@@ -107,7 +108,7 @@ def check(made: CudaGraphManager) -> GraphMemory:
     """Plan and capture; what was measured."""
     planned = made.plan()
     made.capture()
-    found = made.graph_memory()
+    found = made.memory()
     check_total(planned, found, made)
     assert planned.fixed + sum(nbytes for _, _, nbytes in planned.graphs) == planned.total
     assert found.total > 0
@@ -144,7 +145,7 @@ def test_the_plan_is_what_is_measured(device, name, mode, kind) -> None:
 )
 def test_memory_of_the_driver_is_in_it(monkeypatch, name, mode, step) -> None:
     FakeDriver(monkeypatch, step)
-    assert check(MODELS[name](mode, "plain", "cpu")).driver > 0
+    assert check(MODELS[name](mode, "plain", "cpu")).executables > 0
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
@@ -158,7 +159,7 @@ def test_planning_leaves_nothing_behind(device, monkeypatch, kind) -> None:
     made.plan()
     assert driver.level == level
     assert not driver.graphs
-    assert made.graph_memory().pools == made.graph_memory().outputs == 0
+    assert made.memory().pools == made.memory().outputs == 0
     assert not made.bulk
     assert not any(made.dispatcher.is_captured(*each) for each in made.dispatcher.plan())
     batch = requests(3, 2, device=device)
@@ -169,7 +170,7 @@ def test_planning_leaves_nothing_behind(device, monkeypatch, kind) -> None:
     made.release()
     again = made.plan()
     made.capture()
-    check_total(again, made.graph_memory(), made)
+    check_total(again, made.memory(), made)
 
 
 def test_planning_refuses_where_graphs_are(device) -> None:
@@ -190,7 +191,7 @@ def test_a_step_that_raises_leaves_nothing_behind(device) -> None:
     made = manager("PIECEWISE", device=device, dispatch=dispatcher("PIECEWISE"), prepare=prepare)
     with pytest.raises(RuntimeError, match="no such batch"):
         made.plan()
-    assert made.graph_memory().total == 0
+    assert made.memory().total == 0
     fails[0] = False
     made.capture()
 
@@ -211,13 +212,13 @@ def test_where_captures_fail_all_are_tried(device) -> None:
     assert len(planned.missing) == 5
     assert "not captured: CaptureError" in str(planned)
     made.capture()
-    check_total(planned, made.graph_memory(), made)
+    check_total(planned, made.memory(), made)
 
 
 def test_without_graphs_there_is_nothing_to_plan() -> None:
     made = manager("NONE")
     assert made.plan().total == 0
-    assert made.graph_memory() == GraphMemory()
+    assert made.memory() == GraphMemory()
 
 
 # a budget
@@ -228,7 +229,7 @@ def bytes_of(made: CudaGraphManager, some: Any) -> int:
     for mode, key in made.dispatcher.plan():
         if (mode, key) in some:
             made.capture_graph(mode, key)
-    found = made.graph_memory().total
+    found = made.memory().total
     made.release()
     return found + margin(made)
 
@@ -260,7 +261,7 @@ def test_a_budget_is_kept(monkeypatch, mode, share) -> None:
     least, most = bytes_of(made, kinds.values()), planned.total + margin(made)
     budget = int(least + share * (most - least))
     made.capture(max_graph_bytes=budget)
-    assert made.graph_memory().total <= budget
+    assert made.memory().total <= budget
     found = captured(made)
     assert {(m.name, d.num_tokens) for m, d in kinds.values()} <= set(found)
     assert (len(found) == len(planned.graphs)) is (share == 1.0)
