@@ -237,4 +237,5 @@ def test_a_call_that_computes_nothing() -> None:
     assert one(x, 1) == (x, 2)
     assert one(x, 2) == (x, 3)
     assert len(one.traces) == 2
-    assert one.backend.graphs == ()
+    # Up to torch 2.13 the sum of numbers is a graph, of which nothing is compiled or captured.
+    assert [graph.split.pieces for graph in one.backend.graphs] in ([], [()])
