@@ -253,6 +253,8 @@ def _dtype_of(number: fx.Node) -> torch.dtype:
 def _name_of(node: fx.Node) -> tuple[str, bool]:
     """Return the name of the function of an op, and whether it writes its first argument."""
     name = short_name(node.target)
+    if name[2:-2] in _COMPARES:  # torch 2.11 calls ``__eq__``
+        name = name[2:-2]
     inplace = name.endswith("_")
     if compat.is_python_operator(node.target) and name[1:] in _INPLACE:
         name, inplace = name[1:], True

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lib.front_ends import COMPILED, ROWS, WIDTH, compiled, context, settings
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import cgcompile
 from cgcompile import CUDAGraphMode
@@ -68,7 +69,7 @@ class Bodies:
         y = x.clone()
         y *= number
         y.sub_(number)
-        z = torch.full((3,), number) + torch.full_like(x, number).sum()
+        z = torch.full((3,), number, device=x.device) + torch.full_like(x, number).sum()
         return y, z, x.masked_fill(x > 0, number), torch.where(x > 0, x, number)
 
     @staticmethod
@@ -259,6 +260,8 @@ class Window:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_cache_that_counts_past_its_window(name: str, device: str) -> None:
+    if name == "cgcompile.compile" and TorchVersion(torch.__version__) < "2.12":
+        pytest.skip("torch 2.11 does not trace slices by a number with dynamic_shapes oblivious")
     linear = nn.Linear(WIDTH, WIDTH).to(device).requires_grad_(False)
 
     def function(x: torch.Tensor, position: torch.Tensor, cache: Window) -> torch.Tensor:
