@@ -143,7 +143,8 @@ class RegionGuards:
 
     def drop_marks(self, code: types.CodeType) -> None:
         """Let guards on the ``forward`` of a class read it as it is without its mark."""
-        if "__closure__" in code.co_names:  # the code around the graph would read that of a mark
+        # Code around the graph that reads the closure of a mark names the attribute that is marked.
+        if "__closure__" in code.co_names and "forward" in code.co_names + code.co_consts:
             raise CannotRepeat("a value is read from the closure of a function")
         marks = {}
         for guard in self._guards:

@@ -79,17 +79,18 @@ def _candidates(owner: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
     waiting = [owner]
     while waiting:
         for child in waiting.pop().children():
-            if counts[type(child)] >= _FEWEST and _is_markable(child):
+            if counts[type(child)] >= _FEWEST and _is_markable(child, type(owner)):
                 found.setdefault(type(child), []).append(child)
             else:
                 waiting.append(child)
     return {cls: layers for cls, layers in found.items() if len(layers) >= _FEWEST}
 
 
-def _is_markable(module: nn.Module) -> bool:
+def _is_markable(module: nn.Module, owner: type[nn.Module]) -> bool:
     forward = type(module).forward
     return (
         isinstance(forward, FunctionType)
+        and forward is not owner.forward
         and not type(module).__module__.startswith("torch.")
         and not any(name.startswith("_torchdynamo") for name in vars(forward))
         and next(iter(module.children()), None) is not None
