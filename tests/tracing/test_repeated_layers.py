@@ -1,6 +1,7 @@
 """Repeated layers are traced once: the same graph and guards as without, or the plain trace."""
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -282,18 +283,19 @@ def test_layers_are_traced_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "Model.forward: each layer is traced on its own: " in caplog.text
 
 
-def with_defaults(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapper(self: nn.Module, x: torch.Tensor) -> Any:
-        return forward(self, x), forward.__defaults__[0]
+def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
 
     return wrapper
 
 
 class Decorated(Model):
-    def plain(self, x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
-        return super().forward(x) * factor
-
-    forward = with_defaults(plain)
+    @decorated
+    @decorated
+    def forward(self, x: torch.Tensor, state: Any = None) -> Any:
+        return super().forward(x), state  # code around the graph reads the default of a closure
 
 
 def test_a_decorated_model(caplog: pytest.LogCaptureFixture) -> None:
