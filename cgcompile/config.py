@@ -117,6 +117,8 @@ class CompilationConfig:
             from capture: ``raise``, ``recapture`` (bounded by ``max_captured_shapes``) or run
             ``eager``. ``copy``: inputs that are only read are copied, from any address; compiled
             models only.
+        check_metadata: compare where the tensors of the forward context are with where they were at
+            capture, if a captured op has read it, as ops of FULL graphs may.
         poison: fill the memory of graphs with NaN before each replay, so that stale reads show; of
             a shared pool, only what neither results nor other tensors hold; slow.
         debug: raise where a result is touched whose memory a later step has overwritten; slow.
@@ -163,6 +165,7 @@ class CompilationConfig:
     strict: bool = setting(False, parse_bool, "graphs")
     warn_fallbacks: bool = setting(True, parse_bool, "graphs")
     on_input_change: str = setting("raise", one_of("raise", "copy", "recapture", "eager"), "graphs")
+    check_metadata: bool = setting(True, parse_bool, "graphs")
     poison: bool = setting(False, parse_bool, "graphs")
     debug: bool = setting(False, parse_bool, "graphs")
     num_warmups: int = setting(1, parse_count(0), "graphs")

@@ -56,6 +56,7 @@ class ForwardContext:
         "num_unpadded_tokens",
         "ran_plain",
         "slot_mapping",
+        "was_read",
     )
 
     def __init__(
@@ -91,6 +92,7 @@ class ForwardContext:
         self.is_synthetic = False
         self.captured_piece = ""  # that is being captured; its ops may not read the context
         self.ran_plain: Fallback | None = None
+        self.was_read = False  # since the current capture has begun, by what it captures
 
     @classmethod
     def synthetic(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> "ForwardContext":
@@ -109,7 +111,7 @@ def _runtime_mode(name: Any) -> CUDAGraphMode:
 
 
 # Attributes that are no parameters.
-_STATE = ("additional", "captured_piece", "is_synthetic", "ran_plain")
+_STATE = ("additional", "captured_piece", "is_synthetic", "ran_plain", "was_read")
 _PARAMETERS = tuple(name for name in ForwardContext.__slots__ if name not in _STATE)
 # Keywords of other engines and of our settings, with the parameter that they stand for.
 _MEANT = {
@@ -361,4 +363,5 @@ def get_forward_context() -> ForwardContext:
         raise ForwardContextError.missing()
     if context.captured_piece:
         raise ForwardContextError.captured(piece=context.captured_piece)
+    context.was_read = True
     return context

@@ -602,9 +602,10 @@ class AddressChangedError(GuardError):
         result before it grows; drop the graphs and capture again: release(), or of a wrapper \
         clear_graphs().""")
     metadata = Template("""
-        FULL, {batch}: metadata {path} is {now:address}, was at {before:#x} when captured.
-        A FULL graph reads metadata where it was at capture: let metadata() return views of its \
-        buffers, or of others that stay, or set check_metadata=False.""")
+        {what}, {batch}: metadata {path} is {now:address}, was at {before:#x} when captured.
+        A graph that reads the forward context reads its tensors where they were at capture. \
+        Write new values into the same tensors (metadata() of a manager: return views of its \
+        buffers), or, if the graph does not read this one, set check_metadata=False.""")
     weight = Template("""
         {what}, {batch}: weight {path!r} was replaced or moved after it was captured.
         A CUDA graph reads the weights where they were. Write new values in place \

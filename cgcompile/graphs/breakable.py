@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp, target_name
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.context import current_forward_context, in_full_mode
+from cgcompile.context import callers_context, current_forward_context, in_full_mode
 from cgcompile.descriptor import allows_full
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import Block, address
@@ -290,6 +290,8 @@ class SegmentRecorder(Breaker):
         """End the segment, run the block outside of any, begin the next one; failures are noted."""
         if self._rebinding is not None:
             self._rebinding.end_segment()
+        context = callers_context()
+        was_read = context is not None and context.was_read
         try:
             self._end()
             with self._on_stream_of_breaks():
@@ -299,6 +301,8 @@ class SegmentRecorder(Breaker):
                 yield
                 self._refuse_stale_originals()  # that the break wrote
                 del alive  # no sooner: a break may write an original and drop it
+            if context is not None:
+                context.was_read = was_read  # a break reads it at each replay
             if self._rebinding is not None:
                 self._rebinding.begin_segment()
             self._begin()

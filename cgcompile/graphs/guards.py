@@ -2,17 +2,21 @@
 
 A graph repeats addresses and host values, and a replay runs no Python. :class:`ArgumentGuard`
 compares the arguments of a call, :class:`WeightsGuard` the weights of the modules that
-:func:`modules_of` finds; ``fields.py`` compares the fields of all other objects. Without them a
-replay would read memory that was freed, or repeat a stale value. The rule: a difference is an error
-that names the argument or weight, and nothing is replayed.
+:func:`modules_of` finds, :class:`ContextGuard` the tensors of the forward context; ``fields.py``
+compares the fields of all other objects. Without them a replay would read memory that was freed, or
+repeat a stale value. The rule: a difference is an error that names the argument or weight, and
+nothing is replayed.
 """
 
+import dataclasses
+import textwrap
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
 from dis import Instruction, get_instructions
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
+from keyword import iskeyword
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -497,6 +501,155 @@ def _passed(count: int, names: Iterable[str]) -> str:
     """Return how arguments were passed, in words."""
     by_name = ", ".join(map(repr, sorted(names)))
     return f"{count} arguments by position and {by_name or 'none'} by name"
+
+
+# -------------------------------------------------------------- tensors in the forward context
+
+
+_DEPTH = 4  # of objects in objects
+_OPAQUE = (int, float, str, bytes, type, torch.nn.Module)  # weights are compared elsewhere
+_FIELDS = ("attn_metadata", "slot_mapping", "additional")
+
+
+class ContextGuard:
+    """Compare where the tensors are that the captured step may have read from the forward context.
+
+    ``moved(context)`` is the fast check, a generated function: True where a tensor has moved, or
+    where objects are arranged in another way, so that :meth:`check` has to decide.
+    """
+
+    def __init__(self, context: Any, device_type: str) -> None:
+        self._device_type = device_type
+        tensors = dict(_tensors_in(context, device_type))
+        self._held = [tensor.untyped_storage() for tensor in tensors.values()]
+        self._known = {path: tensor.data_ptr() for path, tensor in tensors.items()}
+        self.moved = _MovedSource(device_type).function(context)
+
+    @classmethod
+    def of(cls, context: Any, device_type: str) -> "ContextGuard | None":
+        """Return the guard of a context that a capture has read; None if it holds no tensors."""
+        guard = cls(context, device_type)
+        return guard if guard._known else None
+
+    def check(self, context: Any, what: str, batch: object) -> None:
+        """Raise AddressChangedError where a tensor has moved since the capture."""
+        if not self.moved(context):
+            return
+        now = {path: x.data_ptr() for path, x in _tensors_in(context, self._device_type)}
+        for path, before in self._known.items():
+            if now.get(path) != before:
+                raise AddressChangedError.metadata(
+                    what=what, batch=str(batch), path=path, now=now.get(path), before=before
+                )
+
+
+def _tensors_in(context: Any, device_type: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return path and tensor of all tensors on a device; does not synchronise."""
+    for name in _FIELDS:
+        value = getattr(context, name)
+        if value is not None:
+            yield from _tensors_below(value, name, device_type, _DEPTH)
+
+
+def _tensors_below(
+    value: Any, path: str, device_type: str, depth: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if _is_read(value, device_type):
+            yield path, value
+    elif depth and value is not None and not isinstance(value, _OPAQUE):
+        for step, _, item in _items(value):
+            yield from _tensors_below(item, path + step, device_type, depth - 1)
+
+
+def _is_read(tensor: torch.Tensor, device_type: str) -> bool:
+    return tensor.device.type == device_type and compat.is_plain_tensor(tensor)
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Return the text of each step into an object, the key (None: an attribute), the item."""
+    if isinstance(value, (tuple, list)):
+        yield from ((f"[{index}]", index, item) for index, item in enumerate(value))
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", key, item) for key, item in value.items() if key is not None)
+    else:
+        attributes = getattr(value, "__dict__", {})
+        kind: Any = type(value)  # mypy takes it for unhashable
+        yield from ((f".{name}", None, item) for name, item in attributes.items())
+        for name in _declared(kind):
+            if name not in attributes and hasattr(value, name):
+                yield f".{name}", None, getattr(value, name)
+
+
+@lru_cache(maxsize=256)
+def _declared(kind: Any) -> tuple[str, ...]:
+    """Return attributes that may be in no ``__dict__``: slots, and fields with a default."""
+    slots = [member.__name__ for member in slots_of(kind)]
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple(dict.fromkeys([*(spec.name for spec in fields), *slots]))
+
+
+class _MovedSource:
+    """Writes the function ``moved`` of a :class:`ContextGuard`."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._lines: list[str] = []
+        self._names: dict[str, Any] = {}
+        self._variables: dict[tuple[int, int], str] = {}  # of objects, by id and depth
+
+    def function(self, context: Any) -> Callable[[Any], bool]:
+        for name in _FIELDS:
+            self._visit(getattr(context, name), f"context.{name}", _DEPTH)
+        body = textwrap.indent("\n".join(self._lines), " " * 8)
+        source = (
+            f"def moved(context):\n    try:\n{body or '        pass'}\n"
+            "    except (AttributeError, LookupError, TypeError):\n        return True\n"
+            "    return False\n"
+        )
+        exec(_compiled(source), self._names)
+        moved: Callable[[Any], bool] = self._names.pop("moved")
+        return moved
+
+    def _visit(self, value: Any, expression: str, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            if _is_read(value, self._device_type):
+                start = self._bound("at", value.data_ptr())
+                self._lines += [f"if {expression}.data_ptr() != {start}:", "    return True"]
+        elif depth and value is not None and not isinstance(value, _OPAQUE):
+            first = self._variables.get((id(value), depth))
+            if first is not None:  # layers often share one object
+                self._lines += [f"if {expression} is not {first}:", "    return True"]
+                return
+            line = len(self._lines)
+            variable = f"v{line}"
+            self._lines.append(f"{variable} = {expression}")
+            for step, key, item in _items(value):
+                self._visit(item, self._access(value, variable, step, key), depth - 1)
+            if len(self._lines) == line + 1:  # no tensors in it
+                self._lines.pop()
+            else:
+                self._variables[id(value), depth] = variable
+
+    def _access(self, value: Any, variable: str, step: str, key: Any) -> str:
+        """Return the expression of an attribute or item; it must not change a mapping."""
+        if key is None:
+            name = step[1:]
+            plain = name.isidentifier() and not iskeyword(name)
+            return variable + step if plain else f"getattr({variable}, {name!r})"
+        key = self._bound("key", key)
+        is_sequence = type(value) is dict or isinstance(value, (tuple, list))
+        return f"{variable}[{key}]" if is_sequence else f"{variable}.get({key})"
+
+    def _bound(self, prefix: str, value: Any) -> str:
+        name = f"{prefix}_{len(self._names)}"
+        self._names[name] = value
+        return name
+
+
+@lru_cache(maxsize=256)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<cgcompile context guard>", "exec")
 
 
 # -------------------------------------------------------------- wrappers

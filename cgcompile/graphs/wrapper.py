@@ -49,7 +49,7 @@ from cgcompile.graphs.capture import (
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
 from cgcompile.graphs.fields import FieldsGuard, Rebinding
-from cgcompile.graphs.guards import ArgumentGuard, Transparent, WeightsGuard
+from cgcompile.graphs.guards import ArgumentGuard, ContextGuard, Transparent, WeightsGuard
 from cgcompile.graphs.outputs import ReusedResult, flatten, is_record, is_reusable, rebuilt
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, StepObserver
@@ -131,6 +131,7 @@ class CUDAGraphEntry:
         needs_grad: whether gradients would be due if grad mode were on.
         reused: makes the result of each replay; None where the owner of the wrapper does.
         fields: compares the fields of objects among the arguments; None without such objects.
+        context: compares the tensors of the forward context; None if the capture did not read it.
 
     Example:
         >>> step = cgcompile.CUDAGraphWrapper(nn.Linear(8, 8))
@@ -153,6 +154,7 @@ class CUDAGraphEntry:
     needs_grad: bool
     reused: ReusedResult | None = None
     fields: FieldsGuard | None = None
+    context: ContextGuard | None = None
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
         """Compare arguments and weights with those of the capture.
@@ -167,6 +169,8 @@ class CUDAGraphEntry:
             self.fields.check(what, self.batch_descriptor)
         if self.weights is not None:
             self.weights.check(what, self.batch_descriptor)
+        if self.context is not None:
+            self.context.check(callers_context(), what, self.batch_descriptor)
 
     def result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return :attr:`output` of a replay, in objects that a caller may change.
@@ -546,6 +550,9 @@ class CUDAGraphWrapper(Transparent):
         if storages is None:
             tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
+        context = callers_context()
+        if context is not None:
+            context.was_read = False
         step = partial(self.runnable, *args, **kwargs)
         sequence, result, refused = self._record_step(step, shown, rebinding, storages, wait)
         if gradients_due(False, (result,), {}):
@@ -555,10 +562,12 @@ class CUDAGraphWrapper(Transparent):
         sequence.name, sequence.batch, sequence.rows = self.name, shown, descriptor.num_tokens
         sequence.prepare = self._poisoning()
         output, starts = kept_output(result, self._pool, self.options.weak_ref_output)
+        tensor_type, read = self._pool.device.tensor_type, None
+        if self.config.check_metadata and context is not None and context.was_read:
+            read = ContextGuard.of(context, tensor_type)
         if not self._guarded:
-            entry = CUDAGraphEntry(descriptor, sequence, output, None, None, False)
+            entry = CUDAGraphEntry(descriptor, sequence, output, None, None, False, context=read)
         else:
-            tensor_type = self._pool.device.tensor_type
             weights = WeightsGuard(self.unwrap(), tensor_type, self.remedy)
             reads_grad &= not torch.is_grad_enabled()  # where the result has shown it
             entry = CUDAGraphEntry(
@@ -570,6 +579,7 @@ class CUDAGraphWrapper(Transparent):
                 reads_grad or holds_parameters_with_grad(self.runnable),
                 ReusedResult(output, result, args, kwargs, weights.objects),
                 FieldsGuard.of(args, kwargs, tensor_type),
+                read,
             )
         return Captured(entry, result, starts, self._executes, refused)
 

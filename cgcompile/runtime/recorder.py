@@ -86,7 +86,7 @@ def _record_full(
     full.keep(captured.entry)
     fixed = {*recording.starts, *map(address, tensors(result))} - {0}
     returns = recording.returns(result, compat.tree_leaves(captured.entry.output), fixed, inputs)
-    recording.kept = [(full, captured.entry)]
+    recording.kept, recording.context = [(full, captured.entry)], captured.entry.context
     recording.finish(captured.entry.sequence, returns, {})
     return None, True, returns.make((), inputs)
 

@@ -21,7 +21,7 @@ from cgcompile.context import (
 )
 from cgcompile.errors import AddressChangedError
 from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretch
-from cgcompile.graphs.guards import Change, same_value
+from cgcompile.graphs.guards import Change, ContextGuard, same_value
 from cgcompile.graphs.sequence import GraphSequence, Slot, StepObserver
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.pieces.stitch import restoring_grad_mode
@@ -70,6 +70,7 @@ class Recording:
         self.sequence: GraphSequence  # what a replay runs, once the step is recorded
         self.sources: Mapping[str, Any] = {}  # of the values that pieces return, as far as known
         self.kept: Sequence[tuple[CUDAGraphWrapper, CUDAGraphEntry]] = ()  # what it replays
+        self.context: ContextGuard | None = None  # of a FULL graph whose ops read it
         self._program = program
         self._pool = program.pool
         own = ForwardContext.synthetic(batch.mode, batch.descriptor)
@@ -127,6 +128,8 @@ class Recording:
         for position, value in self.numbers:
             if not same_value(inputs[position], value):
                 raise Change(self.path(position), value, inputs[position]).error(what, batch)
+        if self.context is not None:
+            self.context.check(callers_context(), what, batch)
 
     def path(self, position: int) -> str:
         """Return the name of an input, for messages."""

@@ -1,28 +1,19 @@
-"""The FULL graphs of one manager: :class:`FullGraphs` records, finds and guards them.
+"""The FULL graphs of one manager: :class:`FullGraphs` records, finds and guards them."""
 
-Attention inside of a graph reads the tensors of the capture, whatever later steps build: metadata
-with a new tensor at each step would silently give the results of old ones. So the addresses of all
-tensors in the metadata, and the weights, are compared with those at capture.
-"""
-
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.compile import CompiledModel
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptor import BatchDescriptor
-from cgcompile.errors import AddressChangedError, ManagerError
+from cgcompile.errors import ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.guards import WeightsGuard, slots_of
+from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import StaleResults
 from cgcompile.graphs.wrapper import ManagedStep, gradients_due
-from cgcompile.serving.batch import GraphHooks, Metadata
+from cgcompile.serving.batch import GraphHooks
 from cgcompile.serving.buffers import Outputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, check_numbers
 
@@ -49,7 +40,6 @@ class FullGraphs:
         self._dispatcher = dispatcher
         self._hooks = hooks
         self._config = config
-        self._device_type = "" if pool is None else pool.where.type
         self._weights_on = weights_on  # the device type of guarded weights; None: not guarded
         whole = ManagedStep(model, self._record)
         self.wrapper = BreakableCUDAGraphWrapper(whole, config, FULL, pool=pool, name="step")
@@ -57,7 +47,6 @@ class FullGraphs:
         self._by_size: dict[int, list[BatchDescriptor]] = {}
         self._weights: WeightsGuard | None = None
         self._bound: WeightsGuard | None = None  # of what a model without guards has bound
-        self.metadata: dict[BatchDescriptor, dict[str, int]] = {}  # addresses at capture
         self._stale = StaleResults()
 
     def _before_capture(self) -> None:
@@ -121,24 +110,6 @@ class FullGraphs:
         elif self._bound is not None:
             self._bound.check("the traced step", descriptor)
 
-    def remember_metadata(self, metadata: Metadata, descriptor: BatchDescriptor) -> None:
-        """Keep the addresses of a step's metadata, if it was just captured."""
-        if self.wrapper.entry_of(FULL, descriptor) is not None:
-            self.metadata[descriptor] = _addresses_in(metadata, self._device_type)
-
-    def check_metadata(
-        self, metadata: Metadata, before: dict[str, int], descriptor: BatchDescriptor
-    ) -> None:
-        """Raise AddressChangedError if a tensor of the captured step's metadata has moved."""
-        now = _addresses_in(metadata, self._device_type)
-        if now == before:
-            return
-        for path, address in before.items():
-            if now.get(path) != address:
-                raise AddressChangedError.metadata(
-                    batch=str(descriptor), path=path, now=now.get(path), before=address
-                )
-
     def expire_results(self, mode: CUDAGraphMode) -> None:
         """Make reads of earlier results visible from now on: as NaN, or as an error."""
         if self._config.debug:
@@ -158,59 +129,8 @@ class FullGraphs:
         self.wrapper.clear_all_graphs()
         self.outputs.release()
         self._stale.clear()
-        self.metadata.clear()
 
     def forget(self) -> None:
         """Forget which graphs were added, and their weights."""
         self._weights = self._bound = None
         self._by_size.clear()
-
-
-# ---------------------------------------------------------------- addresses in metadata
-
-
-_DEPTH = 3  # of objects in objects
-_OPAQUE = (int, float, str, bytes, type, torch.nn.Module)  # weights are compared elsewhere
-
-
-def _addresses_in(metadata: Metadata, device_type: str) -> dict[str, int]:
-    """Return path -> address of each tensor on a device; does not synchronise."""
-    addresses: dict[str, int] = {}
-    for name in ("attn_metadata", "slot_mapping", "additional"):
-        value = getattr(metadata, name)
-        if value is not None:
-            addresses.update(_addresses(value, name, device_type, _DEPTH))
-    return addresses
-
-
-def _addresses(value: Any, path: str, device_type: str, depth: int) -> Iterator[tuple[str, int]]:
-    if isinstance(value, torch.Tensor):
-        if value.device.type == device_type:  # a graph cannot read others
-            yield path, value.data_ptr()
-        return
-    if not depth or value is None or isinstance(value, _OPAQUE):
-        return
-    for name, item in _items(value):
-        yield from _addresses(item, f"{path}{name}", device_type, depth - 1)
-
-
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (tuple, list)):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    else:
-        attributes = getattr(value, "__dict__", {})
-        kind: Any = type(value)  # mypy takes it for unhashable
-        yield from ((f".{name}", item) for name, item in attributes.items())
-        for name in _declared(kind):
-            if name not in attributes and hasattr(value, name):
-                yield f".{name}", getattr(value, name)
-
-
-@lru_cache(maxsize=256)
-def _declared(kind: Any) -> tuple[str, ...]:
-    """Return attributes that may be in no ``__dict__``: slots, and fields with a default."""
-    slots = [member.__name__ for member in slots_of(kind)]
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    return tuple(dict.fromkeys([*(spec.name for spec in fields), *slots]))

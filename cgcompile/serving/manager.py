@@ -188,7 +188,7 @@ class CudaGraphManager:
             those that a model with ``guards="none"`` has bound before each other step, 0.1 us a
             weight; else call :meth:`release` and :meth:`capture` where one is replaced. Of a model
             that is no module those of the modules that it holds, except in globals.
-        check_metadata: compare the addresses of tensors of ``metadata`` with those at capture.
+        check_metadata: the setting of that name, beside those of ``config``.
         agreement: ranks that run the same graphs, constructed with this dispatcher; or a function
             that constructs it, such as :class:`Agreement` itself. All ranks make the same calls
             then: :meth:`capture`, and :meth:`run` at each step.
@@ -239,7 +239,7 @@ class CudaGraphManager:
         lazily: bool = False,
         inference_mode: bool = True,
         check_weights: bool = True,
-        check_metadata: bool = True,
+        check_metadata: bool | None = None,
         agreement: Agreement | Callable[[CudagraphDispatcher], Agreement] | None = None,
     ) -> None:
         where, limits, plan = "CudaGraphManager", dispatcher.limits, dispatcher.plan()
@@ -256,11 +256,12 @@ class CudaGraphManager:
         self._optional = axes_of_optional(self.inputs.specs, dispatcher.axes)
         self._metadata, self._prepare = metadata, prepare or self.dummy_batch
         self._graph_capture = graph_capture
-        self._inference_mode, self._checks_metadata = inference_mode, check_metadata
+        self._inference_mode = inference_mode
         require_kind("backend", where, self.backend, Backend, maybe=True)
         require_items("hooks", where, hooks, GraphHooks)
         self._hooks = tuple(hooks)
-        self._config = config = CompilationConfig.resolve(config)
+        checks = {} if check_metadata is None else {"check_metadata": check_metadata}
+        self._config = config = CompilationConfig.resolve(config, arguments=checks)
         exists, warns = dispatcher.is_ready, config.warn_fallbacks
         self.statistics = DispatchStatistics(plan, warn_fallbacks=warns, exists=exists)
         self._expires_results = config.debug or config.poison
@@ -849,9 +850,8 @@ class CudaGraphManager:
         direct = mode is FULL and self._config.on_input_change == "raise"
         if direct and self._why_not_here() is None:
             entry = full.wrapper.entry_of(FULL, descriptor)
-            addresses = None if entry is None else full.metadata.get(descriptor)
-            if addresses is not None:
-                full.check_metadata(metadata, addresses, descriptor)
+            if entry is not None and entry.context is not None:
+                entry.context.check(metadata, "FULL", descriptor)
         if self._expires_results and mode is not NONE:
             full.expire_results(mode)
         if entry is not None and "inputs_ready" not in metadata.additional:
@@ -874,8 +874,6 @@ class CudaGraphManager:
         why = None if context is None else context.ran_plain
         if why is not None and why.reason not in _OF_PARTS:
             self._ran_plain = why
-        if mode is FULL and self._checks_metadata and descriptor not in full.metadata:
-            full.remember_metadata(metadata, descriptor)
         result = full.outputs.real(result, padded, real)
         return full.track(result, descriptor) if self._config.debug else result
 

@@ -1,15 +1,26 @@
-"""Forward contexts that are missing, or whose descriptor does not fit the inputs."""
+"""Forward contexts that are missing, that move, or whose descriptor does not fit the inputs."""
 
 import logging
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lib.front_ends import COMPILED, ROWS, WIDTH, FrontEnd, compiled, front_end, settings
+from lib.front_ends import (
+    COMPILED,
+    ROWS,
+    WIDTH,
+    WRAPPERS,
+    FrontEnd,
+    compiled,
+    front_end,
+    settings,
+)
 from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
-from cgcompile.errors import DispatchError, ForwardContextError
+from cgcompile.errors import AddressChangedError, DispatchError, ForwardContextError
 from cgcompile.reasons import Reason
 from cgcompile.serving import Batch, InputBuffer, Metadata
 
@@ -121,6 +132,139 @@ def test_a_manager_does_not_capture_an_undeclared_op_that_reads_the_context(
         batch = Batch(ROWS, ROWS, {"x": x}, 1, uniform_decode=True, state=factor)
         torch.testing.assert_close(manager.run(batch), ((x + 1) * factor).sin())
     assert manager.counters.replays == 0
+
+
+# ---------------------------------------------------------------- metadata that moves
+
+ALWAYS = cgcompile.SplittingOp(
+    "cghazard::scaled_by_context", support=cgcompile.AttentionCGSupport.ALWAYS
+)
+FULL, MOVES = CUDAGraphMode.FULL, "metadata attn_metadata"
+
+
+@dataclass
+class Scales:
+    factor: torch.Tensor
+    unused: object = None
+
+
+class Layered(NamedTuple):
+    layers: dict[str, Scales]
+
+
+def nested(factor: torch.Tensor) -> dict[str, Any]:
+    """Put metadata below a few objects, where layers share one."""
+    scales = Scales(factor)
+    layers = {"a b": scales, "1": scales, "own": Scales(factor)}
+    return {"factor": factor, "layered": Layered(layers), "host": [3, None, "text"]}
+
+
+def reading(name: str, device: str, **more: Any) -> Any:
+    """Return a front end of the op in mode FULL, and the step of one context and one buffer."""
+    config = settings(device, splitting_ops=(ALWAYS,), **more)
+    buffer = torch.empty(ROWS, WIDTH, device=device)
+    if name in COMPILED:
+        served = compiled(name, step_of_the_op, config)
+        run = served.step
+    else:
+        run = getattr(cgcompile, name)(step_of_the_op, config, FULL)
+        served = FrontEnd(name, run, run)
+
+    def step(metadata: object) -> None:
+        buffer.normal_()
+        context = set_forward_context(
+            metadata,
+            cudagraph_runtime_mode=FULL,
+            batch_descriptor=BatchDescriptor(ROWS, num_reqs=ROWS, uniform=True),
+        )
+        with torch.inference_mode(), context:
+            torch.testing.assert_close(run(buffer), step_of_the_op(buffer))
+
+    return served, step
+
+
+def new_factor(device: str) -> torch.Tensor:
+    return torch.randn((), device=device)
+
+
+@pytest.mark.parametrize("name", COMPILED + WRAPPERS)
+def test_moved_metadata_of_a_full_graph_is_an_error(name: str, device: str) -> None:
+    """A graph would read the tensors of its capture."""
+    served, step = reading(name, device)
+    factor = new_factor(device)
+    for _ in range(5):
+        factor.normal_()
+        step(nested(factor))  # new objects around the same tensor
+    assert served.counters().replays >= 3
+    for metadata, path in (
+        (nested(new_factor(device)), r"\['factor'\] is at"),
+        (nested(factor) | {"layered": Layered({})}, r"\['layered'\].*\.factor is .*check_metadata"),
+        ({"factor": factor}, r"\['layered'\].*\.factor is "),
+    ):
+        with pytest.raises(AddressChangedError, match="(?s)" + MOVES + path):
+            step(metadata)
+    own = nested(factor)
+    own["layered"].layers["1"] = Scales(factor)  # shared no more, and at the same addresses
+    replays = served.counters().replays
+    step(own)
+    step(nested(factor))
+    assert served.counters().replays == replays + 2
+
+
+@pytest.mark.parametrize("name", COMPILED + WRAPPERS)
+def test_moved_metadata_follows_on_input_change(name: str, device: str) -> None:
+    served, step = reading(name, device, on_input_change="eager")
+    for factor in [new_factor(device) for _ in range(5)]:
+        step({"factor": factor})
+    assert served.counters().replays == 0
+    assert served.counters().plain[Reason.INPUT_CHANGED] >= 3
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_recapture_moved_metadata(name: str, device: str) -> None:
+    served, step = reading(name, device, on_input_change="recapture")
+    factors = [new_factor(device) for _ in range(2)]
+    for factor in factors * 3:
+        step({"factor": factor.normal_()})
+    assert (served.counters().captures, served.counters().replays) == (2, 4)
+
+
+@pytest.mark.parametrize("name", COMPILED + WRAPPERS)
+def test_metadata_that_no_captured_op_reads_may_move(name: str, device: str) -> None:
+    """Eager breaks and steps that read no context take any metadata."""
+    net = nn.Linear(WIDTH, WIDTH, device=device)
+    served = front_end(name, net, device)
+    step, x = (
+        served.target if name in WRAPPERS else served.step,
+        torch.empty(ROWS, WIDTH, device=device),
+    )
+    for factor in [new_factor(device) for _ in range(5)]:
+        with torch.inference_mode(), context_of(factor, FULL):
+            torch.testing.assert_close(step(x.normal_()), net(x))
+    assert served.counters().replays >= 3
+
+
+def test_breaks_read_the_metadata_of_each_step(device: str) -> None:
+    scaled = cgcompile.eager_break_during_capture(
+        lambda x: x * cgcompile.get_forward_context().attn_metadata["factor"]
+    )
+    wrapper = cgcompile.BreakableCUDAGraphWrapper(
+        lambda x: scaled(x + 1).sin(), settings(device), CUDAGraphMode.PIECEWISE
+    )
+    x = torch.empty(ROWS, WIDTH, device=device)
+    for factor in [new_factor(device) for _ in range(4)]:
+        with torch.inference_mode(), context_of(factor, CUDAGraphMode.PIECEWISE):
+            torch.testing.assert_close(wrapper(x.normal_()), ((x + 1) * factor).sin())
+    assert wrapper.counters.replays == 3
+
+
+@pytest.mark.parametrize("name", COMPILED + WRAPPERS)
+def test_metadata_is_not_compared_on_request(name: str, device: str) -> None:
+    served, step = reading(name, device, check_metadata=False)
+    factor = new_factor(device)
+    for number in range(5):
+        step({"factor": factor.normal_(), "unread": torch.ones(number + 1, device=device)})
+    assert served.counters().replays >= 3
 
 
 # ---------------------------------------------------------------- rows of a descriptor
