@@ -77,7 +77,7 @@ class ForwardContext:
         if batch_descriptor is not None and not isinstance(batch_descriptor, BatchDescriptor):
             raise ForwardContextError.batch_descriptor(found=batch_descriptor)
         if num_unpadded_tokens is not None:
-            num_unpadded_tokens = _real_rows(num_unpadded_tokens, batch_descriptor)
+            num_unpadded_tokens = _real_rows(num_unpadded_tokens, batch_descriptor, num_tokens)
         if additional:
             _refuse_near_misses(*additional)
         self.attn_metadata = attn_metadata
@@ -121,6 +121,8 @@ _MEANT = {
     "batch_descriptor": "batch_descriptor=cgcompile.BatchDescriptor(num_tokens)",
     "descriptor": "batch_descriptor=cgcompile.BatchDescriptor(num_tokens)",
     "batch_size": "batch_descriptor=cgcompile.BatchDescriptor(num_tokens)",
+    "num_actual_tokens": "num_unpadded_tokens",
+    "num_input_tokens": "num_tokens",
     "vllm_config": "",
 }
 
@@ -135,9 +137,12 @@ def _refuse_near_misses(*names: str) -> None:
             raise ForwardContextError.near_miss(name=name, meant=meant)
 
 
-def _real_rows(value: Any, descriptor: BatchDescriptor | None) -> int:
+def _real_rows(value: Any, descriptor: BatchDescriptor | None, padded: int | None) -> int:
     """Return the number of real rows of a batch as an int."""
-    limit = None if descriptor is None else descriptor.num_tokens
+    if descriptor is not None:
+        limit: int | None = descriptor.num_tokens
+    else:
+        limit = None if padded is None else whole(padded)
     rows = whole(value)
     if rows is not None and rows >= 0 and (limit is None or rows <= limit):
         return rows

@@ -72,6 +72,7 @@ _SPECS: dict[str, Callable[[Any, str], str]] = {
     "shown": lambda value, _: shown(value),
     "type": lambda value, _: type(value).__name__,
     "kind": lambda value, _: with_article(type(value).__name__),
+    "remedy": lambda why, _: getattr(getattr(why, "reason", None), "remedy", "remove the cause"),
     "a": lambda name, _: "None" if name == "NoneType" else with_article(name),
     "error": lambda error, _: f"{type(error).__name__}: {error}",
     "address": lambda value, _: "missing" if value is None else f"at {value:#x}",
@@ -283,7 +284,7 @@ class ForwardContextError(CGCompileError, RuntimeError):
         set_forward_context(...) makes one from its arguments.""")
     unpadded = Template("""
         set_forward_context(num_unpadded_tokens={found:shown}): expected a whole number from 0 \
-        {most:if to {most}, the tokens of the batch descriptor|or more}.
+        {most:if to {most}, the rows of the padded batch|or more}.
         It is the number of real rows of the batch; the others are padding.""")
     not_entered = Template("""
         set_forward_context: the context is left more often than it was entered.
@@ -567,7 +568,7 @@ class DispatchError(CGCompileError, RuntimeError):
         Call the model until its step is captured, and call {function} then.""")
     strict = Template("""
         {what} would run without a graph: {why}.
-        strict=True forbids that. Remove the cause, or set strict=False to count it.""")
+        strict=True forbids that. Remedy: {why:remedy}; or set strict=False to count it.""")
 
 
 class WeightsError(CGCompileError, ValueError):

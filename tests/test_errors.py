@@ -11,6 +11,7 @@ from lib.snapshots import assert_snapshot
 
 from cgcompile import errors
 from cgcompile.errors import CGCompileError, Template
+from cgcompile.reasons import Fallback, Reason
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -132,7 +133,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "BatchError.axes": {"names": ["max_seqlen", "kernel"]},
     "DispatchError.other_breaks": {"now": ["attend"], "before": []},
     "InputBufferError.too_large": {"most": (8, 4)},
-    "DispatchError.strict": {"why": "host_sync: item() reads a tensor"},
+    "DispatchError.strict": {"why": Fallback(Reason.HOST_SYNC, "item() reads a tensor")},
     "EncoderError.older_protocol": {"found": ["get_encoder_cudagraph_num_items"]},
     "EncoderError.columns": {"found": [8, 16], "expected": 999},
     "EncoderError.modality": {"found": []},

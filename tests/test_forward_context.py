@@ -113,7 +113,7 @@ def test_missing_context() -> None:
 
 @pytest.mark.parametrize("real", [-1, 9, 2.5, True, "5", torch.tensor(3)])
 def test_real_rows_that_cannot_be(real: object) -> None:
-    with pytest.raises(ForwardContextError, match="from 0 to 8, the tokens"):
+    with pytest.raises(ForwardContextError, match="from 0 to 8, the rows"):
         set_forward_context(batch_descriptor=BatchDescriptor(8), num_unpadded_tokens=real)
 
 
@@ -133,6 +133,8 @@ def test_real_rows() -> None:
         assert get_forward_context().num_unpadded_tokens == 9
     with pytest.raises(ForwardContextError, match="from 0 or more"):
         set_forward_context(num_unpadded_tokens=-1)
+    with pytest.raises(ForwardContextError, match="from 0 to 8"):
+        set_forward_context(num_tokens=8, num_unpadded_tokens=9)
 
 
 @pytest.mark.parametrize("found", [8, (8,), "8"])
@@ -266,6 +268,7 @@ def test_opaque_op_reads_the_context_of_each_step() -> None:
         ("batch_descriptr", "Use batch_descriptor="),
         ("num_token", "Use num_tokens\\."),
         ("slot_mappings", "Use slot_mapping\\."),
+        ("num_actual_tokens", "Use num_unpadded_tokens\\."),
         ("vllm_config", "Leave it out"),
     ],
 )
