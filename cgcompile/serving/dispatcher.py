@@ -417,8 +417,9 @@ class CudagraphDispatcher:
             support_why=support_why,
         )
         self.mode, self.degraded = resolution.mode, resolution.whys
+        change = "" if self.mode is self.asked else f" becomes {self.mode.name}"
         for why in self.degraded:
-            log.warning("CUDA graph mode %s becomes %s: %s", self.asked.name, self.mode.name, why)
+            log.warning("CUDA graph mode %s%s: %s", self.asked.name, change, why)
         self.axes = tuple(axes)
         require_items("axes", where, self.axes, Axis)
         self._lora = LoraCases() if lora is None else lora
