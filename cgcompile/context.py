@@ -279,7 +279,9 @@ class set_forward_context(override_forward_context):
         cudagraph_runtime_mode: NONE, PIECEWISE or FULL; or its name.
         batch_descriptor: the key of the graphs to capture or replay.
         num_tokens: rows of the batch after padding.
-        num_unpadded_tokens: rows that are real; not more than the descriptor has.
+        num_unpadded_tokens: rows that are real; not more than the descriptor has. Replays of a
+            compiled model zero the rows behind them after each eager piece; in breakable capture
+            an eager break does that itself, where captured code after it mixes rows.
         num_tokens_across_dp: int32 tensor [R] on the CPU, the tokens of each of R ranks.
         slot_mapping: where new keys and values go; opaque to cgcompile.
         inputs_ready: a ``torch.cuda.Stream`` or ``torch.cuda.Event`` that the step waits for, on

@@ -100,6 +100,7 @@ class EagerSegment:
         crossings: called in order with the results, to bring them to the graphs that read them.
         stores: (item, slot) of results that later segments read as the crossings left them.
         tails: results [N, ...] with N rows of the padded batch; those after the real are zeroed.
+            Of compiled models alone: sizes without a trace do not show which ones are rows.
         what: the function's name for profilers; ``name`` if left out.
 
     Example:
