@@ -40,6 +40,7 @@ class Placement:
     compiled: bool
     uncompiled: str | None = None
     support: AttentionCGSupport = AttentionCGSupport.ALWAYS
+    op: SplittingOp | None = None  # the entry that makes the node a boundary
 
 
 def placement(node: fx.Node) -> Placement | None:
@@ -57,49 +58,47 @@ class _Run:
 
 def assign_pieces(gm: fx.GraphModule, boundaries: Boundaries) -> None:
     """Write a :class:`Placement` into the meta of every node that computes."""
-    whys = _why_not_captured(gm, boundaries)
+    whys, ops = _why_not_captured(gm, boundaries)
     in_region = _spread_over_regions(gm, whys)
     for number, run in enumerate(_settle(gm, _group(whys), in_region, whys)):
-        ops = {node: _boundary(node, whys[node], boundaries) for node in run.nodes}
-        compiled = run.capture or _compiles_alone(ops, whys)
-        for node, op in ops.items():
-            why, support = whys[node], AttentionCGSupport.ALWAYS
+        compiled = run.capture or _compiles_alone(run.nodes, ops, whys)
+        for node in run.nodes:
+            why, support, op = whys[node], AttentionCGSupport.ALWAYS, ops.get(node)
             if why is not None and why.reason is not Reason.NO_KERNEL:
                 support = AttentionCGSupport.NEVER if op is None else op.support
-            node.meta[PLACEMENT] = Placement(number, run.capture, why, compiled, support=support)
-
-
-def _boundary(node: fx.Node, why: Fallback | None, boundaries: Boundaries) -> SplittingOp | None:
-    """Return the splitting op of a node or, of an item of a result, of the node it is read from."""
-    if why is None or why.reason is not Reason.SPLITTING_OP:
-        return None
-    return boundaries.match(node.args[0] if is_container_item(node) else node)  # type: ignore[arg-type]
+            node.meta[PLACEMENT] = Placement(
+                number, run.capture, why, compiled, support=support, op=op
+            )
 
 
 def _compiles_alone(
-    ops: dict[fx.Node, SplittingOp | None], whys: dict[fx.Node, Fallback | None]
+    run: list[fx.Node], ops: dict[fx.Node, SplittingOp], whys: dict[fx.Node, Fallback | None]
 ) -> bool:
     """Return whether all ops of an eager run are registered with ``compiled``."""
-    nodes = [node for node in ops if not is_container_item(node)]
-    whys_of_rest = [whys[node] for node in nodes if ops[node] is None]
-    matched = [op for node in nodes if (op := ops[node]) is not None]
+    nodes = [node for node in run if not is_container_item(node)]
+    whys_of_rest = [whys[node] for node in nodes if node not in ops]
+    matched = [ops[node] for node in nodes if node in ops]
     launch_nothing = all(why is None or why.reason is Reason.NO_KERNEL for why in whys_of_rest)
     return bool(matched) and launch_nothing and all(op.compiled for op in matched)
 
 
-def _why_not_captured(gm: fx.GraphModule, boundaries: Boundaries) -> dict[fx.Node, Fallback | None]:
-    """Return, for every node that needs a piece, in order, why it cannot be captured."""
+def _why_not_captured(
+    gm: fx.GraphModule, boundaries: Boundaries
+) -> tuple[dict[fx.Node, Fallback | None], dict[fx.Node, SplittingOp]]:
+    """Return, for every node that needs a piece, why it cannot be captured; and splitting ops."""
     predicate = Capturability(gm, boundaries)
     bound = bound_symbols(gm).keys()
     whys: dict[fx.Node, Fallback | None] = {}
     for node in gm.graph.nodes:
         if node.op not in COMPUTING or is_size_arithmetic(node, bound) or is_number_tensor(node):
             continue
-        if is_container_item(node) and node.args[0] in whys:
-            whys[node] = whys[node.args[0]]
+        if is_container_item(node) and (source := node.args[0]) in whys:
+            whys[node] = whys[source]
+            if source in predicate.matched:
+                predicate.matched[node] = predicate.matched[source]
         else:
             whys[node] = predicate.why_not(node)
-    return whys
+    return whys, predicate.matched
 
 
 def _spread_over_regions(gm: fx.GraphModule, whys: dict[fx.Node, Fallback | None]) -> set[fx.Node]:

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile.boundaries import AttentionCGSupport
+from cgcompile.boundaries import AttentionCGSupport, SplittingOp
 from cgcompile.passes.base import PassRecord, table
 from cgcompile.passes.nodes import tensors, value
 from cgcompile.passes.printer import count
@@ -62,6 +62,7 @@ class Piece:
         outputs: names of the values that it returns, in order.
         num_ops: nodes that compute.
         lines: the user's source lines, as (where, code), of the boundary or of the first node.
+        op: the entry of the splitting op that it begins with, or None.
         same_as: index of the first piece of equal structure; its own index if it is the first.
         support: how far it can go into a FULL graph; ALWAYS for a captured piece.
 
@@ -83,6 +84,7 @@ class Piece:
     support: AttentionCGSupport
     uncompiled: str | None = None
     lines: tuple[tuple[str, str], ...] = ()
+    op: SplittingOp | None = None
 
     @property
     def name(self) -> str:

@@ -30,7 +30,6 @@ from cgcompile.passes.split import Piece, SplitGraph, tensor_inputs
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step
-from cgcompile.reasons import Reason
 from cgcompile.runtime.inputs import FrozenTensors
 from cgcompile.runtime.returns import returned_names
 
@@ -138,12 +137,9 @@ def not_reading_context(piece: Piece, run: Runnable) -> Runnable:
 
 def _label(piece: Piece) -> str:
     """Return what an eager piece runs: its first splitting op, or why it is eager."""
-    if not piece.why:
-        return "returned sizes"
-    first = piece.why[0]
-    if first.reason is Reason.SPLITTING_OP:
-        return first.detail.rpartition(" [")[0] or first.detail
-    return str(first.reason.value)
+    if piece.op is not None:
+        return piece.op.name
+    return str(piece.why[0].reason.value) if piece.why else "returned sizes"
 
 
 class TracedOutputs:
