@@ -59,7 +59,7 @@ class Subject:
     @property
     def counters(self) -> Counters:
         """A copy of the counters of its graphs."""
-        return self._recorder.counters + Counters()
+        return self._recorder.counters
 
     @property
     def buffers(self) -> list[torch.Tensor]:

@@ -354,7 +354,8 @@ class EncoderGraphs:
         limits = self._setup.limits
         if self.blocked():
             return Capacity(((),) * len(limits.budgets), *limits[1:])
-        version = (0 if self.pool is None else self.pool.generation, self.wrapper.counters.captures)
+        captures = self.wrapper.timeline.live.captures
+        version = (0 if self.pool is None else self.pool.generation, captures)
         if self._capacity is None or self._capacity[0] != version:
             captured = {(key.path, key.budget) for key in self.captured()}
             budgets = tuple(

@@ -37,7 +37,6 @@ from cgcompile.graphs.capture import (
     Attempt,
     SameStorages,
     capture,
-    inside_capture,
     releasing,
     retry_while_busy,
     weight_name,
@@ -56,7 +55,7 @@ from cgcompile.graphs.sequence import GraphSegment, GraphSequence, StepObserver
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
-from cgcompile.reasons import EXPECTED, Fallback, Reason
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.settings import checked_but, require_callable, require_fields
 
 log = logging.getLogger(__name__)
@@ -305,7 +304,6 @@ class CUDAGraphWrapper(Transparent):
     Attributes:
         runnable: what is wrapped.
         runtime_mode: the mode that it serves.
-        counters: what its calls did.
         timeline: its own captures, and when they were.
         closed: capture nothing any more; may be set.
 
@@ -349,7 +347,6 @@ class CUDAGraphWrapper(Transparent):
         self.runtime_mode = runtime_mode
         self.options = CUDAGraphOptions() if cudagraph_options is None else cudagraph_options
         self.timeline, self.closed = Timeline(self.config.warn_fallbacks), False
-        self.counters = self.timeline.live
         self.remedy = "clear_graphs()"  # what drops its graphs, in messages; its owner may set it
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
@@ -393,16 +390,12 @@ class CUDAGraphWrapper(Transparent):
         present = current_forward_context() if context is None else context
         if present is not None and present.inputs_ready is not None:
             wait_for_inputs(present.inputs_ready, None if self._pool is None else self._pool.where)
-        mode = CUDAGraphMode.NONE if context is None else context.cudagraph_runtime_mode
-        descriptor = None if context is None else context.batch_descriptor
-        if descriptor is None or mode not in self._modes or inside_capture():
-            why = why_not_in(context, self._modes, self.name)
-            assert why is not None
-            return self._plain(why, partial(self.runnable, *args, **kwargs))
-        why, result = self._with_graphs((mode, descriptor), args, kwargs)
-        if why is not None and why.reason is Reason.CAPTURE_BUSY:
-            attempt = partial(self._with_graphs, (mode, descriptor), args, kwargs)
-            why, result = retry_while_busy(attempt, (why, result))
+        why = why_not_in(context, self._modes, self.name)
+        if why is None:
+            assert context is not None
+            assert context.batch_descriptor is not None
+            key = context.cudagraph_runtime_mode, context.batch_descriptor
+            why, result = retry_while_busy(self._with_graphs, key, args, kwargs)
         return result if why is None else self._plain(why, partial(self.runnable, *args, **kwargs))
 
     def _with_graphs(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
@@ -525,17 +518,16 @@ class CUDAGraphWrapper(Transparent):
         descriptor: BatchDescriptor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        shown: str = "",
         storages: SameStorages | None = None,
         wait: bool = True,
     ) -> Captured | None:
-        """Capture ``runnable`` for a descriptor (``shown`` as text); None if gradients are due.
+        """Capture ``runnable`` for a descriptor; None if gradients are due.
 
         It must not rebind fields, nor replace the memory of ``storages``, by default of all that is
         reachable: both are restored. Run the result once, then :meth:`keep` its entry.
         """
         assert self._pool is not None, "a wrapper captures into a pool"
-        shown = shown or str(descriptor)
+        shown = str(descriptor)
         level = logging.INFO if self.options.debug_log_enable else logging.DEBUG
         log.log(level, "capturing %s (%s)", self.name, shown)
         rebinding = Rebinding(self.unwrap(), args, kwargs) if self._guarded else None
@@ -727,6 +719,11 @@ class CUDAGraphWrapper(Transparent):
         """Return the innermost callable, through wrappers in wrappers."""
         inner = self.runnable
         return inner.unwrap() if isinstance(inner, CUDAGraphWrapper) else inner
+
+    @property
+    def counters(self) -> Counters:
+        """What its calls did so far; a copy."""
+        return self.timeline.counters
 
     # -------------------------------------------------------------- clear
 

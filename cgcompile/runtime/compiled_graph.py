@@ -40,6 +40,7 @@ from cgcompile.graphs.capture import (
     GRADIENTS,
     IN_REGION,
     INSIDE_CAPTURE,
+    Attempt,
     releasing,
     retry_while_busy,
 )
@@ -196,9 +197,7 @@ class CompiledGraph:
             raise
         return result
 
-    def _with_graph(
-        self, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> tuple[Fallback | None, Any]:
+    def _with_graph(self, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Attempt:
         """Refuse what may not have a graph; run the rest, again while another thread captures."""
         if self._needs_grad(inputs):
             return GRADIENTS, None
@@ -213,10 +212,7 @@ class CompiledGraph:
         mode = self._dispatch.mode_for(context)
         if isinstance(mode, Fallback):
             return mode, None
-        outcome = self._find(mode, context, inputs)
-        if outcome[0] is not None and outcome[0].reason is Reason.CAPTURE_BUSY:
-            return retry_while_busy(partial(self._find, mode, context, inputs), outcome)
-        return outcome
+        return retry_while_busy(self._find, mode, context, inputs)
 
     def _refuse_replaced(self) -> None:
         """Raise where another graph would record weights that the model no longer has."""
@@ -226,7 +222,7 @@ class CompiledGraph:
 
     def _find(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> tuple[Fallback | None, Any]:
+    ) -> Attempt:
         """Find the recording of the step, for the weights of this call; replay or capture it."""
         paths = self.fast_paths
         with paths.lock:
@@ -259,7 +255,7 @@ class CompiledGraph:
         recording: Recording,
         context: ForwardContext | None,
         inputs: tuple[Any, ...],
-    ) -> tuple[Fallback | None, Any]:
+    ) -> Attempt:
         """Compare the inputs with those of the capture, replay the step, and count it."""
         real, policy = None, self._config.on_input_change
         if context is not None:
@@ -295,7 +291,7 @@ class CompiledGraph:
         mode: CUDAGraphMode,
         context: ForwardContext | None,
         inputs: tuple[Any, ...],
-    ) -> tuple[Fallback | None, Any]:
+    ) -> Attempt:
         """Capture a step that is not recorded, or return why this call does not."""
         batch = self._dispatch.batch(mode, context, inputs)
         fallback = self._dispatch.why_not_now(self._weight_sets, weight_set, key, batch, inputs)
@@ -326,7 +322,7 @@ class CompiledGraph:
 
     def _capture(
         self, weight_set: WeightSet, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
-    ) -> tuple[Fallback | None, Any]:
+    ) -> Attempt:
         """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
         if self.before_capture is not None:
             self.before_capture()
@@ -371,7 +367,7 @@ class CompiledGraph:
         key: Hashable,
         batch: Batch,
         inputs: tuple[Any, ...],
-    ) -> tuple[Fallback | None, Any]:
+    ) -> Attempt:
         """Capture the pieces of a step whose FULL capture failed before anything ran."""
         self.timeline.degraded(fallback)
         if batch.own_context:

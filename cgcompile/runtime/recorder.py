@@ -71,7 +71,7 @@ def _record_full(
 ) -> Outcome:
     def capture(*args: Any) -> Captured | None:
         storages = _storages(program, recording, "the step", recording.inputs)
-        return full.record(recording.batch.descriptor, args, {}, storages=storages)
+        return full.record(recording.batch.descriptor, args, {}, storages)
 
     try:
         captured = recording.in_context(capture)(*recording.inputs)
@@ -305,7 +305,7 @@ class _Recorder:
         try:
             storages = _storages(self._program, self._recording, piece.name, inputs)
             descriptor = self._recording.batch.descriptor
-            captured = wrapper.record(descriptor, inputs, {}, self._batch, storages)
+            captured = wrapper.record(descriptor, inputs, {}, storages)
         except Exception as error:
             self._fallback = _fallback(self._program, error, piece.name, f" ({piece.where})")
             return None

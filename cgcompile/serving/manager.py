@@ -814,7 +814,7 @@ class CudaGraphManager:
         self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor
     ) -> tuple[Any, Fallback | None]:
         """Capture the graph of a step; return its result, and why there is no graph."""
-        before = self.counters + Counters()  # a copy: a wrapper goes on counting in its own
+        before = self.counters
         try:
             result = self._step(batch, mode, descriptor)
         except CaptureError as error:
