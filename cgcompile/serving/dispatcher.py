@@ -664,32 +664,28 @@ class CudagraphDispatcher:
         rows = num_tokens if num_reqs is None or num_reqs < num_tokens else num_reqs
         if tables.mixed is not None:
             return (tables.mixed.find(rows) or tables.mixed.oversize) if few else self._too_many
-        exact = other = row = None
-        if uniform_decode:
-            if not (tables.decode or tables.bounded):
-                return self._decode_why
-            max_query_len, reqs = uniform_numbers(
-                num_tokens, num_reqs, max_query_len, self.query_lens
-            )
-            row = tables.decode.get(max_query_len)
-            exact = row.find(reqs) if row is not None else None
-        bounded = tables.bounded.get(max_query_len or 0) if tables.bounded else None
-        if bounded is not None and few:
-            other = bounded.find(rows)
+        if not uniform_decode:
+            bounded = tables.bounded.get(max_query_len or 0) if few and tables.bounded else None
+            return (None if bounded is None else bounded.find(rows)) or self._mixed_why
+        if not (tables.decode or tables.bounded):
+            return self._decode_why
+        length, reqs = uniform_numbers(num_tokens, num_reqs, max_query_len, self.query_lens)
+        row = tables.decode.get(length)
+        bounded = tables.bounded.get(length) if tables.bounded else None
+        exact = None if row is None else row.find(reqs)
+        other = None if bounded is None or not few else bounded.find(rows)
         if exact is not None and other is not None:
             if exact.ready is not other.ready:
                 return exact if exact.ready else other
             return exact if exact.num_tokens <= other.num_tokens else other
         if exact is not None or other is not None:
             return exact or other
-        if not uniform_decode:
-            return self._mixed_why
-        if row is None and max_query_len in self.query_lens:
+        if row is None and length in self.query_lens:
             return self._decode_why  # attention does not support this length
         row = row or bounded
         if row is not None:
             return row.oversize
-        detail = f"decode of {max_query_len} tokens a request; graphs: {self._lengths}"
+        detail = f"decode of {length} tokens a request; graphs: {self._lengths}"
         return Fallback(Reason.QUERY_LENGTH, detail)
 
 

@@ -18,7 +18,6 @@ from cgcompile.modes import AttentionCGSupport, CUDAGraphMode
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.settings import (
     LARGEST_TABLE,
-    checked,
     is_flag,
     is_whole,
     require,
@@ -74,23 +73,6 @@ class LoraCases:
                 instead="List counts, or take LoraCases().",
             )
 
-    @classmethod
-    @checked
-    def specialised(cls, max_loras: int) -> "LoraCases":
-        """Return cases without LoRA, and for 1, 2, 4, ... up to ``max_loras``, and one more.
-
-        The one more is for kernels that count the tokens without an adapter as a further one.
-        """
-        most = _max_loras(max_loras)
-        powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
-        return cls((*powers, most, most + 1))
-
-    @classmethod
-    @checked
-    def shared(cls, max_loras: int, *, without: bool = False) -> "LoraCases":
-        """Return one case for any number of adapters, and for none unless ``without``."""
-        return cls((_max_loras(max_loras) + 1,), without)
-
     def listed(self) -> tuple[int, ...]:
         """Return the numbers to capture, 0 for "without LoRA"."""
         return (0, *self.counts) if self.without else self.counts
@@ -114,11 +96,6 @@ class LoraCases:
             return self.counts[-1] if self.counts else None
         index = bisect_left(self.counts, active)
         return self.counts[index] if index < len(self.counts) else None
-
-
-def _max_loras(value: int) -> int:
-    require(is_whole(value, 1), "max_loras", "LoraCases", value, "a whole number from 1")
-    return int(value)
 
 
 @dataclass(frozen=True)
