@@ -31,7 +31,7 @@ class Value:
         meta: the fake tensor, symbolic number or constant that was traced.
         source: where the caller has it, such as ``model.layers.0.weight``; None for results.
         static: its address is fixed: a parameter, a buffer or a module attribute.
-        written: some node writes the memory that it is in, before or after, as far as the graph
+        mutated: some node writes the memory that it is in, before or after, as far as the graph
             shows, or reads it beyond the value itself: a copy will not do. When in doubt, yes.
 
     Example:
@@ -44,7 +44,7 @@ class Value:
     meta: Any
     source: str | None = None
     static: bool = False
-    written: bool = False
+    mutated: bool = False
 
 
 @dataclass(frozen=True, eq=False)

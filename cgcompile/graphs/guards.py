@@ -107,7 +107,7 @@ def plainly(container: Any) -> Any:
 
 
 def restore(holder: Any, before: Any) -> None:
-    """Put the contents of a container, cell or set of attributes back, if they differ."""
+    """Restore the contents of a container, a cell or a set of attributes, if they differ."""
     if isinstance(holder, (Slots, Cells)):
         holder.restore(before)
     elif isinstance(holder, CellType):
@@ -370,8 +370,8 @@ class WeightsGuard:
             self._attributes += [(own, name) for table, name, _ in found if table is own]
             self._items += found
         self.objects = self._now()  # the tensors and sub-modules, as they were
-        self._seen = self._look()
-        self._identities = compat.identities(self._seen)
+        self._known = self._current()
+        self._identities = compat.identities(self._known)
         pairs = zip((path for _, _, path in self._items), self.objects, strict=True)
         self._tensors = Tensors((pair for pair in pairs if _is_tensor(pair[1])), tensor_type)
         self._memory = [tensor.untyped_storage() for tensor in self._tensors.tensors]
@@ -379,19 +379,19 @@ class WeightsGuard:
     def _now(self) -> tuple[Any, ...]:
         return tuple([table.get(name) for table, name, _ in self._items])
 
-    def _look(self) -> tuple[Any, ...]:
+    def _current(self) -> tuple[Any, ...]:
         """Return all that the dicts hold now: half of the time of :meth:`_now`."""
         attributes = [own.get(name) for own, name in self._attributes]
         return (*chain.from_iterable(self._views), *attributes)
 
     def check(self, what: str, batch: object) -> None:
         """Raise AddressChangedError or HostValueChangedError for a weight; 0.1 us for each."""
-        seen = self._look()
+        seen = self._current()
         if compat.identities(seen) != self._identities:
             for now, before, item in zip(self._now(), self.objects, self._items, strict=True):
                 if now is not before:
                     raise self._replaced(what, batch, item[2])
-            self._seen, self._identities = seen, compat.identities(seen)  # others were added
+            self._known, self._identities = seen, compat.identities(seen)  # others were added
         for change in self._tensors.changes():
             if change.moved:
                 raise self._replaced(what, batch, change.path)

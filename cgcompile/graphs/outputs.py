@@ -118,7 +118,7 @@ class ReusedTensors:
         self._alike = self._comparison()
 
     def get(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors as no caller has changed them; the same tuple if none has."""
+        """Return the tensors; replace those that a caller has changed."""
         tensors = self.tensors
         if not self._alike(*tensors):
             return self._renewed()

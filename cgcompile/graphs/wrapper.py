@@ -51,7 +51,7 @@ from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, Transparent, WeightsGuard
 from cgcompile.graphs.outputs import ReusedResult, flatten, is_record, is_reusable, rebuilt
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
-from cgcompile.graphs.sequence import GraphSegment, GraphSequence, StepObserver
+from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
@@ -268,7 +268,7 @@ def requires_grad_beside(
     return bool(with_grad) and not with_grad <= set(map(id, compat.tree_tensors((args, kwargs))))
 
 
-def _fallback(error: CaptureError) -> Fallback:
+def _fallback_or_raise(error: CaptureError) -> Fallback:
     """Return why a step is to run plain; raise ``error`` where a part of the step may have run."""
     text = str(error).splitlines()[0]
     if isinstance(error, CaptureBusyError) and not error.same_thread:
@@ -403,7 +403,7 @@ class CUDAGraphWrapper(Transparent):
         with self._lock:
             entries = self._entries.get(key)
             if not entries:
-                return self._first(key, args, kwargs)
+                return self._capture_unless_refused(key, args, kwargs)
             if gradients_due(entries[0].needs_grad, args, kwargs):
                 return GRADIENTS, None
             try:
@@ -440,11 +440,13 @@ class CUDAGraphWrapper(Transparent):
         if len(self.entries) >= most:
             detail = f"{most} steps are captured (max_captured_shapes); on_input_change"
             return Fallback(Reason.TOO_MANY_SHAPES, detail), None
-        return self._first(key, args, kwargs)
+        return self._capture_unless_refused(key, args, kwargs)
 
     # -------------------------------------------------------------- record
 
-    def _first(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
+    def _capture_unless_refused(
+        self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Attempt:
         """Capture a step that has no graph, unless a reason forbids it."""
         descriptor = key[1]
         why = why_never_captured(self.closed, descriptor) or why_not_captured_yet()
@@ -487,12 +489,12 @@ class CUDAGraphWrapper(Transparent):
         mode, descriptor = key
         if self._debug:
             self._expire(descriptor, args, kwargs)
-        with self.timeline.capture(self._pool, self.name, mode, descriptor) as ended:
+        with self.timeline.record_capture(self._pool, self.name, mode, descriptor) as ended:
             why, captured = GRADIENTS, None
             try:
                 captured = self.record(descriptor, args, kwargs, wait=False)
             except CaptureError as error:
-                why = _fallback(error)
+                why = _fallback_or_raise(error)
             if captured is not None and captured.refused is None:
                 result = captured.run()
                 self.keep(captured.entry, mode)
@@ -600,7 +602,7 @@ class CUDAGraphWrapper(Transparent):
 
     @property
     def _may_run_compiled_code(self) -> bool:
-        """Whether a call may reach code of ``torch.compile``; a function may hold it anywhere."""
+        """Whether a call may run code of torch.compile; of a function this is unknown, so True."""
         if not self._guarded:  # pieces
             return False
         owner = getattr(self.runnable, "__self__", self.runnable)
@@ -618,7 +620,7 @@ class CUDAGraphWrapper(Transparent):
         self,
         entry: CUDAGraphEntry,
         inputs: Sequence[Any] = (),
-        observer: StepObserver | None = None,
+        runner: SegmentRunner | None = None,
     ) -> Any:
         """Replay an entry whose inputs the caller has compared; return its ``output``.
 
@@ -627,7 +629,7 @@ class CUDAGraphWrapper(Transparent):
         """
         if entry.guard is not None:
             entry.guard.check_autocast(self.name, entry.batch_descriptor)
-        entry.sequence.replay(inputs, None, observer)
+        entry.sequence.replay(inputs, None, runner)
         self.timeline.replayed()
         return entry.output
 

@@ -57,8 +57,8 @@ from cgcompile.pieces.size_ranges import artifacts_text
 from cgcompile.pieces.stitch import Step
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.runtime.dispatch import Dispatch
-from cgcompile.runtime.fast_path import ANOTHER, FastPaths, GraphFastPath
-from cgcompile.runtime.inputs import FrozenTensors, Overlaps, Roles, why_never
+from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths, GraphFastPath
+from cgcompile.runtime.inputs import BoundTensors, Overlaps, Roles, why_never
 from cgcompile.runtime.program import (
     Program,
     copying_cpu_scalars,
@@ -66,12 +66,12 @@ from cgcompile.runtime.program import (
     uncompiled,
 )
 from cgcompile.runtime.recorder import record
-from cgcompile.runtime.recording import Batch, Recording
+from cgcompile.runtime.recording import BatchKey, Recording
 from cgcompile.runtime.weight_sets import WeightSet, WeightSets
 
 log = logging.getLogger(__name__)
 
-Observer = Callable[[Program, Recording, Sequence[Any], int | None], Any]
+ReplayOverride = Callable[[Program, Recording, Sequence[Any], int | None], Any]
 """Runs a recorded step in place of its replay: (program, recording, inputs, real rows) -> result.
 
 It leaves what one execution of the step leaves, and returns what that returns."""
@@ -111,8 +111,8 @@ class CompiledGraph:
         self.of_handle: Sequence[tuple[weakref.ref[CompiledGraph], Timeline]] = ()
         self._config = config
         self._grad_mode = ""  # of the last capture
-        self._observer: Observer | None = None
-        self._frozen = FrozenTensors(frozen)
+        self._replay_override: ReplayOverride | None = None
+        self._frozen = BoundTensors(frozen)
         self._overlaps = Overlaps(split)
         runnables = copying_cpu_scalars(split, runnables)
         runnables = list(map(not_reading_context, split.pieces, runnables))
@@ -143,8 +143,8 @@ class CompiledGraph:
             split, step, runnables, boundaries, self.pool, config, self.timeline, self._frozen
         )
         self._run_compared = self._program.traced.comparing_step(step, runnables, self._run)
-        forget, static = self.fast_paths.forget, self._roles[FULL].static
-        self._weight_sets = WeightSets(self._program, self._run_compared, forget, static)
+        clear, static = self.fast_paths.clear, self._roles[FULL].static
+        self._weight_sets = WeightSets(self._program, self._run_compared, clear, static)
 
     def __repr__(self) -> str:
         counts = self.counters
@@ -176,7 +176,7 @@ class CompiledGraph:
         fast_path = self.fast_paths.graph
         if fast_path is not None:
             result = fast_path.step(inputs)
-            if result is not ANOTHER:
+            if result is not NOT_SERVED:
                 return result
         try:
             context = callers_context()
@@ -238,7 +238,7 @@ class CompiledGraph:
                     return recording, None
                 if recording is not None and recording.void:  # its graphs have been cleared
                     del weight_set.recordings[key]
-                    paths.forget()
+                    paths.clear()
                 elif recording is not None:
                     if not recording.from_other_weights or not recording.chain_moved(inputs):
                         return self._replay(weight_set, recording, context, inputs)
@@ -269,8 +269,8 @@ class CompiledGraph:
         fallback = recording.why_not_copied(inputs)
         if fallback is not None:
             return fallback, None
-        if self._observer is not None:
-            result = self._observer(self._program, recording, inputs, real)
+        if self._replay_override is not None:
+            result = self._replay_override(self._program, recording, inputs, real)
             self.timeline.replayed()
             return None, result
         result = recording.replay(inputs, real)
@@ -321,7 +321,7 @@ class CompiledGraph:
         return fallback
 
     def _capture(
-        self, weight_set: WeightSet, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
+        self, weight_set: WeightSet, key: Hashable, batch: BatchKey, inputs: tuple[Any, ...]
     ) -> Attempt:
         """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
         if self.before_capture is not None:
@@ -365,7 +365,7 @@ class CompiledGraph:
         fallback: Fallback,
         weight_set: WeightSet,
         key: Hashable,
-        batch: Batch,
+        batch: BatchKey,
         inputs: tuple[Any, ...],
     ) -> Attempt:
         """Capture the pieces of a step whose FULL capture failed before anything ran."""
@@ -419,7 +419,7 @@ class CompiledGraph:
     def _drop_moved(
         self, weight_set: WeightSet, key: Hashable, recording: Recording, inputs: tuple[Any, ...]
     ) -> Fallback | None:
-        """Drop a step that reads a result of other weights which moved; else return why not."""
+        """Drop a step whose input, a result of other weights, moved; else return the fallback."""
         path = recording.path(recording.from_other_weights[0][0])
         if not recording.reads_results(inputs):
             detail = f"{path} was a result of other weights at capture, and is not now"
@@ -428,7 +428,7 @@ class CompiledGraph:
             detail = f"{path} was captured at {_MOST_DROPPED} addresses, and has moved again"
             return Fallback(Reason.INPUT_CHANGED, detail)
         self._weight_sets.drop_recording(weight_set, key)
-        self.fast_paths.forget()
+        self.fast_paths.clear()
         return None
 
     def _fast_path(
@@ -470,12 +470,12 @@ class CompiledGraph:
         """Forbid captures: a step without a graph runs plain, or raises if ``strict``."""
         self._dispatch.closed = True
 
-    def observe(self, observer: Observer | None) -> None:
-        """Let ``observer`` run each recorded step in place of its replay; None ends that."""
+    def override_replay(self, override: ReplayOverride | None) -> None:
+        """Let ``override`` run each recorded step in place of its replay; None ends that."""
         self.fast_paths.refuse_inside()
         with self.fast_paths.lock:
-            self.fast_paths.forget()
-            self._observer = observer
+            self.fast_paths.clear()
+            self._replay_override = override
 
     def invalidate(self, reason: str) -> None:
         """Drop all graphs because something that is baked in has changed: ``reason``, to log."""
@@ -490,9 +490,9 @@ class CompiledGraph:
     def _release(self) -> None:
         self.fast_paths.refuse_inside()
         with releasing(), self.fast_paths.lock:
-            self.fast_paths.forget()
+            self.fast_paths.clear()
             if self.pool is not None:
-                self.pool.device.synchronize()  # a replay may still run, on whatever stream
+                self.pool.device.synchronize()  # a replay may still run on any stream
                 self._weight_sets.clear()
                 self._dispatch.reset()
                 self.pool.release()

@@ -198,7 +198,7 @@ class _Buffer:
         self._version = self.whole._version
 
     def upload(self, value: torch.Tensor, padded: int, slot: int) -> None:
-        """Do as :meth:`write`, by one copy: the tail is filled in on the host."""
+        """Like :meth:`write`, with one copy: the host fills in the tail."""
         host = self._host.get(slot)
         if host is None:
             host = self._host[slot] = host_memory(self.whole)

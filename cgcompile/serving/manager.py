@@ -111,7 +111,7 @@ def _compiled(
     if backend is not None:
         if config is not None:
             raise ConfigError.impossible(
-                what="config beside a compiled model",
+                what="config given with a compiled model",
                 because="the model was compiled with settings of its own",
                 instead="Leave config out, or give the model before it is compiled.",
             )

@@ -297,8 +297,8 @@ def checked_ladders(
     counts = None if decode_num_reqs is None else whole_numbers("decode_num_reqs", decode_num_reqs)
     if decode_sizes is not None and (counts is not None or lengths != tuple(sorted(decode))):
         raise ConfigError.impossible(
-            what="decode_sizes beside decode_num_reqs or other query_lens",
-            because="both say which sizes uniform decode has",
+            what="decode_sizes together with decode_num_reqs or other query_lens",
+            because="both set the sizes of uniform decode",
             instead="Give decode_sizes alone, or the other two.",
         )
     if max_num_tokens is None:

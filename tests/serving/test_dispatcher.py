@@ -411,8 +411,14 @@ AXIS = "one hashable value per axis"
                 ({"decode_sizes": {3: [27]}}, r"at most 3 x max_num_reqs = 24"),
                 ({"decode_sizes": {3: []}}, "at least one size"),
                 ({"decode_sizes": {}}, "at least one length of decode"),
-                ({"decode_sizes": {1: [1]}, "query_lens": (3,)}, "beside decode_num_reqs or other"),
-                ({"decode_sizes": {1: [1]}, "decode_num_reqs": [1]}, "beside decode_num_reqs"),
+                (
+                    {"decode_sizes": {1: [1]}, "query_lens": (3,)},
+                    "together with decode_num_reqs or other",
+                ),
+                (
+                    {"decode_sizes": {1: [1]}, "decode_num_reqs": [1]},
+                    "together with decode_num_reqs",
+                ),
                 ({"query_lens": (17,)}, "query_lens = 17; expected at most max_num_tokens = 16"),
                 ({"varlen_decode_sizes": {2: [17]}}, "at most 2 x max_num_reqs = 16"),
                 ({"varlen_decode_sizes": {0: [1]}}, "varlen_decode_sizes"),
