@@ -113,10 +113,10 @@ def _rules(
 ) -> Rules:
     once = config.mode is CompilationMode.DYNAMO_TRACE_ONCE
     chosen = guards or ("none" if once else "keep")
-    for name, value, known in (("guards", chosen, GUARDS), ("dynamic_shapes", shapes, SHAPES)):
-        if value not in known:
+    for name, value, choices in (("guards", chosen, GUARDS), ("dynamic_shapes", shapes, SHAPES)):
+        if value not in choices:
             raise ConfigError.bad_value(
-                name=name, where="compile", value=value, expected="one of " + ", ".join(known)
+                name=name, where="compile", value=value, expected="one of " + ", ".join(choices)
             )
     if once and chosen != "none":
         raise ConfigError.impossible(

@@ -133,10 +133,10 @@ class Capturability:
         for body in subgraphs(self._gm, node):
             inside = Capturability(body, self._boundaries, self._bound)
             for inner in body.graph.nodes:
-                why = inside.why_not(inner) if inner.op in COMPUTING else None
-                if why is not None:
-                    detail = f"inside {target_name(node.target)}: {why.detail}"
-                    return Fallback(why.reason, detail)
+                fallback = inside.why_not(inner) if inner.op in COMPUTING else None
+                if fallback is not None:
+                    detail = f"inside {target_name(node.target)}: {fallback.detail}"
+                    return Fallback(fallback.reason, detail)
         return None
 
     def _device(self, node: fx.Node) -> Fallback | None:

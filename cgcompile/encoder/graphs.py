@@ -110,9 +110,9 @@ class GraphInputs:
         check_keys(values, config, _CAPTURE + "()")
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
-                found = f"{type(value).__name__} for {key!r}"
+                returned = f"{type(value).__name__} for {key!r}"
                 expected = "a tensor for each key"
-                raise EncoderError.returned(method=_CAPTURE, found=found, expected=expected)
+                raise EncoderError.returned(method=_CAPTURE, found=returned, expected=expected)
         self._config = config
         self.values: dict[str, torch.Tensor] = dict(values)
         # Last offsets. A copy on the device, so that nothing synchronises: buffers are overwritten.

@@ -360,15 +360,15 @@ class WeightsGuard:
             items = [(own, name, start + name) for name in rest]
             for table in (module._parameters, module._buffers, module._modules):
                 items += [(table, name, start + name) for name in table]
-            found = [
+            compared = [
                 (table, name, path)
                 for table, name, path in items
                 if only is None or table is module._modules or id(table[name]) in only
             ]
-            tables = {id(table): table for table, _, _ in found if table is not own}
+            tables = {id(table): table for table, _, _ in compared if table is not own}
             self._views += [table.values() for table in tables.values()]
-            self._attributes += [(own, name) for table, name, _ in found if table is own]
-            self._items += found
+            self._attributes += [(own, name) for table, name, _ in compared if table is own]
+            self._items += compared
         self.objects = self._now()  # the tensors and sub-modules, as they were
         self._known = self._current()
         self._identities = compat.identities(self._known)
@@ -388,8 +388,8 @@ class WeightsGuard:
         """Raise AddressChangedError or HostValueChangedError for a weight; 0.1 us for each."""
         seen = self._current()
         if compat.identities(seen) != self._identities:
-            for now, before, item in zip(self._now(), self.objects, self._items, strict=True):
-                if now is not before:
+            for held, before, item in zip(self._now(), self.objects, self._items, strict=True):
+                if held is not before:
                     raise self._replaced(what, batch, item[2])
             self._known, self._identities = seen, compat.identities(seen)  # others were added
         for change in self._tensors.changes():
@@ -463,17 +463,17 @@ class ArgumentGuard:
                 self._refuse_structure(args, kwargs, what, batch)
             leaves = compat.tree_leaves(leaves)
         for position, leaf in enumerate(self._numbers_of(leaves)):
-            known = self._known[position]
-            if type(known) is Placed and isinstance(leaf, torch.Tensor):
-                if _layout(leaf) == known.layout:
+            captured = self._known[position]
+            if type(captured) is Placed and isinstance(leaf, torch.Tensor):
+                if _layout(leaf) == captured.layout:
                     start = leaf.data_ptr()
-                    if start == known.address:
+                    if start == captured.address:
                         continue
-                    change = Change(self._paths[position], known.address, start, moved=True)
+                    change = Change(self._paths[position], captured.address, start, moved=True)
                     raise change.error(what, batch)
-            elif same_value(leaf, known):
+            elif same_value(leaf, captured):
                 continue
-            texts = layout_text(known), layout_text(leaf)
+            texts = layout_text(captured), layout_text(leaf)
             raise Change(self._paths[position], *texts).error(what, batch)
 
     def check_autocast(self, what: str, batch: object) -> None:

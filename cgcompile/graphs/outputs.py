@@ -252,10 +252,10 @@ def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if name not in own:
             raise WeightsError.unknown(name=name, known=list(own))
-        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        if found != tuple(own[name].shape):
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if shape != tuple(own[name].shape):
             raise WeightsError.shape(
-                name=name, found=str(found), expected=str(tuple(own[name].shape))
+                name=name, found=str(shape), expected=str(tuple(own[name].shape))
             )
     for name, value in state.items():
         target = own[name]

@@ -314,8 +314,8 @@ class CompiledGraph:
         for other in [graph for ref, _ in self.of_handle if (graph := ref()) is not None]:
             if other._grad_mode in ("", here) or other._named != self._named:
                 continue
-            same = (each for each in other.weight_sets if each.weights == weight_set.weights)
-            if any(isinstance(each.recordings.get(key), Recording) for each in same):
+            same = (s for s in other.weight_sets if s.weights == weight_set.weights)
+            if any(isinstance(s.recordings.get(key), Recording) for s in same):
                 detail = f"it has one in {other._grad_mode}, and this call is in {here}"
                 return fallback._replace(detail=f"{fallback.detail}; {detail}")
         return fallback

@@ -193,7 +193,7 @@ class TracedOutputs:
             expected = [int(n) if n.is_number else None for n in numbers]  # None: depends on data
             same = output.dtype is traced.dtype and len(expected) == output.dim()
             sizes = zip(expected, output.shape, strict=False)
-            if not same or any(size not in (None, now) for size, now in sizes):
+            if not same or any(wanted not in (None, size) for wanted, size in sizes):
                 shape = ["?" if size is None else size for size in expected]
                 raise PieceCompileError.unlike_traced(
                     piece=piece.name,

@@ -119,10 +119,10 @@ class Recording:
         """Compare with the captured addresses and numbers; raise where one differs."""
         what, batch = "the compiled step", str(self.batch.descriptor)
         for position, before in self.addresses:
-            now = inputs[position].data_ptr()
-            if now != before:
+            start = inputs[position].data_ptr()
+            if start != before:
                 raise AddressChangedError.moved(
-                    what=what, batch=batch, path=self.path(position), now=now, before=before
+                    what=what, batch=batch, path=self.path(position), now=start, before=before
                 )
         for position, value in self.numbers:
             if not same_value(inputs[position], value):

@@ -551,8 +551,8 @@ class Outputs:
         for leaf, kind, name in zip(leaves, kinds, rows, strict=True):
             tensor = isinstance(leaf, torch.Tensor)
             if not tensor or not leaf.dim() or leaf.shape[0] != sizes[kind]:
-                found = str(list(leaf.shape)) if tensor else type(leaf).__name__
-                raise ManagerError.output(found=found, rows=name, size=sizes[kind])
+                output = str(list(leaf.shape)) if tensor else type(leaf).__name__
+                raise ManagerError.output(found=output, rows=name, size=sizes[kind])
         return kinds
 
 

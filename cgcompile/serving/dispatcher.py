@@ -574,21 +574,23 @@ class CudagraphDispatcher:
             return None, Fallback(Reason.UNLISTED_VARIANT, detail)
         if type(extra) is not tuple or len(extra) != len(self.axes):
             raise self._bad_axes(extra)
-        values, why = [], None
+        values, fallback = [], None
         for axis, value in zip(self.axes, extra, strict=True):
             try:
                 values.append(axis.value_for(value))
             except LookupError:
-                graphs = ", ".join(map(repr, axis.values))
-                detail = f"axis {axis.name!r} is {value!r}; graphs have {graphs}"
-                why = Fallback(Reason.UNLISTED_VARIANT, detail)
+                listed = ", ".join(map(repr, axis.values))
+                detail = f"axis {axis.name!r} is {value!r}; graphs have {listed}"
+                fallback = Fallback(Reason.UNLISTED_VARIANT, detail)
                 if not axis.full_only:
-                    return None, why
+                    return None, fallback
                 values.append(None)
             except TypeError:
                 raise self._bad_axes(extra) from None
-        variant = loras, tuple(values)
-        return self._tables[variant_in_pieces(variant, self.axes) if why else variant], why
+        variant: Variant = loras, tuple(values)
+        if fallback is not None:
+            variant = variant_in_pieces(variant, self.axes)
+        return self._tables[variant], fallback
 
     def _bad_axes(self, extra: object) -> BatchError:
         return BatchError.axes(extra=extra, names=[axis.name for axis in self.axes])

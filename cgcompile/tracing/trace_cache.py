@@ -371,8 +371,8 @@ class Traces:
             if alike and self._serves(trace, *with_numbers(args, kwargs, others)):
                 self._varied |= {
                     path
-                    for (_, path, now), before in zip(numbers, others, strict=True)
-                    if type(now) is type(before) is not complex and repr(now) != repr(before)
+                    for (_, path, number), before in zip(numbers, others, strict=True)
+                    if type(number) is type(before) is not complex and repr(number) != repr(before)
                 }
 
     def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fallback | None:
@@ -413,8 +413,8 @@ class Traces:
                     traced.setdefault(failed[1], []).append((trace, failed[2]))
         for path, pairs in traced.items():
             if len(pairs) >= VARYING:
-                now = eval(path, scope)
-                if not is_number(now) or not self._is_rare((path, now), pairs[0][0]):
+                number = eval(path, scope)
+                if not is_number(number) or not self._is_rare((path, number), pairs[0][0]):
                     return None
                 name = path.removeprefix("L['self'].")
                 return varying_number(name, [value for _, value in pairs], "a trace")
