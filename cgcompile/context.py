@@ -163,17 +163,17 @@ def entered() -> _Entry | None:
 
 
 # :func:`entered` as lines of a generated function, without a call: they set ``context``, that of
-# the caller, and ``thread``; or return ``another``.
+# the caller, and ``thread``; or return ``not_served``.
 ENTERED = """\
 entry = last_entered()
 if entry is None:
-    return another
+    return not_served
 _, context, thread, task, _ = entry
 if context is None or thread != get_ident():
-    return another
+    return not_served
 loop = running_loop()
 if task is not (None if loop is None else current_task(loop)):
-    return another
+    return not_served
 """
 ENTERED_NAMES: dict[str, Any] = {
     "last_entered": _current.get,
