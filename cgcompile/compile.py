@@ -20,7 +20,7 @@ from cgcompile.errors import ConfigError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.guards import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.runtime.fast_path import ANOTHER
+from cgcompile.runtime.fast_path import NOT_SERVED
 from cgcompile.settings import checked, checked_but
 from cgcompile.tracing.trace_cache import GUARDS, SHAPES, CompiledTrace, Rules, Traces
 
@@ -113,10 +113,10 @@ def _rules(
 ) -> Rules:
     once = config.mode is CompilationMode.DYNAMO_TRACE_ONCE
     chosen = guards or ("none" if once else "keep")
-    for name, value, known in (("guards", chosen, GUARDS), ("dynamic_shapes", shapes, SHAPES)):
-        if value not in known:
+    for name, value, choices in (("guards", chosen, GUARDS), ("dynamic_shapes", shapes, SHAPES)):
+        if value not in choices:
             raise ConfigError.bad_value(
-                name=name, where="compile", value=value, expected="one of " + ", ".join(known)
+                name=name, where="compile", value=value, expected="one of " + ", ".join(choices)
             )
     if once and chosen != "none":
         raise ConfigError.impossible(
@@ -189,7 +189,7 @@ class CompiledModel(Transparent):
             fast_path = traces.fast_paths.call
             if fast_path is not None:
                 result = fast_path(args, kwargs)
-                if result is not ANOTHER:
+                if result is not NOT_SERVED:
                     return result
         return self._call(*args, **kwargs)  # type: ignore[misc]
 

@@ -125,7 +125,7 @@ class CompilationConfig:
         num_warmups: calls of a new shape that run without a graph before one is captured.
         max_captured_shapes: how many shapes are captured without a forward context, per graph and
             weight set.
-        max_bindings: maximum number of weight sets (and mutated inputs) for which one graph is
+        max_weight_sets: maximum number of weight sets (and mutated inputs) for which one graph is
             captured.
 
     Raises:
@@ -170,7 +170,7 @@ class CompilationConfig:
     debug: bool = setting(False, parse_bool, "graphs")
     num_warmups: int = setting(1, parse_count(0), "graphs")
     max_captured_shapes: int = setting(64, parse_count(0), "graphs")
-    max_bindings: int = setting(128, parse_count(1), "graphs")
+    max_weight_sets: int = setting(128, parse_count(1), "graphs")
 
     # Not a field, so no part of equality and hashing; ``dataclasses.replace`` passes it on.
     _origins: InitVar[_Origins | None] = None

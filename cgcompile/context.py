@@ -170,17 +170,17 @@ def entered() -> _Entry | None:
 
 
 # :func:`entered` as lines of a generated function, without a call: they set ``context``, that of
-# the caller, and ``thread``; or return ``another``.
+# the caller, and ``thread``; or return ``not_served``.
 ENTERED = """\
 entry = last_entered()
 if entry is None:
-    return another
+    return not_served
 _, context, thread, task, _ = entry
 if context is None or thread != get_ident():
-    return another
+    return not_served
 loop = running_loop()
 if task is not (None if loop is None else current_task(loop)):
-    return another
+    return not_served
 """
 ENTERED_NAMES: dict[str, Any] = {
     "last_entered": _current.get,
@@ -286,7 +286,9 @@ class set_forward_context(override_forward_context):
         cudagraph_runtime_mode: NONE, PIECEWISE or FULL; or its name.
         batch_descriptor: the key of the graphs to capture or replay.
         num_tokens: rows of the batch after padding.
-        num_unpadded_tokens: rows that are real; not more than the descriptor has.
+        num_unpadded_tokens: rows that are real; not more than the descriptor has. Replays of a
+            compiled model zero the rows behind them after each eager piece; in breakable capture
+            an eager break does that itself, where captured code after it mixes rows.
         num_tokens_across_dp: int32 tensor [R] on the CPU, the tokens of each of R ranks.
         slot_mapping: where new keys and values go; opaque to cgcompile.
         inputs_ready: a ``torch.cuda.Stream`` or ``torch.cuda.Event`` that the step waits for, on

@@ -165,10 +165,10 @@ class Reason(enum.Enum):
         "`max_captured_shapes` are captured already",
         "pad to a few sizes, or raise `max_captured_shapes`",
     )
-    TOO_MANY_BINDINGS = (
-        "too_many_bindings",
-        "there are more than `max_bindings` weight sets, or none lasts",
-        "write weights and caches in place, or raise `max_bindings`",
+    TOO_MANY_WEIGHT_SETS = (
+        "too_many_weight_sets",
+        "there are more than `max_weight_sets` weight sets, or none lasts",
+        "write weights and caches in place, or raise `max_weight_sets`",
     )
     INPUT_CHANGED = (
         "input_changed",

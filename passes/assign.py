@@ -29,6 +29,9 @@ from cgcompile.reasons import Fallback, Reason
 
 PLACEMENT = "cgcompile_placement"  # the key in node.meta
 
+_Fallbacks = dict[fx.Node, Fallback | None]
+"""Why each node that needs a piece cannot be captured, in order."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -40,6 +43,7 @@ class Placement:
     compiled: bool
     uncompiled: str | None = None
     support: AttentionCGSupport = AttentionCGSupport.ALWAYS
+    op: SplittingOp | None = None  # the entry that makes the node a boundary
 
 
 def placement(node: fx.Node) -> Placement | None:
@@ -57,84 +61,82 @@ class _Run:
 
 def assign_pieces(gm: fx.GraphModule, boundaries: Boundaries) -> None:
     """Write a :class:`Placement` into the meta of every node that computes."""
-    whys = _why_not_captured(gm, boundaries)
-    in_region = _spread_over_regions(gm, whys)
-    for number, run in enumerate(_settle(gm, _group(whys), in_region, whys)):
-        ops = {node: _boundary(node, whys[node], boundaries) for node in run.nodes}
-        compiled = run.capture or _compiles_alone(ops, whys)
-        for node, op in ops.items():
-            why, support = whys[node], AttentionCGSupport.ALWAYS
-            if why is not None and why.reason is not Reason.NO_KERNEL:
+    fallbacks, ops = _why_not_captured(gm, boundaries)
+    in_region = _spread_over_regions(gm, fallbacks)
+    for number, run in enumerate(_settle(gm, _group(fallbacks), in_region, fallbacks)):
+        compiled = run.capture or _compiles_alone(run.nodes, ops, fallbacks)
+        for node in run.nodes:
+            fallback, support, op = fallbacks[node], AttentionCGSupport.ALWAYS, ops.get(node)
+            if fallback is not None and fallback.reason is not Reason.NO_KERNEL:
                 support = AttentionCGSupport.NEVER if op is None else op.support
-            node.meta[PLACEMENT] = Placement(number, run.capture, why, compiled, support=support)
-
-
-def _boundary(node: fx.Node, why: Fallback | None, boundaries: Boundaries) -> SplittingOp | None:
-    """Return the splitting op of a node or, of an item of a result, of the node it is read from."""
-    if why is None or why.reason is not Reason.SPLITTING_OP:
-        return None
-    return boundaries.match(node.args[0] if is_container_item(node) else node)  # type: ignore[arg-type]
+            node.meta[PLACEMENT] = Placement(
+                number, run.capture, fallback, compiled, support=support, op=op
+            )
 
 
 def _compiles_alone(
-    ops: dict[fx.Node, SplittingOp | None], whys: dict[fx.Node, Fallback | None]
+    run: list[fx.Node], ops: dict[fx.Node, SplittingOp], fallbacks: _Fallbacks
 ) -> bool:
     """Return whether all ops of an eager run are registered with ``compiled``."""
-    nodes = [node for node in ops if not is_container_item(node)]
-    whys_of_rest = [whys[node] for node in nodes if ops[node] is None]
-    matched = [op for node in nodes if (op := ops[node]) is not None]
-    launch_nothing = all(why is None or why.reason is Reason.NO_KERNEL for why in whys_of_rest)
+    nodes = [node for node in run if not is_container_item(node)]
+    rest = [fallbacks[node] for node in nodes if node not in ops]
+    matched = [ops[node] for node in nodes if node in ops]
+    launch_nothing = all(f is None or f.reason is Reason.NO_KERNEL for f in rest)
     return bool(matched) and launch_nothing and all(op.compiled for op in matched)
 
 
-def _why_not_captured(gm: fx.GraphModule, boundaries: Boundaries) -> dict[fx.Node, Fallback | None]:
-    """Return, for every node that needs a piece, in order, why it cannot be captured."""
+def _why_not_captured(
+    gm: fx.GraphModule, boundaries: Boundaries
+) -> tuple[_Fallbacks, dict[fx.Node, SplittingOp]]:
+    """Return, for every node that needs a piece, why it cannot be captured; and splitting ops."""
     predicate = Capturability(gm, boundaries)
     bound = bound_symbols(gm).keys()
-    whys: dict[fx.Node, Fallback | None] = {}
+    fallbacks: _Fallbacks = {}
     for node in gm.graph.nodes:
         if node.op not in COMPUTING or is_size_arithmetic(node, bound) or is_number_tensor(node):
             continue
-        if is_container_item(node) and node.args[0] in whys:
-            whys[node] = whys[node.args[0]]
+        if is_container_item(node) and (source := node.args[0]) in fallbacks:
+            fallbacks[node] = fallbacks[source]
+            if source in predicate.matched:
+                predicate.matched[node] = predicate.matched[source]
         else:
-            whys[node] = predicate.why_not(node)
-    return whys
+            fallbacks[node] = predicate.why_not(node)
+    return fallbacks, predicate.matched
 
 
-def _spread_over_regions(gm: fx.GraphModule, whys: dict[fx.Node, Fallback | None]) -> set[fx.Node]:
+def _spread_over_regions(gm: fx.GraphModule, fallbacks: _Fallbacks) -> set[fx.Node]:
     """Make regions with an eager node eager as a whole; return the nodes in any region."""
     nodes = list(gm.graph.nodes)
     inside: set[fx.Node] = set()
     for region in state_regions(gm):
-        members = [node for node in nodes[region.first : region.last + 1] if node in whys]
+        members = [node for node in nodes[region.first : region.last + 1] if node in fallbacks]
         inside |= set(members)
-        cause = next((whys[node] for node in members if whys[node] is not None), None)
+        cause = next((fallbacks[node] for node in members if fallbacks[node] is not None), None)
         if cause is None and region.eager is None:
             continue
         detail = f"in one {region.label} region" + (f" with {cause.detail}" if cause else "")
         reason = region.eager or Reason.STATE_REGION
         for node in members:
-            whys[node] = whys[node] or Fallback(reason, detail)
-    for node, why in whys.items():  # items of a result follow it out of its region
-        if why is None and is_container_item(node) and whys.get(node.args[0]) is not None:  # type: ignore[arg-type]
-            whys[node] = whys[node.args[0]]  # type: ignore[index]
+            fallbacks[node] = fallbacks[node] or Fallback(reason, detail)
+    for node, fallback in fallbacks.items():  # items of a result follow it out of its region
+        if fallback is None and is_container_item(node) and fallbacks.get(node.args[0]) is not None:  # type: ignore[arg-type]
+            fallbacks[node] = fallbacks[node.args[0]]  # type: ignore[index]
     return inside
 
 
-def _group(whys: dict[fx.Node, Fallback | None]) -> list[_Run]:
+def _group(fallbacks: _Fallbacks) -> list[_Run]:
     """Cut the nodes where captured and eager ones alternate; neutral nodes join a neighbour."""
     runs: list[_Run] = []
     waiting: list[fx.Node] = []
-    for node, why in whys.items():
-        if why is None and _is_neutral(node):
+    for node, fallback in fallbacks.items():
+        if fallback is None and _is_neutral(node):
             waiting.append(node)
             if node.target in compat.LEAVES.values() and runs:  # close in the piece that ends here
                 runs[-1].nodes += waiting
                 waiting = []
             continue
-        if not runs or runs[-1].capture != (why is None):
-            runs.append(_Run(capture=why is None))
+        if not runs or runs[-1].capture != (fallback is None):
+            runs.append(_Run(capture=fallback is None))
         runs[-1].nodes += [*waiting, node]
         waiting = []
     if waiting:
@@ -151,7 +153,7 @@ def _settle(
     gm: fx.GraphModule,
     runs: list[_Run],
     in_region: set[fx.Node],
-    whys: dict[fx.Node, Fallback | None],
+    fallbacks: _Fallbacks,
 ) -> list[_Run]:
     """Dissolve captured runs that launch no kernel, and join eager neighbours."""
     settled: list[_Run] = []
@@ -161,7 +163,7 @@ def _settle(
             if captured is not None:
                 _hoist_allocations(run, captured, settled[-1], in_region)
             for node in run.nodes:
-                whys[node] = Fallback(Reason.NO_KERNEL, "launches no kernel")
+                fallbacks[node] = Fallback(Reason.NO_KERNEL, "launches no kernel")
             run.capture = False
         if settled and settled[-1].capture == run.capture:
             settled[-1].nodes += run.nodes

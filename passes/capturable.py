@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
-from cgcompile.boundaries import Boundaries, in_eager_region, target_name
+from cgcompile.boundaries import Boundaries, SplittingOp, in_eager_region, target_name
 from cgcompile.passes.base import alike, run_on_fakes
 from cgcompile.passes.nodes import (
     COMPUTING,
@@ -54,6 +54,7 @@ class Capturability:
         self._boundaries = boundaries
         self._bound = outer | bound_symbols(gm).keys()
         self.device = graph_device(gm)
+        self.matched: dict[fx.Node, SplittingOp] = {}  # of the nodes that were passed so far
 
     def why_not(self, node: fx.Node) -> Fallback | None:
         """Return why ``node`` cannot be captured, or None if it can."""
@@ -70,6 +71,7 @@ class Capturability:
     def _registered(self, node: fx.Node) -> Fallback | None:
         boundary = self._boundaries.match(node)
         if boundary is not None:
+            self.matched[node] = boundary
             return Fallback(Reason.SPLITTING_OP, f"{boundary.name} [{boundary.support.name}]")
         if in_eager_region(node):
             return Fallback(Reason.EAGER_REGION, "cgcompile.eager_region()")
@@ -131,10 +133,10 @@ class Capturability:
         for body in subgraphs(self._gm, node):
             inside = Capturability(body, self._boundaries, self._bound)
             for inner in body.graph.nodes:
-                why = inside.why_not(inner) if inner.op in COMPUTING else None
-                if why is not None:
-                    detail = f"inside {target_name(node.target)}: {why.detail}"
-                    return Fallback(why.reason, detail)
+                fallback = inside.why_not(inner) if inner.op in COMPUTING else None
+                if fallback is not None:
+                    detail = f"inside {target_name(node.target)}: {fallback.detail}"
+                    return Fallback(fallback.reason, detail)
         return None
 
     def _device(self, node: fx.Node) -> Fallback | None:

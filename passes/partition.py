@@ -208,6 +208,7 @@ class _Cutter:
             lines=tuple(dict.fromkeys(line for line in lines if line is not None)),
             same_as=same_as,
             support=min(p.support for p in placements.values()),
+            op=next((p.op for p in placements.values() if p.why is not None), None),
         )
 
     def _is_output(self, node: fx.Node, index: int) -> bool:

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile.boundaries import AttentionCGSupport
+from cgcompile.boundaries import AttentionCGSupport, SplittingOp
 from cgcompile.passes.base import PassRecord, table
 from cgcompile.passes.nodes import tensors, value
 from cgcompile.passes.printer import count
@@ -31,7 +31,7 @@ class Value:
         meta: the fake tensor, symbolic number or constant that was traced.
         source: where the caller has it, such as ``model.layers.0.weight``; None for results.
         static: its address is fixed: a parameter, a buffer or a module attribute.
-        written: some node writes the memory that it is in, before or after, as far as the graph
+        mutated: some node writes the memory that it is in, before or after, as far as the graph
             shows, or reads it beyond the value itself: a copy will not do. When in doubt, yes.
 
     Example:
@@ -44,7 +44,7 @@ class Value:
     meta: Any
     source: str | None = None
     static: bool = False
-    written: bool = False
+    mutated: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,7 @@ class Piece:
         outputs: names of the values that it returns, in order.
         num_ops: nodes that compute.
         lines: the user's source lines, as (where, code), of the boundary or of the first node.
+        op: the entry of the splitting op that it begins with, or None.
         same_as: index of the first piece of equal structure; its own index if it is the first.
         support: how far it can go into a FULL graph; ALWAYS for a captured piece.
 
@@ -83,6 +84,7 @@ class Piece:
     support: AttentionCGSupport
     uncompiled: str | None = None
     lines: tuple[tuple[str, str], ...] = ()
+    op: SplittingOp | None = None
 
     @property
     def name(self) -> str:

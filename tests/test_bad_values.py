@@ -366,8 +366,6 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "InputBuffer.rows": lambda: BATCH,
     "LoraCases": lambda: {"counts": (1, 2)},
     "LoraCases.count_for": lambda: {"has_lora": True, "active": 1},
-    "LoraCases.shared": lambda: {"max_loras": 2},
-    "LoraCases.specialised": lambda: {"max_loras": 2},
     "StaticInputs": lambda: {
         "specs": [ROWS],
         "max_num_tokens": 4,

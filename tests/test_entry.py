@@ -412,7 +412,7 @@ def test_a_written_argument_advances_once_a_call(device: str, setting: str) -> N
 
 
 def test_a_written_argument_elsewhere_is_another_binding(device: str) -> None:
-    model, compiled, backend = compiled_model(WithCache, device, max_bindings=2)
+    model, compiled, backend = compiled_model(WithCache, device, max_weight_sets=2)
     caches = [torch.full((4, D), float(k), device=device) for k in range(3)]
     expected_caches = [each.clone() for each in caches]
 
@@ -427,7 +427,7 @@ def test_a_written_argument_elsewhere_is_another_binding(device: str) -> None:
     assert_counts(backend, 2, 2, {WARMING: 2})
     for which in (2, 2, 2, 0, 1, 2, 0):
         step(which, batch(device))
-    assert_counts(backend, 2, 5, {WARMING: 2, Reason.TOO_MANY_BINDINGS: 4})
+    assert_counts(backend, 2, 5, {WARMING: 2, Reason.TOO_MANY_WEIGHT_SETS: 4})
     assert len(backend.graphs) == 1
 
 

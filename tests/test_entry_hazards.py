@@ -346,7 +346,7 @@ class Reassigned(nn.Module):
 def test_a_state_reassigned_at_each_step_is_right_and_said(
     device: str, buffer: bool, keep: bool
 ) -> None:
-    backend, kept = backend_for(max_bindings=8), []
+    backend, kept = backend_for(max_weight_sets=8), []
     model, eager = Reassigned(buffer), Reassigned(buffer)
     for each in (model, eager):
         each.h = each.h.to(device)
@@ -358,7 +358,7 @@ def test_a_state_reassigned_at_each_step_is_right_and_said(
         assert_same(model.h, eager.h)
         assert all(len(graph.weight_sets) <= 1100 for graph in backend.graphs)
     assert backend.counters.calls == 100
-    assert backend.counters.plain[Reason.TOO_MANY_BINDINGS] > 0, backend.counters
+    assert backend.counters.plain[Reason.TOO_MANY_WEIGHT_SETS] > 0, backend.counters
 
 
 @pytest.mark.parametrize("buffer", [True, False], ids=["buffer", "attribute"])

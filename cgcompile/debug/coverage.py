@@ -165,7 +165,6 @@ def coverage(model: Any) -> Coverage:
         rows = _of_recorders(recorders, counters)
         rows += _reasons("NONE", counters.plain, counters)
         lesser += _reasons("-", counters.degraded, counters)
-    # A copy: an encoder manager has the counters of its wrapper, which go on counting.
     breaks = dict.fromkeys(graph.graph_break for graph in graphs if graph.graph_break)
     return Coverage(
         version=VERSION,
@@ -175,7 +174,7 @@ def coverage(model: Any) -> Coverage:
         lesser=tuple(lesser),
         graphs=len(graphs),
         breaks=tuple(breaks),
-        counters=counters + Counters(),
+        counters=counters,
     )
 
 

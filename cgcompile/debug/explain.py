@@ -375,7 +375,7 @@ class SplitReporter:
 
     def _value(self, value: Value) -> ValueReport:
         tensor, symbols = value.meta, self._symbols
-        source, static, written = value.source, value.static, value.written
+        source, static, written = value.source, value.static, value.mutated
         report = ValueReport(name=value.name, source=source, static=static, written=written)
         if not isinstance(tensor, torch.Tensor):
             return report

@@ -27,8 +27,8 @@ from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, user_line, written
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.compilers import Runnable
-from cgcompile.runtime.compiled_graph import Observer
-from cgcompile.runtime.program import Program, written_inputs
+from cgcompile.runtime.compiled_graph import ReplayOverride
+from cgcompile.runtime.program import Program, mutated_inputs
 from cgcompile.runtime.recording import Recording
 from cgcompile.runtime.returns import returned_names
 
@@ -140,7 +140,7 @@ class _MixedRun:
 
     def _report(self, piece: Piece, value_of: Callable[[str], Any]) -> None:
         if self.after is not None:
-            names = (*piece.outputs, *written_inputs(piece))
+            names = (*piece.outputs, *mutated_inputs(piece))
             self.after(piece, {name: value_of(name) for name in names})
 
     def segment(self, index: int, step: Callable[[], Any]) -> None:
@@ -157,7 +157,7 @@ class _MixedRun:
         else:
             step()
         if self.own:
-            self._refresh([self._value(name) for name in written_inputs(piece)])
+            self._refresh([self._value(name) for name in mutated_inputs(piece)])
         for target, before in reversed(overwritten):
             target.copy_(before)
         self._report(
@@ -312,7 +312,7 @@ class Step:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore what the step writes inside, and run it without gradients."""
-        tensors = [self.inputs[position] for position in self.program.written_positions]
+        tensors = [self.inputs[position] for position in self.program.mutated_positions]
         with torch.no_grad(), restored_after(tensors):
             yield
 
@@ -344,7 +344,7 @@ class Watcher:
         self.seen: list[Step] = []  # the steps that ran
         self._tolerance = tolerance
 
-    def of(self, number: int) -> Observer:
+    def of(self, number: int) -> ReplayOverride:
         """Return the observer of a compiled graph."""
 
         def watch(program: Program, recording: Recording, inputs: Any, real: int | None) -> Any:
@@ -479,7 +479,7 @@ def _joined(*texts: str) -> str:
 
 def _origin(piece: Piece, name: str) -> Difference:
     """Return the op of a piece that makes a value; or that the piece overwrites it."""
-    if name in piece.outputs or name in written_inputs(piece):
+    if name in piece.outputs or name in mutated_inputs(piece):
         return place_of(piece, _producer(piece, name), "this op makes the value")
     place = place_of(piece, None)
     return replace(place, detail=_joined("it was right before, and is overwritten", place.detail))

@@ -24,7 +24,7 @@ from cgcompile.graphs.guards import layout_text
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Counters
-from cgcompile.runtime.compiled_graph import CompiledGraph, Observer
+from cgcompile.runtime.compiled_graph import CompiledGraph, ReplayOverride
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.tracing.dynamic_dims import bind_arguments
 
@@ -59,7 +59,7 @@ class Subject:
     @property
     def counters(self) -> Counters:
         """A copy of the counters of its graphs."""
-        return self._recorder.counters + Counters()
+        return self._recorder.counters
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -131,7 +131,7 @@ class Subject:
                 return ""
         return "; ".join(after.why_plain(before)) or "no graph of it was called"
 
-    def observed(self, observer: Callable[[int], Observer]) -> AbstractContextManager[None]:
+    def observed(self, observer: Callable[[int], ReplayOverride]) -> AbstractContextManager[None]:
         """Let an observer run each recorded step; see :func:`observed`."""
         return observed(self.handle, observer)
 
@@ -162,16 +162,16 @@ def comparing(model: Any, config: Any, function: str, inputs: InputSets) -> Iter
 
 
 @contextmanager
-def observed(handle: Backend | None, observer: Callable[[int], Observer]) -> Iterator[None]:
+def observed(handle: Backend | None, observer: Callable[[int], ReplayOverride]) -> Iterator[None]:
     """Let an observer, made from the number of a graph, run each recorded step of it."""
     graphs = () if handle is None else handle.graphs
     try:
         for number, graph in enumerate(graphs):
-            graph.observe(observer(number))
+            graph.override_replay(observer(number))
         yield
     finally:
         for graph in graphs:
-            graph.observe(None)
+            graph.override_replay(None)
 
 
 def original_of(model: Any) -> Any:

@@ -110,9 +110,9 @@ class GraphInputs:
         check_keys(values, config, _CAPTURE + "()")
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
-                found = f"{type(value).__name__} for {key!r}"
+                returned = f"{type(value).__name__} for {key!r}"
                 expected = "a tensor for each key"
-                raise EncoderError.returned(method=_CAPTURE, found=found, expected=expected)
+                raise EncoderError.returned(method=_CAPTURE, found=returned, expected=expected)
         self._config = config
         self.values: dict[str, torch.Tensor] = dict(values)
         # Last offsets. A copy on the device, so that nothing synchronises: buffers are overwritten.
@@ -354,7 +354,8 @@ class EncoderGraphs:
         limits = self._setup.limits
         if self.blocked():
             return Capacity(((),) * len(limits.budgets), *limits[1:])
-        version = (0 if self.pool is None else self.pool.generation, self.wrapper.counters.captures)
+        captures = self.wrapper.timeline.live.captures
+        version = (0 if self.pool is None else self.pool.generation, captures)
         if self._capacity is None or self._capacity[0] != version:
             captured = {(key.path, key.budget) for key in self.captured()}
             budgets = tuple(

@@ -37,7 +37,7 @@ from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.locks import new_lock
 from cgcompile.passes.printer import count
-from cgcompile.reasons import EXPECTED, Reason
+from cgcompile.reasons import EXPECTED, Counters, Reason
 from cgcompile.settings import checked_but, is_flag, require
 
 log = logging.getLogger(__name__)
@@ -386,7 +386,6 @@ class EncoderCudaGraphManager:
         max_frames_per_batch: most frames of a replay; 0 if graphs are not for videos: one per item.
         pool: the memory of the graphs; None where nothing can be captured.
         wrapper: captures and replays the graphs.
-        counters: captures, replays and plain runs of ``wrapper``.
 
     Raises:
         EncoderError: a method is missing, or no budgets are given and none can be inferred.
@@ -465,7 +464,6 @@ class EncoderCudaGraphManager:
         self.max_batch_size, self.max_frames_per_batch = limits.max_items, limits.max_frames
         self._graphs = EncoderGraphs(self._setup, pool)
         self.pool, self.wrapper = self._graphs.pool, self._graphs.wrapper
-        self.counters = self.wrapper.counters
         self._calls = EncoderCalls(self._setup, self._graphs, self.statistics, costs or Costs())
         self._calibrate, self._sharder, self._inference_mode = calibrate, sharder, inference_mode
         self._logged = 0
@@ -483,6 +481,11 @@ class EncoderCudaGraphManager:
         """A copy of the budgets, ascending; by path if there are several."""
         ladders = {path: list(budgets) for path, budgets in self._setup.limits.budgets.items()}
         return ladders[DEFAULT] if list(ladders) == [DEFAULT] else ladders
+
+    @property
+    def counters(self) -> Counters:
+        """Captures, replays and plain runs of ``wrapper`` so far; a copy."""
+        return self.wrapper.counters
 
     @property
     def costs(self) -> Costs:

@@ -124,7 +124,7 @@ class Frame:
         self._free = [block for block in blocks if not block.in_use]
         self._used: list[Block] = []
 
-    def take(self, nbytes: int, device: torch.device, result: bool = False) -> Block:
+    def allocate(self, nbytes: int, device: torch.device, result: bool = False) -> Block:
         """Return the smallest free block that is large enough, or a new one."""
         owner = self._owner if result else None
         wanted = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
@@ -143,7 +143,7 @@ class Frame:
         self._used.append(block)
         return block
 
-    def give(self, block: Block) -> None:
+    def release(self, block: Block) -> None:
         """Let the block serve another buffer: nothing recorded from now on reads it."""
         self._free.append(block)
 
@@ -206,7 +206,7 @@ class OwnedCopy:
     ) -> None:
         size = span(template)
         nbytes = size * template.element_size()
-        block, start = within or (frame.take(nbytes, device or template.device, result), 0)
+        block, start = within or (frame.allocate(nbytes, device or template.device, result), 0)
         self.block: Block = block
         with torch.inference_mode(False), torch.no_grad():
             self._flat = block.view(template.dtype, (size,), (1,), start)
@@ -239,7 +239,7 @@ class ScalarCopy(OwnedCopy):
 
 
 def moved(scalar: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    """Return a 0-dim CPU tensor or an int on a device; one that is there is returned as it is."""
+    """Return a 0-dim CPU tensor or an int as a tensor on a device; unchanged if it is there."""
     if isinstance(scalar, torch.Tensor) and scalar.device == device:
         return scalar
     with torch.no_grad():

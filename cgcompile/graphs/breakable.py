@@ -314,7 +314,7 @@ class SegmentRecorder(Breaker):
         """Let bridges that the program has dropped serve later breaks."""
         for block in [block for block in self._bridges if not block.in_use]:
             self._bridges.remove(block)
-            self._frame.give(block)
+            self._frame.release(block)
             for original in self._originals:
                 if original.block is block:
                     original.block = None
@@ -640,7 +640,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
     Args:
         runnable: what to capture.
         config: as of :class:`CUDAGraphWrapper`; ``splitting_ops`` and ``builtin_splitting_ops``
-            say which ops break.
+            set which ops break.
         runtime_mode: PIECEWISE or FULL; None serves both.
         cudagraph_options: how to capture.
         pool: memory shared with other wrappers.

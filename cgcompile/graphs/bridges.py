@@ -104,7 +104,7 @@ def _shared_bridge(
     """Return what copies the stretch of memory that several fresh results share."""
     first, last = stretch(values)
     starts = _offsets(values, first)
-    block = frame.take(last - first, values[0].device, result)
+    block = frame.allocate(last - first, values[0].device, result)
     memory = block.memory[: last - first]
     views = [
         OwnedCopy(value, frame, within=(block, start)).tensor

@@ -339,16 +339,19 @@ def who_captures_elsewhere() -> object:
 Attempt = tuple[Fallback | None, Any]  # (None, result) of a step that ran; else (reason, None)
 
 
-def retry_while_busy(attempt: Callable[[], Attempt], result: Attempt) -> Attempt:
-    """Repeat an attempt that came to ``result`` after other threads' captures, for some seconds."""
+def retry_while_busy(attempt: Callable[..., Attempt], *args: Any) -> Attempt:
+    """Return ``attempt(*args)``; repeat it after other threads' captures, for some seconds."""
     # It may take locks, but must not wait for a capture inside of them: others need them, too.
+    result = attempt(*args)
+    if result[0] is None:
+        return result
     until = time.monotonic() + _PATIENCE
     while result[0] is not None and result[0].reason is Reason.CAPTURE_BUSY:
         left = until - time.monotonic()
         if left <= 0 or not _lock.acquire(timeout=left):
             break
         _lock.release()
-        result = attempt()
+        result = attempt(*args)
     return result
 
 

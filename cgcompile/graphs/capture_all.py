@@ -120,7 +120,7 @@ def capture_all(
     with bulk_capture():
         warm = time.perf_counter()
         for batch in progress(ordered, f"{title}: capture"):
-            before = target.counters + Counters()  # a wrapper goes on counting in its own
+            before = target.counters
             step(batch)
             after = target.counters
             reasons = after.plain - before.plain

@@ -93,7 +93,7 @@ def destroy_unused_graphs(give_back: bool = False) -> None:
     dead = [_dead.popleft() for _ in range(len(_dead))]
     devices = {device for device, _ in dead}
     for device in devices:
-        torch.cuda.synchronize(device)  # a replay may still run, on whatever stream
+        torch.cuda.synchronize(device)  # a replay may still run on any stream
     dead.clear()
     _kept.update(devices)
     if not give_back or not _kept:

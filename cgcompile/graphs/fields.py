@@ -111,7 +111,7 @@ class _Holder:
         return any(isinstance(value, torch.Tensor) and id(value) not in known for value in now)
 
     def restore(self) -> None:
-        """Put the keys and values back."""
+        """Restore the keys and values."""
         if isinstance(self.target, (dict, Slots, Cells)):
             restore(self.target, dict(zip(self.keys, self.values, strict=True)))
         else:

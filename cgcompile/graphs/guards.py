@@ -111,7 +111,7 @@ def plainly(container: Any) -> Any:
 
 
 def restore(holder: Any, before: Any) -> None:
-    """Put the contents of a container, cell or set of attributes back, if they differ."""
+    """Restore the contents of a container, a cell or a set of attributes, if they differ."""
     if isinstance(holder, (Slots, Cells)):
         holder.restore(before)
     elif isinstance(holder, CellType):
@@ -364,18 +364,18 @@ class WeightsGuard:
             items = [(own, name, start + name) for name in rest]
             for table in (module._parameters, module._buffers, module._modules):
                 items += [(table, name, start + name) for name in table]
-            found = [
+            compared = [
                 (table, name, path)
                 for table, name, path in items
                 if only is None or table is module._modules or id(table[name]) in only
             ]
-            tables = {id(table): table for table, _, _ in found if table is not own}
+            tables = {id(table): table for table, _, _ in compared if table is not own}
             self._views += [table.values() for table in tables.values()]
-            self._attributes += [(own, name) for table, name, _ in found if table is own]
-            self._items += found
+            self._attributes += [(own, name) for table, name, _ in compared if table is own]
+            self._items += compared
         self.objects = self._now()  # the tensors and sub-modules, as they were
-        self._seen = self._look()
-        self._identities = compat.identities(self._seen)
+        self._known = self._current()
+        self._identities = compat.identities(self._known)
         pairs = zip((path for _, _, path in self._items), self.objects, strict=True)
         self._tensors = Tensors((pair for pair in pairs if _is_tensor(pair[1])), tensor_type)
         self._memory = [tensor.untyped_storage() for tensor in self._tensors.tensors]
@@ -383,19 +383,19 @@ class WeightsGuard:
     def _now(self) -> tuple[Any, ...]:
         return tuple([table.get(name) for table, name, _ in self._items])
 
-    def _look(self) -> tuple[Any, ...]:
+    def _current(self) -> tuple[Any, ...]:
         """Return all that the dicts hold now: half of the time of :meth:`_now`."""
         attributes = [own.get(name) for own, name in self._attributes]
         return (*chain.from_iterable(self._views), *attributes)
 
     def check(self, what: str, batch: object) -> None:
         """Raise AddressChangedError or HostValueChangedError for a weight; 0.1 us for each."""
-        seen = self._look()
+        seen = self._current()
         if compat.identities(seen) != self._identities:
-            for now, before, item in zip(self._now(), self.objects, self._items, strict=True):
-                if now is not before:
+            for held, before, item in zip(self._now(), self.objects, self._items, strict=True):
+                if held is not before:
                     raise self._replaced(what, batch, item[2])
-            self._seen, self._identities = seen, compat.identities(seen)  # others were added
+            self._known, self._identities = seen, compat.identities(seen)  # others were added
         for change in self._tensors.changes():
             if change.moved:
                 raise self._replaced(what, batch, change.path)
@@ -467,17 +467,17 @@ class ArgumentGuard:
                 self._refuse_structure(args, kwargs, what, batch)
             leaves = compat.tree_leaves(leaves)
         for position, leaf in enumerate(self._numbers_of(leaves)):
-            known = self._known[position]
-            if type(known) is Placed and isinstance(leaf, torch.Tensor):
-                if _layout(leaf) == known.layout:
+            captured = self._known[position]
+            if type(captured) is Placed and isinstance(leaf, torch.Tensor):
+                if _layout(leaf) == captured.layout:
                     start = leaf.data_ptr()
-                    if start == known.address:
+                    if start == captured.address:
                         continue
-                    change = Change(self._paths[position], known.address, start, moved=True)
+                    change = Change(self._paths[position], captured.address, start, moved=True)
                     raise change.error(what, batch)
-            elif same_value(leaf, known):
+            elif same_value(leaf, captured):
                 continue
-            texts = layout_text(known), layout_text(leaf)
+            texts = layout_text(captured), layout_text(leaf)
             raise Change(self._paths[position], *texts).error(what, batch)
 
     def check_autocast(self, what: str, batch: object) -> None:

@@ -118,7 +118,7 @@ class ReusedTensors:
         self._alike = self._comparison()
 
     def get(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors as no caller has changed them; the same tuple if none has."""
+        """Return the tensors; replace those that a caller has changed."""
         tensors = self.tensors
         if not self._alike(*tensors):
             return self._renewed()
@@ -252,10 +252,10 @@ def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if name not in own:
             raise WeightsError.unknown(name=name, known=list(own))
-        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        if found != tuple(own[name].shape):
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if shape != tuple(own[name].shape):
             raise WeightsError.shape(
-                name=name, found=str(found), expected=str(tuple(own[name].shape))
+                name=name, found=str(shape), expected=str(tuple(own[name].shape))
             )
     for name, value in state.items():
         target = own[name]

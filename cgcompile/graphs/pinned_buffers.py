@@ -101,7 +101,7 @@ class HostStaging:
         _check_buffer(buffer)
         num_slots = parsed("num_slots", "HostStaging", num_slots, parse_count(1))
         require_whole("num_slots", "HostStaging", num_slots, 1, MOST_SLOTS)
-        fits = sentinel is None or _holds(buffer.dtype, sentinel)
+        fits = sentinel is None or can_represent(buffer.dtype, sentinel)
         expected = f"a value that {buffer.dtype} can hold, or None"
         require(fits, "sentinel", "HostStaging", sentinel, expected)
         self.buffer = buffer
@@ -181,7 +181,7 @@ def _check_buffer(buffer: torch.Tensor) -> None:
     check(buffer.is_contiguous(), "buffer.stride()", buffer.stride(), "a contiguous tensor")
 
 
-def _holds(dtype: torch.dtype, value: Any) -> bool:
+def can_represent(dtype: torch.dtype, value: Any) -> bool:
     """Return whether a dtype has a value: floats are rounded, numbers and flags must be exact."""
     try:
         stored = torch.empty((), dtype=dtype, device="cpu").fill_(value).item()

@@ -212,7 +212,7 @@ class GraphPool:
 
     def release(self) -> None:
         """Drop all graphs of all users, and the memory. Synchronises; captures may follow."""
-        self.device.synchronize()  # a replay may still run, on whatever stream
+        self.device.synchronize()  # a replay may still run on any stream
         for user in list(self._users):
             user.clear_graphs()
         self.generation += 1

@@ -100,6 +100,7 @@ class EagerSegment:
         crossings: called in order with the results, to bring them to the graphs that read them.
         stores: (item, slot) of results that later segments read as the crossings left them.
         tails: results [N, ...] with N rows of the padded batch; those after the real are zeroed.
+            Of compiled models alone: sizes without a trace do not show which ones are rows.
         what: the function's name for profilers; ``name`` if left out.
 
     Example:
@@ -133,7 +134,7 @@ class EagerSegment:
 
 Segment = GraphSegment | EagerSegment
 
-StepObserver = Callable[[int, Callable[[], Any]], Any]
+SegmentRunner = Callable[[int, Callable[[], Any]], Any]
 """Called with the index and the step of each segment; runs the step, or something in its place."""
 
 
@@ -260,14 +261,14 @@ class GraphSequence:
         self,
         inputs: Sequence[Any] = (),
         real: int | None = None,
-        observer: StepObserver | None = None,
+        runner: SegmentRunner | None = None,
     ) -> list[Any]:
         """Run all segments on the current stream, and count that. Nothing synchronises.
 
         Args:
             inputs: of this call, where eager segments or :attr:`prepare` read them.
             real: how many rows of the batch are real, if that is known.
-            observer: runs each step in place of the loop; for debugging.
+            runner: runs each step in place of the loop; for debugging.
 
         Returns:
             The slots, to be read before :meth:`clear`.
@@ -288,9 +289,9 @@ class GraphSequence:
             padding = self.rows - real
             self._real[0], steps = real, self._padded_steps
         try:
-            if observer is not None:
+            if runner is not None:
                 for index, step in enumerate(steps):
-                    observer(index, step)
+                    runner(index, step)
             elif is_profiling() or OBSERVERS.get():  # read once a step, not once a segment
                 run_observed(self, steps)
             else:

@@ -131,7 +131,7 @@ class Timeline:
             self.last_failure = text
 
     def plain(self, why: Fallback, call: _Call = "") -> None:
-        """Count a call without a graph; the forward context, if a caller has set one, gets why.
+        """Count a call without a graph, and store the fallback in the caller's forward context.
 
         ``call`` is its name, or shapes by name; left out: the descriptor of the forward context.
         """
@@ -185,7 +185,7 @@ class Timeline:
         return self._by_sequence.get(sequence)
 
     @contextmanager
-    def capture(
+    def record_capture(
         self,
         pool: GraphPool,
         name: str,

@@ -37,7 +37,6 @@ from cgcompile.graphs.capture import (
     Attempt,
     SameStorages,
     capture,
-    inside_capture,
     releasing,
     retry_while_busy,
     weight_name,
@@ -52,11 +51,11 @@ from cgcompile.graphs.fields import FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, ContextGuard, Transparent, WeightsGuard
 from cgcompile.graphs.outputs import ReusedResult, flatten, is_record, is_reusable, rebuilt
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
-from cgcompile.graphs.sequence import GraphSegment, GraphSequence, StepObserver
+from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
-from cgcompile.reasons import EXPECTED, Fallback, Reason
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.settings import checked_but, require_callable, require_fields
 
 log = logging.getLogger(__name__)
@@ -273,7 +272,7 @@ def requires_grad_beside(
     return bool(with_grad) and not with_grad <= set(map(id, compat.tree_tensors((args, kwargs))))
 
 
-def _fallback(error: CaptureError) -> Fallback:
+def _fallback_or_raise(error: CaptureError) -> Fallback:
     """Return why a step is to run plain; raise ``error`` where a part of the step may have run."""
     text = str(error).splitlines()[0]
     if isinstance(error, CaptureBusyError) and not error.same_thread:
@@ -309,7 +308,6 @@ class CUDAGraphWrapper(Transparent):
     Attributes:
         runnable: what is wrapped.
         runtime_mode: the mode that it serves.
-        counters: what its calls did.
         timeline: its own captures, and when they were.
         closed: capture nothing any more; may be set.
 
@@ -353,7 +351,6 @@ class CUDAGraphWrapper(Transparent):
         self.runtime_mode = runtime_mode
         self.options = CUDAGraphOptions() if cudagraph_options is None else cudagraph_options
         self.timeline, self.closed = Timeline(self.config.warn_fallbacks), False
-        self.counters = self.timeline.live
         self.remedy = "clear_graphs()"  # what drops its graphs, in messages; its owner may set it
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
@@ -397,16 +394,12 @@ class CUDAGraphWrapper(Transparent):
         present = current_forward_context() if context is None else context
         if present is not None and present.inputs_ready is not None:
             wait_for_inputs(present.inputs_ready, None if self._pool is None else self._pool.where)
-        mode = CUDAGraphMode.NONE if context is None else context.cudagraph_runtime_mode
-        descriptor = None if context is None else context.batch_descriptor
-        if descriptor is None or mode not in self._modes or inside_capture():
-            why = why_not_in(context, self._modes, self.name)
-            assert why is not None
-            return self._plain(why, partial(self.runnable, *args, **kwargs))
-        why, result = self._with_graphs((mode, descriptor), args, kwargs)
-        if why is not None and why.reason is Reason.CAPTURE_BUSY:
-            attempt = partial(self._with_graphs, (mode, descriptor), args, kwargs)
-            why, result = retry_while_busy(attempt, (why, result))
+        why = why_not_in(context, self._modes, self.name)
+        if why is None:
+            assert context is not None
+            assert context.batch_descriptor is not None
+            key = context.cudagraph_runtime_mode, context.batch_descriptor
+            why, result = retry_while_busy(self._with_graphs, key, args, kwargs)
         return result if why is None else self._plain(why, partial(self.runnable, *args, **kwargs))
 
     def _with_graphs(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
@@ -414,7 +407,7 @@ class CUDAGraphWrapper(Transparent):
         with self._lock:
             entries = self._entries.get(key)
             if not entries:
-                return self._first(key, args, kwargs)
+                return self._capture_unless_refused(key, args, kwargs)
             if gradients_due(entries[0].needs_grad, args, kwargs):
                 return GRADIENTS, None
             try:
@@ -451,11 +444,13 @@ class CUDAGraphWrapper(Transparent):
         if len(self.entries) >= most:
             detail = f"{most} steps are captured (max_captured_shapes); on_input_change"
             return Fallback(Reason.TOO_MANY_SHAPES, detail), None
-        return self._first(key, args, kwargs)
+        return self._capture_unless_refused(key, args, kwargs)
 
     # -------------------------------------------------------------- record
 
-    def _first(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
+    def _capture_unless_refused(
+        self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Attempt:
         """Capture a step that has no graph, unless a reason forbids it."""
         descriptor = key[1]
         why = why_never_captured(self.closed, descriptor) or why_not_captured_yet()
@@ -498,12 +493,12 @@ class CUDAGraphWrapper(Transparent):
         mode, descriptor = key
         if self._debug:
             self._expire(descriptor, args, kwargs)
-        with self.timeline.capture(self._pool, self.name, mode, descriptor) as ended:
+        with self.timeline.record_capture(self._pool, self.name, mode, descriptor) as ended:
             why, captured = GRADIENTS, None
             try:
                 captured = self.record(descriptor, args, kwargs, wait=False)
             except CaptureError as error:
-                why = _fallback(error)
+                why = _fallback_or_raise(error)
             if captured is not None and captured.refused is None:
                 result = captured.run()
                 self.keep(captured.entry, mode)
@@ -529,17 +524,16 @@ class CUDAGraphWrapper(Transparent):
         descriptor: BatchDescriptor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        shown: str = "",
         storages: SameStorages | None = None,
         wait: bool = True,
     ) -> Captured | None:
-        """Capture ``runnable`` for a descriptor (``shown`` as text); None if gradients are due.
+        """Capture ``runnable`` for a descriptor; None if gradients are due.
 
         It must not rebind fields, nor replace the memory of ``storages``, by default of all that is
         reachable: both are restored. Run the result once, then :meth:`keep` its entry.
         """
         assert self._pool is not None, "a wrapper captures into a pool"
-        shown = shown or str(descriptor)
+        shown = str(descriptor)
         level = logging.INFO if self.options.debug_log_enable else logging.DEBUG
         log.log(level, "capturing %s (%s)", self.name, shown)
         rebinding = Rebinding(self.unwrap(), args, kwargs) if self._guarded else None
@@ -618,7 +612,7 @@ class CUDAGraphWrapper(Transparent):
 
     @property
     def _may_run_compiled_code(self) -> bool:
-        """Whether a call may reach code of ``torch.compile``; a function may hold it anywhere."""
+        """Whether a call may run code of torch.compile; of a function this is unknown, so True."""
         if not self._guarded:  # pieces
             return False
         owner = getattr(self.runnable, "__self__", self.runnable)
@@ -636,7 +630,7 @@ class CUDAGraphWrapper(Transparent):
         self,
         entry: CUDAGraphEntry,
         inputs: Sequence[Any] = (),
-        observer: StepObserver | None = None,
+        runner: SegmentRunner | None = None,
     ) -> Any:
         """Replay an entry whose inputs the caller has compared; return its ``output``.
 
@@ -645,7 +639,7 @@ class CUDAGraphWrapper(Transparent):
         """
         if entry.guard is not None:
             entry.guard.check_autocast(self.name, entry.batch_descriptor)
-        entry.sequence.replay(inputs, None, observer)
+        entry.sequence.replay(inputs, None, runner)
         self.timeline.replayed()
         return entry.output
 
@@ -737,6 +731,11 @@ class CUDAGraphWrapper(Transparent):
         """Return the innermost callable, through wrappers in wrappers."""
         inner = self.runnable
         return inner.unwrap() if isinstance(inner, CUDAGraphWrapper) else inner
+
+    @property
+    def counters(self) -> Counters:
+        """What its calls did so far; a copy."""
+        return self.timeline.counters
 
     # -------------------------------------------------------------- clear
 

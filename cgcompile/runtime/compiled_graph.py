@@ -40,6 +40,7 @@ from cgcompile.graphs.capture import (
     GRADIENTS,
     IN_REGION,
     INSIDE_CAPTURE,
+    Attempt,
     releasing,
     retry_while_busy,
 )
@@ -56,8 +57,8 @@ from cgcompile.pieces.size_ranges import artifacts_text
 from cgcompile.pieces.stitch import Step
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.runtime.dispatch import Dispatch
-from cgcompile.runtime.fast_path import ANOTHER, FastPaths, GraphFastPath
-from cgcompile.runtime.inputs import FrozenTensors, Overlaps, Roles, why_never
+from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths, GraphFastPath
+from cgcompile.runtime.inputs import BoundTensors, Overlaps, Roles, why_never
 from cgcompile.runtime.program import (
     Program,
     copying_cpu_scalars,
@@ -65,12 +66,12 @@ from cgcompile.runtime.program import (
     uncompiled,
 )
 from cgcompile.runtime.recorder import record
-from cgcompile.runtime.recording import Batch, Recording
+from cgcompile.runtime.recording import BatchKey, Recording
 from cgcompile.runtime.weight_sets import WeightSet, WeightSets
 
 log = logging.getLogger(__name__)
 
-Observer = Callable[[Program, Recording, Sequence[Any], int | None], Any]
+ReplayOverride = Callable[[Program, Recording, Sequence[Any], int | None], Any]
 """Runs a recorded step in place of its replay: (program, recording, inputs, real rows) -> result.
 
 It leaves what one execution of the step leaves, and returns what that returns."""
@@ -110,8 +111,8 @@ class CompiledGraph:
         self.of_handle: Sequence[tuple[weakref.ref[CompiledGraph], Timeline]] = ()
         self._config = config
         self._grad_mode = ""  # of the last capture
-        self._observer: Observer | None = None
-        self._frozen = FrozenTensors(frozen)
+        self._replay_override: ReplayOverride | None = None
+        self._frozen = BoundTensors(frozen)
         self._overlaps = Overlaps(split)
         runnables = copying_cpu_scalars(split, runnables)
         runnables = list(map(not_reading_context, split.pieces, runnables))
@@ -142,8 +143,8 @@ class CompiledGraph:
             split, step, runnables, boundaries, self.pool, config, self.timeline, self._frozen
         )
         self._run_compared = self._program.traced.comparing_step(step, runnables, self._run)
-        forget, static = self.fast_paths.forget, self._roles[FULL].static
-        self._weight_sets = WeightSets(self._program, self._run_compared, forget, static)
+        clear, static = self.fast_paths.clear, self._roles[FULL].static
+        self._weight_sets = WeightSets(self._program, self._run_compared, clear, static)
 
     def __repr__(self) -> str:
         counts = self.counters
@@ -175,7 +176,7 @@ class CompiledGraph:
         fast_path = self.fast_paths.graph
         if fast_path is not None:
             result = fast_path.step(inputs)
-            if result is not ANOTHER:
+            if result is not NOT_SERVED:
                 return result
         try:
             context = callers_context()
@@ -196,9 +197,7 @@ class CompiledGraph:
             raise
         return result
 
-    def _with_graph(
-        self, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> tuple[Fallback | None, Any]:
+    def _with_graph(self, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Attempt:
         """Refuse what may not have a graph; run the rest, again while another thread captures."""
         if self._needs_grad(inputs):
             return GRADIENTS, None
@@ -213,10 +212,7 @@ class CompiledGraph:
         mode = self._dispatch.mode_for(context)
         if isinstance(mode, Fallback):
             return mode, None
-        outcome = self._find(mode, context, inputs)
-        if outcome[0] is not None and outcome[0].reason is Reason.CAPTURE_BUSY:
-            return retry_while_busy(partial(self._find, mode, context, inputs), outcome)
-        return outcome
+        return retry_while_busy(self._find, mode, context, inputs)
 
     def _refuse_replaced(self) -> None:
         """Raise where another graph would record weights that the model no longer has."""
@@ -226,7 +222,7 @@ class CompiledGraph:
 
     def _find(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> tuple[Fallback | None, Any]:
+    ) -> Attempt:
         """Find the recording of the step, for the weights of this call; replay or capture it."""
         paths = self.fast_paths
         with paths.lock:
@@ -242,7 +238,7 @@ class CompiledGraph:
                     return recording, None
                 if recording is not None and recording.void:  # its graphs have been cleared
                     del weight_set.recordings[key]
-                    paths.forget()
+                    paths.clear()
                 elif recording is not None:
                     if not recording.from_other_weights or not recording.chain_moved(inputs):
                         return self._replay(weight_set, recording, context, inputs)
@@ -259,7 +255,7 @@ class CompiledGraph:
         recording: Recording,
         context: ForwardContext | None,
         inputs: tuple[Any, ...],
-    ) -> tuple[Fallback | None, Any]:
+    ) -> Attempt:
         """Compare the inputs with those of the capture, replay the step, and count it."""
         real, policy = None, self._config.on_input_change
         if context is not None:
@@ -273,8 +269,8 @@ class CompiledGraph:
         fallback = recording.why_not_copied(inputs)
         if fallback is not None:
             return fallback, None
-        if self._observer is not None:
-            result = self._observer(self._program, recording, inputs, real)
+        if self._replay_override is not None:
+            result = self._replay_override(self._program, recording, inputs, real)
             self.timeline.replayed()
             return None, result
         result = recording.replay(inputs, real)
@@ -295,7 +291,7 @@ class CompiledGraph:
         mode: CUDAGraphMode,
         context: ForwardContext | None,
         inputs: tuple[Any, ...],
-    ) -> tuple[Fallback | None, Any]:
+    ) -> Attempt:
         """Capture a step that is not recorded, or return why this call does not."""
         batch = self._dispatch.batch(mode, context, inputs)
         fallback = self._dispatch.why_not_now(self._weight_sets, weight_set, key, batch, inputs)
@@ -318,15 +314,15 @@ class CompiledGraph:
         for other in [graph for ref, _ in self.of_handle if (graph := ref()) is not None]:
             if other._grad_mode in ("", here) or other._named != self._named:
                 continue
-            same = (each for each in other.weight_sets if each.weights == weight_set.weights)
-            if any(isinstance(each.recordings.get(key), Recording) for each in same):
+            same = (s for s in other.weight_sets if s.weights == weight_set.weights)
+            if any(isinstance(s.recordings.get(key), Recording) for s in same):
                 detail = f"it has one in {other._grad_mode}, and this call is in {here}"
                 return fallback._replace(detail=f"{fallback.detail}; {detail}")
         return fallback
 
     def _capture(
-        self, weight_set: WeightSet, key: Hashable, batch: Batch, inputs: tuple[Any, ...]
-    ) -> tuple[Fallback | None, Any]:
+        self, weight_set: WeightSet, key: Hashable, batch: BatchKey, inputs: tuple[Any, ...]
+    ) -> Attempt:
         """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
         if self.before_capture is not None:
             self.before_capture()
@@ -369,9 +365,9 @@ class CompiledGraph:
         fallback: Fallback,
         weight_set: WeightSet,
         key: Hashable,
-        batch: Batch,
+        batch: BatchKey,
         inputs: tuple[Any, ...],
-    ) -> tuple[Fallback | None, Any]:
+    ) -> Attempt:
         """Capture the pieces of a step whose FULL capture failed before anything ran."""
         self.timeline.degraded(fallback)
         if batch.own_context:
@@ -423,7 +419,7 @@ class CompiledGraph:
     def _drop_moved(
         self, weight_set: WeightSet, key: Hashable, recording: Recording, inputs: tuple[Any, ...]
     ) -> Fallback | None:
-        """Drop a step that reads a result of other weights which moved; else return why not."""
+        """Drop a step whose input, a result of other weights, moved; else return the fallback."""
         path = recording.path(recording.from_other_weights[0][0])
         if not recording.reads_results(inputs):
             detail = f"{path} was a result of other weights at capture, and is not now"
@@ -432,7 +428,7 @@ class CompiledGraph:
             detail = f"{path} was captured at {_MOST_DROPPED} addresses, and has moved again"
             return Fallback(Reason.INPUT_CHANGED, detail)
         self._weight_sets.drop_recording(weight_set, key)
-        self.fast_paths.forget()
+        self.fast_paths.clear()
         return None
 
     def _fast_path(
@@ -474,12 +470,12 @@ class CompiledGraph:
         """Forbid captures: a step without a graph runs plain, or raises if ``strict``."""
         self._dispatch.closed = True
 
-    def observe(self, observer: Observer | None) -> None:
-        """Let ``observer`` run each recorded step in place of its replay; None ends that."""
+    def override_replay(self, override: ReplayOverride | None) -> None:
+        """Let ``override`` run each recorded step in place of its replay; None ends that."""
         self.fast_paths.refuse_inside()
         with self.fast_paths.lock:
-            self.fast_paths.forget()
-            self._observer = observer
+            self.fast_paths.clear()
+            self._replay_override = override
 
     def invalidate(self, reason: str) -> None:
         """Drop all graphs because something that is baked in has changed: ``reason``, to log."""
@@ -494,9 +490,9 @@ class CompiledGraph:
     def _release(self) -> None:
         self.fast_paths.refuse_inside()
         with releasing(), self.fast_paths.lock:
-            self.fast_paths.forget()
+            self.fast_paths.clear()
             if self.pool is not None:
-                self.pool.device.synchronize()  # a replay may still run, on whatever stream
+                self.pool.device.synchronize()  # a replay may still run on any stream
                 self._weight_sets.clear()
                 self._dispatch.reset()
                 self.pool.release()

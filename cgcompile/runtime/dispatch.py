@@ -24,7 +24,7 @@ from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import VARYING, Fallback, Reason, varying_number
 from cgcompile.runtime.inputs import Roles, full_support
-from cgcompile.runtime.recording import Batch
+from cgcompile.runtime.recording import BatchKey
 from cgcompile.runtime.weight_sets import MOVED, WeightSet, WeightSets, picker
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def auto_mode(split: SplitGraph, wanted: CUDAGraphMode) -> CUDAGraphMode:
     return PIECEWISE if piecewise else NONE
 
 
-class Growth:
+class GrowingState:
     """Notices a result that comes back as an input, larger: every step then has a new shape."""
 
     # A key-value cache that is extended by ``torch.cat`` does that; no graph would be replayed.
@@ -108,7 +108,7 @@ class Dispatch:
         wanted = config.cudagraph_mode
         assert wanted is not None
         self.closed = False  # whether captures have ended
-        self.growth = Growth(split)
+        self.growth = GrowingState(split)
         self._config, self._roles, self._timeline = config, roles, timeline
         self._inputs = split.inputs
         self._support = full_support(split)
@@ -165,7 +165,7 @@ class Dispatch:
     def key(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> Hashable:
-        """Return what tells the steps of one weight set apart; numbers are its last items."""
+        """Return the key of a step within its weight set; numbers come last."""
         if context is None:
             return self._numbers(inputs)
         key = (mode is FULL, context.batch_descriptor)
@@ -178,12 +178,12 @@ class Dispatch:
 
     def batch(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> Batch:
+    ) -> BatchKey:
         """Return the batch of a step; without a context, from its concrete sizes."""
         copies = context is None or self._config.on_input_change == "copy"
         if context is not None:
             assert context.batch_descriptor is not None
-            return Batch(mode, context.batch_descriptor, own_context=False, copies=copies)
+            return BatchKey(mode, context.batch_descriptor, own_context=False, copies=copies)
         rows = 0
         if self._rows is not None:
             rows = inputs[self._rows]
@@ -192,7 +192,7 @@ class Dispatch:
             rows = shape[0] if shape else 0
         extra = ("auto", self._numbers(inputs))
         descriptor = BatchDescriptor(num_tokens=max(rows, 0), extra=extra)
-        return Batch(mode, descriptor, own_context=True, copies=copies)
+        return BatchKey(mode, descriptor, own_context=True, copies=copies)
 
     def check_rows(self, descriptor: BatchDescriptor, inputs: tuple[Any, ...]) -> None:
         """Warn, or raise if ``strict``, where no input has the rows of a descriptor."""
@@ -220,7 +220,7 @@ class Dispatch:
         sets: WeightSets,
         weight_set: WeightSet,
         key: Hashable,
-        batch: Batch,
+        batch: BatchKey,
         inputs: tuple[Any, ...],
     ) -> Fallback | None:
         """Return why a step that is not recorded is not captured by this call."""
@@ -262,7 +262,7 @@ class Dispatch:
         return growing
 
     def _why_over_limits(
-        self, sets: WeightSets, weight_set: WeightSet, batch: Batch
+        self, sets: WeightSets, weight_set: WeightSet, batch: BatchKey
     ) -> Fallback | None:
         """Return why one more recorded step is too many."""
         limit = self._config.max_captured_shapes
@@ -270,10 +270,10 @@ class Dispatch:
         if recaptures and weight_set.captured >= limit:
             detail = f"{limit} steps are captured (max_captured_shapes); on_input_change"
             return Fallback(Reason.TOO_MANY_SHAPES, detail)
-        limit = self._config.max_bindings
+        limit = self._config.max_weight_sets
         if not weight_set.captured and sets.captured >= limit:
-            detail = f"{limit} sets of weights or written inputs have graphs (max_bindings)"
-            return Fallback(Reason.TOO_MANY_BINDINGS, detail)
+            detail = f"{limit} sets of weights or written inputs have graphs (max_weight_sets)"
+            return Fallback(Reason.TOO_MANY_WEIGHT_SETS, detail)
         return None
 
     def _why_too_many_seen(self, weight_set: WeightSet) -> Fallback | None:
@@ -291,12 +291,12 @@ class Dispatch:
         if weight_set.moved_in_a_row >= MOVED:
             detail = self._moving(sets, "has other memory")
             detail += f" ({weight_set.moved_in_a_row} calls in a row)"
-            return Fallback(Reason.TOO_MANY_BINDINGS, detail)
+            return Fallback(Reason.TOO_MANY_WEIGHT_SETS, detail)
         idle = sets.idle
-        if idle > max(_MOVING, self._config.max_bindings):
+        if idle > max(_MOVING, self._config.max_weight_sets):
             detail = f"{idle} sets of weights or written inputs were seen once: "
             detail += self._moving(sets, "is a new tensor")
-            return Fallback(Reason.TOO_MANY_BINDINGS, detail)
+            return Fallback(Reason.TOO_MANY_WEIGHT_SETS, detail)
         return None
 
     def _moving(self, sets: WeightSets, how: str) -> str:
@@ -310,7 +310,7 @@ class Dispatch:
             "stays (copy_, add_), or pass it as an argument"
         )
 
-    def _why_varying(self, weight_set: WeightSet, batch: Batch) -> Fallback | None:
+    def _why_varying(self, weight_set: WeightSet, batch: BatchKey) -> Fallback | None:
         """Return why no key repeats: a number that is not a size differs at each call."""
         in_key = batch.own_context or self._config.on_input_change == "recapture"
         numbers = self._roles[batch.mode].numbers

@@ -10,7 +10,7 @@ arguments and skips that Python::
     def step(args, kwargs):
         ...                                             # which context, which step
         if len(args) != 2 or kwargs:
-            return another
+            return not_served
         (v2, v3,) = args
         ...                                             # what else ``fits`` checks
         (out_0,) = reused.tensors
@@ -22,9 +22,9 @@ arguments and skips that Python::
             ...
             return out_0
 
-The rule: where a check fails, the function returns ``another``, which is :data:`ANOTHER`, and the
-full path decides. Steps that need more (copied inputs, another policy than
-``on_input_change="raise"``, an observer) get no fast path, so they add no checks here.
+The rule: where a check fails, the function returns ``not_served``, which is :data:`NOT_SERVED`, and
+the full path decides. Steps that need more (copied inputs, another policy than
+``on_input_change="raise"``, an override of replays) get no fast path, so they add no checks here.
 """
 
 import logging
@@ -50,7 +50,7 @@ from cgcompile.runtime.recording import Recording
 
 log = logging.getLogger(__name__)
 
-ANOTHER = object()  # what a fast path returns for a call that it does not serve
+NOT_SERVED = object()  # what a fast path returns for a call that it does not serve
 
 _ATTEMPTS = 16  # at one step, for calls that differ in more than addresses and sizes
 _CONTAINERS = (tuple, list, dict, slice)
@@ -119,14 +119,14 @@ class FastPaths:
             return call
 
     def call_requested(self, context: ForwardContext, *call: Any) -> Any:
-        """Run a call by the fast path that its context requests; :data:`ANOTHER` without one."""
+        """Run a call by the fast path that its context requests; :data:`NOT_SERVED` without one."""
         fast_path = self.calls.get((context.cudagraph_runtime_mode, context.batch_descriptor))
         if fast_path is None:
-            return ANOTHER
+            return NOT_SERVED
         self.call = fast_path
         return fast_path(*call)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all fast paths. Takes no lock: a garbage collection may call it."""
         self.epoch = object()
         self.graph = self.call = None
@@ -134,7 +134,7 @@ class FastPaths:
         self.calls.clear()
         self.attempts.clear()
 
-    def learn(
+    def add(
         self,
         checks: ArgumentChecks,
         python: Callable[[Callable[..., Any]], Callable[..., Any]],
@@ -177,7 +177,7 @@ wanted = context.batch_descriptor
 if context.cudagraph_runtime_mode is not mode or wanted is not descriptor and wanted != descriptor:
     return {other}
 if paths.owner == thread or grad_is_on() or capturing() or {forward}:
-    return another
+    return not_served
 """
 )
 
@@ -205,7 +205,7 @@ def _source(
         f"def step({signature}):\n{indent(context + before, ' ' * 4)}"
         "    with lock:\n"
         "        if paths.epoch is not epoch or pool.generation != generation:\n"
-        "            return another\n"
+        "            return not_served\n"
         "        paths.owner = thread\n"
         "        try:\n"
         "            if context.inputs_ready is not None:\n"
@@ -253,7 +253,7 @@ class GraphFastPath:
         self.frozen = frozen if recording.reads_last(len(frozen)) else ()
         self.names: dict[str, Any] = {  # of both kinds of fast paths; none keeps the graph alive
             **ENTERED_NAMES,
-            "another": ANOTHER,
+            "not_served": NOT_SERVED,
             "mode": recording.batch.mode,
             "descriptor": recording.batch.descriptor,
             "grad_is_on": torch.is_grad_enabled,
@@ -283,9 +283,9 @@ class GraphFastPath:
             before += "if moved(context):\n    return another\n"
         for index, check in enumerate(weight_checks):
             own[f"differ_{index}"] = check
-            before += f"if differ_{index}(inputs):\n    return another\n"
+            before += f"if differ_{index}(inputs):\n    return not_served\n"
         inside = ("inputs += frozen\n" if self.frozen else "") + _INPUTS
-        source = _source("inputs", before, inside, "inputs", "outputs", "another")
+        source = _source("inputs", before, inside, "inputs", "outputs", "not_served")
         self.step = _function(source, self.names | own)
 
 
@@ -366,7 +366,7 @@ class _CallLines:
         self._containers: set[int] = set()  # of the result
 
     def _unless(self, condition: str) -> None:
-        self.lines += [f"if {condition}:", "    return another"]
+        self.lines += [f"if {condition}:", "    return not_served"]
 
     def _bound(self, name: str, value: Any) -> str:
         self.names[name] = value
@@ -401,7 +401,7 @@ class _CallLines:
         lines = [line for leaf in checks.leaves[bound:] for line in leaf] + checks.others
         lines += [] if self._have_own_addresses(inputs) else checks.objects
         lines += checks.autocast
-        self.lines += [line[4:].replace("return False", "return another") for line in lines]
+        self.lines += [line[4:].replace("return False", "return not_served") for line in lines]
 
     def layouts(self, inputs: Sequence[Any]) -> None:
         """Check that tensors have the same sizes, strides and addresses as at the replay."""
@@ -429,7 +429,7 @@ class _CallLines:
             self._unless(" or ".join(conditions))
         if unpack:  # a caller may have changed the layout of a result: take new ones then
             check = self.lines.pop(-2)
-            retry = [f"    {unpack}get()", f"    {check}", "        return another"]
+            retry = [f"    {unpack}get()", f"    {check}", "        return not_served"]
             self.lines[-1:] = [check, *retry]
 
     def _moved(self, inputs: Sequence[Any]) -> list[str]:

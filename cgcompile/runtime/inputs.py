@@ -40,7 +40,7 @@ from cgcompile.passes.split import SplitGraph, Value, tensor_inputs
 from cgcompile.reasons import EXPECTED, Fallback, Reason
 
 
-class FrozenTensors:
+class BoundTensors:
     """The last inputs of a graph, where a trace binds them: calls leave them out."""
 
     # Graphs take views of the same memory, which keep it; callers get the tensors themselves.
@@ -105,7 +105,7 @@ class Roles:
             if isinstance(value.meta, torch.Tensor) and value.static:
                 roles["static"].append(position)
             elif is_read:
-                tensor_role = "mutated" if value.written else "read"
+                tensor_role = "mutated" if value.mutated else "read"
                 is_tensor = isinstance(value.meta, torch.Tensor)
                 roles[tensor_role if is_tensor else "numbers"].append(position)
             if full and value.name in scalars:
@@ -188,7 +188,7 @@ class Overlaps:
         tensors = [(p, v) for p, v in enumerate(split.inputs) if isinstance(v.meta, torch.Tensor)]
         self._inputs = split.inputs
         self._storages = {position: compat.storage_key(value.meta) for position, value in tensors}
-        self._mutated = frozenset(position for position, value in tensors if value.written)
+        self._mutated = frozenset(position for position, value in tensors if value.mutated)
 
     def why(self, inputs: Sequence[Any]) -> Fallback | None:
         """Return why pieces run neither compiled nor captured; None if memory is as when traced."""

@@ -30,8 +30,7 @@ from cgcompile.passes.split import Piece, SplitGraph, tensor_inputs
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step
-from cgcompile.reasons import Reason
-from cgcompile.runtime.inputs import FrozenTensors
+from cgcompile.runtime.inputs import BoundTensors
 from cgcompile.runtime.returns import returned_names
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -116,7 +115,7 @@ def _one(result: Any) -> list[Any]:
     return [result]
 
 
-def written_inputs(piece: Piece) -> list[str]:
+def mutated_inputs(piece: Piece) -> list[str]:
     """Return the names of the inputs whose memory a piece mutates, as far as its graph tells."""
     memory = written_storages(piece.module)  # through views as well
     names = zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True)
@@ -138,12 +137,9 @@ def not_reading_context(piece: Piece, run: Runnable) -> Runnable:
 
 def _label(piece: Piece) -> str:
     """Return what an eager piece runs: its first splitting op, or why it is eager."""
-    if not piece.why:
-        return "returned sizes"
-    first = piece.why[0]
-    if first.reason is Reason.SPLITTING_OP:
-        return first.detail.rpartition(" [")[0] or first.detail
-    return str(first.reason.value)
+    if piece.op is not None:
+        return piece.op.name
+    return str(piece.why[0].reason.value) if piece.why else "returned sizes"
 
 
 class TracedOutputs:
@@ -197,7 +193,7 @@ class TracedOutputs:
             expected = [int(n) if n.is_number else None for n in numbers]  # None: depends on data
             same = output.dtype is traced.dtype and len(expected) == output.dim()
             sizes = zip(expected, output.shape, strict=False)
-            if not same or any(size not in (None, now) for size, now in sizes):
+            if not same or any(wanted not in (None, size) for wanted, size in sizes):
                 shape = ["?" if size is None else size for size in expected]
                 raise PieceCompileError.unlike_traced(
                     piece=piece.name,
@@ -257,7 +253,7 @@ class Uses:
         self.returned = set(returned_names(split)) - {""}
         # Results that the caller gets uncopied, even where graphs read a copy: nothing mutates
         # them.
-        names = {n for n in self.returned & sources.keys() if not split.values[n].written}
+        names = {n for n in self.returned & sources.keys() if not split.values[n].mutated}
         self.originals = self._apart(split, names, sources) if own else set()
         # Read by captured pieces; of 0-dim CPU tensors graphs read a copy on the device.
         self.captured = {name for piece in split.pieces if piece.capture for name in piece.inputs}
@@ -302,7 +298,7 @@ class Program:
     pool: GraphPool
     config: CompilationConfig
     timeline: Timeline
-    frozen: FrozenTensors
+    frozen: BoundTensors
 
     def is_frozen(self, position: int) -> bool:
         """Return whether an input is the same object in all calls, which the trace keeps."""
@@ -338,15 +334,15 @@ class Program:
         return cpu_scalars(self.split)
 
     @cached_property
-    def written(self) -> dict[int, list[str]]:
+    def mutated(self) -> dict[int, list[str]]:
         """The names of the inputs that eager pieces mutate, by index."""
         pieces = self.split.pieces
-        return {piece.index: written_inputs(piece) for piece in pieces if not piece.capture}
+        return {piece.index: mutated_inputs(piece) for piece in pieces if not piece.capture}
 
     @cached_property
-    def written_positions(self) -> tuple[int, ...]:
+    def mutated_positions(self) -> tuple[int, ...]:
         """The positions of the inputs that some piece mutates."""
-        return tuple(p for p, value in enumerate(self.split.inputs) if value.written)
+        return tuple(p for p, value in enumerate(self.split.inputs) if value.mutated)
 
     @cached_property
     def uses(self) -> tuple[Uses, Uses]:
@@ -363,7 +359,7 @@ class Program:
             return frozenset()
         rows: sympy.Expr = split.symbols.number(inputs[0])
         eager = [piece for piece in split.pieces if not piece.capture]
-        names = {n for piece in eager for n in (*piece.outputs, *self.written[piece.index])}
+        names = {n for piece in eager for n in (*piece.outputs, *self.mutated[piece.index])}
         metas = {name: split.values[name].meta for name in names}
         return frozenset(
             name

@@ -56,7 +56,9 @@ def record(
 ) -> Outcome:
     """Run one step, and finish its recording: by ``full``, or by the ``wrappers`` of its pieces."""
     mode, batch = recording.batch.mode, recording.batch.display
-    capturing = program.timeline.capture(program.pool, full.name, mode, batch, recording.reserved)
+    capturing = program.timeline.record_capture(
+        program.pool, full.name, mode, batch, recording.reserved
+    )
     with capturing as ended:
         if mode is CUDAGraphMode.FULL:
             outcome = _record_full(program, full, recording, inputs)
@@ -71,14 +73,14 @@ def _record_full(
 ) -> Outcome:
     def capture(*args: Any) -> Captured | None:
         storages = _storages(program, recording, "the step", recording.inputs)
-        return full.record(recording.batch.descriptor, args, {}, storages=storages)
+        return full.record(recording.batch.descriptor, args, {}, storages)
 
     try:
         captured = recording.in_context(capture)(*recording.inputs)
     except PieceCompileError:  # not caused by the graph
         raise
     except Exception as error:
-        return _fallback(program, error, "the step", ""), False, None
+        return _fallback_of_failure(program, error, "the step", ""), False, None
     if captured is None:
         return Fallback(Reason.GRADIENTS, "a result requires grad"), False, None
     captured.entry.sequence.batch = str(recording.batch.display)
@@ -105,7 +107,7 @@ def _storages(
     return SameStorages(what, lasting, name_of)
 
 
-def _fallback(program: Program, error: Exception, what: str, where: str) -> Fallback:
+def _fallback_of_failure(program: Program, error: Exception, what: str, where: str) -> Fallback:
     """Return why a capture failed; ``strict`` raises that, caused by the failure."""
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, CaptureBusyError):
@@ -242,7 +244,7 @@ class _Recorder:
             returned = not self._uses.returned.isdisjoint(views)
             if not returned and not self._is_read_after(index, views):
                 self._bridges.remove((block, names))
-                self._recording.frame.give(block)
+                self._recording.frame.release(block)
                 self._fixed.discard(start)
                 for name in (*names, *views):
                     self._starts.pop(name, None)
@@ -284,7 +286,7 @@ class _Recorder:
         for position in self._program.cpu_scalars.get(piece.index, ()):
             name = piece.inputs[position]
             buffer = self._scalars.get(name)
-            if buffer is None or self._program.split.values[name].written:
+            if buffer is None or self._program.split.values[name].mutated:
                 device = self._program.split.device
                 buffer = ScalarCopy(inputs[position], self._recording.frame, device)
                 buffer.fill(inputs[position])
@@ -305,9 +307,11 @@ class _Recorder:
         try:
             storages = _storages(self._program, self._recording, piece.name, inputs)
             descriptor = self._recording.batch.descriptor
-            captured = wrapper.record(descriptor, inputs, {}, self._batch, storages)
+            captured = wrapper.record(descriptor, inputs, {}, storages)
         except Exception as error:
-            self._fallback = _fallback(self._program, error, piece.name, f" ({piece.where})")
+            self._fallback = _fallback_of_failure(
+                self._program, error, piece.name, f" ({piece.where})"
+            )
             return None
         if captured is None:
             self._fallback = Fallback(Reason.GRADIENTS, f"a result of {piece.name} requires grad")
@@ -408,7 +412,7 @@ class _Recorder:
             return ()
         sources, pool = self._sources, self._program.pool
         names = [name for name in piece.outputs if isinstance(sources.get(name), torch.Tensor)]
-        for name in self._program.written.get(piece.index, ()):
+        for name in self._program.mutated.get(piece.index, ()):
             start = self._starts.get(name, 0)
             if start in self._pool_memory or (start and pool.arena.owns(start)):
                 names.append(name)

@@ -22,7 +22,7 @@ from cgcompile.context import (
 from cgcompile.errors import AddressChangedError
 from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretch
 from cgcompile.graphs.guards import Change, ContextGuard, same_value
-from cgcompile.graphs.sequence import GraphSequence, Slot, StepObserver
+from cgcompile.graphs.sequence import GraphSequence, SegmentRunner, Slot
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.pieces.stitch import restoring_grad_mode
 from cgcompile.reasons import Fallback, Reason
@@ -32,7 +32,7 @@ from cgcompile.runtime.returns import Returns, StepInputs
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchKey:
     """The batch that a recording serves."""
 
     mode: CUDAGraphMode  # PIECEWISE or FULL
@@ -57,7 +57,7 @@ class Recording:
         self,
         program: Program,
         roles: Roles,
-        batch: Batch,
+        batch: BatchKey,
         inputs: Sequence[Any],  # of the capturing call
         weights: Mapping[int, int],  # addresses of static inputs, by position
         owner: Hashable = None,  # the weight set whose memory has the results, if there are several
@@ -75,7 +75,7 @@ class Recording:
         self._pool = program.pool
         own = ForwardContext.synthetic(batch.mode, batch.descriptor)
         self._context = override_forward_context(own) if batch.own_context else None
-        written = [inputs[position] for position in program.written_positions]
+        written = [inputs[position] for position in program.mutated_positions]
         self._written_memory = {address(x) for x in written if isinstance(x, torch.Tensor)} - {0}
         self._copied: list[tuple[int, OwnedCopy]] = []  # by position
         if batch.copies:
@@ -120,10 +120,10 @@ class Recording:
         """Compare with the captured addresses and numbers; raise where one differs."""
         what, batch = "the compiled step", str(self.batch.descriptor)
         for position, before in self.addresses:
-            now = inputs[position].data_ptr()
-            if now != before:
+            start = inputs[position].data_ptr()
+            if start != before:
                 raise AddressChangedError.moved(
-                    what=what, batch=batch, path=self.path(position), now=now, before=before
+                    what=what, batch=batch, path=self.path(position), now=start, before=before
                 )
         for position, value in self.numbers:
             if not same_value(inputs[position], value):
@@ -208,10 +208,10 @@ class Recording:
         self,
         inputs: Sequence[Any],
         real: int | None = None,
-        observer: StepObserver | None = None,
+        runner: SegmentRunner | None = None,
     ) -> Any:
         """Replay the step on the inputs of a call; return its result."""
-        slots = self._run(inputs, real, observer)
+        slots = self._run(inputs, real, runner)
         if not slots:
             return self._returns.make(slots, inputs)
         try:
@@ -284,8 +284,8 @@ class Recording:
         self, result: Any, sources: Sequence[Any], fixed: Set[int], inputs: Sequence[Any]
     ) -> Returns:
         """Return what makes results, given the result of the capturing call on ``inputs``."""
-        lasting = self._program.frozen.by_position(len(inputs))
-        step = StepInputs(self.inputs, self.starts, inputs, lasting)
+        permanent = self._program.frozen.by_position(len(inputs))
+        step = StepInputs(self.inputs, self.starts, inputs, permanent)
         if self.batch.own_context:
             return Returns(result, sources, step, fixed, self._pool.holds)
         tracked = None
@@ -310,7 +310,7 @@ class Recording:
                 return None
             if start not in blocks:
                 first, last = stretch(members[start])
-                blocks[start] = (self.frame.take(last - first, leaf.device, result=True), first)
+                blocks[start] = (self.frame.allocate(last - first, leaf.device, result=True), first)
             block, first = blocks[start]
             begin = int(leaf.storage_offset()) * leaf.element_size() - first
             return OwnedCopy(leaf, self.frame, within=(block, begin))

@@ -28,7 +28,7 @@ class StepInputs(NamedTuple):
     inputs: Sequence[Any]  # with buffers in place of copied inputs
     starts: Sequence[int]  # where the memory of each begins; 0 for what has none
     called: Sequence[Any]  # as the caller passed them
-    lasting: Mapping[int, torch.Tensor]  # the caller's objects that are the same in all calls
+    permanent: Mapping[int, torch.Tensor]  # the caller's objects that are the same in all calls
 
     def position_of_memory(self, start: int) -> int | None:
         """Return the first input whose memory begins at an address."""
@@ -75,8 +75,8 @@ class Returns:
             same = step.position_of(leaf) if stays else None
             aliased = step.position_of_memory(start) if is_fixed else None
             if same is not None:
-                if same in step.lasting:
-                    constant = step.lasting[same]
+                if same in step.permanent:
+                    constant = step.permanent[same]
                 else:
                     self._inputs.append((item, same))
             elif aliased is not None:

@@ -150,10 +150,10 @@ class WeightSets:
         self,
         program: Program,
         run: Callable[..., Any],
-        forget: Callable[[], None],  # called when a set is dropped, maybe inside of a collection
+        clear: Callable[[], None],  # called when a set is dropped, maybe inside of a collection
         static: Sequence[int],  # positions of parameters, buffers and module attributes
     ) -> None:
-        self._program, self._run, self._on_drop = program, run, forget
+        self._program, self._run, self._on_drop = program, run, clear
         self._static, self._is_static = tuple(static), frozenset(static)
         self._watched = tuple([each for each in static if not program.is_frozen(each)])
         self._objects = picker(self._watched)
@@ -317,7 +317,7 @@ class WeightSets:
     def free_dropped(self) -> None:
         """Free the graphs of dropped weight sets, if no capture runs."""
         if self._dead and not captured_elsewhere():
-            self._program.pool.device.synchronize()  # a replay may still run, on whatever stream
+            self._program.pool.device.synchronize()  # a replay may still run on any stream
             self._dead.clear()
 
     def clear(self) -> None:

@@ -21,7 +21,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import BatchError, CaptureError, InputBufferError, ManagerError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.device import any_capture, device_named
-from cgcompile.graphs.pinned_buffers import UploadRing, host_memory
+from cgcompile.graphs.pinned_buffers import UploadRing, can_represent, host_memory
 from cgcompile.settings import (
     LARGEST_ROWS,
     LARGEST_TABLE,
@@ -104,10 +104,10 @@ class InputBuffer:
         if not valid or sum(isinstance(size, str) for size in sizes) != 1:
             raise InputBufferError.shape(name=name, shape=self.shape)
         object.__setattr__(self, "shape", sizes)
-        if self.tail is not None and not _represents(self.dtype, self.tail):
+        if self.tail is not None and not can_represent(self.dtype, self.tail):
             raise InputBufferError.tail(name=name, tail=self.tail, dtype=str(self.dtype))
         dummy = self.dummy_value
-        if dummy not in (None, NUM_TOKENS) and not _represents(self.dtype, dummy):
+        if dummy not in (None, NUM_TOKENS) and not can_represent(self.dtype, dummy):
             raise InputBufferError.dummy_value(name=name, found=dummy, dtype=str(self.dtype))
 
     @cached_property
@@ -151,15 +151,6 @@ class InputBuffer:
 
 def _is_size(size: Any) -> bool:
     return isinstance(size, int) and size >= 0
-
-
-def _represents(dtype: torch.dtype, number: object) -> bool:
-    """Return whether a dtype can represent a number; a floating point dtype may round it."""
-    try:
-        value = torch.empty((), dtype=dtype).fill_(number).item()  # type: ignore[call-overload]
-    except (RuntimeError, TypeError, OverflowError):
-        return False
-    return dtype.is_floating_point or bool(value == number)
 
 
 def _sizes(spec: InputBuffer, rows: int) -> tuple[int, ...]:
@@ -207,7 +198,7 @@ class _Buffer:
         self._version = self.whole._version
 
     def upload(self, value: torch.Tensor, padded: int, slot: int) -> None:
-        """Do as :meth:`write`, by one copy: the tail is filled in on the host."""
+        """Like :meth:`write`, with one copy: the host fills in the tail."""
         host = self._host.get(slot)
         if host is None:
             host = self._host[slot] = host_memory(self.whole)
@@ -560,8 +551,8 @@ class Outputs:
         for leaf, kind, name in zip(leaves, kinds, rows, strict=True):
             tensor = isinstance(leaf, torch.Tensor)
             if not tensor or not leaf.dim() or leaf.shape[0] != sizes[kind]:
-                found = str(list(leaf.shape)) if tensor else type(leaf).__name__
-                raise ManagerError.output(found=found, rows=name, size=sizes[kind])
+                output = str(list(leaf.shape)) if tensor else type(leaf).__name__
+                raise ManagerError.output(found=output, rows=name, size=sizes[kind])
         return kinds
 
 

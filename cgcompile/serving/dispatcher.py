@@ -78,10 +78,10 @@ class Dispatched(NamedTuple):
 
 
 @final
-class Slot:
+class PlannedGraph:
     """One planned graph: the result that names it, and whether it was captured or refused."""
 
-    __slots__ = ("captured", "num_tokens", "ready", "refused", "result", "rows")
+    __slots__ = ("captured", "num_tokens", "ready", "refused", "result", "tables")
 
     def __init__(self, result: Dispatched) -> None:
         self.result = result
@@ -89,15 +89,15 @@ class Slot:
         self.ready = True  # may be dispatched; the one field that dispatch() reads
         self.captured = False
         self.refused = ""
-        self.rows: list[Row] = []  # that contain the slot
+        self.tables: list[SizeTable] = []  # that contain the graph
 
     def settle(self, only_captured: bool) -> None:
         """Recompute after a change whether the graph is ready, and what serves its sizes if not."""
         ready = self.captured or not (only_captured or self.refused)
         if ready is not self.ready:
             self.ready = ready
-            for row in self.rows:
-                row.settle()
+            for table in self.tables:
+                table.settle()
 
     def why_not(self) -> Fallback:
         """Return why the graph is not dispatched, if it is not ready."""
@@ -106,28 +106,28 @@ class Slot:
         return Fallback(Reason.NOT_CAPTURED, f"{mode.name} {descriptor} {detail}")
 
 
-class Row:
+class SizeTable:
     """The graphs of one ladder in one variant."""
 
-    __slots__ = ("_serving", "_slots", "_steps", "oversize")
+    __slots__ = ("_graphs", "_serving", "_steps", "oversize")
 
-    def __init__(self, slots: list[Slot], sizes: list[int], what: str) -> None:
+    def __init__(self, graphs: list[PlannedGraph], sizes: list[int], what: str) -> None:
         # for every number up to the largest size, the index of the first size not below it
         self._steps = [bisect_left(sizes, number) for number in range(sizes[-1] + 1)]
-        self._slots = self._serving = slots
+        self._graphs = self._serving = graphs
         detail = f"more than {sizes[-1]} {what}: no graph is as large"
         self.oversize = Fallback(Reason.OVERSIZE, detail)
-        for slot in slots:
-            slot.rows.append(self)
+        for graph in graphs:
+            graph.tables.append(self)
 
-    def find(self, number: int) -> Slot | None:
+    def find(self, number: int) -> PlannedGraph | None:
         """Return the smallest ready graph for ``number`` rows, else the smallest; or None."""
         return self._serving[self._steps[number]] if number < len(self._steps) else None
 
     def settle(self) -> None:
         """Find for each size the first ready graph upward; look-ups see the old list or the new."""
-        serving = list(self._slots)
-        above: Slot | None = None
+        serving = list(self._graphs)
+        above: PlannedGraph | None = None
         for index in reversed(range(len(serving))):
             if serving[index].ready:
                 above = serving[index]
@@ -139,43 +139,47 @@ class Row:
 class Tables(NamedTuple):
     """The graphs of one variant, by kind of batch."""
 
-    piecewise: Row | None  # by tokens; None without PIECEWISE graphs
-    mixed: Row | None  # FULL graphs for any batch, by tokens; None without
-    decode: dict[int, Row]  # FULL graphs for uniform decode: per query length, by requests
+    piecewise: SizeTable | None  # by tokens; None without PIECEWISE graphs
+    mixed: SizeTable | None  # FULL graphs for any batch, by tokens; None without
+    decode: dict[int, SizeTable]  # FULL graphs for uniform decode: per query length, by requests
     # FULL graphs for other decode: per longest query of the batch, by tokens
-    bounded: dict[int, Row]
+    bounded: dict[int, SizeTable]
 
 
 def build_tables(
     shapes: Shapes, variants: Mapping[Variant, Variant]
-) -> tuple[dict[Variant, Tables], dict[Planned, Slot]]:
-    """Build the tables of each variant, and a slot for every graph, in the order of capture."""
-    slots = {planned: Slot(Dispatched(*planned)) for planned in capture_order(shapes, variants)}
+) -> tuple[dict[Variant, Tables], dict[Planned, PlannedGraph]]:
+    """Build the tables of each variant, and a record of every graph, in the order of capture."""
+    graphs = {
+        planned: PlannedGraph(Dispatched(*planned)) for planned in capture_order(shapes, variants)
+    }
 
-    def row(
+    def table(
         mode: CUDAGraphMode, variant: Variant, group: Sequence[BatchDescriptor], what: str
-    ) -> Row | None:
+    ) -> SizeTable | None:
         if not group:
             return None
         sizes = [shape.num_reqs or 0 if shape.uniform else shape.num_tokens for shape in group]
-        return Row([slots[mode, in_variant(shape, variant)] for shape in group], sizes, what)
+        return SizeTable([graphs[mode, in_variant(shape, variant)] for shape in group], sizes, what)
 
-    def rows(variant: Variant, groups: dict[int, list[BatchDescriptor]], what: str) -> Any:
-        return {key: row(FULL, variant, groups[key], what.format(key)) for key in groups}
+    def tables_by_length(
+        variant: Variant, groups: dict[int, list[BatchDescriptor]], what: str
+    ) -> Any:
+        return {key: table(FULL, variant, groups[key], what.format(key)) for key in groups}
 
     pieces = {
-        variant: row(PIECEWISE, variant, shapes.piecewise, "tokens")
+        variant: table(PIECEWISE, variant, shapes.piecewise, "tokens")
         for variant in dict.fromkeys(variants.values())
     }
     tables = {variant: Tables(pieces[variant], None, {}, {}) for variant in pieces}
     for variant, in_pieces in variants.items():
         tables[variant] = Tables(
             pieces[in_pieces],
-            row(FULL, variant, shapes.mixed, "tokens"),
-            rows(variant, shapes.decode, "requests of length {}"),
-            rows(variant, shapes.bounded, "tokens in such short queries"),
+            table(FULL, variant, shapes.mixed, "tokens"),
+            tables_by_length(variant, shapes.decode, "requests of length {}"),
+            tables_by_length(variant, shapes.bounded, "tokens in such short queries"),
         )
-    return tables, slots
+    return tables, graphs
 
 
 # ---------------------------------------------------------------- the numbers of a batch
@@ -306,15 +310,15 @@ def allowed_modes(
 
 
 def _find_piecewise(
-    row: Row, num_tokens: int, allowed: bool, why: Fallback | None, listed: bool
+    table: SizeTable, num_tokens: int, allowed: bool, why: Fallback | None, listed: bool
 ) -> Dispatched:
     """Return the PIECEWISE graph of a batch, or none; ``why`` it has no FULL graph."""
-    slot = row.find(num_tokens)
-    if allowed and slot is not None and slot.ready:
-        return slot.result if why is None else Dispatched(PIECEWISE, slot.result.descriptor, why)
+    graph = table.find(num_tokens)
+    if allowed and graph is not None and graph.ready:
+        return graph.result if why is None else Dispatched(PIECEWISE, graph.result.descriptor, why)
     if listed:
-        lesser = slot.why_not() if slot is not None and allowed else _NO_PIECEWISE
-        why = row.oversize if slot is None else lesser
+        lesser = graph.why_not() if graph is not None and allowed else _NO_PIECEWISE
+        why = table.oversize if graph is None else lesser
     assert why is not None  # an unlisted variant is a reason
     return _plain(num_tokens, why)
 
@@ -424,7 +428,7 @@ class CudagraphDispatcher:
         require_items("axes", where, self.axes, Axis)
         self._lora = LoraCases() if lora is None else lora
         variants = variants_of(self._lora, self.axes)
-        self._tables, self._slots = build_tables(shapes_of(resolution, ladders), variants)
+        self._tables, self._graphs = build_tables(shapes_of(resolution, ladders), variants)
         self._max_num_reqs = max_num_reqs
         # Of batches without LoRA; axes have to be resolved for each batch.
         self._plain = None if self.axes else self._serving(False, 0, ())[0]
@@ -433,8 +437,8 @@ class CudagraphDispatcher:
 
     def summary(self) -> str:
         """Return the mode, and how many of the planned graphs exist."""
-        captured = sum(slot.captured for slot in self._slots.values())
-        return f"{self.mode.name}, {captured} of {len(self._slots)} planned graphs captured"
+        captured = sum(graph.captured for graph in self._graphs.values())
+        return f"{self.mode.name}, {captured} of {len(self._graphs)} planned graphs captured"
 
     def __repr__(self) -> str:
         return f"<CudagraphDispatcher: {self.summary()}>"
@@ -461,8 +465,8 @@ class CudagraphDispatcher:
     @only_captured.setter
     def only_captured(self, value: bool) -> None:
         self._only_captured = value
-        for slot in self._slots.values():
-            slot.settle(value)
+        for graph in self._graphs.values():
+            graph.settle(value)
 
     def plan(self) -> tuple[Planned, ...]:
         """Return what to capture, in order: PIECEWISE, then FULL, each largest first.
@@ -470,7 +474,7 @@ class CudagraphDispatcher:
         PIECEWISE comes first because its intermediate results are larger: where both share a pool,
         FULL graphs then fit into its memory. Empty in mode NONE.
         """
-        return tuple(self._slots)
+        return tuple(self._graphs)
 
     @checked_but("descriptor")
     def captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
@@ -497,34 +501,34 @@ class CudagraphDispatcher:
 
     def forget(self) -> None:
         """Note that no graph exists any more, and that none is refused: after a release."""
-        for slot in self._slots.values():
-            self._note(slot)
+        for graph in self._graphs.values():
+            self._note(graph)
 
-    def _note(self, slot: Slot, captured: bool = False, refused: str = "") -> None:
-        slot.captured, slot.refused = captured, refused
-        slot.settle(self._only_captured)
+    def _note(self, graph: PlannedGraph, captured: bool = False, refused: str = "") -> None:
+        graph.captured, graph.refused = captured, refused
+        graph.settle(self._only_captured)
 
     def is_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
         """Return whether :meth:`captured` has named a graph; False if it is not planned."""
         if type(mode) is not CUDAGraphMode or type(descriptor) is not BatchDescriptor:
             require_kind("mode", "is_captured", mode, CUDAGraphMode)
             require_kind("descriptor", "is_captured", descriptor, BatchDescriptor)
-        slot = self._slots.get((mode, descriptor))
-        return slot is not None and slot.captured
+        graph = self._graphs.get((mode, descriptor))
+        return graph is not None and graph.captured
 
     def is_ready(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
         """Return whether a planned graph is dispatched: captured, or captured by its first step."""
-        slot = self._slots.get((mode, descriptor))
-        return slot is not None and slot.ready
+        graph = self._graphs.get((mode, descriptor))
+        return graph is not None and graph.ready
 
-    def _planned(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Slot:
+    def _planned(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> PlannedGraph:
         known = isinstance(descriptor, BatchDescriptor)
-        slot = self._slots.get((mode, descriptor)) if known else None
-        if slot is None:
+        graph = self._graphs.get((mode, descriptor)) if known else None
+        if graph is None:
             raise BatchError.not_planned(
                 mode=getattr(mode, "name", str(mode)), descriptor=str(descriptor)
             )
-        return slot
+        return graph
 
     def planned_size(
         self,
@@ -554,9 +558,11 @@ class CudagraphDispatcher:
             candidates.append(self._find_full(tables, num_tokens, None, None, uniform_decode))
         if tables.piecewise is not None:
             candidates.append(tables.piecewise.find(num_tokens))
-        slots = [slot for slot in candidates if isinstance(slot, Slot) and not slot.refused]
-        slots.sort(key=lambda slot: not slot.ready)  # stable: FULL first
-        return slots[0].num_tokens if slots else None
+        graphs = [
+            graph for graph in candidates if isinstance(graph, PlannedGraph) and not graph.refused
+        ]
+        graphs.sort(key=lambda graph: not graph.ready)  # stable: FULL first
+        return graphs[0].num_tokens if graphs else None
 
     def _serving(
         self, has_lora: bool, active: int, extra: tuple[Any, ...]
@@ -569,21 +575,23 @@ class CudagraphDispatcher:
             return None, Fallback(Reason.UNLISTED_VARIANT, detail)
         if type(extra) is not tuple or len(extra) != len(self.axes):
             raise self._bad_axes(extra)
-        values, why = [], None
+        values, fallback = [], None
         for axis, value in zip(self.axes, extra, strict=True):
             try:
                 values.append(axis.value_for(value))
             except LookupError:
-                graphs = ", ".join(map(repr, axis.values))
-                detail = f"axis {axis.name!r} is {value!r}; graphs have {graphs}"
-                why = Fallback(Reason.UNLISTED_VARIANT, detail)
+                listed = ", ".join(map(repr, axis.values))
+                detail = f"axis {axis.name!r} is {value!r}; graphs have {listed}"
+                fallback = Fallback(Reason.UNLISTED_VARIANT, detail)
                 if not axis.full_only:
-                    return None, why
+                    return None, fallback
                 values.append(None)
             except TypeError:
                 raise self._bad_axes(extra) from None
-        variant = loras, tuple(values)
-        return self._tables[variant_in_pieces(variant, self.axes) if why else variant], why
+        variant: Variant = loras, tuple(values)
+        if fallback is not None:
+            variant = variant_in_pieces(variant, self.axes)
+        return self._tables[variant], fallback
 
     def _bad_axes(self, extra: object) -> BatchError:
         return BatchError.axes(extra=extra, names=[axis.name for axis in self.axes])
@@ -637,18 +645,18 @@ class CudagraphDispatcher:
         if unlisted is not None or tables is None:
             why = _MODE_NONE if self.mode is NONE else unlisted
         else:
-            slot = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
-            if type(slot) is Slot:  # a call less than isinstance()
-                if full and slot.ready:
-                    return slot.result
-                why = slot.why_not() if full else _NO_FULL
+            graph = self._find_full(tables, num_tokens, num_reqs, max_query_len, uniform_decode)
+            if type(graph) is PlannedGraph:  # a call less than isinstance()
+                if full and graph.ready:
+                    return graph.result
+                why = graph.why_not() if full else _NO_FULL
             else:
-                why = slot
-        row = None if tables is None else tables.piecewise
-        if row is None:
+                why = graph
+        table = None if tables is None else tables.piecewise
+        if table is None:
             assert why is not None  # without PIECEWISE graphs, FULL ones were requested
             return _plain(num_tokens, why)
-        return _find_piecewise(row, num_tokens, piecewise, why, unlisted is None)
+        return _find_piecewise(table, num_tokens, piecewise, why, unlisted is None)
 
     def _find_full(
         self,
@@ -657,7 +665,7 @@ class CudagraphDispatcher:
         num_reqs: int | None,
         max_query_len: int | None,
         uniform_decode: bool,
-    ) -> Slot | Fallback | None:
+    ) -> PlannedGraph | Fallback | None:
         """Return the smallest ready FULL graph that serves a batch, else any; or why none does."""
         # Of one size a graph for uniform decode comes first. None: no FULL graph was requested.
         # A graph of n tokens has min(n, max_num_reqs) requests, of which each batch needs enough.
@@ -665,32 +673,28 @@ class CudagraphDispatcher:
         rows = num_tokens if num_reqs is None or num_reqs < num_tokens else num_reqs
         if tables.mixed is not None:
             return (tables.mixed.find(rows) or tables.mixed.oversize) if few else self._too_many
-        exact = other = row = None
-        if uniform_decode:
-            if not (tables.decode or tables.bounded):
-                return self._decode_why
-            max_query_len, reqs = uniform_numbers(
-                num_tokens, num_reqs, max_query_len, self.query_lens
-            )
-            row = tables.decode.get(max_query_len)
-            exact = row.find(reqs) if row is not None else None
-        bounded = tables.bounded.get(max_query_len or 0) if tables.bounded else None
-        if bounded is not None and few:
-            other = bounded.find(rows)
+        if not uniform_decode:
+            bounded = tables.bounded.get(max_query_len or 0) if few and tables.bounded else None
+            return (None if bounded is None else bounded.find(rows)) or self._mixed_why
+        if not (tables.decode or tables.bounded):
+            return self._decode_why
+        length, reqs = uniform_numbers(num_tokens, num_reqs, max_query_len, self.query_lens)
+        table = tables.decode.get(length)
+        bounded = tables.bounded.get(length) if tables.bounded else None
+        exact = None if table is None else table.find(reqs)
+        other = None if bounded is None or not few else bounded.find(rows)
         if exact is not None and other is not None:
             if exact.ready is not other.ready:
                 return exact if exact.ready else other
             return exact if exact.num_tokens <= other.num_tokens else other
         if exact is not None or other is not None:
             return exact or other
-        if not uniform_decode:
-            return self._mixed_why
-        if row is None and max_query_len in self.query_lens:
+        if table is None and length in self.query_lens:
             return self._decode_why  # attention does not support this length
-        row = row or bounded
-        if row is not None:
-            return row.oversize
-        detail = f"decode of {max_query_len} tokens a request; graphs: {self._lengths}"
+        table = table or bounded
+        if table is not None:
+            return table.oversize
+        detail = f"decode of {length} tokens a request; graphs: {self._lengths}"
         return Fallback(Reason.QUERY_LENGTH, detail)
 
 

@@ -89,8 +89,8 @@ def _divided(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     of_manager = {*signature(CudaGraphManager).parameters} - {"dispatcher", "backend"}
     for name in arguments:
         if name not in of_dispatcher | of_manager:
-            known = sorted(of_dispatcher | of_manager)
-            raise ConfigError.unknown_setting(name=name, where=_FROM_MODEL, known=known)
+            names = sorted(of_dispatcher | of_manager)
+            raise ConfigError.unknown_setting(name=name, where=_FROM_MODEL, known=names)
     mine = {name: value for name, value in arguments.items() if name in of_manager}
     return {name: arguments[name] for name in arguments if name not in mine}, mine
 
@@ -111,7 +111,7 @@ def _compiled(
     if backend is not None:
         if config is not None:
             raise ConfigError.impossible(
-                what="config beside a compiled model",
+                what="config given with a compiled model",
                 because="the model was compiled with settings of its own",
                 instead="Leave config out, or give the model before it is compiled.",
             )
@@ -526,8 +526,8 @@ class CudaGraphManager:
                     self._capture_set(title, mode, descriptors)
         for mode, descriptor in planned:
             if (mode, descriptor) not in chosen:
-                why = f"max_graph_bytes={max_graph_bytes} has no room for it"
-                self.dispatcher.refused(mode, descriptor, why)
+                reason = f"max_graph_bytes={max_graph_bytes} has no room for it"
+                self.dispatcher.refused(mode, descriptor, reason)
         return self.bulk
 
     def capture_graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
@@ -815,7 +815,7 @@ class CudaGraphManager:
         self, batch: Batch, mode: CUDAGraphMode, descriptor: BatchDescriptor
     ) -> tuple[Any, Fallback | None]:
         """Capture the graph of a step; return its result, and why there is no graph."""
-        before = self.counters + Counters()  # a copy: a wrapper goes on counting in its own
+        before = self.counters
         try:
             result = self._step(batch, mode, descriptor)
         except CaptureError as error:

@@ -18,7 +18,6 @@ from cgcompile.modes import AttentionCGSupport, CUDAGraphMode
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.settings import (
     LARGEST_TABLE,
-    checked,
     is_flag,
     is_whole,
     require,
@@ -74,23 +73,6 @@ class LoraCases:
                 instead="List counts, or take LoraCases().",
             )
 
-    @classmethod
-    @checked
-    def specialised(cls, max_loras: int) -> "LoraCases":
-        """Return cases without LoRA, and for 1, 2, 4, ... up to ``max_loras``, and one more.
-
-        The one more is for kernels that count the tokens without an adapter as a further one.
-        """
-        most = _max_loras(max_loras)
-        powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
-        return cls((*powers, most, most + 1))
-
-    @classmethod
-    @checked
-    def shared(cls, max_loras: int, *, without: bool = False) -> "LoraCases":
-        """Return one case for any number of adapters, and for none unless ``without``."""
-        return cls((_max_loras(max_loras) + 1,), without)
-
     def listed(self) -> tuple[int, ...]:
         """Return the numbers to capture, 0 for "without LoRA"."""
         return (0, *self.counts) if self.without else self.counts
@@ -114,11 +96,6 @@ class LoraCases:
             return self.counts[-1] if self.counts else None
         index = bisect_left(self.counts, active)
         return self.counts[index] if index < len(self.counts) else None
-
-
-def _max_loras(value: int) -> int:
-    require(is_whole(value, 1), "max_loras", "LoraCases", value, "a whole number from 1")
-    return int(value)
 
 
 @dataclass(frozen=True)
@@ -320,8 +297,8 @@ def checked_ladders(
     counts = None if decode_num_reqs is None else whole_numbers("decode_num_reqs", decode_num_reqs)
     if decode_sizes is not None and (counts is not None or lengths != tuple(sorted(decode))):
         raise ConfigError.impossible(
-            what="decode_sizes beside decode_num_reqs or other query_lens",
-            because="both say which sizes uniform decode has",
+            what="decode_sizes together with decode_num_reqs or other query_lens",
+            because="both set the sizes of uniform decode",
             instead="Give decode_sizes alone, or the other two.",
         )
     if max_num_tokens is None:

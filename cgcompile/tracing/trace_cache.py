@@ -26,8 +26,8 @@ from cgcompile.locks import new_lock
 from cgcompile.passes.inline import Repeated, inline_regions
 from cgcompile.reasons import VARYING, Fallback, varying_number
 from cgcompile.runtime.compiled_graph import CompiledGraph
-from cgcompile.runtime.fast_path import ANOTHER, FastPaths
-from cgcompile.runtime.inputs import FrozenTensors
+from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths
+from cgcompile.runtime.inputs import BoundTensors
 from cgcompile.tracing.argument_guards import Fits, is_number, tensors_in, with_numbers
 from cgcompile.tracing.dynamic_dims import (
     DynamicDims,
@@ -109,11 +109,11 @@ class CompiledTrace:
         python = partial(trace.python.function, trace.original)  # the trace itself must go
         self.run = python(run)
         self.fast_paths: FastPaths | None = None
-        self.learn: Callable[..., None]  # of the fast paths, if there are any
+        self.add_fast_path: Callable[..., None]  # of the fast paths, if there are any
         plain = self.is_free and trace.python.is_plain and not fits.varies
         if isinstance(compiled, CompiledGraph) and plain:
             self.fast_paths = compiled.fast_paths
-            self.learn = partial(compiled.fast_paths.learn, fits.checks, python)
+            self.add_fast_path = partial(compiled.fast_paths.add, fits.checks, python)
 
     def __repr__(self) -> str:
         return f"<CompiledTrace {self.number}: {self.start}>"
@@ -162,7 +162,7 @@ def _frozen(
     if isinstance(compiled, CompiledGraph):
         compiled.freeze(tensors, held)
         return compiled.__call__  # a method costs less to call than an object
-    frozen = FrozenTensors(len(tensors))
+    frozen = BoundTensors(len(tensors))
     frozen.bind(tensors, held)
     return lambda *inputs: frozen.restore(compiled(*inputs, *frozen.for_plain_run))
 
@@ -213,8 +213,8 @@ class Traces:
             self._resolve_function()
         if self.fast_paths.calls:
             fast_path = self.fast_paths.find_requested()
-            result = ANOTHER if fast_path is None else fast_path(args, kwargs)
-            if result is not ANOTHER:
+            result = NOT_SERVED if fast_path is None else fast_path(args, kwargs)
+            if result is not NOT_SERVED:
                 return result
         call_args, fast_paths = args, self.fast_paths
         if self._bound is not None:
@@ -226,14 +226,14 @@ class Traces:
             trace = self._find(args, kwargs)
             if self.fast_paths is not fast_paths:  # another trace than for the last call
                 fast_path = self.fast_paths.find_requested() or self.fast_paths.call
-                result = ANOTHER if fast_path is None else fast_path(call_args, kwargs)
-                if result is not ANOTHER:
+                result = NOT_SERVED if fast_path is None else fast_path(call_args, kwargs)
+                if result is not NOT_SERVED:
                     return result
         if trace is not None and trace.proven:
             trace.repeated = True  # fast paths begin after such a call
             result = trace.run(*args, **kwargs)
             if trace.fast_paths is not None and trace.fast_paths.graph is not None:
-                trace.learn(args, kwargs, self._bound, self._hooks)
+                trace.add_fast_path(args, kwargs, self._bound, self._hooks)
             return result
         with self._lock:
             with compat.trace_lock():  # else guards may see layers that another thread has marked
@@ -346,7 +346,7 @@ class Traces:
             for trace in self.traces:
                 trace.proven = trace.trusted = False
                 if trace.fast_paths is not None:
-                    trace.fast_paths.forget()
+                    trace.fast_paths.clear()
 
     def clear(self) -> None:
         """Forget all traces."""
@@ -371,8 +371,8 @@ class Traces:
             if alike and self._serves(trace, *with_numbers(args, kwargs, others)):
                 self._varied |= {
                     path
-                    for (_, path, now), before in zip(numbers, others, strict=True)
-                    if type(now) is type(before) is not complex and repr(now) != repr(before)
+                    for (_, path, number), before in zip(numbers, others, strict=True)
+                    if type(number) is type(before) is not complex and repr(number) != repr(before)
                 }
 
     def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fallback | None:
@@ -413,8 +413,8 @@ class Traces:
                     traced.setdefault(failed[1], []).append((trace, failed[2]))
         for path, pairs in traced.items():
             if len(pairs) >= VARYING:
-                now = eval(path, scope)
-                if not is_number(now) or not self._is_rare((path, now), pairs[0][0]):
+                number = eval(path, scope)
+                if not is_number(number) or not self._is_rare((path, number), pairs[0][0]):
                     return None
                 name = path.removeprefix("L['self'].")
                 return varying_number(name, [value for _, value in pairs], "a trace")

@@ -24,7 +24,7 @@ def where(device: str) -> torch.device:
 )
 def test_blocks_are_aligned(where, wanted, given) -> None:
     arena = Arena()
-    block = arena.frame().take(wanted, where)
+    block = arena.frame().allocate(wanted, where)
     assert (block.nbytes, arena.nbytes) == (given, given)
     assert block.address % 64 == 0
     assert block.memory.device == where
@@ -40,10 +40,10 @@ def test_a_frame_takes_the_smallest_free_block_or_a_new_one(where) -> None:
         for _ in range(10):
             if used and draw.random() < 0.3:
                 free.append(used.pop(draw.randrange(len(used))))
-                frame.give(free[-1])
+                frame.release(free[-1])
             wanted = draw.choice([0, 1, 256, 257, 1000, 5000])
             needed = max(256, -(-wanted // 256) * 256)
-            block = frame.take(wanted, where)
+            block = frame.allocate(wanted, where)
             fitting = [other.nbytes for other in free if other.nbytes >= needed]
             if fitting:
                 assert block.nbytes == min(fitting)
@@ -59,29 +59,29 @@ def test_a_frame_takes_the_smallest_free_block_or_a_new_one(where) -> None:
 
 def test_blocks_of_another_device_are_not_taken(where) -> None:
     arena = Arena()
-    other = arena.frame().take(256, torch.device("meta"))
-    assert arena.frame().take(256, where) is not other
+    other = arena.frame().allocate(256, torch.device("meta"))
+    assert arena.frame().allocate(256, where) is not other
     assert arena.nbytes == 512
 
 
 def test_a_block_with_a_living_tensor_is_in_use(where) -> None:
     arena = Arena()
     frame = arena.frame()
-    block = frame.take(256, where)
+    block = frame.allocate(256, where)
     assert not block.in_use
     layout = block.view(torch.float32, (4, 8), (8, 1))
     tensor = block.alias(layout)
     assert tensor.data_ptr() == block.address
-    assert frame.take(256, where) is not block
+    assert frame.allocate(256, where) is not block
     del layout
     assert block.in_use
     view = tensor[1:]
     del tensor
     assert block.in_use  # through a view of it
-    assert arena.frame().take(256, where) is not block
+    assert arena.frame().allocate(256, where) is not block
     del view
     assert not block.in_use
-    assert arena.frame().take(100, where) is block
+    assert arena.frame().allocate(100, where) is block
     assert arena.nbytes == 512
 
 
@@ -112,7 +112,7 @@ def test_views_lie_in_the_block_and_outside_of_autograd(where, inference) -> Non
 )
 def test_poison_shows_in_what_was_stored_last(where, dtype, shows) -> None:
     arena = Arena()
-    block = arena.frame().take(256, where)
+    block = arena.frame().allocate(256, where)
     view = block.view(dtype, (4,), (1,))
     view.fill_(1)
     arena.poison()
@@ -122,7 +122,8 @@ def test_poison_shows_in_what_was_stored_last(where, dtype, shows) -> None:
 def test_results_of_other_owners_are_not_poisoned(where) -> None:
     arena = Arena()
     blocks = {
-        owner: arena.frame(owner).take(256, where, result=True) for owner in (None, "one", "other")
+        owner: arena.frame(owner).allocate(256, where, result=True)
+        for owner in (None, "one", "other")
     }
     for present, written in ((None, {None}), ("one", {None, "one"}), ("other", {None, "other"})):
         views = {owner: block.view(torch.float32, (4,), (1,)) for owner, block in blocks.items()}
@@ -159,14 +160,14 @@ def test_a_scalar_that_requires_grad_is_copied_without_it(where) -> None:
 def test_cleared_blocks_go_with_the_frames_that_use_them(where) -> None:
     arena = Arena()
     frame = arena.frame()
-    block = frame.take(1024, where)
+    block = frame.allocate(1024, where)
     life, address = StorageLife(block.memory), block.address
     arena.clear()
     assert arena.nbytes == 0
     assert not arena.owns(address)
     assert not life.ended  # the frame still uses it
     block.view(torch.float32, (4,), (1,)).fill_(2)
-    assert arena.frame().take(1024, where) is not block
+    assert arena.frame().allocate(1024, where) is not block
     assert arena.nbytes == 1024
     del block, frame
     assert life.ended

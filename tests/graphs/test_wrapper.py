@@ -430,7 +430,7 @@ def test_counters_are_summed_while_another_thread_counts() -> None:
     try:
         thread.start()
         while thread.is_alive():
-            found = timelines[-1].live + Counters()  # as a wrapper's, not a copy
+            found = timelines[-1].counters
             found.why_plain(Counters())
             sums += 1
     finally:

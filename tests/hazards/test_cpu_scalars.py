@@ -223,7 +223,7 @@ def test_pieces_that_run_plain_fill_the_copies_of_later_ones() -> None:
         calls.append(inputs)
         return run_step(program, recording, inputs, real, {**replayed, 0: PieceMode.COMPILED})
 
-    graph.observe(observe)
+    graph.override_replay(observe)
     check_scalars(served.step, model, "cpu", steps=3)
     assert len(calls) == 3
 

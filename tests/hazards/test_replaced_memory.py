@@ -82,7 +82,7 @@ def test_a_compiled_step_that_replaces_memory_is_right_and_counted(
         torch.testing.assert_close(model.state_dict(), plain.state_dict())
     counters = served.counters()
     assert counters.captures <= 2
-    assert counters.plain[Reason.TOO_MANY_BINDINGS] + counters.plain[Reason.CAPTURE_FAILED] >= 5
+    assert counters.plain[Reason.TOO_MANY_WEIGHT_SETS] + counters.plain[Reason.CAPTURE_FAILED] >= 5
     assert how.split(",")[0] in str(counters)
 
 

@@ -535,7 +535,7 @@ class Engine:
 
     def _counters(self) -> Counters:
         if self.scenario.driver == "breakable":
-            return self.call.counters + Counters()
+            return self.call.counters
         for graph in self.backend.graphs:
             if all(graph is not each for each in self.graphs):
                 self.graphs.append(graph)

@@ -22,7 +22,7 @@ import cgcompile
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
 from cgcompile.graphs.profiling import observing
 from cgcompile.reasons import Reason
-from cgcompile.runtime.fast_path import ANOTHER
+from cgcompile.runtime.fast_path import NOT_SERVED
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -64,7 +64,7 @@ def without_graphs(engine: Engine) -> None:
         nothing if kind == "GraphSegment" else step
         for kind, step in zip(kinds, sequence.steps, strict=True)
     )
-    engine.paths.forget()  # they hold the graph's own replay
+    engine.paths.clear()  # they hold the graph's own replay
     for _ in range(2):
         engine.step()
 
@@ -154,20 +154,20 @@ def test_calls_that_are_left() -> None:
         "no tensor": ((3,), {}),
     }
     with engine.context:
-        assert all(step(*call) is ANOTHER for call in calls.values()), calls.keys()
-        assert step((x,), {}) is not ANOTHER
+        assert all(step(*call) is NOT_SERVED for call in calls.values()), calls.keys()
+        assert step((x,), {}) is not NOT_SERVED
     for around in (torch.inference_mode, torch.enable_grad):
         with around(), engine.context:
-            assert step((x,), {}) is ANOTHER
-    assert step((x,), {}) is ANOTHER, "no context"
+            assert step((x,), {}) is NOT_SERVED
+    assert step((x,), {}) is NOT_SERVED, "no context"
     for other in (context(NONE, ROWS), context(PIECEWISE, ROWS), context(FULL, ROWS - 1)):
         with other:
-            assert step((x,), {}) is ANOTHER
+            assert step((x,), {}) is NOT_SERVED
     with engine.context, torch.autocast("cpu", torch.bfloat16):
-        assert step((x,), {}) is ANOTHER
-    engine.paths.forget()
+        assert step((x,), {}) is NOT_SERVED
+    engine.paths.clear()
     with engine.context:
-        assert step((x,), {}) is ANOTHER
+        assert step((x,), {}) is NOT_SERVED
 
 
 def observed(engine: Engine) -> None:
@@ -175,7 +175,7 @@ def observed(engine: Engine) -> None:
         assert len(inputs) == len(program.split.inputs)  # the frozen ones are among them
         return recording.replay(inputs, real)
 
-    engine.graph.observe(observer)
+    engine.graph.override_replay(observer)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_result_whose_layout_the_caller_changes() -> None:
         engine.x.copy_(torch.randn_like(engine.x))
         with engine.context:
             result = step((engine.x,), {})
-        assert result is not ANOTHER
+        assert result is not NOT_SERVED
         assert_same([result], [engine.model(engine.x)])
         result.unsqueeze_(0)
     assert engine.paths.call is step

@@ -251,7 +251,7 @@ def test_looking_leaves_the_buffer_where_it_was(entry_point: str, look: str) -> 
 def test_a_buffer_that_is_replaced_is_said(entry_point: str, mode: CUDAGraphMode | None) -> None:
     model, eager = Replaced(), Replaced()
     eager.load_state_dict(model.state_dict())
-    compiled, backend = built(model, entry_point, max_bindings=8)
+    compiled, backend = built(model, entry_point, max_weight_sets=8)
     x = torch.randn(2, N)
     for _ in range(80):
         with context(mode):
@@ -259,8 +259,8 @@ def test_a_buffer_that_is_replaced_is_said(entry_point: str, mode: CUDAGraphMode
         assert torch.allclose(made, eager(x), atol=1e-5)
     counters = backend.counters
     assert counters.captures == counters.replays == 0
-    assert counters.plain[Reason.TOO_MANY_BINDINGS] >= 80 - 66, counters
-    said = counters.details[Reason.TOO_MANY_BINDINGS]
+    assert counters.plain[Reason.TOO_MANY_WEIGHT_SETS] >= 80 - 66, counters
+    said = counters.details[Reason.TOO_MANY_WEIGHT_SETS]
     assert "'count' is a new tensor at every call" in said
     assert "copy_" in said
     assert "argument" in said
@@ -269,7 +269,7 @@ def test_a_buffer_that_is_replaced_is_said(entry_point: str, mode: CUDAGraphMode
 @pytest.mark.parametrize("mode", [None, FULL], ids=str)
 def test_strict_does_not_run_it_for_ever(mode: CUDAGraphMode | None) -> None:
     model = Replaced()
-    compiled, backend = built(model, "torch", strict=True, max_bindings=8)
+    compiled, backend = built(model, "torch", strict=True, max_weight_sets=8)
     x = torch.randn(2, N)
     for _ in range(64):
         with context(mode):
@@ -285,7 +285,7 @@ def test_many_layers_that_share_a_graph_are_not_taken_for_it() -> None:
     """Each has weights of its own, which stay: they warm up and get graphs."""
     layers = [nn.Linear(N, N).requires_grad_(False) for _ in range(66)]
     settings = {"compiler": "eager", "capture_device": "host", "cache_dir": "off"}
-    backend = Backend(**settings, strict=True, max_bindings=66)
+    backend = Backend(**settings, strict=True, max_weight_sets=66)
     compiled = [torch.compile(each, backend=backend) for each in layers]
     x = torch.randn(2, N)
     for _ in range(3):

@@ -11,7 +11,7 @@ from lib.cases import CASES
 from torch import nn
 
 import cgcompile
-from cgcompile.runtime.program import written_inputs
+from cgcompile.runtime.program import mutated_inputs
 
 
 class Steps(nn.Module):
@@ -159,7 +159,7 @@ def test_inputs_that_a_piece_writes() -> None:
     with torch.no_grad():
         torch.compile(build(case), backend=backend)(*inputs)
     (graph,) = backend.graphs
-    written = [written_inputs(piece) for piece in graph.split.pieces]  # through views as well
-    (cache,) = (each.name for each in graph.split.inputs if each.written)
+    written = [mutated_inputs(piece) for piece in graph.split.pieces]  # through views as well
+    (cache,) = (each.name for each in graph.split.inputs if each.mutated)
     assert "cache" in cache
     assert written == [[cache], [], [cache]]

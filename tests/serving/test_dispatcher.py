@@ -97,9 +97,9 @@ def by_lora() -> dict:
     """One graph for all numbers of adapters serves a batch without LoRA too."""
     cases = {
         "none": LoraCases(),
-        "specialised(4)": LoraCases.specialised(4),
-        "shared(4)": LoraCases.shared(4),
-        "shared(4), without": LoraCases.shared(4, without=True),
+        "1, 2, 4, 5": LoraCases((1, 2, 4, 5)),
+        "5 alone": LoraCases((5,), False),
+        "5": LoraCases((5,)),
     }
     rows = {}
     for active in (None, 0, 1, 3, 4, 5, 6):
@@ -173,18 +173,16 @@ def test_number_of_graphs_per_mode() -> None:
     assert planned(FULL) == planned(DECODE_ONLY) == {"FULL": 2}
     assert planned(PIECEWISE) == {"PIECEWISE": 2}
     assert planned(Mode.FULL_AND_PIECEWISE) == {"FULL": 2, "PIECEWISE": 2}
-    assert planned(FULL, lora=LoraCases.specialised(4)) == {"FULL": 10}
+    assert planned(FULL, lora=LoraCases((1, 2, 4, 5))) == {"FULL": 10}
 
 
 @pytest.mark.parametrize(
     ("cases", "listed"),
     [
         (LoraCases(), (0,)),
-        (LoraCases.specialised(1), (0, 1, 2)),
-        (LoraCases.specialised(4), (0, 1, 2, 4, 5)),
-        (LoraCases.specialised(6), (0, 1, 2, 4, 6, 7)),
-        (LoraCases.shared(4), (5,)),
-        (LoraCases.shared(4, without=True), (0, 5)),
+        (LoraCases((2, 1)), (0, 1, 2)),
+        (LoraCases((5,), False), (5,)),
+        (LoraCases((5,)), (0, 5)),
     ],
 )
 def test_lora_cases(cases: LoraCases, listed: tuple[int, ...]) -> None:
@@ -192,7 +190,7 @@ def test_lora_cases(cases: LoraCases, listed: tuple[int, ...]) -> None:
 
 
 def test_largest_first_and_of_one_size_the_most_demanding_first() -> None:
-    lora = LoraCases.shared(1, without=True)
+    lora = LoraCases((2,))
     found = dispatcher(sizes=[4], max_num_reqs=4, query_lens=(1, 2), lora=lora).plan()
     assert [(mode.name, key.num_reqs, key.num_active_loras) for mode, key in found] == [
         ("PIECEWISE", None, 2),
@@ -413,15 +411,20 @@ AXIS = "one hashable value per axis"
                 ({"decode_sizes": {3: [27]}}, r"at most 3 x max_num_reqs = 24"),
                 ({"decode_sizes": {3: []}}, "at least one size"),
                 ({"decode_sizes": {}}, "at least one length of decode"),
-                ({"decode_sizes": {1: [1]}, "query_lens": (3,)}, "beside decode_num_reqs or other"),
-                ({"decode_sizes": {1: [1]}, "decode_num_reqs": [1]}, "beside decode_num_reqs"),
+                (
+                    {"decode_sizes": {1: [1]}, "query_lens": (3,)},
+                    "together with decode_num_reqs or other",
+                ),
+                (
+                    {"decode_sizes": {1: [1]}, "decode_num_reqs": [1]},
+                    "together with decode_num_reqs",
+                ),
                 ({"query_lens": (17,)}, "query_lens = 17; expected at most max_num_tokens = 16"),
                 ({"varlen_decode_sizes": {2: [17]}}, "at most 2 x max_num_reqs = 16"),
                 ({"varlen_decode_sizes": {0: [1]}}, "varlen_decode_sizes"),
             ]
         ),
         raises(lambda: LoraCases((), False), ConfigError, "no batch that has a graph"),
-        raises(lambda: LoraCases.specialised(0), ConfigError, "max_loras = 0"),
         raises(lambda: Axis("a", [1], "nearest"), ConfigError, "rule = 'nearest'"),
         raises(lambda: Axis("a", []), ConfigError, r"values = \(\)"),
         raises(lambda: Axis("a", [1], "ignored"), ConfigError, r"values = \(1,\)"),

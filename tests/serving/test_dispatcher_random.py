@@ -10,7 +10,7 @@ from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.plan import LoraCases
 
 NUMBERS = st.integers(1, 24)
-LORA = (LoraCases(), LoraCases.specialised(3), LoraCases.shared(2), LoraCases((2, 5), False))
+LORA = (LoraCases(), LoraCases((1, 2, 3, 4)), LoraCases((3,), False), LoraCases((2, 5), False))
 GRAPHS = (Mode.FULL, Mode.FULL_DECODE_ONLY, Mode.FULL_AND_PIECEWISE, Mode.PIECEWISE)
 
 

@@ -9,7 +9,7 @@ from lib.fast_paths import FULL, PIECEWISE, Linear, compiled, context
 
 import cgcompile
 from cgcompile.errors import AddressChangedError, HostValueChangedError
-from cgcompile.runtime.fast_path import ANOTHER
+from cgcompile.runtime.fast_path import NOT_SERVED
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -106,7 +106,7 @@ def test_containers_arguments_and_constants(names: tuple[str, ...]) -> None:
     (graph,) = runs.backend.graphs
     assert graph.fast_paths.replays >= 2
     with context():
-        assert graph.fast_paths.call((x,), {"scale": 3, **more}) is ANOTHER
+        assert graph.fast_paths.call((x,), {"scale": 3, **more}) is NOT_SERVED
 
 
 class Writes(Linear):

@@ -1,0 +1,137 @@
+"""What an eager break leaves in padding rows, on the front ends that break.
+
+A trace knows which dimension is that of the batch, so replays of a compiled model zero its padding
+rows behind each break. Breakable capture knows sizes alone, and as many heads as tokens would look
+the same: there the rows stay as in eager code, and the break itself zeroes them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lib.front_ends import ROWS, WIDTH, settings
+from torch import Tensor, nn
+
+import cgcompile
+from cgcompile import BatchDescriptor, set_forward_context
+
+FX, BREAKABLE, WRAPPER = "fx", "breakable", "BreakableCUDAGraphWrapper"
+
+
+def real_rows() -> int:
+    real = cgcompile.get_forward_context().num_unpadded_tokens
+    return ROWS if real is None else real
+
+
+@torch.library.custom_op("padrows::garbage", mutates_args=())
+def garbage(x: Tensor) -> Tensor:
+    """Return real rows, and NaN behind them."""
+    result = x * 2
+    result[real_rows() :] = torch.nan
+    return result
+
+
+@torch.library.custom_op("padrows::garbage_into", mutates_args={"out"})
+def garbage_into(x: Tensor, out: Tensor) -> None:
+    out.copy_(garbage(x))
+
+
+@torch.library.custom_op("padrows::cleared", mutates_args=())
+def cleared(x: Tensor) -> Tensor:
+    """Return real rows, and zeros behind them."""
+    result = x * 2
+    result[real_rows() :] = 0
+    return result
+
+
+@torch.library.custom_op("padrows::heads", mutates_args=())
+def heads(x: Tensor) -> Tensor:
+    """Return f32[ROWS heads, n tokens, WIDTH]."""
+    return x * torch.arange(1.0, ROWS + 1, device=x.device)[:, None, None]
+
+
+garbage.register_fake(torch.empty_like)
+garbage_into.register_fake(lambda x, out: None)
+cleared.register_fake(torch.empty_like)
+heads.register_fake(lambda x: x.new_empty(ROWS, *x.shape))
+OPS = tuple(f"padrows::{name}" for name in ("garbage", "garbage_into", "cleared", "heads"))
+
+
+class Total(nn.Module):
+    """A segment that mixes rows behind the break."""
+
+    def __init__(self, op: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x + 1).flatten(0, -2).sum(0)
+
+
+def in_place(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    torch.ops.padrows.garbage_into(x, out)
+    return out
+
+
+def built(front_end: str, model: nn.Module, device: str) -> Any:
+    if front_end == WRAPPER:
+        return cgcompile.BreakableCUDAGraphWrapper(model, settings(device, splitting_ops=OPS))
+    config = settings(device, splitting_ops=OPS, splitting=front_end)
+    dims = {"x": 0} if front_end == FX else None
+    return cgcompile.compile(model, config, dynamic_dims=dims)
+
+
+def totals(front_end: str, op: Any, device: str, steps: tuple[int | None, ...]) -> list[Tensor]:
+    """Return what each step gives; a compiled model first has a step that warms up."""
+    run, x = built(front_end, Total(op), device), torch.ones(ROWS, WIDTH, device=device)
+    results = []
+    with torch.inference_mode():
+        for real in (None, *steps) if front_end == FX else steps:
+            with set_forward_context(
+                cudagraph_runtime_mode="PIECEWISE",
+                batch_descriptor=BatchDescriptor(ROWS),
+                num_tokens=ROWS,
+                num_unpadded_tokens=real,
+            ):
+                results.append(run(x).clone())
+    counters = run.backend.counters if front_end == FX else getattr(run, "wrapper", run).counters
+    assert (counters.captures, counters.replays) == (1, len(steps) - 1)
+    return results[-len(steps) :]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+STEPS = 2, 2, 4, 1, None  # the first one captures
+
+
+def rows_only(device: str) -> list[Tensor]:
+    """Return the sums of the real rows."""
+    return [torch.full((WIDTH,), 4.0 * (real or ROWS), device=device) for real in STEPS]
+
+
+@pytest.mark.parametrize("front_end", [FX, BREAKABLE, WRAPPER])
+def test_a_break_that_zeroes_padding_rows(front_end: str, device: str) -> None:
+    assert_same(totals(front_end, torch.ops.padrows.cleared, device, STEPS), rows_only(device))
+
+
+@pytest.mark.parametrize("op", [torch.ops.padrows.garbage, in_place], ids=["new", "in place"])
+@pytest.mark.parametrize("front_end", [FX, BREAKABLE, WRAPPER])
+def test_a_break_that_leaves_garbage_there(front_end: str, op: Any, device: str) -> None:
+    expected = rows_only(device)
+    if front_end != FX:  # as in eager code
+        expected = [
+            total if real in (None, ROWS) else torch.full_like(total, torch.nan)
+            for total, real in zip(expected, STEPS, strict=True)
+        ]
+    assert_same(totals(front_end, op, device, STEPS), expected)
+
+
+@pytest.mark.parametrize("front_end", [FX, BREAKABLE, WRAPPER])
+def test_another_dimension_as_long_as_the_batch_is_left_alone(front_end: str, device: str) -> None:
+    total = Total(torch.ops.padrows.heads)(torch.ones(ROWS, WIDTH, device=device))
+    found = totals(front_end, torch.ops.padrows.heads, device, STEPS)
+    assert_same(found, [total] * len(STEPS))
