@@ -28,7 +28,7 @@ from cgcompile.errors import (
     ManagerError,
 )
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.capture import bulk_capture, postponed_capture, why_not_here
+from cgcompile.graphs.capture import bulk_captures, postponed_capture, why_not_here
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.memory import GraphMemory
@@ -521,7 +521,7 @@ class CudaGraphManager:
             self._forget_weights()
             if max_graph_bytes is not None and self.pool is not None and planned:
                 chosen = choose_graphs(self, max_graph_bytes, histogram)
-            with bulk_capture():
+            with bulk_captures():  # warm-ups in between leave garbage with large tensors
                 for title, mode, descriptors in sets_of(chosen):
                     self._capture_set(title, mode, descriptors)
         for mode, descriptor in planned:
