@@ -22,7 +22,7 @@ from cgcompile.context import callers_context
 from cgcompile.debug.compare import Call, Difference, Tolerance, copied
 from cgcompile.debug.restore import copies, restored_after
 from cgcompile.debug.subject import Subject
-from cgcompile.graphs.arena import comparable
+from cgcompile.graphs.arena import comparable, rows_apart
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, user_line, written
 from cgcompile.passes.split import Piece, SplitGraph
@@ -117,8 +117,10 @@ class _MixedRun:
         known = {_memory(tensor) for tensor in compat.tree_tensors(list(self.inputs))}
         for name in self.program.of_batch.intersection(made):
             tensor = made[name]
-            if tensor.is_floating_point() and _memory(tensor) not in known and _is_dense(tensor):
+            if tensor.is_floating_point() and _memory(tensor) not in known and rows_apart(tensor):
                 tail = tensor[real:]
+                for dim in [dim for dim, stride in enumerate(tail.stride()) if not stride]:
+                    tail = tail.narrow(dim, 0, 1)
                 tail.copy_(torch.randn(tail.shape, device=tail.device))
 
     def _zeroed(self) -> dict[int, list[str]]:
@@ -192,12 +194,6 @@ class _MixedRun:
         for name, (target, _) in list(self.own.items()):
             if _memory(target) in memory:
                 self.own[name] = (target, target.clone())
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether no dimension repeats the same memory, as one that was expanded does."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return all(stride or size < 2 for size, stride in pairs)
 
 
 def _memory(tensor: torch.Tensor) -> int:
