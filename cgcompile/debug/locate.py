@@ -22,7 +22,7 @@ from cgcompile.context import callers_context
 from cgcompile.debug.compare import Call, Difference, Tolerance, copied
 from cgcompile.debug.restore import copies, restored_after
 from cgcompile.debug.subject import Subject
-from cgcompile.graphs.arena import comparable
+from cgcompile.graphs.arena import comparable, rows_apart
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, user_line, written
 from cgcompile.passes.split import Piece, SplitGraph
@@ -103,7 +103,7 @@ class _MixedRun:
                 for name in zeroed.get(piece.index, ()):
                     values[name][real:].zero_()
                 if noise:
-                    self._disturb(output, real)
+                    self._disturb(dict(zip(piece.outputs, output, strict=True)), real)
                 self._report(piece, values.__getitem__)
                 return output
 
@@ -112,14 +112,16 @@ class _MixedRun:
         step = self.program.step.bind([plain(piece) for piece in self.program.split.pieces])
         return self.recording.in_context(step)(*self.inputs)
 
-    def _disturb(self, outputs: Sequence[Any], real: int | None) -> None:
+    def _disturb(self, made: Mapping[str, Any], real: int | None) -> None:
         """Fill the padding rows of what a piece made with random numbers; not memory of inputs."""
-        rows = self.recording.batch.descriptor.num_tokens
         known = {_memory(tensor) for tensor in compat.tree_tensors(list(self.inputs))}
-        for tensor in compat.tree_tensors(list(outputs)):
-            of_batch = tensor.dim() and len(tensor) == rows and tensor.is_floating_point()
-            if of_batch and _memory(tensor) not in known:
-                tensor[real:].normal_()
+        for name in self.program.of_batch.intersection(made):
+            tensor = made[name]
+            if tensor.is_floating_point() and _memory(tensor) not in known and rows_apart(tensor):
+                tail = tensor[real:]
+                for dim in [dim for dim, stride in enumerate(tail.stride()) if not stride]:
+                    tail = tail.narrow(dim, 0, 1)
+                tail.copy_(torch.randn(tail.shape, device=tail.device))
 
     def _zeroed(self) -> dict[int, list[str]]:
         """Return the values whose padding rows a replay zeroes, by the piece before that."""
@@ -208,7 +210,9 @@ class WithoutPadding:
     not, so that what these rows write, such as the scratch slot of a cache, differs. Three runs of
     the uncompiled pieces, with padding rows as they are, zeroed, and random, show which memory
     depends on them. It is ignored only if the first run equals eager: then the pieces are right,
-    and a fault of a pass, a compiler or a replay does not widen what is ignored.
+    and a fault of a pass, a compiler or a replay does not widen what is ignored. Random numbers go
+    into rows of the batch alone: elsewhere they would reach real rows, and hide their faults. Of a
+    wrapper, which has no pieces, memory of as many rows as the batch is compared by its real rows.
     """
 
     def __init__(self, subject: Subject, call: Call, tolerance: Tolerance) -> None:
@@ -217,7 +221,9 @@ class WithoutPadding:
         self._real = None if context is None else context.num_unpadded_tokens
         self._rows = 0 if batch is None else batch.num_tokens
         self._subject, self._call, self._tolerance = subject, call, tolerance
-        self._ignored: dict[str, torch.Tensor] | None = None  # of memory: what depends on padding
+        self._in_pieces = subject.handle is not None
+        self._masks: dict[str, torch.Tensor] = {}  # of memory: what depends on padding
+        self._is_masked = False
 
     def pair(
         self, expected: dict[str, Any], actual: dict[str, Any]
@@ -226,11 +232,16 @@ class WithoutPadding:
         if self._real is None or not self._rows:
             return expected, actual
         both = expected, actual
-        in_pieces = self._subject.handle is not None
-        if in_pieces and self._differ(*both) and self._differ(*map(self._cut, both)):
+        if self._in_pieces and self._differ(*both) and self._differ(*map(self._cut, both)):
             both = self._masked(expected, expected), self._masked(actual, expected)
         cut = self._cut(both[0]), self._cut(both[1])
         return both if self._differ(*cut) else cut
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Which memory was not compared, as text."""
+        counts = [(name, int(mask.sum()), mask.numel()) for name, mask in self._masks.items()]
+        return tuple(f"{n} of {all_} numbers of {name} (padding)" for name, n, all_ in counts if n)
 
     def pieces_equal(self, expected: dict[str, Any]) -> bool:
         """Return whether the uncompiled pieces equal eager, with padding rows as they are."""
@@ -240,19 +251,20 @@ class WithoutPadding:
         return self._tolerance.first("the result", expected, actual) is not None
 
     def _cut(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the values, tensors of the rows of the batch cut to the real ones."""
+        """Return the values, results of the rows of the batch cut to the real ones."""
+        memory = self._subject.memory(self._call) if self._in_pieces else {}
 
         def cut(value: Any) -> Any:
             of_batch = isinstance(value, torch.Tensor) and value.dim() and len(value) == self._rows
             return value[: self._real] if of_batch else value
 
-        return {name: cut(value) for name, value in values.items()}
+        return {name: value if name in memory else cut(value) for name, value in values.items()}
 
     def _masked(self, values: dict[str, Any], eager: dict[str, Any]) -> dict[str, Any]:
         """Return the values, memory with zeros where it depends on padding."""
-        if self._ignored is None:
-            self._ignored = self._dependent(eager)
-        masks = self._ignored
+        if not self._is_masked:
+            self._masks, self._is_masked = self._dependent(eager), True
+        masks = self._masks
         return {n: _zeroed_where(v, masks[n]) if n in masks else v for n, v in values.items()}
 
     def _dependent(self, eager: dict[str, Any]) -> dict[str, torch.Tensor]:

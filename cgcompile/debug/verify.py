@@ -73,8 +73,8 @@ class Check:
         findings: what differs, at most one for each set.
         missing: why fewer replays took part than were asked for, or why nothing was compared; empty
             if nothing is missing.
-        uncompared: the results that were not compared: objects without fields and without an ``==``
-            of their own, such as functions.
+        uncompared: what was not compared: results that are objects without fields and without an
+            ``==`` of their own, such as functions; and memory that padding rows reach.
 
     Example:
         >>> found = cgcompile.verify(nn.Linear(8, 8), torch.randn(4, 8), sets=2)
@@ -236,6 +236,7 @@ class _Run(NamedTuple):
     replays: int = 0
     missing: str = ""
     locate: Callable[[Difference], Difference] = replace
+    ignored: tuple[str, ...] = ()  # what depends on padding rows
 
 
 @dataclass(frozen=True)
@@ -266,6 +267,7 @@ class _Checks:
                 outcome = run(call, number)
                 difference = tolerance.first("the result", outcome.expected, outcome.actual)
                 missing = missing or outcome.missing
+                names += outcome.ignored
                 if difference is not None and outcome.replays:
                     findings.append(outcome.locate(difference))
                 else:
@@ -300,7 +302,8 @@ class _Checks:
             actual, replays = self._replayed(call)
         padding = WithoutPadding(subject, call, self.tolerance)
         expected, actual = padding.pair(expected, actual)
-        return _Run(expected, actual, replays, missing, partial(self._locate, call, number))
+        locate = partial(self._locate, call, number)
+        return _Run(expected, actual, replays, missing, locate, padding.ignored)
 
     def _locate(self, call: Call, number: int, difference: Difference) -> Difference:
         """Return where the graphs of a call differ first from its plain pieces."""

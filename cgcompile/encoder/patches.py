@@ -9,6 +9,8 @@ rule: the recorded forward reads these buffers alone, never a grid.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from cgcompile.encoder.protocol import (
 )
 from cgcompile.errors import EncoderError
 from cgcompile.graphs.capture import inside_capture
+from cgcompile.graphs.guards import modules_of
 from cgcompile.settings import LARGEST_TABLE, checked, require, require_fields, require_whole, whole
 
 Grid = tuple[int, int, int]
@@ -365,11 +368,15 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         )
         return unpadded_forward(self, self._config, path, mm_kwargs, specs, convert)
 
+    @cached_property
+    def _modules(self) -> list[torch.nn.Module]:
+        """The modules whose weights the forward reads."""
+        return modules_of(self.tower)
+
     def _converter(self, mm_kwargs: Mapping[str, Any]) -> Callable[[str, Any], torch.Tensor]:
         """Return a function that moves values to the tower, as the dtype of their buffer."""
-        tower = self.tower
-        weights = list(tower.parameters()) if isinstance(tower, torch.nn.Module) else []
         pixels = _input(mm_kwargs, self._inputs_of(mm_kwargs)[0])
+        weights = chain.from_iterable(module.parameters() for module in self._modules)
         like = next((tensor for tensor in weights if tensor.is_floating_point()), pixels)
         dtypes = {key: spec.dtype for key, spec in self._computed.items()}
 

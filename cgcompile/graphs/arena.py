@@ -189,6 +189,18 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if narrow else tensor
 
 
+def rows_apart(tensor: torch.Tensor) -> bool:
+    """Return whether no two rows share memory, as they do where rows were expanded or unfolded."""
+    reach = 0
+    for dim in sorted(range(tensor.dim()), key=tensor.stride):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if size > 1 and (stride or not dim):  # a column may be repeated
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+    return True
+
+
 class OwnedCopy:
     """A buffer with the layout of one tensor, at a fixed address, refilled from others."""
 

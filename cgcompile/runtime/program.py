@@ -350,23 +350,27 @@ class Program:
         return Uses(self.split, False), Uses(self.split, True)
 
     @cached_property
-    def with_rows(self) -> frozenset[str]:
-        """The values that eager pieces leave which have a row for each row of the batch."""
+    def of_batch(self) -> frozenset[str]:
+        """The values which have a row for each row of the batch."""
         split, wanted = self.split, self.config.capture_dim
         dims = [name for name, dim in split.symbols.dims.items() if wanted in (None, dim)]
         inputs = [value.meta for value in split.inputs if value.name in dims]
         if len(dims) != 1 or not inputs:
             return frozenset()
         rows: sympy.Expr = split.symbols.number(inputs[0])
-        eager = [piece for piece in split.pieces if not piece.capture]
-        names = {n for piece in eager for n in (*piece.outputs, *self.mutated[piece.index])}
-        metas = {name: split.values[name].meta for name in names}
         return frozenset(
             name
-            for name, meta in metas.items()
-            if isinstance(meta, torch.Tensor)
-            and any(split.symbols.number(size) == rows for size in meta.shape[:1])
+            for name, value in split.values.items()
+            if isinstance(value.meta, torch.Tensor)
+            and any(split.symbols.number(size) == rows for size in value.meta.shape[:1])
         )
+
+    @cached_property
+    def with_rows(self) -> frozenset[str]:
+        """Of these, the values that eager pieces leave."""
+        eager = [piece for piece in self.split.pieces if not piece.capture]
+        left = [name for piece in eager for name in (*piece.outputs, *self.mutated[piece.index])]
+        return self.of_batch.intersection(left)
 
 
 def cpu_scalars(split: SplitGraph) -> dict[int, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.context import callers_context
 from cgcompile.errors import CaptureBusyError, DispatchError, PieceCompileError
-from cgcompile.graphs.arena import Block, ScalarCopy, address
+from cgcompile.graphs.arena import Block, ScalarCopy, address, rows_apart
 from cgcompile.graphs.bridges import Bridges, Place, crossings
 from cgcompile.graphs.capture import SameStorages
 from cgcompile.graphs.sequence import (
@@ -416,4 +416,5 @@ class _Recorder:
             start = self._starts.get(name, 0)
             if start in self._pool_memory or (start and pool.arena.owns(start)):
                 names.append(name)
-        return tuple([sources[name] for name in names if name in with_rows])
+        rows = [sources[name] for name in names if name in with_rows]
+        return tuple([each for each in rows if rows_apart(each)])  # else real rows are zeroed too

@@ -28,7 +28,7 @@ from cgcompile.errors import (
     ManagerError,
 )
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.capture import bulk_capture, postponed_capture, why_not_here
+from cgcompile.graphs.capture import bulk_captures, postponed_capture, why_not_here
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.memory import GraphMemory
@@ -187,7 +187,8 @@ class CudaGraphManager:
         check_weights: compare objects and addresses of all weights before each FULL replay, and of
             those that a model with ``guards="none"`` has bound before each other step, 0.1 us a
             weight; else call :meth:`release` and :meth:`capture` where one is replaced. Of a model
-            that is no module those of the modules that it holds, except in globals.
+            that is no module those of the modules that it holds, or that its functions name as
+            globals.
         check_metadata: the setting of that name, beside those of ``config``.
         agreement: ranks that run the same graphs, constructed with this dispatcher; or a function
             that constructs it, such as :class:`Agreement` itself. All ranks make the same calls
@@ -487,7 +488,7 @@ class CudaGraphManager:
         """
         self._refuse_captured(self.dispatcher.plan())
         with self._alone("plan"), together(self.agreement):
-            self._rebind()
+            self._forget_weights()
             return plan_memory(self)
 
     @checked
@@ -518,10 +519,10 @@ class CudaGraphManager:
         planned = chosen = self.dispatcher.plan()
         self._refuse_captured(planned)
         with self._alone("capture"), together(self.agreement):
-            self._rebind()
+            self._forget_weights()
             if max_graph_bytes is not None and self.pool is not None and planned:
                 chosen = choose_graphs(self, max_graph_bytes, histogram)
-            with bulk_capture():
+            with bulk_captures():  # warm-ups in between leave garbage with large tensors
                 for title, mode, descriptors in sets_of(chosen):
                     self._capture_set(title, mode, descriptors)
         for mode, descriptor in planned:
@@ -545,7 +546,6 @@ class CudaGraphManager:
             raise BatchError.not_planned(mode=mode.name, descriptor=str(descriptor))
         self._refuse_captured([(mode, descriptor)])
         with self._alone("capture_graph"), together(self.agreement):
-            self._full.check_weights(mode, descriptor)
             self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
 
     def _refuse_captured(self, planned: Iterable[Planned]) -> None:
@@ -603,6 +603,7 @@ class CudaGraphManager:
         """Run the step of a planned graph on a batch from ``prepare``."""
         if self.agreement is not None:
             self._across = self.agreement.across(descriptor.num_tokens)
+        self._check_weights(mode, descriptor)
         self._step(self._prepare(descriptor, phase), mode, descriptor)
         self._guard_traces()
 
@@ -634,8 +635,8 @@ class CudaGraphManager:
         """
         with self._alone("release"):
             self.graphs_dropped()
-            if self.backend is not None:
-                self.backend.release()  # and what its traces have bound is compared again
+        if self.backend is not None:  # tells other managers too, whose locks must not be nested
+            self.backend.release()  # and what its traces have bound is compared again
 
     def graphs_dropped(self) -> None:
         """Drop all graphs of the manager: the handle has dropped those of the compiled model."""
@@ -651,11 +652,11 @@ class CudaGraphManager:
         self._full.forget()
         self._guarded = -1
 
-    def _rebind(self) -> None:
-        """Prepare for the first captures: traces may be older than the weights."""
-        self._forget_weights()
-        if self.backend is not None:
+    def _check_weights(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Raise GuardError for a replaced weight; traces before the first step may be older."""
+        if self._guarded < 0 and self.backend is not None:
             self.backend.compare_bound()
+        self._full.check_weights(mode, descriptor)
 
     def drop_graphs(self) -> None:
         """Drop the manager's own graphs and output buffers; a compiled model's stay."""
@@ -749,7 +750,7 @@ class CudaGraphManager:
         if batch.num_tokens:
             self.inputs.check(batch.inputs, (batch.num_tokens, batch.num_reqs))
         mode = own.mode if batch.num_tokens else FULL  # of a FULL graph only if all ranks have one
-        self._full.check_weights(mode, own.descriptor)
+        self._check_weights(mode, own.descriptor)
         agreed = agreement.dispatch(**batch.numbers(), **restrictions)
         if not agreed.has_work:
             return None
@@ -768,7 +769,7 @@ class CudaGraphManager:
 
     def _run(self, batch: Batch, chosen: Dispatched) -> Any:
         if self.agreement is None:  # else checked before ranks agreed
-            self._full.check_weights(chosen.mode, chosen.descriptor)
+            self._check_weights(chosen.mode, chosen.descriptor)
         with self._autograd_mode():
             if chosen.mode is NONE:
                 result = self._step(batch, NONE, chosen.descriptor)

@@ -45,20 +45,21 @@ def model() -> nn.Module:
     return nn.Sequential(*(Layer() for _ in range(3))).eval().requires_grad_(False)
 
 
-def context() -> Any:
+def context(slots: tuple[int, ...] = (5, 0, 2, SCRATCH), real: int = REAL) -> Any:
     return cgcompile.set_forward_context(
-        torch.tensor([5, 0, 2, SCRATCH]),
+        torch.tensor(slots),
         cudagraph_runtime_mode="PIECEWISE",
         batch_descriptor=cgcompile.BatchDescriptor(ROWS),
-        num_unpadded_tokens=REAL,
+        num_unpadded_tokens=real,
     )
 
 
-def built(compiler: Any) -> Any:
+def built(compiler: Any, module: nn.Module | None = None) -> Any:
+    ops = ("padded::attend", "padded::scaled")
     config = cgcompile.CompilationConfig(
-        capture_device="host", compiler=compiler, splitting_ops=("padded::attend",)
+        capture_device="host", compiler=compiler, splitting_ops=ops
     )
-    return cgcompile.compile(model(), config, dynamic_dims={"input": 0})
+    return cgcompile.compile(module or model(), config, dynamic_dims={"input": 0})
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
@@ -67,6 +68,8 @@ def test_a_scratch_slot_is_no_difference(compiler: str) -> None:
     with torch.inference_mode(), context():
         found = cgcompile.verify(compiled, x)
         assert found.ok, str(found)
+        ignored = f"{WIDTH} of {(SCRATCH + 1) * WIDTH} numbers of buffer 3 (padding)"
+        assert ignored in str(found).partition("not compared: ")[2]
         assert cgcompile.debug.bisect(compiled, x).ok
 
 
@@ -93,6 +96,64 @@ def test_a_fault_in_a_cache_is_found_in_real_rows_alone(row: int) -> None:
     with torch.inference_mode(), context():
         found = cgcompile.verify(compiled, x)
     assert found.ok is (row >= REAL), str(found)
+
+
+@torch.library.custom_op("padded::scaled", mutates_args={"log"})
+def scaled(note: Tensor, scale: Tensor, log: Tensor, mixed: bool) -> None:
+    scale = scale.to(note.dtype)
+    log[cgcompile.get_forward_context().attn_metadata] = note * (scale.sum(0) if mixed else scale)
+
+
+scaled.register_fake(lambda note, scale, log, mixed: None)
+
+SCALES = {
+    "expanded rows": lambda layer, x: layer.q.bias.cos().expand(len(x), WIDTH),
+    "expanded columns": lambda layer, x: x.cos()[:, :1].expand(len(x), WIDTH),
+    "eight bits": lambda layer, x: x.to(torch.float8_e4m3fn),
+    "no rows of the batch": lambda layer, x: layer.q.weight[:ROWS].cos(),
+    "a weight": lambda layer, x: layer.q.weight[:ROWS],
+}
+WITHOUT_ROWS = ("no rows of the batch", "a weight")
+
+
+class Scaled(Layer):
+    """Logs with a scale that comes out of a captured piece."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.log = torch.zeros(size, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, note, scale = self.q(x), torch.sin(x), SCALES[self.kind](self, x)
+        out = torch.empty_like(q)
+        torch.ops.padded.scaled(note, scale, self.log, self.kind in WITHOUT_ROWS)
+        torch.ops.padded.attend(q, self.k(x), q, self.cache, torch.zeros_like(self.cache), out)
+        return x + self.after(out)
+
+
+SLOTS = {
+    "one padding row": ((5, 0, 2, SCRATCH), 3, SCRATCH + 1),
+    "two padding rows": ((5, 0, SCRATCH, SCRATCH), 2, SCRATCH + 1),
+    "as many slots as rows": ((3, 0, 1, 2), 3, ROWS),
+}
+
+
+@pytest.mark.parametrize("fault", [None, 0])
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("kind", SCALES)
+def test_random_padding_reaches_no_real_row(kind: str, slots: str, fault: int | None) -> None:
+    """What is ignored depends on padding rows: no weights, and nothing that rows share."""
+    where, real, size = SLOTS[slots]
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Scaled(kind, size) for _ in range(2))).eval().requires_grad_(False)
+    weights = copy.deepcopy(module.state_dict())
+    compiler = "eager" if fault is None else partial(with_fault, row=fault)
+    compiled, x = built(compiler, module), torch.randn(ROWS, WIDTH)
+    with torch.inference_mode(), context(where, real):
+        found = cgcompile.verify(compiled, x)
+    assert found.ok is (fault is None), str(found)
+    torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
 
 
 class Mixes(Layer):

@@ -64,6 +64,30 @@ def test_a_declared_cast_is_done() -> None:
     assert encoder.statistics.hits == 1
 
 
+LINE = nn.Linear(C, H).eval().requires_grad_(False)
+
+
+def of_a_global(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+    return LINE(buffers["pixel_values"])
+
+
+@pytest.mark.parametrize("how", ["a global", "a closure", "tower"])
+@pytest.mark.parametrize("size", [8, 40], ids=["replayed", "eager"])
+def test_patches_get_the_dtype_of_the_weights_that_the_forward_reads(how: str, size: int) -> None:
+    line = LINE
+    forward = of_a_global if how == "a global" else lambda buffers: line(buffers["pixel_values"])
+    tower = {"tower": line} if how == "tower" else {}
+    shape = {"merge_size": 1, "in_features": C, "out_hidden_size": H}
+    encoder = PatchEncoder(forward, offsets={}, **shape, **tower)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"token_budgets": [64], "config": config()}
+    served = EncoderCudaGraphManager(encoder, device="cpu", dtype=torch.float32, **options)
+    served.capture()
+    x = torch.randn(size * size, C, dtype=torch.float64)
+    (found,) = served.execute({"pixel_values": x, "image_grid_thw": [(1, size, size)]})
+    torch.testing.assert_close(found, LINE(x.float()))
+    assert served.statistics.hits == (size == 8)
+
+
 def a_table(buffer: torch.dtype, value: torch.dtype) -> Any:
     table = PatchTable(
         lambda grids: numbers(grids).to(value), dtype=buffer if buffer is INT else None

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,29 @@ def test_a_manager_refuses_a_second_thread(device: str) -> None:
         torch.testing.assert_close(results[0], x + 1)
         torch.testing.assert_close(served.step(x), x + 1)
     assert served.counters().replays >= 3
+
+
+def test_managers_of_one_model_release_at_once(device: str) -> None:
+    """Each tells the other one, and none holds its own lock meanwhile."""
+    compiled = cgcompile.compile(nn.Linear(WIDTH, WIDTH).to(device), settings(device))
+    rows = [cgcompile.serving.InputBuffer("input", ("tokens", WIDTH), torch.float32)]
+    limits = {"max_num_tokens": ROWS, "max_num_reqs": ROWS}
+    managers = [cgcompile.CudaGraphManager.from_model(compiled, rows, **limits) for _ in range(2)]
+
+    def release(manager: Any) -> int:
+        released = 0
+        while released < 300:
+            try:
+                manager.release()
+                released += 1
+            except ManagerError:  # the other one drops the graphs of this one just now
+                time.sleep(0)
+        return released
+
+    running = [run_in_thread(partial(release, manager)) for manager in managers]
+    for thread, results in running:
+        thread.join(60)
+        assert results == [300]
 
 
 # ---------------------------------------------------------------- fork

@@ -10,6 +10,7 @@ from torch import nn
 import cgcompile
 from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context, set_forward_context
 from cgcompile.config import CUDAGraphMode
+from cgcompile.debug.subject import original_of
 from cgcompile.serving.batch import Batch, Metadata
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.dispatcher import CudagraphDispatcher
@@ -171,7 +172,7 @@ def manager(
 
 def inner(made: CudaGraphManager) -> Any:
     """The module of a manager, compiled or not."""
-    return getattr(made.model, "_orig_mod", made.model)
+    return original_of(made.model)
 
 
 def check(made: CudaGraphManager, batch: Batch, **restrictions: Any) -> Any:

@@ -221,6 +221,28 @@ def test_weights_replaced_before_the_capture(first: str, device: str) -> None:
         check_equal(manager, batch)
 
 
+@pytest.mark.parametrize("first", ["run", "run, lazily", "capture_graph"])
+def test_weights_replaced_before_the_manager(first: str, device: str) -> None:
+    """A trace that served calls is older than the weights: the first step compares them."""
+    library()
+    dims = {"input_ids": 0, "positions": 0}
+    plain = Decoder().to(device).eval().requires_grad_(False)
+    model = cgcompile.compile(plain, settings(device), dynamic_dims=dims, guards="none")
+    decode, mixed = requests(1, 1, device=device, decode=True), requests(2, 1, device=device)
+    for _ in range(5):
+        eager(model, mixed)
+    more = {"metadata": metadata, "lazily": first == "run, lazily", **LIMITS}
+    manager = CudaGraphManager.from_model(model, INPUTS, **more)
+    replace_weights(manager, device)
+    if first == "capture_graph":
+        for planned in manager.dispatcher.plan():
+            manager.capture_graph(*planned)
+    for _ in range(3):
+        check_equal(manager, decode)
+        check_equal(manager, mixed)
+    assert (manager.counters.replays > 0) is (first != "run")
+
+
 def test_a_step_without_a_graph_checks_bound_weights(device: str) -> None:
     manager = built(device, settings(device))
     mixed = requests(2, 1, device=device)

@@ -176,6 +176,20 @@ def test_garbage_is_collected_once_for_all_sets() -> None:
     assert collections.count(2) == 1  # Dynamo collects young objects
 
 
+def test_garbage_of_warm_ups_is_collected() -> None:
+    """Tensors in cycles of objects would add up over all sizes of all sets."""
+    enabled: dict[str, list[bool]] = {"warmup": [], "capture": []}
+    made = manager("FULL_AND_PIECEWISE", prepare=lambda key, phase: noted(key, phase))
+
+    def noted(key: BatchDescriptor, phase: str) -> Batch:
+        enabled[phase].append(gc.isenabled())
+        return made.dummy_batch(key, phase)
+
+    made.capture()
+    assert set(enabled["warmup"]) == {True}
+    assert set(enabled["capture"]) == {False}
+
+
 def test_captures_that_are_refused() -> None:
     made = manager("FULL", metadata=lambda batch, descriptor, buffers: Metadata())
     with pytest.raises(ManagerError, match="no attention metadata"):
