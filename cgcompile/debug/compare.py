@@ -130,7 +130,7 @@ class Difference(Result):
 
     Attributes:
         stage: since when it is wrong: ``tracing``, ``pass``, ``compilation``, ``replay``,
-            ``padding``, ``breakable``, or ``grouping`` of items of an encoder.
+            ``padding``, or ``grouping`` of items of an encoder.
         inputs: which set of inputs, from 0; of a manager, which batch.
         piece: its name, such as ``piece_2``; ``the whole step`` of a FULL graph; ``the result``, or
             an eager break, of a wrapper; empty if unknown.

@@ -8,8 +8,7 @@ wrapper, which has no pieces, the arguments of the eager breaks are compared.
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from copy import copy
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -20,13 +19,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import SplittingOp, target_name
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.context import (
-    BatchDescriptor,
-    ForwardContext,
-    callers_context,
-    in_full_mode,
-    override_forward_context,
-)
+from cgcompile.context import callers_context, in_full_mode
 from cgcompile.debug.compare import (
     Call,
     Difference,
@@ -173,7 +166,6 @@ def verify(
     sets: int = 3,
     padded_sizes: Sequence[int] | str = (),
     tails: str = "random",
-    breakable: bool = False,
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
@@ -198,7 +190,6 @@ def verify(
         sets: how many sets of inputs; of a manager, how many ``prepare`` makes.
         padded_sizes: sizes to pad the batch to, such as ``"8,16"``; not under a forward context.
         tails: what padding rows hold: ``"random"`` (integers in the real range) or ``"nan"``.
-        breakable: compare with a breakable capture as well.
         rtol, atol: tolerances; left out: bitwise for uncompiled pieces on the CPU, else by dtype.
         seed: of the random numbers.
         refuse: of a manager: dispatch no FULL graph any more if one differs, on any rank.
@@ -225,7 +216,7 @@ def verify(
     inputs = InputSets((args, kwargs), prepare, seed)
     with comparing(model, config, "verify", inputs) as subject:
         tolerance = subject.tolerance(inputs.first, rtol, atol)
-        return _Checks(subject, inputs, sets, tolerance).run(sizes, tails, seed, breakable)
+        return _Checks(subject, inputs, sets, tolerance).run(sizes, tails, seed)
 
 
 class _Run(NamedTuple):
@@ -247,11 +238,10 @@ class _Checks:
     sets: int
     tolerance: Tolerance
 
-    def run(self, sizes: Sequence[int], tails: str, seed: int, breakable: bool) -> Verification:
+    def run(self, sizes: Sequence[int], tails: str, seed: int) -> Verification:
         """Run all checks."""
         checks = [self._check("eager against replay", self.tolerance, self._replay)]
         checks += [self._padded(size, tails, seed) for size in sizes]
-        checks += [self._breakable()] if breakable else []
         return Verification(self.subject.name, tuple(checks))
 
     def _check(self, name: str, tolerance: Tolerance, run: Callable[[Call, int], _Run]) -> Check:
@@ -350,57 +340,11 @@ class _Checks:
 
         return self._check(name, looser, run)
 
-    # -------------------------------------------------------------- against breakable capture
-
-    def _breakable(self) -> Check:
-        subject, tolerance, config = self.subject, self.tolerance, self.subject.config
-        settings = CompilationConfig(
-            capture_device=config.capture_device,
-            splitting_ops=config.splitting_ops,
-            builtin_splitting_ops=config.builtin_splitting_ops,
-        )
-        wrapper = BreakableCUDAGraphWrapper(subject.original, settings, CUDAGraphMode.PIECEWISE)
-
-        def run(call: Call, number: int) -> _Run:
-            missing = subject.until_replayed(call)
-            if missing:
-                return _Run(missing=missing)
-            expected, _ = self._replayed(call)
-            before = wrapper.counters.replays
-            try:
-                with _in_piecewise(call):
-                    for _ in range(2 if number == 0 else 1):
-                        actual = subject.outcome(wrapper, call)
-            except CGCompileError as error:
-                return _Run(missing=str(error).splitlines()[0])
-            replays = wrapper.counters.replays - before
-            missing = "" if replays else f"breakable: {wrapper.counters}"
-
-            def locate(difference: Difference) -> Difference:
-                with _in_piecewise(call):
-                    origin = find_break(wrapper, call, tolerance, subject.kept)
-                return located("breakable", difference, real_rows(), origin, number)
-
-            return _Run(expected, actual, replays, missing, locate)
-
-        try:
-            return self._check("replay against breakable", tolerance, run)
-        finally:
-            wrapper.clear_all_graphs()
-
 
 def real_rows() -> int | None:
     """Return how many rows are real by the forward context; None if that is unknown."""
     context = callers_context()
     return None if context is None else context.num_unpadded_tokens
-
-
-def _in_piecewise(call: Call) -> AbstractContextManager[Any]:
-    """Return the caller's forward context, or a new one, in mode PIECEWISE."""
-    context = copy(callers_context() or ForwardContext())
-    context.cudagraph_runtime_mode = CUDAGraphMode.PIECEWISE
-    context.batch_descriptor = context.batch_descriptor or BatchDescriptor(max(rows_of(call), 1))
-    return override_forward_context(context)
 
 
 # ---------------------------------------------------------------- the breaks of a wrapper
