@@ -5,7 +5,6 @@ Where they differ, the step runs once more piece by piece to find the op (``loca
 wrapper, which has no pieces, the arguments of the eager breaks are compared.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -48,8 +47,6 @@ from cgcompile.serving.batch import Batch
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked_but, require, sizes_given
-
-log = logging.getLogger(__name__)
 
 TAILS = ("random", "nan")
 
@@ -169,7 +166,6 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
-    refuse: bool = False,
     **kwargs: Any,
 ) -> Verification:
     """Run a model eager and replayed on several sets of inputs, and compare.
@@ -192,7 +188,6 @@ def verify(
         tails: what padding rows hold: ``"random"`` (integers in the real range) or ``"nan"``.
         rtol, atol: tolerances; left out: bitwise for uncompiled pieces on the CPU, else by dtype.
         seed: of the random numbers.
-        refuse: of a manager: dispatch no FULL graph any more if one differs, on any rank.
 
     Returns:
         What was compared and what differs; not ``ok`` where nothing was replayed.
@@ -206,13 +201,12 @@ def verify(
     """
     require(tails in TAILS, "tails", "verify", tails, "one of " + ", ".join(TAILS))
     managed = isinstance(model, (CudaGraphManager, EncoderCudaGraphManager))
-    require(managed or not refuse, "refuse", "verify", refuse, "False: only a manager dispatches")
     require_comparison("verify", sets, rtol, atol, seed)
     require_prepare("verify", prepare, args, kwargs)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if managed:
         made = args if prepare is None else [prepare() for _ in range(sets)]
-        return _check_managed(model, made, kwargs, Tolerance(False, rtol, atol), refuse)
+        return _check_managed(model, made, kwargs, Tolerance(False, rtol, atol))
     inputs = InputSets((args, kwargs), prepare, seed)
     with comparing(model, config, "verify", inputs) as subject:
         tolerance = subject.tolerance(inputs.first, rtol, atol)
@@ -464,26 +458,24 @@ class _PlainBreaks(Breaker):
 
 
 def _check_managed(
-    manager: Any, made: Sequence[Any], kwargs: Any, tolerance: Tolerance, refuse: bool
+    manager: Any, made: Sequence[Any], kwargs: Any, tolerance: Tolerance
 ) -> Verification:
     """Compare batches of a manager, or calls of an encoder manager."""
     require(not kwargs, "kwargs", "verify", kwargs, "no names: batches or calls, for a manager")
     if isinstance(manager, CudaGraphManager):
         with manager.uncounted():
-            return _check_manager(manager, made, tolerance, refuse)
-    require(not refuse, "refuse", "verify", refuse, "False: an encoder has no dispatcher")
+            return _check_manager(manager, made, tolerance)
     return _check_encoder(manager, made, tolerance)
 
 
 def _check_manager(
-    manager: CudaGraphManager, batches: Sequence[Batch], tolerance: Tolerance, refuse: bool
+    manager: CudaGraphManager, batches: Sequence[Batch], tolerance: Tolerance
 ) -> Verification:
     """Compare eager exact batches with the graphs that the dispatcher chooses."""
     valid = all(isinstance(batch, Batch) for batch in batches)
     require(valid, "args", "verify", batches, "batches, for a manager")
     compared: dict[bool, list[Difference | None]] = {False: [], True: []}  # by: is it padded
     missing = "" if batches else "there are no batches"
-    wrong: list[str] = []
     for number, batch in enumerate(progress(batches, "verify: batches", "batch")):
         chosen = manager.dispatched(batch)
         if chosen.mode is CUDAGraphMode.NONE:
@@ -497,11 +489,7 @@ def _check_manager(
         difference = tolerance.first("the result", expected, replayed)
         if difference is not None:
             difference = _locate_in(manager, batch, number, difference, tolerance)
-            if chosen.mode is CUDAGraphMode.FULL:
-                wrong.append(f"FULL, {chosen.descriptor}: {difference.detail}")
         compared[chosen.descriptor.num_tokens > batch.num_tokens].append(difference)
-    if refuse:
-        _refuse_full(manager, wrong)
     checks = [
         Check(
             f"exact eager against {'padded' if is_padded else 'exact'} replay",
@@ -603,15 +591,3 @@ def _ops_inside(manager: CudaGraphManager) -> str:
     ops = {why.detail: piece.where for piece in reversed(pieces) for why in piece.why}
     listed = [f"{op} at {where}" for op, where in reversed(ops.items())]
     return f" ({', '.join(listed)})" if listed else ""
-
-
-def _refuse_full(manager: CudaGraphManager, wrong: list[str]) -> None:
-    """Dispatch no FULL graph any more if one is wrong, on this rank or another."""
-    agreement = manager.agreement
-    if not (wrong if agreement is None else agreement.largest(len(wrong))):
-        return
-    detail = wrong[0] if wrong else "it differs on another rank"
-    log.warning("no FULL graphs any more: %s", detail)
-    for mode, descriptor in manager.dispatcher.plan():
-        if mode is CUDAGraphMode.FULL:
-            manager.dispatcher.refused(mode, descriptor, detail)
