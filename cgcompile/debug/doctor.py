@@ -132,7 +132,7 @@ class Finding(Result):
     Attributes:
         kind: a stable name, such as ``host_sync``; a :class:`~cgcompile.Reason` has the same one.
         severity: ``error``: it will raise, or give wrong results. ``break``: that part, or the
-            step, runs without a graph, or is captured several times. ``note``: worth to know.
+            step, runs without a graph, or is captured several times. ``note``: informational.
         message: what was found.
         fix: what to do.
         op: the op, function, argument or attribute that it is about.
@@ -310,14 +310,14 @@ def _check_model(model: Any) -> None:
 
 # ---------------------------------------------------------------- after the fact
 
-# What CUDA and torch say where a captured stream would have to be waited for.
+# Messages of CUDA and torch about a stream that must be joined.
 _REFUSALS = ("stream is capturing", "streamcapture", "capturing stream")
 _LINE = re.compile(
     r"\((?P<file>[^()\s]+\.py):(?P<line>\d+) in (?P<function>\w+|<\w+>)(?:: (?P<code>.*))?\)"
 )
 _NAMED_OP = re.compile(r"(?P<op>[\w:.]+(?: with [\w ]+?)?): operation not permitted")
 _UNRELATED = (
-    "It was raised outside of cgcompile, and comes without graphs as well. Correct what it names."
+    "The error was raised outside of cgcompile and also occurs without graphs. Fix its cause."
 )
 
 
@@ -461,7 +461,7 @@ class _Examination:
             ran = self._run(self._first)
             if ran is not None:
                 between = State(self._model, self._second)
-                self._notes.quiet += 1  # the second call is observed for its changes alone
+                self._notes.muted += 1  # the second call is observed for its changes alone
                 if compare:
                     self._compare_calls()
                 ran_second = self._run(self._second, " in the second of two calls")

@@ -52,7 +52,7 @@ def _drawing(label: str, attributes: str, shapes: Sequence[str]) -> str:
 
 
 def split_svg(pieces: Sequence[Mapping[str, Any]], label: str) -> str:
-    """Return the pieces of a split from top to bottom, with the bytes that each one hands on.
+    """Return the pieces of a split from top to bottom, with the bytes that each one passes on.
 
     Args:
         pieces: as of ``Explanation.to_dict()["pieces"]``. Repeated ones are drawn once.
@@ -114,7 +114,7 @@ def _edge(piece: Mapping[str, Any], top: int) -> str:
     size = piece["bytes_out"]
     text = f"{size['expression']} B" if size["traced"] is None else human(size["traced"])
     return (
-        f"<g><title>{escape(piece['name'])} hands on {escape(text)}</title>"
+        f"<g><title>{escape(piece['name'])} passes on {escape(text)}</title>"
         f'<path class="edge" d="M24 {top} V{top + _GAP - 2} m-4 -6 l4 6 l4 -6"/>'
         f'<text x="36" y="{top + 17}">{_clipped(text)}</text></g>'
     )

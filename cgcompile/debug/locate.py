@@ -290,7 +290,7 @@ def _zeroed_where(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ObservedStep:
     """One call of a recorded step."""
 
     graph: int
@@ -341,18 +341,18 @@ class Watcher:
 
     def __init__(self, tolerance: Tolerance) -> None:
         self.differences: list[tuple[int, Difference]] = []  # (number of the graph, the first one)
-        self.seen: list[Step] = []  # the steps that ran
+        self.seen: list[ObservedStep] = []  # the steps that ran
         self._tolerance = tolerance
 
     def of(self, number: int) -> Observer:
         """Return the observer of a compiled graph."""
 
         def watch(program: Program, recording: Recording, inputs: Any, real: int | None) -> Any:
-            return self._watch(Step(number, program, recording, inputs, real))
+            return self._watch(ObservedStep(number, program, recording, inputs, real))
 
         return watch
 
-    def _watch(self, step: Step) -> Any:
+    def _watch(self, step: ObservedStep) -> Any:
         self.seen.append(step)
         before: dict[int, dict[str, Any]] = {}
         for mode in PieceMode:
@@ -369,7 +369,7 @@ class Watcher:
 
     def _first(
         self,
-        step: Step,
+        step: ObservedStep,
         mode: PieceMode,
         before: Mapping[int, Mapping[str, Any]],
         after: Mapping[int, Mapping[str, Any]],
@@ -412,7 +412,7 @@ class Nodes(fx.Interpreter):
         return value
 
 
-Seen = list[tuple[Step, dict[int, Nodes]]]
+Seen = list[tuple[ObservedStep, dict[int, Nodes]]]
 """Steps, and what each node of their uncompiled pieces makes, by the index of the piece."""
 
 

@@ -36,7 +36,7 @@ from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.settings import checked, require, sizes_given
 
 VERSION = 5  # of the schema of Overview.to_dict()
-_NOTHING = "Nothing was compiled yet: call the model, then ask again."
+_NOTHING = "Nothing was compiled yet: call the model, then call report() again."
 
 
 @dataclass(frozen=True)

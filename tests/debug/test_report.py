@@ -138,11 +138,11 @@ def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None
     assert len(overview.graphs) == 2
     for graph in overview.graphs:
         titles = drawing(page, f"The pieces of graph {graph.index} in order: 3 captured, 2 eager")
-        pieces = [title for title in titles if " hands on " not in title]
+        pieces = [title for title in titles if " passes on " not in title]
         assert [title.split(",")[0] for title in pieces] == [each.name for each in graph.pieces]
         assert pieces[1].startswith("piece_1, eager, 1 op; splitting_op: cgserve::attend")
-        assert [title for title in titles if " hands on " in title] == [
-            f"{each.name} hands on {human(each.bytes_out.traced)}" for each in graph.pieces[:-1]
+        assert [title for title in titles if " passes on " in title] == [
+            f"{each.name} passes on {human(each.bytes_out.traced)}" for each in graph.pieces[:-1]
         ]
     captures = drawing(page, "Captures")
     for title, record in zip(captures, overview.timeline, strict=True):
@@ -380,7 +380,7 @@ def test_a_long_split_is_cut_in_the_middle() -> None:
     drawn = re.findall(r"<title>piece_(\d+), ", text)
     assert drawn == [*map(str, range(18)), *map(str, range(45, 50))]
     assert "27 more rows" in text
-    handed = re.findall(r"<title>piece_(\d+) hands on ", text)  # not into a row that is left out
+    handed = re.findall(r"<title>piece_(\d+) passes on ", text)  # not into a row that is left out
     assert handed == [*map(str, range(17)), *map(str, range(45, 49))]
     assert 'aria-label="a &amp; b"' in text
 
@@ -544,7 +544,9 @@ def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_has_run() -> None:
     overview = cgcompile.debug.report(cgcompile.compile(Attends(), compiler="eager"))
     assert overview.steps == overview.timeline == overview.graphs == ()
-    assert overview.notes == ("Nothing was compiled yet: call the model, then ask again.",)
+    assert overview.notes == (
+        "Nothing was compiled yet: call the model, then call report() again.",
+    )
     text = read(overview).text
     assert "Nothing is recorded." in text
     assert "Nothing was captured." in text
