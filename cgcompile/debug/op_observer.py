@@ -11,8 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import replace
 from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any
@@ -27,6 +26,7 @@ from cgcompile.context import (
     get_forward_context,
     is_forward_context_available,
 )
+from cgcompile.debug.findings import Finding, Way, finding
 from cgcompile.debug.restore import Snapshot
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.breaks import foreign_breaks
@@ -38,31 +38,11 @@ from cgcompile.reasons import Reason
 _CPU = torch.device("cpu")
 
 
-class Way(IntEnum):
-    """How a model is captured; it decides how severe a finding is."""
-
-    SPLIT = 0  # torch.compile: Dynamo breaks the graph at what it cannot trace
-    WHOLE = 1  # cgcompile.compile: one trace of the whole model, or none
-    UNTRACED = 2  # a wrapper: plain Python runs once, while it is captured
-
-
-@dataclass(frozen=True)
-class Note:
-    """One observation; ``severity`` None is that of its kind."""
-
-    kind: str
-    op: str
-    message: str
-    line: Line | None = None
-    severity: str | None = None
-    count: int = 1
-
-
 _GUARDED = "the function checks whether it is traced or captured, and may leave this out then"
 
 
 class Notes:
-    """Collect notes; equal ones from the same line are counted."""
+    """Collect findings; equal ones from the same line are counted."""
 
     def __init__(self, way: Way, until: CodeType) -> None:
         self.way = way
@@ -71,10 +51,10 @@ class Notes:
         self._until = until  # the code that calls the model
         # Nothing is traced: no region. A region around the examination is the caller's.
         self._leaves_out_regions = way is not Way.UNTRACED and not eager_region_is_open()
-        self._notes: dict[tuple[object, ...], Note] = {}
+        self._findings: dict[tuple[object, ...], Finding] = {}
 
-    def __iter__(self) -> Iterator[Note]:
-        yield from self._notes.values()
+    def __iter__(self) -> Iterator[Finding]:
+        yield from self._findings.values()
 
     @property
     def listens(self) -> bool:
@@ -96,23 +76,27 @@ class Notes:
         return running_line(sys._getframe(1), self._until)
 
     def here(self, kind: str, op: str, message: str, severity: str | None = None) -> None:
-        """Add a note about the line that runs now."""
+        """Add a finding about the line that runs now."""
         if self.listens:
             self.at(self.line(), kind, op, message, severity)
 
     def at(
         self, line: Line | None, kind: str, op: str, message: str, severity: str | None = None
     ) -> None:
-        """Add a note about a line that has run; of severity ``note`` in a guarded function."""
+        """Add a finding about a line that has run; of severity ``note`` in a guarded function."""
         if line is not None and (line.file, line.function) in self.guarded:
             message, severity = f"{message}; {_GUARDED}", "note"
-        self.add(Note(kind, op, message, line, severity))
+        self.add(kind, op, message, line, severity)
 
-    def add(self, note: Note) -> None:
-        """Add a note, or count it."""
-        key = (note.kind, note.op if note.line is None else note.line[:2])
-        known = self._notes.get(key)
-        self._notes[key] = note if known is None else replace(known, count=known.count + 1)
+    def add(
+        self, kind: str, op: str, message: str, line: Line | None, severity: str | None = None
+    ) -> None:
+        """Add a finding, or count it; ``severity`` None is that of its kind."""
+        key = (kind, op if line is None else line[:2])
+        if key in self._findings:
+            self._findings[key] = replace(self._findings[key], count=self._findings[key].count + 1)
+        else:
+            self._findings[key] = finding(self.way, kind, op, message, line, severity)
 
 
 # ---------------------------------------------------------------- streams

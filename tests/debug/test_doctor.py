@@ -12,8 +12,8 @@ from torch import nn
 
 import cgcompile
 from cgcompile import CompilationConfig
-from cgcompile.debug.doctor import KINDS, SEVERITIES, finding
-from cgcompile.debug.op_observer import Note, Notes, PythonCalls, Way
+from cgcompile.debug.findings import KINDS, SEVERITIES, Way, finding
+from cgcompile.debug.op_observer import Notes, PythonCalls
 
 
 def reads(x):
@@ -219,7 +219,7 @@ def test_lines_of_the_caller_are_not_the_models() -> None:
 def test_each_kind_has_a_fix_for_each_way() -> None:
     for kind in KINDS:
         for way in Way:
-            found = finding(Note(kind, "ns::op", "why"), way)
+            found = finding(way, kind, "ns::op", "why", None)
             assert found.severity in SEVERITIES
             assert found.fix.endswith(".")
             assert "{op}" not in found.fix
