@@ -22,7 +22,7 @@ from cgcompile.context import callers_context
 from cgcompile.debug.compare import Call, Difference, Tolerance, copied
 from cgcompile.debug.restore import copies, restored_after
 from cgcompile.debug.subject import Subject
-from cgcompile.graphs.arena import comparable
+from cgcompile.graphs.arena import address, comparable
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, user_line, written
 from cgcompile.passes.split import Piece, SplitGraph
@@ -115,10 +115,10 @@ class _MixedRun:
     def _disturb(self, outputs: Sequence[Any], real: int | None) -> None:
         """Fill the padding rows of what a piece made with random numbers; not memory of inputs."""
         rows = self.recording.batch.descriptor.num_tokens
-        known = {_memory(tensor) for tensor in compat.tree_tensors(list(self.inputs))}
+        known = {address(tensor) for tensor in compat.tree_tensors(list(self.inputs))}
         for tensor in compat.tree_tensors(list(outputs)):
             of_batch = tensor.dim() and len(tensor) == rows and tensor.is_floating_point()
-            if of_batch and _memory(tensor) not in known:
+            if of_batch and address(tensor) not in known:
                 tensor[real:].normal_()
 
     def _zeroed(self) -> dict[int, list[str]]:
@@ -175,7 +175,7 @@ class _MixedRun:
             target = self._value(name)
             if not isinstance(value, torch.Tensor) or not isinstance(target, torch.Tensor):
                 continue
-            if _memory(target) != _memory(value):
+            if address(target) != address(value):
                 self.own[name] = (target, value.detach())
 
     def _copy_in(self, names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -188,14 +188,10 @@ class _MixedRun:
 
     def _refresh(self, tensors: Sequence[Any]) -> None:
         """Copy the values in memory that was written."""
-        memory = {_memory(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        memory = {address(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
         for name, (target, _) in list(self.own.items()):
-            if _memory(target) in memory:
+            if address(target) in memory:
                 self.own[name] = (target, target.clone())
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 # ---------------------------------------------------------------- padding

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import torch_compat as compat
+from cgcompile.graphs.arena import address, storage_bytes
 from cgcompile.graphs.guards import (
     Slots,
     Transparent,
@@ -185,7 +186,7 @@ class Snapshot:
     def __init__(self, known: Iterable[torch.Tensor], *, alone: bool = False) -> None:
         tensors = list(_dense(known))
         self._alone = alone
-        self._known = {_address(tensor) for tensor in tensors}
+        self._known = {address(tensor) for tensor in tensors}
         self._allocated: set[int] = set()  # no memory from before can begin where the run allocates
         self._copied: dict[int, int] = {}  # by address: how many bytes from there on
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -205,36 +206,35 @@ class Snapshot:
 
     def after_call(self, results: Any, arguments: Any) -> None:
         """Note the memory that an op allocated for its results."""
-        old = {_address(tensor) for tensor in _dense(compat.tree_tensors(arguments))} | self._known
-        new = {_address(tensor) for tensor in _dense(compat.tree_tensors(results))}
+        old = {address(tensor) for tensor in _dense(compat.tree_tensors(arguments))} | self._known
+        new = {address(tensor) for tensor in _dense(compat.tree_tensors(results))}
         self._allocated |= new - old
 
     def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the bytes of tensors, unless the run has allocated them itself."""
         for tensor in _dense(tensors):
-            address = _address(tensor)
-            if not address or address in self._allocated:
+            start = address(tensor)
+            if not start or start in self._allocated:
                 continue
-            if self._alone and address not in self._known:
+            if self._alone and start not in self._known:
                 continue
             storage = tensor.untyped_storage()
-            if storage.nbytes() <= self._copied.get(address, 0):
+            if storage.nbytes() <= self._copied.get(start, 0):
                 continue
-            self._copied[address] = storage.nbytes()
+            self._copied[start] = storage.nbytes()
             with torch.inference_mode(False), torch.no_grad():
-                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                whole.set_(storage, 0, (storage.nbytes(),), (1,))
-                self._before.append((whole, whole.clone()))
+                memory = storage_bytes(storage)
+                self._before.append((memory, memory.clone()))
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of a tensor was written."""
-        return any(_address(part) in self._copied for part in _dense([tensor]))
+        return any(address(part) in self._copied for part in _dense([tensor]))
 
     def restore(self) -> None:
         """Restore all copied bytes, and the state of all generators."""
         with torch.inference_mode(False), torch.no_grad():
-            for whole, before in reversed(self._before):  # one may overlap an earlier one
-                whole.copy_(before)
+            for memory, before in reversed(self._before):  # one may overlap an earlier one
+                memory.copy_(before)
         for generator, state in self._generators.values():
             generator.set_state(state)
         random.setstate(self._python)
@@ -255,13 +255,6 @@ def _dense(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             names, _ = tensor.__tensor_flatten__()
             inner = [getattr(tensor, name) for name in names]
             yield from _dense(compat.tree_tensors(inner))  # a DTensor wraps a mesh as well
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return where the storage of a dense tensor begins; 0 for one without bytes."""
-    if tensor.device.type == "meta" or not tensor.untyped_storage().nbytes():
-        return 0
-    return tensor.untyped_storage().data_ptr()
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
