@@ -338,26 +338,6 @@ def test_a_measured_speed_is_shown() -> None:
             cgcompile.debug.report(model, speed=speed)  # type: ignore[arg-type]
 
 
-def test_cells_of_narrow_pages_have_titles(page: Page) -> None:
-    """They take the place of the head of the table; empty ones are left out."""
-    cells = [found for tag, found in page.tags if tag in ("td", "th") and "data-title" in found]
-    assert {found["data-title"] for found in cells} >= {"batches", "graph", "why without a graph"}
-    columns = {name: [text for text, _ in rows[0]] for name, rows in page.tables.items()}
-    empty = [
-        text.strip() in ("", "\N{EN DASH}")
-        for rows in page.tables.values()
-        for row in rows[1:]
-        for text, _ in row
-    ]
-    assert (
-        len(cells)
-        == len(empty)
-        == sum(len(columns[name]) * (len(rows) - 1) for name, rows in page.tables.items())
-    )
-    assert ["nothing" in found.get("class", "").split() for found in cells] == empty
-    assert any(empty)
-
-
 def test_repeated_pieces_are_drawn_once() -> None:
     model = nn.Sequential(*[Attends() for _ in range(20)]).eval()
     found = cgcompile.explain(model, torch.randn(2, 4, 8))
