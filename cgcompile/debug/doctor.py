@@ -28,7 +28,7 @@ from cgcompile.debug.findings import KINDS, SEVERITIES, Finding, Way, finding
 from cgcompile.debug.op_observer import Notes, Watch
 from cgcompile.debug.output import sentence
 from cgcompile.debug.pages import Page
-from cgcompile.debug.restore import Held, Snapshot, State
+from cgcompile.debug.restore import Snapshot, State
 from cgcompile.debug.subject import check_arguments, name_of, original_of, recorders_of, resolved
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.errors import (
@@ -43,6 +43,7 @@ from cgcompile.errors import (
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.cuda import is_unjoined
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.fields import Item
 from cgcompile.graphs.guards import is_plain_value, layout_text, named_arguments, same_value
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, devices_of
 from cgcompile.passes.nodes import Line, came_by_us, is_users_file, line_at, raised_at
@@ -462,7 +463,7 @@ class _Examination:
             if held.key not in each_call and held.path.startswith("self.") and held.attribute:
                 self._add_change("lazy_attribute", "the first call sets it", held, ran)
 
-    def _add_change(self, kind: str, text: str, held: Held, ran: set[CodeType]) -> None:
+    def _add_change(self, kind: str, text: str, held: Item, ran: set[CodeType]) -> None:
         line = _store_line(held, self._model, ran) or self._source
         self._notes.add(kind, held.path, text, line)
 
@@ -482,7 +483,7 @@ def _forward_line(model: Any) -> Line | None:
     return line_at(code, code.co_firstlineno)
 
 
-def _store_line(held: Held, model: Any, ran: set[CodeType]) -> Line | None:
+def _store_line(held: Item, model: Any, ran: set[CodeType]) -> Line | None:
     """Return the first user line that assigns an attribute, else the first that names it.
 
     Read from the source of what ran: methods of its owner, then the model's forward, then the rest.
