@@ -200,8 +200,8 @@ class Tolerance:
             else:
                 same = False
             if name not in actual or not same:
-                now = _value_text(replayed) if name in actual else "nothing"
-                text = f"{now} in the replay, {_value_text(plain)} in the plain step"
+                after = _value_text(replayed) if name in actual else "nothing"
+                text = f"{after} in the replay, {_value_text(plain)} in the plain step"
                 return Difference(piece=piece, value=name, detail=text)
             if isinstance(plain, torch.Tensor):
                 bounds = self.of(plain.dtype)

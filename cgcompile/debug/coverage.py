@@ -306,7 +306,7 @@ def _cells(rows: Sequence[CoverageRow], width: int) -> list[tuple[str, ...]]:
     for row in rows:
         share = "-" if row.padding is None else f"{row.padding:.1%}"
         mark = " (not captured)" if row.captured is False else ""
-        key, most = row.graph or "-", max(width - len(mark), 12)
-        key = (key if len(key) <= most else f"{key[: most - 3]}...") + mark
+        key, limit = row.graph or "-", max(width - len(mark), 12)
+        key = (key if len(key) <= limit else f"{key[: limit - 3]}...") + mark
         cells.append((row.part, row.batches, row.mode, key, share, str(row.hits)))
     return cells

@@ -265,7 +265,7 @@ def _of_counters(handle: Backend | CUDAGraphWrapper) -> list[Finding]:
     """Return findings from the counters of a handle or of a wrapper, the most frequent first."""
     counters, result = handle.counters, []
     owners = dict.fromkeys([handle, *recorders_of(handle, "doctor")])
-    for timeline in [each.timeline for each in owners]:
+    for timeline in [owner.timeline for owner in owners]:
         if timeline.live.failures:
             text, line = f"the last: {timeline.last_failure}", _named_line(timeline.last_failure)
             failed = finding(Way.SPLIT, "call_failed", "-", text, line)

@@ -391,10 +391,10 @@ class SplitReporter:
     def _dims(self) -> Iterator[SymbolReport]:
         for symbol, dim in zip(self._symbols, self._symbols.dims.items(), strict=True):
             least, limit = self._symbols.bounds(symbol)
-            most = int(limit) if getattr(limit, "is_Integer", False) else None
+            largest = int(limit) if getattr(limit, "is_Integer", False) else None
             guards = tuple(self._symbols.guards_on(symbol))
             traced = self._traced.get(symbol)
-            yield SymbolReport(*dim, traced, int(least), most, guards)
+            yield SymbolReport(*dim, traced, int(least), largest, guards)
 
     def _totals(self) -> Totals:
         pieces, distinct = self._split.pieces, self._split.distinct

@@ -328,8 +328,8 @@ class Values:
         older = {n: v for n, v in self._current.items() if self._last_use.get(n, -1) > piece.index}
         self._current = {n: v for n, v in left.items() if n not in empty}
         self._current |= {n: v for n, v in older.items() if n not in left}
-        known = {n: v for n, v in self._current.items() if v is not None}
-        self.after[piece.index] = copies(known)
+        values = {n: v for n, v in self._current.items() if v is not None}
+        self.after[piece.index] = copies(values)
 
 
 class Watcher:
@@ -374,8 +374,8 @@ class Watcher:
         pieces = step.split.pieces
         for index, values in after.items():
             whole = index == len(pieces)
-            known = before[index].items()
-            expected = {name: value for name, value in known if whole or name in values}
+            previous = before[index].items()
+            expected = {name: value for name, value in previous if whole or name in values}
             name = "the result" if whole else pieces[index].name
             difference = self._tolerance.first(name, expected, values)
             if difference is not None:
@@ -523,8 +523,10 @@ def padding_place(
         for node, leaves in small.made.items():
             others = padded.get(node.name, {})
             cut = {path: real_part(others.get(path), leaf, real) for path, leaf in leaves.items()}
-            known = {path: leaf for path, leaf in leaves.items() if _same_shape(leaf, cut[path])}
-            if tolerance.first(node.name, known, cut) is not None:
+            exact_rows = {
+                path: leaf for path, leaf in leaves.items() if _same_shape(leaf, cut[path])
+            }
+            if tolerance.first(node.name, exact_rows, cut) is not None:
                 return node
         return None
 

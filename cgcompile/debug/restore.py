@@ -58,17 +58,17 @@ class State:
         """
         for path, held in after.values.items():
             before = self.values[path].value if path in self.values else None
-            now = held.value
-            if isinstance(now, torch.Tensor):
-                if now is not before:
+            value = held.value
+            if isinstance(value, torch.Tensor):
+                if value is not before:
                     yield before, held
-                elif id(now) in self._tensors and id(now) in after._tensors:
-                    old, new = self._tensors[id(now)][1], after._tensors[id(now)][1]
+                elif id(value) in self._tensors and id(value) in after._tensors:
+                    old, new = self._tensors[id(value)][1], after._tensors[id(value)][1]
                     if old.data_ptr() != new.data_ptr():
                         yield old, held._replace(value=new)
-            elif now is before or not isinstance(now, (bool, int, float, str)):
+            elif value is before or not isinstance(value, (bool, int, float, str)):
                 continue
-            elif type(now) is not type(before) or now != before:
+            elif type(value) is not type(before) or value != before:
                 yield before, held
 
     def uncompile(self) -> None:

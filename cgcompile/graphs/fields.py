@@ -121,9 +121,9 @@ class _Holder:
     def changes(self) -> Iterator[Change]:
         """Yield the items that are other objects."""
         before = dict(zip(self.keys, self.values, strict=True))
-        now = dict(zip(*_contents(self.target), strict=True))
-        for key in before | now:
-            one, other = before.get(key, _MISSING), now.get(key, _MISSING)
+        after = dict(zip(*_contents(self.target), strict=True))
+        for key in before | after:
+            one, other = before.get(key, _MISSING), after.get(key, _MISSING)
             if one is not other:
                 yield Change(self.name(key), one, other)
 
