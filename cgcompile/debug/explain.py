@@ -428,7 +428,7 @@ def _data_breaks(split: SplitGraph) -> tuple[GraphBreak, ...]:
     """Return where ``torch.compile`` breaks by default: at ops that read data for the host."""
     breaks: dict[GraphBreak, None] = {}
     for piece in split.pieces:
-        if any(why.reason is Reason.HOST_SYNC for why in piece.why):
+        if any(cause.reason is Reason.HOST_SYNC for cause in piece.why):
             for node in piece.module.graph.nodes:
                 if node.op in COMPUTING and _reads_data(node):
                     line, what = user_line(node), f"{target_name(node.target)} reads data"

@@ -522,7 +522,7 @@ def _check_encoder(
         after = statistics.replays - before
         without = Counter(statistics.reasons()) - Counter(reasons)
         if without:
-            whys = ", ".join(f"{items} {why.value}" for why, items in without.items())
+            whys = ", ".join(f"{items} {reason.value}" for reason, items in without.items())
             missing = missing or f"call {number} has items without a graph: {whys}"
         elif not after:
             missing = missing or f"call {number} has no items with tokens"

@@ -139,10 +139,10 @@ def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None
     for graph in overview.graphs:
         titles = drawing(page, f"The pieces of graph {graph.index} in order: 3 captured, 2 eager")
         pieces = [title for title in titles if " passes on " not in title]
-        assert [title.split(",")[0] for title in pieces] == [each.name for each in graph.pieces]
+        assert [title.split(",")[0] for title in pieces] == [piece.name for piece in graph.pieces]
         assert pieces[1].startswith("piece_1, eager, 1 op; splitting_op: cgserve::attend")
         assert [title for title in titles if " passes on " in title] == [
-            f"{each.name} passes on {human(each.bytes_out.traced)}" for each in graph.pieces[:-1]
+            f"{piece.name} passes on {human(piece.bytes_out.traced)}" for piece in graph.pieces[:-1]
         ]
     captures = drawing(page, "Captures")
     for title, record in zip(captures, overview.timeline, strict=True):
@@ -381,11 +381,11 @@ def test_a_drawing_is_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_the_page_stands_alone(page: Page) -> None:
     assert "script" not in {tag for tag, _ in page.tags}
-    for tag, found in page.tags:
+    for tag, attributes in page.tags:
         for name in ("src", "href", "data", "action"):
-            address = found.get(name)
+            address = attributes.get(name)
             assert address is None or address[0] == "#" or address == "data:,", (tag, address)
-        assert not [name for name in found if name.startswith("on")]
+        assert not [name for name in attributes if name.startswith("on")]
 
 
 def test_the_page_is_accessible(page: Page) -> None:
@@ -552,10 +552,10 @@ def test_representations_are_short() -> None:
     results = [found, cgcompile.explain(model, x), cgcompile.coverage(compiled)]
     results += [cgcompile.verify(compiled, x), cgcompile.debug.bisect(compiled, x)]
     results += [cgcompile.debug.doctor(model, x), cgcompile.debug.timeline(compiled)]
-    for each in results:
-        assert len(repr(each)) < 120, repr(each)
-        assert "\n" not in repr(each)
-        assert each._repr_html_().startswith("<pre>")
+    for result in results:
+        assert len(repr(result)) < 120, repr(result)
+        assert "\n" not in repr(result)
+        assert result._repr_html_().startswith("<pre>")
     summary = str(cgcompile.coverage(compiled)).splitlines()[-1]
     assert re.fullmatch(r"\d+ of \d+ steps on graphs(, .* padding)?", summary)
     assert repr(cgcompile.coverage(compiled)) == f"<Coverage {summary}>"
