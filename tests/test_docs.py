@@ -112,7 +112,7 @@ def test_the_pictures_of_a_model_are_of_one_that_ran() -> None:
     for name in ("split", "steps", "sizes", "traffic"):
         drawing = ElementTree.fromstring(pictures.inline(name))
         texts[name] = [each.text or "" for each in drawing.iter("title")][1:]
-    pieces = [title for title in texts["split"] if " hands on " not in title]
+    pieces = [title for title in texts["split"] if " passes on " not in title]
     assert [title.split(",")[0] for title in pieces] == ["piece_0", "piece_1", "piece_2"]
     breaks = [title for title in texts["steps"] if "batching::attention, eager: " in title]
     assert breaks

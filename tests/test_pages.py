@@ -14,7 +14,7 @@ from lib.pages import DOCS, blocks, section, split_lines
 
 import cgcompile
 from cgcompile import errors
-from cgcompile.debug.doctor import KINDS
+from cgcompile.debug.findings import KINDS
 from cgcompile.debug.locate import STAGES
 
 COMING = (DOCS / "coming_from.md").read_text()

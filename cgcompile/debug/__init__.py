@@ -1,4 +1,4 @@
-"""Looking at a model, at what was compiled of it, and at what its graphs are worth.
+"""Inspect a model, what was compiled from it, and the use of its graphs.
 
 ``explain`` before a run, ``coverage``, ``report`` and ``profile`` after one, ``doctor`` for what
 graphs cannot hold; ``verify`` and ``bisect`` compare (``compare``, ``locate``) runs that leave

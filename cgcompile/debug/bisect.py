@@ -331,15 +331,15 @@ class _Search:
 
     def _changed_node(self, bad: Nodes, right: Nodes) -> fx.Node | None:
         """Return the first node that has another value with the pass, or the new one it reads."""
-        known = {node.name: leaves for node, leaves in right.made.items()}
+        expected = {node.name: leaves for node, leaves in right.made.items()}
         for node, leaves in bad.made.items():
-            if node.name not in known:
+            if node.name not in expected:
                 continue
-            if self._tolerance.first(node.name, known[node.name], leaves) is None:
+            if self._tolerance.first(node.name, expected[node.name], leaves) is None:
                 continue
-            new = [n for n in node.all_input_nodes if n.op in COMPUTING and n.name not in known]
+            new = [n for n in node.all_input_nodes if n.op in COMPUTING and n.name not in expected]
             return new[0] if new else node
-        new = [node for node in bad.made if node.name not in known]
+        new = [node for node in bad.made if node.name not in expected]
         return new[-1] if new else None
 
 

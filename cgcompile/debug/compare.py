@@ -130,7 +130,7 @@ class Difference(Result):
 
     Attributes:
         stage: since when it is wrong: ``tracing``, ``pass``, ``compilation``, ``replay``,
-            ``padding``, ``breakable``, or ``grouping`` of items of an encoder.
+            ``padding``, or ``grouping`` of items of an encoder.
         inputs: which set of inputs, from 0; of a manager, which batch.
         piece: its name, such as ``piece_2``; ``the whole step`` of a FULL graph; ``the result``, or
             an eager break, of a wrapper; empty if unknown.
@@ -200,8 +200,8 @@ class Tolerance:
             else:
                 same = False
             if name not in actual or not same:
-                now = _value_text(replayed) if name in actual else "nothing"
-                text = f"{now} in the replay, {_value_text(plain)} in the plain step"
+                after = _value_text(replayed) if name in actual else "nothing"
+                text = f"{after} in the replay, {_value_text(plain)} in the plain step"
                 return Difference(piece=piece, value=name, detail=text)
             if isinstance(plain, torch.Tensor):
                 bounds = self.of(plain.dtype)

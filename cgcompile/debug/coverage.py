@@ -29,7 +29,7 @@ class CoverageRow:
 
     computed: ClassVar[tuple[str, ...]] = ("padding",)
 
-    batches: str  # such as "5..8 tokens"; "" where unknown, and of a graph that is not there
+    batches: str  # such as "5..8 tokens"; "" where unknown, and of a graph that does not exist
     mode: str  # FULL, PIECEWISE or NONE
     hits: int = 0  # steps, the capturing one included; or items of an encoder
     graph: str | None = None  # the key of the graph; None without one
@@ -48,7 +48,7 @@ class CoverageRow:
 
 @dataclass(frozen=True, repr=False)
 class Coverage(Result):
-    """What graphs were worth. ``print`` it.
+    """Which graphs served which batches. ``print`` it.
 
     Attributes:
         version: of the schema of :meth:`to_dict`; raised with each change of it.
@@ -304,8 +304,8 @@ def _cells(rows: Sequence[CoverageRow], width: int) -> list[tuple[str, ...]]:
     cells: list[tuple[str, ...]] = [("part", "batches", "mode", "graph", "padding", "hits")]
     for row in rows:
         share = "-" if row.padding is None else f"{row.padding:.1%}"
-        mark = " (not there)" if row.captured is False else ""
-        key, most = row.graph or "-", max(width - len(mark), 12)
-        key = (key if len(key) <= most else f"{key[: most - 3]}...") + mark
+        mark = " (not captured)" if row.captured is False else ""
+        key, limit = row.graph or "-", max(width - len(mark), 12)
+        key = (key if len(key) <= limit else f"{key[: limit - 3]}...") + mark
         cells.append((row.part, row.batches, row.mode, key, share, str(row.hits)))
     return cells

@@ -24,10 +24,11 @@ from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import callers_context
 from cgcompile.debug.compare import Call, prepared, require_prepare
-from cgcompile.debug.op_observer import Note, Notes, Watch, Way
-from cgcompile.debug.output import Result, sentence
+from cgcompile.debug.findings import KINDS, SEVERITIES, Finding, Way, finding
+from cgcompile.debug.op_observer import Notes, Watch
+from cgcompile.debug.output import sentence
 from cgcompile.debug.pages import Page
-from cgcompile.debug.restore import Held, Snapshot, State
+from cgcompile.debug.restore import Snapshot, State
 from cgcompile.debug.subject import check_arguments, name_of, original_of, recorders_of, resolved
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.errors import (
@@ -42,6 +43,7 @@ from cgcompile.errors import (
 from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.cuda import is_unjoined
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.fields import Item
 from cgcompile.graphs.guards import is_plain_value, layout_text, named_arguments, same_value
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, devices_of
 from cgcompile.passes.nodes import Line, came_by_us, is_users_file, line_at, raised_at
@@ -49,124 +51,6 @@ from cgcompile.reasons import EXPECTED, LAST_CALL, Reason
 from cgcompile.settings import checked, checked_but, require
 
 VERSION = 1  # of to_dict(); raised when a key goes or changes its meaning
-SEVERITIES = ("error", "break", "note")
-
-# What to do about each kind of finding.
-_FIXES = {
-    "host_sync": "Keep the value on the device (torch.where in place of a branch, masked_fill), "
-    "compute it before the step, do not print; or run the part eager: cgcompile.eager_region() "
-    "where the model is traced, cgcompile.eager_break_during_capture where it is not.",
-    "synchronize": "Leave it out of forward: work of one stream is in order anyway. For timing, "
-    "synchronise around the call of the model.",
-    "data_dependent_shape": "Keep the shape fixed: torch.where or masked_fill for a mask as an "
-    "index, nonzero_static(size=...), repeat_interleave(output_size=...), index_select. Or run it "
-    "eager: cgcompile.eager_region(), or cgcompile.eager_break_during_capture.",
-    "cpu_tensor": "Make it on the device of the model: device=x.device, register_buffer and "
-    "model.to(...), or copy it into a buffer on the device before the step.",
-    "device_copy": "Copy before the step, into a buffer that stays (cgcompile.serving.HostStaging "
-    "does it from pinned memory); make constants in __init__ and register_buffer them.",
-    "other_device": "Put the model on one device, or compile the part of each device alone.",
-    "collective": "Use NCCL for tensors on a GPU: others run between pieces.",
-    "unregistered_attention": "Register it: cgcompile.Backend(splitting_ops=({op},)), or "
-    "options={'splitting_ops': {op}}. SplittingOp(..., support=AttentionCGSupport....) sets how "
-    "far it can go into FULL graphs; undeclared is NEVER.",
-    "opaque_call": "Let an op of torch.library call it and register that op (splitting_ops=...), "
-    "or put the function that calls it under cgcompile.eager_break_during_capture.",
-    "cache_write": "Nothing, if slots come in a tensor at a fixed address. If it reads the forward "
-    "context or numbers of the host, add {op} to splitting_ops.",
-    "context_read": "Read the forward context inside of a splitting op, or of a function under "
-    "cgcompile.eager_break_during_capture, which run at every step; or pass it as an argument.",
-    "generator": "Draw from the default generator (torch.manual_seed), which graphs register, or "
-    "draw before the step and pass the numbers in.",
-    "random": "Nothing: each replay draws anew from the default generator. For inference, "
-    "model.eval() turns dropout off.",
-    "gradients": "Call the model under torch.inference_mode() or torch.no_grad().",
-    "inference_tensor": "Call the model under torch.inference_mode() as well, or make what it "
-    "writes, and weights of a model that needs gradients, outside of it.",
-    "unsupported_input": "Pass dense tensors: to_dense(), or the parts of the subclass.",
-    "functorch": "Nothing, where the model is traced and the whole region can be captured; a "
-    "boundary inside makes one eager piece of it. Without a trace: write the batch dimension out.",
-    "side_stream": "Fork from and join the current stream within forward (wait_stream both ways), "
-    "before each break too, with splitting='breakable'; or leave streams to the caller.",
-    "stale_scalar": "A graph repeats the number that it saw. Put it into "
-    "BatchDescriptor(extra=...), or keep it in a tensor on the device.",
-    "host_argument": "Nothing, if it is the same at each call. Else pass a tensor, or put it into "
-    "the batch descriptor: BatchDescriptor(num_tokens, extra=(...,)).",
-    "changing_argument": "Pass a tensor, or put a bucket of it into the batch descriptor: "
-    "BatchDescriptor(num_tokens, extra=(...,)).",
-    "changing_attribute": "Make it a tensor in a buffer and write it in place "
-    "(self.step.add_(1)), or pass it as an argument.",
-    "replaced_attribute": "Write in place into a buffer that stays: self.register_buffer(...) "
-    "once, then .copy_().",
-    "growing_state": "Take a cache of fixed size, written in place (index_copy_ at a position in "
-    "a tensor); in transformers: StaticCache, or cache_implementation='static'.",
-    "lazy_attribute": "Nothing: call the model once before it is captured, as warm-ups do.",
-    "moving_input": "Nothing without a forward context: it is copied. With one, write into the "
-    "same buffer at each step, or choose on_input_change='copy'.",
-    "rebound_input": "Pass the same buffer at each call and write new data into it.",
-    "capture_failed": "Let that op run outside of graphs: add it to splitting_ops, or put its "
-    "caller under cgcompile.eager_region() or cgcompile.eager_break_during_capture.",
-    "call_failed": "Do what the message advises. Of an error that you catch, "
-    "cgcompile.debug.Diagnosis.of_error(error) gives the op and the line.",
-    "forward_raised": "Let the model run eagerly first; a forward context goes around doctor().",
-}
-_ERROR, _NOTE = ("error", "error", "error"), ("note", "note", "note")
-# Split, whole, untraced: see Way. Other kinds: break, break, error.
-_SEVERITY = {
-    **dict.fromkeys(("unregistered_attention", "opaque_call", "context_read"), _ERROR),
-    **dict.fromkeys(("inference_tensor", "changing_attribute", "capture_failed"), _ERROR),
-    **dict.fromkeys(("call_failed", "forward_raised"), _ERROR),
-    **dict.fromkeys(("cache_write", "random", "host_argument"), _NOTE),
-    **dict.fromkeys(("lazy_attribute", "moving_input"), _NOTE),
-    **dict.fromkeys(("synchronize", "generator"), ("break", "error", "error")),
-    **dict.fromkeys(("gradients", "unsupported_input"), ("break", "break", "break")),
-    "functorch": ("note", "note", "error"),
-}
-KINDS = tuple(_FIXES)
-
-
-@dataclass(frozen=True)
-class Finding(Result):
-    """One thing that graphs cannot hold, or hold only at a cost.
-
-    Attributes:
-        kind: a stable name, such as ``host_sync``; a :class:`~cgcompile.Reason` has the same one.
-        severity: ``error``: it will raise, or give wrong results. ``break``: that part, or the
-            step, runs without a graph, or is captured several times. ``note``: worth to know.
-        message: what was found.
-        fix: what to do.
-        op: the op, function, argument or attribute that it is about.
-        source: the user's line; None where it concerns no code of the user.
-        count: how often one call of the model does it.
-
-    Example:
-        >>> with torch.no_grad():
-        ...     found = cgcompile.debug.doctor(lambda x: x * x.max().item(), torch.randn(4))
-        >>> finding = found.findings[0]
-        >>> finding.kind
-        'host_sync'
-    """
-
-    kind: str
-    severity: str
-    message: str
-    fix: str
-    op: str
-    source: Line | None = None
-    count: int = 1
-
-    def __str__(self) -> str:
-        times = f", {self.count} times" if self.count > 1 else ""
-        rows = [f"{self.severity:6} {self.kind}: {self.op}{times}"]
-        rows += [f"  at   {self.source}"] if self.source is not None else []
-        return "\n".join([*rows, f"  why  {self.message}", f"  fix  {self.fix}"])
-
-
-def finding(note: Note, way: Way) -> Finding:
-    """Return a note with the severity and the fix of its kind."""
-    severity = note.severity or _SEVERITY.get(note.kind, ("break", "break", "error"))[way]
-    fix = _FIXES[note.kind].replace("{op}", repr(note.op))
-    return Finding(note.kind, severity, note.message, fix, note.op, note.line, note.count)
 
 
 @dataclass(frozen=True, repr=False)
@@ -310,14 +194,14 @@ def _check_model(model: Any) -> None:
 
 # ---------------------------------------------------------------- after the fact
 
-# What CUDA and torch say where a captured stream would have to be waited for.
+# Messages of CUDA and torch about a stream that must be joined.
 _REFUSALS = ("stream is capturing", "streamcapture", "capturing stream")
 _LINE = re.compile(
     r"\((?P<file>[^()\s]+\.py):(?P<line>\d+) in (?P<function>\w+|<\w+>)(?:: (?P<code>.*))?\)"
 )
 _NAMED_OP = re.compile(r"(?P<op>[\w:.]+(?: with [\w ]+?)?): operation not permitted")
 _UNRELATED = (
-    "It was raised outside of cgcompile, and comes without graphs as well. Correct what it names."
+    "The error was raised outside of cgcompile and also occurs without graphs. Fix its cause."
 )
 
 
@@ -336,7 +220,7 @@ def _of_error(error: BaseException) -> Finding:
     if kind == "capture_failed" and not ours:
         text = f"{name}: {message}" if message else name
         return Finding("forward_raised", "error", text, _UNRELATED, op, line)
-    result = finding(Note(kind, op, message or name, line, "error"), Way.UNTRACED)
+    result = finding(Way.UNTRACED, kind, op, message or name, line, "error")
     if isinstance(deepest, CGCompileError) and advice.strip():
         return replace(result, fix=" ".join(advice.split()))
     return result
@@ -381,11 +265,11 @@ def _of_counters(handle: Backend | CUDAGraphWrapper) -> list[Finding]:
     """Return findings from the counters of a handle or of a wrapper, the most frequent first."""
     counters, result = handle.counters, []
     owners = dict.fromkeys([handle, *recorders_of(handle, "doctor")])
-    for timeline in [each.timeline for each in owners]:
+    for timeline in [owner.timeline for owner in owners]:
         if timeline.live.failures:
             text, line = f"the last: {timeline.last_failure}", _named_line(timeline.last_failure)
-            note = Note("call_failed", "-", text, line, None, timeline.live.failures)
-            result.append(finding(note, Way.SPLIT))
+            failed = finding(Way.SPLIT, "call_failed", "-", text, line)
+            result.append(replace(failed, count=timeline.live.failures))
     for reason, count in (counters.plain + counters.degraded).items():
         if reason in EXPECTED:
             continue
@@ -395,7 +279,8 @@ def _of_counters(handle: Backend | CUDAGraphWrapper) -> list[Finding]:
         op = named["op"] if named else "-"
         kind = _kind_of_op(op) if named and reason is Reason.CAPTURE_FAILED else reason.value
         if kind in KINDS:
-            result.append(finding(Note(kind, op, detail, line, "break", count), Way.SPLIT))
+            fallback = finding(Way.SPLIT, kind, op, detail, line, "break")
+            result.append(replace(fallback, count=count))
         else:
             result.append(Finding(kind, "break", detail, sentence(reason.remedy), op, line, count))
     return sorted(result, key=lambda finding: (-finding.count, finding.kind))
@@ -461,7 +346,7 @@ class _Examination:
             ran = self._run(self._first)
             if ran is not None:
                 between = State(self._model, self._second)
-                self._notes.quiet += 1  # the second call is observed for its changes alone
+                self._notes.muted += 1  # the second call is observed for its changes alone
                 if compare:
                     self._compare_calls()
                 ran_second = self._run(self._second, " in the second of two calls")
@@ -473,8 +358,7 @@ class _Examination:
                 stack.callback(self._before.restore)
                 if self._device.type == "cuda":  # the model may have used streams of its own
                     torch.cuda.synchronize(self._device)
-        findings = [finding(note, self._notes.way) for note in self._notes]
-        return Diagnosis.of(name_of(self._model), str(self._device), findings)
+        return Diagnosis.of(name_of(self._model), str(self._device), self._notes)
 
     def _run(self, call: Call, which: str = "") -> set[CodeType] | None:
         """Run the model and return the code that ran; None after an error, which is noted."""
@@ -486,18 +370,18 @@ class _Examination:
             if isinstance(error, TypeError):  # perhaps of the call, and not of what is in it
                 check_arguments(self._model, *call)
             line = raised_at(error, _call.__code__)
-            known = line is not None and any(note.line == line for note in self._notes)
+            known = line is not None and any(note.source == line for note in self._notes)
             if not (known and self._device.type == "meta"):  # which cannot be read at all
                 kind = "inference_tensor" if _is_of_inference_tensors(error) else "forward_raised"
                 name = type(error).__name__
                 text = f"{name}{which}: {error}".strip().splitlines()[0]
-                self._notes.add(Note(kind, name, text, line))
+                self._notes.add(kind, name, text, line)
             return None
         return watch.ran
 
     def _add(self, kind: str, about: str, text: str, severity: str | None = None) -> None:
         """Add a note about the call as a whole."""
-        self._notes.add(Note(kind, about, text, self._source, severity))
+        self._notes.add(kind, about, text, self._source, severity)
 
     def _examine_inputs(self, *, varies: bool) -> None:
         """Add notes about arguments and weights; numbers are compared later if they vary."""
@@ -579,9 +463,9 @@ class _Examination:
             if held.key not in each_call and held.path.startswith("self.") and held.attribute:
                 self._add_change("lazy_attribute", "the first call sets it", held, ran)
 
-    def _add_change(self, kind: str, text: str, held: Held, ran: set[CodeType]) -> None:
+    def _add_change(self, kind: str, text: str, held: Item, ran: set[CodeType]) -> None:
         line = _store_line(held, self._model, ran) or self._source
-        self._notes.add(Note(kind, held.path, text, line))
+        self._notes.add(kind, held.path, text, line)
 
 
 def _counted(named: Sequence[tuple[str, Any]]) -> str:
@@ -599,7 +483,7 @@ def _forward_line(model: Any) -> Line | None:
     return line_at(code, code.co_firstlineno)
 
 
-def _store_line(held: Held, model: Any, ran: set[CodeType]) -> Line | None:
+def _store_line(held: Item, model: Any, ran: set[CodeType]) -> Line | None:
     """Return the first user line that assigns an attribute, else the first that names it.
 
     Read from the source of what ran: methods of its owner, then the model's forward, then the rest.

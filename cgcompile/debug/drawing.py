@@ -52,7 +52,7 @@ def _drawing(label: str, attributes: str, shapes: Sequence[str]) -> str:
 
 
 def split_svg(pieces: Sequence[Mapping[str, Any]], label: str) -> str:
-    """Return the pieces of a split from top to bottom, with the bytes that each one hands on.
+    """Return the pieces of a split from top to bottom, with the bytes that each one passes on.
 
     Args:
         pieces: as of ``Explanation.to_dict()["pieces"]``. Repeated ones are drawn once.
@@ -114,7 +114,7 @@ def _edge(piece: Mapping[str, Any], top: int) -> str:
     size = piece["bytes_out"]
     text = f"{size['expression']} B" if size["traced"] is None else human(size["traced"])
     return (
-        f"<g><title>{escape(piece['name'])} hands on {escape(text)}</title>"
+        f"<g><title>{escape(piece['name'])} passes on {escape(text)}</title>"
         f'<path class="edge" d="M24 {top} V{top + _GAP - 2} m-4 -6 l4 6 l4 -6"/>'
         f'<text x="36" y="{top + 17}">{_clipped(text)}</text></g>'
     )
@@ -144,7 +144,7 @@ class Column(NamedTuple):
 
 def columns_svg(columns: Sequence[Column], label: str, labels: int) -> str:
     """Return columns over one line, at most so many of them with text."""
-    width, each = 100 / max(len(columns), 8), -(-len(columns) // labels)
+    width, interval = 100 / max(len(columns), 8), -(-len(columns) // labels)
     floor = _HIGH + 20
     shapes = [f'<line class="edge" x1="0" x2="100%" y1="{floor}" y2="{floor}"/>']
     for number, column in enumerate(columns):
@@ -153,7 +153,7 @@ def columns_svg(columns: Sequence[Column], label: str, labels: int) -> str:
         texts = [(_HIGH + 14 - high, column.above), (_HIGH + 34, column.below)]
         shown = "".join(
             f'<text x="50%" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
-            for y, text in (texts if number % each == 0 else texts[:0])
+            for y, text in (texts if number % interval == 0 else texts[:0])
             if text
         )
         shapes.append(
@@ -175,7 +175,7 @@ def histogram_svg(rows: Sequence[Mapping[str, Any]], unit: str, label: str) -> s
         unit: what is counted, as of the coverage.
         label: what the drawing shows, for those who do not see it.
     """
-    most, columns = max([row["hits"] for row in rows], default=0) or 1, []
+    highest, columns = max([row["hits"] for row in rows], default=0) or 1, []
     for row in rows:
         what = row["graph"] or row["reason"] or "no graph"
         share = "" if row["padding"] is None else f", {row['padding']:.1%} padding"
@@ -185,7 +185,7 @@ def histogram_svg(rows: Sequence[Mapping[str, Any]], unit: str, label: str) -> s
         kind = "on soft" if row["mode"] == "PIECEWISE" else "on"
         hatched = (row["padding"] or 0.0) if row["graph"] else 1.0
         above = str(row["hits"]) if row["hits"] else ""
-        columns.append(Column(row["hits"] / most, above, below, title, kind, hatched))
+        columns.append(Column(row["hits"] / highest, above, below, title, kind, hatched))
     return columns_svg(columns, label, _COUNTS)
 
 
@@ -196,16 +196,16 @@ def sizes_svg(steps: Sequence[Mapping[str, Any]], label: str) -> str:
         steps: as of ``Overview.to_dict()["steps"]``.
         label: what the drawing shows, for those who do not see it.
     """
-    known: dict[int, list[int]] = {}
+    by_rows: dict[int, list[int]] = {}
     for step in steps:
         if (size := re.search(r"\d+", step["batch"])) is not None:
-            known.setdefault(int(size[0]), []).append(step["nbytes"])
-    most, columns = max([sum(grown) for grown in known.values()], default=0) or 1, []
-    for rows, grown in sorted(known.items()):
+            by_rows.setdefault(int(size[0]), []).append(step["nbytes"])
+    highest, columns = max([sum(grown) for grown in by_rows.values()], default=0) or 1, []
+    for rows, grown in sorted(by_rows.items()):
         nbytes, recorded = sum(grown), "step" if len(grown) == 1 else "steps"
         title = f"size {rows}: {human(nbytes)} in {len(grown)} recorded {recorded}"
         above = human(nbytes) if nbytes else ""
-        columns.append(Column(max(nbytes, 0) / most, above, str(rows), title))
+        columns.append(Column(max(nbytes, 0) / highest, above, str(rows), title))
     return columns_svg(columns, label, _SIZES)
 
 
@@ -263,11 +263,11 @@ def captures_svg(records: Sequence[Mapping[str, Any]], label: str) -> str:
         label: what the drawing shows, for those who do not see it.
     """
     spans = []
-    for each in records:
-        cost = f"{duration(each['seconds'])}, {human(each['nbytes'])}"
-        why = "" if each["why"] is None else f"; refused: {each['why']}"
-        title = f"{each['name']}, {each['mode']}, {each['batch']}: {cost}{why}"
-        spans.append(Span(each["seconds"], title, "on soft" if not why else "failed"))
+    for record in records:
+        cost = f"{duration(record['seconds'])}, {human(record['nbytes'])}"
+        refusal = "" if record["why"] is None else f"; refused: {record['why']}"
+        title = f"{record['name']}, {record['mode']}, {record['batch']}: {cost}{refusal}"
+        spans.append(Span(record["seconds"], title, "on soft" if not refusal else "failed"))
     return lanes_svg({"": spans}, label)
 
 
@@ -285,11 +285,11 @@ def steps_svg(segments: Sequence[Mapping[str, Any]], label: str) -> str:
     lanes: dict[str, list[Span]] = {}
     for step in sorted(often):
         for where, key in (("host", "host_us"), ("device", "device_us")):
-            known = [each for each in steps[step] if each[key] is not None]
-            if known:
-                whole = duration(sum(each[key] for each in known) / 1e6)
-                name = f"step {step}, {known[0]['batch']}: {whole} of the {where}"
-                lanes[name] = [_segment(each, each[key]) for each in known]
+            timed = [segment for segment in steps[step] if segment[key] is not None]
+            if timed:
+                whole = duration(sum(segment[key] for segment in timed) / 1e6)
+                name = f"step {step}, {timed[0]['batch']}: {whole} of the {where}"
+                lanes[name] = [_segment(segment, segment[key]) for segment in timed]
     return lanes_svg(lanes, label)
 
 

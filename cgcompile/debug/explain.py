@@ -232,7 +232,7 @@ class Explanation(Page):
 
     @checked
     def to_svg(self, path: str | PathLike[str]) -> Path:
-        """Write a drawing of the pieces, and of the bytes that they hand on, as an SVG file.
+        """Write a drawing of the pieces, and of the bytes that they pass on, as an SVG file.
 
         Returns:
             The path of the drawing.
@@ -391,10 +391,10 @@ class SplitReporter:
     def _dims(self) -> Iterator[SymbolReport]:
         for symbol, dim in zip(self._symbols, self._symbols.dims.items(), strict=True):
             least, limit = self._symbols.bounds(symbol)
-            most = int(limit) if getattr(limit, "is_Integer", False) else None
+            largest = int(limit) if getattr(limit, "is_Integer", False) else None
             guards = tuple(self._symbols.guards_on(symbol))
             traced = self._traced.get(symbol)
-            yield SymbolReport(*dim, traced, int(least), most, guards)
+            yield SymbolReport(*dim, traced, int(least), largest, guards)
 
     def _totals(self) -> Totals:
         pieces, distinct = self._split.pieces, self._split.distinct
@@ -428,7 +428,7 @@ def _data_breaks(split: SplitGraph) -> tuple[GraphBreak, ...]:
     """Return where ``torch.compile`` breaks by default: at ops that read data for the host."""
     breaks: dict[GraphBreak, None] = {}
     for piece in split.pieces:
-        if any(why.reason is Reason.HOST_SYNC for why in piece.why):
+        if any(cause.reason is Reason.HOST_SYNC for cause in piece.why):
             for node in piece.module.graph.nodes:
                 if node.op in COMPUTING and _reads_data(node):
                     line, what = user_line(node), f"{target_name(node.target)} reads data"
@@ -561,10 +561,10 @@ _FIX = (
 _RAISES_FIX = "The model raises with these arguments: call it with ones that it takes."
 _META_NOTE = "meta tensors stand for tensors of the device that captures"
 _CPU_NOTE = (
-    "all tensors are on the CPU, so copies between host and device cannot be told: "
+    "all tensors are on the CPU, so copies between host and device cannot be detected: "
     "make the model under torch.device('meta') to see what a GPU would refuse"
 )
-_FIRST_NOTE = "what Dynamo says of the code behind the first break is not known before it has run"
+_FIRST_NOTE = "breaks after the first one are unknown until the code before them has run"
 
 
 def _split_of(
@@ -653,11 +653,11 @@ def _untraced(config: CompilationConfig) -> tuple[str, ...]:
     names = [op.name for op in registry if op.predicate is None]
     return (
         "splitting='breakable' traces nothing: which parts there are is known once a capture has "
-        "run, and then cgcompile.coverage(model) tells which graphs there are",
+        "run, and then cgcompile.coverage(model) lists the graphs",
         f"captures will break at decorated functions and at {len(names)} registered ops that run: "
         + ", ".join(names),
-        "not told: symbols, sizes, bytes, graph breaks. explain() with splitting='fx' tells what a "
-        "trace would give",
+        "not reported: symbols, sizes, bytes, graph breaks; explain() with splitting='fx' reports "
+        "what a trace would give",
     )
 
 

@@ -22,7 +22,7 @@ from cgcompile.context import callers_context
 from cgcompile.debug.compare import Call, Difference, Tolerance, copied
 from cgcompile.debug.restore import copies, restored_after
 from cgcompile.debug.subject import Subject
-from cgcompile.graphs.arena import comparable, rows_apart
+from cgcompile.graphs.arena import address, comparable, rows_apart
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, user_line, written
 from cgcompile.passes.split import Piece, SplitGraph
@@ -114,10 +114,10 @@ class _MixedRun:
 
     def _disturb(self, made: Mapping[str, Any], real: int | None) -> None:
         """Fill the padding rows of what a piece made with random numbers; not memory of inputs."""
-        known = {_memory(tensor) for tensor in compat.tree_tensors(list(self.inputs))}
+        known = {address(tensor) for tensor in compat.tree_tensors(list(self.inputs))}
         for name in self.program.of_batch.intersection(made):
             tensor = made[name]
-            if tensor.is_floating_point() and _memory(tensor) not in known and rows_apart(tensor):
+            if tensor.is_floating_point() and address(tensor) not in known and rows_apart(tensor):
                 tail = tensor[real:]
                 for dim in [dim for dim, stride in enumerate(tail.stride()) if not stride]:
                     tail = tail.narrow(dim, 0, 1)
@@ -177,7 +177,7 @@ class _MixedRun:
             target = self._value(name)
             if not isinstance(value, torch.Tensor) or not isinstance(target, torch.Tensor):
                 continue
-            if _memory(target) != _memory(value):
+            if address(target) != address(value):
                 self.own[name] = (target, value.detach())
 
     def _copy_in(self, names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -190,14 +190,10 @@ class _MixedRun:
 
     def _refresh(self, tensors: Sequence[Any]) -> None:
         """Copy the values in memory that was written."""
-        memory = {_memory(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        memory = {address(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
         for name, (target, _) in list(self.own.items()):
-            if _memory(target) in memory:
+            if address(target) in memory:
                 self.own[name] = (target, target.clone())
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 # ---------------------------------------------------------------- padding
@@ -302,7 +298,7 @@ def _zeroed_where(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ObservedStep:
     """One call of a recorded step."""
 
     graph: int
@@ -344,8 +340,8 @@ class Values:
         older = {n: v for n, v in self._current.items() if self._last_use.get(n, -1) > piece.index}
         self._current = {n: v for n, v in left.items() if n not in empty}
         self._current |= {n: v for n, v in older.items() if n not in left}
-        known = {n: v for n, v in self._current.items() if v is not None}
-        self.after[piece.index] = copies(known)
+        values = {n: v for n, v in self._current.items() if v is not None}
+        self.after[piece.index] = copies(values)
 
 
 class Watcher:
@@ -353,18 +349,18 @@ class Watcher:
 
     def __init__(self, tolerance: Tolerance) -> None:
         self.differences: list[tuple[int, Difference]] = []  # (number of the graph, the first one)
-        self.seen: list[Step] = []  # the steps that ran
+        self.seen: list[ObservedStep] = []  # the steps that ran
         self._tolerance = tolerance
 
     def of(self, number: int) -> ReplayOverride:
         """Return the observer of a compiled graph."""
 
         def watch(program: Program, recording: Recording, inputs: Any, real: int | None) -> Any:
-            return self._watch(Step(number, program, recording, inputs, real))
+            return self._watch(ObservedStep(number, program, recording, inputs, real))
 
         return watch
 
-    def _watch(self, step: Step) -> Any:
+    def _watch(self, step: ObservedStep) -> Any:
         self.seen.append(step)
         before: dict[int, dict[str, Any]] = {}
         for mode in PieceMode:
@@ -381,7 +377,7 @@ class Watcher:
 
     def _first(
         self,
-        step: Step,
+        step: ObservedStep,
         mode: PieceMode,
         before: Mapping[int, Mapping[str, Any]],
         after: Mapping[int, Mapping[str, Any]],
@@ -390,8 +386,8 @@ class Watcher:
         pieces = step.split.pieces
         for index, values in after.items():
             whole = index == len(pieces)
-            known = before[index].items()
-            expected = {name: value for name, value in known if whole or name in values}
+            previous = before[index].items()
+            expected = {name: value for name, value in previous if whole or name in values}
             name = "the result" if whole else pieces[index].name
             difference = self._tolerance.first(name, expected, values)
             if difference is not None:
@@ -424,7 +420,7 @@ class Nodes(fx.Interpreter):
         return value
 
 
-Seen = list[tuple[Step, dict[int, Nodes]]]
+Seen = list[tuple[ObservedStep, dict[int, Nodes]]]
 """Steps, and what each node of their uncompiled pieces makes, by the index of the piece."""
 
 
@@ -539,8 +535,10 @@ def padding_place(
         for node, leaves in small.made.items():
             others = padded.get(node.name, {})
             cut = {path: real_part(others.get(path), leaf, real) for path, leaf in leaves.items()}
-            known = {path: leaf for path, leaf in leaves.items() if _same_shape(leaf, cut[path])}
-            if tolerance.first(node.name, known, cut) is not None:
+            exact_rows = {
+                path: leaf for path, leaf in leaves.items() if _same_shape(leaf, cut[path])
+            }
+            if tolerance.first(node.name, exact_rows, cut) is not None:
                 return node
         return None
 

@@ -11,8 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import replace
 from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any
@@ -27,6 +26,7 @@ from cgcompile.context import (
     get_forward_context,
     is_forward_context_available,
 )
+from cgcompile.debug.findings import Finding, Way, finding
 from cgcompile.debug.restore import Snapshot
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.breaks import foreign_breaks
@@ -38,81 +38,65 @@ from cgcompile.reasons import Reason
 _CPU = torch.device("cpu")
 
 
-class Way(IntEnum):
-    """How a model is captured; it decides how severe a finding is."""
-
-    SPLIT = 0  # torch.compile: Dynamo breaks the graph at what it cannot trace
-    WHOLE = 1  # cgcompile.compile: one trace of the whole model, or none
-    UNTRACED = 2  # a wrapper: plain Python runs once, while it is captured
-
-
-@dataclass(frozen=True)
-class Note:
-    """One observation; ``severity`` None is that of its kind."""
-
-    kind: str
-    op: str
-    message: str
-    line: Line | None = None
-    severity: str | None = None
-    count: int = 1
-
-
 _GUARDED = "the function checks whether it is traced or captured, and may leave this out then"
 
 
 class Notes:
-    """Collect notes; equal ones from the same line are counted."""
+    """Collect findings; equal ones from the same line are counted."""
 
     def __init__(self, way: Way, until: CodeType) -> None:
         self.way = way
-        self.quiet = 0  # above 0 in code that runs eager, or that is noted already
+        self.muted = 0  # above 0 in code that runs eager, or that is noted already
         self.guarded: set[tuple[str, str]] = set()  # (file, name) of functions
         self._until = until  # the code that calls the model
         # Nothing is traced: no region. A region around the examination is the caller's.
         self._leaves_out_regions = way is not Way.UNTRACED and not eager_region_is_open()
-        self._notes: dict[tuple[object, ...], Note] = {}
+        self._findings: dict[tuple[object, ...], Finding] = {}
 
-    def __iter__(self) -> Iterator[Note]:
-        yield from self._notes.values()
+    def __iter__(self) -> Iterator[Finding]:
+        yield from self._findings.values()
 
     @property
     def listens(self) -> bool:
         """Whether code that runs now would be captured, and is not noted already."""
         in_region = self._leaves_out_regions and eager_region_is_open()
-        return not self.quiet and not in_region
+        return not self.muted and not in_region
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
         """Collect nothing inside."""
-        self.quiet += 1
+        self.muted += 1
         try:
             yield
         finally:
-            self.quiet -= 1
+            self.muted -= 1
 
     def line(self) -> Line | None:
         """Return the user's line that runs now."""
         return running_line(sys._getframe(1), self._until)
 
     def here(self, kind: str, op: str, message: str, severity: str | None = None) -> None:
-        """Add a note about the line that runs now."""
+        """Add a finding about the line that runs now."""
         if self.listens:
             self.at(self.line(), kind, op, message, severity)
 
     def at(
         self, line: Line | None, kind: str, op: str, message: str, severity: str | None = None
     ) -> None:
-        """Add a note about a line that has run; of severity ``note`` in a guarded function."""
+        """Add a finding about a line that has run; of severity ``note`` in a guarded function."""
         if line is not None and (line.file, line.function) in self.guarded:
             message, severity = f"{message}; {_GUARDED}", "note"
-        self.add(Note(kind, op, message, line, severity))
+        self.add(kind, op, message, line, severity)
 
-    def add(self, note: Note) -> None:
-        """Add a note, or count it."""
-        key = (note.kind, note.op if note.line is None else note.line[:2])
-        known = self._notes.get(key)
-        self._notes[key] = note if known is None else replace(known, count=known.count + 1)
+    def add(
+        self, kind: str, op: str, message: str, line: Line | None, severity: str | None = None
+    ) -> None:
+        """Add a finding, or count it; ``severity`` None is that of its kind."""
+        key = (kind, op if line is None else line[:2])
+        if key in self._findings:
+            self._findings[key] = replace(self._findings[key], count=self._findings[key].count + 1)
+        else:
+            self._findings[key] = finding(self.way, kind, op, message, line, severity)
 
 
 # ---------------------------------------------------------------- streams
@@ -132,10 +116,10 @@ class Streams:
         self._clocks: dict[int, dict[int, int]] = {self._first: {self._first: 0}}
         self._events: dict[int, tuple[Any, dict[int, int]]] = {}  # with the event: ids are reused
         self._ops: list[tuple[int, int, str, Line | None, bool]] = []
-        self.blind = False  # waits were not seen
+        self.incomplete = False  # waits were not seen
 
     @property
-    def aside(self) -> bool:
+    def off_main_stream(self) -> bool:
         """Whether the current stream is not that of the call."""
         return self._current() != self._first
 
@@ -157,24 +141,24 @@ class Streams:
         clock |= {other: max(count, clock.get(other, 0)) for other, count in recorded.items()}
 
     def work(self) -> Iterator[tuple[str, Line | None, str, bool]]:
-        """Yield (op, line, message, whether it is fine) of work aside, at the end of a call."""
+        """Yield (op, line, message, whether it is fine) of work on other streams."""
         for stream, number, op, line, forked in self._ops:
             joined = self._clocks[self._first].get(stream, 0) >= number
             if forked and joined:
                 text = "a side stream that forks and joins: graphs hold it, if no break is between"
-            elif self.blind:
+            elif self.incomplete:
                 text = "another stream than the call; whether that is joined was not seen"
             elif forked:
                 text = "a side stream that is not joined: a capture of it ends in an error"
             else:
                 text = "a stream that does not wait for that of the call: no replay runs it"
-            yield op, line, f"it runs on {text}", self.blind or (forked and joined)
+            yield op, line, f"it runs on {text}", self.incomplete or (forked and joined)
 
     def _key(self, stream: Any) -> int:
         if stream is None:
             return self._current()
         key = getattr(stream, "cuda_stream", None)
-        self.blind |= key is None
+        self.incomplete |= key is None
         return -1 if key is None else int(key)
 
 
@@ -260,7 +244,7 @@ class PythonCalls:
             self._on_call[_code(torch.cuda.Event.wait)] = partial(_order, streams.wait)
         if notes.way is Way.UNTRACED:
             self._break = _code(eager_break_during_capture(operator.neg))
-            self._on_call[self._break] = lambda frame: self._hush(1)
+            self._on_call[self._break] = lambda frame: self._mute(1)
 
     def __enter__(self) -> "PythonCalls":
         self.sees = sys.getprofile() is None
@@ -285,7 +269,7 @@ class PythonCalls:
             self._returned(frame, what)
         elif event == "c_call" and type(getattr(what, "__self__", None)) in _UNSEEN:
             if self._streams is not None:
-                self._streams.blind = True
+                self._streams.incomplete = True
         elif event == "c_call" and _ATTENTION.search(getattr(what, "__name__", "")):
             top = str(getattr(what, "__module__", None) or "torch").partition(".")[0]
             if top not in ("torch", "builtins"):
@@ -308,8 +292,8 @@ class PythonCalls:
         self._uncompiled.append(compat.uncompiled())
         self._uncompiled[-1].__enter__()
 
-    def _hush(self, by: int) -> None:
-        self._notes.quiet += by
+    def _mute(self, by: int) -> None:
+        self._notes.muted += by
 
     def _guard(self, caller: FrameType | None) -> None:
         """Note a function that has checked whether it is traced or captured."""
@@ -323,7 +307,7 @@ class PythonCalls:
         if code is self._compiled and self._uncompiled:
             self._uncompiled.pop().__exit__(None, None, None)
         elif code is self._break:
-            self._hush(-1)
+            self._mute(-1)
 
 
 def _order(note: Callable[[Any, Any], None], frame: FrameType) -> None:
@@ -405,7 +389,8 @@ class Watch:
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         self._stack.close()
-        self.streams.blind |= not self._calls.sees or kind is not None  # an error before the join
+        # An error may have come before the join.
+        self.streams.incomplete |= not self._calls.sees or kind is not None
         if self.notes.listens:
             for op, line, text, fine in sorted(self.streams.work(), key=operator.itemgetter(3)):
                 severity = "note" if fine and self.notes.way is Way.UNTRACED else None
@@ -540,7 +525,7 @@ class _Ops(compat.DispatchMode):
         why = why_no_collective(func, (*args, *kwargs.values()), device.type)
         if why is not None:
             notes.here("collective", name, why.detail)
-        if self._watch.streams.aside:
+        if self._watch.streams.off_main_stream:
             self._watch.streams.add_work(name, notes.line())
 
     def _after(self, func: Any, inputs: list[torch.Tensor], output: list[torch.Tensor]) -> None:

@@ -32,10 +32,9 @@ class Result:
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Any:
         """Return plain data: dicts by field name, lists, text, numbers, bools and None."""
-        data: dict[str, Any] = plain(self)
-        return data
+        return plain(self)
 
     @checked
     def to_json(self, indent: int | None = 2) -> str:

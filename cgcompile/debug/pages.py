@@ -4,9 +4,6 @@ The rule: a page needs no network, script or other file; templates escape all of
 number exactly, as ``<data value="...">``.
 """
 
-import re
-from collections.abc import Iterator, Sequence
-from html import escape
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
@@ -35,28 +32,6 @@ class Page(Result):
         return written(path, "to_html", lambda: render(self.template, self.to_dict()))
 
 
-def titled(rows: Any, columns: Sequence[tuple[str, str]]) -> Any:
-    """Give each cell of table rows the title of its column, and those without text a class."""
-    titles: Iterator[tuple[str, str]] = iter(())
-
-    def cell(found: re.Match[str]) -> str:
-        nonlocal titles
-        if found["row"]:
-            titles = iter(columns)
-            return found[0]
-        title, text = next(titles)[0], re.sub(r"<[^>]*>|&ndash;", "", found["inner"]).strip()
-        known = found["attributes"]
-        if not text:
-            known = known.replace('class="', 'class="nothing ')
-            known = known if "class=" in known else f'{known} class="nothing"'
-        return (
-            f'<{found["tag"]}{known} data-title="{escape(title)}">{found["inner"]}</{found["tag"]}>'
-        )
-
-    pattern = r"(?P<row><tr\b)|<(?P<tag>t[dh])\b(?P<attributes>[^>]*)>(?P<inner>.*?)</(?P=tag)>"
-    return type(rows)(re.sub(pattern, cell, str(rows), flags=re.DOTALL))
-
-
 def render(template: str, result: dict[str, Any]) -> str:
     """Return the page of one kind of result."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -76,7 +51,6 @@ def render(template: str, result: dict[str, Any]) -> str:
 
     environment.globals |= {"drawn": drawn, "hatch": Markup(drawing.HATCH)}
     environment.filters |= {
-        "titled": titled,
         "human": human,
         "duration": duration,
         "count": "{:,}".format,

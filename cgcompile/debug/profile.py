@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -240,7 +239,7 @@ def _measured(result: Profile) -> Iterator[Profile]:
         result.finish()
 
 
-class Captures(tuple[CaptureRecord, ...]):
+class Captures(Result, tuple[CaptureRecord, ...]):
     """What :func:`timeline` returns: a tuple of records; ``print`` it.
 
     Example:
@@ -248,16 +247,6 @@ class Captures(tuple[CaptureRecord, ...]):
         >>> found.to_json()  # nothing is captured yet
         '[]'
     """
-
-    __slots__ = ()
-
-    def to_dict(self) -> list[dict[str, Any]]:
-        """Return plain data, a dict for each record."""
-        return [record.to_dict() for record in self]
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Return :meth:`to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=indent)
 
     @checked
     def to_trace(self, path: str | PathLike[str]) -> Path:
@@ -304,9 +293,6 @@ class Captures(tuple[CaptureRecord, ...]):
 
     def __repr__(self) -> str:
         return f"<Captures {len(self)}>"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def timeline(target: Any) -> Captures:

@@ -36,7 +36,7 @@ from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.settings import checked, require, sizes_given
 
 VERSION = 5  # of the schema of Overview.to_dict()
-_NOTHING = "Nothing was compiled yet: call the model, then ask again."
+_NOTHING = "Nothing was compiled yet: call the model, then call report() again."
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,19 @@ class Overview(Page):
         return " ".join(sentences)
 
     def _served(self) -> str:
-        found = self.coverage
-        if not found.total:
+        coverage = self.coverage
+        if not coverage.total:
             return "No step was completed." if self.counters.failures else "Nothing has run yet."
         others = Counter[str]()
-        for row in found.rows:
+        for row in coverage.rows:
             others[str(row.reason)] += row.hits if row.mode == "NONE" else 0
-        causes, total = _tally(others), count(found.total, found.unit[:-1])
-        if not found.on_graphs:
+        causes, total = _tally(others), count(coverage.total, coverage.unit[:-1])
+        if not coverage.on_graphs:
             return f"No graph served any of {total}: {causes}."
-        if others[Reason.WARMING.value] == found.total - found.on_graphs:
+        if others[Reason.WARMING.value] == coverage.total - coverage.on_graphs:
             warm = f" after {causes}" if causes else ""
-            return f"Graphs served all {count(found.on_graphs, found.unit[:-1])}{warm}."
-        return f"Graphs served {found.on_graphs} of {total}; without a graph: {causes}."
+            return f"Graphs served all {count(coverage.on_graphs, coverage.unit[:-1])}{warm}."
+        return f"Graphs served {coverage.on_graphs} of {total}; without a graph: {causes}."
 
 
 def _tally(hits: Counter[str]) -> str:

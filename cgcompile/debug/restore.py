@@ -1,79 +1,44 @@
 """Run a step and leave nothing behind: :func:`restored_after`.
 
 Restored are the bytes of the named tensors, the random generators, and, with a :class:`State`, the
-attributes, containers and tensor objects that are reachable from a model and its arguments (at most
-:data:`_DEEPEST` objects deep, ``__slots__`` included), and the bytes that ops of this thread write.
-Not restored: globals, and memory that a replay or a kernel writes without an op, unless its tensors
+attributes, containers, closures and tensor objects that are reachable from a model and its
+arguments (``graphs/fields.py`` opens them), and the bytes that ops of this thread write. Not
+restored: globals, and memory that a replay or a kernel writes without an op, unless its tensors
 are named.
 """
 
 import random
-from collections import deque
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.graphs.guards import (
-    Slots,
-    Transparent,
-    cells_of,
-    is_librarys,
-    named_arguments,
-    plainly,
-    restore,
-)
+from cgcompile.graphs.arena import address, storage_bytes
+from cgcompile.graphs.fields import Fields, Item
+from cgcompile.graphs.guards import Transparent, named_arguments
 from cgcompile.graphs.host import write_targets
-
-_DEEPEST = 8
-_MOST = 100_000  # holders; a model of thousands of modules has fewer
-_LONG = 10_000  # items of one container: a vocabulary, which holds no state
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
-_OPAQUE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.Size, torch.layout)
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
-class Held(NamedTuple):
-    """A value, and where a model or an argument holds it."""
-
-    path: str  # such as ``self.layers.0.cache``
-    owner: Any  # the object whose attribute holds it; None of an argument
-    attribute: str  # of the owner
-    value: Any
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """The identity of the owner (which may have no hash) and the attribute."""
-        return id(self.owner), self.attribute
-
-    def item(self, key: object, value: Any) -> "Held":
-        """Return an item of the container that is held here."""
-        return Held(f"{self.path}[{key!r}]", self.owner, self.attribute, value)
-
-    def member(self, attribute: str, value: Any) -> "Held":
-        """Return an attribute of the object that is held here."""
-        return Held(f"{self.path}.{attribute}", self.value, attribute, value)
 
 
 class State:
     """A snapshot of all objects reachable from a model and its arguments, not of tensor bytes."""
 
     def __init__(self, model: Any, *calls: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self.values: dict[str, Held] = {}  # by path
-        self._holders: dict[int, tuple[Any, Any]] = {}  # by identity: (holder, shallow copy)
-        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (tensor, its alias)
-        roots: dict[str, Any] = {"self": getattr(model, "__self__", model)}
-        for name, cell in cells_of(model).items():  # one may be called "self", as in a decorator
-            roots[name if name not in roots else f"outer {name}"] = cell.cell_contents
-            self._holders[id(cell)] = (cell, cell.cell_contents)
+        function = getattr(model, "__func__", model)
+        roots = {function.__name__: function} if isinstance(function, FunctionType) else {}
+        roots["self"] = getattr(model, "__self__", model)
         for number, call in enumerate(calls):
             roots |= {"second " * number + name: value for name, value in named_arguments(*call)}
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (tensor, its alias)
         with compat.outside_inference_mode(), torch.no_grad():
-            for name, root in roots.items():
-                self._follow(Held(name, None, "", root), 0)
+            self._fields = Fields(roots, longest=sys.maxsize)
+            self.values = {item.path: item for item in self._fields.items()}
+            leaves = [item.value for item in self.values.values()]
+            for part in _dense(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
+                self._tensors.setdefault(id(part), (part, part.detach()))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -85,7 +50,7 @@ class State:
         tensors = {p: h.value for p, h in self.values.items() if isinstance(h.value, torch.Tensor)}
         return {path: tensor for path, tensor in tensors.items() if snapshot.was_written(tensor)}
 
-    def changes(self, after: "State") -> Iterator[tuple[Any, Held]]:
+    def changes(self, after: "State") -> Iterator[tuple[Any, Item]]:
         """Yield (value before, what is held after) of tensors and plain values that changed.
 
         The value before is None at a new path. Of a tensor object that moved
@@ -93,23 +58,23 @@ class State:
         """
         for path, held in after.values.items():
             before = self.values[path].value if path in self.values else None
-            now = held.value
-            if isinstance(now, torch.Tensor):
-                if now is not before:
+            value = held.value
+            if isinstance(value, torch.Tensor):
+                if value is not before:
                     yield before, held
-                elif id(now) in self._tensors and id(now) in after._tensors:
-                    old, new = self._tensors[id(now)][1], after._tensors[id(now)][1]
+                elif id(value) in self._tensors and id(value) in after._tensors:
+                    old, new = self._tensors[id(value)][1], after._tensors[id(value)][1]
                     if old.data_ptr() != new.data_ptr():
                         yield old, held._replace(value=new)
-            elif now is before or not isinstance(now, (bool, int, float, str)):
+            elif value is before or not isinstance(value, (bool, int, float, str)):
                 continue
-            elif type(now) is not type(before) or now != before:
+            elif type(value) is not type(before) or value != before:
                 yield before, held
 
     def uncompile(self) -> None:
         """Replace compiled and wrapped attributes of modules by their originals until restored."""
-        held = {id(held.value): held.value for held in self.values.values()}
-        for module in [value for value in held.values() if isinstance(value, torch.nn.Module)]:
+        owners = {id(item.owner): item.owner for item in self.values.values()}
+        for module in [owner for owner in owners.values() if isinstance(owner, torch.nn.Module)]:
             for name, part in list(module.__dict__.items()):
                 wrapped = isinstance(part, Transparent)
                 original = part.unwrap() if wrapped else compat.compiled_from(part)
@@ -118,60 +83,10 @@ class State:
 
     def restore(self) -> None:
         """Restore every container, attribute and tensor object; not the bytes of tensors."""
-        for holder, before in self._holders.values():
-            restore(holder, before)
+        self._fields.restore()
         for tensor, alias in self._tensors.values():
             if _geometry(tensor.detach()) != _geometry(alias):
                 tensor.data = alias
-
-    def _follow(self, held: Held, depth: int) -> None:
-        self.values[held.path] = held
-        value = held.value
-        if isinstance(value, torch.Tensor):
-            for part in _dense([value]):
-                self._tensors.setdefault(id(part), (part, part.detach()))
-        elif isinstance(value, (_PLAIN, _OPAQUE)) or id(value) in self._holders:
-            return
-        elif depth < _DEEPEST and len(self._holders) < _MOST:
-            for inner in self._items(held):
-                is_module = isinstance(inner.value, torch.nn.Module)
-                self._follow(inner, depth if is_module else depth + 1)
-
-    def _items(self, held: Held) -> Iterator[Held]:
-        value = held.value
-        pairs: list[tuple[Any, Any]] = []
-        if isinstance(value, dict):
-            pairs = list(plainly(value).items(value))
-            self._holders[id(value)] = (value, dict(pairs))
-        elif isinstance(value, (list, deque, set, tuple, frozenset)):
-            pairs = list(enumerate(plainly(value).__iter__(value)))
-            if not isinstance(value, (tuple, frozenset)):
-                self._holders[id(value)] = (value, [item for _, item in pairs])
-        for key, item in pairs if len(pairs) < _LONG else ():
-            yield held.item(key, item)
-        if isinstance(value, tuple) or is_librarys(value):
-            return
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            yield from self._attributes(held, attributes)
-        slots = Slots(value)
-        if slots.members:
-            self._holders.setdefault(id(value), (value, None))
-            self._holders[id(slots)] = (slots, slots.read())
-            for member, content in slots.read().items():
-                yield held.member(member.__name__, content)
-
-    def _attributes(self, held: Held, attributes: dict[str, Any]) -> Iterator[Held]:
-        self._holders.setdefault(id(held.value), (held.value, None))
-        self._holders[id(attributes)] = (attributes, dict(attributes))
-        module = isinstance(held.value, torch.nn.Module)
-        for name, value in list(attributes.items()):
-            if module and name in _TABLES:
-                self._holders[id(value)] = (value, dict(value))
-                for key, item in list(value.items()):
-                    yield held.member(key, item)
-            elif not (module and name.startswith("_") and name.endswith(("hooks", "kwargs"))):
-                yield held.member(name, value)
 
 
 class Snapshot:
@@ -185,7 +100,7 @@ class Snapshot:
     def __init__(self, known: Iterable[torch.Tensor], *, alone: bool = False) -> None:
         tensors = list(_dense(known))
         self._alone = alone
-        self._known = {_address(tensor) for tensor in tensors}
+        self._known = {address(tensor) for tensor in tensors}
         self._allocated: set[int] = set()  # no memory from before can begin where the run allocates
         self._copied: dict[int, int] = {}  # by address: how many bytes from there on
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -205,36 +120,35 @@ class Snapshot:
 
     def after_call(self, results: Any, arguments: Any) -> None:
         """Note the memory that an op allocated for its results."""
-        old = {_address(tensor) for tensor in _dense(compat.tree_tensors(arguments))} | self._known
-        new = {_address(tensor) for tensor in _dense(compat.tree_tensors(results))}
+        old = {address(tensor) for tensor in _dense(compat.tree_tensors(arguments))} | self._known
+        new = {address(tensor) for tensor in _dense(compat.tree_tensors(results))}
         self._allocated |= new - old
 
     def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the bytes of tensors, unless the run has allocated them itself."""
         for tensor in _dense(tensors):
-            address = _address(tensor)
-            if not address or address in self._allocated:
+            start = address(tensor)
+            if not start or start in self._allocated:
                 continue
-            if self._alone and address not in self._known:
+            if self._alone and start not in self._known:
                 continue
             storage = tensor.untyped_storage()
-            if storage.nbytes() <= self._copied.get(address, 0):
+            if storage.nbytes() <= self._copied.get(start, 0):
                 continue
-            self._copied[address] = storage.nbytes()
+            self._copied[start] = storage.nbytes()
             with torch.inference_mode(False), torch.no_grad():
-                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                whole.set_(storage, 0, (storage.nbytes(),), (1,))
-                self._before.append((whole, whole.clone()))
+                memory = storage_bytes(storage)
+                self._before.append((memory, memory.clone()))
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of a tensor was written."""
-        return any(_address(part) in self._copied for part in _dense([tensor]))
+        return any(address(part) in self._copied for part in _dense([tensor]))
 
     def restore(self) -> None:
         """Restore all copied bytes, and the state of all generators."""
         with torch.inference_mode(False), torch.no_grad():
-            for whole, before in reversed(self._before):  # one may overlap an earlier one
-                whole.copy_(before)
+            for memory, before in reversed(self._before):  # one may overlap an earlier one
+                memory.copy_(before)
         for generator, state in self._generators.values():
             generator.set_state(state)
         random.setstate(self._python)
@@ -255,13 +169,6 @@ def _dense(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             names, _ = tensor.__tensor_flatten__()
             inner = [getattr(tensor, name) for name in names]
             yield from _dense(compat.tree_tensors(inner))  # a DTensor wraps a mesh as well
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return where the storage of a dense tensor begins; 0 for one without bytes."""
-    if tensor.device.type == "meta" or not tensor.untyped_storage().nbytes():
-        return 0
-    return tensor.untyped_storage().data_ptr()
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:

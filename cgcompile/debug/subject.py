@@ -152,7 +152,7 @@ def name_of(model: Any) -> str:
 
 @contextmanager
 def comparing(model: Any, config: Any, function: str, inputs: InputSets) -> Iterator[Subject]:
-    """Give a subject whose inputs are restored; refuse arguments that the model does not take."""
+    """Yield a subject and restore its inputs; refuse arguments that the model does not take."""
     with closing(Subject(model, config, function)) as subject, restored_after(inputs.tensors):
         try:
             yield subject

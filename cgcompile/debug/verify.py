@@ -5,11 +5,9 @@ Where they differ, the step runs once more piece by piece to find the op (``loca
 wrapper, which has no pieces, the arguments of the eager breaks are compared.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from copy import copy
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -20,13 +18,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import SplittingOp, target_name
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.context import (
-    BatchDescriptor,
-    ForwardContext,
-    callers_context,
-    in_full_mode,
-    override_forward_context,
-)
+from cgcompile.context import callers_context, in_full_mode
 from cgcompile.debug.compare import (
     Call,
     Difference,
@@ -55,8 +47,6 @@ from cgcompile.serving.batch import Batch
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked_but, require, sizes_given
-
-log = logging.getLogger(__name__)
 
 TAILS = ("random", "nan")
 
@@ -173,11 +163,9 @@ def verify(
     sets: int = 3,
     padded_sizes: Sequence[int] | str = (),
     tails: str = "random",
-    breakable: bool = False,
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
-    refuse: bool = False,
     **kwargs: Any,
 ) -> Verification:
     """Run a model eager and replayed on several sets of inputs, and compare.
@@ -198,10 +186,8 @@ def verify(
         sets: how many sets of inputs; of a manager, how many ``prepare`` makes.
         padded_sizes: sizes to pad the batch to, such as ``"8,16"``; not under a forward context.
         tails: what padding rows hold: ``"random"`` (integers in the real range) or ``"nan"``.
-        breakable: compare with a breakable capture as well.
         rtol, atol: tolerances; left out: bitwise for uncompiled pieces on the CPU, else by dtype.
         seed: of the random numbers.
-        refuse: of a manager: dispatch no FULL graph any more if one differs, on any rank.
 
     Returns:
         What was compared and what differs; not ``ok`` where nothing was replayed.
@@ -215,17 +201,16 @@ def verify(
     """
     require(tails in TAILS, "tails", "verify", tails, "one of " + ", ".join(TAILS))
     managed = isinstance(model, (CudaGraphManager, EncoderCudaGraphManager))
-    require(managed or not refuse, "refuse", "verify", refuse, "False: only a manager dispatches")
     require_comparison("verify", sets, rtol, atol, seed)
     require_prepare("verify", prepare, args, kwargs)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if managed:
         made = args if prepare is None else [prepare() for _ in range(sets)]
-        return _check_managed(model, made, kwargs, Tolerance(False, rtol, atol), refuse)
+        return _check_managed(model, made, kwargs, Tolerance(False, rtol, atol))
     inputs = InputSets((args, kwargs), prepare, seed)
     with comparing(model, config, "verify", inputs) as subject:
         tolerance = subject.tolerance(inputs.first, rtol, atol)
-        return _Checks(subject, inputs, sets, tolerance).run(sizes, tails, seed, breakable)
+        return _Checks(subject, inputs, sets, tolerance).run(sizes, tails, seed)
 
 
 class _Run(NamedTuple):
@@ -248,11 +233,10 @@ class _Checks:
     sets: int
     tolerance: Tolerance
 
-    def run(self, sizes: Sequence[int], tails: str, seed: int, breakable: bool) -> Verification:
+    def run(self, sizes: Sequence[int], tails: str, seed: int) -> Verification:
         """Run all checks."""
         checks = [self._check("eager against replay", self.tolerance, self._replay)]
         checks += [self._padded(size, tails, seed) for size in sizes]
-        checks += [self._breakable()] if breakable else []
         return Verification(self.subject.name, tuple(checks))
 
     def _check(self, name: str, tolerance: Tolerance, run: Callable[[Call, int], _Run]) -> Check:
@@ -353,57 +337,11 @@ class _Checks:
 
         return self._check(name, looser, run)
 
-    # -------------------------------------------------------------- against breakable capture
-
-    def _breakable(self) -> Check:
-        subject, tolerance, config = self.subject, self.tolerance, self.subject.config
-        settings = CompilationConfig(
-            capture_device=config.capture_device,
-            splitting_ops=config.splitting_ops,
-            builtin_splitting_ops=config.builtin_splitting_ops,
-        )
-        wrapper = BreakableCUDAGraphWrapper(subject.original, settings, CUDAGraphMode.PIECEWISE)
-
-        def run(call: Call, number: int) -> _Run:
-            missing = subject.until_replayed(call)
-            if missing:
-                return _Run(missing=missing)
-            expected, _ = self._replayed(call)
-            before = wrapper.counters.replays
-            try:
-                with _in_piecewise(call):
-                    for _ in range(2 if number == 0 else 1):
-                        actual = subject.outcome(wrapper, call)
-            except CGCompileError as error:
-                return _Run(missing=str(error).splitlines()[0])
-            replays = wrapper.counters.replays - before
-            missing = "" if replays else f"breakable: {wrapper.counters}"
-
-            def locate(difference: Difference) -> Difference:
-                with _in_piecewise(call):
-                    origin = find_break(wrapper, call, tolerance, subject.kept)
-                return located("breakable", difference, real_rows(), origin, number)
-
-            return _Run(expected, actual, replays, missing, locate)
-
-        try:
-            return self._check("replay against breakable", tolerance, run)
-        finally:
-            wrapper.clear_all_graphs()
-
 
 def real_rows() -> int | None:
     """Return how many rows are real by the forward context; None if that is unknown."""
     context = callers_context()
     return None if context is None else context.num_unpadded_tokens
-
-
-def _in_piecewise(call: Call) -> AbstractContextManager[Any]:
-    """Return the caller's forward context, or a new one, in mode PIECEWISE."""
-    context = copy(callers_context() or ForwardContext())
-    context.cudagraph_runtime_mode = CUDAGraphMode.PIECEWISE
-    context.batch_descriptor = context.batch_descriptor or BatchDescriptor(max(rows_of(call), 1))
-    return override_forward_context(context)
 
 
 # ---------------------------------------------------------------- the breaks of a wrapper
@@ -523,26 +461,24 @@ class _PlainBreaks(Breaker):
 
 
 def _check_managed(
-    manager: Any, made: Sequence[Any], kwargs: Any, tolerance: Tolerance, refuse: bool
+    manager: Any, made: Sequence[Any], kwargs: Any, tolerance: Tolerance
 ) -> Verification:
     """Compare batches of a manager, or calls of an encoder manager."""
     require(not kwargs, "kwargs", "verify", kwargs, "no names: batches or calls, for a manager")
     if isinstance(manager, CudaGraphManager):
         with manager.uncounted():
-            return _check_manager(manager, made, tolerance, refuse)
-    require(not refuse, "refuse", "verify", refuse, "False: an encoder has no dispatcher")
+            return _check_manager(manager, made, tolerance)
     return _check_encoder(manager, made, tolerance)
 
 
 def _check_manager(
-    manager: CudaGraphManager, batches: Sequence[Batch], tolerance: Tolerance, refuse: bool
+    manager: CudaGraphManager, batches: Sequence[Batch], tolerance: Tolerance
 ) -> Verification:
     """Compare eager exact batches with the graphs that the dispatcher chooses."""
     valid = all(isinstance(batch, Batch) for batch in batches)
     require(valid, "args", "verify", batches, "batches, for a manager")
     compared: dict[bool, list[Difference | None]] = {False: [], True: []}  # by: is it padded
     missing = "" if batches else "there are no batches"
-    wrong: list[str] = []
     for number, batch in enumerate(progress(batches, "verify: batches", "batch")):
         chosen = manager.dispatched(batch)
         if chosen.mode is CUDAGraphMode.NONE:
@@ -556,11 +492,7 @@ def _check_manager(
         difference = tolerance.first("the result", expected, replayed)
         if difference is not None:
             difference = _locate_in(manager, batch, number, difference, tolerance)
-            if chosen.mode is CUDAGraphMode.FULL:
-                wrong.append(f"FULL, {chosen.descriptor}: {difference.detail}")
         compared[chosen.descriptor.num_tokens > batch.num_tokens].append(difference)
-    if refuse:
-        _refuse_full(manager, wrong)
     checks = [
         Check(
             f"exact eager against {'padded' if is_padded else 'exact'} replay",
@@ -593,7 +525,7 @@ def _check_encoder(
         after = statistics.replays - before
         without = Counter(statistics.reasons()) - Counter(reasons)
         if without:
-            whys = ", ".join(f"{items} {why.value}" for why, items in without.items())
+            whys = ", ".join(f"{items} {reason.value}" for reason, items in without.items())
             missing = missing or f"call {number} has items without a graph: {whys}"
         elif not after:
             missing = missing or f"call {number} has no items with tokens"
@@ -662,15 +594,3 @@ def _ops_inside(manager: CudaGraphManager) -> str:
     ops = {why.detail: piece.where for piece in reversed(pieces) for why in piece.why}
     listed = [f"{op} at {where}" for op, where in reversed(ops.items())]
     return f" ({', '.join(listed)})" if listed else ""
-
-
-def _refuse_full(manager: CudaGraphManager, wrong: list[str]) -> None:
-    """Dispatch no FULL graph any more if one is wrong, on this rank or another."""
-    agreement = manager.agreement
-    if not (wrong if agreement is None else agreement.largest(len(wrong))):
-        return
-    detail = wrong[0] if wrong else "it differs on another rank"
-    log.warning("no FULL graphs any more: %s", detail)
-    for mode, descriptor in manager.dispatcher.plan():
-        if mode is CUDAGraphMode.FULL:
-            manager.dispatcher.refused(mode, descriptor, detail)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,7 @@ from cgcompile.graphs.guards import (
     is_plain_value,
     layout_text,
     named_arguments,
+    plainly,
     restore,
     same_layout,
     same_memory,
@@ -57,10 +58,24 @@ _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _MISSING = object()
 
 
+class Item(NamedTuple):
+    """A value, and where it is held."""
+
+    path: str  # such as ``self.layers.0.cache``
+    owner: Any  # the object whose attribute holds it, in containers or not; None of a root
+    attribute: str  # of the owner
+    value: Any
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The identity of the owner (which may have no hash) and the attribute."""
+        return id(self.owner), self.attribute
+
+
 class _Holder:
     """A container, or the attributes of an object, with the keys and values that it held."""
 
-    __slots__ = ("_form", "_path", "keys", "of_module", "skipped", "target", "values")
+    __slots__ = ("_form", "_path", "keys", "of_module", "owner", "skipped", "target", "values")
 
     def __init__(
         self,
@@ -74,6 +89,7 @@ class _Holder:
         self.target = target  # a dict, a list, ``Slots``, ``Cells``, ...
         self.skipped = skipped  # names of fields that are not opened
         self.of_module = of_module  # whether these are attributes of a module itself
+        self.owner: tuple[Any, str] = (None, "")  # the object, and its field if that is a container
         self.read()
 
     def read(self) -> None:
@@ -83,6 +99,13 @@ class _Holder:
     def name(self, key: Any) -> str:
         """Return the path of an item."""
         return self._path + self._form.format(getattr(key, "__name__", key))
+
+    def item(self, key: Any, value: Any) -> Item:
+        """Return a value with its path and owner."""
+        owner, attribute = self.owner
+        if owner is not None:
+            attribute = attribute or str(getattr(key, "__name__", key))
+        return Item(self.name(key), owner, attribute, value)
 
     def is_same(self) -> bool:
         """Return whether it holds the same objects under the same keys."""
@@ -98,9 +121,9 @@ class _Holder:
     def changes(self) -> Iterator[Change]:
         """Yield the items that are other objects."""
         before = dict(zip(self.keys, self.values, strict=True))
-        now = dict(zip(*_contents(self.target), strict=True))
-        for key in before | now:
-            one, other = before.get(key, _MISSING), now.get(key, _MISSING)
+        after = dict(zip(*_contents(self.target), strict=True))
+        for key in before | after:
+            one, other = before.get(key, _MISSING), after.get(key, _MISSING)
             if one is not other:
                 yield Change(self.name(key), one, other)
 
@@ -121,14 +144,15 @@ class _Holder:
 
 def _contents(target: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the keys and the values of the target of a holder."""
-    if isinstance(target, dict):
-        return tuple(dict.keys(target)), tuple(dict.values(target))
     if isinstance(target, (Slots, Cells)):
         fields: dict[Any, Any] = target.read()
         return tuple(fields), tuple(fields.values())
-    if isinstance(target, (set, frozenset)):
-        return ("items",), (frozenset(target),)
-    values = tuple(target)
+    kind = plainly(target)
+    if issubclass(kind, dict):
+        return tuple(kind.keys(target)), tuple(kind.values(target))
+    values = tuple(kind.__iter__(target))
+    if kind is set:
+        return ("items",), (frozenset(values),)
     return tuple(range(len(values))), values
 
 
@@ -138,14 +162,14 @@ def _names_of_modules() -> frozenset[str]:
     return frozenset(torch.nn.Module().__dict__)
 
 
-def _holders(value: Any, path: str) -> Iterator[_Holder]:
+def _holders(value: Any, path: str, longest: int = _LONG) -> Iterator[_Holder]:
     """Yield the holders of the fields of a value; none if it is compared as a whole."""
     is_module = isinstance(value, torch.nn.Module)
     if is_module:
         attributes = value.__dict__
-        yield _Holder(path, ".{}", attributes, _names_of_modules(), True)
-        for table in _TABLES:
+        for table in _TABLES:  # first, so that paths go through them and not through bound methods
             yield _Holder(path, ".{}", attributes.get(table, {}), of_module=True)
+        yield _Holder(path, ".{}", attributes, _names_of_modules(), True)
     if isinstance(value, FunctionType):
         yield _Holder(path, " closure {}", Cells(value))
         yield _Holder(path, " default {}", value.__defaults__ or ())
@@ -155,7 +179,7 @@ def _holders(value: Any, path: str) -> Iterator[_Holder]:
         yield _Holder(path, "[{}]", (value.func, value.args, value.keywords))
         return
     if isinstance(value, _CONTAINERS):
-        if len(value) < _LONG:
+        if len(value) < longest:
             yield _Holder(path, "[{!r}]", value)
     elif isinstance(value, _CLOSED) or _is_closed(value):
         return
@@ -195,9 +219,12 @@ def _bytes(value: Any) -> bytes | None:
 class Fields:
     """A snapshot of the fields that are reachable from some roots, given by name."""
 
-    def __init__(self, roots: Mapping[str, Any], tensor_type: str = "cpu") -> None:
+    def __init__(
+        self, roots: Mapping[str, Any], tensor_type: str = "cpu", longest: int = _LONG
+    ) -> None:
         self._roots = dict(roots)
         self._tensor_type = tensor_type  # of graphs: in others a 0-dim CPU tensor is a number
+        self._longest = longest  # containers with as many items are not compared
         self.read()
 
     def read(self) -> None:
@@ -207,9 +234,9 @@ class Fields:
         self._arrays: list[tuple[str, Any, bytes]] = []
         tensors: dict[int, tuple[str, torch.Tensor]] = {}
         seen: set[int] = set()
-        todo = list(self._roots.items())
-        for path, value in todo:  # grows meanwhile
-            value = _behind(value)
+        todo = [Item(path, None, "", root) for path, root in self._roots.items()]
+        for item in todo:  # grows meanwhile
+            path, value = item.path, _behind(item.value)
             if id(value) in seen:
                 continue
             seen.add(id(value))
@@ -220,13 +247,15 @@ class Fields:
             if data is not None:
                 self._arrays.append((path, value, data))
                 continue
-            for holder in _holders(value, path):
+            for holder in _holders(value, path, self._longest):
                 self._holders.append(holder)
+                in_container = holder.target is value
+                holder.owner = (item.owner, item.attribute) if in_container else (value, "")
                 skipped = holder.skipped
                 todo += [
-                    (holder.name(key), item)
-                    for key, item in zip(holder.keys, holder.values, strict=True)
-                    if type(item) not in _PLAIN and not (skipped and key in skipped)
+                    holder.item(key, field)
+                    for key, field in zip(holder.keys, holder.values, strict=True)
+                    if type(field) not in _PLAIN and not (skipped and key in skipped)
                 ]
             if len(todo) > _MAX_VALUES:
                 self.complete = False
@@ -248,6 +277,13 @@ class Fields:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors with memory that were reachable."""
         return self._tensors.tensors
+
+    def items(self) -> Iterator[Item]:
+        """Yield the roots and all that was held, but for items of very long containers."""
+        yield from (Item(path, None, "", root) for path, root in self._roots.items())
+        for holder in self._holders:
+            if len(holder.keys) < _LONG:
+                yield from map(holder.item, holder.keys, holder.values)
 
     def same_objects(self) -> bool:
         """Return whether every field holds the same object."""

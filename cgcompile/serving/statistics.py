@@ -29,7 +29,7 @@ class Cell(NamedTuple):
     hits: int  # steps
 
 
-class Row(NamedTuple):
+class StatisticsRow(NamedTuple):
     """Steps of one kind: those of a graph, or those with one reason."""
 
     batches: str  # which batches, in words: "5..8 tokens"
@@ -257,7 +257,7 @@ class DispatchStatistics:
             return True
         return self._exists(graph.mode, graph.descriptor)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StatisticsRow]:
         """Return a row for each graph, with hits or not; then one for each mode and reason.
 
         Steps without a graph (mode NONE) are in one row each. Those with a graph are in its row,
@@ -273,11 +273,13 @@ class DispatchStatistics:
             for graph, served, exists in sorted(pairs, key=lambda pair: _order(pair[0])):
                 served = served if exists or graph.hits else ""
                 counts = graph.hits, int(graph.real), int(graph.ran)
-                rows.append(Row(served, graph.mode.name, graph.descriptor, *counts))
+                rows.append(StatisticsRow(served, graph.mode.name, graph.descriptor, *counts))
             for (mode, reason), fallback in self._fallbacks.items():
                 served, real = _span(fallback.least, fallback.most, "token"), int(fallback.real)
                 rows.append(
-                    Row(served, mode, None, fallback.count, real, real, reason, fallback.detail)
+                    StatisticsRow(
+                        served, mode, None, fallback.count, real, real, reason, fallback.detail
+                    )
                 )
         return rows
 

@@ -408,7 +408,7 @@ def test_a_long_key_leaves_room_for_the_numbers() -> None:
     assert len(first) <= 100
     assert head.split()[-2:] == ["padding", "hits"]
     assert first.split()[-2:] == ["50.0%", "3"]
-    assert "... (not there)" in first
+    assert "... (not captured)" in first
 
 
 def test_schema() -> None:

@@ -12,8 +12,8 @@ from torch import nn
 
 import cgcompile
 from cgcompile import CompilationConfig
-from cgcompile.debug.doctor import KINDS, SEVERITIES, finding
-from cgcompile.debug.op_observer import Note, Notes, PythonCalls, Way
+from cgcompile.debug.findings import KINDS, SEVERITIES, Way, finding
+from cgcompile.debug.op_observer import Notes, PythonCalls
 
 
 def reads(x):
@@ -120,9 +120,9 @@ def test_what_a_finding_names(capsys: pytest.CaptureFixture) -> None:
         "raise": (raises, "ValueError"),
     }
     for mark, (model, op) in ops.items():
-        found = by_line(examine(model, squares()))[mark]
-        assert (found.op, found.count) == (op, 1)
-        assert found.source.file == __file__
+        reported = by_line(examine(model, squares()))[mark]
+        assert (reported.op, reported.count) == (op, 1)
+        assert reported.source.file == __file__
     assert "tensor(" in capsys.readouterr().out
     assert only_finding(examine(raises, squares())).message == "ValueError: no"
 
@@ -219,10 +219,10 @@ def test_lines_of_the_caller_are_not_the_models() -> None:
 def test_each_kind_has_a_fix_for_each_way() -> None:
     for kind in KINDS:
         for way in Way:
-            found = finding(Note(kind, "ns::op", "why"), way)
-            assert found.severity in SEVERITIES
-            assert found.fix.endswith(".")
-            assert "{op}" not in found.fix
+            of_kind = finding(way, kind, "ns::op", "why", None)
+            assert of_kind.severity in SEVERITIES
+            assert of_kind.fix.endswith(".")
+            assert "{op}" not in of_kind.fix
 
 
 # ---------------------------------------------------------------- the mode, and what was compiled

@@ -198,7 +198,7 @@ def test_errors_of_other_code(error: Exception, kind: str, message: str) -> None
     assert (finding.kind, finding.op) == (kind, "-")
     assert finding.message.startswith(message)
     if kind == "forward_raised":
-        assert finding.fix.startswith("It was raised outside of cgcompile")
+        assert finding.fix.startswith("The error was raised outside of cgcompile")
     assert only_finding(ValueError()).source is None
 
 

@@ -138,11 +138,11 @@ def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None
     assert len(overview.graphs) == 2
     for graph in overview.graphs:
         titles = drawing(page, f"The pieces of graph {graph.index} in order: 3 captured, 2 eager")
-        pieces = [title for title in titles if " hands on " not in title]
-        assert [title.split(",")[0] for title in pieces] == [each.name for each in graph.pieces]
+        pieces = [title for title in titles if " passes on " not in title]
+        assert [title.split(",")[0] for title in pieces] == [piece.name for piece in graph.pieces]
         assert pieces[1].startswith("piece_1, eager, 1 op; splitting_op: cgserve::attend")
-        assert [title for title in titles if " hands on " in title] == [
-            f"{each.name} hands on {human(each.bytes_out.traced)}" for each in graph.pieces[:-1]
+        assert [title for title in titles if " passes on " in title] == [
+            f"{piece.name} passes on {human(piece.bytes_out.traced)}" for piece in graph.pieces[:-1]
         ]
     captures = drawing(page, "Captures")
     for title, record in zip(captures, overview.timeline, strict=True):
@@ -338,26 +338,6 @@ def test_a_measured_speed_is_shown() -> None:
             cgcompile.debug.report(model, speed=speed)  # type: ignore[arg-type]
 
 
-def test_cells_of_narrow_pages_have_titles(page: Page) -> None:
-    """They take the place of the head of the table; empty ones are left out."""
-    cells = [found for tag, found in page.tags if tag in ("td", "th") and "data-title" in found]
-    assert {found["data-title"] for found in cells} >= {"batches", "graph", "why without a graph"}
-    columns = {name: [text for text, _ in rows[0]] for name, rows in page.tables.items()}
-    empty = [
-        text.strip() in ("", "\N{EN DASH}")
-        for rows in page.tables.values()
-        for row in rows[1:]
-        for text, _ in row
-    ]
-    assert (
-        len(cells)
-        == len(empty)
-        == sum(len(columns[name]) * (len(rows) - 1) for name, rows in page.tables.items())
-    )
-    assert ["nothing" in found.get("class", "").split() for found in cells] == empty
-    assert any(empty)
-
-
 def test_repeated_pieces_are_drawn_once() -> None:
     model = nn.Sequential(*[Attends() for _ in range(20)]).eval()
     found = cgcompile.explain(model, torch.randn(2, 4, 8))
@@ -380,7 +360,7 @@ def test_a_long_split_is_cut_in_the_middle() -> None:
     drawn = re.findall(r"<title>piece_(\d+), ", text)
     assert drawn == [*map(str, range(18)), *map(str, range(45, 50))]
     assert "27 more rows" in text
-    handed = re.findall(r"<title>piece_(\d+) hands on ", text)  # not into a row that is left out
+    handed = re.findall(r"<title>piece_(\d+) passes on ", text)  # not into a row that is left out
     assert handed == [*map(str, range(17)), *map(str, range(45, 49))]
     assert 'aria-label="a &amp; b"' in text
 
@@ -401,11 +381,11 @@ def test_a_drawing_is_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_the_page_stands_alone(page: Page) -> None:
     assert "script" not in {tag for tag, _ in page.tags}
-    for tag, found in page.tags:
+    for tag, attributes in page.tags:
         for name in ("src", "href", "data", "action"):
-            address = found.get(name)
+            address = attributes.get(name)
             assert address is None or address[0] == "#" or address == "data:,", (tag, address)
-        assert not [name for name in found if name.startswith("on")]
+        assert not [name for name in attributes if name.startswith("on")]
 
 
 def test_the_page_is_accessible(page: Page) -> None:
@@ -544,7 +524,9 @@ def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_has_run() -> None:
     overview = cgcompile.debug.report(cgcompile.compile(Attends(), compiler="eager"))
     assert overview.steps == overview.timeline == overview.graphs == ()
-    assert overview.notes == ("Nothing was compiled yet: call the model, then ask again.",)
+    assert overview.notes == (
+        "Nothing was compiled yet: call the model, then call report() again.",
+    )
     text = read(overview).text
     assert "Nothing is recorded." in text
     assert "Nothing was captured." in text
@@ -570,10 +552,10 @@ def test_representations_are_short() -> None:
     results = [found, cgcompile.explain(model, x), cgcompile.coverage(compiled)]
     results += [cgcompile.verify(compiled, x), cgcompile.debug.bisect(compiled, x)]
     results += [cgcompile.debug.doctor(model, x), cgcompile.debug.timeline(compiled)]
-    for each in results:
-        assert len(repr(each)) < 120, repr(each)
-        assert "\n" not in repr(each)
-        assert each._repr_html_().startswith("<pre>")
+    for result in results:
+        assert len(repr(result)) < 120, repr(result)
+        assert "\n" not in repr(result)
+        assert result._repr_html_().startswith("<pre>")
     summary = str(cgcompile.coverage(compiled)).splitlines()[-1]
     assert re.fullmatch(r"\d+ of \d+ steps on graphs(, .* padding)?", summary)
     assert repr(cgcompile.coverage(compiled)) == f"<Coverage {summary}>"

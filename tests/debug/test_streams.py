@@ -13,8 +13,8 @@ from torch import nn
 
 import cgcompile
 from cgcompile import CompilationConfig
-from cgcompile.debug.doctor import finding
-from cgcompile.debug.op_observer import Notes, Streams, Watch, Way
+from cgcompile.debug.findings import Way
+from cgcompile.debug.op_observer import Notes, Streams, Watch
 from cgcompile.debug.restore import Snapshot
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import named_failures
@@ -82,8 +82,7 @@ def watched(model: Callable[[Board, torch.Tensor], None], way: Way) -> cgcompile
     boundaries, device = cgcompile.boundaries.Boundaries(), torch.device("cuda")
     with suppress(KeyError), Watch(notes, boundaries, device, Snapshot([x]), lambda: board.now):
         model(board, x)
-    findings = [finding(note, way) for note in notes]
-    return cgcompile.debug.Diagnosis.of("model", "cuda", findings)
+    return cgcompile.debug.Diagnosis.of("model", "cuda", notes)
 
 
 @pytest.mark.parametrize(

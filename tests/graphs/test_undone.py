@@ -115,6 +115,13 @@ def test_tensors_inside_of_a_subclass(named: bool) -> None:
     assert (model.cache.b == 2).all()
 
 
+@pytest.mark.parametrize("kind", [set, frozenset, tuple])
+def test_tensors_inside_of_a_container(kind: Any) -> None:
+    cache = torch.ones(2)
+    undone(Runs(lambda held: [each.add_(1) for each in held.caches], caches=kind([cache])))
+    assert cache.tolist() == [1, 1]
+
+
 def test_random_numbers_come_again() -> None:
     with restored_after():
         drawn = random.random(), torch.rand(2)

@@ -261,7 +261,11 @@ def verifying(rank: int, ranks: int) -> Any:
     made = Engine(mode="FULL_AND_PIECEWISE", model=Baking(rank == 1)).manager
     made.capture()
     batches = [staged(*[1] * count, decode=True) for count in (2, 3)]
-    found = verify(made, *batches, rtol=1e-5, atol=1e-5, refuse=True)
+    found = verify(made, *batches, rtol=1e-5, atol=1e-5)
+    if made.agreement.largest(len(found.differences)):
+        for mode, descriptor in made.dispatcher.plan():
+            if mode is FULL:
+                made.dispatcher.refused(mode, descriptor, "it differs from eager")
     made.run(batches[0])
     return len(found.differences), made.dispatched(batches[0]).mode.name
 

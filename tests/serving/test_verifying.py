@@ -7,7 +7,6 @@ import torch
 from lib.manager import NONE, PIECEWISE, Decoder, manager, metadata, requests
 
 from cgcompile import get_forward_context, verify
-from cgcompile.errors import ConfigError
 from cgcompile.reasons import Reason
 from cgcompile.serving.batch import Batch, Metadata
 
@@ -21,7 +20,7 @@ def layouts(device: str) -> list[Batch]:
 def test_graphs_that_hold(device: str) -> None:
     made = manager("FULL", device=device)
     made.capture()
-    found = verify(made, *layouts(device), rtol=1e-5, atol=1e-5, refuse=True)
+    found = verify(made, *layouts(device), rtol=1e-5, atol=1e-5)
     assert (found.ok, found.replays) == (True, len(LAYOUTS))
     assert made.dispatched(requests(3, device=device)).mode.name == "FULL"
 
@@ -48,16 +47,18 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
     made.capture()
     decode = [requests(*[1] * n, device=device, decode=True) for n in (1, 3, 8)]
     assert verify(made, *decode, rtol=1e-5, atol=1e-5).ok is (mode != "FULL")
-    assert made.dispatched(decode[0]).mode.name != "NONE"  # not told to refuse
+    assert made.dispatched(decode[0]).mode.name != "NONE"
     if mode == "FULL":
         made.release()
         made.capture()
-        found = verify(made, *layouts(device), rtol=1e-5, atol=1e-5, refuse=True)
+        found = verify(made, *layouts(device), rtol=1e-5, atol=1e-5)
         # by check, exact sizes first; the graph of one token has frozen the right numbers
         assert [each.inputs for each in found.differences] == [1, 2, 5, 0, 3]
         first = next(each for each in found.differences if each.inputs == 0)
         assert first.rows[0] == 0
         assert first.largest > 0.01
+        for graph in made.dispatcher.plan():
+            made.dispatcher.refused(*graph, first.detail)
         chosen = made.dispatched(requests(3, device=device))
         assert chosen.mode is NONE
         assert chosen.why is not None
@@ -89,18 +90,13 @@ def test_the_ops_inside_of_a_full_graph_are_named(monkeypatch: Any) -> None:
 def test_what_never_replays_is_no_proof() -> None:
     """A lazy manager warms, captures, and only then replays."""
     made = manager("FULL", lazily=True)
-    found = verify(made, *layouts("cpu"), rtol=1e-5, atol=1e-5, refuse=True)
+    found = verify(made, *layouts("cpu"), rtol=1e-5, atol=1e-5)
     assert (found.ok, found.replays) == (True, len(LAYOUTS))
     assert made.counters.replays >= len(LAYOUTS)
-    found = verify(manager("FULL"), *layouts("cpu"), refuse=True)  # without a capture
+    found = verify(manager("FULL"), *layouts("cpu"))  # without a capture
     assert (found.ok, found.replays, found.differences) == (False, 0, ())
     (check,) = found.checks
     assert check.missing.startswith("batch 0 has no graph: not_captured: FULL")
-
-
-def test_only_a_manager_refuses_graphs() -> None:
-    with pytest.raises(ConfigError, match="refuse = True"):
-        verify(torch.nn.Linear(2, 2), torch.ones(2, 2), refuse=True)
 
 
 def test_results_of_one_dimension(monkeypatch: Any) -> None:
