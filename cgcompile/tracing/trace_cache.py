@@ -132,11 +132,12 @@ class CompiledTrace:
             return not self.repeated
         return isinstance(self.compiled, CompiledGraph) and self.compiled.counters.calls <= VARYING
 
-    def replaced(self, scope: dict[str, Any]) -> str | None:
+    def replaced(self, scope: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
         """Return the path of the first frozen tensor that was replaced or moved, else None."""
+        # ``unknown`` begins the paths that are not in the scope: such a tensor may only have moved.
         for (path, tensor), held in zip(self.frozen, self.held, strict=True):
             try:
-                present = eval(path, scope)
+                present = tensor if path.startswith(unknown) else eval(path, scope)
             except (AttributeError, LookupError, TypeError):
                 present = None
             if present is not tensor or (held is not tensor and not same_memory(held, tensor)):
@@ -286,8 +287,9 @@ class Traces:
         if self._bound is not None:
             names[next(iter(self._signature.parameters))] = self._bound
         scope = {"L": names, "G": self._function.__globals__}
+        arguments = tuple(f"L[{name!r}]" for name in self._arguments)
         for trace in self.traces:
-            path = trace.replaced(scope) if trace.compiled is compiled else None
+            path = trace.replaced(scope, arguments) if trace.compiled is compiled else None
             if path is not None:
                 remedy = "backend.release(), and run the model before the capture"
                 raise AddressChangedError.weight(
