@@ -191,6 +191,7 @@ class Traces:
         self._run_plain = run_plain
         self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers
         self._varied: set[str] = set()  # the paths of numbers that had several values
+        self._constant: set[str] = set()  # the paths of numbers that graphs cannot take as inputs
         self._rules = rules
         self._count = 0  # of traces since the last invalidation
         self._lock = new_lock()
@@ -356,6 +357,7 @@ class Traces:
             self._set(())
             self._refused.clear()
             self._varied.clear()
+            self._constant.clear()
             self._count, self._unfrozen = 0, False
             compat.drop_trace_caches()
 
@@ -550,8 +552,13 @@ class Traces:
             traced = time.perf_counter()
             compiled = None
             if trace.graph is not None:
-                with trace.compiling():
-                    compiled = self._compile(trace.graph, trace.inputs, len(trace.frozen))
+                try:
+                    with trace.compiling():
+                        compiled = self._compile(trace.graph, trace.inputs, len(trace.frozen))
+                except compat.restarts():
+                    # Not in torch's way: it loses the sign of zero, and fails for ``n += tensor``.
+                    self._constant |= trace.constants_to_be
+                    raise
             check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
             fits = self._fits(trace, args, kwargs, dims)
             compiling = time.perf_counter() - traced
@@ -563,6 +570,7 @@ class Traces:
     ) -> compat.Trace:
         """Trace a call; repeated layers once, if torch accepts that."""
         repeated = repeated_layers(self._called) if self._repeats_layers else {}
+        varying = self._varied - self._constant
         if repeated:
             scope = self._scope(args, kwargs)
             guarded = self._rules.guards != "none" or self._rules.check_guards or not freezes
@@ -580,7 +588,7 @@ class Traces:
                     freeze=freezes,
                     regions=repeated,
                     inline=inline,
-                    varying=self._varied,
+                    varying=varying,
                 )
                 if freezes:
                     trace.freeze(scope, self._arguments)
@@ -588,7 +596,7 @@ class Traces:
             except Exception as error:  # whatever the reason, the plain trace decides
                 log.info("%s: each layer is traced on its own: %s", self.name, error)
                 self._repeats_layers = False
-        return compat.trace_call(called, args, kwargs, freeze=freezes, varying=self._varied)
+        return compat.trace_call(called, args, kwargs, freeze=freezes, varying=varying)
 
     def _fits(
         self,

@@ -240,6 +240,30 @@ def test_a_zero_keeps_its_sign(device: str) -> None:
     assert served.counters().captures == 2
 
 
+def added(x: torch.Tensor, number: float) -> Any:
+    scale = number
+    number += x.sum()
+    return F.elu(x, scale), x + number
+
+
+CONSTANT: list[Callable[..., Any]] = [
+    added,
+    lambda x, number: (x * round(number), x * int(number), x + number),
+    lambda x, number: ((x + 1j) * number, x * number**2),
+]
+
+
+@pytest.mark.parametrize("function", CONSTANT)
+def test_a_trace_that_restarts_with_a_constant(function: Callable[..., Any], device: str) -> None:
+    served = compiled("cgcompile.compile", function, settings(device))
+    with torch.inference_mode():
+        for number in (0.5, 3.25, -2.5, 3.25, 3.25, 3.25):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x, number), function(x, number))
+    assert served.counters().replays == 2
+    assert len(served.step.traces) == 3
+
+
 def test_one_of_two_numbers_is_an_input(device: str) -> None:
     """A number that must be a constant leaves the other one an input."""
 
