@@ -5,7 +5,7 @@ varies as a symbol (an int), or as a 0-dim CPU tensor that the graph reads with 
 An op that only computes with it takes a 0-dim tensor instead, int64 or float64 before the op casts
 it. A captured piece reads that tensor on the device, where it is filled before each replay, as any
 0-dim CPU tensor. The rule: a use is replaced only if fake values show the same dtype and layout,
-and the op then computes in the dtype in which eager computes with a Python number.
+and the op then computes what eager computes with a Python number, in the same dtype.
 
 A float that has another use as well (an argument of attention, a size, a result) becomes a constant
 of the trace, see ``make_floats_constant``. An int with another use stays a number there. Sizes of
@@ -37,7 +37,12 @@ _SAME |= {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
 _ADDS, _SCALES, _COMPARES = {"add", "sub", "rsub"}, {"mul", "div"}, {"eq", "ne", "lt", "le"}
 _COMPARES |= {"gt", "ge"}
 _BINARY = {*_ADDS, *_SCALES, *_COMPARES, "floor_divide", "pow", "remainder"}
+_ARITHMETIC = "add sub mul truediv floordiv mod xor lshift rshift"  # and ``iadd``, ...
 _REDUCED = (torch.float16, torch.bfloat16)
+
+# The dtypes that hold each number of a dtype. Eager refuses to write one that overflows.
+_HOLD_FLOATS = {torch.bool, torch.bfloat16, torch.float32, torch.float64}
+_HOLD = {torch.int64: {torch.int64, *_HOLD_FLOATS}, torch.float64: _HOLD_FLOATS}
 
 # Arithmetic on Python numbers that tensors of int64 and float64 do with the same result.
 _ON_INTS = {operator.add, operator.sub, operator.mul, operator.neg}
@@ -51,9 +56,33 @@ Emit = Callable[..., Any]
 
 def numbers_to_tensors(gm: fx.GraphModule, floats: Collection[fx.Node]) -> None:
     """Replace the ints that ops of a graph compute with by 0-dim tensors, and these floats."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            _call_what_python_calls(module)
     numbers = _Numbers(gm, floats)
     if numbers.inputs:
         numbers.replace()
+
+
+# By operator: what Python calls for a number on the left of a tensor.
+_LEFT = {getattr(operator, f"i{name}"): getattr(operator, name) for name in _ARITHMETIC.split()}
+_LEFT |= {operator.iand: operator.and_, operator.ior: operator.or_, operator.ipow: torch.pow}
+_LEFT |= {operator.pow: torch.pow}
+
+
+def _call_what_python_calls(gm: fx.GraphModule) -> None:
+    """Replace operators that the code of a graph would compute in another way."""
+    # It prints ``n += x``, which gives ``n`` another value for all that follows, and ``-2.0 ** x``,
+    # which is ``-(2.0 ** x)``.
+    replaced = False
+    for node in gm.graph.nodes:
+        if node.target in _LEFT and isinstance(value(node), torch.Tensor):
+            left = value(node.args[0]) if isinstance(node.args[0], fx.Node) else node.args[0]
+            if is_symbolic_number(left) or isinstance(left, (int, float, complex)):
+                node.target = _LEFT[node.target]
+                replaced = True
+    if replaced:
+        gm.recompile()
 
 
 class _Use(NamedTuple):
@@ -256,13 +285,10 @@ def _name_of(node: fx.Node) -> tuple[str, bool]:
     if name[2:-2] in _COMPARES:  # torch 2.11 calls ``__eq__``
         name = name[2:-2]
     inplace = name.endswith("_")
-    if compat.is_python_operator(node.target) and name[1:] in _INPLACE:
+    if compat.is_python_operator(node.target) and name[1:] in _ARITHMETIC.split():
         name, inplace = name[1:], True
     name = name.rstrip("_")
     return _SAME.get(name, name), inplace
-
-
-_INPLACE = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow"}  # of ``iadd``, ...
 
 
 def _fake(argument: Any) -> torch.Tensor | None:
@@ -285,21 +311,28 @@ def _binary(node: fx.Node, number: fx.Node) -> _Use | None:
         return None
     tensor = _fake(next((arg for arg in node.args if arg is not number), None))
     common = _common(number, tensor)
-    if tensor is None or common is None or (name == "pow" and not tensor.is_floating_point()):
+    if tensor is None or common is None:
         return None
+    if name == "pow" and (number is node.args[1] or not tensor.is_floating_point()):
+        return None  # kernels depend on the value of an exponent
+    if name == "div":
+        common = value(node).dtype  # ints are divided as floats
     # With a Python number kernels compute in float32, those of the CPU that add excepted.
     on_cpu = tensor.device.type == "cpu"
     wide = common in _REDUCED and (name in _SCALES or (name in _ADDS and not on_cpu))
     if common in _REDUCED and not wide and name not in (*_ADDS, *_COMPARES):
         return None
-    function = getattr(torch, name)
+    at = 1 if node.args[0] is number else 0  # of the tensor
+    inverts = name == "div" and at == 1 and compat.is_python_operator(node.target)
+    function = torch.mul if inverts else getattr(torch, name)
 
     def run(emit: Emit, one: Any, two: Any) -> Any:
         if inplace and not wide:
             return emit(f"{name}_", one, two)
         operands = [one, two]
+        if inverts:  # as Python does for a number by a tensor
+            operands[1] = emit("reciprocal", two)
         if wide:
-            at = 1 - [arg is number for arg in node.args].index(True)
             operands[at] = emit("to", operands[at], torch.float32)
         result = emit(function, *operands)
         if inplace:
@@ -317,6 +350,8 @@ def _filling(node: fx.Node, number: fx.Node) -> _Use | None:
     if not isinstance(result, torch.Tensor) or len(at) != 1 or result.is_complex():
         return None
     keywords, dtype = set(node.kwargs), result.dtype
+    if dtype not in _HOLD[_dtype_of(number)]:
+        return None
     if name == "full" and at == [1] and keywords <= {"dtype", "device"}:
 
         def full(emit: Emit, size: Any, fill: Any) -> Any:

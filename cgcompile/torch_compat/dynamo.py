@@ -273,6 +273,13 @@ def make_floats_constant(gm: fx.GraphModule) -> None:
         raise TensorifyScalarRestartAnalysis
 
 
+def must_be_constant(number: torch.SymInt | torch.SymFloat) -> bool:
+    """Return whether a restarted trace is to have a number of this one as a constant."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    return any(TensorifyState.should_specialize(str(s)) for s in number.node._expr.free_symbols)
+
+
 @contextmanager
 def floats_settled(floats: Iterable[fx.Node]) -> Iterator[None]:
     """Let compilers ignore floats that are tensors or constants by now; forget them at the end."""

@@ -345,7 +345,8 @@ class DispatchMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # Torch switches autocast off for a mode; a kernel that calls other ops would miss it.
-        state = _autocast_of_caller() if _kernel_sees_autocast(func) else {}
+        kinds = _kinds_of_autocast(func)
+        state = _autocast_of_caller(kinds) if kinds else {}
         if not state:
             return self.on_call(func, args, kwargs or {})
         with autocast_on(state):
@@ -576,21 +577,22 @@ _UNDER_AN_AUTOCAST_KERNEL = frozenset({"aten::_safe_softmax"})
 
 
 @cache
-def _kernel_sees_autocast(op: Any) -> bool:
-    """Return whether the kernel of an op runs with autocast on where its caller has it on."""
+def _kinds_of_autocast(op: Any) -> tuple[str, ...]:
+    """Return the types of devices where the kernel of an op sees the autocast of its caller."""
     # Not below an autocast kernel: it casts, and calls the op again with autocast off. An op that
     # has one may also come from a composite op that has one (``bmm`` of attention), where its
     # inputs must stay as they are. Torch leaves autocast on around higher-order ops.
     if is_higher_order_op(op) or op.name() in _UNDER_AN_AUTOCAST_KERNEL:
-        return False
-    keys = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
-    return not any(op.has_kernel_for_dispatch_key(key) for key in keys)
+        return ()
+    keys = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+    return tuple(kind for kind, key in keys.items() if not op.has_kernel_for_dispatch_key(key))
 
 
-def _autocast_of_caller() -> dict[str, torch.dtype]:
-    """Return :func:`autocast_state` of the code whose op a dispatch mode gets."""
+def _autocast_of_caller(kinds: tuple[str, ...]) -> dict[str, torch.dtype]:
+    """Return :func:`autocast_state` of the code whose op a dispatch mode gets, for some devices."""
     with torch._C._RestorePythonTLSSnapshot():
-        return autocast_state() if any_autocast() else {}
+        state = autocast_state() if any_autocast() else {}
+    return {kind: dtype for kind, dtype in state.items() if kind in kinds}
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torch.fx.graph_module import _loader
 
 from cgcompile.torch_compat.dynamo import (
     known_size,
+    must_be_constant,
     number_text,
     size_conditions,
     squeeze_conditions,
@@ -328,15 +329,21 @@ class Trace:
     @property
     def numbers(self) -> dict[str, str]:
         """The numbers of the call that are inputs of the trace, by path, as Python text."""
-        found = {}
+        numbers = self._symbolic_numbers()
+        return {path: number_text(n) for path, n in numbers if n.node.expr.free_symbols}
+
+    @property
+    def constants_to_be(self) -> set[str]:
+        """The paths of numbers that a trace to come must have as constants, when one restarts."""
+        return {path for path, number in self._symbolic_numbers() if must_be_constant(number)}
+
+    def _symbolic_numbers(self) -> Iterator[tuple[str, torch.SymInt | torch.SymFloat]]:
         for tracked in self._shape_env.tracked_fakes or ():
             number, source = tracked.fake, tracked.source
             if isinstance(number, torch.Tensor):
                 number, source = getattr(number, "item_memo", None), getattr(source, "base", None)
-            symbolic = isinstance(number, (torch.SymInt, torch.SymFloat)) and source is not None
-            if symbolic and number.node.expr.free_symbols:
-                found[str(source.name)] = number_text(number)
-        return found
+            if isinstance(number, (torch.SymInt, torch.SymFloat)) and source is not None:
+                yield str(source.name), number
 
     def size_conditions(self) -> list[tuple[str, tuple[str, ...]]]:
         """Return (condition in Python, its symbols) of what was assumed of sizes so far."""

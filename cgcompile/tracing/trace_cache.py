@@ -132,11 +132,12 @@ class CompiledTrace:
             return not self.repeated
         return isinstance(self.compiled, CompiledGraph) and self.compiled.counters.calls <= VARYING
 
-    def replaced(self, scope: dict[str, Any]) -> str | None:
+    def replaced(self, scope: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
         """Return the path of the first frozen tensor that was replaced or moved, else None."""
+        # ``unknown`` begins the paths that are not in the scope: such a tensor may only have moved.
         for (path, tensor), held in zip(self.frozen, self.held, strict=True):
             try:
-                present = eval(path, scope)
+                present = tensor if path.startswith(unknown) else eval(path, scope)
             except (AttributeError, LookupError, TypeError):
                 present = None
             if present is not tensor or (held is not tensor and not same_memory(held, tensor)):
@@ -190,6 +191,7 @@ class Traces:
         self._run_plain = run_plain
         self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers
         self._varied: set[str] = set()  # the paths of numbers that had several values
+        self._constant: set[str] = set()  # the paths of numbers that graphs cannot take as inputs
         self._rules = rules
         self._count = 0  # of traces since the last invalidation
         self._lock = new_lock()
@@ -286,8 +288,9 @@ class Traces:
         if self._bound is not None:
             names[next(iter(self._signature.parameters))] = self._bound
         scope = {"L": names, "G": self._function.__globals__}
+        arguments = tuple(f"L[{name!r}]" for name in self._arguments)
         for trace in self.traces:
-            path = trace.replaced(scope) if trace.compiled is compiled else None
+            path = trace.replaced(scope, arguments) if trace.compiled is compiled else None
             if path is not None:
                 remedy = "backend.release(), and run the model before the capture"
                 raise AddressChangedError.weight(
@@ -354,6 +357,7 @@ class Traces:
             self._set(())
             self._refused.clear()
             self._varied.clear()
+            self._constant.clear()
             self._count, self._unfrozen = 0, False
             compat.drop_trace_caches()
 
@@ -548,8 +552,13 @@ class Traces:
             traced = time.perf_counter()
             compiled = None
             if trace.graph is not None:
-                with trace.compiling():
-                    compiled = self._compile(trace.graph, trace.inputs, len(trace.frozen))
+                try:
+                    with trace.compiling():
+                        compiled = self._compile(trace.graph, trace.inputs, len(trace.frozen))
+                except compat.restarts():
+                    # Not in torch's way: it loses the sign of zero, and fails for ``n += tensor``.
+                    self._constant |= trace.constants_to_be
+                    raise
             check_dims(self.name, dims, trace.sizes)  # a compiler may fix a size as well
             fits = self._fits(trace, args, kwargs, dims)
             compiling = time.perf_counter() - traced
@@ -561,6 +570,7 @@ class Traces:
     ) -> compat.Trace:
         """Trace a call; repeated layers once, if torch accepts that."""
         repeated = repeated_layers(self._called) if self._repeats_layers else {}
+        varying = self._varied - self._constant
         if repeated:
             scope = self._scope(args, kwargs)
             guarded = self._rules.guards != "none" or self._rules.check_guards or not freezes
@@ -578,7 +588,7 @@ class Traces:
                     freeze=freezes,
                     regions=repeated,
                     inline=inline,
-                    varying=self._varied,
+                    varying=varying,
                 )
                 if freezes:
                     trace.freeze(scope, self._arguments)
@@ -586,7 +596,7 @@ class Traces:
             except Exception as error:  # whatever the reason, the plain trace decides
                 log.info("%s: each layer is traced on its own: %s", self.name, error)
                 self._repeats_layers = False
-        return compat.trace_call(called, args, kwargs, freeze=freezes, varying=self._varied)
+        return compat.trace_call(called, args, kwargs, freeze=freezes, varying=varying)
 
     def _fits(
         self,

@@ -130,7 +130,10 @@ class Fused(nn.Module):
         assert product_of_x.dtype is LOW
         with sdpa_kernel(SDPBackend.MATH):
             z = F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
-        return y + product_of_x + z + torch.cdist(x, x).sum()
+        # An op that autocast casts on a GPU, and on the CPU the product inside of it.
+        w = torch.einsum("ij,kj->ik", x, self.linear.weight)
+        assert w.dtype is LOW
+        return y + product_of_x + z + torch.cdist(x, x).sum() + w
 
 
 @torch.library.custom_op("cgcompile_tests::product", mutates_args=())

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lib.front_ends import COMPILED, ROWS, WIDTH, compiled, context, settings
 from torch import nn
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
 
 import cgcompile
 from cgcompile import CUDAGraphMode
@@ -57,7 +58,14 @@ class Bodies:
     @staticmethod
     def whole(x: torch.Tensor, number: Any) -> Any:
         y = (x * 9).to(torch.int32)
-        return y + number, y * number, y < number, y == number, y / number
+        z = y.abs().to(torch.uint8)
+        return y + number, y * number, y < number, y == number, y / number, z / number, number / z
+
+    @staticmethod
+    def on_the_left(x: torch.Tensor, number: Any) -> Any:
+        y, total = x.to(torch.bfloat16), number
+        total += x.sum()
+        return total + x, x * number, number - y, number / x, number / y, (number * number) ** x
 
     @staticmethod
     def no_dimension(x: torch.Tensor, number: Any) -> Any:
@@ -127,7 +135,9 @@ def test_results_are_those_of_eager(name: str, kind: type, body: str, device: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("body", ["arithmetic", "half", "whole", "no_dimension", "written"])
+@pytest.mark.parametrize(
+    "body", ["arithmetic", "half", "whole", "on_the_left", "no_dimension", "written"]
+)
 def test_results_have_all_bits_of_eager(kind: type, body: str) -> None:
     """On the CPU; kernels of a GPU divide by the reciprocal of a number, and by a tensor."""
     function = getattr(Bodies, body)
@@ -180,6 +190,96 @@ def test_a_branch_is_compared_whatever_the_guards(guards: str, device: str) -> N
     assert len(served.traces) <= 8
 
 
+@pytest.mark.parametrize("name", COMPILED)
+def test_exponents(name: str, device: str) -> None:
+    """The kernel that eager runs depends on their value, and so do results at zero and infinity."""
+
+    def function(x: torch.Tensor, number: float) -> Any:
+        return x**number, (-2.0) ** x.round(), x * number
+
+    served = compiled(name, function, settings(device))
+    with torch.inference_mode():
+        for number in (3.5, 1.5, 0.5, 2.0, -0.5, 0.5):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            x[0, :4] = torch.tensor([-0.0, 0.0, -float("inf"), float("inf")])
+            for one, two in zip(served.step(x, number), function(x, number), strict=True):
+                torch.testing.assert_close(one, two, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float16])
+def test_a_number_that_overflows_is_refused_as_in_eager(
+    name: str, dtype: torch.dtype, device: str
+) -> None:
+    functions: list[Callable[..., Any]] = [
+        lambda x, number: x.masked_fill(x > 5, number),
+        lambda x, number: torch.full((WIDTH,), number, dtype=dtype, device=device) + x,
+    ]
+    for function in functions:
+        served = compiled(name, function, settings(device))
+        x = torch.randint(0, 10, (ROWS, WIDTH), device=device).to(dtype)
+        with torch.inference_mode():
+            for number in (3, 4, 5):
+                torch.testing.assert_close(served.step(x, number), function(x, number))
+            for step in (served.step, function):
+                with pytest.raises(RuntimeError, match="overflow"):
+                    step(x, 1 << 40)
+
+
+def copy_sign(x: torch.Tensor, number: float) -> torch.Tensor:
+    return torch.copysign(x, number)
+
+
+def test_a_zero_keeps_its_sign(device: str) -> None:
+    """No op takes the number as a tensor; guards of torch do not tell the two apart."""
+    served = compiled("cgcompile.compile", copy_sign, settings(device))
+    with torch.inference_mode():
+        for number in (1.0, 2.0, -0.0, 0.0, -0.0, -0.0, 0.0, 0.0):
+            x = torch.rand(ROWS, WIDTH, device=device) + 1
+            assert served.step(x, number).equal(copy_sign(x, number))
+    assert served.counters().captures == 2
+
+
+def added(x: torch.Tensor, number: float) -> Any:
+    scale = number
+    number += x.sum()
+    return F.elu(x, scale), x + number
+
+
+CONSTANT: list[Callable[..., Any]] = [
+    added,
+    lambda x, number: (x * round(number), x * int(number), x + number),
+    lambda x, number: ((x + 1j) * number, x * number**2),
+]
+
+
+@pytest.mark.parametrize("function", CONSTANT)
+def test_a_trace_that_restarts_with_a_constant(function: Callable[..., Any], device: str) -> None:
+    served = compiled("cgcompile.compile", function, settings(device))
+    with torch.inference_mode():
+        for number in (0.5, 3.25, -2.5, 3.25, 3.25, 3.25):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x, number), function(x, number))
+    assert served.counters().replays == 2
+    assert len(served.step.traces) == 3
+
+
+def test_one_of_two_numbers_is_an_input(device: str) -> None:
+    """A number that must be a constant leaves the other one an input."""
+
+    def function(x: torch.Tensor, alpha: float, number: float) -> torch.Tensor:
+        return F.elu(x, alpha) * number
+
+    served = compiled("cgcompile.compile", function, settings(device, strict=True))
+    with torch.inference_mode():
+        for number in numbers(float, 12):
+            alpha = 1.0 if served.counters().captures < 1 else 2.0
+            x = torch.randn(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x, alpha, number), function(x, alpha, number))
+    assert len(served.step.traces) <= 4
+    assert served.counters().replays >= 6
+
+
 def test_values_that_no_trace_serves(device: str) -> None:
     """Dynamo makes them constants."""
     served = compiled("cgcompile.compile", Bodies.written, settings(device))
@@ -200,6 +300,25 @@ def test_gradients(kind: type, device: str) -> None:
         (expected,) = torch.autograd.grad(model(x, number).sum(), x)
         torch.testing.assert_close(found, expected)
     assert served.counters().plain == {Reason.GRADIENTS: 4}
+
+
+def test_gradients_of_a_checkpoint_that_adds_to_its_number(device: str) -> None:
+    def body(x: torch.Tensor, number: int) -> torch.Tensor:
+        scale = number
+        number += x.sum()
+        return (x * scale + number) * scale
+
+    def function(x: torch.Tensor, number: int) -> Any:
+        return checkpoint(body, x, number, use_reentrant=False)
+
+    served = compiled("torch.compile", function, settings(device), dynamic=True)
+    for number in numbers(int, 4):
+        x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+        found, expected = served.step(x, number), function(x, number)
+        torch.testing.assert_close(found, expected)
+        (found,) = torch.autograd.grad(found.sum(), x)
+        (expected,) = torch.autograd.grad(expected.sum(), x)
+        torch.testing.assert_close(found, expected)
 
 
 def test_an_int_that_an_eager_piece_reads_as_well(device: str) -> None:

@@ -294,3 +294,28 @@ def test_after_the_advised_remedy_the_weights_are_the_new_ones(
     check(served.step, model, device, steps=3)
     assert (len(errors) > 0) is (name not in (*COMPILED, *UNNOTICED)), errors
     assert counted.counters.replays > replays
+
+
+# ---------------------------------------------------------------- models that are arguments
+
+
+def given(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x) + 1
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_model_that_is_an_argument_inside_of_a_capture(moves: bool, device: str) -> None:
+    """Its tensors are bound, and cannot be looked up from within the call."""
+    model = layers(device)
+    compiled = cgcompile.compile(given, settings(device), guards="none")
+    with torch.inference_mode():
+        compiled(model, torch.randn(ROWS, WIDTH, device=device))
+    in_wrapper: Any = partial(compiled, model)
+    served = front_end("CUDAGraphWrapper", in_wrapper, device)
+    if moves:
+        data_set(model, layers(device, seed=1))
+        with pytest.raises(AddressChangedError, match="replaced or moved"):
+            check(served.step, partial(given, model), device)
+    else:
+        check(served.step, partial(given, model), device, steps=4)
+        assert served.counters().replays == 3
