@@ -978,8 +978,8 @@ class EncoderError(CGCompileError, ValueError):
         {capacity!r}; expected the budgets of one path or more, each ascending from at least 1, at \
         least one item, and frames of at least 0 or None.""")
     cost = Template("""
-        Costs: {name} = {found!r}; expected a finite number of at least 0, in tokens.
-        Divide measured times by the time of one token more in a graph.""")
+        Costs: {name} = {found!r}; expected a finite number of at least 0.
+        All costs of a Costs have one unit, such as milliseconds.""")
 
 
 class EncoderShardError(CGCompileError, RuntimeError):

@@ -108,6 +108,11 @@ def test_settings_may_be_a_mapping() -> None:
     assert "path" not in str(caught.value)
     with pytest.raises(ConfigError, match="strikt"):
         EncoderCudaGraphManager(patches(), device="cpu", config={"strikt": True}, **options)
+    for name, value in {"splitting_ops": "a::b", "max_bindings": 3, "mode": "NONE"}.items():
+        with pytest.raises(ConfigError, match=f"{name} = .* of an encoder manager is impossible"):
+            EncoderCudaGraphManager(patches(), device="cpu", config={name: value}, **options)
+    default = {"splitting_ops": (), "warn_fallbacks": False}
+    EncoderCudaGraphManager(patches(), device="cpu", config=default, **options)
 
 
 def test_groups_and_items_are_told_apart() -> None:
