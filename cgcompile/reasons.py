@@ -301,7 +301,7 @@ EXPECTED = frozenset(
 )
 
 
-def warn_of(what: str, why: Fallback, how: str = "without a CUDA graph") -> None:
+def warn_of(what: str, why: Fallback, how: str = "without a CUDA graph", remedy: str = "") -> None:
     """Log a warning of something that runs without a graph, or in a lesser mode."""
     name = why.reason.value
     log.warning(
@@ -310,7 +310,7 @@ def warn_of(what: str, why: Fallback, how: str = "without a CUDA graph") -> None
         what,
         how,
         str(why).removesuffix("."),
-        why.reason.remedy,
+        remedy or why.reason.remedy,
         name,
     )
 

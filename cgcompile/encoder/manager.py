@@ -305,7 +305,9 @@ class EncoderCalls:
             else:
                 outputs[path] = self._graphs.eager(path, mm_kwargs, specs)
             detail = self._detail(path, tokens) if reason is Reason.CAPTURE_FAILED else ""
-            ran.append(Ran(path, key.budget if key else None, counts[path], reason, detail))
+            needed = sum(self._room(path, spec) for spec in specs)
+            found = key.budget if key else None
+            ran.append(Ran(path, found, counts[path], reason, detail, needed))
             if self._warns and key is not None and len(all_specs) > len(items):
                 self._warn_of_few_items(len(items), tokens, key.budget)
         self.statistics.record(ran, len(specs))
@@ -573,6 +575,11 @@ class EncoderCudaGraphManager:
         return ladders[DEFAULT] if list(ladders) == [DEFAULT] else ladders
 
     @property
+    def model(self) -> Any:
+        """The model that was given."""
+        return self._model.model
+
+    @property
     def costs(self) -> Costs:
         """The costs that packing estimates with: as given, or as measured."""
         return self._calls.costs
@@ -614,7 +621,8 @@ class EncoderCudaGraphManager:
         ladders = self._setup.limits.budgets.items()
         planned = [(path, budget) for path, budgets in ladders for budget in budgets]
         captured = {key[:2] for key in self._graphs.captured()}
-        frames = f", {count(self.max_frames_per_batch, 'frame')}" if self.max_frames_per_batch else ""
+        most = self.max_frames_per_batch
+        frames = f", {count(most, 'frame')}" if most else ""
         limit = f"at most {count(self.max_batch_size, 'item')}{frames} a replay"
         lines = [self.statistics.coverage(planned, captured), limit]
         for key, why in self._graphs.without_room.items():

@@ -503,7 +503,9 @@ def test_a_small_budget_limits_the_items_of_all(caplog: pytest.LogCaptureFixture
         encoder = manager(Rows(), token_budgets=[1, 64])
         encoder.execute(call)
     (first, second) = [record.getMessage() for record in caplog.records]
-    assert first.startswith("a replay of encoder budget 64 had 8 output tokens: it takes at most 2 ")
+    assert first.startswith(
+        "a replay of encoder budget 64 had 8 output tokens: it takes at most 2 "
+    )
     assert "had 4 output tokens: it takes at most 1 items. Remedy: leave out small" in second
     assert encoder.coverage().splitlines()[-1] == "at most 1 item, 1 frame a replay"
     assert "at most 1 item a replay" in repr(encoder)
