@@ -950,7 +950,7 @@ class EncoderError(CGCompileError, ValueError):
         PatchOffsets(most=...) declares other sequences than one for each frame.""")
     no_offset_room = Template("""
         buffer {key!r}{budget}: {entries} offsets fill it, so that none is left for the padding; \
-        it has room for {room} sequences.
+        real sequences that it holds: {room}.
         most= of PatchOffsets returned too few for this budget. Without PatchEncoder, capture \
         offset buffers with max_frames_per_batch + 2 entries: the last one is padding.""")
     no_offset_end = Template("""

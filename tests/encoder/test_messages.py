@@ -163,7 +163,7 @@ def test_pixels_of_bytes() -> None:
 
 def test_too_few_sequences_are_declared() -> None:
     model = patches(offsets={"cu_seqlens": replace(STARTS, longest_padding=None)})
-    words = r"(?s)'cu_seqlens' of budget 8: 3 offsets fill it.*room for 1 sequences.*most= of Patch"
+    words = r"(?s)'cu_seqlens' of budget 8: 3 offsets fill it.*holds: 1\..*most= of Patch"
     with pytest.raises(EncoderError, match=words):
         manager(model).execute(images((4, 2), (4, 2)))
 
