@@ -200,7 +200,7 @@ class Reason(enum.Enum):
     OVERSIZE = (
         "oversize",
         "the batch has more tokens or requests than any graph of its kind",
-        "add a larger size, or split the batch",
+        "add a larger size, of an encoder a larger token budget, or split the batch",
     )
     MIXED_BATCH = (
         "mixed_batch",

@@ -405,6 +405,7 @@ class EncoderCalls:
 
 # ---------------------------------------------------------------- the manager
 
+_WHERE = "EncoderCudaGraphManager"
 _WITHOUT_EFFECT = "on_input_change", "max_captured_shapes", "max_bindings"
 
 
@@ -423,6 +424,19 @@ def _settings(config: CompilationConfig | Mapping[str, Any] | None) -> Compilati
                 instead=f"Leave {spec.name} out.",
             )
     return settings
+
+
+def _check_arguments(sharder: Any, costs: Costs | None, calibrate: bool) -> None:
+    """Refuse a sharder without its methods, and costs that would be replaced."""
+    shares = all(hasattr(sharder, name) for name in ("rank", "assign", "agree", "gather"))
+    expected = "a Sharder, what has its methods, or None"
+    require(sharder is None or shares, "sharder", _WHERE, sharder, expected)
+    if calibrate and costs is not None:
+        raise ConfigError.impossible(
+            what="calibrate=True with costs=",
+            because="measured costs replace the given ones",
+            instead="Give one: costs= of an earlier manager need no measurement.",
+        )
 
 
 class EncoderCudaGraphManager:
@@ -513,17 +527,8 @@ class EncoderCudaGraphManager:
         inference_mode: bool = True,
         check_weights: bool = True,
     ) -> None:
-        where = "EncoderCudaGraphManager"
-        shares = all(hasattr(sharder, name) for name in ("rank", "assign", "agree", "gather"))
-        expected = "a Sharder, what has its methods, or None"
-        require(sharder is None or shares, "sharder", where, sharder, expected)
-        if calibrate and costs is not None:
-            raise ConfigError.impossible(
-                what="calibrate=True with costs=",
-                because="measured costs replace the given ones",
-                instead="Give one: costs= of an earlier manager need no measurement.",
-            )
-        device = device_named(device, where)
+        _check_arguments(sharder, costs, calibrate)
+        device = device_named(device, _WHERE)
         self._model = CheckedModel(model)
         self.config = self._model.config
         method, span = "get_encoder_cudagraph_budget_range", None

@@ -165,6 +165,9 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             patches that remain. Else they are refused, because a tower that merges consecutive rows
             would merge those of different blocks.
 
+    Raises:
+        EncoderError: ``forward`` does not take one dictionary.
+
     Example:
         >>> tower = nn.Linear(12, 32)
         >>> encoder = cgcompile.encoder.PatchEncoder(
