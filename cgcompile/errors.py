@@ -648,24 +648,25 @@ class SizesError(CGCompileError, ValueError):
         {multiple}.
         Raise the maximum, or take a smaller query length or parallel size.""")
     bad_entry = Template("""
-        histogram: {{{batch!r}: {steps!r}}}; expected {{size: steps}}, whole numbers of at \
+        {name}: {{{batch!r}: {steps!r}}}; expected {{{unit}: {times}}}, whole numbers of at \
         least 1 and 0.
         Leave idle steps out: they run nothing.""")
     no_steps = Template("""
         fit_sizes(): the histogram holds no steps, so there is nothing to fit.
         Count the batch sizes of real steps, or take capture_sizes().""")
     no_budget = Template("""
-        fit_sizes(): no budget was given; without one every observed batch size would get a graph.
+        {where}(): no budget was given; without one every observed size would get a graph.
         Give count=, or nbytes= and bytes_of=, or all three.""")
     bytes_unknown = Template("""
-        fit_sizes(nbytes={nbytes}): the bytes of a graph are unknown.
+        {where}(nbytes={nbytes}): the bytes of a graph are unknown.
         Give bytes_of=, a function from a size to the bytes of its graph.""")
     bad_measure = Template("""
-        fit_sizes(): {name}({size}) returned {found:shown}; expected {expected}.""")
+        {name}({size}) returned {found:shown}; expected {expected}.""")
     too_few_bytes = Template("""
-        fit_sizes(nbytes={nbytes}): the graph of size {size}, which alone would cover all batches, \
+        nbytes={nbytes}: the graph of size {size}, which alone would cover all that was observed, \
         takes {needed} bytes.
-        Raise nbytes, lower maximum, or run large batches without a graph: cost_without_graph=.""")
+        Raise nbytes, or let large sizes run without a graph: maximum= or cost_without_graph= of \
+        fit_sizes(), costs= of fitted_budgets().""")
     not_covered = Template("""
         fit_sizes(): the largest candidate is {largest}, and batches of {batch} were observed.
         Add a candidate, or give maximum={largest}: larger batches then run without a graph.""")
@@ -838,6 +839,20 @@ class EncoderError(CGCompileError, ValueError):
         {model} has no get_encoder_cudagraph_budget_range(), and no token budgets are given.
         Give token_budgets=, or let the method return (least, most) output tokens of a call.""")
     returned = Template("{method}() returned {found}; expected {expected}.")
+    row_ratio = Template("""
+        {method}() returned {found}; expected {expected}.
+        There are {ratio} rows: check merge_size= of PatchEncoder, which merges \
+        merge_size * merge_size patches, or the output tokens of the item specs.""")
+    not_buffers = Template("""
+        PatchEncoder calls forward(buffers) with one dictionary, which {forward}{signature} does \
+        not take.
+        Take from it what the tower needs: PatchEncoder(lambda buffers: tower(**buffers), \
+        tower=tower, ...).""")
+    permutation = Template("""
+        table {key!r} is a permutation of its rows, {values:first 8} of two small images, and its \
+        padding rows are zeros: inverted, such as by argsort, they would move real rows.
+        Give PatchTable(tail="positions"): it continues the permutation, and is right for an index \
+        to gather from as well. padding_logics= sets any other tail.""")
     columns = Template("""
         {method}() returned tensors of {found:list} columns; out_hidden_size of \
         EncoderCudaGraphConfig is {expected}.
@@ -849,8 +864,8 @@ class EncoderError(CGCompileError, ValueError):
     no_buffer = Template("""
         the forward of an encoder raised KeyError: {key!r}; its buffers are \
         {known:list}.{known:close {key}}
-        A buffer belongs into buffer_keys and both prepare methods (tables= or offsets= of \
-        PatchEncoder).""")
+        PatchEncoder has pixel_values and the names in tables= and offsets=; any offsets= replaces \
+        the default, cu_seqlens. Other encoders name it in buffer_keys and both prepare methods.""")
     modality = Template("""
         an input {found:if of several modalities ({found:list})|of no known modality}: keys \
         {keys:list}; expected those of one of {known:list}.
@@ -904,6 +919,9 @@ class EncoderError(CGCompileError, ValueError):
     buffer_value = Template("""
         buffer {key!r}: the value is {found}; expected {expected}.
         Give real rows alone; the rows behind them are the manager's.""")
+    buffer_list = Template("""
+        buffer {key!r}: the value is {found}; expected a tensor.
+        Join the parts of the items: torch.cat(parts); of numbers: torch.tensor(numbers).""")
     buffer_layout = Template("""
         buffer {key!r}: the value is {found}; expected {expected}.
         Sizes behind the first must be the buffer's, and the dtype must cast to its. Give such a \
@@ -914,6 +932,11 @@ class EncoderError(CGCompileError, ValueError):
         Integers are not cast to floating point, which rounds large ones. Indices: an integer \
         buffer, PatchTable(dtype=torch.long). Numbers to compute with: \
         PatchTable(dtype=torch.float32), or cast the value before the call.""")
+    buffer_bytes = Template("""
+        buffer {key!r}: the value is {found}, and the buffer is of {dtype}.
+        Scale pixels of uint8 first, as the model was trained: pixels.float() / 255, or its own \
+        normalisation. A table: PatchTable(dtype=torch.long) of indices, torch.float32 of \
+        numbers.""")
     buffer_rows = Template("""
         buffer {key!r}: the value is {found}; expected {expected} rows, the \
         {unit} of {items} items.
@@ -928,8 +951,10 @@ class EncoderError(CGCompileError, ValueError):
         Offsets are the ends of all sequences behind a leading 0, not lengths. \
         PatchOffsets(most=...) declares other sequences than one for each frame.""")
     no_offset_room = Template("""
-        buffer {key!r}: {entries} offsets fill it, so that none is left for the padding.
-        Capture offset buffers with max_frames_per_batch + 2 entries: the last one is padding.""")
+        buffer {key!r}{budget}: {entries} offsets fill it, so that none is left for the padding; \
+        real sequences that it holds: {room}.
+        most= of PatchOffsets returned too few for this budget. Without PatchEncoder, capture \
+        offset buffers with max_frames_per_batch + 2 entries: the last one is padding.""")
     no_offset_end = Template("""
         prepare_encoder_cudagraph_capture_inputs(): buffer {key!r} is among offset_keys, and its \
         last entry is {last}; expected the number of rows, no entry above it.
@@ -959,11 +984,11 @@ class EncoderError(CGCompileError, ValueError):
         enable_dual_path_graph: global_token_per_image or local_token_per_patch), or give \
         token_budgets=.""")
     items_above_range = Template("""
-        max_items = {max_items} is above {most}, the largest budget of budget_range.
-        Items need a token of every budget. Lower max_items, or raise the most of budget_range.""")
+        {name} = {max_items} is above {most}, the largest budget of budget_range.
+        Items need a token of every budget. Lower {name}, or raise the most of budget_range.""")
     items_above_budget = Template("""
-        max_items = {max_items}; it must be <= the smallest token budget, {budget}.
-        Items need a token of every budget. Lower max_items, or leave the small budgets out.""")
+        {name} = {max_items}; it must be <= the smallest token budget, {budget}.
+        Items need a token of every budget. Lower {name}, or leave the small budgets out.""")
     ratio = Template("""
         ratio = {found!r}; expected a finite number above 1.
         It is how much larger each budget is than the one before.""")
@@ -980,8 +1005,8 @@ class EncoderError(CGCompileError, ValueError):
         {capacity!r}; expected the budgets of one path or more, each ascending from at least 1, at \
         least one item, and frames of at least 0 or None.""")
     cost = Template("""
-        Costs: {name} = {found!r}; expected a finite number of at least 0, in tokens.
-        Divide measured times by the time of one token more in a graph.""")
+        Costs: {name} = {found!r}; expected a finite number of at least 0.
+        All costs of a Costs have one unit, such as milliseconds.""")
 
 
 class EncoderShardError(CGCompileError, RuntimeError):

@@ -200,7 +200,7 @@ class Reason(enum.Enum):
     OVERSIZE = (
         "oversize",
         "the batch has more tokens or requests than any graph of its kind",
-        "add a larger size, or split the batch",
+        "add a larger size, of an encoder a larger token budget, or split the batch",
     )
     MIXED_BATCH = (
         "mixed_batch",
@@ -301,7 +301,7 @@ EXPECTED = frozenset(
 )
 
 
-def warn_of(what: str, why: Fallback, how: str = "without a CUDA graph") -> None:
+def warn_of(what: str, why: Fallback, how: str = "without a CUDA graph", remedy: str = "") -> None:
     """Log a warning of something that runs without a graph, or in a lesser mode."""
     name = why.reason.value
     log.warning(
@@ -310,7 +310,7 @@ def warn_of(what: str, why: Fallback, how: str = "without a CUDA graph") -> None
         what,
         how,
         str(why).removesuffix("."),
-        why.reason.remedy,
+        remedy or why.reason.remedy,
         name,
     )
 

@@ -323,6 +323,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "EncoderCudaGraphManager": lambda: {"model": patches(), **ENCODER},
     "EncoderCudaGraphManager.execute": lambda: {"mm_kwargs": IMAGES},
+    "EncoderCudaGraphManager.plan": lambda: {"mm_kwargs": IMAGES},
     "EncoderCudaGraphManager.graph_inputs": lambda: {"key": encoder.GraphKey("default", 16)},
     "EncoderCudaGraphManager.supports_modality": lambda: {"modality": "image"},
     "EncoderCaptureAxis": lambda: {"name": "frames", "values": (1, 2)},

@@ -77,4 +77,6 @@ def test_objects_of_an_engine() -> None:
 
 def test_objects_of_an_encoder() -> None:
     made = encoders.manager(encoders.patches())
-    assert shown(made) == "<EncoderCudaGraphManager of PatchEncoder: 4 graphs captured>"
+    assert shown(made) == (
+        "<EncoderCudaGraphManager of PatchEncoder: 4 graphs captured, at most 8 items a replay>"
+    )

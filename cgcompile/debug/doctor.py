@@ -51,6 +51,11 @@ from cgcompile.reasons import EXPECTED, LAST_CALL, Reason
 from cgcompile.settings import checked, checked_but, require
 
 VERSION = 1  # of to_dict(); raised when a key goes or changes its meaning
+_ENCODER_FIX = (
+    "Keep the value on the device (torch.where in place of a branch, fixed shapes), or compute it "
+    "in tables= or offsets= of PatchEncoder, which run before the forward: an encoder graph holds "
+    "the whole forward and is not split."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -311,6 +316,12 @@ def _call(model: Any, call: Call) -> Any:
     return model(*call[0], **call[1])
 
 
+def _in_encoder(found: Finding) -> Finding:
+    """Return the finding with a fix for encoder graphs, which are not split."""
+    splits = "eager_region" in found.fix or "eager_break" in found.fix or "splitting" in found.fix
+    return replace(found, fix=_ENCODER_FIX) if splits else found
+
+
 class _Examination:
     """Examine one model: its arguments, two plain calls, and the state that they change."""
 
@@ -358,7 +369,10 @@ class _Examination:
                 stack.callback(self._before.restore)
                 if self._device.type == "cuda":  # the model may have used streams of its own
                     torch.cuda.synchronize(self._device)
-        return Diagnosis.of(name_of(self._model), str(self._device), self._notes)
+        findings = self._notes
+        if getattr(self._model, "__name__", "") == "encoder_cudagraph_forward":
+            findings = list(map(_in_encoder, findings))
+        return Diagnosis.of(name_of(self._model), str(self._device), findings)
 
     def _run(self, call: Call, which: str = "") -> set[CodeType] | None:
         """Run the model and return the code that ran; None after an error, which is noted."""

@@ -5,6 +5,7 @@ Where they differ, the step runs once more piece by piece to find the op (``loca
 wrapper, which has no pieces, the arguments of the eager breaks are compared.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -36,6 +37,8 @@ from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import State, copies, restored_after
 from cgcompile.debug.subject import Subject, comparing, observed
 from cgcompile.encoder.manager import EncoderCudaGraphManager
+from cgcompile.encoder.patches import PatchEncoder
+from cgcompile.encoder.statistics import on_path
 from cgcompile.errors import CGCompileError, DispatchError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.breaks import Breaker, BreakMode
@@ -43,6 +46,7 @@ from cgcompile.graphs.capture import capture_lock
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.progress import progress
+from cgcompile.reasons import Reason
 from cgcompile.serving.batch import Batch
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.statistics import text_table
@@ -65,6 +69,8 @@ class Check:
             if nothing is missing.
         uncompared: what was not compared: results that are objects without fields and without an
             ``==`` of their own, such as functions; and memory that padding rows reach.
+        notes: what has no graph and needs none: items of an encoder above its budgets, or cheaper
+            without one. They are compared, and no failure where others were replayed.
 
     Example:
         >>> found = cgcompile.verify(nn.Linear(8, 8), torch.randn(4, 8), sets=2)
@@ -79,10 +85,11 @@ class Check:
     findings: tuple[Difference, ...] = ()
     missing: str = ""
     uncompared: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether something was replayed, all of it, and nothing differs."""
+        """Whether something was replayed, all of it but ``notes``, and nothing differs."""
         return bool(self.replays) and not self.missing and not self.findings
 
 
@@ -143,6 +150,7 @@ class Verification(Page):
         uncompared = dict.fromkeys(name for check in self.checks for name in check.uncompared)
         if uncompared:
             rows.append(f"not compared: {', '.join(uncompared)}")
+        rows += [f"note: {note}" for check in self.checks for note in check.notes]
         return "\n".join([*rows, *map(str, self.differences)])
 
 
@@ -172,8 +180,9 @@ def verify(
 
     Compares results and the tensors that a call writes among its arguments and in the model, which
     are restored after each run; globals, and caches of the forward context, are not. Runs without
-    gradients. Captures what is not captured yet; counts in the same counters, not in statistics of
-    serving. Synchronises. Checks the metadata of one forward context: see :class:`Verification`.
+    gradients. Captures what is not captured yet, but nothing of an encoder manager; counts in the
+    same counters, not in statistics of serving. Synchronises. Checks the metadata of one forward
+    context: see :class:`Verification`.
 
     Args:
         model: a compiled model; a wrapper, in the forward context of the step; a manager of either
@@ -465,10 +474,10 @@ def _check_managed(
 ) -> Verification:
     """Compare batches of a manager, or calls of an encoder manager."""
     require(not kwargs, "kwargs", "verify", kwargs, "no names: batches or calls, for a manager")
-    if isinstance(manager, CudaGraphManager):
-        with manager.uncounted():
+    with manager.uncounted():
+        if isinstance(manager, CudaGraphManager):
             return _check_manager(manager, made, tolerance)
-    return _check_encoder(manager, made, tolerance)
+        return _check_encoder(manager, made, tolerance)
 
 
 def _check_manager(
@@ -509,6 +518,12 @@ def _check_manager(
     return Verification(f"{type(manager.model).__name__} in a manager", tuple(checks))
 
 
+# Reasons of items that are beyond the planned graphs, or cheaper without one: no failures.
+_BEYOND = frozenset(
+    {Reason.OVERSIZE, Reason.TOO_MANY_FRAMES, Reason.UNLISTED_VARIANT, Reason.CHEAPER_EAGER}
+)
+
+
 def _check_encoder(
     manager: EncoderCudaGraphManager, calls: Sequence[Any], tolerance: Tolerance
 ) -> Verification:
@@ -516,7 +531,7 @@ def _check_encoder(
     valid = all(isinstance(call, Mapping) for call in calls)
     require(valid, "args", "verify", calls, "calls of the encoder, each a dict")
     statistics, replays, compared = manager.statistics, 0, 0
-    missing = "" if calls else "there are no calls"
+    missing, notes = "" if calls else "there are no calls", list[str]()
     findings: list[Difference] = []
     for number, call in enumerate(progress(calls, "verify: calls", "call")):
         eager = copied(manager.execute(dict(call), eager=True))
@@ -526,24 +541,58 @@ def _check_encoder(
         without = Counter(statistics.reasons()) - Counter(reasons)
         if without:
             whys = ", ".join(f"{items} {reason.value}" for reason, items in without.items())
-            missing = missing or f"call {number} has items without a graph: {whys}"
+            notes.append(f"call {number} has items without a graph: {whys}")
+            if not without.keys() <= _BEYOND:
+                missing = missing or notes.pop()
         elif not after:
             missing = missing or f"call {number} has no items with tokens"
         replays, compared = replays + after, compared + bool(after)
         difference = tolerance.first("the result", eager, replayed)
         if difference is not None:
-            stage, cause = "grouping", "another item reaches this one, or the forward keeps state"
-            if after:
-                stage = "replay"
-                cause = (
-                    "an op has baked in a number, padding or another item reaches this one, or a"
-                )
-                cause += " weight was replaced that is not in tower="
-            origin = Difference(piece=WHOLE, detail=cause)
-            findings.append(located(stage, difference, None, origin, number))
+            findings.append(_of_encoder(manager, dict(call), difference, bool(after), number))
+    if not replays and notes:
+        missing, notes = missing or notes[0], notes[1:]
     name = "eager items against replayed budgets"
-    check = Check(name, compared, replays, str(tolerance), tuple(findings), missing)
+    bounds = str(tolerance)
+    check = Check(name, compared, replays, bounds, tuple(findings), missing, notes=tuple(notes))
     return Verification(repr(manager).strip("<>").partition(":")[0], (check,))
+
+
+def _of_encoder(
+    manager: EncoderCudaGraphManager,
+    call: dict[str, Any],
+    difference: Difference,
+    replayed: bool,
+    number: int,
+) -> Difference:
+    """Return the difference of an item with its replay, the items that shared it, and causes."""
+    item = re.match(r"\[(\d+)\]", difference.value)
+    ran = [run for run in manager.plan(call) if item and int(item[1]) in run.items]
+    places, shared, padded = list[str](), False, False
+    for run in ran:
+        if run.budget is not None:
+            grids = _grids_of(manager, call)
+            items = [f"{i} {grids[i]}" if grids else str(i) for i in sorted(run.items)]
+            path = on_path(run.path)
+            places.append(f"in a replay of budget {run.budget}{path}: items {', '.join(items)}")
+            shared, padded = shared or len(run.items) > 1, padded or run.padding > 0
+    causes = [
+        "tables or offsets= that do not count the rows of earlier items" * shared,
+        "a table whose padding must be tail='positions', such as a permutation" * padded,
+        "another item or padding reaches this one" * (shared or padded),
+        "another item reaches this one, or the forward keeps state" * (not replayed),
+        "an op has baked in a number" * replayed,
+        "a weight was replaced that is not in tower=" * replayed,
+    ]
+    text = f"possible causes: {', or '.join(filter(None, causes))}"
+    origin = Difference(piece=WHOLE, detail="; ".join([*places, text]))
+    return located("replay" if replayed else "grouping", difference, None, origin, number)
+
+
+def _grids_of(manager: EncoderCudaGraphManager, call: dict[str, Any]) -> list[Any]:
+    """Return the grids of the items of a call of patches; none of another encoder."""
+    model = manager.model
+    return list(model.grids(call)) if isinstance(model, PatchEncoder) else []
 
 
 def _replay_batch(manager: CudaGraphManager, batch: Batch) -> dict[str, Any] | None:

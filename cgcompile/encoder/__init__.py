@@ -14,7 +14,7 @@ from cgcompile.encoder.budgets import (
     smallest_budget,
 )
 from cgcompile.encoder.graphs import GraphKey
-from cgcompile.encoder.manager import EncoderCudaGraphManager
+from cgcompile.encoder.manager import EncoderCudaGraphManager, PlannedRun
 from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
 from cgcompile.encoder.patches import PatchEncoder, PatchOffsets, PatchTable
 from cgcompile.encoder.protocol import (
@@ -50,6 +50,7 @@ __all__ = [
     "PatchEncoder",
     "PatchOffsets",
     "PatchTable",
+    "PlannedRun",
     "Sharder",
     "SupportsEncoderCudaGraph",
     "fitted_budgets",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cgcompile.encoder.packing import Costs
 from cgcompile.errors import EncoderError
-from cgcompile.serving.sizes import checked_histogram, fit_sizes, round_sizes
+from cgcompile.serving.sizes import checked_histogram, fit_sizes, require_limit, round_sizes
 from cgcompile.settings import checked_last, require, require_arguments, whole
 
 TokenBudgets = Sequence[int] | Mapping[str, Sequence[int]]
@@ -117,18 +117,25 @@ def resolve_budgets(
         >>> cgcompile.encoder.resolve_budgets(budget_range=(16, 64))
         Budgets(budgets=(16, 32, 64), max_items=4)
     """
+    return _resolved(budgets, max_items, budget_range, "max_items")
+
+
+def _resolved(
+    budgets: Iterable[int] | None, max_items: int | None, budget_range: tuple[int, int], name: str
+) -> Budgets:
+    """Return the budgets and items; errors call the limit of items ``name``."""
     least, most = _checked_range(budget_range)
     ladder = None if budgets is None else _checked_budgets(budgets)
     if max_items is None:
         ladder = ladder or generated_budgets(least, most)
         return Budgets(ladder, min(most // least, ladder[0]))
-    items = checked_number("max_items", max_items, 1)
+    items = checked_number(name, max_items, 1)
     if ladder is None:
         if items > most:
-            raise EncoderError.items_above_range(max_items=items, most=most)
+            raise EncoderError.items_above_range(name=name, max_items=items, most=most)
         ladder = generated_budgets(max(least, items), most)
     elif items > ladder[0]:
-        raise EncoderError.items_above_budget(max_items=items, budget=ladder[0])
+        raise EncoderError.items_above_budget(name=name, max_items=items, budget=ladder[0])
     return Budgets(ladder, items)
 
 
@@ -194,9 +201,11 @@ def fitted_budgets(
     items = checked_number("max_items", max_items, 1)
     step = checked_number("multiple_of", multiple_of, 1)
     pairs = observed if isinstance(observed, Mapping) else Counter(observed)
-    groups: Mapping[int, int] = checked_histogram({n: pairs[n] for n in pairs if n != 0})
+    seen = {n: pairs[n] for n in pairs if n != 0}
+    groups: Mapping[int, int] = checked_histogram(seen, "observed", "tokens", "groups")
     if not groups:
         raise EncoderError.nothing_observed()
+    require_limit("fitted_budgets", count, nbytes, bytes_of)
     top = max(*groups, items)
     candidates = round_sizes((max(n, items) for n in groups), step, top + -top % step)
     return fit_sizes(
@@ -208,6 +217,9 @@ def fitted_budgets(
         candidates=candidates,
         cost_without_graph=None if costs is None else lambda tokens: costs.eager(path, tokens),
     ).sizes
+
+
+_ITEMS = "max_batch_size"  # of managers
 
 
 class Limits(NamedTuple):
@@ -248,7 +260,7 @@ def _given(
     require(same, "token_budgets", "encoder graphs", dict(token_budgets), expected)
     ladders = {path: _checked_budgets(token_budgets[path]) for path in paths}
     items = min(
-        resolve_budgets(ladder, max_items, budget_range=budget_range or (ladder[0], ladder[-1]))[1]
+        _resolved(ladder, max_items, budget_range or (ladder[0], ladder[-1]), _ITEMS).max_items
         for ladder in ladders.values()
     )
     return ladders, items
@@ -257,7 +269,7 @@ def _given(
 def _generated(
     paths: Mapping[str, int | None], max_items: int | None, budget_range: tuple[int, int]
 ) -> tuple[dict[str, tuple[int, ...]], int]:
-    ladder, items = resolve_budgets(None, max_items, budget_range=budget_range)
+    ladder, items = _resolved(None, max_items, budget_range, _ITEMS)
     most = ladder[-1]
     starts = {path: least or ladder[0] for path, least in paths.items()}
     for path, least in starts.items():

@@ -17,6 +17,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
@@ -62,6 +63,7 @@ from cgcompile.settings import require_arguments, require_kind
 log = logging.getLogger(__name__)
 
 FULL = CUDAGraphMode.FULL
+_DROPOUT = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 _MANY = 64  # graphs; each costs start-up time and memory
 
 
@@ -100,8 +102,12 @@ class GraphInputs:
     """The buffers that one graph reads. Not for several threads at a time."""
 
     def __init__(
-        self, config: EncoderCudaGraphConfig, inputs: EncoderCudaGraphCaptureInputs
+        self,
+        config: EncoderCudaGraphConfig,
+        inputs: EncoderCudaGraphCaptureInputs,
+        budget: int | None = None,
     ) -> None:
+        self._where = "" if budget is None else f" of budget {budget}"
         values = getattr(inputs, "values", None)
         if not isinstance(values, dict):
             expected = "EncoderCudaGraphCaptureInputs(values={key: tensor})"
@@ -168,14 +174,17 @@ class GraphInputs:
         if key in self._config.padding_logics:
             return
         alike = _alike(value, dst.shape, dst.dtype)
+        if alike and key in self._ends and len(value) >= len(dst):
+            entries, room = len(value), max(len(dst) - 2, 0)
+            raise EncoderError.no_offset_room(
+                key=key, budget=self._where, entries=entries, room=room
+            )
         if not alike or (dst.dim() and len(value) > len(dst)):
             rows = f"at most the rows of {layout(dst)}" if dst.dim() else layout(dst)
             if alike:
                 raise EncoderError.buffer_value(key=key, found=layout(value), expected=rows)
             raise EncoderError.buffer_layout(key=key, found=layout(value), expected=rows)
         check_cast(key, value, dst.dtype)
-        if key in self._ends and len(value) == len(dst):
-            raise EncoderError.no_offset_room(key=key, entries=len(value))
 
     def _fill(self, key: str, dst: torch.Tensor, value: torch.Tensor) -> None:
         """Copy the real rows; zero the others, or let offsets go on to the end."""
@@ -391,7 +400,7 @@ class EncoderGraphs:
                 setup.dtype,
                 **path_arguments(self._config, key.path, key.axes),
             )
-        return GraphInputs(self._config, inputs)
+        return GraphInputs(self._config, inputs, key.budget)
 
     def _sample(self, path: str) -> tuple[GraphKey, GraphInputs]:
         """Return the smallest graph of a path and its buffers."""
@@ -409,6 +418,8 @@ class EncoderGraphs:
         if len(missing) == len(self._descriptors):
             self._weights = []  # the graphs that read them were dropped
         self.failed, self._raised = {}, {}
+        if missing:
+            self._warn_of_dropout()
         self.without_room = self._left_out(list(missing.values()), max_graph_bytes)
         for key in self.without_room:
             del missing[self._descriptors[key]]
@@ -506,8 +517,28 @@ class EncoderGraphs:
                 buffers = ", ".join(f"{k} {layout(value)}" for k, value in inputs.values.items())
                 path = on_path(key.path)
                 text = _NOTE.format(budget=key.budget, path=path, buffers=buffers)
+                text += self._other_dtypes()
                 compat.add_note(error, text)
             raise
+
+    def _other_dtypes(self) -> str:
+        """Return a hint where floating point weights are not of the dtype of the buffers."""
+        weights = [tensor for module in self._modules for tensor in module.parameters()]
+        found = {tensor.dtype for tensor in weights if tensor.is_floating_point()}
+        if not found or self._setup.dtype in found:
+            return ""
+        names = ", ".join(sorted(map(str, found)))
+        return f" The manager has dtype={self._setup.dtype}, and weights are of {names}."
+
+    def _warn_of_dropout(self) -> None:
+        """Log that a tower drops numbers at random, in each replay too."""
+        for module in self._modules:
+            for name, layer in module.named_modules():
+                if isinstance(layer, _DROPOUT) and layer.training and layer.p > 0:
+                    text = "dropout is on in %s%s: results are random. Remedy: tower.eval()"
+                    where = f", {name}" if name else ""
+                    log.warning(text, type(module).__name__, where)
+                    return
 
     def _first_run(self, key: GraphKey) -> None:
         with self._noted(key, self.inputs(key)):

@@ -9,11 +9,12 @@ The rule for models: a graph reads its own buffers alone; :mod:`~cgcompile.encod
 describes their contents.
 """
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,9 +60,16 @@ def calibrated(graphs: EncoderGraphs, setup: EncoderSetup) -> tuple[Costs, dict[
         cost = _milliseconds(lambda key=key: graphs.plain(key), setup.device)  # type: ignore[misc]
         plain.setdefault(key.path, []).append((key.budget, cost))
     index = {path: number for number, path in enumerate(setup.paths)}
+    # What was not measured is estimated from what was, so that all costs are milliseconds.
+    fixed, per_token = _line([(budget, cost) for (_, budget), cost in replays.items()])
+    eager_fixed, eager_per_token = _line([point for points in plain.values() for point in points])
     costs = Costs(
+        fixed,
+        eager_fixed,
+        eager_per_token,
         replays={(index[path], budget): cost for (path, budget), cost in replays.items()},
         eagers={index[path]: _line(points) for path, points in plain.items()},
+        per_token=per_token,
     )
     return costs, replays
 
@@ -102,6 +110,34 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 # ---------------------------------------------------------------- one call
 
 
+class PlannedRun(NamedTuple):
+    """How items of a call run together on one path.
+
+    Attributes:
+        items: indices in the call.
+        path: the set of graphs.
+        budget: of the graph; None if the items run eager.
+        tokens: their output tokens.
+        reason: why there is no graph; None with one.
+
+    Example:
+        >>> run = cgcompile.encoder.PlannedRun((0, 2), "default", budget=64, tokens=48)
+        >>> run.padding
+        16
+    """
+
+    items: tuple[int, ...]
+    path: str
+    budget: int | None
+    tokens: int
+    reason: Reason | None = None
+
+    @property
+    def padding(self) -> int:
+        """Output tokens of padding."""
+        return 0 if self.budget is None else self.budget - self.tokens
+
+
 class EncoderCalls:
     """Runs the items of one call, in groups. Not for several threads at a time."""
 
@@ -111,11 +147,13 @@ class EncoderCalls:
         graphs: EncoderGraphs,
         statistics: EncoderStatistics,
         costs: Costs,
+        inferred_items: bool,
     ) -> None:
         self._model, self._config, self._limits = setup.model, setup.config, setup.limits
         self._paths = setup.paths
-        self._graphs, self._statistics = graphs, statistics
-        self.costs = costs  # may be replaced
+        self._graphs = graphs
+        self.statistics, self.costs = statistics, costs  # may be replaced
+        self._warns = inferred_items and setup.settings.warn_fallbacks  # of few items, once
 
     def specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         """Return the checked items of a call."""
@@ -160,17 +198,26 @@ class EncoderCalls:
 
     def check(self, specs: list[EncoderItemSpec]) -> None:
         """Refuse items that would run eager, unless that is the cheaper way; for ``strict``."""
+        for run in self.plan(specs):
+            if run.reason is not None and run.reason not in EXPECTED:
+                more = f" and {len(run.items) - 1} more" if run.items[1:] else ""
+                raise DispatchError.strict(
+                    what=f"item {run.items[0]}{more} of an encoder",
+                    why=f"{run.reason.value}: {run.tokens} output tokens" + on_path(run.path),
+                )
+
+    def plan(self, specs: list[EncoderItemSpec]) -> list[PlannedRun]:
+        """Return how the items of a call will run."""
+        runs = []
         for items, group in self._groups(specs):
             mine = [specs[item] for item in items]
             for path, budget in zip(self._paths, group.budgets, strict=True):
                 tokens = sum(spec.tokens(path) for spec in mine)
-                reason = self._graph_for(path, budget, mine)[1] if tokens else None
-                if reason is not None and reason not in EXPECTED:
-                    more = f" and {len(items) - 1} more" if items[1:] else ""
-                    raise DispatchError.strict(
-                        what=f"item {items[0]}{more} of an encoder",
-                        why=f"{reason.value}: {tokens} output tokens" + on_path(path),
-                    )
+                if tokens:
+                    key, reason = self._graph_for(path, budget, mine)
+                    found = key.budget if key else None
+                    runs.append(PlannedRun(tuple(items), path, found, tokens, reason))
+        return runs
 
     def encoded(
         self, mm_kwargs: dict[str, Any], specs: list[EncoderItemSpec], eager: bool = False
@@ -258,9 +305,25 @@ class EncoderCalls:
             else:
                 outputs[path] = self._graphs.eager(path, mm_kwargs, specs)
             detail = self._detail(path, tokens) if reason is Reason.CAPTURE_FAILED else ""
-            ran.append(Ran(path, key.budget if key else None, counts[path], reason, detail))
-        self._statistics.record(ran, len(specs))
+            needed = sum(self._room(path, spec) for spec in specs)
+            found = key.budget if key else None
+            ran.append(Ran(path, found, counts[path], reason, detail, needed))
+            if self._warns and key is not None and len(all_specs) > len(items):
+                self._warn_of_few_items(len(items), tokens, key.budget)
+        self.statistics.record(ran, len(specs))
         self._split(outputs, items, counts, dest, mm_kwargs)
+
+    def _warn_of_few_items(self, items: int, tokens: int, budget: int) -> None:
+        """Log once that the limit of items, which the user did not give, causes padding."""
+        if items == self._limits.max_items and 2 * tokens <= budget:
+            self._warns = False
+            text = (
+                "a replay of encoder budget %d had %d output tokens: it takes at most %d items. "
+                "Remedy: leave out small budgets, or give max_batch_size=, which is at most the "
+                "least budget; fitted_budgets(max_items=...) fits no smaller ones. "
+                "(Logged once; warn_fallbacks=False turns it off.)"
+            )
+            log.warning(text, budget, tokens, items)
 
     def _graph_for(
         self, path: str, budget: int | None, specs: list[EncoderItemSpec]
@@ -307,7 +370,7 @@ class EncoderCalls:
         self, items: list[int], mm_kwargs: dict[str, Any], count: int, dest: dict[int, Any]
     ) -> None:
         """Give items without tokens results without rows, as the model itself joins them."""
-        self._statistics.record((), len(items))
+        self.statistics.record((), len(items))
         if self._model.splits_results:
             outputs = {path: self._graphs.empty(path) for path in self._paths}
             counts = {path: [0] * len(items) for path in self._paths}
@@ -342,6 +405,39 @@ class EncoderCalls:
 
 # ---------------------------------------------------------------- the manager
 
+_WHERE = "EncoderCudaGraphManager"
+_WITHOUT_EFFECT = "on_input_change", "max_captured_shapes", "max_weight_sets"
+
+
+def _settings(config: CompilationConfig | Mapping[str, Any] | None) -> CompilationConfig:
+    """Return the settings; refuse those of a mapping that encoder graphs do not read."""
+    if not isinstance(config, Mapping):
+        return CompilationConfig.resolve(config)
+    settings = CompilationConfig.resolve(options=config)
+    for spec in dataclasses.fields(settings):
+        value, default = getattr(settings, spec.name), spec.metadata["default"]
+        reads = spec.metadata["needs"] == "graphs" and spec.name not in _WITHOUT_EFFECT
+        if spec.name in config and not reads and value != default:
+            raise ConfigError.impossible(
+                what=f"{spec.name} = {value!r} of an encoder manager",
+                because="its graphs hold the whole forward, and do not read this setting",
+                instead=f"Leave {spec.name} out.",
+            )
+    return settings
+
+
+def _check_arguments(sharder: Any, costs: Costs | None, calibrate: bool) -> None:
+    """Refuse a sharder without its methods, and costs that would be replaced."""
+    shares = all(hasattr(sharder, name) for name in ("rank", "assign", "agree", "gather"))
+    expected = "a Sharder, what has its methods, or None"
+    require(sharder is None or shares, "sharder", _WHERE, sharder, expected)
+    if calibrate and costs is not None:
+        raise ConfigError.impossible(
+            what="calibrate=True with costs=",
+            because="measured costs replace the given ones",
+            instead="Give one: costs= of an earlier manager need no measurement.",
+        )
+
 
 class EncoderCudaGraphManager:
     """The graphs of one encoder, and the buffers that they read.
@@ -370,8 +466,8 @@ class EncoderCudaGraphManager:
         pool: memory of the graphs, shared with another manager; left out: a pool of its own. Do not
             give the decoder's.
         costs: estimated costs of a replay and an eager run; left out: an estimate in tokens.
-        calibrate: measure the costs after capture; takes a few replays of each graph, and
-            synchronises.
+        calibrate: measure the costs after capture, in milliseconds, in place of ``costs``; takes a
+            few replays of each graph, and synchronises.
         sharder: shares the items of each call out among ranks.
         graph_capture: a context around all captures, such as a communicator's.
         inference_mode: capture and run in inference mode; else in the caller's mode.
@@ -390,8 +486,8 @@ class EncoderCudaGraphManager:
     Raises:
         EncoderError: a method is missing, or no budgets are given and none can be inferred.
         EncoderError: budgets, items or frames are not valid.
-        ConfigError: ``token_budgets`` for paths that the model does not have, or an argument of
-            another kind than above.
+        ConfigError: ``token_budgets`` for paths that the model does not have, ``costs`` with
+            ``calibrate``, a setting without effect, or an argument of another kind than above.
 
     Example:
         >>> from cgcompile.encoder import PatchEncoder
@@ -430,11 +526,8 @@ class EncoderCudaGraphManager:
         inference_mode: bool = True,
         check_weights: bool = True,
     ) -> None:
-        where = "EncoderCudaGraphManager"
-        shares = all(hasattr(sharder, name) for name in ("rank", "assign", "agree", "gather"))
-        expected = "a Sharder, what has its methods, or None"
-        require(sharder is None or shares, "sharder", where, sharder, expected)
-        device = device_named(device, where)
+        _check_arguments(sharder, costs, calibrate)
+        device = device_named(device, _WHERE)
         self._model = CheckedModel(model)
         self.config = self._model.config
         method, span = "get_encoder_cudagraph_budget_range", None
@@ -453,9 +546,7 @@ class EncoderCudaGraphManager:
             limits,
             torch.empty(0, device=device).device,  # with an index, alike in all threads
             dtype,
-            CompilationConfig.resolve(options=config)
-            if isinstance(config, Mapping)
-            else CompilationConfig.resolve(config),
+            _settings(config),
             graph_capture,
             check_weights,
         )
@@ -464,7 +555,10 @@ class EncoderCudaGraphManager:
         self.max_batch_size, self.max_frames_per_batch = limits.max_items, limits.max_frames
         self._graphs = EncoderGraphs(self._setup, pool)
         self.pool, self.wrapper = self._graphs.pool, self._graphs.wrapper
-        self._calls = EncoderCalls(self._setup, self._graphs, self.statistics, costs or Costs())
+        inferred = max_batch_size is None
+        self._calls = EncoderCalls(
+            self._setup, self._graphs, self.statistics, costs or Costs(), inferred
+        )
         self._calibrate, self._sharder, self._inference_mode = calibrate, sharder, inference_mode
         self._logged = 0
         self._lock = new_lock() if self.pool is None else self.pool.lock
@@ -474,7 +568,8 @@ class EncoderCudaGraphManager:
 
     def __repr__(self) -> str:
         model, captured = type(self._model.model).__name__, len(self.budget_graphs)
-        return f"<EncoderCudaGraphManager of {model}: {count(captured, 'graph')} captured>"
+        graphs, items = count(captured, "graph"), count(self.max_batch_size, "item")
+        return f"<EncoderCudaGraphManager of {model}: {graphs} captured, at most {items} a replay>"
 
     @property
     def token_budgets(self) -> list[int] | dict[str, list[int]]:
@@ -486,6 +581,11 @@ class EncoderCudaGraphManager:
     def counters(self) -> Counters:
         """Captures, replays and plain runs of ``wrapper`` so far; a copy."""
         return self.wrapper.counters
+
+    @property
+    def model(self) -> Any:
+        """The model that was given."""
+        return self._model.model
 
     @property
     def costs(self) -> Costs:
@@ -529,11 +629,24 @@ class EncoderCudaGraphManager:
         ladders = self._setup.limits.budgets.items()
         planned = [(path, budget) for path, budgets in ladders for budget in budgets]
         captured = {key[:2] for key in self._graphs.captured()}
-        lines = [self.statistics.coverage(planned, captured)]
+        most = self.max_frames_per_batch
+        frames = f", {count(most, 'frame')}" if most else ""
+        limit = f"at most {count(self.max_batch_size, 'item')}{frames} a replay"
+        lines = [self.statistics.coverage(planned, captured), limit]
         for key, why in self._graphs.without_room.items():
             lines.append(f"{key.path} {key.budget}: {why}")
         lines += [f"kept {key}: {count} times" for key, count in self.kept_keys.items()]
         return "\n".join(lines)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the calls inside out of the statistics: they are no serving."""
+        kept = self.statistics
+        self.statistics = self._calls.statistics = EncoderStatistics()
+        try:
+            yield
+        finally:
+            self.statistics = self._calls.statistics = kept
 
     @checked_but("max_graph_bytes")
     def capture(self, max_graph_bytes: int | None = None) -> BulkCapture:
@@ -624,6 +737,44 @@ class EncoderCudaGraphManager:
                 log.debug("encoder graphs: %s", self.get_cumulative_stats())
             self._logged = rounds
         return results
+
+    def plan(self, mm_kwargs: dict[str, Any]) -> list[PlannedRun]:
+        """Return which items of a call run together, on which budget, or why without a graph.
+
+        Nothing runs, and nothing is counted.
+
+        Args:
+            mm_kwargs: a call, as for :meth:`execute`. With a sharder: the share of this rank.
+
+        Returns:
+            One entry for each group of items and path; none for items without tokens.
+
+        Raises:
+            EncoderError: item specs that do not fit the configuration.
+            BaseException: what the model raised.
+
+        Example:
+            >>> tower = nn.Linear(12, 32)
+            >>> encoder = cgcompile.encoder.PatchEncoder(
+            ...     lambda buffers: tower(buffers["pixel_values"]),
+            ...     merge_size=1, in_features=12, out_hidden_size=32, offsets={}, tower=tower,
+            ... )
+            >>> manager = cgcompile.EncoderCudaGraphManager(
+            ...     encoder, device="cpu", dtype=torch.float32, token_budgets=[16, 64]
+            ... )
+            >>> report = manager.capture()
+            >>> grids = [(1, 2, 4), (1, 10, 10)]
+            >>> images = {"pixel_values": torch.randn(108, 12), "image_grid_thw": grids}
+            >>> [(run.items, run.budget, run.reason) for run in manager.plan(images)]
+            [((1,), None, <Reason.OVERSIZE: 'oversize'>), ((0,), 16, None)]
+        """
+        with self._lock, self._mode():
+            specs = self._calls.specs(mm_kwargs)
+            if self._sharder is None:
+                return self._calls.plan(specs)
+            share = self._sharder.assign([spec.input_size for spec in specs])[self._sharder.rank]
+            runs = self._calls.plan([specs[item] for item in share])
+            return [run._replace(items=tuple(share[item] for item in run.items)) for run in runs]
 
     def _sharded(self, sharder: Sharder, mm_kwargs: dict[str, Any], eager: bool) -> list[Any]:
         """Encode this rank's share, and gather those of the others."""

@@ -64,10 +64,12 @@ class Capacity(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What running a group costs. The unit is the cost of one token more in a graph.
+    """What running a group costs. All costs have one unit.
 
-    Without measurements a replay costs ``fixed + budget`` and an eager run
-    ``eager_fixed + eager_per_token * tokens``. Instances compare by identity.
+    The unit of the defaults is the cost of one token more in a graph; ``calibrate=True`` of a
+    manager measures milliseconds. A replay that was not measured costs
+    ``fixed + per_token * budget``, an eager run ``eager_fixed + eager_per_token * tokens``.
+    Instances compare by identity.
 
     Attributes:
         fixed: of each replay.
@@ -75,6 +77,7 @@ class Costs:
         eager_per_token: of a token that runs eager.
         replays: (path, budget) -> measured cost, in place of the formula.
         eagers: path -> measured (fixed, per token), in place of the formula.
+        per_token: of a token more in a graph.
 
     Raises:
         EncoderError: a cost is negative, infinite or not a number.
@@ -90,12 +93,14 @@ class Costs:
     eager_per_token: float = 1.0
     replays: Mapping[tuple[int, int], float] = field(default_factory=dict)
     eagers: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    per_token: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("replays", "eagers"):
             require_kind(name, "Costs", getattr(self, name), Mapping)
             object.__setattr__(self, name, dict(getattr(self, name)))
-        costs = {name: getattr(self, name) for name in ("fixed", "eager_fixed", "eager_per_token")}
+        names = ("fixed", "per_token", "eager_fixed", "eager_per_token")
+        costs = {name: getattr(self, name) for name in names}
         costs.update({f"replays[{key!r}]": cost for key, cost in self.replays.items()})
         for path, pair in self.eagers.items():
             several = pair if isinstance(pair, tuple) else (pair,)
@@ -108,7 +113,7 @@ class Costs:
     def replay(self, path: int, budget: int) -> float:
         """Return the cost of one replay of the graph of ``path`` with ``budget`` output tokens."""
         measured = self.replays.get((path, budget))
-        return self.fixed + budget if measured is None else measured
+        return self.fixed + self.per_token * budget if measured is None else measured
 
     def eager(self, path: int, tokens: int) -> float:
         """Return the cost of running ``tokens`` output tokens of ``path`` without a graph."""

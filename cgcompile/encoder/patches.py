@@ -6,6 +6,7 @@ the grids on the host, tables by row and offsets of sequences, becomes a buffer 
 rule: the recorded forward reads these buffers alone, never a grid.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class PatchTable:
             round them: give ``torch.long`` for indices and positions.
         rows: what the first dimension counts, ``"patches"`` or ``"tokens"``.
         tail: contents of padding rows: ``"zeros"``, or ``"positions"``, the number of the row
-            itself, which makes a permutation of all real rows one of all rows.
+            itself, which makes a permutation of all real rows one of all rows. Zeros behind a
+            permutation are refused at capture.
 
     Example:
         >>> def places(grids):  # a row for each patch
@@ -166,6 +168,9 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             patches that remain. Else they are refused, because a tower that merges consecutive rows
             would merge those of different blocks.
 
+    Raises:
+        EncoderError: ``forward`` does not take one dictionary.
+
     Example:
         >>> tower = nn.Linear(12, 32)
         >>> encoder = cgcompile.encoder.PatchEncoder(
@@ -194,6 +199,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         padding_logics: Mapping[str, EncoderCudaGraphPaddingLogic] | None = None,
         odd_grids: bool = False,
     ) -> None:
+        _check_forward(forward)
         self.tower = forward if tower is None else tower
         self._forward, self._eager = forward, eager
         self._merge, self._columns, self._odd_grids = merge_size, in_features, odd_grids
@@ -351,6 +357,8 @@ class PatchEncoder(SupportsEncoderCudaGraph):
                 continue
             value = _checked(key, spec, value, grids)
             check_row_count(key, value, self._config, counts, len(grids), synchronises=True)
+            if isinstance(spec, PatchTable) and key not in self._config.padding_logics:
+                _check_permutation(key, value)
 
     # -------------------------------------------------------------- running
 
@@ -388,10 +396,34 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         return converted
 
 
+def _check_forward(forward: Callable[..., Any]) -> None:
+    """Raise unless a forward takes one dictionary."""
+    plain = forward.forward if isinstance(forward, torch.nn.Module) else forward
+    try:
+        signature = inspect.signature(plain)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind({})
+    except TypeError:
+        name = getattr(forward, "__name__", type(forward).__name__)
+        raise EncoderError.not_buffers(forward=name, signature=signature) from None
+
+
+def _check_permutation(key: str, value: torch.Tensor) -> None:
+    """Raise if a table without a declared tail is a permutation of its rows."""
+    integral = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    numbers = value.tolist() if integral and value.dim() == 1 else []
+    if len(numbers) > 1 and sorted(numbers) == list(range(len(numbers))):
+        raise EncoderError.permutation(key=key, values=numbers)
+
+
 def _checked(
     key: str, spec: PatchTable | PatchOffsets, value: Any, grids: Sequence[Grid]
 ) -> torch.Tensor:
     """Return the value of a buffer; raise unless its layout is the declared one."""
+    if isinstance(value, (list, tuple)):
+        raise EncoderError.buffer_list(key=key, found=type(value).__name__)
     if not isinstance(value, torch.Tensor):
         found = type(value).__name__
         raise EncoderError.buffer_value(key=key, found=found, expected="a tensor")

@@ -591,6 +591,12 @@ def check_rows(
         found = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         count = "" if exactly else "at least "
         expected = f"tensors of {count}{least} rows each, the output tokens"
+        many, few = sorted((len(leaf), least))[::-1] if fits else (1, 0)
+        if few and many % few == 0:
+            ratio = f"{many // few} times too {'many' if len(leaf) == many else 'few'}"
+            raise EncoderError.row_ratio(
+                method=method, found=str(found), expected=expected, ratio=ratio
+            )
         raise EncoderError.returned(method=method, found=str(found), expected=expected)
     if columns is not None:
         check_columns(leaves, columns, method)
@@ -698,7 +704,11 @@ def check_cast(key: str, value: torch.Tensor, dtype: torch.dtype) -> None:
     """Raise where a copy into a buffer would cast integers to floating point: it rounds them."""
     integral = not (value.is_floating_point() or value.is_complex())
     if integral and value.dtype != torch.bool and (dtype.is_floating_point or dtype.is_complex):
-        raise EncoderError.buffer_cast(key=key, found=layout(value), dtype=str(dtype))
+        # uint8 is what image loaders return, indices are of wider integers.
+        found = layout(value)
+        if value.dtype == torch.uint8:
+            raise EncoderError.buffer_bytes(key=key, found=found, dtype=str(dtype))
+        raise EncoderError.buffer_cast(key=key, found=found, dtype=str(dtype))
 
 
 def path_arguments(

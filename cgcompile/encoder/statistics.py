@@ -16,6 +16,12 @@ from cgcompile.serving.statistics import FallbackCount, count_by_reason, text_ta
 from cgcompile.settings import checked
 
 _NOTHING = (0, 0, 0)
+# Where an encoder has another remedy than other models, whose graphs may be split.
+_REMEDIES = {
+    Reason.OVERSIZE: "add a token budget >= {needed}",
+    Reason.CAPTURE_FAILED: "encoder graphs are not split: keep the value that the detail names on "
+    "the device, or compute it in `tables=` or `offsets=`, which run before the forward",
+}
 
 
 def on_path(path: str) -> str:
@@ -31,6 +37,7 @@ class Ran(NamedTuple):
     tokens: Sequence[int]  # real output tokens of each item
     reason: Reason | None = None  # why there was no graph
     detail: str = ""  # of the reason
+    needed: int = 0  # output tokens of a budget that holds the items
 
 
 class EncoderStatistics:
@@ -87,20 +94,21 @@ class EncoderStatistics:
             self.hits += served.count(True)
             self.misses += served.count(False)
             self.idle += served.count(None)
-            for path, budget, counts, reason, detail in ran:
+            for path, budget, counts, reason, detail, needed in ran:
                 items, tokens = sum(map(bool, counts)), sum(counts)
                 if budget is not None:
                     before = self._graphs.get((path, budget), _NOTHING)
                     counts_now = before[0] + 1, before[1] + items, before[2] + tokens
                     self._graphs[path, budget] = counts_now
                 elif reason is not None:
-                    self._count_eager(path, Fallback(reason, detail), tokens, items)
+                    self._count_eager(path, Fallback(reason, detail), tokens, items, needed)
 
-    def _count_eager(self, path: str, why: Fallback, tokens: int, items: int) -> None:
+    def _count_eager(self, path: str, why: Fallback, tokens: int, items: int, needed: int) -> None:
         reason, detail = why.reason, why.detail
         if self._warns and (path, reason) not in self._eager and reason not in EXPECTED:
             text = f"{tokens} tokens{on_path(path)}" + (f": {detail}" if detail else "")
-            warn_of("a group of items", Fallback(reason, text))
+            remedy = _REMEDIES.get(reason, "").format(needed=needed)
+            warn_of("a group of items", Fallback(reason, text), remedy=remedy)
         self._eager.setdefault((path, reason), FallbackCount(tokens)).add(tokens, items, detail)
 
     @property

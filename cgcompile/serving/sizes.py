@@ -199,15 +199,17 @@ def padding_table(ladder: Sequence[int]) -> dict[int, int]:
     return table
 
 
-def checked_histogram(histogram: Mapping[int, int]) -> dict[int, int]:
+def checked_histogram(
+    histogram: Mapping[int, int], name: str = "histogram", unit: str = "size", times: str = "steps"
+) -> dict[int, int]:
     """Return batch size -> number of steps, in order, without sizes that have no step."""
     expected = "a mapping from batch sizes to numbers of steps"
     require(isinstance(histogram, Mapping), "histogram", "sizes", histogram, expected)
     steps: dict[int, int] = {}
-    for batch, times in histogram.items():
-        rows, number = whole(batch), whole(times)
+    for batch, found in histogram.items():
+        rows, number = whole(batch), whole(found)
         if rows is None or rows < 1 or number is None or number < 0:
-            raise SizesError.bad_entry(batch=batch, steps=times)
+            raise SizesError.bad_entry(name=name, batch=batch, steps=found, unit=unit, times=times)
         if number:
             steps[rows] = number
     return dict(sorted(steps.items()))
@@ -541,17 +543,24 @@ def fit_sizes(
         raise SizesError.no_steps()
     must_cover = cost_without_graph is None
     sizes = _candidates(steps, candidates, maximum, must_cover)
-    if count is None and nbytes is None:
-        raise SizesError.no_budget()
+    require_limit("fit_sizes", count, nbytes, bytes_of)
     if count is not None:
         count = checked_number("count", count, least=1 if must_cover else 0)
     if nbytes is not None:
         nbytes = checked_number("nbytes", nbytes, least=0)
-        if bytes_of is None:
-            raise SizesError.bytes_unknown(nbytes=nbytes)
     problem = _problem(steps, sizes, bytes_of, cost_of, cost_without_graph)
     ladder = _solve(problem, count, nbytes)
     return _fitted(steps, problem, ladder, must_cover, bytes_of is not None)
+
+
+def require_limit(
+    where: str, count: int | None, nbytes: int | None, bytes_of: Callable[[int], int] | None
+) -> None:
+    """Raise unless there is a limit of graphs or, with the bytes of each, of bytes."""
+    if count is None and nbytes is None:
+        raise SizesError.no_budget(where=where)
+    if nbytes is not None and bytes_of is None:
+        raise SizesError.bytes_unknown(where=where, nbytes=nbytes)
 
 
 def _fitted(

@@ -16,6 +16,7 @@ from lib import encoders
 from lib.cases import D
 from lib.command_line import Page
 from lib.debug import FULL, PIECEWISE, only, step
+from lib.encoders import counts
 from lib.faulty_models import Good, Stale, built, config, rows, softmax
 from lib.manager import manager, requests
 from torch import nn
@@ -23,8 +24,8 @@ from torch import nn
 import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper, verify
 from cgcompile.debug.compare import InputSets, Tolerance, padded
+from cgcompile.encoder import Costs, PatchTable
 from cgcompile.errors import ConfigError
-from cgcompile.reasons import Reason
 
 # ---------------------------------------------------------------- good models
 
@@ -102,15 +103,20 @@ class Mixes(encoders.Rows):
         ("items", True, "eager items against replayed budgets"),
         ("padding", True, "equal"),
         ("baked", False, "wrong by replay, inputs 0: the whole step"),
-        ("oversize", False, "call 1 has items without a graph: 1 oversize"),
+        ("oversize", True, "note: call 1 has items without a graph: 1 oversize"),
+        ("cheaper", True, "note: call 1 has items without a graph: 1 cheaper_eager"),
+        ("no replay", False, "nothing was replayed: call 0 has items without a graph: 1 oversize"),
         ("nothing", False, "call 0 has items without a graph: 2 not_captured"),
         ("none", False, "there are no calls"),
     ],
 )
 def test_an_encoder_manager(case: str, ok: bool, text: str) -> None:
     model = Mixes() if case == "baked" else encoders.Rows()
-    made = encoders.manager(model, captured=case != "nothing")
+    costs = Costs(fixed=1.0, eager_fixed=10.0) if case == "cheaper" else encoders.GRAPHS
+    made = encoders.manager(model, captured=case != "nothing", costs=costs)
     calls = {
+        "cheaper": [encoders.rows(4), encoders.rows(40)],
+        "no replay": [encoders.rows(1000)],
         "items": [encoders.rows(4, 2), encoders.rows(1, 3, 5)],
         "padding": [encoders.rows(3)],
         "baked": [encoders.rows(3)],
@@ -122,8 +128,10 @@ def test_an_encoder_manager(case: str, ok: bool, text: str) -> None:
     assert found.ok == ok, found
     assert text in str(found)
     assert str(found).startswith("EncoderCudaGraphManager of ")
-    assert bool(found.replays) == (case not in ("nothing", "none"))
-    assert found.checks[0].compared == (0 if case == "nothing" else len(calls))
+    assert bool(found.replays) == (case not in ("nothing", "none", "no replay"))
+    replayed = {"nothing": 0, "no replay": 0, "cheaper": 1}.get(case, len(calls))
+    assert found.checks[0].compared == replayed
+    assert counts(made) == (0, 0)  # of serving
 
 
 def test_an_encoder_manager_takes_calls_alone() -> None:
@@ -133,7 +141,20 @@ def test_an_encoder_manager_takes_calls_alone() -> None:
     found = verify(made, prepare=lambda: encoders.rows(4, 3), sets=2)  # strict lets it run eager
     assert found.ok, found
     assert found.checks[0].compared == 2
-    assert made.statistics.reasons() == {Reason.MODE_EXCLUDED: 4}
+    assert made.statistics.reasons() == {}  # of serving
+
+
+def test_a_difference_of_an_encoder_names_what_shared_the_replay() -> None:
+    def restarts(grids: Any) -> torch.Tensor:  # at each image, where it must go on
+        return torch.cat([encoders.cells([grid]) for grid in grids])
+
+    tables = {**encoders.TABLES, "cells": PatchTable(restarts, (4,), torch.int64, "tokens")}
+    made = encoders.manager(encoders.patches(tables=tables), token_budgets=[16])
+    (found,) = verify(made, encoders.images((4, 4), (8, 4), (2, 2))).differences
+    assert "in a replay of budget 16: items 0 (1, 4, 4), 1 (1, 8, 4), 2 (1, 2, 2)" in found.detail
+    assert "tables or offsets= that do not count the rows of earlier items" in found.detail
+    assert "tail='positions'" in found.detail
+    assert "a weight was replaced that is not in tower=" in found.detail
 
 
 # ---------------------------------------------------------------- nothing to compare

@@ -29,9 +29,9 @@ from lib.encoders import (
 )
 
 import cgcompile
-from cgcompile.encoder import Costs, GraphKey
+from cgcompile.encoder import Costs, GraphKey, fitted_budgets
 from cgcompile.encoder.manager import _milliseconds
-from cgcompile.errors import EncoderError
+from cgcompile.errors import ConfigError, EncoderError
 from cgcompile.reasons import Reason
 
 # ------------------------------------------------------------------ capture
@@ -398,11 +398,12 @@ def test_statistics(device: str) -> None:
 def test_coverage() -> None:
     encoder = manager(Rows())
     encoder.execute(rows(3, 4, 70, 0))
-    head, first, *_, eager, total = encoder.coverage().splitlines()
+    head, first, *_, eager, total, limit = encoder.coverage().splitlines()
     assert head.split()[:4] == ["path", "budget", "graph", "replays"]
     assert first.split() == ["default", "8", "yes", "1", "2", "12.5%", "-"]
     assert eager == "eager: oversize: 1 item, 70 tokens a group"
     assert total == "2 hits, 1 miss, 1 without tokens"
+    assert limit == "at most 8 items, 8 frames a replay"
 
 
 def test_what_is_cheaper_eager_runs_eager() -> None:
@@ -473,6 +474,69 @@ def test_measured_costs_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert encoder.statistics.reasons() == {Reason.CHEAPER_EAGER: 1}
     check(encoder, model, rows(60))
     assert counts(encoder) == (1, 1)
+
+
+def test_measured_costs_have_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Timed()
+    monkeypatch.setattr("cgcompile.encoder.manager.time", model.clock)
+    costs = manager(model, token_budgets=[16, 64], calibrate=True).costs
+    found = [costs.fixed, costs.per_token, costs.eager_fixed, costs.eager_per_token]
+    assert found == pytest.approx([50, 0, 0, 1], abs=1e-6)
+    assert costs.replay(0, 512) == pytest.approx(50)  # not measured
+    assert fitted_budgets([40, 60, 200, 500], 1, costs=costs) == (500,)
+    encoder = manager(model, token_budgets=[16, 64, 128], costs=costs)
+    check(encoder, model, rows(100))
+    assert counts(encoder) == (1, 0)
+
+
+def test_given_costs_are_not_measured() -> None:
+    with pytest.raises(ConfigError, match="calibrate=True with costs="):
+        manager(Rows(), calibrate=True, costs=Costs())
+
+
+def test_a_small_budget_limits_the_items_of_all(caplog: pytest.LogCaptureFixture) -> None:
+    call = rows(*[4] * 6)
+    with caplog.at_level(logging.WARNING, logger="cgcompile"):
+        for budgets, items in (([2, 64], None), ([8, 64], None), ([2, 64], 2)):
+            manager(Rows(), token_budgets=budgets, max_batch_size=items).execute(call)
+            manager(Rows(), token_budgets=[8]).execute(rows(8, 8))  # no padding
+        encoder = manager(Rows(), token_budgets=[1, 64])
+        encoder.execute(call)
+    (first, second) = [record.getMessage() for record in caplog.records]
+    assert first.startswith(
+        "a replay of encoder budget 64 had 8 output tokens: it takes at most 2 "
+    )
+    assert "had 4 output tokens: it takes at most 1 items. Remedy: leave out small" in second
+    assert encoder.coverage().splitlines()[-1] == "at most 1 item, 1 frame a replay"
+    assert "at most 1 item a replay" in repr(encoder)
+
+
+def test_the_plan_of_a_call() -> None:
+    encoder = manager(Rows(), token_budgets=[8, 16])
+    call = rows(3, 40, 4, 12, 0)
+    runs = encoder.plan(call)
+    shown = [(run.items, run.budget, run.padding, run.reason) for run in runs]
+    assert sorted(shown) == [
+        ((0, 2), 8, 1, None),
+        ((1,), None, 0, Reason.OVERSIZE),
+        ((3,), 16, 4, None),
+    ]
+    assert counts(encoder) == (0, 0)
+    encoder.execute(call)
+    assert encoder.statistics.replays == 2
+
+
+def test_the_plan_of_a_rank() -> None:
+    class Second:
+        rank = 1
+        agree = gather = check = None
+
+        def assign(self, sizes: Any) -> list[list[int]]:
+            return [[0, 2], [1, 3]]
+
+    encoder = manager(Rows(), token_budgets=[8, 16], sharder=Second())
+    (run,) = encoder.plan(rows(3, 5, 4, 2))
+    assert (sorted(run.items), run.tokens) == ([1, 3], 7)
 
 
 def test_log(caplog: pytest.LogCaptureFixture) -> None:

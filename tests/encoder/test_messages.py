@@ -1,15 +1,25 @@
 """What a manager tells of a tower that does not fit: budgets, lines, bytes, causes."""
 
+import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from lib.encoders import BUDGETS, TABLES, C, Rows, images, manager, patches, rows
+from torch import nn
 
 import cgcompile
 from cgcompile.debug import doctor
-from cgcompile.encoder import EncoderCudaGraphManager, GraphKey, PatchEncoder, PatchTable
+from cgcompile.encoder import (
+    EncoderCudaGraphManager,
+    GraphKey,
+    PatchEncoder,
+    PatchOffsets,
+    PatchTable,
+)
+from cgcompile.encoder.patches import frame_offsets
 from cgcompile.errors import ConfigError, DispatchError, EncoderError
 from cgcompile.reasons import Fallback, Reason, warn_of
 
@@ -71,6 +81,121 @@ def test_a_failed_capture_names_the_line_of_the_tower() -> None:
     assert [finding.kind for finding in found.findings] == ["host_sync"]
 
 
+def test_the_remedies_of_an_encoder(caplog: pytest.LogCaptureFixture) -> None:
+    def reads(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        buffers["pixel_values"].sum().item()
+        return buffers["pixel_values"]
+
+    model = of(reads)
+    encoder = manager(model, captured=False)
+    encoder.capture()
+    caplog.clear()
+    encoder.execute(CALL)
+    manager(patches()).execute(images((30, 30)))
+    failed, oversize = [record.getMessage() for record in caplog.records]
+    assert "Remedy: encoder graphs are not split: keep the value" in failed
+    assert "Remedy: add a token budget >= 225." in oversize
+    with torch.inference_mode():
+        buffers = encoder.graph_inputs(GraphKey("default", 8))
+        (found,) = doctor(model.encoder_cudagraph_forward, buffers).findings
+    for remedy in (failed, found.fix):
+        assert "tables=" in remedy
+        assert not re.search("eager|splitting", remedy.partition("Remedy")[2] or remedy)
+
+
+def keywords(pixel_values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    return pixel_values
+
+
+def first_of_four(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+    return buffers["pixel_values"][::4]
+
+
+def reads_missing(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+    return buffers["starts"]
+
+
+def order(grids: Any) -> torch.Tensor:
+    return torch.arange(sum(t * h * w for t, h, w in grids)).flip(0)
+
+
+PERMUTATION = PatchTable(order, dtype=torch.long)
+LIST = PatchTable(lambda grids: [order(grids)], dtype=torch.long)  # type: ignore[arg-type, return-value]
+STARTS = PatchOffsets(frame_offsets, most=lambda tokens, items, frames: 1)
+WRONG: dict[str, tuple[Any, str]] = {
+    "keywords": (lambda: of(keywords), r"keywords\(pixel_values.*lambda buffers: tower\(\*\*buff"),
+    "a module": (lambda: of(nn.Bilinear(2, 2, 2)), r"Bilinear\(input1.*lambda buffers: tower\("),
+    "merge": (lambda: of(first_of_four), r"4 times too few rows: check merge_size="),
+    "missing": (
+        lambda: of(reads_missing),
+        r"'starts'; its buffers are pixel_values.*tables= and off",
+    ),
+    "list": (
+        lambda: patches(tables={**TABLES, "x": LIST}),
+        r"'x': the value is list.*torch\.cat\(",
+    ),
+    "order": (
+        lambda: patches(tables={**TABLES, "x": PERMUTATION}),
+        r'x.*permutation of its rows, 11, 10.*tail="positions"',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_to_give_instead(case: str) -> None:
+    make, words = WRONG[case]
+    with pytest.raises(EncoderError, match=f"(?s){words}"):
+        manager(make())
+
+
+def test_a_permutation_with_a_tail() -> None:
+    manager(patches(tables={**TABLES, "x": replace(PERMUTATION, tail="positions")}))
+    tail = {"x": lambda dst, src: dst[: len(src)].copy_(src)}
+    manager(patches(tables={**TABLES, "x": PERMUTATION}, padding_logics=tail))
+
+
+def test_pixels_of_bytes() -> None:
+    call = images((4, 4))
+    call["pixel_values"] = torch.zeros(16, C, dtype=torch.uint8)
+    with pytest.raises(EncoderError, match=r"(?s)uint8.*\.float\(\) / 255"):
+        manager(patches()).execute(call)
+
+
+def test_too_few_sequences_are_declared() -> None:
+    model = patches(offsets={"cu_seqlens": replace(STARTS, longest_padding=None)})
+    words = r"(?s)'cu_seqlens' of budget 8: 3 offsets fill it.*holds: 1\..*most= of Patch"
+    with pytest.raises(EncoderError, match=words):
+        manager(model).execute(images((4, 2), (4, 2)))
+
+
+def test_the_limit_of_items_by_its_name() -> None:
+    with pytest.raises(EncoderError, match="max_batch_size = 9; it must be <= the smallest"):
+        manager(max_batch_size=9, captured=False)
+    with pytest.raises(EncoderError, match="max_batch_size = 0"):
+        manager(max_batch_size=0, captured=False)
+
+
+@notes
+def test_the_dtypes_of_weights_and_buffers() -> None:
+    tower = nn.Linear(C, C, dtype=torch.float64)
+    encoder = manager(
+        of(lambda buffers: tower(buffers["pixel_values"]), tower=tower), captured=False
+    )
+    with pytest.raises(RuntimeError) as caught:
+        encoder.capture()
+    (note,) = caught.value.__notes__
+    assert "dtype=torch.float32, and weights are of torch.float64." in note
+
+
+def test_dropout_at_capture(caplog: pytest.LogCaptureFixture) -> None:
+    tower = nn.Sequential(nn.Linear(C, C), nn.Dropout(0.5))
+    model = of(lambda buffers: tower(buffers["pixel_values"]), tower=tower)
+    manager(model)
+    manager(of(lambda buffers: tower(buffers["pixel_values"]), tower=tower.eval()))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("dropout is on in Sequential, 1: results are random.")
+
+
 def test_doctor_tells_what_to_give() -> None:
     with pytest.raises(ConfigError, match=r"doctor\(forward, manager\.graph_inputs"):
         doctor(manager(patches()), images((4, 4)))
@@ -108,6 +233,11 @@ def test_settings_may_be_a_mapping() -> None:
     assert "path" not in str(caught.value)
     with pytest.raises(ConfigError, match="strikt"):
         EncoderCudaGraphManager(patches(), device="cpu", config={"strikt": True}, **options)
+    for name, value in {"splitting_ops": "a::b", "max_weight_sets": 3, "mode": "NONE"}.items():
+        with pytest.raises(ConfigError, match=f"{name} = .* of an encoder manager is impossible"):
+            EncoderCudaGraphManager(patches(), device="cpu", config={name: value}, **options)
+    default = {"splitting_ops": (), "warn_fallbacks": False}
+    EncoderCudaGraphManager(patches(), device="cpu", config=default, **options)
 
 
 def test_groups_and_items_are_told_apart() -> None:

@@ -320,6 +320,7 @@ def test_costs() -> None:
     measured[0, 64] = 10**9  # they were copied
     assert [costs.replay(0, 64), costs.replay(1, 64), costs.replay(0, 128)] == [10, 364, 428]
     assert [costs.eager(0, 10), costs.eager(1, 10)] == [915, 25]
+    assert Costs(fixed=2.0, per_token=0.5).replay(0, 8) == 6.0
 
 
 def test_measured_costs_decide() -> None:
@@ -341,6 +342,7 @@ def test_subclasses_of_costs() -> None:
     "arguments",
     [
         {"fixed": -1},
+        {"per_token": -1},
         {"eager_fixed": float("inf")},
         {"eager_per_token": float("nan")},
         {"fixed": "3"},

@@ -292,7 +292,8 @@ def manager(
     model: Any = None, device: str = "cpu", captured: bool = True, **more: Any
 ) -> EncoderCudaGraphManager:
     """Return a manager of ``model``, by default a tower of patches, whose graphs are captured."""
-    settings = {"token_budgets": BUDGETS, "costs": GRAPHS, "config": config(device), **more}
+    costs = None if more.get("calibrate") else GRAPHS
+    settings = {"token_budgets": BUDGETS, "costs": costs, "config": config(device), **more}
     if model is None:
         model = patches(device)
     elif isinstance(model, nn.Module):
