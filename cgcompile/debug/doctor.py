@@ -369,7 +369,7 @@ class _Examination:
                 stack.callback(self._before.restore)
                 if self._device.type == "cuda":  # the model may have used streams of its own
                     torch.cuda.synchronize(self._device)
-        findings = self._notes
+        findings = list(self._notes)
         if getattr(self._model, "__name__", "") == "encoder_cudagraph_forward":
             findings = list(map(_in_encoder, findings))
         return Diagnosis.of(name_of(self._model), str(self._device), findings)
