@@ -7,8 +7,8 @@ wrapper, which has no pieces, the arguments of the eager breaks are compared.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -35,7 +35,7 @@ from cgcompile.debug.compare import (
 from cgcompile.debug.locate import WHOLE, Watcher, WithoutPadding, located, padding_place, real_part
 from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import State, copies, restored_after
-from cgcompile.debug.subject import Subject, comparing, observed
+from cgcompile.debug.subject import Subject, comparing, observed, original_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.encoder.patches import PatchEncoder
 from cgcompile.encoder.statistics import on_path
@@ -488,19 +488,22 @@ def _check_manager(
     require(valid, "args", "verify", batches, "batches, for a manager")
     compared: dict[bool, list[Difference | None]] = {False: [], True: []}  # by: is it padded
     missing = "" if batches else "there are no batches"
+    kept = _KeptState(manager.model)
     for number, batch in enumerate(progress(batches, "verify: batches", "batch")):
         chosen = manager.dispatched(batch)
         if chosen.mode is CUDAGraphMode.NONE:
             missing = missing or f"batch {number} has no graph: {chosen.why}"
             continue
-        expected = copied(manager.run(batch, valid_modes=()))
-        replayed = _replay_batch(manager, batch)
+        with kept.found():
+            expected = copied(manager.run(batch, valid_modes=()))
+        replayed = _replay_batch(manager, batch, kept)
         if replayed is None:
             missing = missing or f"batch {number} has a graph and does not replay it"
             continue
         difference = tolerance.first("the result", expected, replayed)
         if difference is not None:
-            difference = _locate_in(manager, batch, number, difference, tolerance)
+            with kept.restored():
+                difference = _locate_in(manager, batch, number, difference, tolerance)
         compared[chosen.descriptor.num_tokens > batch.num_tokens].append(difference)
     checks = [
         Check(
@@ -595,13 +598,39 @@ def _grids_of(manager: EncoderCudaGraphManager, call: dict[str, Any]) -> list[An
     return list(model.grids(call)) if isinstance(model, PatchEncoder) else []
 
 
-def _replay_batch(manager: CudaGraphManager, batch: Batch) -> dict[str, Any] | None:
+class _KeptState:
+    """The state of a manager's model, such as caches, which is restored after each step."""
+
+    def __init__(self, model: Any) -> None:
+        self._original = original_of(model)
+        module = getattr(self._original, "__self__", self._original)
+        buffers = module.buffers() if isinstance(module, torch.nn.Module) else ()
+        self._tensors = {id(buffer): buffer for buffer in buffers}
+
+    @contextmanager
+    def found(self) -> Iterator[None]:
+        """Restore after an eager step, and note what its ops have written."""
+        state = State(self._original)
+        with restored_after([*self._tensors.values()], state=state) as snapshot:
+            yield
+            written = state.written(snapshot).values()
+            self._tensors |= {id(tensor): tensor for tensor in written}
+
+    def restored(self) -> AbstractContextManager[Any]:
+        """Restore after a step of any kind."""
+        return restored_after([*self._tensors.values()])
+
+
+def _replay_batch(
+    manager: CudaGraphManager, batch: Batch, kept: _KeptState
+) -> dict[str, Any] | None:
     """Return the result of a replay, or None; a lazy manager replays from the third step on."""
     for _ in range(3):
         before = manager.counters.replays
-        result = manager.run(batch)
+        with kept.restored():
+            result = copied(manager.run(batch))
         if manager.counters.replays > before:
-            return copied(result)
+            return result
     return None
 
 

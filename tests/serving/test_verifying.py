@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from lib.front_ends import settings
 from lib.manager import NONE, PIECEWISE, Decoder, manager, metadata, requests
+from torch import nn
 
+import cgcompile
 from cgcompile import get_forward_context, verify
 from cgcompile.reasons import Reason
+from cgcompile.serving import InputBuffer
 from cgcompile.serving.batch import Batch, Metadata
 
 LAYOUTS = ((1, 1, 1), (3, 1), (2, 2, 2, 2), (7,), (1,), (12, 4))
@@ -110,3 +114,51 @@ def test_results_of_one_dimension(monkeypatch: Any) -> None:
     run = made.run
     monkeypatch.setattr(made, "run", lambda batch, **more: run(batch, **more) + (not more))
     assert verify(made, *layouts("cpu")).differences[0].largest == 1
+
+
+# ---------------------------------------------------------------- state of the model
+
+
+class Cached(nn.Module):
+    """Writes its input into a cache, f32[9, 4], at ``slots`` and reads all of it."""
+
+    def __init__(self, cache: torch.Tensor, is_buffer: bool) -> None:
+        super().__init__()
+        self.caches = {} if is_buffer else {"layer": cache}
+        if is_buffer:
+            self.register_buffer("cache", cache)
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        cache = self.caches["layer"] if self.caches else self.cache
+        cache[slots] = x
+        return x + cache[1:].sum(0)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_caches_are_restored(is_buffer: bool, mode: str, device: str) -> None:
+    """Requests that are served meanwhile keep their caches."""
+    cache = torch.zeros(9, 4, device=device)
+    made = cgcompile.CudaGraphManager.from_model(
+        Cached(cache, is_buffer),
+        [
+            InputBuffer("x", ("tokens", 4), torch.float32),
+            InputBuffer("slots", ("tokens",), torch.int64, tail=0),
+        ],
+        max_num_tokens=8,
+        max_num_reqs=8,
+        metadata=lambda *_: Metadata({}),
+        device=device,
+        config=settings(device, cudagraph_mode=mode),
+    )
+    made.capture()
+    cache.normal_()
+    before, batches = cache.clone(), []
+    for rows in (1, 3, 8):
+        inputs = {"x": torch.randn(rows, 4), "slots": torch.arange(1, rows + 1)}
+        batches.append(Batch(rows, rows, inputs))
+    found = verify(made, *batches)
+    assert (found.ok, found.replays) == (True, 3), found
+    torch.testing.assert_close(cache, before, rtol=0, atol=0)
+    made.run(batches[-1])
+    assert not torch.equal(cache[1:], before[1:])
