@@ -22,6 +22,7 @@ from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.debug.drawing import alone, split_svg
+from cgcompile.debug.op_observer import resembles
 from cgcompile.debug.output import clipped, human, plain, table_lines, wrapped, written
 from cgcompile.debug.pages import Page
 from cgcompile.debug.subject import name_of, resolved
@@ -669,4 +670,23 @@ def _notes(split: SplitGraph, config: CompilationConfig) -> tuple[str, ...]:
         check_sizes(split, config)
     except SymbolError as error:
         notes.append(f"compiling will raise SymbolError: {error}")
-    return tuple(notes)
+    return (*notes, *_unregistered(split))
+
+
+def _unregistered(split: SplitGraph) -> list[str]:
+    """Return a note about each captured op that looks like attention."""
+    notes: dict[str, str] = {}
+    for piece in [piece for piece in split.pieces if piece.capture]:
+        for node in piece.module.graph.nodes:
+            op = getattr(node.target, "default", node.target)
+            if node.op != "call_function" or not hasattr(op, "namespace"):
+                continue
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
+            kind, why = resembles(op, args, kwargs) or ("", "")
+            if kind == "unregistered_attention":
+                name = target_name(node.target)
+                notes[name] = (
+                    f"piece_{piece.index} captures {name}: {why}. If it reads the forward context "
+                    f"or waits for the device, split there: splitting_ops=({name!r},)"
+                )
+    return [*notes.values()]

@@ -367,6 +367,26 @@ def test_modes_without_pieces() -> None:
     assert (none.modes.result, none.modes.lost) == ("NONE", ())
 
 
+@torch.library.custom_op("explained::paged_attention", mutates_args=())
+def paged_attention(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+paged_attention.register_fake(torch.empty_like)
+
+
+def test_an_unregistered_op_of_attention_is_named() -> None:
+    """It would be captured, with the metadata of its capture."""
+    name = "explained::paged_attention"
+    model = lambda x: torch.ops.explained.paged_attention(paged_attention(x) + 1)  # noqa: E731
+    notes = [note for note in explain(model, inputs()).notes if name in note]
+    assert len(notes) == 1
+    assert f"piece_0 captures {name}: its name is that of attention" in notes[0]
+    assert f"splitting_ops=({name!r},)" in notes[0]
+    found = explain(model, inputs(), config={"splitting_ops": [name]})
+    assert not [note for note in found.notes if name in note]
+
+
 # ------------------------------------------------------------------ settings, data, errors
 
 
