@@ -280,7 +280,7 @@ class GraphFastPath:
         before = ""
         if recording.context is not None:
             self.names["moved"] = recording.context.moved
-            before += "if moved(context):\n    return another\n"
+            before += "if moved(context):\n    return not_served\n"
         for index, check in enumerate(weight_checks):
             own[f"differ_{index}"] = check
             before += f"if differ_{index}(inputs):\n    return not_served\n"
