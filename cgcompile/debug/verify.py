@@ -179,10 +179,9 @@ def verify(
     """Run a model eager and replayed on several sets of inputs, and compare.
 
     Compares results and the tensors that a call writes among its arguments and in the model, which
-    are restored after each run; globals, and caches of the forward context, are not. Runs without
-    gradients. Captures what is not captured yet, but nothing of an encoder manager; counts in the
-    same counters, not in statistics of serving. Synchronises. Checks the metadata of one forward
-    context: see :class:`Verification`.
+    are restored after each run; globals, and caches of the forward context, are not. No gradients.
+    Captures what is missing, except of an encoder manager; counts in the same counters, not in
+    statistics of serving. Synchronises. Checks metadata of one context: see :class:`Verification`.
 
     Args:
         model: a compiled model; a wrapper, in the forward context of the step; a manager of either
