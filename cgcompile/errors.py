@@ -508,8 +508,8 @@ class CaptureError(CGCompileError, RuntimeError):
         eager break: {found}, a dispatch mode of the program, was entered inside of the capture.
         A break cannot leave it: enter it around the capture, or leave it before the break.""")
     release_inside = Template("""
-        graphs were to be released inside of a capture, which uses their memory.
-        Release them after the capture.""")
+        graphs were to be released inside of {what}, which uses their memory.
+        Release them after it.""")
     mutates_arguments = Template("""
         eager break {name!r} changed a list or dict that is its argument at every replay.
         Return what it makes, or keep state in an object of its own.""")

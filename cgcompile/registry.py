@@ -175,15 +175,26 @@ class Registry:
 
         Args:
             reason: what has changed; for the log.
+
+        Raises:
+            CaptureError: called inside of a step or of a capture.
         """
+        managers = self._outside_of_steps()
         for graph in self.graphs:
             graph.invalidate(reason)
         for wrapper in tuple(self.wrappers):
             wrapper.clear_graphs()
         for traces in tuple(self._traces):
             traces.clear()
-        for manager in tuple(self._managers):
+        for manager in managers:
             manager.graphs_dropped()
+
+    def _outside_of_steps(self) -> tuple[Any, ...]:
+        """Return the managers of the model; raise where this thread runs a step of one."""
+        managers = tuple(self._managers)
+        for manager in managers:
+            manager.refuse_inside()
+        return managers
 
     def close_capture(self) -> None:
         """Forbid captures from now on, in all threads, of graphs that are compiled later as well.
@@ -206,6 +217,7 @@ class Registry:
         Raises:
             CaptureError: called inside of a step or of a capture.
         """
+        managers = self._outside_of_steps()
         self._capture_closed = False
         for graph in self.graphs:
             graph.release()
@@ -213,7 +225,7 @@ class Registry:
             wrapper.clear_all_graphs()
             wrapper.closed = False
         self.compare_bound()
-        for manager in tuple(self._managers):
+        for manager in managers:
             manager.graphs_dropped()
         with releasing():  # graphs of models that were freed
             pass

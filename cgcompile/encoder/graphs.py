@@ -549,7 +549,7 @@ class EncoderGraphs:
     def forget(self) -> None:
         """Drop graphs, buffers and memory, but nothing of others that share the pool."""
         if inside_capture():
-            raise CaptureError.release_inside()
+            raise CaptureError.release_inside(what="a capture")
         if self.pool is not None:
             self.pool.device.synchronize()  # a replay may still read the buffers
         if self._owns_pool:

@@ -360,7 +360,7 @@ def releasing() -> Iterator[None]:
     """Around what drops graphs: nothing is captured meanwhile, and their memory is released."""
     # It waits for a capture in another thread, so hold no lock that this capture may want.
     if inside_capture():
-        raise CaptureError.release_inside()
+        raise CaptureError.release_inside(what="a capture")
     with capture_lock("release", wait=_PATIENCE_OF_RELEASE):
         try:
             yield

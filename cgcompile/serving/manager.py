@@ -35,7 +35,7 @@ from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.locks import new_lock
+from cgcompile.locks import new_lock, owns_lock
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.serving.batch import (
@@ -633,19 +633,28 @@ class CudaGraphManager:
         Raises:
             CaptureError: called inside of a step or of a capture.
         """
+        self.refuse_inside()
         with self._alone("release"):
-            self.graphs_dropped()
+            self._drop_all()
         if self.backend is not None:  # tells other managers too, whose locks must not be nested
             self.backend.release()  # and what its traces have bound is compared again
 
     def graphs_dropped(self) -> None:
         """Drop all graphs of the manager: the handle has dropped those of the compiled model."""
         with self._lock:  # after the step of another thread
-            self.drop_graphs()
-            self._forget_weights()
-            self._warmed.clear()
-            self._bulk.clear()
-            self.dispatcher.forget()
+            self._drop_all()
+
+    def refuse_inside(self) -> None:
+        """Raise where this thread runs a step: its hooks and metadata must not drop the graphs."""
+        if owns_lock(self._lock):
+            raise CaptureError.release_inside(what="a step of a manager")
+
+    def _drop_all(self) -> None:
+        self.drop_graphs()
+        self._forget_weights()
+        self._warmed.clear()
+        self._bulk.clear()
+        self.dispatcher.forget()
 
     def _forget_weights(self) -> None:
         """Guard the weights of the next capture: no graph exists."""

@@ -246,21 +246,6 @@ class Pair(NamedTuple):
     second: dict[str, Any]
 
 
-class Counting(nn.Module):
-    """Counts its calls in a buffer, and keeps a running mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        count += 1
-        y: torch.Tensor = self.layer(x)
-        return y + count + y.mean(0)
-
-
 def varying(name: str, draw: Callable[[], Any]) -> Inputs:
     """Rows, and a Python number that is another one at each call."""
     return lambda size: {**ROWS(size), name: draw()}
@@ -319,7 +304,7 @@ VALUES = (
          call=lambda m, x: (x, x[:, 1:], m(x))),
     case("input_written", "an input that is written in place", call=written,
          inputs=both(ROWS, normal("cache", 4, WIDTH))),
-    case("no_tensor_math", "two results that are one tensor",
+    case("same_result_twice", "two results that are one tensor",
          call=lambda m, x: (lambda y: (y, y, y.T))(m(x))),
     case("double", "float64 inside", call=lambda m, x: (m(x).double() * 1.25).sin().to(x.dtype)),
     case("integers", "integer arithmetic, shifts, modulo",
@@ -357,15 +342,6 @@ def every_other_autocast(model: nn.Module, call: int) -> Iterator[None]:
 def without_gradients(model: nn.Module, call: int) -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-@contextmanager
-def moved_weights(model: nn.Module, call: int) -> Iterator[None]:
-    """Change the weights in place before a call: at most every second is the eager one."""
-    with torch.inference_mode():
-        for weight in model.parameters():
-            weight.mul_(1.01)
-    yield
 
 
 def hooked(model: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """``CudaGraphManager.from_model``: one set of settings for model, dispatcher and manager."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,15 @@ from torch import nn
 
 import cgcompile
 from cgcompile import AttentionCGSupport, CudaGraphManager, CUDAGraphMode, SplittingOp
-from cgcompile.errors import AddressChangedError, BatchError, ConfigError, InputBufferError
+from cgcompile.errors import (
+    AddressChangedError,
+    BatchError,
+    CaptureError,
+    ConfigError,
+    InputBufferError,
+)
 from cgcompile.reasons import Reason
-from cgcompile.serving import Agreement, Batch, InputBuffer, capture_sizes
+from cgcompile.serving import Agreement, Batch, GraphHooks, InputBuffer, capture_sizes
 
 ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 LIMITS = {"max_num_tokens": 64, "max_num_reqs": 8}
@@ -195,6 +202,49 @@ def test_what_the_handle_drops_is_dispatched_no_more(device: str) -> None:
         manager.capture()
         assert manager.dispatched(decode).mode is CUDAGraphMode.FULL
         assert manager.dispatched(mixed).mode is CUDAGraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("what", ["manager", "release", "invalidate"])
+@pytest.mark.parametrize("where", ["before", "metadata", "after"])
+def test_graphs_are_not_dropped_inside_of_a_step(
+    where: str, what: str, mode: str, device: str
+) -> None:
+    """Its result would be a view of memory that is free."""
+    drops: list[Callable[[], None]] = []
+
+    def drop(here: str) -> None:
+        if here == where and drops:
+            drops.pop()()
+
+    class Hooks(GraphHooks):
+        def before_replay(self) -> None:
+            drop("before")
+
+        def after_replay(self) -> None:
+            drop("after")
+
+    def build(*given: Any) -> Any:
+        drop("metadata")
+        return metadata(*given)
+
+    manager = built(device, settings(device, cudagraph_mode=mode), hooks=[Hooks()], metadata=build)
+    manager.capture()
+    mixed = requests(2, 1, device=device)
+    check_equal(manager, mixed)
+    drops.append(
+        {
+            "manager": manager.release,
+            "release": manager.backend.release,
+            "invalidate": lambda: manager.backend.invalidate("test"),
+        }[what]
+    )
+    with pytest.raises(CaptureError, match="released inside of a step"):
+        manager.run(mixed)
+    assert not drops
+    before = manager.counters.replays
+    check_equal(manager, mixed)
+    assert manager.counters.replays == before + 1
 
 
 @pytest.mark.parametrize("first", ["plan", "run", "capture_graph", "model"])
