@@ -5,7 +5,7 @@ and inputs that are new each time, and every call is compared with eager::
 
     python examples/benchmarks/zoo.py                        # on a GPU
     python examples/benchmarks/zoo.py --device cpu --compiler eager --models llama vit
-    python examples/benchmarks/zoo.py --part libraries       # features of torch and libraries
+    python examples/benchmarks/zoo.py --part libraries       # torch, PEFT, torchao, diffusers
     python examples/benchmarks/zoo.py --page                 # the committed rows into the docs
 
 Three ways: ``compile`` is ``torch.compile(model, backend="cgcompile")``; ``traced`` is
