@@ -118,7 +118,8 @@ class CompilationConfig:
             ``eager``. ``copy``: inputs that are only read are copied, from any address; compiled
             models only.
         check_metadata: compare where the tensors of the forward context are with where they were at
-            capture, if a captured op has read it, as ops of FULL graphs may.
+            capture, if a captured op has read it, as ops of FULL graphs may: all of them, down to
+            four levels of objects, because which ones it has read is unknown.
         poison: fill the memory of graphs with NaN before each replay, so that stale reads show; of
             a shared pool, only what neither results nor other tensors hold; slow.
         debug: raise where a result is touched whose memory a later step has overwritten; slow.

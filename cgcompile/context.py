@@ -12,6 +12,8 @@ ambient state of cgcompile.
 
 import difflib
 from asyncio import Task, _get_running_loop, current_task
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from copy import copy
 from functools import lru_cache
@@ -246,6 +248,21 @@ class override_forward_context:
             raise ForwardContextError.not_entered()
         token, self._tokens = self._tokens
         _current.reset(token)
+
+
+@contextmanager
+def own_context() -> Iterator[ForwardContext | None]:
+    """Enter a copy of the caller's context, whose ``was_read`` tells of this block alone."""
+    # Other threads may have entered the same object.
+    context = callers_context()
+    if context is None:
+        yield None
+        return
+    own = copy(context)
+    own.was_read = False
+    with override_forward_context(own):
+        yield own
+    context.ran_plain = own.ran_plain
 
 
 def unreadable_context(piece: str) -> override_forward_context | None:

@@ -173,7 +173,7 @@ class Reason(enum.Enum):
     INPUT_CHANGED = (
         "input_changed",
         "a guard refused a replay, and `on_input_change` is `eager`",
-        "write into the same buffer at each step, or choose `copy`",
+        "write into the same tensors at each step; `copy` does that for inputs of compiled models",
     )
     RECOMPILE_LIMIT = (
         "recompile_limit",

@@ -8,7 +8,7 @@ wrapper, which has no pieces, the arguments of the eager breaks are compared.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -605,19 +605,24 @@ class _KeptState:
         module = getattr(self._original, "__self__", self._original)
         buffers = module.buffers() if isinstance(module, torch.nn.Module) else ()
         self._tensors = {id(buffer): buffer for buffer in buffers}
+        self._state = State(self._original)
 
     @contextmanager
     def found(self) -> Iterator[None]:
         """Restore after an eager step, and note what its ops have written."""
-        state = State(self._original)
-        with restored_after([*self._tensors.values()], state=state) as snapshot:
+        with restored_after([*self._tensors.values()], state=self._state) as snapshot:
             yield
-            written = state.written(snapshot).values()
+            written = self._state.written(snapshot).values()
             self._tensors |= {id(tensor): tensor for tensor in written}
 
-    def restored(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def restored(self) -> Iterator[None]:
         """Restore after a step of any kind."""
-        return restored_after([*self._tensors.values()])
+        with restored_after([*self._tensors.values()]):
+            try:
+                yield
+            finally:
+                self._state.restore()
 
 
 def _replay_batch(

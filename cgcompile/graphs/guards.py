@@ -17,7 +17,7 @@ from dis import Instruction, get_instructions
 from functools import lru_cache, partial
 from itertools import chain
 from keyword import iskeyword
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -507,7 +507,8 @@ def _passed(count: int, names: Iterable[str]) -> str:
 
 
 _DEPTH = 4  # of objects in objects
-_OPAQUE = (int, float, str, bytes, type, torch.nn.Module)  # weights are compared elsewhere
+# Weights are compared elsewhere.
+_OPAQUE = (int, float, str, bytes, type, torch.nn.Module, ModuleType, FunctionType)
 _FIELDS = ("attn_metadata", "slot_mapping", "additional")
 
 
@@ -568,7 +569,7 @@ def _is_read(tensor: torch.Tensor, device_type: str) -> bool:
 
 def _items(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """Return the text of each step into an object, the key (None: an attribute), the item."""
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, deque)):
         yield from ((f"[{index}]", index, item) for index, item in enumerate(value))
     elif isinstance(value, Mapping):
         yield from ((f"[{key!r}]", key, item) for key, item in value.items() if key is not None)
@@ -604,7 +605,8 @@ class _MovedSource:
         body = textwrap.indent("\n".join(self._lines), " " * 8)
         source = (
             f"def moved(context):\n    try:\n{body or '        pass'}\n"
-            "    except (AttributeError, LookupError, TypeError):\n        return True\n"
+            "    except (AttributeError, LookupError, RuntimeError, TypeError):\n"
+            "        return True\n"
             "    return False\n"
         )
         exec(_compiled(source), self._names)
@@ -625,7 +627,10 @@ class _MovedSource:
             variable = f"v{line}"
             self._lines.append(f"{variable} = {expression}")
             for step, key, item in _items(value):
+                before = len(self._lines)
                 self._visit(item, self._access(value, variable, step, key), depth - 1)
+                if key is not None and len(self._lines) == before:
+                    self._names.popitem()  # the key, which must not be kept alive
             if len(self._lines) == line + 1:  # no tensors in it
                 self._lines.pop()
             else:
@@ -638,7 +643,7 @@ class _MovedSource:
             plain = name.isidentifier() and not iskeyword(name)
             return variable + step if plain else f"getattr({variable}, {name!r})"
         key = self._bound("key", key)
-        is_sequence = type(value) is dict or isinstance(value, (tuple, list))
+        is_sequence = type(value) is dict or isinstance(value, (tuple, list, deque))
         return f"{variable}[{key}]" if is_sequence else f"{variable}.get({key})"
 
     def _bound(self, prefix: str, value: Any) -> str:

@@ -23,6 +23,7 @@ from cgcompile.context import (
     ForwardContext,
     callers_context,
     current_forward_context,
+    own_context,
 )
 from cgcompile.errors import (
     CaptureBusyError,
@@ -544,11 +545,9 @@ class CUDAGraphWrapper(Transparent):
         if storages is None:
             tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
-        context = callers_context()
-        if context is not None:
-            context.was_read = False
         step = partial(self.runnable, *args, **kwargs)
-        sequence, result, refused = self._record_step(step, shown, rebinding, storages, wait)
+        with own_context() as context:
+            sequence, result, refused = self._record_step(step, shown, rebinding, storages, wait)
         if gradients_due(False, (result,), {}):
             if self._executes:
                 raise GradientError.of_a_capture(what=self.name)

@@ -1,6 +1,10 @@
 """Forward contexts that are missing, that move, or whose descriptor does not fit the inputs."""
 
+import gc
 import logging
+import math
+import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +24,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
+from cgcompile.context import ForwardContext, override_forward_context
 from cgcompile.errors import AddressChangedError, DispatchError, ForwardContextError
 from cgcompile.reasons import Reason
 from cgcompile.serving import Batch, InputBuffer, Metadata
@@ -242,6 +247,59 @@ def test_metadata_that_no_captured_op_reads_may_move(name: str, device: str) -> 
         with torch.inference_mode(), context_of(factor, FULL):
             torch.testing.assert_close(step(x.normal_()), net(x))
     assert served.counters().replays >= 3
+
+
+@pytest.mark.parametrize("held", [deque, list, lambda items: {"x": {Key(): None, "y": items[0]}}])
+def test_kinds_of_containers_are_opened(held: Any, device: str) -> None:
+    served, step = reading("CUDAGraphWrapper", device)
+    factor = new_factor(device)
+    metadata = {"factor": factor, "module": math, "held": held([factor])}
+    for _ in range(3):
+        step(metadata | {"held": held([factor])})
+    for moved in (torch.ones((), device=device), torch.ones(1, 1, device=device).to_sparse()):
+        with pytest.raises(AddressChangedError, match=MOVES + r"\['held'\].* is "):
+            step(metadata | {"held": held([moved])})
+    assert served.counters().replays == 2
+
+
+class Key:
+    """A key of metadata, such as a request."""
+
+
+def test_keys_of_metadata_die(device: str) -> None:
+    _, step = reading("CUDAGraphWrapper", device)
+    key = Key()
+    step({"factor": new_factor(device), key: 3})
+    died = weakref.ref(key)
+    del key
+    gc.collect()
+    assert died() is None
+
+
+def test_threads_that_share_a_context(device: str) -> None:
+    """Another capture under the same object does not hide what an op has read."""
+    shared = ForwardContext(
+        {"factor": new_factor(device)},
+        cudagraph_runtime_mode=FULL,
+        batch_descriptor=BatchDescriptor(ROWS),
+    )
+    x = torch.ones(ROWS, WIDTH, device=device)
+
+    def meanwhile(y: torch.Tensor) -> torch.Tensor:
+        result = scaled_by_context(y)
+        shared.was_read = False  # as the beginning of a capture in another thread would
+        return result
+
+    wrapper = cgcompile.CUDAGraphWrapper(meanwhile, settings(device), FULL)
+    with torch.inference_mode(), override_forward_context(shared):
+        for _ in range(2):
+            wrapper(x)
+    (entry,) = wrapper.entries
+    assert entry.context is not None
+    shared.attn_metadata = {"factor": new_factor(device)}
+    moved = pytest.raises(AddressChangedError, match=MOVES)
+    with torch.inference_mode(), override_forward_context(shared), moved:
+        wrapper(x)
 
 
 def test_breaks_read_the_metadata_of_each_step(device: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import cgcompile
 from cgcompile import get_forward_context, verify
 from cgcompile.reasons import Reason
-from cgcompile.serving import InputBuffer
+from cgcompile.serving import CudagraphDispatcher, InputBuffer
 from cgcompile.serving.batch import Batch, Metadata
 
 LAYOUTS = ((1, 1, 1), (3, 1), (2, 2, 2, 2), (7,), (1,), (12, 4))
@@ -124,11 +124,14 @@ class Cached(nn.Module):
 
     def __init__(self, cache: torch.Tensor, is_buffer: bool) -> None:
         super().__init__()
+        self.calls = 0
         self.caches = {} if is_buffer else {"layer": cache}
         if is_buffer:
             self.register_buffer("cache", cache)
 
     def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.calls += 1
         cache = self.caches["layer"] if self.caches else self.cache
         cache[slots] = x
         return x + cache[1:].sum(0)
@@ -162,3 +165,26 @@ def test_caches_are_restored(is_buffer: bool, mode: str, device: str) -> None:
     torch.testing.assert_close(cache, before, rtol=0, atol=0)
     made.run(batches[-1])
     assert not torch.equal(cache[1:], before[1:])
+
+
+def test_attributes_are_restored(device: str) -> None:
+    """A lazy manager runs Python until it replays."""
+    cache = torch.zeros(9, 4, device=device)
+    model = Cached(cache, True)
+    made = cgcompile.CudaGraphManager(
+        model,
+        CudagraphDispatcher(
+            "FULL", [4], max_num_reqs=4, support=cgcompile.AttentionCGSupport.ALWAYS
+        ),
+        [
+            InputBuffer("x", ("tokens", 4), torch.float32),
+            InputBuffer("slots", ("tokens",), torch.int64, tail=0),
+        ],
+        device=device,
+        metadata=lambda *_: Metadata({}),
+        config=settings(device),
+        lazily=True,
+    )
+    inputs = {"x": torch.randn(3, 4), "slots": torch.arange(1, 4)}
+    found = verify(made, Batch(3, 3, inputs))
+    assert (model.calls, cache.count_nonzero().item()) == (0, 0), found
