@@ -81,7 +81,7 @@ TOTALS: Counter[str] = Counter()
 @example(steps=[("all", 0, 0), ("boundary", 0, 0), ("contiguous", 0, 0)], results=[0, 1, 2])
 @given(steps=steps, results=st.lists(st.integers(0, 4), min_size=1, max_size=3))
 @settings(
-    max_examples=30,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
