@@ -56,6 +56,7 @@ class ForwardContext:
         "num_tokens",
         "num_tokens_across_dp",
         "num_unpadded_tokens",
+        "origin",
         "ran_plain",
         "slot_mapping",
         "was_read",
@@ -94,6 +95,7 @@ class ForwardContext:
         self.is_synthetic = False
         self.captured_piece = ""  # that is being captured; its ops may not read the context
         self.ran_plain: Fallback | None = None
+        self.origin: ForwardContext | None = None  # the caller's, of which this one is a copy
         self.was_read = False  # since the current capture has begun, by what it captures
 
     @classmethod
@@ -113,7 +115,7 @@ def _runtime_mode(name: Any) -> CUDAGraphMode:
 
 
 # Attributes that are no parameters.
-_STATE = ("additional", "captured_piece", "is_synthetic", "ran_plain", "was_read")
+_STATE = ("additional", "captured_piece", "is_synthetic", "origin", "ran_plain", "was_read")
 _PARAMETERS = tuple(name for name in ForwardContext.__slots__ if name not in _STATE)
 # Keywords of other engines and of our settings, with the parameter that they stand for.
 _MEANT = {
@@ -259,10 +261,10 @@ def own_context() -> Iterator[ForwardContext | None]:
         yield None
         return
     own = copy(context)
-    own.was_read = False
+    own.origin, own.was_read = context, False
     with override_forward_context(own):
         yield own
-    context.ran_plain = own.ran_plain
+    context.ran_plain = own.ran_plain or context.ran_plain
 
 
 def unreadable_context(piece: str) -> override_forward_context | None:

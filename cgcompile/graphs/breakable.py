@@ -14,7 +14,7 @@ varies from step to step it must read from the forward context.
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -24,7 +24,12 @@ from torch.compiler import is_dynamo_compiling
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp, target_name
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.context import callers_context, current_forward_context, in_full_mode
+from cgcompile.context import (
+    callers_context,
+    current_forward_context,
+    in_full_mode,
+    override_forward_context,
+)
 from cgcompile.descriptor import allows_full
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import Block, address
@@ -291,18 +296,17 @@ class SegmentRecorder(Breaker):
         if self._rebinding is not None:
             self._rebinding.end_segment()
         context = callers_context()
-        was_read = context is not None and context.was_read
+        origin = None if context is None else context.origin
+        around = nullcontext() if origin is None else override_forward_context(origin)
         try:
             self._end()
-            with self._on_stream_of_breaks():
+            with self._on_stream_of_breaks(), around:  # a break reads the caller's context
                 self._refuse_stale_originals()  # that captured code wrote
                 self._reuse_bridges()
                 alive = [original.tensor() for original in self._originals]
                 yield
                 self._refuse_stale_originals()  # that the break wrote
                 del alive  # no sooner: a break may write an original and drop it
-            if context is not None:
-                context.was_read = was_read  # a break reads it at each replay
             if self._rebinding is not None:
                 self._rebinding.begin_segment()
             self._begin()
