@@ -96,7 +96,7 @@ class ForwardContext:
         self.captured_piece = ""  # that is being captured; its ops may not read the context
         self.ran_plain: Fallback | None = None
         self.origin: ForwardContext | None = None  # the caller's, of which this one is a copy
-        self.was_read = False  # since the current capture has begun, by what it captures
+        self.was_read = False  # by a captured op, in a copy made for the capture
 
     @classmethod
     def synthetic(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> "ForwardContext":
@@ -253,9 +253,9 @@ class override_forward_context:
 
 
 @contextmanager
-def own_context() -> Iterator[ForwardContext | None]:
-    """Enter a copy of the caller's context, whose ``was_read`` tells of this block alone."""
-    # Other threads may have entered the same object.
+def context_of_capture() -> Iterator[ForwardContext | None]:
+    """Enter a copy of the caller's context; ``was_read`` is set by reads in this block alone."""
+    # Another thread may have entered the same object.
     context = callers_context()
     if context is None:
         yield None

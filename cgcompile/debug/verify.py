@@ -493,7 +493,7 @@ def _check_manager(
         if chosen.mode is CUDAGraphMode.NONE:
             missing = missing or f"batch {number} has no graph: {chosen.why}"
             continue
-        with kept.found():
+        with kept.restored_and_noted():
             expected = copied(manager.run(batch, valid_modes=()))
         replayed = _replay_batch(manager, batch, kept)
         if replayed is None:
@@ -592,7 +592,7 @@ def _of_encoder(
 
 
 def _grids_of(manager: EncoderCudaGraphManager, call: dict[str, Any]) -> list[Any]:
-    """Return the grids of the items of a call of patches; none of another encoder."""
+    """Return the grids of the items of a call; an empty list for encoders without patches."""
     model = manager.model
     return list(model.grids(call)) if isinstance(model, PatchEncoder) else []
 
@@ -608,7 +608,7 @@ class _KeptState:
         self._state = State(self._original)
 
     @contextmanager
-    def found(self) -> Iterator[None]:
+    def restored_and_noted(self) -> Iterator[None]:
         """Restore after an eager step, and note what its ops have written."""
         with restored_after([*self._tensors.values()], state=self._state) as snapshot:
             yield

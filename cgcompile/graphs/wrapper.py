@@ -22,8 +22,8 @@ from cgcompile.context import (
     BatchDescriptor,
     ForwardContext,
     callers_context,
+    context_of_capture,
     current_forward_context,
-    own_context,
 )
 from cgcompile.errors import (
     CaptureBusyError,
@@ -546,7 +546,7 @@ class CUDAGraphWrapper(Transparent):
             tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
         step = partial(self.runnable, *args, **kwargs)
-        with own_context() as context:
+        with context_of_capture() as context:
             sequence, result, refused = self._record_step(step, shown, rebinding, storages, wait)
         if gradients_due(False, (result,), {}):
             if self._executes:
