@@ -368,9 +368,12 @@ def _filling(node: fx.Node, number: fx.Node) -> _Use | None:
         return None
     if keywords or (name == "fill" and not inplace):
         return None
-    target = f"{name}_" if inplace else name
+
+    def masked_fill(emit: Emit, tensor: Any, mask: Any, fill: Any) -> Any:
+        filled = emit(torch.where, mask, fill, tensor)  # ``masked_fill`` reads the tensor ``fill``
+        return emit("copy_", tensor, filled) if inplace else emit("contiguous", filled)
 
     def run(emit: Emit, *args: Any) -> Any:
-        return emit(target if node.op == "call_method" else node.target, *args)
+        return emit(node.target, *args)
 
-    return _Use(number, dtype, run)
+    return _Use(number, dtype, masked_fill if name == "masked_fill" else run)

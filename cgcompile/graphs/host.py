@@ -174,6 +174,8 @@ _WRITE_UNDECLARED |= {aten.batch_norm_update_stats}
 # Composite ops that inference mode shows whole, and whose bodies read: torch tags the bodies alone.
 _READ_INSIDE = {aten.is_nonzero}
 _COUNT_INSIDE = {aten.nonzero_numpy}
+# Read the 0-dim tensor that they fill in; kernels get its value.
+_READ_FILL = {aten.masked_fill, aten.masked_fill_, aten.index_fill, aten.index_fill_}
 # Replace the memory of their first argument, once: what Dynamo emits for ``x.data = y``.
 _REPLACE_MEMORY = {"aten::shallow_copy_data_", "aten::set_data", "aten::set_"}
 
@@ -201,6 +203,8 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal
         return Refusal(str(func), shape=True) if counts else None
     if packet in _COUNT_INSIDE or (packet is aten.where and len(args) == 1):
         return Refusal(str(func), shape=True)
+    if packet in _READ_FILL and isinstance(args[-1], torch.Tensor):
+        return Refusal(str(func))
     if packet in _READ_INSIDE or compat.reads_on_host(func):
         return Refusal(str(func), shape=torch.Tag.dynamic_output_shape in func.tags)
     return None

@@ -365,10 +365,11 @@ class Trace:
     def global_tensors(self) -> list[torch.Tensor]:
         """The tensors that the trace read from globals."""
         values = []
+        scope = {"G": self.original.__globals__, "torch": torch}
         for guard in self._graph_output.guards:
             if str(guard.name).startswith("G["):
-                with suppress(AttributeError, LookupError, TypeError):
-                    values.append(eval(str(guard.name), {"G": self.original.__globals__}))
+                with suppress(AttributeError, LookupError, NameError, TypeError):
+                    values.append(eval(str(guard.name), dict(scope)))
         return [value for value in values if isinstance(value, torch.Tensor)]
 
     @property

@@ -45,6 +45,8 @@ class Entry:
             number, such as autocast, or after a switch of adapters.
         decodes: it decodes with a static cache as well.
         slow: it takes minutes to compile, and is left out unless asked for.
+        tolerance: least tolerance of its results: int8 activations that lie between two steps are
+            rounded one way by one kernel and the other way by another.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Entry:
     around: Callable[[torch.nn.Module, int], AbstractContextManager[Any]] = nothing
     decodes: bool = False
     slow: bool = False
+    tolerance: float = 0.0
 
 
 def from_config(model: str, config: str, **values: Any) -> Callable[[], torch.nn.Module]:

@@ -155,7 +155,7 @@ def experts(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def only_positive(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     y: torch.Tensor = m(x)
-    return y[y > 0].sum() + y.mean(-1)
+    return y[y > 0].mean() + y
 
 
 def read(m: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -161,6 +161,7 @@ def drawn(entry: Entry, settings: Settings) -> torch.nn.Module:
 def _measure(
     model: torch.nn.Module, entry: Entry, row: Row, settings: Settings, compiled: Compile
 ) -> None:
+    settings = dataclasses.replace(settings, tolerance=max(settings.tolerance, entry.tolerance))
     if row.way == "traced":
         _traced(model, entry, row, settings)
     else:

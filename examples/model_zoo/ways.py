@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import cgcompile
-from model_zoo.entries import VOCABULARY, Entry
+from model_zoo.entries import VOCABULARY, Entry, nothing
 
 Call = Callable[..., Any]
 PROMPT, NEW_TOKENS = 5, 3
@@ -53,7 +53,9 @@ def through_torch(model: torch.nn.Module, entry: Entry, backend: cgcompile.Backe
 def traced_once(
     model: torch.nn.Module, entry: Entry, settings: Any, splitting: str
 ) -> tuple[cgcompile.Backend, Call, Call]:
-    """``cgcompile.compile`` without guards, or, not traced, as ``breakable`` or ``full`` graphs.
+    """``cgcompile.compile``, or, not traced, as ``breakable`` or ``full`` graphs.
+
+    There are no guards, unless something beside the inputs changes from call to call.
 
     Returns:
         The backend, what an engine calls, and what runs plain where that is not traced.
@@ -62,7 +64,8 @@ def traced_once(
         drawn = entry.inputs(2).items()
         dims = {name: 0 for name, value in drawn if isinstance(value, torch.Tensor) and value.ndim}
         backend = settings.backend()
-        compiled = cgcompile.compile(model, backend, dynamic_dims=dims, guards="none")
+        guards = "none" if entry.around is nothing else "keep"
+        compiled = cgcompile.compile(model, backend, dynamic_dims=dims, guards=guards)
         return backend, compiled, compiled
     full = {"mode": "NONE", "cudagraph_mode": "FULL"}
     backend = settings.backend(**(full if splitting == "full" else {"splitting": "breakable"}))

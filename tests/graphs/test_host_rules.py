@@ -94,6 +94,10 @@ def no_rows(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, empty, x.new_empty(0)]) + 1
 
 
+def zeros(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=x.device)
+
+
 RULES = {
     "a list, copied to the device": Rule(list_to_device, True),
     "a list as an index": Rule(lambda x: x[[1, 0]], True),
@@ -120,6 +124,11 @@ RULES = {
     "a number of repeats": Rule(lambda x: x.repeat_interleave(2), False),
     "repeats to a size": Rule(lambda x: x.repeat_interleave(ones(x), output_size=8) + 1, False),
     "mask": Rule(lambda x: x[x > 0], True),
+    "a tensor, filled in by a mask": Rule(lambda x: x.masked_fill(x > 0.5, x.sum()), True),
+    "a tensor, filled in at a mask": Rule(lambda x: (x + 1).masked_fill_(x > 0.5, x[0]), True),
+    "a tensor, filled in by an index": Rule(lambda x: x.index_fill(0, zeros(x), x.sum()), True),
+    "a number, filled in by a mask": Rule(lambda x: x.masked_fill(x > 0.5, 2.0), False),
+    "a tensor, filled in": Rule(lambda x: torch.empty_like(x).fill_(x.sum()), False),
     "a new seed": Rule(other_seed, True),
     "no rows": Rule(no_rows, False),
     "view": Rule(lambda x: x.view(2, 4).t() + 1, False),

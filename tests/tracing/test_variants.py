@@ -16,11 +16,12 @@ pytestmark = pytest.mark.usefixtures("without_gradients")
 KEPT = ("keep", "shape")
 WEIGHT = torch.ones(4)
 FACTOR = 2
+BY_DTYPE = {torch.float32: 3}
 CALLS: list[int] = []
 
 
 def of_globals(x):
-    return x * WEIGHT * FACTOR
+    return x * WEIGHT * FACTOR * BY_DTYPE[x.dtype]
 
 
 class Scaling(nn.Module):
