@@ -159,7 +159,7 @@ def _compiler_for(config: CompilationConfig) -> PieceCompiler:
         return _forward
     if config.compiler == "aot":  # the functional ATen graph, run op by op
         return lambda gm, fake_inputs: compat.compile_aten(gm, fake_inputs, _forward)
-    return lambda gm, fake_inputs: compat.compile_standalone(gm, fake_inputs, patches)
+    return lambda gm, fake_inputs: compat.compile_inductor(gm, fake_inputs, patches)
 
 
 def inductor_patches(config: CompilationConfig) -> dict[str, Any]:

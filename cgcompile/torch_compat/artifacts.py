@@ -22,6 +22,7 @@ from torch import fx
 from cgcompile.locks import new_lock
 from cgcompile.torch_compat.compilers import compile_standalone, known_patches
 from cgcompile.torch_compat.guard_text import guards_hold, require_guards
+from cgcompile.torch_compat.inductor_call import InductorCall
 from cgcompile.torch_compat.ops import (
     OpOverload,
     OpOverloadPacket,
@@ -35,6 +36,13 @@ log = logging.getLogger(__name__)
 # ---------------------------------------------------------------- compile, save and load
 
 
+def compile_inductor(
+    gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> InductorCall:
+    """Compile one piece with Inductor."""
+    return InductorCall(compile_standalone(gm, fake_inputs, patches))
+
+
 def compile_saveable(
     gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], bytes | None, str]:
@@ -45,11 +53,12 @@ def compile_saveable(
         # torch cannot save it, but has compiled it: its caches shorten the second compilation.
         if "serialize" not in str(error):
             raise
-        return compile_standalone(gm, fake_inputs, patches), None, str(error)
+        return compile_inductor(gm, fake_inputs, patches), None, str(error)
+    run = InductorCall(artifact)
     try:
-        return artifact, artifact.serialize(), ""
+        return run, artifact.serialize(), ""
     except Exception as error:  # any error of pickle
-        return artifact, None, f"torch cannot save it ({type(error).__name__}: {error})"
+        return run, None, f"torch cannot save it ({type(error).__name__}: {error})"
 
 
 def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]:
@@ -67,8 +76,7 @@ def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]
         config.patch(known_patches(patches)),
         functorch_config.patch("bundled_autograd_cache", True),
     ):
-        artifact: Callable[..., Any] = AOTCompiledArtifact.deserialize(data)
-        return artifact
+        return InductorCall(AOTCompiledArtifact.deserialize(data))
 
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)

@@ -510,7 +510,10 @@ def holds_compiled_code(function: Any) -> bool:
         return False
     return any(
         original_of(module) is not None
-        or any(compiled_from(value) is not None for value in vars(module).values())
+        or any(
+            type(value) is FunctionType and compiled_from(value) is not None
+            for value in vars(module).values()
+        )
         for module in owner.modules()
     )
 
