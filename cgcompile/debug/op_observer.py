@@ -512,7 +512,8 @@ class _Ops(compat.DispatchMode):
         if alike is not None:
             text = f"{alike[1]}, and it is no splitting op; a graph repeats this step"
             notes.here(alike[0], compat.op_names(func)[-1], text)
-        refused = refusal(func, args, kwargs)
+        on_cpu = None if device == _CPU else _is_on_cpu  # on a CPU, all tensors are
+        refused = refusal(func, args, kwargs, on_cpu)
         if refused is not None and refused.generator:
             notes.here("generator", name, "a graph holds registered generators only")
         elif refused is not None and refused.shape:
@@ -541,6 +542,10 @@ class _Ops(compat.DispatchMode):
             on_cpu = [tensor for tensor in (*inputs, *output) if tensor.device == _CPU]
             severity = "note" if all(tensor.is_pinned() for tensor in on_cpu) else None
         self._notes.here(why.reason.value, name, why.detail, severity)
+
+
+def _is_on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.device == _CPU
 
 
 def _is_off(func: Any, args: tuple[Any, ...]) -> bool:

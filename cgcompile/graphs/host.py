@@ -171,11 +171,7 @@ _WRITE_UNDECLARED = {aten.native_batch_norm, aten._batch_norm_impl_index, aten.b
 _WRITE_UNDECLARED |= {aten.instance_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 _WRITE_UNDECLARED |= {aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts}
 _WRITE_UNDECLARED |= {aten.batch_norm_update_stats}
-# Composite ops that inference mode shows whole, and whose bodies read: torch tags the bodies alone.
-_READ_INSIDE = {aten.is_nonzero}
-_COUNT_INSIDE = {aten.nonzero_numpy}
-# Read the 0-dim tensor that they fill in; kernels get its value.
-_READ_FILL = {aten.masked_fill, aten.masked_fill_, aten.index_fill, aten.index_fill_}
+_COUNT_INSIDE = {aten.nonzero_numpy}  # composite: torch tags the ops in its body alone
 # Replace the memory of their first argument, once: what Dynamo emits for ``x.data = y``.
 _REPLACE_MEMORY = {"aten::shallow_copy_data_", "aten::set_data", "aten::set_"}
 
@@ -188,14 +184,25 @@ class Refusal(NamedTuple):
     shape: bool = False  # the size of its result depends on data; otherwise a value of it does
 
 
-def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
-    """Return why a capture refuses a call, or None. Reads no tensor."""
+def refusal(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_number: Callable[[torch.Tensor], bool] | None = None,
+) -> Refusal | None:
+    """Return why a capture refuses a call, or None. Reads no tensor.
+
+    ``is_number`` tells which tensors are 0-dim tensors on the CPU, whose values a kernel takes.
+    Without it, one that is written at a mask is such a tensor, and one that is read is not.
+    """
     packet = getattr(func, "overloadpacket", None)
     if isinstance(kwargs.get("generator"), torch.Generator):
         return Refusal(f"{func} with a random generator that is not registered", generator=True)
     if packet in _INDEXING:
-        masked = any(index.dtype in _MASKS for index in compat.tree_tensors(args[1]))
-        fills = packet in (aten.index_put, aten.index_put_) and args[2].numel() == 1
+        indices = compat.tree_tensors(args[1])
+        masked = any(index.dtype in _MASKS for index in indices)
+        fills = packet in (aten.index_put, aten.index_put_) and len(indices) == 1
+        fills = fills and (is_number or _has_one_item)(args[2]) and not any(args[3:])
         return Refusal(f"{func} with a mask", shape=True) if masked and not fills else None
     if packet is aten.repeat_interleave:
         repeats = kwargs.get("repeats", args[min(1, len(args) - 1)])
@@ -203,11 +210,13 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal
         return Refusal(str(func), shape=True) if counts else None
     if packet in _COUNT_INSIDE or (packet is aten.where and len(args) == 1):
         return Refusal(str(func), shape=True)
-    if packet in _READ_FILL and isinstance(args[-1], torch.Tensor):
-        return Refusal(str(func))
-    if packet in _READ_INSIDE or compat.reads_on_host(func):
+    if compat.call_reads(func, args, kwargs, is_number):
         return Refusal(str(func), shape=torch.Tag.dynamic_output_shape in func.tags)
     return None
+
+
+def _has_one_item(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1
 
 
 def write_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -383,6 +392,9 @@ class _Recorder(compat.DispatchMode):
         super().__init__()
         self._pool, self._steps = pool, steps
         self._made: set[int] = set()  # addresses of storages that this capture allocated
+        # Addresses of 0-dim tensors that CUDA has on the CPU: Python numbers, and what is computed
+        # from them alone. On a CPU, ``torch.tensor(1.0, device=device)``, a copy, is one of them.
+        self._numbers: set[int] = set()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._profiles = False  # whether the profile function of this thread is ours
         self._op_name = ""  # whose body runs
@@ -421,7 +433,7 @@ class _Recorder(compat.DispatchMode):
         kernel = compat.python_kernel(func)
         if kernel is not None:
             return self._of_op(func, kernel, args, kwargs)
-        refused = refusal(func, args, kwargs)
+        refused = refusal(func, args, kwargs, self._is_number)
         if refused is not None:
             self._refuse(CaptureError.refused(op=refused.what))
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
@@ -429,6 +441,8 @@ class _Recorder(compat.DispatchMode):
         # A device copies Python data from pageable memory; kernels take a 0-dim tensor by value.
         if packet is aten.lift_fresh and first is not None and first.dim() and first.numel():
             self._refuse(CaptureError.pageable(op=str(func), shape=_shown(first)))
+        if packet is aten.copy_ and self._is_number(args[0]) != self._is_number(args[1]):
+            self._refuse(CaptureError.pageable(op=str(func), shape=_shown(args[1])))
         replaced = first if _REPLACE_MEMORY.intersection(compat.op_names(func)) else None
         if replaced is not None and replaced.untyped_storage().data_ptr() not in self._made:
             self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(replaced)))
@@ -527,6 +541,8 @@ class _Recorder(compat.DispatchMode):
             call = partial(_in_autocast, autocast, call)
         step = self._step(str(func), call, args, kwargs)
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
+        if not all(map(self._is_number, compat.tree_tensors((args, kwargs)))):
+            self._numbers.difference_update(addresses)
         self._refuse_reads(True)
         try:
             made = call(*args, **kwargs)
@@ -537,6 +553,7 @@ class _Recorder(compat.DispatchMode):
         if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it
             fill = compat.alias(made).copy_
             self._steps.append(HostStep(str(func), fill, (made.clone(),), {}, []))
+            self._numbers.add(made.untyped_storage().data_ptr())
             return made
         if packet in _ALLOCATIONS:
             return self._moved(made, [])[0]
@@ -575,6 +592,7 @@ class _Recorder(compat.DispatchMode):
     ) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
         """Return results with new memory moved into the pool, and where the bytes of each are."""
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        of_numbers = bool(inputs) and all(map(self._is_number, inputs))
         homes: dict[int, torch.UntypedStorage] = {}
         results: list[tuple[int, torch.Tensor]] = []
         position = -1
@@ -591,6 +609,7 @@ class _Recorder(compat.DispatchMode):
                 home = self._pool.allocate(leaf.untyped_storage().nbytes(), leaf.dtype)
                 homes[address] = home
                 self._made.add(home.data_ptr())
+                (self._numbers.add if of_numbers else self._numbers.discard)(home.data_ptr())
                 target = storage_bytes(home)
                 target.copy_(storage_bytes(leaf.untyped_storage()))
                 results.append((position, compat.weak_tensor(target)))
@@ -599,6 +618,9 @@ class _Recorder(compat.DispatchMode):
         return compat.tree_map(move, made), results
 
     # -------------------------------------------------------------- what a capture must not do
+
+    def _is_number(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() == 0 and tensor.untyped_storage().data_ptr() in self._numbers
 
     def _refuse(self, error: CaptureError) -> None:
         self.refused = error

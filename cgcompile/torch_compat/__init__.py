@@ -13,6 +13,7 @@ from cgcompile.torch_compat.compilers import *
 from cgcompile.torch_compat.dynamo import *
 from cgcompile.torch_compat.expressions import *
 from cgcompile.torch_compat.foreign import *
+from cgcompile.torch_compat.host_reads import *
 from cgcompile.torch_compat.inductor_call import *
 from cgcompile.torch_compat.ops import *
 from cgcompile.torch_compat.presence import *

@@ -98,6 +98,17 @@ def zeros(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int64, device=x.device)
 
 
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """Make a positive definite f32[4, 4] from x."""
+    return x[:4].outer(x[:4]) + torch.eye(4, device=x.device)
+
+
+def written_at(x: torch.Tensor, value: float | torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y[x > 0.5] = value
+    return y
+
+
 RULES = {
     "a list, copied to the device": Rule(list_to_device, True),
     "a list as an index": Rule(lambda x: x[[1, 0]], True),
@@ -129,6 +140,41 @@ RULES = {
     "a tensor, filled in by an index": Rule(lambda x: x.index_fill(0, zeros(x), x.sum()), True),
     "a number, filled in by a mask": Rule(lambda x: x.masked_fill(x > 0.5, 2.0), False),
     "a tensor, filled in": Rule(lambda x: torch.empty_like(x).fill_(x.sum()), False),
+    "a tensor, written at a mask": Rule(lambda x: written_at(x, x[0]), True),
+    "a sum, written at a mask": Rule(lambda x: written_at(x, x.sum()), True),
+    "a number, written at a mask": Rule(lambda x: written_at(x, 2.0), False),
+    "a CPU tensor, filled in by a mask": Rule(
+        lambda x: x.masked_fill(x > 0.5, torch.tensor(2.0)), False
+    ),
+    "a CPU tensor, filled in": Rule(lambda x: (x + 1).fill_(torch.tensor(2.0)) + x, False),
+    "a CPU tensor, copied": Rule(lambda x: (x + 1).copy_(torch.tensor(2.0)), True),
+    "a CPU tensor, read": Rule(lambda x: x * (torch.tensor(2.0) + 1).item(), False),
+    "a sum, added to a CPU tensor and read": Rule(
+        lambda x: x * torch.tensor(2.0).add_(x.sum()).item(), True
+    ),
+    "linspace": Rule(lambda x: torch.linspace(x[0], x[1], 4, device=x.device), True),
+    "linspace of numbers": Rule(lambda x: x[:4] + torch.linspace(0, 1, 4, device=x.device), False),
+    "a deviation": Rule(lambda x: torch.normal(x, x + 1), True),
+    "bins of data": Rule(lambda x: torch.histc(x, 4), True),
+    "bins of numbers": Rule(lambda x: torch.histc(x, 4, 0, 1), False),
+    "narrow": Rule(lambda x: x.narrow(0, zeros(x)[0], 2) + 1, True),
+    "combinations": Rule(lambda x: torch.combinations(x), torch.__version__ < "2.14"),
+    "covariance": Rule(lambda x: torch.cov(matrix(x)), True),
+    "inverse": Rule(lambda x: matrix(x).inverse(), True),
+    "inverse, unchecked": Rule(lambda x: torch.linalg.inv_ex(matrix(x))[0], False),
+    "solve": Rule(lambda x: torch.linalg.solve(matrix(x), x[:4]), True),
+    "cholesky": Rule(lambda x: torch.linalg.cholesky(matrix(x)), True),
+    "cholesky, unchecked": Rule(lambda x: torch.linalg.cholesky_ex(matrix(x))[0], False),
+    "singular values": Rule(lambda x: torch.linalg.svdvals(matrix(x)), True),
+    "pseudoinverse": Rule(lambda x: torch.linalg.pinv(matrix(x)), True),
+    "determinant": Rule(lambda x: torch.linalg.det(matrix(x)), False),
+    "matrix_exp": Rule(lambda x: torch.linalg.matrix_exp(matrix(x)), True),
+    "matrix_power": Rule(lambda x: torch.linalg.matrix_power(matrix(x), 3), False),
+    "matrix_power, negative": Rule(lambda x: torch.linalg.matrix_power(matrix(x), -2), True),
+    "norm of a matrix": Rule(lambda x: torch.linalg.norm(matrix(x), 2), True),
+    "norm of a vector": Rule(lambda x: torch.linalg.norm(x, 2), False),
+    "norm of rows": Rule(lambda x: torch.linalg.norm(matrix(x), 2, dim=1), False),
+    "condition number": Rule(lambda x: torch.linalg.cond(matrix(x)), True),
     "a new seed": Rule(other_seed, True),
     "no rows": Rule(no_rows, False),
     "view": Rule(lambda x: x.view(2, 4).t() + 1, False),
@@ -169,6 +215,22 @@ def test_host_and_cuda_have_one_rule(
         assert torch.equal(sine, x.sin())
         assert torch.equal(cosine, x.cos())
         assert rule.refused or torch.equal(result, rule.step(x))
+
+
+def test_one_hot_of_known_width_reads_nothing(device: str, pool: GraphPool) -> None:
+    """Outside of inference mode the host recorder sees checks that its CPU kernel makes alone."""
+    ids = torch.tensor([0, 2, 1], device=device)
+    capture = BreakableCUDAGraphCapture(pool)
+    with torch.inference_mode():
+        with capture:
+            result = nn.functional.one_hot(ids, 3) + 1
+        for _ in range(2):
+            ids.random_(3)
+            capture.replay()
+            assert torch.equal(result, nn.functional.one_hot(ids, 3) + 1)
+        other = BreakableCUDAGraphCapture(pool)
+        with pytest.raises(RuntimeError), other:
+            nn.functional.one_hot(ids)
 
 
 def test_an_input_without_rows_may_be_freed(device: str) -> None:
