@@ -105,6 +105,9 @@ class Capturability:
             return Fallback(
                 Reason.HOST_SYNC, f"{target_name(node.target)} reads a tensor on the host"
             )
+        if compat.kernel_reads(node.target, *fx.map_arg((node.args, node.kwargs), value)):
+            detail = f"the CUDA kernel of {target_name(node.target)} reads values on the host"
+            return Fallback(Reason.HOST_SYNC, detail)
         if self._assigns_by_mask(node):
             return Fallback(Reason.HOST_SYNC, "a masked assignment counts the mask on the host")
         return None
