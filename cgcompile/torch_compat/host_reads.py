@@ -39,9 +39,16 @@ def _of_singular_values(order: Any) -> bool:
 
 def _norm_of_singular_values(arguments: Arguments) -> bool:
     """Return whether ``linalg.norm`` reads; the norm of a vector does not."""
-    dim = arguments["dim"]
-    dims = tree_tensors(list(arguments.values()))[0].shape if dim is None else dim
+    dims = arguments["dim"]
+    if dims is None:
+        dims = next((tensor.shape for tensor in tree_tensors(list(arguments.values()))), ())
     return not isinstance(dims, int) and len(dims) == 2 and _of_singular_values(arguments["ord"])
+
+
+def _finds_range(arguments: Arguments) -> bool:
+    """Return whether ``histc`` computes the range of its bins from data."""
+    ends = arguments["min"], arguments["max"]
+    return all(isinstance(end, (int, float)) for end in ends) and ends[0] == ends[1]
 
 
 _LINALG = (
@@ -64,7 +71,7 @@ _ROWS: Mapping[str, _Row] = {  # by names in ``torch.ops.aten``
     "linalg_matrix_norm": _Row(lambda a: _of_singular_values(a["ord"]), in_inductor=True),
     "linalg_norm": _Row(_norm_of_singular_values, in_inductor=True),
     "norm": _Row(lambda a: a["p"] == "nuc", in_inductor=True),
-    "histc": _Row(lambda a: bool(a["min"] == a["max"]), in_inductor=True),
+    "histc": _Row(_finds_range, in_inductor=True),
     # Inductor computes what follows in another way, or Dynamo breaks its graph there.
     "masked_fill masked_fill_ index_fill index_fill_": _Row(_has_tensor("value")),
     "linspace logspace": _Row(_has_tensor("start", "end")),
