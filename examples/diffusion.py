@@ -77,13 +77,11 @@ def flux() -> Any:
 
 @dataclass
 class Loop:
-    """A pipeline, what of it is compiled, and how it is called."""
+    """A pipeline, and what of it is compiled."""
 
     name: str
     make: Callable[[], Any]
     parts: Sequence[str]  # to compile; ``blocks`` are those of the transformer, one by one
-    negative: bool = True  # whether the guidance takes negative prompts
-    control: bool = False
 
     def pipeline(self, device: str, backend: cgcompile.Backend | None = None) -> Any:
         """Return the pipeline, its parts compiled if there is a backend."""
@@ -110,10 +108,10 @@ class Loop:
             return torch.randn(shape, generator=random).to(pipe.vae.device)
 
         inputs: dict[str, Any] = {"height": height, "width": width, "generator": random}
-        for kind in ("", "negative_")[: 1 + self.negative]:
+        for kind in ("", "negative_") if hasattr(pipe, "unet") else ("",):
             inputs[f"{kind}prompt_embeds"] = draw(1, 5, 16)
             inputs[f"{kind}pooled_prompt_embeds"] = draw(1, 16)
-        if self.control:
+        if "controlnet" in self.parts:
             inputs["image"] = draw(1, 3, height, width).sigmoid()
             inputs["controlnet_conditioning_scale"] = 0.5 + call / 10
         inputs |= {"num_inference_steps": steps, "guidance_scale": GUIDANCE[call // len(SIZES)]}
@@ -123,9 +121,9 @@ class Loop:
 
 LOOPS = (
     Loop("SDXL: UNet, VAE", sdxl, ("unet", "decode")),
-    Loop("SDXL: UNet, ControlNet", lambda: sdxl(True), ("unet", "controlnet"), control=True),
-    Loop("Flux: transformer, VAE", flux, ("transformer", "decode"), negative=False),
-    Loop("Flux: blocks", flux, ("blocks",), negative=False),
+    Loop("SDXL: UNet, ControlNet", lambda: sdxl(control=True), ("unet", "controlnet")),
+    Loop("Flux: transformer, VAE", flux, ("transformer", "decode")),
+    Loop("Flux: blocks", flux, ("blocks",)),
 )
 
 

@@ -40,7 +40,9 @@ class _Plain:
 
     counters = cgcompile.reasons.Counters()
 
-    def __call__(self, gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+    def __call__(
+        self, gm: torch.fx.GraphModule, inputs: list[torch.Tensor]
+    ) -> torch.fx.GraphModule:
         return gm
 
 
