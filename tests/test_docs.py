@@ -64,7 +64,7 @@ def test_the_pages_have_code() -> None:
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_in_a_fresh_interpreter(page: Path, tmp_path: Path) -> None:
     for module in re.findall(
-        r"^(?:import|from) (diffusers|transformers)\b", page.read_text(), re.M
+        r"^(?:import|from) (accelerate|diffusers|transformers)\b", page.read_text(), re.M
     ):
         pytest.importorskip(module)
     file = tmp_path / f"{page.stem}_page.py"  # torch reads the source of what it traces

@@ -245,3 +245,17 @@ def test_the_printed_split_has_the_form_of_today(ran: Any) -> None:
     real = ran("start.md")["split"].text().splitlines()
     for line in split_lines(shown):
         assert any(row.startswith(line) for row in split_lines(real)), f"the page shows {line!r}"
+
+
+@pytest.mark.parametrize("source", ["argument", "environment"])
+def test_accelerate_refuses_the_name_as_its_page_tells(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = pytest.importorskip("accelerate.utils").TorchDynamoPlugin
+    if source == "environment":
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "cgcompile")
+    message = "'CGCOMPILE' is not a valid DynamoBackend"
+    assert message in (DOCS / "howto" / "accelerate.md").read_text()
+    with pytest.raises(ValueError, match=message):
+        plugin(backend="cgcompile" if source == "argument" else None)
+    assert "cgcompile" in torch._dynamo.list_backends()
