@@ -41,7 +41,7 @@ class InductorCall:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         if torch.is_grad_enabled() or any_autocast() or is_profiling():
-            return self.artifact(*inputs)  # type: ignore[no-any-return]
+            return self.artifact(*inputs)
         if self.function is not None:
             return self.function(list(inputs))
         if not self._known and top_mode() is None and self._lock.acquire(blocking=False):
@@ -50,19 +50,19 @@ class InductorCall:
                     return self._compare(inputs)
             finally:
                 self._lock.release()
-        return self.artifact(*inputs)  # type: ignore[no-any-return]
+        return self.artifact(*inputs)
 
     def _compare(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Call the artifact, and note whether its wrappers change anything."""
         graph = compiled_graph(self.artifact)
         if graph is None or _writes_inputs(graph):
             self._known = True
-            return self.artifact(*inputs)  # type: ignore[no-any-return]
+            return self.artifact(*inputs)
         function, thread, calls = graph.current_callable, get_ident(), []
 
         def noted(args: list[Any]) -> Sequence[Any]:
             if get_ident() != thread:
-                return function(args)  # type: ignore[no-any-return]
+                return function(args)
             taken, before = list(args), _modes()
             made: Sequence[Any] = function(args)
             calls.append((taken, list(made), before, _modes()))

@@ -98,13 +98,20 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
     "inspect, of Python": "_shadowed_dict_from_mro_tuple",
 }
 
+# Read by features that are off in older versions of torch.
+SINCE: Mapping[str, str] = {
+    "torch._dynamo.variables.invoke_subgraph.build_input_fingerprint": "2.13",
+}
+
 
 def private_names() -> dict[str, bool]:
     """Import each private name of torch that this package reads; return whether it exists."""
     # Names of CUDA builds do not exist in others.
     rows = [*DOCUMENTED_NAMES.items(), *PRIVATE_NAMES.items()]
     names = [f"{module}.{name}" for module, row in rows for name in row.split()]
-    return {name: _exists(name) for name in sorted(names)}
+    return {
+        name: _exists(name) for name in sorted(names) if torch.__version__ >= SINCE.get(name, "")
+    }
 
 
 def _exists(name: str) -> bool:
