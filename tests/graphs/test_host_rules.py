@@ -149,8 +149,8 @@ RULES = {
     "a CPU tensor, filled in": Rule(lambda x: (x + 1).fill_(torch.tensor(2.0)) + x, False),
     "a CPU tensor, copied": Rule(lambda x: (x + 1).copy_(torch.tensor(2.0)), True),
     "a CPU tensor, read": Rule(lambda x: x * (torch.tensor(2.0) + 1).item(), False),
-    "a sum, added to a CPU tensor and read": Rule(
-        lambda x: x * torch.tensor(2.0).add_(x.sum()).item(), True
+    "a sum, copied to a CPU tensor and read": Rule(
+        lambda x: x * torch.tensor(2.0).copy_(x.sum()).item(), True
     ),
     "linspace": Rule(lambda x: torch.linspace(x[0], x[1], 4, device=x.device), True),
     "linspace of numbers": Rule(lambda x: x[:4] + torch.linspace(0, 1, 4, device=x.device), False),
