@@ -558,7 +558,10 @@ class _Recorder(compat.DispatchMode):
         if packet in _ALLOCATIONS:
             return self._moved(made, [])[0]
         has_effect = bool(written) or not compat.tree_tensors(made)
-        return self._finish(step, made, compat.tree_tensors((args, kwargs)), has_effect)
+        made = self._finish(step, made, compat.tree_tensors((args, kwargs)), has_effect)
+        if packet is aten.lift_fresh_copy:  # what AOTAutograd makes of it
+            self._numbers.add(made.untyped_storage().data_ptr())
+        return made
 
     def _step(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
