@@ -24,7 +24,7 @@ from cgcompile.errors import ConfigError, PassError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.passes import check_disabled
 from cgcompile.passes.inline import has_regions, inline_regions
-from cgcompile.passes.numbers import numbers_to_tensors
+from cgcompile.passes.numbers import numbers_to_tensors, take_number_results
 from cgcompile.passes.printer import count
 from cgcompile.passes.split import split_data
 from cgcompile.passes.subclasses import unwrap_subclasses
@@ -33,6 +33,7 @@ from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
+from cgcompile.runtime.number_results import WithNumberResults
 from cgcompile.runtime.subclasses import UnwrappedGraph
 
 log = logging.getLogger(__name__)
@@ -145,7 +146,9 @@ class Backend(Registry):
             self._shape_envs.add(shape_env)
         with without_garbage_collection():
             result = self.compile_graph(_with_regions_inlined(gm), example_inputs)
-        graph = result.graph if isinstance(result, UnwrappedGraph) else result
+        graph = result
+        while isinstance(graph, (UnwrappedGraph, WithNumberResults)):
+            graph = graph.graph
         if isinstance(graph, CompiledGraph):
             graph.graph_break = compat.graph_break(gm)
         return result
@@ -169,11 +172,11 @@ class Backend(Registry):
                 return compat.compile_whole(gm, example_inputs, inductor_patches(config))
         unmet = self._unmet_ops(gm)
         unwrapped = unwrap_subclasses(gm)
+        plain = gm if unwrapped is None else unwrapped.graph
+        floats = compat.varied_floats(plain, self._floats)
+        numbers = None if unwrapped is not None else take_number_results(plain, floats)
         with compat.new_sources() as sources:
-            if unwrapped is None:
-                graph = _build(gm, config, self._pieces, self._floats, frozen)
-            else:
-                graph = _build(unwrapped.graph, config, self._pieces, self._floats, 0)
+            graph = _build(plain, floats, config, self._pieces, frozen if plain is gm else 0)
         compat.drop_sources_with(graph, sources)
         compat.trace_artifact("cgcompile_code", lambda: graph.source)
         compat.trace_artifact(
@@ -184,10 +187,10 @@ class Backend(Registry):
                 unmet.discard_met(piece.module)
             graph.before_capture = unmet.warn_once
         self._register(graph)
-        if unwrapped is None:
-            return graph
-        plain = compat.with_checkpoints(gm).forward
-        return UnwrappedGraph(graph, unwrapped, plain, self.run_plain)
+        if unwrapped is not None:
+            original = compat.with_checkpoints(gm).forward
+            return UnwrappedGraph(graph, unwrapped, original, self.run_plain)
+        return graph if numbers is None else WithNumberResults(graph, numbers, gm)
 
     def _unmet_ops(self, gm: fx.GraphModule) -> UnmetOps | None:
         """Note which declared splitting ops a graph has; None if none was declared."""
@@ -213,16 +216,15 @@ def _with_regions_inlined(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _build(
     gm: fx.GraphModule,
+    floats: set[fx.Node],  # that numbers of the caller are read by, and that vary
     config: CompilationConfig,
     cache: PieceCache,
-    floats: dict[Any, float],
     frozen: int,
 ) -> CompiledGraph:
     """Split a graph, check the sizes, compile the pieces, check again, build the compiled graph."""
     # In modes other than PIECEWISE the graph is one piece, for FULL graphs where its ops allow
     # them.
-    varied = compat.varied_floats(gm, floats)
-    numbers_to_tensors(gm, varied)
+    numbers_to_tensors(gm, floats)
     if config.mode is CompilationMode.PIECEWISE:
         compat.make_floats_constant(gm)
     split, boundaries = split_by_config(gm, config)
@@ -233,7 +235,7 @@ def _build(
     if config.mode is not CompilationMode.PIECEWISE:
         compiler = "eager" if config.mode is CompilationMode.NONE else "inductor"
         config = replace(config, mode=CompilationMode.PIECEWISE, compiler=compiler)
-    with compat.floats_settled(varied):
+    with compat.floats_settled(floats):
         runnables, compilation = compile_pieces(split, config, cache)
     check_sizes(split, config)  # a compiler may add guards of its own
     return CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)

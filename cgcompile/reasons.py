@@ -55,7 +55,8 @@ class Reason(enum.Enum):
     HOST_SYNC = (
         "host_sync",
         "the host has to read a value that the device computes: `.item()`, `nonzero`",
-        "keep the value on the device: `torch.where`, `masked_fill`, a fixed number of rows",
+        "keep the value on the device: `torch.where`, `masked_fill` with a number, a fixed number "
+        "of rows",
     )
     CPU_TENSOR = (
         "cpu_tensor",

@@ -85,6 +85,65 @@ def _call_what_python_calls(gm: fx.GraphModule) -> None:
         gm.recompile()
 
 
+class NumberResults(NamedTuple):
+    """Results that floats of the caller alone make, such as an attribute that a call assigns."""
+
+    positions: tuple[int, ...]  # among all results, in order
+    inputs: dict[fx.Node, fx.Node]  # of the graph, each with the node that reads its float
+    compute: Callable[..., tuple[torch.Tensor, ...]]  # from these inputs, on the host
+
+
+def take_number_results(gm: fx.GraphModule, floats: Collection[fx.Node]) -> NumberResults | None:
+    """Remove the results that floats of the caller alone make; None if there are none."""
+    # Dynamo returns each as a 0-dim CPU tensor, which no device need compute.
+    output = gm.graph.output_node()
+    results = output.args[0]
+    if not isinstance(results, (tuple, list)):
+        return None
+    made = [_made_of_floats(node, floats) for node in results]
+    positions = tuple([position for position, nodes in enumerate(made) if nodes])
+    if not positions:
+        return None
+    needed = set[fx.Node]().union(*filter(None, made))
+    inputs = {n.args[0]: n for n in gm.graph.nodes if n in needed and _reads_float(n)}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for source in inputs:
+        copies[source] = graph.node_copy(source)
+    for node in gm.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    numbers: list[Any] = [results[position] for position in positions]
+    graph.output(tuple([copies[node] for node in numbers]))
+    kept: list[Any] = [node for node, nodes in zip(results, made, strict=True) if not nodes]
+    output.args = (tuple(kept),)
+    for node in reversed(gm.graph.nodes):
+        if node in needed and not node.users:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return NumberResults(positions, inputs, fx.GraphModule(gm, graph).forward)
+
+
+def _made_of_floats(result: Any, floats: Collection[fx.Node]) -> set[fx.Node] | None:
+    """Return the nodes that compute a result from floats of the caller alone; None of others."""
+    if not isinstance(result, fx.Node) or result.target is not torch.scalar_tensor:
+        return None
+    nodes, waiting = {result}, [*result.all_input_nodes]
+    while waiting:
+        node = waiting.pop()
+        nodes.add(node)
+        if not isinstance(value(node), torch.SymFloat):
+            return None
+        if not _reads_float(node):
+            waiting += node.all_input_nodes
+    return None if nodes.isdisjoint(floats) else nodes
+
+
+def _reads_float(node: fx.Node) -> bool:
+    """Return whether a node reads a float of the caller, which Dynamo passes as a CPU tensor."""
+    source = node.args[0] if node.target == "item" else None
+    return isinstance(source, fx.Node) and source.op == "placeholder"
+
+
 class _Use(NamedTuple):
     """How an op takes a number as a tensor."""
 

@@ -485,6 +485,7 @@ class _Ops(compat.DispatchMode):
         super().__init__()
         self._watch = watch
         self._notes = watch.notes
+        self._numbers: list[torch.UntypedStorage] = []  # of 0-dim tensors made of Python numbers
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch, inputs = self._watch, compat.tree_tensors((args, kwargs))
@@ -500,6 +501,8 @@ class _Ops(compat.DispatchMode):
                 with self:  # the ops in its body count, and what they write
                     output = kernel(*args, **kwargs)
         watch.snapshot.after_call(output, inputs)
+        if compat.op_names(func)[-1].startswith("aten::lift_fresh") and not output.dim():
+            self._numbers.append(output.untyped_storage())
         if not boundary and self._notes.listens:
             self._after(func, inputs, compat.tree_tensors(output))
         return output
@@ -512,8 +515,8 @@ class _Ops(compat.DispatchMode):
         if alike is not None:
             text = f"{alike[1]}, and it is no splitting op; a graph repeats this step"
             notes.here(alike[0], compat.op_names(func)[-1], text)
-        on_cpu = None if device == _CPU else _is_on_cpu  # on a CPU, all tensors are
-        refused = refusal(func, args, kwargs, on_cpu)
+        is_number = self._is_number if device == _CPU else _is_on_cpu
+        refused = refusal(func, args, kwargs, is_number)
         if refused is not None and refused.generator:
             notes.here("generator", name, "a graph holds registered generators only")
         elif refused is not None and refused.shape:
@@ -528,6 +531,11 @@ class _Ops(compat.DispatchMode):
             notes.here("collective", name, why.detail)
         if self._watch.streams.off_main_stream:
             self._watch.streams.add_work(name, notes.line())
+
+    def _is_number(self, tensor: torch.Tensor) -> bool:
+        """Return whether a 0-dim tensor would be on the CPU beside a model on a GPU."""
+        start = tensor.untyped_storage().data_ptr()
+        return tensor.dim() == 0 and any(start == number.data_ptr() for number in self._numbers)
 
     def _after(self, func: Any, inputs: list[torch.Tensor], output: list[torch.Tensor]) -> None:
         name, device = short_name(func), self._watch.device

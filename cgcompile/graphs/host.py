@@ -192,7 +192,7 @@ def refusal(
 ) -> Refusal | None:
     """Return why a capture refuses a call, or None. Reads no tensor.
 
-    ``is_number`` tells which tensors are 0-dim tensors on the CPU, whose values a kernel takes.
+    ``is_number`` returns whether a tensor is a 0-dim tensor on the CPU, whose value a kernel takes.
     Without it, one that is written at a mask is such a tensor, and one that is read is not.
     """
     packet = getattr(func, "overloadpacket", None)
@@ -393,7 +393,8 @@ class _Recorder(compat.DispatchMode):
         self._pool, self._steps = pool, steps
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         # Addresses of 0-dim tensors that CUDA has on the CPU: Python numbers, and what is computed
-        # from them alone. On a CPU, ``torch.tensor(1.0, device=device)``, a copy, is one of them.
+        # from them alone. ``torch.tensor(1.0, device=device)``, a copy there, is one of them on a
+        # CPU, and what a factory such as ``torch.zeros(())`` returns is none.
         self._numbers: set[int] = set()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._profiles = False  # whether the profile function of this thread is ours

@@ -1,7 +1,8 @@
 """Ops whose CUDA kernels read values on the host, or copy them through pageable memory.
 
 A capture on CUDA refuses them. Torch tags few of them. Each row was tried in captures on an H200,
-torch 2.11, or calls an op that was. Composite ops have rows too: inference mode shows them whole.
+torch 2.11, or calls an op that was. Composite ops have rows too: in inference mode a dispatch mode
+gets one call of the whole op.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,11 +52,21 @@ def _finds_range(arguments: Arguments) -> bool:
     return all(isinstance(end, (int, float)) for end in ends) and ends[0] == ends[1]
 
 
+def _sorts(arguments: Arguments) -> bool:
+    """Return whether ``isin`` finds the unique elements first: of many, see ATen's ``isin``."""
+    elements, others = arguments.get("elements"), arguments.get("test_elements")
+    if not (isinstance(elements, torch.Tensor) and isinstance(others, torch.Tensor)):
+        return False
+    few = others.numel() < 10 * elements.numel() ** 0.145
+    return not few and not arguments["assume_unique"]
+
+
 _LINALG = (
     "_linalg_check_errors _linalg_eigh _linalg_eigvals _linalg_svd cholesky inverse linalg_cholesky"
     " linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_ldl_factor"
     " linalg_ldl_factor_ex linalg_lu_factor linalg_matrix_exp linalg_matrix_rank linalg_pinv"
     " linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve matrix_exp"
+    " cholesky_inverse"
     " nuclear_norm pinverse svd"
 )
 _WITH_CHECKS = (
@@ -79,6 +90,7 @@ _ROWS: Mapping[str, _Row] = {  # by names in ``torch.ops.aten``
     "normal": _Row(_has_tensor("std")),
     "combinations": _Row(lambda a: torch.__version__ < "2.14"),  # since then of nonzero_static
     "corrcoef cov ctc_loss is_nonzero istft": _Row(_always),
+    "isin": _Row(_sorts),
     "one_hot": _Row(lambda a: a["num_classes"] == -1),
 }
 _BY_NAME = {name: row for names, row in _ROWS.items() for name in names.split()}
@@ -92,7 +104,7 @@ def call_reads(
 ) -> bool:
     """Return whether a capture on CUDA refuses a call of an op, as it reads values on the host.
 
-    ``is_number`` tells which tensors are 0-dim tensors on the CPU, of which a read is allowed.
+    ``is_number`` returns whether a tensor is a 0-dim tensor on the CPU, which may be read.
     """
     row = _row(op)
     if row is None and not reads_on_host(op):
@@ -107,7 +119,9 @@ def call_reads(
 
 
 def kernel_reads(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return the same for a call in an FX graph, whichever compiler compiles the graph."""
+    """Return the same for a call in an FX graph, of kernels that Inductor's code calls as well."""
+    if target in (torch.svd_lowrank, torch.pca_lowrank):  # Python, which calls ``linalg.svd``
+        return True
     overloads = op_overloads(target) or aten_overloads(target)
     row = _row(overloads[0]) if overloads else None
     return row is not None and row.in_inductor and row.reads(_by_name(overloads[0], args, kwargs))

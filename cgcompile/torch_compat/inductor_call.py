@@ -8,7 +8,8 @@ returned. Pieces that write an input, or whose results share memory with one, ke
 
 The wrappers also switch grad mode and autocast off, and name the call for profilers: they run while
 any of these is on. They report hidden aliases of custom ops at the first call, which goes through
-them.
+them. They mark the dynamic dimensions of results for what Dynamo compiles later: as after a replay,
+that is lost, and may cost one more compilation of a function that takes such a result.
 """
 
 import functools
@@ -109,7 +110,7 @@ def _memory(values: Sequence[Any]) -> set[int]:
 
 
 def _writes_inputs(graph: Any) -> bool:
-    """Return whether a function writes inputs; True where this torch does not tell."""
+    """Return whether a function writes inputs; True if this torch has no record of it."""
     lists = [getattr(graph, name, None) for name in ("mutated_inputs", "mutated_input_idxs")]
     return any(written is None or len(written) > 0 for written in lists)
 

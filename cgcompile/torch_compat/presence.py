@@ -110,7 +110,9 @@ def private_names() -> dict[str, bool]:
     rows = [*DOCUMENTED_NAMES.items(), *PRIVATE_NAMES.items()]
     names = [f"{module}.{name}" for module, row in rows for name in row.split()]
     return {
-        name: _exists(name) for name in sorted(names) if torch.__version__ >= SINCE.get(name, "")
+        name: _exists(name)
+        for name in sorted(names)
+        if name not in SINCE or torch.__version__ >= SINCE[name]
     }
 
 

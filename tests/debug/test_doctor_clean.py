@@ -139,3 +139,10 @@ def test_clean_models_are_captured(device: str) -> None:
             for _ in range(3):
                 compiled(*args)
         assert backend.counters.replays == 1, str(backend.counters)
+
+
+def test_a_number_in_a_tensor_is_no_value_of_the_device() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(x > 0.5, torch.tensor(2.0)) + 1
+
+    assert not worse_than_notes(examine(step, torch.rand(8)))

@@ -1,10 +1,11 @@
 """Graphs are split at ops whose CUDA kernels read values on the host; the rest is replayed."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from lib.front_ends import COMPILED, WIDTH, check, compiled, settings
+from lib.front_ends import COMPILED, ROWS, WIDTH, check, compiled, settings
 
 from cgcompile.reasons import Reason
 
@@ -21,6 +22,7 @@ READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "inverse": torch.Tensor.inverse,
     "solve": lambda a: linalg.solve(a, a + 1),
     "cholesky": linalg.cholesky,
+    "cholesky_inverse": torch.cholesky_inverse,
     "eigh": lambda a: linalg.eigh(a)[0].diag(),
     "svd": lambda a: torch.svd(a)[1].diag(),
     "pinv": linalg.pinv,
@@ -63,6 +65,19 @@ def test_a_graph_is_split_at_a_kernel_that_reads(name: str, front_end: str, devi
     counters = served.counters()
     assert counters.replays >= 3
     assert not counters.plain[Reason.CAPTURE_FAILED]
+
+
+@pytest.mark.parametrize("lowrank", [torch.svd_lowrank, torch.pca_lowrank])
+def test_a_graph_is_split_at_python_that_calls_such_a_kernel(lowrank: Any, device: str) -> None:
+    """Their results are random."""
+    step = around(lambda a: lowrank(a, q=2)[1].sum() + a)
+    served = compiled("torch.compile", step, settings(device))
+    with torch.inference_mode():
+        for _ in range(3):
+            assert served.step(torch.randn(ROWS, WIDTH, device=device)).isfinite().all()
+    (graph,) = served.target.graphs
+    assert [piece.capture for piece in graph.split.pieces] == [True, False, True]
+    assert served.counters().replays >= 1
 
 
 @pytest.mark.parametrize("name", READS_NOT)

@@ -280,6 +280,41 @@ def test_one_of_two_numbers_is_an_input(device: str) -> None:
     assert served.counters().replays >= 6
 
 
+class Scales(nn.Module):
+    """Scales an attribute for one call, as adapters of diffusers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scales = {"one": 1.0, "kept": 0.0}
+
+    def forward(self, x: torch.Tensor, number: float) -> Any:
+        self.scales["one"] *= number
+        y = self.linear(x) * self.scales["one"]
+        self.scales["one"] /= number
+        self.scales["kept"] = number - 1
+        return y
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("entry", COMPILED)
+def test_a_float_that_is_a_result(entry: str, dynamic: bool | None, device: str) -> None:
+    """Dynamo returns the attributes as 0-dim tensors on the CPU."""
+    model, other = Scales().to(device), Scales().to(device)
+    other.load_state_dict(model.state_dict())
+    more = {"dynamic": dynamic} if entry == "torch.compile" else {}
+    served = compiled(entry, model, settings(device), **more)
+    with torch.inference_mode():
+        for call, number in enumerate(numbers(float, 16)):
+            if call == 10:
+                model.scales["one"] = other.scales["one"] = 0.5
+            x = torch.randn(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x, number), other(x, number))
+            assert model.scales == other.scales
+            assert {type(scale) for scale in model.scales.values()} == {float}
+    assert served.counters().replays >= 10
+
+
 def test_values_that_no_trace_serves(device: str) -> None:
     """Dynamo makes them constants."""
     served = compiled("cgcompile.compile", Bodies.written, settings(device))

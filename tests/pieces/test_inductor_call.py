@@ -23,12 +23,12 @@ def inductor(
     """Compile the graph of a function with Inductor; with ``returned``, that input is a result."""
     calls: list[InductorCall] = []
 
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Function:
-        inputs = gm.graph.find_nodes(op="placeholder")
-        fakes = [node.meta["example_value"] for node in inputs]
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Function:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        fakes = [node.meta["example_value"] for node in placeholders]
         if returned is not None:  # Dynamo would return it itself
             (results,) = gm.graph.output_node().args
-            gm.graph.output_node().args = ((*results, inputs[returned]),)
+            gm.graph.output_node().args = ((*results, placeholders[returned]),)
             gm.recompile()
         with torch.no_grad():
             calls.append(compat.compile_inductor(gm, fakes, {}))
