@@ -59,6 +59,7 @@ def numbers_to_tensors(gm: fx.GraphModule, floats: Collection[fx.Node]) -> None:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             _call_what_python_calls(module)
+            _fill_elements(module)
     numbers = _Numbers(gm, floats)
     if numbers.inputs:
         numbers.replace()
@@ -82,6 +83,31 @@ def _call_what_python_calls(gm: fx.GraphModule) -> None:
                 node.target = _LEFT[node.target]
                 replaced = True
     if replaced:
+        gm.recompile()
+
+
+def _fill_elements(gm: fx.GraphModule) -> None:
+    """Write a number into one element (``y[0, 1] = 2.0``) by ``fill_``: Python copies it there."""
+    filled = False
+    for node in gm.graph.find_nodes(op="call_function", target=operator.setitem):
+        tensor, index, number = node.args
+        fake, indices = _fake(tensor), index if isinstance(index, tuple) else (index,)
+        if fake is None or compat.is_wrapper(fake) or not fake.is_floating_point() or node.users:
+            continue
+        if type(number) not in (int, float) or len(indices) != fake.dim():
+            continue
+        if not all(type(each) is int for each in indices):
+            continue
+        with gm.graph.inserting_before(node):
+            element = gm.graph.call_function(operator.getitem, (tensor, index))
+            written = gm.graph.call_method("fill_", (element, number))
+        for added in (element, written):
+            added.meta = {key: mark for key, mark in node.meta.items() if key != "example_value"}
+            with torch.set_grad_enabled(fake.requires_grad), compat.fake_context([fake]):
+                added.meta["example_value"] = run_on_fakes(gm, added)
+        gm.graph.erase_node(node)
+        filled = True
+    if filled:
         gm.recompile()
 
 

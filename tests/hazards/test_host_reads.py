@@ -98,3 +98,23 @@ def test_inductor_calls_the_same_kernels(name: str, device: str) -> None:
     (graph,) = served.target.graphs
     assert [piece.capture for piece in graph.split.pieces] == [True, False, True]
     assert served.counters().replays >= 2
+
+
+def writes_elements(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    y[0, 1] = 2.0
+    y[1, -1] = 3
+    row = y[2]
+    row[0] = -0.5
+    return y.tanh() + x
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot"])
+@pytest.mark.parametrize("front_end", COMPILED)
+def test_a_number_is_written_into_one_element(front_end: str, compiler: str, device: str) -> None:
+    """Python copies it from the CPU, which no capture can hold."""
+    served = compiled(front_end, writes_elements, settings(device, compiler=compiler, strict=True))
+    check(served.step, writes_elements, device, steps=5)
+    (graph,) = served.target.graphs
+    assert [piece.capture for piece in graph.split.pieces] == [True]
+    assert served.counters().replays >= 3
