@@ -172,11 +172,13 @@ class Backend(Registry):
                 return compat.compile_whole(gm, example_inputs, inductor_patches(config))
         unmet = self._unmet_ops(gm)
         unwrapped = unwrap_subclasses(gm)
-        plain = gm if unwrapped is None else unwrapped.graph
-        floats = compat.varied_floats(plain, self._floats)
-        numbers = None if unwrapped is not None else take_number_results(plain, floats)
+        source = gm if unwrapped is None else unwrapped.graph
+        floats = compat.varied_floats(source, self._floats)
+        numbers = take_number_results(gm, floats) if unwrapped is None else None
+        if unwrapped is not None or numbers is not None:
+            frozen = 0  # the caller of the wrapper passes all inputs at each call
         with compat.new_sources() as sources:
-            graph = _build(plain, floats, config, self._pieces, frozen if plain is gm else 0)
+            graph = _build(source, floats, config, self._pieces, frozen)
         compat.drop_sources_with(graph, sources)
         compat.trace_artifact("cgcompile_code", lambda: graph.source)
         compat.trace_artifact(
@@ -216,7 +218,7 @@ def _with_regions_inlined(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _build(
     gm: fx.GraphModule,
-    floats: set[fx.Node],  # that numbers of the caller are read by, and that vary
+    floats: set[fx.Node],  # each reads a Python float of the caller that varies
     config: CompilationConfig,
     cache: PieceCache,
     frozen: int,

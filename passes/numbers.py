@@ -87,7 +87,7 @@ def _call_what_python_calls(gm: fx.GraphModule) -> None:
 
 
 def _fill_elements(gm: fx.GraphModule) -> None:
-    """Write a number into one element (``y[0, 1] = 2.0``) by ``fill_``: Python copies it there."""
+    """Write a number into one element (``y[0, 1] = 2.0``) by ``fill_``, not by a copy."""
     filled = False
     for node in gm.graph.find_nodes(op="call_function", target=operator.setitem):
         tensor, index, number = node.args
@@ -121,7 +121,7 @@ class NumberResults(NamedTuple):
 
 def take_number_results(gm: fx.GraphModule, floats: Collection[fx.Node]) -> NumberResults | None:
     """Remove the results that floats of the caller alone make; None if there are none."""
-    # Dynamo returns each as a 0-dim CPU tensor, which no device need compute.
+    # Dynamo returns each as a 0-dim tensor on the CPU.
     output = gm.graph.output_node()
     results = output.args[0]
     if not isinstance(results, (tuple, list)):

@@ -393,8 +393,8 @@ class _Recorder(compat.DispatchMode):
         self._pool, self._steps = pool, steps
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         # Addresses of 0-dim tensors that CUDA has on the CPU: Python numbers, and what is computed
-        # from them alone. ``torch.tensor(1.0, device=device)``, a copy there, is one of them on a
-        # CPU, and what a factory such as ``torch.zeros(())`` returns is none.
+        # from them alone. Two cases look the same on a CPU: ``torch.tensor(1.0, device=device)``
+        # counts as such a number, the result of ``torch.zeros(())`` as a tensor of the device.
         self._numbers: set[int] = set()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._profiles = False  # whether the profile function of this thread is ours

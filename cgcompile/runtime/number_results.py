@@ -1,4 +1,4 @@
-"""A compiled graph that also returns numbers, which the host computes from those of the caller."""
+"""A compiled graph, and results that the host computes from Python floats of the caller."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from cgcompile.passes.numbers import NumberResults
 
 
 class WithNumberResults:
-    """What Dynamo calls in place of the compiled graph, which lacks these results."""
+    """Call a compiled graph, and insert the results that were taken from it."""
 
     def __init__(
         self, graph: Callable[..., Any], results: NumberResults, gm: fx.GraphModule
@@ -30,7 +30,7 @@ class WithNumberResults:
     def __call__(self, *inputs: Any) -> Any:
         """Run one step; see :class:`~cgcompile.runtime.compiled_graph.CompiledGraph`."""
         results = list(self.graph(*inputs))
-        numbers = [known if at is None else inputs[at] for at, known in self._inputs]
-        for position, number in zip(self._at, self._compute(*numbers), strict=True):
+        floats = [constant if at is None else inputs[at] for at, constant in self._inputs]
+        for position, number in zip(self._at, self._compute(*floats), strict=True):
             results.insert(position, number)
         return tuple(results)

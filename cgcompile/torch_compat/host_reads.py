@@ -1,7 +1,8 @@
 """Ops whose CUDA kernels read values on the host, or copy them through pageable memory.
 
-A capture on CUDA refuses them. Torch tags few of them. Each row was tried in captures on an H200,
-torch 2.11, or calls an op that was. Composite ops have rows too: in inference mode a dispatch mode
+A capture on CUDA refuses them. Torch tags few of them. Most rows were tried in captures on an H200
+with torch 2.11; the others call an op that was, or follow from the sources of ATen (``isin``,
+``cholesky_inverse``). Composite ops have rows too: in inference mode a dispatch mode
 gets one call of the whole op.
 """
 
@@ -66,8 +67,7 @@ _LINALG = (
     " linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_ldl_factor"
     " linalg_ldl_factor_ex linalg_lu_factor linalg_matrix_exp linalg_matrix_rank linalg_pinv"
     " linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve matrix_exp"
-    " cholesky_inverse"
-    " nuclear_norm pinverse svd"
+    " cholesky_inverse nuclear_norm pinverse svd"
 )
 _WITH_CHECKS = (
     "_linalg_solve_ex linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex linalg_solve_ex"

@@ -315,6 +315,25 @@ def test_a_float_that_is_a_result(entry: str, dynamic: bool | None, device: str)
     assert served.counters().replays >= 10
 
 
+@pytest.mark.parametrize("guards", ["none", "shape", "keep"])
+def test_weights_that_move_beside_a_float_that_is_a_result(guards: str, device: str) -> None:
+    model, other = Scales().to(device), Scales().to(device)
+    other.load_state_dict(model.state_dict())
+    backend = cgcompile.Backend(settings(device))
+    served = cgcompile.compile(model, backend, guards=guards)
+    with torch.inference_mode():
+        for call, number in enumerate(numbers(float, 18)):
+            if call == 8:
+                model.linear.weight.data = torch.randn(WIDTH, WIDTH, device=device)
+                other.linear.weight.data = model.linear.weight.data.clone()
+                if guards == "none":
+                    served.invalidate("a weight was replaced")
+            x = torch.randn(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served(x, number), other(x, number))
+            assert model.scales == other.scales
+    assert backend.counters.replays >= 8
+
+
 def test_values_that_no_trace_serves(device: str) -> None:
     """Dynamo makes them constants."""
     served = compiled("cgcompile.compile", Bodies.written, settings(device))
