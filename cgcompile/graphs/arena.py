@@ -191,6 +191,8 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 def rows_apart(tensor: torch.Tensor) -> bool:
     """Return whether no two rows share memory, as they do where rows were expanded or unfolded."""
+    if tensor.is_contiguous():
+        return True
     reach = 0
     for dim in sorted(range(tensor.dim()), key=tensor.stride):
         size, stride = tensor.shape[dim], tensor.stride(dim)

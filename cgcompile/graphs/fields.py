@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import chain
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ _LONG = 10_000  # items of one container: a vocabulary, which holds no state
 _MAX_DEPTH = 16  # containers in containers, where two of them are compared
 _MAX_BYTES = 1 << 20  # of an array of the host; larger ones are compared by identity
 _TABLES = ("_parameters", "_buffers", "_modules")
+_STATE = frozenset((*_TABLES, "training"))  # of what every module has, compared by identity
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, torch.Size))
 _CLOSED = (type, ModuleType, BuiltinFunctionType)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
@@ -95,6 +97,13 @@ class _Holder:
     def read(self) -> None:
         """Take the present keys and values."""
         self.keys, self.values = _contents(self.target)
+
+    @property
+    def compared(self) -> tuple[Any, ...]:
+        """The keys of a dict whose values are compared; of a module, few that every module has."""
+        if not self.skipped:
+            return self.keys
+        return tuple(key for key in self.keys if key in _STATE or key not in self.skipped)
 
     def name(self, key: Any) -> str:
         """Return the path of an item."""
@@ -265,11 +274,15 @@ class Fields:
 
     def _index(self) -> None:
         """Prepare the comparison: plain dicts, of which modules have thousands, in one pass."""
-        self._dicts = [holder.target for holder in self._holders if type(holder.target) is dict]
+        holders = [holder for holder in self._holders if type(holder.target) is dict]
+        self._dicts = [holder.target for holder in holders]
         self._sizes = [*map(len, self._dicts)]
-        filled = [target for target in self._dicts if target]
-        self._items: list[Iterable[Any]] = [*filled, *(target.values() for target in filled)]
-        self._known = _identities(self._items)
+        groups: dict[tuple[Any, ...], list[dict[Any, Any]]] = {}  # by keys; few in a model
+        for holder in holders:
+            groups.setdefault(holder.compared, []).append(holder.target)
+        # itemgetter returns a tuple for two keys or more.
+        self._groups = [(itemgetter(*keys, keys[0]), held) for keys, held in groups.items() if keys]
+        self._known = _identities(self._groups)
         closed = (dict, tuple, frozenset)
         self._others = [holder for holder in self._holders if type(holder.target) not in closed]
 
@@ -287,7 +300,7 @@ class Fields:
 
     def same_objects(self) -> bool:
         """Return whether every field holds the same object."""
-        if [*map(len, self._dicts)] != self._sizes or _identities(self._items) != self._known:
+        if [*map(len, self._dicts)] != self._sizes or _identities(self._groups) != self._known:
             return False
         return all(holder.is_same() for holder in self._others)
 
@@ -316,11 +329,12 @@ class Fields:
                 holder.restore()
 
 
-def _identities(items: Iterable[Iterable[Any]]) -> bytes | None:
-    """Return the identities of all items; None if another thread changes one meanwhile."""
+def _identities(groups: Iterable[tuple[Any, list[dict[Any, Any]]]]) -> bytes | None:
+    """Return the identities of what dicts hold under their keys; None if one has another key."""
+    rows = chain.from_iterable(map(get, dicts) for get, dicts in groups)
     try:
-        return compat.identities(tuple(chain.from_iterable(items)))
-    except RuntimeError:
+        return compat.identities(tuple(chain.from_iterable(rows)))
+    except KeyError:
         return None
 
 

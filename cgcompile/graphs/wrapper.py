@@ -8,7 +8,7 @@ returns is built from these wrappers and does the copying; use one directly for 
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -546,7 +546,9 @@ class CUDAGraphWrapper(Transparent):
             tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
         step = partial(self.runnable, *args, **kwargs)
-        with context_of_capture() as context:
+        # Pieces cannot read the context.
+        reads = self._guarded or self.runtime_mode is CUDAGraphMode.FULL
+        with context_of_capture() if reads else nullcontext() as context:
             sequence, result, refused = self._record_step(step, shown, rebinding, storages, wait)
         if gradients_due(False, (result,), {}):
             if self._executes:

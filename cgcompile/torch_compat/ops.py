@@ -489,8 +489,8 @@ def compiled_from(function: Any) -> Any:
 
 def original_of(compiled: Any) -> Any:
     """Return the module that ``torch.compile`` wrapped; None for anything else."""
-    is_module = isinstance(compiled, torch.nn.Module)
-    return getattr(compiled, "_orig_mod", None) if is_module else None
+    # Not by getattr: a module composes an error for each name that it lacks.
+    return compiled._modules.get("_orig_mod") if isinstance(compiled, torch.nn.Module) else None
 
 
 @cache
@@ -508,14 +508,13 @@ def holds_compiled_code(function: Any) -> bool:
         return True
     if not isinstance(owner, torch.nn.Module):
         return False
-    return any(
-        original_of(module) is not None
-        or any(
-            type(value) is FunctionType and compiled_from(value) is not None
-            for value in vars(module).values()
-        )
-        for module in owner.modules()
-    )
+    for module in owner.modules():
+        if original_of(module) is not None:
+            return True
+        functions = [value for value in vars(module).values() if type(value) is FunctionType]
+        if any(compiled_from(function) is not None for function in functions):
+            return True
+    return False
 
 
 def functorch_transform() -> str | None:
