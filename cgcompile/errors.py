@@ -806,7 +806,7 @@ class AgreementError(CGCompileError, RuntimeError):
         the process group has backend {found:shown}, which takes no tensors of the CPU.
         Give Agreement a group of its own: torch.distributed.new_group(backend='gloo').""")
     missing = Template("""
-        rank {rank} {does}, and waited for all ranks in vain; {missing:if not there: \
+        rank {rank} {does} (step {step}), and waited for all ranks in vain; {missing:if not there: \
         {missing:plural rank}|no rank can be named}.
         Every rank must take part in each step: one without work calls run(None). Look for what \
         ended or holds up the other; the group has to be made anew.

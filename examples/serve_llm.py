@@ -16,10 +16,18 @@ with drafts that the target verifies (speculative decoding): random ones, n-gram
 smaller model, which has a manager of its own. Without a GPU cgcompile's host recorder takes the
 place of CUDA graphs: same rules, no speed. The parts are in ``llm_engine/``.
 
+Replicas that share the requests, each split over several ranks, on one machine or on two; with
+``--device cuda`` each rank has a GPU, and NCCL::
+
+    torchrun --nproc-per-node 4 examples/serve_llm.py --tensor-parallel 2 --data-parallel 2
+    torchrun --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 --nproc-per-node 2 \\
+        examples/serve_llm.py --tensor-parallel 2 --data-parallel 2  # and on the other: rank 1
+
 The script exits with 1 if one of these promises is broken:
 
 * every request gets the same greedy tokens in all modes, with any draft; where they differ, the
   distance of the two logits is printed (``--close-calls`` allows some, for bfloat16 and long runs);
+* on several ranks, these are the tokens of one process without graphs;
 * at least 95 % of uniform decode steps are one FULL graph, where the mode has such graphs;
 * every step that was given a graph replayed it;
 * some n-grams are accepted;
@@ -29,6 +37,10 @@ The script exits with 1 if one of these promises is broken:
 """
 
 import argparse
+import contextlib
+import hashlib
+import io
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -38,12 +50,15 @@ import torch
 from llm_engine.checkpoint import CheckpointError, load_llama
 from llm_engine.drafts import Draft, ModelDraft, NgramDraft, RandomDraft
 from llm_engine.engine import Engine
-from llm_engine.judge import partings
+from llm_engine.judge import Parting, partings, partings_from_plain
 from llm_engine.model import Llama, LlamaConfig, random_llama, shallow_copy
+from llm_engine.ranks import Ranks, RanksError
 from llm_engine.report import Model, Run, broken_promises
 from llm_engine.runner import MODES, Limits, Runner, configuration
-from llm_engine.scheduler import BlockAllocator, Scheduler
+from llm_engine.scheduler import BlockAllocator, Request, Scheduler
 from llm_engine.workload import Workload, scarce_blocks
+
+from cgcompile.errors import AgreementError
 
 COMPILERS = ("inductor", "aot", "eager")
 DRAFTS = ("none", "random", "ngram", "model")
@@ -67,7 +82,7 @@ SIZES = {
 }
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Continuous batching of a Llama with CUDA graphs.")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="default: %(default)s")
@@ -87,10 +102,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--draft",
         nargs="+",
-        default=DRAFTS,
         choices=DRAFTS,
         metavar="DRAFT",
-        help=f"default: {' '.join(DRAFTS)}",
+        help=f"default: {' '.join(DRAFTS)}; none on several ranks, which take no draft model",
     )
     parser.add_argument(
         "--draft-modes",
@@ -100,12 +114,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODE",
         help=f"with drafts; default: {' '.join(DRAFT_MODES)}",
     )
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16"),
-        help="default: %(default)s",
-    )
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtype", default=dtypes[0], choices=dtypes, help="default: %(default)s")
     parser.add_argument(
         "--close-calls",
         type=float,
@@ -122,14 +132,24 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help="capture sizes in tokens; default: a ladder up to the budget",
     )
-    parser.add_argument(
-        "--coverage",
-        action="store_true",
-        help="print the table of graphs of every run",
-    )
+    text = "print the table of graphs of every run"
+    parser.add_argument("--coverage", action="store_true", help=text)
+    for name in ("tensor-parallel", "data-parallel"):
+        text = "ranks that torchrun starts are the product of the two; default: %(default)s"
+        parser.add_argument(f"--{name}", type=int, default=1, help=text)
     for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="default: %(default)s")
+    return parser
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = options()
     args = parser.parse_args(argv)
+    args.parallel = args.tensor_parallel * args.data_parallel > 1
+    if args.draft is None:
+        args.draft = DRAFTS[:1] if args.parallel else DRAFTS
+    if args.parallel and "model" in args.draft:
+        parser.error("--draft model: ranks that draft at some steps alone would not be in step")
     if args.compiler is None:
         args.compiler = "inductor" if torch.device(args.device).type == "cuda" else "eager"
     if args.close_calls is None:
@@ -169,8 +189,8 @@ def make_draft_model(args: argparse.Namespace, model: Llama) -> Llama:
 class Server:
     """The models, compiled once, and the workload; each run has an engine of its own."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self, args: argparse.Namespace, ranks: Ranks | None = None) -> None:
+        self.args, self.ranks = args, ranks
         self.most_drafts = args.draft_tokens if set(args.draft) - {"none"} else 0
         target = make_model(args)
         config = target.config
@@ -184,25 +204,33 @@ class Server:
             seed=args.seed,
             stop_tokens=config.stop_tokens,
         )
-        longest = max(each.longest for each in self.workload.make()) + self.most_drafts
+        longest = max(each.longest for each in self.requests()) + self.most_drafts
         self.limits = Limits(
             args.max_reqs, args.budget, -(-longest // args.block_size), tuple(args.sizes)
         )
-        self.target = self._runner(target)
+        self.whole = make_model(args) if ranks else target  # of which each rank has one
+        self.whole.make_caches(self._blocks(self.most_drafts), args.block_size)
+        self.target = self._runner(ranks.split(target) if ranks else target)
         self.small = None
         self._reference: Run | None = None
         if "model" in args.draft:
             self.small = self._runner(make_draft_model(args, target))
 
+    def requests(self) -> list[Request]:
+        """Fresh requests, of this rank's replica."""
+        made = self.workload.make()
+        return self.ranks.share(made) if self.ranks else made
+
     def _blocks(self, draft_tokens: int) -> int:
         args = self.args
         if args.blocks:
             return int(args.blocks)
-        return scarce_blocks(self.workload.make(), args.max_reqs, args.block_size, draft_tokens)
+        return scarce_blocks(self.requests(), args.max_reqs, args.block_size, draft_tokens)
 
     def _runner(self, model: Llama) -> Runner:
         model.make_caches(self._blocks(self.most_drafts), self.args.block_size)
-        return Runner(model, configuration(self.args.device, self.args.compiler), self.limits)
+        config = configuration(self.args.device, self.args.compiler)
+        return Runner(model, config, self.limits, self.ranks.agreement if self.ranks else None)
 
     def _draft(self, name: str) -> Draft | None:
         if name == "random":
@@ -225,7 +253,7 @@ class Server:
             allocator, args.block_size, width, args.max_reqs, args.budget, draft_tokens=k
         )
         engine = Engine(self.target, scheduler, self._draft(draft))
-        requests = self.workload.make()
+        requests = self.requests()
         self._synchronize()
         begin = time.perf_counter()
         engine.serve(requests)
@@ -244,9 +272,13 @@ class Server:
         )
         for each in runners.values():
             each.stop()
+        return replace(found, partings=self._partings(found))
+
+    def _partings(self, found: Run) -> tuple[Parting, ...]:
+        if self.ranks:
+            return partings_from_plain(found.requests, self.whole)
         self._reference = self._reference or found
-        given = self._reference.requests
-        return replace(found, partings=partings(given, requests, self.target.model))
+        return partings(self._reference.requests, found.requests, self.whole)
 
     def _synchronize(self) -> None:
         if self.target.device.type == "cuda":
@@ -259,25 +291,44 @@ def plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     return runs + [(m, draft) for draft in args.draft for m in args.draft_modes if draft != "none"]
 
 
-def serve_all(args: argparse.Namespace) -> list[str]:
-    """All runs, printed as they end; returns the broken promises."""
-    server = Server(args)
-    runs: list[Run] = []
+def serve_all(args: argparse.Namespace, ranks: Ranks | None = None) -> list[str]:
+    """All runs, printed as they end; returns the broken promises of all ranks."""
+    server = Server(args, ranks)
+    first: list[Run] = []
+    apart = 0
     broken: list[str] = []
     for mode, draft in plan(args):
-        runs.append(server.run(mode, draft))
-        print(runs[-1].text())
+        run = server.run(mode, draft)
+        runs = ranks.gather(run) if ranks else [run]
+        first = first or runs
+        for rank, each in enumerate(runs):
+            if rank % args.tensor_parallel == 0:
+                print(each.text())
+            apart += len(each.partings)
+            reference = "one process without graphs" if ranks else first[0].name
+            found = broken_promises(
+                each, reference, scarce=not args.blocks and ranks is None, close=args.close_calls
+            )
+            broken += [f"rank {rank}: {text}" for text in found] if ranks else found
         if args.coverage:
-            print_coverage(runs[-1])
-        broken += broken_promises(
-            runs[-1], runs[0].name, scarce=not args.blocks, close=args.close_calls
-        )
+            print_coverage(run)
     if not args.coverage:
-        print_coverage(runs[-1])
-    distinct = {token for each in runs[0].requests for token in each.output}
-    print(f"tokens: {runs[0].tokens} in the first run, {len(distinct)} different ones")
-    print(f"tokens identical: {'no' if any(run.partings for run in runs) else 'yes'}")
+        print_coverage(run)
+    print_tokens(first)
+    print(f"tokens identical: {'no' if apart else 'yes'}")
+    for each in broken:
+        print(f"BROKEN: {each}")
+    print(f"promises kept: {'no' if broken else 'yes'}")
     return broken
+
+
+def print_tokens(runs: Sequence[Run]) -> None:
+    """How many tokens a run made, and a digest that is equal where all tokens are."""
+    output = dict(sorted((each.number, each.output) for run in runs for each in run.requests))
+    count = sum(len(each) for each in output.values())
+    distinct = {token for each in output.values() for token in each}
+    digest = hashlib.sha256(repr(output).encode()).hexdigest()[:16]
+    print(f"tokens: {count} in the first run, {len(distinct)} different ones, digest {digest}")
 
 
 def print_coverage(run: Run) -> None:
@@ -285,17 +336,27 @@ def print_coverage(run: Run) -> None:
         print(f"\n{run.name}, {model.title}:\n{model.coverage}\n")
 
 
+def serve_on_ranks(args: argparse.Namespace) -> list[str]:
+    """All runs, on this and the other ranks; the first one prints."""
+    ranks = Ranks(args.tensor_parallel, args.data_parallel, args.device)
+    args.device = str(ranks.device)
+    with contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else io.StringIO()):
+        broken = serve_all(args, ranks)
+    ranks.close()
+    return broken
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     torch.set_float32_matmul_precision("highest")  # no TF32: it could turn a close call
     try:
-        broken = serve_all(args)
-    except CheckpointError as error:
+        broken = serve_on_ranks(args) if args.parallel else serve_all(args)
+    except (CheckpointError, RanksError) as error:
         print(error, file=sys.stderr)
         return 2
-    for each in broken:
-        print(f"BROKEN: {each}")
-    print(f"promises kept: {'no' if broken else 'yes'}")
+    except AgreementError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(3)  # the usual exit could wait for the ranks that have ended
     return 1 if broken else 0
 
 

@@ -100,7 +100,7 @@ INTERNAL = {
         prepare_encoder_cudagraph_replay_buffers select_encoder_cudagraph_items
     """),
     "SplitGraph": {"passes_text", "text"},
-    "Agreement": {"across", "dispatch", "check_alone", "largest", "without"},
+    "Agreement": {"across", "dispatch", "check_alone", "check_lost", "largest", "without"},
     "Counters": {"why_plain"},
     "DispatchStatistics": {"record"},
     "EncoderStatistics": {"coverage", "measured", "record"},

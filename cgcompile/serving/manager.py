@@ -702,7 +702,8 @@ class CudaGraphManager:
             DispatchError: ``strict``, and no graph serves the batch.
             AddressChangedError: a weight was replaced, or one or a tensor of metadata moved, since
                 the capture.
-            AgreementError: a rank stays away or, checked, runs something else.
+            AgreementError: a rank stays away, ends in the middle of a step or, checked, runs
+                something else.
             BaseException: what the model or ``metadata`` raised.
         """
         if batch is not None and type(batch) is not Batch:
@@ -763,9 +764,18 @@ class CudaGraphManager:
         agreed = agreement.dispatch(**batch.numbers(), **restrictions)
         if not agreed.has_work:
             return None
-        chosen, self._across = agreed.dispatched, agreed.num_tokens_across_dp
-        if batch.num_tokens:
-            return self._run(batch, chosen)
+        self._across = agreed.num_tokens_across_dp
+        try:
+            if batch.num_tokens:
+                return self._run(batch, agreed.dispatched)
+            self._run_idle(batch, agreed.dispatched)
+        except RuntimeError as error:
+            agreement.check_lost(error)
+            raise
+        return None
+
+    def _run_idle(self, batch: Batch, chosen: Dispatched) -> None:
+        """Run padding, for the collectives of the ranks that have tokens."""
         mode, descriptor, _ = chosen
         if mode is NONE or self.dispatcher.is_captured(mode, descriptor):
             idle = self.inputs.idle()
@@ -774,7 +784,6 @@ class CudaGraphManager:
             phase = "capture" if (mode, descriptor) in self._warmed else "warmup"
             dummy = self._prepare(descriptor, phase)
         self._run(dummy, chosen)
-        return None
 
     def _run(self, batch: Batch, chosen: Dispatched) -> Any:
         if self.agreement is None:  # else checked before ranks agreed

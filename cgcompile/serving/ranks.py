@@ -9,7 +9,7 @@ query length or no common one. The rule: every rank takes part in each step, wit
 Every exchange of a group has the same size and carries its purpose, so that ranks that are out of
 step detect it, where other collectives would hang or mix up their data. A rank that waits for more
 than a second notes so in the store of the group; when the wait fails, the ranks without a note are
-those that never came.
+those that never came. A collective of the model that fails since a peer has ended is named alike.
 """
 
 import hashlib
@@ -111,6 +111,8 @@ class Agreement:
     Attributes:
         dispatcher: as given.
         rank: this one, in the group.
+        agreed: what the last :meth:`dispatch` returned; None before. An engine whose requests are
+            done runs None until no rank ``has_work``.
 
     Raises:
         AgreementError: the dispatchers differ, with the ranks that do; a rank stays away; a group
@@ -148,7 +150,8 @@ class Agreement:
         self._size = dist.get_world_size(self._group)
         self.rank = dist.get_rank(self._group)
         self._store = compat.process_group_store(self._group)
-        self._round = 0
+        self.agreed: Agreed | None = None
+        self._round = self._step = 0
         self._name = "cgcompile"
         plan = [(mode.name, descriptor) for mode, descriptor in dispatcher.plan()]
         self._smallest = min((descriptor.num_tokens for _, descriptor in plan), default=1)
@@ -198,6 +201,7 @@ class Agreement:
             num_active_loras if has_lora else _NO_LORA,
             self._packed(extra) if num_tokens else 0,
         )
+        self._step += 1
         rows = [_RankBatch(*row[: len(batch)]) for row in self._gather(Purpose.STEP, *batch)]
         working = [row for row in rows if row.num_tokens]
         agreed, across = own, [0] * len(rows)
@@ -209,7 +213,8 @@ class Agreement:
         if self._check:
             self._compare(Purpose.CHECK, agreed)
         num_tokens_across_dp = torch.tensor(across, dtype=torch.int32, device="cpu")
-        return Agreed(agreed, num_tokens_across_dp, bool(working))
+        self.agreed = Agreed(agreed, num_tokens_across_dp, bool(working))
+        return self.agreed
 
     def _common(self, working: list[_RankBatch], rows: list[_RankBatch]) -> Dispatched:
         """Dispatch a batch that is as large as the largest, and uniform only if all are."""
@@ -295,10 +300,7 @@ class Agreement:
                 self._note()
                 work.wait()  # raises again if it has failed for good
         except RuntimeError as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise AgreementError.missing(
-                rank=self.rank, does=purpose.value, missing=self._missing(), error=text
-            ) from error
+            raise self._failed(purpose.value, error) from error
         rows: list[list[int]] = gathered.tolist()
         purposes = [_PURPOSES[row[0]] for row in rows]
         if Purpose.GAVE_UP in purposes:
@@ -309,6 +311,14 @@ class Agreement:
                     rank=rank, found=other.value, first=purposes[0].value
                 )
         return [row[1:] for row in rows]
+
+    def _failed(self, does: str, error: BaseException) -> AgreementError:
+        """Return the error of a collective that failed, with the ranks that are missing."""
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        missing = self._missing()
+        return AgreementError.missing(
+            rank=self.rank, does=does, step=self._step, missing=missing, error=text
+        )
 
     def _key(self, rank: int) -> str:
         return f"{self._name}.{self._round}.{rank}"
@@ -321,15 +331,16 @@ class Agreement:
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not come; empty if that is unknown."""
+        if self._store is None:
+            return []
         self._note()
         until = time.monotonic() + 2 * _SOON.total_seconds()
-        missing = list(range(self._size)) if self._store is not None else []
-        with suppress(RuntimeError):
-            while missing and time.monotonic() < until:  # others may be about to note it
-                missing = [rank for rank in missing if not self._store.check([self._key(rank)])]
+        ranks, missing = list(range(self._size)), []
+        with suppress(RuntimeError):  # its server may end as well: then those known so far
+            while ranks and time.monotonic() < until:  # others may be about to note it
+                missing = ranks = [n for n in ranks if not self._store.check([self._key(n)])]
                 time.sleep(0.05)
-            return missing
-        return []
+        return missing
 
     # -------------------------------------------------------------- for the manager
 
@@ -370,6 +381,13 @@ class Agreement:
                         without.setdefault(graph, rank)
         return without
 
+    def check_lost(self, error: BaseException) -> None:
+        """Raise AgreementError for the error of a collective of the model whose peer has ended."""
+        if not isinstance(error, AgreementError) and compat.is_lost_peer(error):
+            self._note()
+            self._round += 1  # where ranks that had no part in that collective wait
+            raise self._failed("runs a collective of the model", error) from error
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Enclose what all ranks do at the same time: an exception here is raised on all ranks.
@@ -380,6 +398,7 @@ class Agreement:
         try:
             yield
         except BaseException as error:
+            self.check_lost(error)
             # After an AgreementError the others raise as well, or cannot be reached.
             if self._nested == 1 and not isinstance(error, AgreementError):
                 with suppress(AgreementError):

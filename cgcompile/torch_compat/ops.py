@@ -310,6 +310,16 @@ def _done(result: Any) -> Any:
     return result
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error is that of a collective whose peer has ended or does not answer."""
+    import torch.distributed as dist
+
+    # Gloo raises RuntimeError, and its text starts with the source file of the transport.
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo/transport/" in str(error)
+    )
+
+
 def process_group_store(group: Any) -> Any:
     """Return the key-value store of the ranks of a group; None without one."""
     return group.get_group_store()
@@ -332,6 +342,9 @@ def has_tangent(values: Any) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tree_tensors(values))
 
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode for all calls below autograd in this thread, between two switches."""
 
@@ -344,6 +357,10 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the subclass, such as DTensor, calls ops on its plain tensors
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
+            return func(*args, **(kwargs or {}))  # it computes shapes, such as those of a DTensor
         # Torch switches autocast off for a mode; a kernel that calls other ops would miss it.
         kinds = _kinds_of_autocast(func)
         state = _autocast_of_caller(kinds) if kinds else {}

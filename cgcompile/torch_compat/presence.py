@@ -39,11 +39,12 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
 PRIVATE_NAMES: Mapping[str, str] = {
     "torch": "_neg_view",
     "torch._C": "DispatchKey _AutoDispatchBelowAutograd _InferenceMode _RestorePythonTLSSnapshot "
+    "_TorchDispatchModeKey "
     "_construct_storage_from_data_pointer _cuda_clearCublasWorkspaces "
     "_cuda_endAllocateToPool _cuda_getCurrentRawStream _cuda_getCurrentStream "
     "_cuda_isCurrentStreamCapturing _cuda_memorySnapshot "
     "_cuda_releasePool _cuda_setStream _current_graph_task_id _dispatch_get_all_op_names "
-    "_get_sdp_priority_order _host_emptyCache _set_grad_enabled "
+    "_get_dispatch_mode _get_sdp_priority_order _host_emptyCache _set_grad_enabled "
     "_set_storage_data_ptr_access_error_msg _tensors_data_ptrs_at_indices_equal",
     "torch._C._dynamo.guards": "TensorGuards",
     "torch._C._functorch": "peek_interpreter_stack",

@@ -51,7 +51,7 @@ class Engine:
         self.drafted = Drafted()
 
     def serve(self, requests: Sequence[Request]) -> None:
-        """Run until all requests are done. They arrive by the number of the step."""
+        """Run until all requests of all ranks are done. They arrive by the number of the step."""
         coming = sorted(requests, key=lambda each: each.age, reverse=True)
         step = 0
         with torch.inference_mode():
@@ -62,6 +62,8 @@ class Engine:
                     self.scheduler.add(coming.pop())
                 self.step()
                 step += 1
+            while self.runner.run_idle():
+                pass
 
     def step(self) -> None:
         """One step of all requests that have work."""

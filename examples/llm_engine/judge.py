@@ -44,11 +44,34 @@ def partings(
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         gap = float("inf")
         if place < len(pairs):
-            spread = plain_logits(model, one.tokens[: len(one.prompt) + place])[-1].float()
-            first, second = spread[list(pairs[place])].tolist()
-            gap = abs(first - second) / float(spread.std())
+            spread = plain_logits(model, one.tokens[: len(one.prompt) + place])[-1]
+            gap = _gap(spread, *pairs[place])
         parts.append(Parting(one.number, place, gap))
     return tuple(parts)
+
+
+def partings_from_plain(requests: Sequence[Request], model: Llama) -> tuple[Parting, ...]:
+    """Of the requests whose output differs from the greedy one of the model without graphs.
+
+    Each output is read at once: its first token that the model would not have chosen is where a
+    greedy run of the model parts from it. Overwrites the model's caches.
+    """
+    parts = []
+    for each in requests:
+        logits = plain_logits(model, each.tokens[:-1])[len(each.prompt) - 1 :]
+        best = logits.argmax(-1).tolist()
+        apart = [i for i, token in enumerate(each.output) if token != best[i]]
+        if apart:
+            place = apart[0]
+            gap = _gap(logits[place], best[place], each.output[place])
+            parts.append(Parting(each.number, place, gap))
+    return tuple(parts)
+
+
+def _gap(logits: torch.Tensor, one: int, other: int) -> float:
+    """Between two tokens, in standard deviations of all logits."""
+    first, second = logits[[one, other]].float().tolist()
+    return float(abs(first - second) / logits.float().std())
 
 
 def plain_logits(model: Llama, tokens: Sequence[int]) -> torch.Tensor:

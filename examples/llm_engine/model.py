@@ -132,8 +132,11 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, *step: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), *step)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        result: torch.Tensor = x + self.down(F.silu(gate) * up)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        result: torch.Tensor = self.down(F.silu(gate) * up)
         return result
 
 

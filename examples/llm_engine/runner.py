@@ -7,7 +7,7 @@ length, for measurements.
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,13 @@ import torch
 
 import cgcompile
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode
+from cgcompile.reasons import Reason
 from cgcompile.serving import (
+    Agreement,
     Batch,
     CudagraphDispatcher,
     CudaGraphManager,
+    Dispatched,
     InputBuffer,
     Metadata,
     capture_sizes,
@@ -99,7 +102,7 @@ class Tally:
 
     Attributes:
         modes: steps by runtime mode.
-        uniform: steps of uniform decode.
+        uniform: steps of uniform decode, but for those in which another rank took a lesser mode.
         uniform_full: those of them that ran as one FULL graph.
         decode_sizes: steps of uniform decode by number of requests.
     """
@@ -113,11 +116,12 @@ class Tally:
     def steps(self) -> int:
         return sum(self.modes.values())
 
-    def add(self, batch: Batch, mode: CUDAGraphMode) -> None:
-        self.modes[mode.name] += 1
-        if batch.uniform_decode:
+    def add(self, batch: Batch | None, chosen: Dispatched) -> None:
+        self.modes[chosen.mode.name] += 1
+        limited = chosen.why is not None and chosen.why.reason is Reason.OTHER_RANK
+        if batch is not None and batch.uniform_decode and not limited:
             self.uniform += 1
-            self.uniform_full += mode is CUDAGraphMode.FULL
+            self.uniform_full += chosen.mode is CUDAGraphMode.FULL
             self.decode_sizes[batch.num_reqs] += 1
 
 
@@ -128,6 +132,7 @@ class Runner:
         model: on its device, with its caches.
         config: of the compiled model and of the managers.
         limits: of a step.
+        agree: makes the agreement of ranks about the graphs of a dispatcher; None without ranks.
 
     Attributes:
         manager: of the present mode; see :meth:`start`.
@@ -138,8 +143,15 @@ class Runner:
 
     manager: CudaGraphManager
 
-    def __init__(self, model: Llama, config: cgcompile.CompilationConfig, limits: Limits) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        config: cgcompile.CompilationConfig,
+        limits: Limits,
+        agree: Callable[[CudagraphDispatcher], Agreement] | None = None,
+    ) -> None:
         self.model = model
+        self.agree = agree
         self.config = config
         self.limits = limits
         self.tally = Tally()
@@ -174,6 +186,7 @@ class Runner:
             device=self.device,
             metadata=paged_metadata,
             config=self.config,
+            agreement=self.agree,
         )
         for size in (limits.num_tokens, 2, 1):  # one token has a compiled graph of its own
             dummy = self.manager.dummy_batch(BatchDescriptor(size), "warmup")
@@ -199,9 +212,24 @@ class Runner:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, hidden], valid until the next step."""
-        self.tally.add(batch, self.manager.dispatched(batch).mode)
         hidden: torch.Tensor = self.manager.run(batch)
+        agreement = self.manager.agreement
+        if agreement is None or agreement.agreed is None:
+            self.tally.add(batch, self.manager.dispatched(batch))
+        else:
+            self.tally.add(batch, agreement.agreed.dispatched)
         return hidden
+
+    def run_idle(self) -> bool:
+        """Run padding while other ranks have requests; False if all are done."""
+        agreement = self.manager.agreement
+        if agreement is None:
+            return False
+        self.manager.run(None)
+        if agreement.agreed is None or not agreement.agreed.has_work:
+            return False
+        self.tally.add(None, agreement.agreed.dispatched)
+        return True
 
     @property
     def replays(self) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lib.breakable import FULL, step
 from lib.front_ends import COMPILED, ROWS, WIDTH, FrontEnd, compiled, settings
 from lib.ranks import run_ranks
 from torch import nn
@@ -439,8 +440,8 @@ def test_autocast(name: str, device: str) -> None:
     assert served.counters().plain == {Reason.UNSUPPORTED_INPUT: 4}
 
 
-def parallel(rank: int, ranks: int) -> Any:
-    """Layers of DTensor weights, split over the ranks."""
+def split_layers(ranks: int) -> tuple[nn.Module, list[torch.Tensor]]:
+    """Layers of DTensor weights, split over the ranks, and the whole weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -454,14 +455,22 @@ def parallel(rank: int, ranks: int) -> Any:
     split = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     weights = [parameter.detach().clone() for parameter in net.parameters()]
     parallelize_module(net, mesh, split)
+    return net, weights
+
+
+def whole(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    return F.linear(F.linear(x, *weights[:2]).relu(), *weights[2:])
+
+
+def parallel(rank: int, ranks: int) -> Any:
+    net, weights = split_layers(ranks)
     served = compiled("torch.compile", net, settings("cpu"))
     results = []
     with torch.no_grad():
         for _ in range(5):
             x = torch.randn(4, 8)
             dist.broadcast(x, 0)
-            hidden = F.linear(x, *weights[:2]).relu()
-            results.append((served.step(x), F.linear(hidden, *weights[2:])))
+            results.append((served.step(x), whole(x, weights)))
     pieces = [piece.capture for piece in served.target.graphs[-1].split.pieces]
     return results, dict(served.counters().plain), served.counters().replays, pieces
 
@@ -474,3 +483,26 @@ def test_dtensor_weights(tmp_path: Path) -> None:
         assert replays == 3
         assert pieces[0] is True
         assert False in pieces  # gloo is work of the host
+
+
+def uncompiled(rank: int, ranks: int) -> Any:
+    net, weights = split_layers(ranks)
+    wrapper = cgcompile.BreakableCUDAGraphWrapper(lambda x: x + net(x), settings("cpu"))
+    x = torch.empty(4, 8)
+    results = []
+    with torch.inference_mode():
+        net(torch.zeros(2, 8)) + 0  # connects the ranks; of another size: no shapes are known
+        for _ in range(4):
+            dist.broadcast(x.normal_(), 0)
+            with step(4, FULL):
+                results.append((wrapper(x).clone(), x + whole(x, weights)))
+    return results, wrapper.counters.captures, wrapper.counters.replays
+
+
+def test_dtensor_weights_of_a_model_that_is_not_compiled(tmp_path: Path) -> None:
+    """What is recorded are the ops on plain tensors, without those that compute shapes."""
+    for results, captures, replays in run_ranks(uncompiled, 2, tmp_path):
+        for got, expected in results:
+            torch.testing.assert_close(got, expected)
+        assert not torch.equal(results[-1][0], results[-2][0])
+        assert (captures, replays) == (1, 3)

@@ -332,7 +332,7 @@ def test_a_rank_that_stays_away_is_named(work: Any, tmp_path: Path) -> None:
     assert found[1] is None
     for rank in (0, 2):
         error, seconds = found[rank]
-        start = f"AgreementError: rank {rank} requests the graph of a step, and waited for all ranks in vain"
+        start = f"AgreementError: rank {rank} requests the graph of a step (step 2), and waited for all ranks in vain"
         assert error.startswith(f"{start}; not there: rank 1.")
         assert seconds < 8
 
