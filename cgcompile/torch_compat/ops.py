@@ -506,8 +506,11 @@ def compiled_from(function: Any) -> Any:
 
 def original_of(compiled: Any) -> Any:
     """Return the module that ``torch.compile`` wrapped; None for anything else."""
-    # Not by getattr: a module composes an error for each name that it lacks.
-    return compiled._modules.get("_orig_mod") if isinstance(compiled, torch.nn.Module) else None
+    if not isinstance(compiled, torch.nn.Module):
+        return None
+    # Not by getattr alone: a module composes an error for each name that it lacks.
+    children = [name for name, _ in compiled.named_children()]
+    return compiled._orig_mod if "_orig_mod" in children else None
 
 
 @cache
