@@ -112,7 +112,7 @@ def _is_offsets(value: torch.Tensor, rows: int) -> bool:
 def _is_permutation(value: torch.Tensor) -> bool:
     if value.dim() != 1 or value.is_floating_point() or value.dtype == torch.bool:
         return False
-    return len(value) > 1 and sorted(value.tolist()) == list(range(len(value)))
+    return sorted(value.tolist()) == list(range(len(value)))
 
 
 # ---------------------------------------------------------------- inputs

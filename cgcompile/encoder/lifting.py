@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from cgcompile import torch_compat as compat
 from cgcompile.errors import EncoderError
 from cgcompile.graphs.guards import modules_of
+from cgcompile.graphs.host import host_values
 
 _READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
 _COMPARED = (bool, int, float, complex, str, torch.dtype)
@@ -65,7 +66,7 @@ def run_lifted(
                     hooks.callback(handle.remove)
                     leave = child.register_forward_hook(run.leave, always_call=True)
                     hooks.callback(leave.remove)
-        with run:
+        with host_values(run.hosts), run:
             return tower(**named, **trace.inputs)
 
 
@@ -85,7 +86,7 @@ class _Run(TorchFunctionMode):
         self._buffers, self._bounds = buffers, bounds
         self._replays, self._next = bool(trace.results or trace.calls), 0
         # Strong references, so that no other tensor gets the id of a host value.
-        self._hosts = {id(leaf): leaf for leaf in compat.tree_tensors(trace.inputs)}
+        self.hosts = {id(leaf): leaf for leaf in compat.tree_tensors(trace.inputs)}
         self._raw = {id(value) for value in trace.inputs.values()}
         self._lifted: dict[int, torch.Tensor] = {}
         self._called = 0
@@ -100,7 +101,7 @@ class _Run(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = compat.tree_tensors((args, kwargs))
         name, inside = getattr(func, "__name__", type(func).__name__), self._modules[-1][1]
-        if all(id(tensor) in self._hosts for tensor in tensors):
+        if all(id(tensor) in self.hosts for tensor in tensors):
             if not inside or (tensors and not self._lifts):
                 return self._host_op(name, partial(func, *args, **kwargs))
         where = f"{self._modules[-1][0]}.{name}".lstrip(".")
@@ -124,12 +125,12 @@ class _Run(TorchFunctionMode):
             result = known[0][1]
             self._next += 1
         for tensor in compat.tree_tensors(result):
-            self._hosts[id(tensor)] = tensor
+            self.hosts[id(tensor)] = tensor
         return result
 
     def _on_device(self, where: str, leaf: Any) -> Any:
         """Return what takes the place of a host value on the device."""
-        if not isinstance(leaf, torch.Tensor) or id(leaf) not in self._hosts:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) not in self.hosts:
             return leaf
         if id(leaf) not in self._lifted:
             number = len(self._lifted)
