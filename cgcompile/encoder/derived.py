@@ -295,7 +295,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
     def _derive(self, alone: Sequence[dict[str, Any]]) -> None:
         orders = [tuple(range(len(alone))), (*reversed(range(len(alone))), 0)]
         together = [self._inputs.joined([alone[i] for i in order]) for order in orders]
-        keys = [self._inputs.keys(call)[0] for call in alone]
+        keys = [(*self._inputs.keys(call), ())[0] for call in alone]
         rows = [len(call[self._inputs.rows[0]]) for call in alone]
         self._fixed = len(set(keys)) == 1 == len(set(rows))
         self._item_rows, self._key = rows[0], keys[0]

@@ -101,7 +101,7 @@ class _Run(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = compat.tree_tensors((args, kwargs))
         name, inside = getattr(func, "__name__", type(func).__name__), self._modules[-1][1]
-        if all(id(tensor) in self.hosts for tensor in tensors):
+        if all(map(self._is_host, tensors)):
             if not inside or (tensors and not self._lifts):
                 return self._host_op(name, partial(func, *args, **kwargs))
         where = f"{self._modules[-1][0]}.{name}".lstrip(".")
@@ -111,6 +111,9 @@ class _Run(TorchFunctionMode):
         args, kwargs = compat.tree_map(partial(self._on_device, where), (args, kwargs))
         self._count(where, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _is_host(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and id(leaf) in self.hosts
 
     def _host_op(self, name: str, run: Callable[[], Any]) -> Any:
         if not self._replays:
@@ -130,7 +133,11 @@ class _Run(TorchFunctionMode):
 
     def _on_device(self, where: str, leaf: Any) -> Any:
         """Return what takes the place of a host value on the device."""
-        if not isinstance(leaf, torch.Tensor) or id(leaf) not in self.hosts:
+        if isinstance(leaf, slice):  # as indices host values are numbers
+            ends = leaf.start, leaf.stop, leaf.step
+            read = [self._host_op("__index__", end.__index__) if self._is_host(end) else end for end in ends]
+            return slice(*read)
+        if not self._is_host(leaf):
             return leaf
         if id(leaf) not in self._lifted:
             number = len(self._lifted)
