@@ -1006,7 +1006,7 @@ class EncoderError(CGCompileError, ValueError):
         Choose another result, output=, or implement SupportsEncoderCudaGraph.""")
     derive_ratio = Template("""
         examples of {rows} rows have results of {tokens} rows; expected a fixed ratio.
-        Add or leave out rows of single items after the graph: combine=.""")
+        Add or leave out rows of items after the graph, combine=; or use a manager for each size.""")
     derive_count = Template("""
         the tower computes {found} values from the sizes of some items, and {names:list} from those \
         of others.
@@ -1017,6 +1017,10 @@ class EncoderError(CGCompileError, ValueError):
         from theirs.
         Values by row, token or item and offsets are derived. Write this one by hand: a \
         PatchTable or PatchOffsets of PatchEncoder.""")
+    derive_new = Template("""
+        item {key!r}: {name!r} has shape {found}; it is no longer the {kind} that follows from the \
+        examples.
+        Derive another manager, with this item among the examples.""")
     derive_size = Template("""
         cannot derive {name!r} of shape {found}: it depends on the number of rows of a tensor on \
         the device, not on inputs by item alone.

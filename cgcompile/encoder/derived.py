@@ -50,17 +50,30 @@ class HostValue(NamedTuple):
     permutes: bool = False  # a permutation of all rows
     longest: int = _LONGEST  # rows of a padding sequence
 
+    def fits(self, value: torch.Tensor, sizes: Mapping[str, int]) -> bool:
+        """Return whether the rule holds for the value of one item."""
+        if self.kind == CONSTANT:
+            return _same(value, self.like)
+        if value.dtype != self.like.dtype or value.shape[1:] != self.like.shape[1:]:
+            return False
+        if self.kind == OFFSETS:
+            return _is_offsets(value, sizes[self.unit])
+        right = value.dim() > 0 and len(value) == sizes[self.unit]
+        return right and (not self.permutes or _is_permutation(value))
+
     def joined(
-        self, values: Sequence[torch.Tensor], sizes: Mapping[str, Sequence[int]]
+        self, values: Sequence[torch.Tensor], sizes: Mapping[str, Sequence[int]], order: Any = None
     ) -> torch.Tensor:
-        """Return the value of several items."""
+        """Return the value of several items; ``order``: their indices in ``sizes``."""
         shift = self.unit if self.kind == OFFSETS else self.shift
-        before = [0, *accumulate(sizes[shift])] if shift else [0] * len(values)
+        if shift:
+            counts = sizes[shift] if order is None else [sizes[shift][index] for index in order]
+            before = accumulate(counts, initial=0)
+            values = [value + count for value, count in zip(values, before, strict=False)]
         if self.kind == OFFSETS:
             starts = torch.zeros(1, dtype=self.like.dtype)
-            return torch.cat([starts, *[v[1:] + n for v, n in zip(values, before, strict=False)]])
-        parts = zip(values, before, strict=False)
-        return torch.cat([v + n if shift else v for v, n in parts])
+            return torch.cat([starts, *[value[1:] for value in values]])
+        return torch.cat(list(values))
 
 
 def derive_value(
@@ -70,28 +83,23 @@ def derive_value(
     sizes: Mapping[str, Sequence[int]],
 ) -> HostValue:
     """Return the rule of a value from those of items alone, and of some together, by their indices."""
-    first = alone[0]
-    if all(_same(first, value) for value in (*alone, *[value for _, value in together])):
-        return HostValue(name, CONSTANT, first)
+    first, packs = alone[0], [value for _, value in together]
     integral = not (first.is_floating_point() or first.is_complex() or first.dtype == torch.bool)
-    shifts = ("", PATCHES, TOKENS) if integral else ("",)
-    candidates = []
+    longest = _LONGEST
+    if integral and all(value.dim() == 1 and len(value) > 1 for value in alone):
+        longest = max(1, min(longest, max(int(value.diff().max()) for value in alone)))
+    permutes = all(map(_is_permutation, (*alone, *packs)))
+    rules = [HostValue(name, CONSTANT, first)] if all(_same(first, v) for v in packs) else []
     for unit in (PATCHES, TOKENS, ITEMS):
-        if all(_is_offsets(v, n) for v, n in zip(alone, sizes[unit], strict=True)):
-            longest = max(int(value.diff().max()) for value in alone)
-            rule = HostValue(name, OFFSETS, first, unit, longest=min(longest, _LONGEST))
-            candidates.append(rule)
-        if all(v.dim() and len(v) == n for v, n in zip(alone, sizes[unit], strict=True)):
-            permutes = all(map(_is_permutation, (*alone, *[value for _, value in together])))
-            candidates += [HostValue(name, TABLE, first, unit, s, permutes) for s in shifts]
-    for rule in candidates:
-        for order, value in together:
-            parts = {unit: [counts[i] for i in order] for unit, counts in sizes.items()}
-            if any(alone[i].shape[1:] != first.shape[1:] for i in order):
-                break
-            if not _same(rule.joined([alone[i] for i in order], parts), value):
-                break
-        else:
+        rules.append(HostValue(name, OFFSETS, first, unit, longest=longest))
+        shifts = ("", PATCHES, TOKENS) if integral else ("",)
+        rules += [HostValue(name, TABLE, first, unit, shift, permutes) for shift in shifts]
+    each = [{unit: counts[i] for unit, counts in sizes.items()} for i in range(len(alone))]
+    for rule in rules:
+        if all(map(rule.fits, alone, each)) and all(
+            rule.kind == CONSTANT or _same(rule.joined([alone[i] for i in order], sizes, order), v)
+            for order, v in together
+        ):
             return rule
     shapes = [list(value.shape) for value in alone]
     raise EncoderError.derive_value(
@@ -353,6 +361,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         self._derive_bounds(again)
         again = [self._again(self._inputs.on_host(call)) for call in alone]
         self._template.calls = again[small].calls
+        self._stop = max(again[small].last, *[call for call, _ in self._bounds], 0)
         for key, trace, count in zip(keys, again, sizes[PATCHES], strict=True):
             self._check_calls(trace, key)
             if self._rows_of(trace.values, key) != count:
@@ -377,7 +386,11 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
                         break
 
     def _traced(
-        self, hosts: dict[str, Any], rows: dict[str, Any], buffers: Any = None
+        self,
+        hosts: dict[str, Any],
+        rows: dict[str, Any],
+        buffers: Any = None,
+        stop: int | None = None,
     ) -> HostTrace:
         """Run host ops and those of the device; return what was computed."""
         trace = HostTrace(hosts)
@@ -392,12 +405,13 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
                 lifts=not self._fixed,
                 buffers=buffers,
                 bounds=bounds,
+                stop=stop,
             )
         return trace
 
-    def _again(self, hosts: dict[str, Any]) -> HostTrace:
+    def _again(self, hosts: dict[str, Any], stop: int | None = None) -> HostTrace:
         """Run host ops of other inputs, and those of the device on the smallest example."""
-        return self._traced(hosts, self._small, self._lifted)
+        return self._traced(hosts, self._small, self._lifted, stop)
 
     def _numbers(self, rows: int) -> dict[tuple[int, int], int]:
         sizes = {PATCHES: rows, TOKENS: int(rows * self._ratio)}
@@ -405,7 +419,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
 
     def _check_calls(self, trace: HostTrace, key: Key) -> None:
         """Raise if the tower calls other ops for an item than for the smallest example."""
-        if trace.calls == self._template.calls:
+        if trace.calls == self._template.calls[: len(trace.calls)]:
             return
         pairs = zip((*trace.calls, ("its end", ())), (*self._template.calls, ("its end", ())))
         (where, found), (other, expected) = next(pair for pair in pairs if pair[0] != pair[1])
@@ -493,9 +507,16 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         item = self._known.get(key)
         if item is None:
             hosts = {name: _picked(call[name], [index]) for name in self._inputs.hosts}
-            trace = self._again(self._inputs.on_host(hosts))
+            trace = self._again(self._inputs.on_host(hosts), self._stop)
             self._check_calls(trace, key)
-            item = Item(self._rows_of(trace.values, key), trace.values)
+            rows = self._rows_of(trace.values, key)
+            sizes = {PATCHES: rows, TOKENS: int(rows * self._ratio), ITEMS: 1}
+            for rule, value in zip(self._values, trace.values, strict=True):
+                if not rule.fits(value, sizes):
+                    raise EncoderError.derive_new(
+                        key=key, name=rule.name, kind=rule.kind, found=list(value.shape)
+                    )
+            item = Item(rows, trace.values)
             while len(self._known) >= _REMEMBERED:
                 del self._known[next(iter(self._known))]
             self._known[key] = item

@@ -8,7 +8,7 @@ one takes their results from it, and runs the ops of the device alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,6 +39,11 @@ class HostTrace:
     calls: list[Call] = field(default_factory=list)
     entries: set[int] = field(default_factory=set)  # indices of calls that are of modules
     moved: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of a host value
+    last: int = 0  # index of the call that took the last value
+
+
+class _Stopped(Exception):
+    """All that was needed of a run is known."""
 
 
 def run_lifted(
@@ -50,13 +55,15 @@ def run_lifted(
     lifts: bool = True,
     buffers: Sequence[torch.Tensor] | None = None,
     bounds: Mapping[tuple[int, int], int] | None = None,
+    stop: int | None = None,
 ) -> Any:
     """Run a tower; fill an empty trace, or take the results of host ops from a filled one.
 
     ``buffers`` replace lifted values, in order, and ``bounds`` numbers that modules get, by index
-    of the call and of the argument. Without ``lifts`` host values are constants.
+    of the call and of the argument. Without ``lifts`` host values are constants. The run ends behind
+    the call of index ``stop``, without a result.
     """
-    run = _Run(trace, device, lifts, buffers, bounds or {})
+    run = _Run(trace, device, lifts, buffers, bounds or {}, stop)
     with ExitStack() as hooks:
         for module in modules_of(tower):
             for name, child in module.named_modules():
@@ -66,7 +73,7 @@ def run_lifted(
                     hooks.callback(handle.remove)
                     leave = child.register_forward_hook(run.leave, always_call=True)
                     hooks.callback(leave.remove)
-        with host_values(run.hosts), run:
+        with host_values(run.hosts), suppress(_Stopped), run:
             return tower(**named, **trace.inputs)
 
 
@@ -80,10 +87,11 @@ class _Run(TorchFunctionMode):
         lifts: bool,
         buffers: Sequence[torch.Tensor] | None,
         bounds: Mapping[tuple[int, int], int],
+        stop: int | None,
     ) -> None:
         super().__init__()
         self._trace, self._device, self._lifts = trace, device, lifts
-        self._buffers, self._bounds = buffers, bounds
+        self._buffers, self._bounds, self._stop = buffers, bounds, stop
         self._replays, self._next = bool(trace.results or trace.calls), 0
         # Strong references, so that no other tensor gets the id of a host value.
         self.hosts = {id(leaf): leaf for leaf in compat.tree_tensors(trace.inputs)}
@@ -153,6 +161,7 @@ class _Run(TorchFunctionMode):
             if not self._replays:
                 self._trace.values.append(leaf.detach().to("cpu", copy=True))
                 self._trace.names.append(where)
+                self._trace.last = self._called
         return self._lifted[id(leaf)]
 
     def _count(self, where: str, arguments: Any) -> None:
@@ -161,6 +170,8 @@ class _Run(TorchFunctionMode):
             leaves = compat.tree_leaves(arguments)
             self._trace.calls.append((where, tuple(map(_comparable, leaves))))
         self._called += 1
+        if self._stop is not None and self._called > self._stop:
+            raise _Stopped
 
     def enter(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
         """Lift the host values that a module gets, unless it gets host inputs, which it may read."""
@@ -172,11 +183,10 @@ class _Run(TorchFunctionMode):
         self._hooking = True
         try:
             names = {id(value): key for key, value in kwargs.items()}
-            bounds = self._bounds if self._bounds else {}
             index = iter(range(len(compat.tree_leaves((args, kwargs)))))
 
             def replaced(leaf: Any) -> Any:
-                bound = bounds.get((self._called, next(index)))
+                bound = self._bounds.get((self._called, next(index)))
                 where = names.get(id(leaf), f"input of {name}")
                 return self._on_device(where, leaf) if bound is None else bound
 
