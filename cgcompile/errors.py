@@ -1034,6 +1034,10 @@ class EncoderError(CGCompileError, ValueError):
         item {key!r}: the tower calls {found} where it calls {expected} for the smallest example.
         A graph has the same calls for all sizes: give examples of one size, or write the forward \
         of PatchEncoder without such a branch or loop.""")
+    derive_run = Template("""
+        the tower fails on the rows of the smallest example with the host values of {found}: {error}
+        Its device code reads numbers that depend on sizes: pass them as tensors, or give examples \
+        of one size.""")
     derive_read = Template("""
         {where}() reads a tensor {found} on the host, which a graph cannot do.
         If that is attention which splits sequences by length: choose an implementation that takes \

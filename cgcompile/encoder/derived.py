@@ -350,8 +350,9 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             others = [(order, values[number]) for order, values in packs]
             rule = derive_value(name, mine, others, sizes)
             self._values.append(rule)
-            fits = all(len(v) - 1 <= n for v, n in zip(mine, sizes[TOKENS], strict=True))
-            self._most[name] = TOKENS if rule.kind == OFFSETS and fits else PATCHES
+            if rule.kind == OFFSETS:
+                few = all(len(v) - 1 <= n for v, n in zip(mine, sizes[TOKENS], strict=True))
+                self._most[name] = TOKENS if few else rule.unit
         self._lifted = [value.to(self.device) for value in self._template.values]
         again = [self._again(self._inputs.on_host(call)) for call in alone]
         for trace, other in zip(traces, again, strict=True):
@@ -411,7 +412,13 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
 
     def _again(self, hosts: dict[str, Any], stop: int | None = None) -> HostTrace:
         """Run host ops of other inputs, and those of the device on the smallest example."""
-        return self._traced(hosts, self._small, self._lifted, stop)
+        try:
+            return self._traced(hosts, self._small, self._lifted, stop)
+        except EncoderError:
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise EncoderError.derive_run(found=hosts, error=text) from error
 
     def _numbers(self, rows: int) -> dict[tuple[int, int], int]:
         sizes = {PATCHES: rows, TOKENS: int(rows * self._ratio)}

@@ -67,8 +67,8 @@ def run_lifted(
     with ExitStack() as hooks:
         for module in modules_of(tower):
             for name, child in module.named_modules():
-                if child is not tower:
-                    enter = partial(run.enter, name or type(child).__name__)
+                if child is not module:  # what the tower itself does is not inside of a module
+                    enter = partial(run.enter, name)
                     handle = child.register_forward_pre_hook(enter, with_kwargs=True)
                     hooks.callback(handle.remove)
                     leave = child.register_forward_hook(run.leave, always_call=True)
@@ -206,5 +206,5 @@ class _Run(TorchFunctionMode):
 def _comparable(leaf: Any) -> Any:
     """Return a number or name as it is, of others what can be compared."""
     if isinstance(leaf, _COMPARED) or leaf is None:
-        return leaf
+        return leaf if leaf == leaf else "nan"
     return repr(leaf) if isinstance(leaf, slice) else type(leaf).__name__
