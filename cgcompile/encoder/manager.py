@@ -632,9 +632,7 @@ class EncoderCudaGraphManager:
         require(bool(alike), "example_items", "from_model", example_items, expected)
         arguments = tower, examples, output, modality, tolerance
         encoder = (
-            DerivedEncoder(*arguments)
-            if combine is None
-            else CombiningEncoder(combine, *arguments)
+            DerivedEncoder(*arguments) if combine is None else CombiningEncoder(combine, *arguments)
         )
         return cls(encoder, **{"device": encoder.device, "dtype": encoder.dtype, **options})
 

@@ -222,7 +222,9 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         if max_frames_per_video > 1:
             names["video"] = ("pixel_values_videos", "video_grid_thw")
         self._inputs = dict(inputs or names)
-        tails = {key: positions_tail for key, table in self._tables.items() if table.tail == POSITIONS}
+        tails = {
+            key: positions_tail for key, table in self._tables.items() if table.tail == POSITIONS
+        }
         self._config = EncoderCudaGraphConfig(
             modalities=list(self._inputs),
             buffer_keys=[PIXELS, *self._tables, *self._offsets],
@@ -330,8 +332,8 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             most = frames
             if offsets.most is not None:
                 most = offsets.most(token_budget, max_batch_size, frames)
-            size = length[offsets.rows], most, offsets.longest_padding
-            values[key] = offset_buffer(*size, offsets.dtype, device)
+            total, longest = length[offsets.rows], offsets.longest_padding
+            values[key] = offset_buffer(total, most, longest, offsets.dtype, device)
         return EncoderCudaGraphCaptureInputs(values)
 
     def prepare_encoder_cudagraph_replay_buffers(

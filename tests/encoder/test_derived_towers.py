@@ -131,7 +131,7 @@ def test_attention_that_splits_by_length(kind: str, device: str) -> None:
         call = images(*EXAMPLES[:1] * count, device=device)
         assert_close(encoder.execute(call), expected_of(tower, call))
     assert (encoder.statistics.hits, encoder.statistics.misses) == (8, 0)
-    with pytest.raises(EncoderError, match="graphs serve this size alone"):
+    with pytest.raises(EncoderError, match="as of all examples"):
         encoder.execute(images((1, 6, 4), device=device))
 
 
@@ -165,7 +165,9 @@ def test_items_of_one_size(made: Callable[..., Any], device: str) -> None:
 
     def call(items: int) -> dict[str, Any]:
         rows = {key: torch.randn(items, *shape, device=device) for key, shape in shapes.items()}
-        return {**rows, "image_sizes": torch.tensor([[16, 12]] * items)} if made is pixtral else rows
+        return (
+            {**rows, "image_sizes": torch.tensor([[16, 12]] * items)} if made is pixtral else rows
+        )
 
     budgets = {"token_budgets": [tokens, 4 * tokens, 7 * tokens - 1], **settings(device)}
     encoder = EncoderCudaGraphManager.from_model(tower, [call(1)], output=last, **budgets)
@@ -204,7 +206,9 @@ def test_images_of_several_sizes_for_pixtral() -> None:
         {"pixel_values": torch.randn(1, 3, *size), "image_sizes": torch.tensor([size])}
         for size in sizes
     ]
-    with pytest.raises(EncoderError, match=r"(?s)a row of 'pixel_values'.*a manager for each shape"):
+    with pytest.raises(
+        EncoderError, match=r"(?s)a row of 'pixel_values'.*a manager for each shape"
+    ):
         EncoderCudaGraphManager.from_model(tower, examples)
     padded = [{**one, "pixel_values": torch.randn(1, 3, 16, 16)} for one in examples]
     with pytest.raises(EncoderError, match=r"(?s)\[12, 8\] rows.*a manager for each size"):
