@@ -29,6 +29,7 @@ from cgcompile.encoder.protocol import (
 )
 from cgcompile.errors import EncoderError
 from cgcompile.graphs.guards import modules_of
+from cgcompile.settings import require
 
 ITEMS, CONSTANT, OFFSETS, TABLE = "items", "constant", "offsets", "table"
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2}
@@ -471,7 +472,9 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         results = [compat.tree_leaves(self.encoder_eager_forward(call)) for call in alone]
         for order in orders:
             call = self._inputs.joined([alone[i] for i in order])
-            expected = [torch.cat(leaves) for leaves in zip(*[results[i] for i in order])]
+            expected = [
+                torch.cat(leaves) for leaves in zip(*[results[i] for i in order], strict=True)
+            ]
             for padding in (0, self._range[1] // _MOST):
                 budget = len(expected[0]) + padding
                 buffers = self.prepare_encoder_cudagraph_capture_inputs(
@@ -640,3 +643,20 @@ class CombiningEncoder(DerivedEncoder):
         for place, index in enumerate(indices):
             item = self.select_encoder_cudagraph_items(batch_mm_kwargs or {}, [place])
             dest[index] = self._combine(parts[place], item)
+
+
+def derived_encoder(
+    tower: Callable[..., Any],
+    examples: Sequence[Mapping[str, Any]],
+    output: Callable[[Any], Any] | None,
+    combine: Callable[[Any, dict[str, Any]], Any] | None,
+    modality: str,
+    tolerance: float | None,
+) -> DerivedEncoder:
+    """Return the encoder of ``from_model``."""
+    examples = list(examples)
+    alike = bool(examples) and all(isinstance(example, Mapping) for example in examples)
+    expected = "at least one mapping from names to the inputs of one item"
+    require(alike, "example_items", "from_model", examples, expected)
+    arguments = tower, examples, output, modality, tolerance
+    return DerivedEncoder(*arguments) if combine is None else CombiningEncoder(combine, *arguments)

@@ -21,7 +21,7 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.encoder.budgets import TokenBudgets, checked_number, resolve_limits
-from cgcompile.encoder.derived import CombiningEncoder, DerivedEncoder
+from cgcompile.encoder.derived import derived_encoder
 from cgcompile.encoder.graphs import EncoderGraphs, EncoderSetup, GraphKey
 from cgcompile.encoder.packing import Costs, Group, Need, pack
 from cgcompile.encoder.protocol import (
@@ -581,9 +581,9 @@ class EncoderCudaGraphManager:
     ) -> "EncoderCudaGraphManager":
         """Derive the protocol of a tower from example items, and return a manager of it.
 
-        The tower runs eagerly on each example and on all together. What it computes from inputs by
-        item (grids, sizes), on the host, becomes buffers: tables by row, token or item, and
-        offsets. Then buffers with and without padding are compared with eager runs of single items.
+        What the tower computes on the host from inputs by item, such as grids, becomes buffers:
+        tables by row, token or item, and offsets. Buffers with and without padding are compared
+        with eager runs of single items.
 
         Args:
             tower: a module, or a function that calls modules.
@@ -591,10 +591,10 @@ class EncoderCudaGraphManager:
                 point [rows, ...], further tensors by row, inputs with one entry (``[1, ...]``, or a
                 list of one), and constants. Items of different sizes, a small and a large one
                 among them; or of one size, then graphs are for that size alone.
-            output: returns the result from what the tower returned, a tensor or several; left out:
+            output: returns the result, a tensor or several, from what the tower returned; left out:
                 the tower returns one tensor.
-            combine: ``combine(rows, item)`` returns the final result of an item from its rows of
-                the graph and its call, such as tiles with separators; runs after the graph.
+            combine: ``combine(rows, item)`` returns the result of an item from its rows of the
+                graph and its call, such as tiles with separators; runs after the graph.
             modality: of the items.
             tolerance: the most that results may differ from eager, relative to the largest number;
                 left out: 1e-3 for float32, 2e-2 for float16, 1e-1 for bfloat16.
@@ -607,33 +607,24 @@ class EncoderCudaGraphManager:
 
         Raises:
             EncoderError: something could not be derived, or differs from eager; names it.
+            ConfigError: there are no examples, or they are no mappings.
 
         Example:
-            >>> class Tower(nn.Module):
-            ...     def __init__(self):
-            ...         super().__init__()
-            ...         self.embed, self.places = nn.Linear(12, 32), nn.Linear(1, 32)
+            >>> class Tower(nn.Linear):
             ...     def forward(self, pixel_values, grid):
-            ...         places = [torch.linspace(0, 1, h * w) for h, w in grid.tolist()]
-            ...         return self.embed(pixel_values) + self.places(torch.cat(places)[:, None])
-            >>> def item(h, w):
-            ...     return {"pixel_values": torch.randn(h * w, 12), "grid": torch.tensor([[h, w]])}
+            ...         sizes = [1.0 / (h * w) for h, w in grid.tolist() for _ in range(h * w)]
+            ...         return super().forward(pixel_values) * torch.tensor(sizes)[:, None]
+            >>> def call(*grids):
+            ...     rows = torch.randn(sum(h * w for h, w in grids), 12)
+            ...     return {"pixel_values": rows, "grid": torch.tensor(grids)}
             >>> manager = cgcompile.EncoderCudaGraphManager.from_model(
-            ...     Tower(), [item(2, 2), item(4, 4)], token_budgets=[16, 64]
+            ...     Tower(12, 32), [call((2, 2)), call((4, 4))], token_budgets=[16, 64]
             ... )
             >>> report = manager.capture()
-            >>> pair = {"pixel_values": torch.randn(24, 12), "grid": torch.tensor([[2, 4], [4, 4]])}
-            >>> [tuple(result.shape) for result in manager.execute(pair)]
+            >>> [tuple(result.shape) for result in manager.execute(call((2, 4), (4, 4)))]
             [(8, 32), (16, 32)]
         """
-        examples = list(example_items)
-        alike = examples and all(isinstance(example, Mapping) for example in examples)
-        expected = "at least one mapping from names to the inputs of one item"
-        require(bool(alike), "example_items", "from_model", example_items, expected)
-        arguments = tower, examples, output, modality, tolerance
-        encoder = (
-            DerivedEncoder(*arguments) if combine is None else CombiningEncoder(combine, *arguments)
-        )
+        encoder = derived_encoder(tower, example_items, output, combine, modality, tolerance)
         return cls(encoder, **{"device": encoder.device, "dtype": encoder.dtype, **options})
 
     def __repr__(self) -> str:

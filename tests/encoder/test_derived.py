@@ -352,11 +352,11 @@ def test_new_sizes_that_behave_differently() -> None:
     tower = Tower(lambda x, grid: x.tanh() if grid.max() > 10 else x)
     encoder = derived(tower)
     check(encoder, tower, (2, 10))
-    with pytest.raises(EncoderError, match="calls tanh where it calls blocks.0"):
+    with pytest.raises(EncoderError, match=r"calls tanh where it calls blocks\.0"):
         encoder.execute(call((2, 12)))
 
     tower = Tower(lambda x, grid: x * torch.where(grid.max() > 10, 2.0, 1.0))
     encoder = derived(tower)
-    with pytest.raises(EncoderError, match="'mul' has shape .* no longer the constant"):
+    with pytest.raises(EncoderError, match=r"'mul' has shape .* no longer the constant"):
         encoder.execute(call((2, 12)))
     check(encoder, tower, (2, 10))
