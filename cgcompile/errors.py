@@ -1000,7 +1000,7 @@ class EncoderError(CGCompileError, ValueError):
         Compute it inside of a module, from the shape of its input, or write it by hand: a \
         PatchTable of PatchEncoder.""")
     derive_new = Template("""
-        item {key!r}: {name!r} has shape {found}; it is no longer the {kind} that follows from the \
+        item {key!r}: {name!r} has shape {found}; it is no longer the {what} that follows from the \
         examples.
         Derive another manager, with this item among the examples.""")
     derive_number = Template("""
@@ -1024,7 +1024,7 @@ class EncoderError(CGCompileError, ValueError):
         the tower ran {found} on the host; before, it ran {expected} there.
         Host values must be computed alike in each run; write them by hand: PatchEncoder.""")
     derive_result = Template("""
-        items {items} of the examples on a budget of {budget} tokens, {padding} of them padding: \
+        items {items} of the examples on a budget of {budget} tokens, {tail} of them padding: \
         results differ from eager by {found:.1e} of the largest number; allowed: {most:.0e}.
         Padding or other items reach the rows of an item, or values are baked in. Attention over \
         all rows needs offsets or a mask. Rounding alone: tolerance=.""")

@@ -449,10 +449,9 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         ):
             if where != other or len(found) != len(expected):
                 raise EncoderError.derive_calls(key=key, found=where, expected=other)
-            for mine, theirs in zip(found, expected, strict=True):
-                if mine != theirs:
-                    named = {"key": key, "where": where}
-                    raise EncoderError.derive_number(found=mine, expected=theirs, **named)
+            for mine, own in zip(found, expected, strict=True):
+                if mine != own:
+                    raise EncoderError.derive_number(key=key, where=where, found=mine, expected=own)
 
     def _rows_of(self, values: Sequence[torch.Tensor], key: Key) -> int:
         """Return the rows of an item: those of a table or offsets, or the product of an input."""
@@ -486,8 +485,9 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
                 found = compat.tree_leaves(self.encoder_cudagraph_forward(dict(inputs.values)))
                 worst = max(map(_difference, found, expected))
                 if not worst <= tolerance:
-                    named = {"items": order, "budget": budget, "padding": padding}
-                    raise EncoderError.derive_result(found=worst, most=tolerance, **named)
+                    raise EncoderError.derive_result(
+                        items=order, budget=budget, tail=padding, found=worst, most=tolerance
+                    )
 
     # -------------------------------------------------------------- the protocol
 
@@ -537,8 +537,9 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             sizes = self._sizes([item.rows])
             for rule, value in zip(self._values, trace.values, strict=True):
                 if not rule.fits(value, sizes[rule.unit][0]):
-                    named = {"name": rule.name, "kind": rule.kind, "found": list(value.shape)}
-                    raise EncoderError.derive_new(key=key, **named)
+                    raise EncoderError.derive_new(
+                        key=key, name=rule.name, what=rule.kind, found=list(value.shape)
+                    )
             while len(self._known) >= _REMEMBERED:
                 del self._known[next(iter(self._known))]
             self._known[key] = item
