@@ -92,18 +92,22 @@ class LiftedRun(TorchFunctionMode):
                 return tower(**named, **self._trace.inputs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._hooking:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", type(func).__name__)
+        if self._hooking or (name == "__get__" and id(args[0]) not in self._hosts):
             return func(*args, **kwargs)
-        tensors = compat.tree_tensors((args, kwargs))
-        (module, inside), name = self._modules[-1], getattr(func, "__name__", type(func).__name__)
-        if all(map(self._is_host, tensors)) and (not inside or (tensors and not self._lifts)):
+        leaves = compat.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        hosts = [tensor for tensor in tensors if id(tensor) in self._hosts]
+        module, inside = self._modules[-1]
+        if len(hosts) == len(tensors) and (not inside or (hosts and not self._lifts)):
             return self._host_op(name, partial(func, *args, **kwargs))
-        where = f"{module}.{name}".lstrip(".")
+        where = f"{module}.{name}" if module else name
         if name in _READS:
             raise EncoderError.derive_read(where=where, found=list(tensors[0].shape))
-        args, kwargs = compat.tree_map(partial(self._on_device, where), (args, kwargs))
-        self._called(where, (args, kwargs))
+        if hosts or slice in map(type, leaves):
+            args, kwargs = compat.tree_map(partial(self._on_device, where), (args, kwargs))
+            leaves = compat.tree_leaves((args, kwargs))
+        self._called(where, leaves)
         return func(*args, **kwargs)
 
     def _is_host(self, leaf: Any) -> bool:
@@ -149,10 +153,9 @@ class LiftedRun(TorchFunctionMode):
         self._lifted[id(leaf)] = found
         return found
 
-    def _called(self, where: str, arguments: Any) -> None:
+    def _called(self, where: str, leaves: Sequence[Any]) -> None:
         """Note a call on the device."""
         if not self._filled:
-            leaves = compat.tree_leaves(arguments)
             self._trace.calls.append((where, tuple(map(_comparable, leaves))))
         self._calls += 1
         if self._stop is not None and self._calls > self._stop:
@@ -163,7 +166,7 @@ class LiftedRun(TorchFunctionMode):
         inside = self._modules[-1][1]
         reads = not inside and any(id(value) in self._inputs for value in (*args, *kwargs.values()))
         self._modules.append((name, not reads))
-        if reads or not self._lifts:
+        if inside or reads or not self._lifts:
             return None
         names = {id(value): key for key, value in kwargs.items()}
         index = iter(range(len(compat.tree_leaves((args, kwargs)))))
@@ -178,7 +181,7 @@ class LiftedRun(TorchFunctionMode):
             arguments = compat.tree_map(replaced, (args, kwargs))
             if not self._filled:
                 self._trace.modules.add(self._calls)
-            self._called(name, arguments)
+            self._called(name, compat.tree_leaves(arguments))
         finally:
             self._hooking = False
         return arguments
