@@ -370,7 +370,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         self._derive_values(traces[:count], list(zip(orders, traces[count:], strict=True)), rows)
         self._derive_bounds([self._again(self._inputs.on_host(call, None)) for call in alone])
         again = [self._again(self._inputs.on_host(call, None)) for call in alone]
-        self._template.calls = again[small].calls
+        self._template.calls, self._template.inner = again[small].calls, again[small].inner
         for key, trace, other, number in zip(keys, again, traces, rows, strict=False):
             self._check_calls(trace, key)
             for rule, value, found in zip(self._values, other.values, trace.values, strict=True):
@@ -430,10 +430,10 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
 
     def _again(self, hosts: dict[str, Any], stop: int | None = None) -> HostTrace:
         """Run the host ops of other items, and those of the device on the smallest example."""
-        trace = HostTrace(hosts)
+        trace, deep = HostTrace(hosts), stop is None or self._template.leaks
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._run(trace, self._small, buffers=self._lifted, stop=stop)
+                self._run(trace, self._small, buffers=self._lifted, stop=stop, deep=deep)
         except EncoderError:
             raise
         except Exception as error:
@@ -443,10 +443,10 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
 
     def _check_calls(self, trace: HostTrace, key: Key) -> None:
         """Raise if the tower calls other ops for an item than for the smallest example."""
-        known = self._template.calls[: len(trace.calls)]
-        for (where, found), (other, expected) in zip_longest(
-            trace.calls, known, fillvalue=("nothing", ())
-        ):
+        template, short = self._template, (len(trace.calls), len(trace.inner))
+        known = [*template.calls[: short[0]], *template.inner[: short[1]]]
+        calls = zip_longest([*trace.calls, *trace.inner], known, fillvalue=("nothing", ()))
+        for (where, found), (other, expected) in calls:
             if where != other or len(found) != len(expected):
                 raise EncoderError.derive_calls(key=key, found=where, expected=other)
             for mine, own in zip(found, expected, strict=True):

@@ -29,6 +29,10 @@ Site = tuple[int, int]
 """An argument of a call on the device: the index of the call, and of the argument."""
 
 
+Call = tuple[str, tuple[Any, ...]]
+"""The name of a module or op, and its arguments, of tensors the type alone."""
+
+
 @dataclass
 class HostTrace:
     """What one run computed on the host, and what it called on the device."""
@@ -37,8 +41,9 @@ class HostTrace:
     results: list[tuple[str, Any]] = field(default_factory=list)  # of host ops, in order
     values: list[torch.Tensor] = field(default_factory=list)  # lifted ones, copies on the CPU
     names: list[str] = field(default_factory=list)  # of the values
-    # A module or an op of the device, and its arguments, tensors left out.
-    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)  # on the device, by the tower itself
+    inner: list[Call] = field(default_factory=list)  # by modules
+    leaks: bool = False  # host values enter ops inside of modules
     modules: set[int] = field(default_factory=set)  # indices of calls
     moved: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of a host value
     last: int = 0  # index of the call that took the last value
@@ -52,7 +57,8 @@ class LiftedRun(TorchFunctionMode):
     """One run of a tower, which fills an empty trace, or takes host results from a filled one.
 
     ``buffers`` replace lifted values, in order, and ``bounds`` numbers that modules get. The run
-    ends behind the call of index ``stop``. Without ``lifts`` host values are constants.
+    ends behind the call of index ``stop``, and looks at no call inside of modules unless ``deep``.
+    Without ``lifts`` host values are constants.
     """
 
     def __init__(
@@ -64,9 +70,10 @@ class LiftedRun(TorchFunctionMode):
         buffers: Sequence[torch.Tensor] | None = None,
         bounds: Mapping[Site, int] | None = None,
         stop: int | None = None,
+        deep: bool = True,
     ) -> None:
         super().__init__()
-        self._trace, self._device, self._lifts = trace, device, lifts
+        self._trace, self._device, self._lifts, self._deep = trace, device, lifts, deep
         self._buffers, self._bounds, self._stop = buffers, bounds or {}, stop
         self._filled = bool(trace.results or trace.calls)
         # Strong references, so that no other tensor gets the id of a host value.
@@ -93,12 +100,13 @@ class LiftedRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", type(func).__name__)
-        if self._hooking or (name == "__get__" and id(args[0]) not in self._hosts):
+        module, inside = self._modules[-1]
+        unseen = self._hooking or (inside and not self._deep)
+        if unseen or (name == "__get__" and id(args[0]) not in self._hosts):
             return func(*args, **kwargs)
         leaves = compat.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         hosts = [tensor for tensor in tensors if id(tensor) in self._hosts]
-        module, inside = self._modules[-1]
         if len(hosts) == len(tensors) and (not inside or (hosts and not self._lifts)):
             return self._host_op(name, partial(func, *args, **kwargs))
         where = f"{module}.{name}" if module else name
@@ -142,6 +150,7 @@ class LiftedRun(TorchFunctionMode):
             self._trace.values.append(leaf.detach().to("cpu", copy=True))
             self._trace.names.append(where)
             self._trace.last = self._calls
+            self._trace.leaks |= self._modules[-1][1] and not self._hooking
         if self._buffers is not None:
             if number >= len(self._buffers):
                 raise EncoderError.derive_order(found=where, expected="no further host value")
@@ -155,8 +164,12 @@ class LiftedRun(TorchFunctionMode):
 
     def _called(self, where: str, leaves: Sequence[Any]) -> None:
         """Note a call on the device."""
+        inside = self._modules[-1][1] and not self._hooking
         if not self._filled:
-            self._trace.calls.append((where, tuple(map(_comparable, leaves))))
+            calls = self._trace.inner if inside else self._trace.calls
+            calls.append((where, tuple(map(_comparable, leaves))))
+        if inside:
+            return
         self._calls += 1
         if self._stop is not None and self._calls > self._stop:
             raise _Stopped
