@@ -441,12 +441,16 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             raise EncoderError.derive_run(found=hosts, error=text) from error
         return trace
 
-    def _check_calls(self, trace: HostTrace, key: Key) -> None:
+    def _check_calls(self, trace: HostTrace, key: Key, stop: int | None = None) -> None:
         """Raise if the tower calls other ops for an item than for the smallest example."""
-        template, short = self._template, (len(trace.calls), len(trace.inner))
-        known = [*template.calls[: short[0]], *template.inner[: short[1]]]
-        calls = zip_longest([*trace.calls, *trace.inner], known, fillvalue=("nothing", ()))
-        for (where, found), (other, expected) in calls:
+        known, mine = self._template.calls, trace.calls
+        if stop is None:
+            known, mine = [*known, *self._template.inner], [*mine, *trace.inner]
+        else:
+            known = known[: stop + 1]
+        for (where, found), (other, expected) in zip_longest(
+            mine, known, fillvalue=("nothing", ())
+        ):
             if where != other or len(found) != len(expected):
                 raise EncoderError.derive_calls(key=key, found=where, expected=other)
             for mine, own in zip(found, expected, strict=True):
@@ -532,7 +536,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         item = self._known.get(key)
         if item is None:
             trace = self._again(self._inputs.on_host(call, [index]), self._stop)
-            self._check_calls(trace, key)
+            self._check_calls(trace, key, self._stop)
             item = Item(self._rows_of(trace.values, key), trace.values)
             sizes = self._sizes([item.rows])
             for rule, value in zip(self._values, trace.values, strict=True):

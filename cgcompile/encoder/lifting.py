@@ -30,7 +30,7 @@ Site = tuple[int, int]
 
 
 Call = tuple[str, tuple[Any, ...]]
-"""The name of a module or op, and its arguments, of tensors the type alone."""
+"""The name of a module or op, and its arguments: numbers, which host value, or the type."""
 
 
 @dataclass
@@ -80,6 +80,7 @@ class LiftedRun(TorchFunctionMode):
         self._hosts = {id(leaf): leaf for leaf in compat.tree_tensors(trace.inputs)}
         self._inputs = {id(value) for value in trace.inputs.values()}
         self._lifted: dict[int, torch.Tensor] = {}
+        self._numbers: dict[int, str] = {}  # which host value it is, by id of a buffer
         self._ops = self._calls = 0  # of this run so far
         self._modules = [("", False)]  # those that run now: name, and whether on the device
         self._hooking = False
@@ -160,6 +161,7 @@ class LiftedRun(TorchFunctionMode):
         else:
             found = self._trace.moved[id(leaf)] = leaf.detach().to(self._device, copy=True)
         self._lifted[id(leaf)] = found
+        self._numbers[id(found)] = f"host value {number}"
         return found
 
     def _called(self, where: str, leaves: Sequence[Any]) -> None:
@@ -167,7 +169,7 @@ class LiftedRun(TorchFunctionMode):
         inside = self._modules[-1][1] and not self._hooking
         if not self._filled:
             calls = self._trace.inner if inside else self._trace.calls
-            calls.append((where, tuple(map(_comparable, leaves))))
+            calls.append((where, tuple(map(self._comparable, leaves))))
         if inside:
             return
         self._calls += 1
@@ -202,9 +204,10 @@ class LiftedRun(TorchFunctionMode):
     def _leave(self, *_: Any) -> None:
         self._modules.pop()
 
-
-def _comparable(leaf: Any) -> Any:
-    """Return a number or name as it is, of others what can be compared."""
-    if isinstance(leaf, _COMPARED) and leaf == leaf:  # not NaN
-        return leaf
-    return repr(leaf) if isinstance(leaf, (slice, float)) else type(leaf).__name__
+    def _comparable(self, leaf: Any) -> Any:
+        """Return a number or name as it is, of others what can be compared."""
+        if isinstance(leaf, _COMPARED) and leaf == leaf:  # not NaN
+            return leaf
+        if isinstance(leaf, (slice, float)):
+            return repr(leaf)
+        return self._numbers.get(id(leaf)) or type(leaf).__name__

@@ -360,3 +360,39 @@ def test_new_sizes_that_behave_differently() -> None:
     with pytest.raises(EncoderError, match=r"'mul' has shape .* no longer the constant"):
         encoder.execute(call((2, 12)))
     check(encoder, tower, (2, 10))
+
+
+def test_the_same_host_value_twice_or_two() -> None:
+    """Which buffer an op reads is part of the graph."""
+
+    def change(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        rows = int(grid.prod(1).sum())
+        one, two = torch.ones(rows, 1), torch.full((rows, 1), 2.0)
+        return x * one * two * (two if grid.max() > 10 else one)
+
+    encoder = derived(Tower(change))
+    check(encoder, encoder.model.tower, (2, 10))
+    with pytest.raises(EncoderError, match="mul gets 'host value 2'; 'host value 1' for"):
+        encoder.execute(call((2, 12)))
+
+
+def test_host_values_that_are_no_arguments_of_a_module() -> None:
+    """They are lifted where an op inside of the module reads them."""
+    shared: dict[str, torch.Tensor] = {}
+
+    def share(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        lengths = grid.prod(1)
+        shared["scale"] = torch.repeat_interleave(1.0 / lengths, lengths)[:, None]
+        return x
+
+    class Scaled(Block):
+        def forward(self, x: torch.Tensor, *args: Any, **named: Any) -> Any:
+            return super().forward(x * shared["scale"], *args, **named)
+
+    tower = Tower(share)
+    tower.blocks[0] = Scaled()
+    encoder = derived(tower)
+    for grids in MIXES:
+        check(encoder, tower, *grids)
+    assert encoder.statistics.misses == 0
+    assert "blocks.0.mul: table by patches" in repr(encoder.model)
