@@ -623,7 +623,8 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             self._lifted[number] if rule.kind == CONSTANT else inputs[rule.name]
             for number, rule in enumerate(self._values)
         ]
-        return self._flat(self._run(self._template, rows, buffers=buffers))
+        trace = self._template
+        return self._flat(self._run(trace, rows, buffers=buffers, deep=trace.leaks))
 
 
 class CombiningEncoder(DerivedEncoder):

@@ -57,7 +57,7 @@ class LiftedRun(TorchFunctionMode):
     """One run of a tower, which fills an empty trace, or takes host results from a filled one.
 
     ``buffers`` replace lifted values, in order, and ``bounds`` numbers that modules get. The run
-    ends behind the call of index ``stop``, and looks at no call inside of modules unless ``deep``.
+    ends behind the call of index ``stop``. It is off inside of modules unless ``deep``.
     Without ``lifts`` host values are constants.
     """
 
@@ -83,7 +83,7 @@ class LiftedRun(TorchFunctionMode):
         self._numbers: dict[int, str] = {}  # which host value it is, by id of a buffer
         self._ops = self._calls = 0  # of this run so far
         self._modules = [("", False)]  # those that run now: name, and whether on the device
-        self._hooking = False
+        self._hooking = self._off = False  # in a hook of ours; inside of a module, unless deep
 
     def of(self, tower: Callable[..., Any], named: Mapping[str, Any]) -> Any:
         """Return the result of the tower; None if the run was stopped."""
@@ -101,13 +101,12 @@ class LiftedRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", type(func).__name__)
-        module, inside = self._modules[-1]
-        unseen = self._hooking or (inside and not self._deep)
-        if unseen or (name == "__get__" and id(args[0]) not in self._hosts):
+        if self._hooking or (name == "__get__" and id(args[0]) not in self._hosts):
             return func(*args, **kwargs)
         leaves = compat.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         hosts = [tensor for tensor in tensors if id(tensor) in self._hosts]
+        module, inside = self._modules[-1]
         if len(hosts) == len(tensors) and (not inside or (hosts and not self._lifts)):
             return self._host_op(name, partial(func, *args, **kwargs))
         where = f"{module}.{name}" if module else name
@@ -199,10 +198,16 @@ class LiftedRun(TorchFunctionMode):
             self._called(name, compat.tree_leaves(arguments))
         finally:
             self._hooking = False
+        if not self._deep:
+            self._off = True
+            self.__exit__(None, None, None)
         return arguments
 
     def _leave(self, *_: Any) -> None:
         self._modules.pop()
+        if self._off and not self._modules[-1][1]:
+            self._off = False
+            self.__enter__()
 
     def _comparable(self, leaf: Any) -> Any:
         """Return a number or name as it is, of others what can be compared."""
