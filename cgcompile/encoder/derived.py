@@ -181,6 +181,11 @@ class Inputs:
         for name in (*self.rows, *self.hosts):
             if call.get(name) is None:
                 raise EncoderError.no_input(name=name, known=list(call))
+        known = [*self.rows, *self.hosts, *self.constants]
+        for name in call:
+            if name not in known:
+                found, expected = "is no input of the examples", f"of {known} alone"
+                raise EncoderError.derive_call(name=name, found=found, expected=expected)
         for name, value in self.constants.items():
             if call.get(name, value) != value:
                 found = f"is {call[name]!r}"
@@ -463,7 +468,8 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             if rule.kind != CONSTANT and rule.unit != ITEMS:
                 count = int(value[-1]) if rule.kind == OFFSETS else len(value)
                 return count if rule.unit == PATCHES else int(count / self._ratio)
-        return math.prod(key[0]) if isinstance(key[0], tuple) else int(key[0])
+        numbers = key[0] if isinstance(key[0], tuple) else (key[0],)
+        return math.prod(numbers) if all(isinstance(each, int) for each in numbers) else 0
 
     def _check(
         self,
@@ -538,6 +544,9 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             trace = self._again(self._inputs.on_host(call, [index]), self._stop)
             self._check_calls(trace, key, self._stop)
             item = Item(self._rows_of(trace.values, key), trace.values)
+            if (item.rows * self._ratio).denominator > 1:
+                found, expected = f"has {item.rows} rows", f"a multiple of {1 / self._ratio}"
+                raise EncoderError.derive_call(name=f"item {index}", found=found, expected=expected)
             sizes = self._sizes([item.rows])
             for rule, value in zip(self._values, trace.values, strict=True):
                 if not rule.fits(value, sizes[rule.unit][0]):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -199,15 +199,15 @@ class LiftedRun(TorchFunctionMode):
         finally:
             self._hooking = False
         if not self._deep:
-            self._off = True
-            self.__exit__(None, None, None)
+            self._off, mode = True, cast(Any, self)  # whose methods have no types
+            mode.__exit__(None, None, None)
         return arguments
 
     def _leave(self, *_: Any) -> None:
         self._modules.pop()
         if self._off and not self._modules[-1][1]:
-            self._off = False
-            self.__enter__()
+            self._off, mode = False, cast(Any, self)
+            mode.__enter__()
 
     def _comparable(self, leaf: Any) -> Any:
         """Return a number or name as it is, of others what can be compared."""

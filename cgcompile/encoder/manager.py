@@ -603,7 +603,7 @@ class EncoderCudaGraphManager:
 
         Returns:
             A manager; its ``model`` prints what was derived. A call has the inputs of several
-            items, one after the other; results are [tokens, ...], without a dimension of items.
+            items, one after the other; results are [tokens, columns], without a dimension of items.
 
         Raises:
             EncoderError: something could not be derived, or differs from eager; names it.

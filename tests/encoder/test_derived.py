@@ -333,8 +333,9 @@ def test_items_of_unknown_rows() -> None:
 
     examples = [{"pixel_values": torch.ones(n, C)} for n in (2, 3)]
     refused(r"items have \[2, 3\] rows, which follow from no input", Rows(C, H), examples)
-    named = [{**example, "kind": torch.tensor([[1]])} for example in examples]
-    refused(r"items have \[2, 3\] rows, which follow from no input", Rows(C, H), named)
+    for kind in (torch.tensor([[1]]), ["image"]):
+        named = [{**example, "kind": kind} for example in examples]
+        refused(r"items have \[2, 3\] rows, which follow from no input", Rows(C, H), named)
 
 
 def test_calls_that_do_not_fit_the_examples() -> None:
@@ -344,6 +345,10 @@ def test_calls_that_do_not_fit_the_examples() -> None:
         encoder.execute({**good, "grid": good["grid"][:1]})
     with pytest.raises(EncoderError, match="no 'grid'"):
         encoder.execute({"pixel_values": good["pixel_values"]})
+    with pytest.raises(EncoderError, match="mask is no input of the examples"):
+        encoder.execute({**good, "mask": None})
+    with pytest.raises(EncoderError, match="item 1 has 9 rows; expected a multiple of 4"):
+        encoder.execute(call((2, 2), (3, 3)))
     check(encoder, encoder.model.tower, (2, 2), (4, 4))
 
 
