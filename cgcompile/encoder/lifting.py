@@ -57,7 +57,7 @@ class LiftedRun(TorchFunctionMode):
     """One run of a tower, which fills an empty trace, or takes host results from a filled one.
 
     ``buffers`` replace lifted values, in order, and ``bounds`` numbers that modules get. The run
-    ends behind the call of index ``stop``. It is off inside of modules unless ``deep``.
+    ends behind the call of index ``stop``. The mode is off inside of modules unless ``deep``.
     Without ``lifts`` host values are constants.
     """
 
