@@ -29,7 +29,7 @@ from cgcompile.encoder.protocol import (
 )
 from cgcompile.errors import EncoderError
 from cgcompile.graphs.guards import modules_of
-from cgcompile.settings import require
+from cgcompile.settings import require, require_arguments
 
 ITEMS, CONSTANT, OFFSETS, TABLE = "items", "constant", "offsets", "table"
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2}
@@ -333,7 +333,11 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
     def _result(self, output: Any) -> Any:
         """Return the tensors of the tower's output that are the result."""
         if self._output is not None:
-            return self._output(output)
+            try:
+                return self._output(output)
+            except (TypeError, ValueError) as error:
+                found = f"{type(output).__name__}, on which output= failed: {error}"
+                raise EncoderError.derive_output(found=found) from error
         leaves = compat.tree_leaves(output)
         if len(leaves) != 1 or not isinstance(leaves[0], torch.Tensor):
             names = output if isinstance(output, Mapping) else [type(leaf) for leaf in leaves]
@@ -669,6 +673,11 @@ def derived_encoder(
     tolerance: float | None,
 ) -> DerivedEncoder:
     """Return the encoder of ``from_model``."""
+    values: dict[str, Any] = {"tower": tower, "output": output, "combine": combine}
+    values |= {"modality": modality, "tolerance": tolerance, "example_items": examples}
+    hints: dict[str, Any] = {"tower": Callable, "example_items": Sequence, "modality": str}
+    hints |= dict.fromkeys(("output", "combine"), Callable | None) | {"tolerance": float | None}
+    require_arguments("from_model", values, hints)
     examples = list(examples)
     alike = bool(examples) and all(isinstance(example, Mapping) for example in examples)
     expected = "at least one mapping from names to the inputs of one item"
