@@ -965,6 +965,69 @@ class EncoderError(CGCompileError, ValueError):
     buffer_moved = Template("""
         buffer {key!r} {room}: its padding logic left {found} in its place.
         A graph reads the shape and address that it recorded: write dst in place.""")
+    derive_input = Template("""
+        example_items: {name} is {found}; expected {expected}.
+        An example has the keyword arguments of the tower for one item: rows [n, ...], further \
+        tensors by row, inputs with one entry, constants. Compute others in the tower.""")
+    derive_shapes = Template("""
+        example_items: a row of {name!r} is {one} in one item and {other} in another; a graph has \
+        one shape.
+        Use a manager for each shape, or a tower of flattened patches [rows, C].""")
+    derive_call = Template("""
+        a call of a derived encoder: {name} {found}; expected {expected}.
+        Give the inputs of all items, one after the other, as in the examples; other sizes or \
+        constants need examples of their own, or another manager.""")
+    derive_rows = Template("""
+        example_items: items have {rows} rows, which follow from no input by item.
+        Give the tower, first of all, an input by item whose product is the number of rows, such \
+        as a grid.""")
+    derive_output = Template("""
+        the tower returned {found}; expected one tensor of rows, those of several items one after \
+        the other.
+        Choose the result: output=lambda found: found.pooler_output, or a tuple of several.""")
+    derive_ratio = Template("""
+        examples of {rows} rows have results of {tokens} rows; expected a fixed ratio.
+        Add or leave out rows after the graph, combine=; or use a manager for each size.""")
+    derive_value = Template("""
+        cannot derive {name!r}, which the tower computes from the sizes of items: shapes {found} \
+        for items of {rows} rows and {tokens} tokens, and the value of several items is not joined \
+        from theirs.
+        Values by row, token or item and offsets are derived. Write this one by hand: a \
+        PatchTable or PatchOffsets of PatchEncoder.""")
+    derive_size = Template("""
+        cannot derive {name!r} of shape {found}: it depends on the number of rows of a tensor on \
+        the device, not on inputs by item alone.
+        Compute it inside of a module, from the shape of its input, or write it by hand: a \
+        PatchTable of PatchEncoder.""")
+    derive_new = Template("""
+        item {key!r}: {name!r} has shape {found}; it is no longer the {what} that follows from the \
+        examples.
+        Derive another manager, with this item among the examples.""")
+    derive_number = Template("""
+        item {key!r}: {where} gets {found!r}; {expected!r} for the smallest example.
+        Numbers that depend on sizes are baked in; the longest sequence of offsets alone is \
+        derived. Pass others as tensors, or give PatchEncoder a forward with the largest number.""")
+    derive_calls = Template("""
+        item {key!r}: the tower calls {found} where it calls {expected} for the smallest example.
+        A graph has the same calls for all sizes: give examples of one size, or write the forward \
+        of PatchEncoder without such a branch or loop.""")
+    derive_run = Template("""
+        the tower fails on the rows of the smallest example with the host values of {found}: {error}
+        Its device code reads numbers that depend on sizes: pass them as tensors, or give examples \
+        of one size.""")
+    derive_read = Template("""
+        {where}() reads a tensor {found} on the host, which a graph cannot do.
+        If that is attention which splits sequences by length: choose an implementation that takes \
+        offsets (cu_seqlens) on the device, such as "flash_attention_2" or a registered one. Or \
+        give examples of one size.""")
+    derive_order = Template("""
+        the tower ran {found} on the host; before, it ran {expected} there.
+        Host values must be computed alike in each run; write them by hand: PatchEncoder.""")
+    derive_result = Template("""
+        items {items} of the examples on a budget of {budget} tokens, {tail} of them padding: \
+        results differ from eager by {found:.1e} of the largest number; allowed: {most:.0e}.
+        Padding or other items reach the rows of an item, or values are baked in. Attention over \
+        all rows needs offsets or a mask. Rounding alone: tolerance=.""")
     budget_number = Template("{name} = {found!r}; expected a whole number of at least {least}.")
     not_a_budget = Template("""
         encoder budgets: {found!r} is none; expected whole numbers of at least 1.

@@ -111,7 +111,7 @@ INTERNAL = {
 }
 # A value for one of these is run, as a model or on one: an error of torch is that of the model. A
 # number names a CUDA device, which may not exist.
-RUN = {"device", "model", "inputs", "*", "step", "push", "pop", "wrapper"}
+RUN = {"device", "model", "inputs", "*", "step", "push", "pop", "wrapper", "tower", "output"}
 # Valid arguments, without what they need: captured graphs, or ranks.
 REFUSED = {"Agreement", "Sharder"}
 # Made by cgcompile alone.
@@ -323,6 +323,13 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "EncoderCudaGraphManager": lambda: {"model": patches(), **ENCODER},
     "EncoderCudaGraphManager.execute": lambda: {"mm_kwargs": IMAGES},
+    "EncoderCudaGraphManager.from_model": lambda: {
+        "tower": nn.Sequential(nn.Linear(4, 4)).eval(),
+        "example_items": [{"input": X}],
+        "device": "cpu",
+        "dtype": torch.float32,
+        "config": CONFIG,
+    },
     "EncoderCudaGraphManager.plan": lambda: {"mm_kwargs": IMAGES},
     "EncoderCudaGraphManager.graph_inputs": lambda: {"key": encoder.GraphKey("default", 16)},
     "EncoderCudaGraphManager.supports_modality": lambda: {"modality": "image"},

@@ -146,6 +146,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "EncoderError.item_need": {"tokens": (-1,)},
     "EncoderError.not_a_budget": {"found": True},
     "EncoderError.patches": {"expected": 16},
+    "EncoderError.derive_result": {"found": 0.25, "most": 1e-3},
     "EncoderError.items_above_budget": {"name": "max_items"},
     "EncoderError.items_above_range": {"name": "max_batch_size"},
     "EncoderError.no_offset_room": {"budget": " of budget 40", "room": 4},

@@ -230,6 +230,10 @@ def test_the_encoder_of_a_page_works(ran: Any, capsys: pytest.CaptureFixture[str
     assert shown is not None
     assert shown[1] in capsys.readouterr().out
     assert page["tight"].statistics.waste() == 0.125
+    for name, hits in (("derived", 2), ("siglip_manager", 3), ("tile_manager", 2)):
+        statistics = page[name].statistics
+        assert (statistics.hits, statistics.misses) == (hits, 0)
+    assert repr(page["derived"].model) in (DOCS / "howto/encoders.md").read_text()
     assert list(page["film"].shape) == [12, 96]
     vit, places = page["vit"], page["places"]
     for mine, part, grid in zip(page["features"], page["rows"], page["grids"], strict=True):

@@ -21,6 +21,7 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.encoder.budgets import TokenBudgets, checked_number, resolve_limits
+from cgcompile.encoder.derived import derived_encoder
 from cgcompile.encoder.graphs import EncoderGraphs, EncoderSetup, GraphKey
 from cgcompile.encoder.packing import Costs, Group, Need, pack
 from cgcompile.encoder.protocol import (
@@ -565,6 +566,66 @@ class EncoderCudaGraphManager:
         text = "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay"
         largest = self.max_batch_size, self.max_frames_per_batch
         log.info(text, type(model).__name__, self.token_budgets, *largest)
+
+    @classmethod
+    def from_model(
+        cls,
+        tower: Callable[..., Any],
+        example_items: Sequence[Mapping[str, Any]],
+        *,
+        output: Callable[[Any], Any] | None = None,
+        combine: Callable[[Any, dict[str, Any]], Any] | None = None,
+        modality: str = "image",
+        tolerance: float | None = None,
+        **options: Any,
+    ) -> "EncoderCudaGraphManager":
+        """Derive the protocol of a tower from example items, and return a manager of it.
+
+        What the tower computes on the host from inputs by item, such as grids, becomes buffers:
+        tables by row, token or item, and offsets. Buffers with and without padding are compared
+        with eager runs of single items.
+
+        Args:
+            tower: a module, or a function that calls modules.
+            example_items: the keyword arguments of the tower for one item each: tensors of floating
+                point [rows, ...], further tensors by row, inputs with one entry (``[1, ...]``, or a
+                list of one), and constants. Items of different sizes, a small and a large one
+                among them; or of one size, then graphs are for that size alone.
+            output: returns the result, a tensor or several, from what the tower returned; left out:
+                the tower returns one tensor.
+            combine: ``combine(rows, item)`` returns the result of an item from its rows of the
+                graph and its call, such as tiles with separators; runs after the graph.
+            modality: of the items.
+            tolerance: the most that results may differ from eager, relative to the largest number;
+                left out: 1e-3 for float32, 2e-2 for float16, 1e-1 for bfloat16.
+            options: arguments of the manager; ``device`` and ``dtype`` are by default the tower's,
+                budgets up to 16 times the largest example.
+
+        Returns:
+            A manager; its ``model`` prints what was derived. A call has the inputs of several
+            items, one after the other; results are [tokens, columns], without a dimension of items.
+
+        Raises:
+            EncoderError: something could not be derived, or differs from eager; names it.
+            ConfigError: there are no examples, or they are no mappings.
+
+        Example:
+            >>> class Tower(nn.Linear):
+            ...     def forward(self, pixel_values, grid):
+            ...         sizes = [1.0 / (h * w) for h, w in grid.tolist() for _ in range(h * w)]
+            ...         return super().forward(pixel_values) * torch.tensor(sizes)[:, None]
+            >>> def call(*grids):
+            ...     rows = torch.randn(sum(h * w for h, w in grids), 12)
+            ...     return {"pixel_values": rows, "grid": torch.tensor(grids)}
+            >>> manager = cgcompile.EncoderCudaGraphManager.from_model(
+            ...     Tower(12, 32), [call((2, 2)), call((4, 4))], token_budgets=[16, 64]
+            ... )
+            >>> report = manager.capture()
+            >>> [tuple(result.shape) for result in manager.execute(call((2, 4), (4, 4)))]
+            [(8, 32), (16, 32)]
+        """
+        encoder = derived_encoder(tower, example_items, output, combine, modality, tolerance)
+        return cls(encoder, **{"device": encoder.device, "dtype": encoder.dtype, **options})
 
     def __repr__(self) -> str:
         model, captured = type(self._model.model).__name__, len(self.budget_graphs)

@@ -132,11 +132,20 @@ def frame_offsets(grids: Sequence[Grid]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def _positions(dst: torch.Tensor, src: torch.Tensor) -> None:
+def positions_tail(dst: torch.Tensor, src: torch.Tensor) -> None:
     """Write rows, and behind them the number of each row; a padding logic."""
     dst[: len(src)].copy_(src, non_blocking=True)
     tail = torch.arange(len(src), len(dst), dtype=dst.dtype, device=dst.device)
     dst[len(src) :].copy_(tail.view(-1, *[1] * (dst.dim() - 1)).expand_as(dst[len(src) :]))
+
+
+def offset_buffer(
+    total: int, most: int, longest: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return offsets of so many rows, with room for ``most`` sequences and those of padding."""
+    entries = 1 + most + -(-total // (longest or total))
+    even = [min(total, -(-total * index // most)) for index in range(entries)]
+    return torch.tensor(even, dtype=dtype, device=device)
 
 
 class PatchEncoder(SupportsEncoderCudaGraph):
@@ -213,7 +222,9 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         if max_frames_per_video > 1:
             names["video"] = ("pixel_values_videos", "video_grid_thw")
         self._inputs = dict(inputs or names)
-        tails = {key: _positions for key, table in self._tables.items() if table.tail == POSITIONS}
+        tails = {
+            key: positions_tail for key, table in self._tables.items() if table.tail == POSITIONS
+        }
         self._config = EncoderCudaGraphConfig(
             modalities=list(self._inputs),
             buffer_keys=[PIXELS, *self._tables, *self._offsets],
@@ -315,16 +326,14 @@ class PatchEncoder(SupportsEncoderCudaGraph):
             size = (length[table.rows], *table.shape)
             values[key] = torch.zeros(size, dtype=table.dtype or dtype, device=device)
             if table.tail == POSITIONS:
-                _positions(values[key], values[key][:0])
+                positions_tail(values[key], values[key][:0])
         frames = max_frames_per_batch or max_batch_size
         for key, offsets in self._offsets.items():
             most = frames
             if offsets.most is not None:
                 most = offsets.most(token_budget, max_batch_size, frames)
-            total = length[offsets.rows]
-            entries = 1 + most + -(-total // (offsets.longest_padding or total))
-            even = [min(total, -(-total * index // most)) for index in range(entries)]
-            values[key] = torch.tensor(even, dtype=offsets.dtype, device=device)
+            total, longest = length[offsets.rows], offsets.longest_padding
+            values[key] = offset_buffer(total, most, longest, offsets.dtype, device)
         return EncoderCudaGraphCaptureInputs(values)
 
     def prepare_encoder_cudagraph_replay_buffers(

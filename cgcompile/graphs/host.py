@@ -25,8 +25,9 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -640,7 +641,8 @@ class _Recorder(compat.DispatchMode):
     def _profile(self, frame: FrameType, event: str, function: Any) -> None:
         if event != "c_call" or getattr(function, "__name__", "") not in ("tolist", "numpy"):
             return
-        if isinstance(getattr(function, "__self__", None), torch.Tensor):
+        tensor = getattr(function, "__self__", None)
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in _host_values.get():
             self._refuse(CaptureError.refused(op=f"Tensor.{function.__name__}()"))
 
     def _remember(self, tensor: torch.Tensor) -> None:
@@ -651,6 +653,20 @@ class _Recorder(compat.DispatchMode):
             with torch.inference_mode(False):
                 memory = storage_bytes(storage)
                 self._before[address] = (memory, memory.clone())
+
+
+# Ids of tensors that stay on the CPU where others are on a GPU, so that a capture may read them.
+_host_values: ContextVar[Collection[int]] = ContextVar("host_values", default=())
+
+
+@contextlib.contextmanager
+def host_values(ids: Collection[int]) -> Iterator[None]:
+    """Let captures inside call ``tolist()`` and ``numpy()`` of these tensors."""
+    token = _host_values.set(ids)
+    try:
+        yield
+    finally:
+        _host_values.reset(token)
 
 
 def _running_line() -> str:

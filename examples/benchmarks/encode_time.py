@@ -8,7 +8,8 @@ Run it on a machine with a CUDA device::
 The tower has the dimensions of the 7B model, in bfloat16, and random weights. ``eager`` is
 ``transformers``' own forward and SDPA attention, which runs window by window; ``varlen`` the same
 forward with offsets on the device. ``graphs`` is the manager's ``execute`` with all that it does:
-packing, copies in, replay, one copy out. With ``--compile`` there are ``torch.compile`` of the
+packing, copies in, replay, one copy out; ``derived`` the same without a protocol, by
+``from_model``. With ``--compile`` there are ``torch.compile`` of the
 tower as it is, ``reduce-overhead``, and graphs of blocks that Inductor has compiled.
 
 Then requests of 1 to 8 images, or of a video, are sent one after the other, eager and on graphs.
@@ -35,6 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from towers.qwen2_5_vl import Qwen25VLTower
+from towers.varlen_attention import ATTENTION
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -196,12 +198,24 @@ def memory(args: argparse.Namespace) -> tuple[int, int]:
     return torch.cuda.memory_reserved(), total - free
 
 
-def make_manager(args: argparse.Namespace, tower: Any, name: str) -> EncoderCudaGraphManager:
+def derived(args: argparse.Namespace, tower: Any) -> Any:
+    """The encoder that ``from_model`` derives from images of three sizes."""
+    tower.config._attn_implementation = ATTENTION
+
+    def forward(pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> Any:
+        return tower(pixel_values, grid_thw=image_grid_thw).pooler_output
+
+    grids = [grid_of(224, 224), grid_of(56, 112), grid_of(448, 336)]
+    items = [make_call([grid], args) for grid in grids]
+    return EncoderCudaGraphManager.from_model(forward, items, token_budgets=[64]).model
+
+
+def make_manager(args: argparse.Namespace, encoder: Any, name: str) -> EncoderCudaGraphManager:
     """All graphs captured, and what they took."""
     before = memory(args)
     start = time.perf_counter()
     manager = EncoderCudaGraphManager(
-        Qwen25VLTower(tower),
+        encoder,
         device=args.device,
         dtype=args.dtype,
         token_budgets=args.budgets,
@@ -284,10 +298,12 @@ def compare(report: Report, args: argparse.Namespace, tower: Any) -> EncoderCuda
         name: report.plain("eager", name, call, own_forward(tower)) for name, call in calls.items()
     }
     inner = deepcopy(tower)
-    manager = make_manager(args, inner, "graphs")
+    manager = make_manager(args, Qwen25VLTower(inner), "graphs")
+    other = make_manager(args, derived(args, deepcopy(tower)), "derived")
     for name, call in calls.items():
         report.plain("varlen", name, call, own_forward(inner))
         report.graphs("graphs", name, call, manager, expected[name])
+        report.graphs("derived", name, call, other, expected[name])
     if args.profile:
         profile(manager, calls[args.batches[-1]])
     if args.compile:
@@ -315,7 +331,7 @@ def compare_compiled(
         with limited(args.seconds):
             for block in inner.blocks:
                 block.compile(dynamic=True)
-            manager = make_manager(args, inner, "graphs, compiled")
+            manager = make_manager(args, Qwen25VLTower(inner), "graphs, compiled")
         for name, call in calls.items():
             report.graphs("graphs, compiled", name, call, manager, expected[name])
     except Exception as error:

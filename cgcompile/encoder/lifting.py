@@ -1,0 +1,218 @@
+"""Separate what an encoder computes on the host from what a graph records: :class:`LiftedRun`.
+
+Many towers compute positions and offsets from a grid, in Python, with values that are read on the
+host; no graph can hold that. A *host value* is a tensor that comes from host inputs and numbers
+alone, without weights or rows. It is *lifted*: where it enters a module, or an op with other
+tensors, a buffer takes its place. Host ops run once, into a :class:`HostTrace`; a run on a filled
+trace takes their results from it, and runs the ops of the device alone. The rule: the tower itself
+may read host values, its modules only host inputs that they are given.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from cgcompile import torch_compat as compat
+from cgcompile.errors import EncoderError
+from cgcompile.graphs.guards import modules_of
+from cgcompile.graphs.host import host_values
+
+_READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
+_COMPARED = (bool, int, float, complex, str, torch.dtype, type(None))
+
+Site = tuple[int, int]
+"""An argument of a call on the device: the index of the call, and of the argument."""
+
+
+Call = tuple[str, tuple[Any, ...]]
+"""The name of a module or op, and its arguments: numbers, which host value, or the type."""
+
+
+@dataclass
+class HostTrace:
+    """What one run computed on the host, and what it called on the device."""
+
+    inputs: dict[str, Any]  # the host inputs, by name
+    results: list[tuple[str, Any]] = field(default_factory=list)  # of host ops, in order
+    values: list[torch.Tensor] = field(default_factory=list)  # lifted ones, copies on the CPU
+    names: list[str] = field(default_factory=list)  # of the values
+    calls: list[Call] = field(default_factory=list)  # on the device, by the tower itself
+    inner: list[Call] = field(default_factory=list)  # by modules
+    leaks: bool = False  # host values enter ops inside of modules
+    modules: set[int] = field(default_factory=set)  # indices of calls
+    moved: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of a host value
+    last: int = 0  # index of the call that took the last value
+
+
+class _Stopped(Exception):
+    """All that was needed of a run is known."""
+
+
+class LiftedRun(TorchFunctionMode):
+    """One run of a tower, which fills an empty trace, or takes host results from a filled one.
+
+    ``buffers`` replace lifted values, in order, and ``bounds`` numbers that modules get. The run
+    ends behind the call of index ``stop``. The mode is off inside of modules unless ``deep``.
+    Without ``lifts`` host values are constants.
+    """
+
+    def __init__(
+        self,
+        trace: HostTrace,
+        device: torch.device,
+        *,
+        lifts: bool = True,
+        buffers: Sequence[torch.Tensor] | None = None,
+        bounds: Mapping[Site, int] | None = None,
+        stop: int | None = None,
+        deep: bool = True,
+    ) -> None:
+        super().__init__()
+        self._trace, self._device, self._lifts, self._deep = trace, device, lifts, deep
+        self._buffers, self._bounds, self._stop = buffers, bounds or {}, stop
+        self._filled = bool(trace.results or trace.calls)
+        # Strong references, so that no other tensor gets the id of a host value.
+        self._hosts = {id(leaf): leaf for leaf in compat.tree_tensors(trace.inputs)}
+        self._inputs = {id(value) for value in trace.inputs.values()}
+        self._lifted: dict[int, torch.Tensor] = {}
+        self._numbers: dict[int, str] = {}  # which host value it is, by id of a buffer
+        self._ops = self._calls = 0  # of this run so far
+        self._modules = [("", False)]  # those that run now: name, and whether on the device
+        self._hooking = self._off = False  # in a hook of ours; inside of a module, unless deep
+
+    def of(self, tower: Callable[..., Any], named: Mapping[str, Any]) -> Any:
+        """Return the result of the tower; None if the run was stopped."""
+        with ExitStack() as hooks:
+            for module in modules_of(tower):
+                for name, child in module.named_modules():
+                    if child is not module:
+                        enter, leave = partial(self._enter, name), self._leave
+                        before = child.register_forward_pre_hook(enter, with_kwargs=True)
+                        hooks.callback(before.remove)
+                        behind = child.register_forward_hook(leave, always_call=True)
+                        hooks.callback(behind.remove)
+            with host_values(self._hosts), suppress(_Stopped), self:
+                return tower(**named, **self._trace.inputs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", type(func).__name__)
+        if self._hooking or (name == "__get__" and id(args[0]) not in self._hosts):
+            return func(*args, **kwargs)
+        leaves = compat.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        hosts = [tensor for tensor in tensors if id(tensor) in self._hosts]
+        module, inside = self._modules[-1]
+        if len(hosts) == len(tensors) and (not inside or (hosts and not self._lifts)):
+            return self._host_op(name, partial(func, *args, **kwargs))
+        where = f"{module}.{name}" if module else name
+        if name in _READS:
+            raise EncoderError.derive_read(where=where, found=list(tensors[0].shape))
+        if hosts or slice in map(type, leaves):
+            args, kwargs = compat.tree_map(partial(self._on_device, where), (args, kwargs))
+            leaves = compat.tree_leaves((args, kwargs))
+        self._called(where, leaves)
+        return func(*args, **kwargs)
+
+    def _is_host(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and id(leaf) in self._hosts
+
+    def _host_op(self, name: str, run: Callable[[], Any]) -> Any:
+        if self._filled:
+            known, result = (*self._trace.results, ("no further op", None))[self._ops]
+            if known != name:
+                raise EncoderError.derive_order(found=name, expected=known)
+        else:
+            result = run()
+            self._trace.results.append((name, result))
+        self._ops += 1
+        for tensor in compat.tree_tensors(result):
+            self._hosts[id(tensor)] = tensor
+        return result
+
+    def _on_device(self, where: str, leaf: Any) -> Any:
+        """Return what takes the place of a host value on the device."""
+        if isinstance(leaf, slice):  # as indices host values are numbers
+            ends = (leaf.start, leaf.stop, leaf.step)
+            return slice(
+                *[self._host_op("int", partial(int, e)) if self._is_host(e) else e for e in ends]
+            )
+        if not self._is_host(leaf):
+            return leaf
+        if id(leaf) in self._lifted:
+            return self._lifted[id(leaf)]
+        number = len(self._lifted)
+        if not self._filled:
+            self._trace.values.append(leaf.detach().to("cpu", copy=True))
+            self._trace.names.append(where)
+            self._trace.last = self._calls
+            self._trace.leaks |= self._modules[-1][1] and not self._hooking
+        if self._buffers is not None:
+            if number >= len(self._buffers):
+                raise EncoderError.derive_order(found=where, expected="no further host value")
+            found = self._buffers[number]
+        elif self._filled:
+            found = self._trace.moved[id(leaf)]
+        else:
+            found = self._trace.moved[id(leaf)] = leaf.detach().to(self._device, copy=True)
+        self._lifted[id(leaf)] = found
+        self._numbers[id(found)] = f"host value {number}"
+        return found
+
+    def _called(self, where: str, leaves: Sequence[Any]) -> None:
+        """Note a call on the device."""
+        inside = self._modules[-1][1] and not self._hooking
+        if not self._filled:
+            calls = self._trace.inner if inside else self._trace.calls
+            calls.append((where, tuple(map(self._comparable, leaves))))
+        if inside:
+            return
+        self._calls += 1
+        if self._stop is not None and self._calls > self._stop:
+            raise _Stopped
+
+    def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
+        """Lift the host values that a module gets, unless it gets host inputs, to read them."""
+        inside = self._modules[-1][1]
+        reads = not inside and any(id(value) in self._inputs for value in (*args, *kwargs.values()))
+        self._modules.append((name, not reads))
+        if inside or reads or not self._lifts:
+            return None
+        names = {id(value): key for key, value in kwargs.items()}
+        index = iter(range(len(compat.tree_leaves((args, kwargs)))))
+
+        def replaced(leaf: Any) -> Any:
+            bound = self._bounds.get((self._calls, next(index)))
+            where = names.get(id(leaf), f"input of {name}")
+            return self._on_device(where, leaf) if bound is None else bound
+
+        self._hooking = True
+        try:
+            arguments = compat.tree_map(replaced, (args, kwargs))
+            if not self._filled:
+                self._trace.modules.add(self._calls)
+            self._called(name, compat.tree_leaves(arguments))
+        finally:
+            self._hooking = False
+        if not self._deep:
+            self._off, mode = True, cast(Any, self)  # whose methods have no types
+            mode.__exit__(None, None, None)
+        return arguments
+
+    def _leave(self, *_: Any) -> None:
+        self._modules.pop()
+        if self._off and not self._modules[-1][1]:
+            self._off, mode = False, cast(Any, self)
+            mode.__enter__()
+
+    def _comparable(self, leaf: Any) -> Any:
+        """Return a number or name as it is, of others what can be compared."""
+        if isinstance(leaf, _COMPARED) and leaf == leaf:  # not NaN
+            return leaf
+        if isinstance(leaf, (slice, float)):
+            return repr(leaf)
+        return self._numbers.get(id(leaf)) or type(leaf).__name__
