@@ -192,6 +192,13 @@ class Reason(enum.Enum):
         "use a cache of fixed size that is written in place",
     )
 
+    PADDING_REFUSED = (
+        "padding_refused",
+        "`pad_lengths` is set, and the step cannot be padded: it has no mask, or reads padding",
+        "pass a mask `[rows, length]` by its name, such as `attention_mask=`, and let the model "
+        "exclude what it masks, in pooling too; or leave `pad_lengths` out",
+    )
+
     # Of a batch: decided by the dispatcher, before the step runs.
     EMPTY_BATCH = (
         "empty_batch",
