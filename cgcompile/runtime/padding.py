@@ -6,17 +6,16 @@ results are cut to the length of the call. Zeros in the mask exclude the padding
 calls are padded to some sizes, one of them has shown that the results are those without padding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch.nn.functional import pad
 
-from cgcompile import torch_compat as compat
 from cgcompile.context import callers_context
 from cgcompile.errors import DispatchError
-from cgcompile.passes.nodes import is_symbolic_number
+from cgcompile.passes.nodes import is_symbolic_number, symbols_of
 from cgcompile.passes.split import SplitGraph, Value
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
@@ -64,23 +63,25 @@ class PaddedGraph:
             sizes = plan.padded(real, self._lengths)
             if sizes == real:
                 return self.graph(*inputs)
-            fallback = self._why_not(inputs, real, sizes)
+            fallback = self._why_over(real) if sizes is None else self._why_not(inputs, real, sizes)
             if fallback is None:
+                assert sizes is not None
                 return plan.cut(self.graph(*plan.pad(inputs, sizes)), real)
         if self.graph.strict:
             raise DispatchError.strict(what="padding of the compiled step", why=fallback)
         self.graph.timeline.degraded(fallback)
         return self.graph(*inputs)
 
-    def _why_not(
-        self, inputs: tuple[Any, ...], real: _Numbers, sizes: _Numbers | None
-    ) -> Fallback | None:
+    def _why_over(self, real: _Numbers) -> Fallback:
+        """Return the fallback of a length above the last one of the setting."""
+        longest, last = max(real[symbol] for symbol in self._plan.lengths), self._lengths[-1]
+        return Fallback(
+            Reason.OVERSIZE, f"the length {longest} is above {last}, the last of pad_lengths"
+        )
+
+    def _why_not(self, inputs: tuple[Any, ...], real: _Numbers, sizes: _Numbers) -> Fallback | None:
         """Return why a call is not padded to ``sizes``; the first one of these is compared."""
-        if sizes is None:
-            numbers = [real[symbol] for symbol in self._plan.lengths]
-            detail = f"a length of {numbers} is above {self._lengths[-1]}, the last of pad_lengths"
-            return Fallback(Reason.OVERSIZE, detail)
-        key = tuple(sizes.values())
+        key = tuple(sizes[symbol] for symbol in self._plan.of_shapes)
         if key not in self._known:
             # The more padding, the more it shows: at first the largest lengths are compared too.
             most = real | dict.fromkeys(self._plan.lengths, self._lengths[-1])
@@ -99,13 +100,13 @@ class PaddedGraph:
             if refusal is not None:
                 return _refused(refusal)
             results = plan.cut(self.graph.run_uncounted(plan.pad(inputs, sizes)), real)
-            wrong = [n for n, pair in enumerate(zip(expected, results)) if not _is_close(*pair)]
-            if wrong:
+            close = list(map(_is_close, expected, results))
+            if not all(close):
                 change = ", ".join(f"{real[s]} to {sizes[s]}" for s in plan.lengths)
-                value = self.split.result[wrong[0]]
+                name = _name(self.split.result[close.index(False)])
                 self._never = _refused(
-                    f"result {wrong[0]} ({value.name}) differs where the length is padded from "
-                    f"{change}: something reads the padding"
+                    f"the result {name} differs where the length is padded from {change}: "
+                    "something reads the padding, or draws random numbers"
                 )
                 return self._never
         return None
@@ -120,7 +121,7 @@ class _Plan:
         values = list(enumerate(split.inputs))
         self.numbers = {  # the symbols, with the input that each is
             number: position
-            for position, value in reversed(values)
+            for position, value in values
             if is_symbolic_number(value.meta)
             and (number := split.symbols.number(value.meta)).is_Symbol
         }
@@ -130,25 +131,30 @@ class _Plan:
                 "no input [rows, length] has a name that ends in 'mask', with a length that "
                 f"varies; the sizes are {', '.join(split.symbols.dims.values())}"
             )
+        # Other numbers, such as a step counter, make no shapes.
+        shapes = symbols_of([value.meta for value in split.inputs if _is_tensor(value)])
+        with_length = [g.free_symbols for g in self._guards if g.free_symbols & {*self.lengths}]
+        of_shapes = shapes.union(*with_length)
+        self.of_shapes = [symbol for symbol in self.numbers if symbol in of_shapes]
         written = [_name(value) for value in split.inputs if value.mutated]
         if written:
             raise _CannotPad(f"the step may write {written[0]}, and a padded one would write more")
         dims = [(position, value, self._dims(value)) for position, value in values]
         self._sizes = [(position, found[None]) for position, _, found in dims if None in found]
-        self._inputs = [each for each in dims if each[2] and None not in each[2]]
-        for _, value, _ in self._inputs:
+        padded = [each for each in dims if each[2] and None not in each[2]]
+        for _, value, _ in padded:
             if not _is_contiguous(split, value.meta):
                 raise _CannotPad(f"{_name(value)} is not contiguous")
+        self._inputs = [(position, found) for position, _, found in padded]
         self._cuts = [(item, self._dims(value)) for item, value in enumerate(split.result)]
         if any(None in found for _, found in self._cuts):
             raise _CannotPad("a result is the length itself")
 
     def _length_of(self, value: Value) -> sympy.Symbol | None:
         """Return the symbol of the last dimension of a mask; None for other inputs."""
-        fake = value.meta
-        if not isinstance(fake, torch.Tensor) or fake.dim() != 2 or not _name(value).endswith("mask"):
+        if not (_is_tensor(value) and value.meta.dim() == 2 and _name(value).endswith("mask")):
             return None
-        symbol = self._split.symbols.number(fake.shape[-1])
+        symbol = self._split.symbols.number(value.meta.shape[-1])
         return symbol if symbol in self.numbers else None
 
     def _dims(self, value: Any) -> dict[int | None, sympy.Symbol]:
@@ -192,7 +198,7 @@ class _Plan:
         result = list(inputs)
         for position, symbol in self._sizes:
             result[position] = sizes[symbol]
-        for position, value, dims in self._inputs:
+        for position, dims in self._inputs:
             tensor, amounts = inputs[position], []
             for dim in reversed(range(tensor.dim())):
                 amounts += [0, sizes[dims[dim]] - tensor.shape[dim] if dim in dims else 0]
@@ -212,6 +218,10 @@ class _Plan:
 
 def _refused(detail: str) -> Fallback:
     return Fallback(Reason.PADDING_REFUSED, detail)
+
+
+def _is_tensor(value: Value) -> bool:
+    return isinstance(value.meta, torch.Tensor)
 
 
 def _name(value: Any) -> str:

@@ -67,7 +67,7 @@ def functions_given_up() -> list[str]:
     """Return why Dynamo lately compiled nothing of functions, for any backend of the process."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    found = {}
+    found: dict[str, None] = {}
     for metrics in get_compilation_metrics():
         if metrics.fail_type == "Unsupported" and metrics.fail_user_frame_filename:
             what, *rest = str(metrics.fail_reason).splitlines()
