@@ -207,7 +207,8 @@ class Reason(enum.Enum):
     )
     OVERSIZE = (
         "oversize",
-        "the batch has more tokens or requests than any graph of its kind",
+        "the batch has more tokens or requests than any graph of its kind, or is longer than the "
+        "last of `pad_lengths`",
         "add a larger size, of an encoder a larger token budget, or split the batch",
     )
     MIXED_BATCH = (

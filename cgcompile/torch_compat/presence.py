@@ -58,7 +58,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.source": "ConstantSource",
     "torch._dynamo.symbolic_convert": "TensorifyState tls",
     "torch._dynamo.variables.invoke_subgraph": "build_input_fingerprint",
-    "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_metrics_context",
+    "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_compilation_metrics "
+    "get_metrics_context",
     "torch._guards": "CompileContext TracingContext tracing",
     "torch._inductor": "standalone_compile",
     "torch._inductor.async_compile": "maybe_warm_pool",
