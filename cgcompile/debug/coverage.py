@@ -170,7 +170,7 @@ def coverage(model: Any) -> Coverage:
         lesser += _reasons("-", counters.degraded, counters)
     breaks = [graph.graph_break for graph in graphs if graph.graph_break]
     if kind == "model" and not (recorders or counters.calls):
-        breaks = compat.functions_given_up()  # Dynamo called no backend
+        breaks = compat.given_up()  # Dynamo called no backend
     return Coverage(
         version=VERSION,
         kind=kind,

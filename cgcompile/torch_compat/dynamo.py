@@ -63,19 +63,21 @@ def graph_break(gm: fx.GraphModule) -> str | None:
     return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
 
 
-def functions_given_up() -> list[str]:
+def given_up() -> list[str]:
     """Return why Dynamo lately compiled nothing of functions, for any backend of the process."""
+    # ``counters`` forgets a break where the whole function is skipped.
     from torch._dynamo.utils import get_compilation_metrics
 
-    found: dict[str, None] = {}
+    found = []
     for metrics in get_compilation_metrics():
         if metrics.fail_type == "Unsupported" and metrics.fail_user_frame_filename:
-            what, *rest = str(metrics.fail_reason).splitlines()
-            hints = [line.strip() for line in rest if line.strip().startswith("Hint: ")]
+            what, *rest = map(str.strip, str(metrics.fail_reason).splitlines())
             file = os.path.basename(metrics.fail_user_frame_filename)
-            text = f"{what} ({file}:{metrics.fail_user_frame_lineno})"
-            found[". ".join([text, *hints[:1]])] = None
-    return list(found)
+            hints = [line for line in rest if line.startswith("Hint: ")]
+            found.append(
+                ". ".join([f"{what} ({file}:{metrics.fail_user_frame_lineno})", *hints[:1]])
+            )
+    return found
 
 
 def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:

@@ -143,7 +143,7 @@ class Recurrent(nn.Module):
 
 class Assigned(Recurrent):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.sin()
+        x = x.sin().exp()
         y, _ = self.rnn(x)
         return y.cos()
 
