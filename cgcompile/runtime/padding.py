@@ -53,7 +53,7 @@ class PaddedGraph:
         Raises:
             DispatchError: ``strict``, and the step cannot be padded.
         """
-        # Whoever sets a forward context pads; without a graph, padding only costs.
+        # The caller pads under a forward context; without a graph, padding only costs.
         if callers_context() is not None or not self.graph.may_have_graph(inputs):
             return self.graph(*inputs)
         fallback = self._never
@@ -191,7 +191,10 @@ class _Plan:
             if sizes[symbol] > upper:
                 return f"the model takes no length of {sizes[symbol]}: it is at most {upper}"
         broken = [guard for guard in self._guards if guard.subs(sizes) is sympy.false]
-        return f"{symbols.pretty(broken[0])} does not hold for {sizes}" if broken else None
+        lengths = [sizes[symbol] for symbol in self.lengths]
+        return (
+            f"{symbols.pretty(broken[0])} does not hold for lengths {lengths}" if broken else None
+        )
 
     def pad(self, inputs: tuple[Any, ...], sizes: _Numbers) -> tuple[Any, ...]:
         """Return the inputs at other sizes, zeros added."""

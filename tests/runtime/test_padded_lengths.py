@@ -353,6 +353,28 @@ def test_results_belong_to_the_caller(device: str) -> None:
     assert backend.counters.replays > 4
 
 
+def test_numbers_beside_the_lengths(device: str) -> None:
+    """A number that differs at each call makes no shape of its own."""
+
+    class Stepped(Encoder):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, step: int) -> Any:
+            hidden, first = super().forward(input_ids, attention_mask)
+            return hidden * (1 + step / 50), first
+
+    torch.manual_seed(0)
+    model = Stepped().to(device).eval()
+    step, backend = compiled("torch.compile", model, device)
+    calls = [*enumerate([9, 10, 11, 12, 13, 14, 15, 10, 11])]
+
+    def stepped(call: tuple[int, int], device: str) -> dict[str, Any]:
+        return {**batch(call[1], device), "step": call[0]}
+
+    check(step, model, device, calls, stepped)
+    assert backend.counters.captures == 1
+    assert backend.counters.replays >= len(calls) - 4
+    assert not backend.counters.degraded
+
+
 def test_dropout_is_not_padded(device: str) -> None:
     """Two runs draw other numbers, so that nothing can be compared."""
     model = build(device, lambda hidden, mask: F.dropout(hidden, 0.5))
