@@ -34,6 +34,7 @@ from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.number_results import WithNumberResults
+from cgcompile.runtime.padding import PaddedGraph, with_padding
 from cgcompile.runtime.subclasses import UnwrappedGraph
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class Backend(Registry):
         with without_garbage_collection():
             result = self.compile_graph(_with_regions_inlined(gm), example_inputs)
         graph = result
-        while isinstance(graph, (UnwrappedGraph, WithNumberResults)):
+        while isinstance(graph, (UnwrappedGraph, WithNumberResults, PaddedGraph)):
             graph = graph.graph
         if isinstance(graph, CompiledGraph):
             graph.graph_break = compat.graph_break(gm)
@@ -175,7 +176,7 @@ class Backend(Registry):
         source = gm if unwrapped is None else unwrapped.graph
         floats = compat.varied_floats(source, self._floats)
         numbers = take_number_results(gm, floats) if unwrapped is None else None
-        if unwrapped is not None or numbers is not None:
+        if unwrapped is not None or numbers is not None or config.pad_lengths is not None:
             frozen = 0  # the caller of the wrapper passes all inputs at each call
         with compat.new_sources() as sources:
             graph = _build(source, floats, config, self._pieces, frozen)
@@ -189,10 +190,11 @@ class Backend(Registry):
                 unmet.discard_met(piece.module)
             graph.before_capture = unmet.warn_once
         self._register(graph)
+        called = with_padding(graph, config.pad_lengths)
         if unwrapped is not None:
             original = compat.with_checkpoints(gm).forward
-            return UnwrappedGraph(graph, unwrapped, original, self.run_plain)
-        return graph if numbers is None else WithNumberResults(graph, numbers, gm)
+            return UnwrappedGraph(called, unwrapped, original, self.run_plain)
+        return called if numbers is None else WithNumberResults(called, numbers, gm)
 
     def _unmet_ops(self, gm: fx.GraphModule) -> UnmetOps | None:
         """Note which declared splitting ops a graph has; None if none was declared."""

@@ -192,6 +192,13 @@ class Reason(enum.Enum):
         "use a cache of fixed size that is written in place",
     )
 
+    PADDING_REFUSED = (
+        "padding_refused",
+        "`pad_lengths` is set, and the step cannot be padded: it has no mask, or reads padding",
+        "pass a mask `[rows, length]` by its name, such as `attention_mask=`, and let the model "
+        "exclude what it masks, in pooling too; or leave `pad_lengths` out",
+    )
+
     # Of a batch: decided by the dispatcher, before the step runs.
     EMPTY_BATCH = (
         "empty_batch",
@@ -200,7 +207,8 @@ class Reason(enum.Enum):
     )
     OVERSIZE = (
         "oversize",
-        "the batch has more tokens or requests than any graph of its kind",
+        "the batch has more tokens or requests than any graph of its kind, or is longer than the "
+        "last of `pad_lengths`",
         "add a larger size, of an encoder a larger token budget, or split the batch",
     )
     MIXED_BATCH = (

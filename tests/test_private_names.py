@@ -132,7 +132,7 @@ def test_private_attributes_are_read_in_compat_only(path: Path) -> None:
 
 def test_fewer_names_are_private_than_before() -> None:
     """Lower the numbers where a name goes; a new one needs a reason in review."""
-    assert len(listed_in(PRIVATE_NAMES)) <= 73
+    assert len(listed_in(PRIVATE_NAMES)) <= 71
     assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 13
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.debug.output import WIDTH, Result, table_lines, wrapped
 from cgcompile.debug.subject import counters_of, recorders_of
@@ -59,7 +60,8 @@ class Coverage(Result):
             by reason; they are in ``rows`` as well.
         graphs: of a model, how many graphs of Dynamo were compiled for it and exist; 0 otherwise.
         breaks: where Dynamo ended one of them early, each with its line. A model with breaks has
-            more graphs than one, and so has one that Dynamo compiled again.
+            more graphs than one, and so has one that Dynamo compiled again. Of a model without any
+            graph or call: what Dynamo gave up lately in this process, such as ``nn.LSTM``.
         counters: of the calls of the model.
         total: the sum of all hits.
         on_graphs: of these, on graphs.
@@ -148,6 +150,7 @@ def coverage(model: Any) -> Coverage:
         (4, 3)
     """
     kind, unit = "model", "steps"
+    recorders: Sequence[CompiledGraph | CUDAGraphWrapper] = ()
     lesser: list[CoverageRow] = []
     graphs: list[CompiledGraph] = []
     if isinstance(model, CudaGraphManager):
@@ -165,7 +168,9 @@ def coverage(model: Any) -> Coverage:
         rows = _of_recorders(recorders, counters)
         rows += _reasons("NONE", counters.plain, counters)
         lesser += _reasons("-", counters.degraded, counters)
-    breaks = dict.fromkeys(graph.graph_break for graph in graphs if graph.graph_break)
+    breaks = [graph.graph_break for graph in graphs if graph.graph_break]
+    if kind == "model" and not (recorders or counters.calls):
+        breaks = compat.given_up()  # Dynamo called no backend
     return Coverage(
         version=VERSION,
         kind=kind,
@@ -173,7 +178,7 @@ def coverage(model: Any) -> Coverage:
         rows=tuple(rows),
         lesser=tuple(lesser),
         graphs=len(graphs),
-        breaks=tuple(breaks),
+        breaks=tuple(dict.fromkeys(breaks)),
         counters=counters,
     )
 

@@ -403,7 +403,20 @@ class CompiledGraph:
             self._weight_sets.ran_plain(inputs, result)
         return self._frozen.restore(result)
 
+    def run_uncounted(self, inputs: tuple[Any, ...]) -> Any:
+        """Run a step without a graph, beside the counted calls: to compare its results."""
+        with override_forward_context(ForwardContext.synthetic(NONE, None)):
+            return self._run(*inputs)
+
     # -------------------------------------------------------------- what a call uses
+
+    @property
+    def strict(self) -> bool:
+        return self._config.strict
+
+    def may_have_graph(self, inputs: tuple[Any, ...]) -> bool:
+        """Return whether a call without a forward context may have a graph."""
+        return self._never is None and not self._needs_grad(inputs) and not self._is_capturing()
 
     def _shapes(self, inputs: tuple[Any, ...]) -> dict[str, Sequence[int]]:
         """Return the shapes of the first inputs that are not static, by name."""

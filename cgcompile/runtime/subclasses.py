@@ -16,6 +16,7 @@ from cgcompile.passes.nodes import is_symbolic_number
 from cgcompile.passes.subclasses import Input, Result, Unwrapped
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
+from cgcompile.runtime.padding import PaddedGraph
 
 # Runs a call without a graph: (name, fallback, function) -> its result.
 RunPlain = Callable[[str, Fallback, Callable[[], Any]], Any]
@@ -26,7 +27,7 @@ class UnwrappedGraph:
 
     def __init__(
         self,
-        graph: CompiledGraph,
+        graph: CompiledGraph | PaddedGraph,
         unwrapped: Unwrapped,
         original: Callable[..., Any],
         run_plain: RunPlain,

@@ -56,7 +56,28 @@ def graph_break(gm: fx.GraphModule) -> str | None:
         return None
     text = str(reason.reason).strip().splitlines()[0]
     stack = [frame for frame in reason.user_stack or () if frame.filename]
-    return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})" if stack else text
+    if not stack:
+        return text
+    if text == "step_unsupported":  # torch keeps no other reason of it
+        text = f"Dynamo cannot trace {str(stack[-1].line).strip()!r}"
+    return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
+
+
+def given_up() -> list[str]:
+    """Return why Dynamo lately compiled nothing of functions, for any backend of the process."""
+    # ``counters`` forgets a break where the whole function is skipped.
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found = []
+    for metrics in get_compilation_metrics():
+        if metrics.fail_type == "Unsupported" and metrics.fail_user_frame_filename:
+            what, *rest = map(str.strip, str(metrics.fail_reason).splitlines())
+            file = os.path.basename(metrics.fail_user_frame_filename)
+            hints = [line for line in rest if line.startswith("Hint: ")]
+            found.append(
+                ". ".join([f"{what} ({file}:{metrics.fail_user_frame_lineno})", *hints[:1]])
+            )
+    return found
 
 
 def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:

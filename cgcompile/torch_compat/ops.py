@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from cgcompile.locks import new_lock
 
@@ -342,9 +343,6 @@ def has_tangent(values: Any) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tree_tensors(values))
 
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-
-
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode for all calls below autograd in this thread, between two switches."""
 
@@ -359,7 +357,7 @@ class DispatchMode(TorchDispatchMode):
     ) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the subclass, such as DTensor, calls ops on its plain tensors
-        if torch._C._get_dispatch_mode(_FAKE) is not None:
+        if any(type(mode) is FakeTensorMode for mode in _get_current_dispatch_mode_stack()):
             return func(*args, **(kwargs or {}))  # it computes shapes, such as those of a DTensor
         # Torch switches autocast off for a mode; a kernel that calls other ops would miss it.
         kinds = _kinds_of_autocast(func)
@@ -382,9 +380,8 @@ class DispatchMode(TorchDispatchMode):
 
 def top_mode() -> Any:
     """Return the innermost dispatch mode, or None."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
-
-    return _get_current_dispatch_mode()
+    modes = _get_current_dispatch_mode_stack()
+    return modes[-1] if modes else None
 
 
 def without_modes() -> AbstractContextManager[Any]:

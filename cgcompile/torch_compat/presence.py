@@ -38,13 +38,12 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
 # some builds without CUDA.
 PRIVATE_NAMES: Mapping[str, str] = {
     "torch": "_neg_view",
-    "torch._C": "DispatchKey _AutoDispatchBelowAutograd _InferenceMode _RestorePythonTLSSnapshot "
-    "_TorchDispatchModeKey "
+    "torch._C": "DispatchKey _AutoDispatchBelowAutograd _RestorePythonTLSSnapshot "
     "_construct_storage_from_data_pointer _cuda_clearCublasWorkspaces "
     "_cuda_endAllocateToPool _cuda_getCurrentRawStream _cuda_getCurrentStream "
     "_cuda_isCurrentStreamCapturing _cuda_memorySnapshot "
     "_cuda_releasePool _cuda_setStream _current_graph_task_id _dispatch_get_all_op_names "
-    "_get_dispatch_mode _get_sdp_priority_order _host_emptyCache _set_grad_enabled "
+    "_get_sdp_priority_order _host_emptyCache _set_grad_enabled "
     "_set_storage_data_ptr_access_error_msg _tensors_data_ptrs_at_indices_equal",
     "torch._C._dynamo.guards": "TensorGuards",
     "torch._C._functorch": "peek_interpreter_stack",
@@ -59,7 +58,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.source": "ConstantSource",
     "torch._dynamo.symbolic_convert": "TensorifyState tls",
     "torch._dynamo.variables.invoke_subgraph": "build_input_fingerprint",
-    "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_metrics_context",
+    "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_compilation_metrics "
+    "get_metrics_context",
     "torch._guards": "CompileContext TracingContext tracing",
     "torch._inductor": "standalone_compile",
     "torch._inductor.async_compile": "maybe_warm_pool",
@@ -81,7 +81,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.library": "_impls",
     "torch.ops._c10d_functional.wait_tensor": "default",
     "torch.utils": "_pytree",
-    "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode",
+    "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode_stack",
     "torch.utils._sympy.interp": "sympy_interp",
 }
 # Attributes of objects, by their owner. Whether they exist shows with an object alone.

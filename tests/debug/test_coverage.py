@@ -132,6 +132,59 @@ def test_graph_breaks_of_dynamo_are_named() -> None:
     assert "Dynamo" not in str(coverage(whole))
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x.sin())[0]
+
+
+class Assigned(Recurrent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin().exp()
+        y, _ = self.rnn(x)
+        return y.cos()
+
+
+@pytest.mark.parametrize(
+    ("kind", "graphs", "text"),
+    [
+        (Recurrent, False, "Attempted to wrap RNN, GRU, or LSTM (test_coverage.py:"),
+        (Assigned, True, "Dynamo cannot trace 'y, _ = self.rnn(x)' (test_coverage.py:"),
+    ],
+)
+def test_what_dynamo_gives_up_is_named(kind: type[nn.Module], graphs: bool, text: str) -> None:
+    """Where no graph is left, from what Dynamo gave up in the process, with its hint."""
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    model = kind().eval()
+    compiled = torch.compile(model, backend=backend)
+    with torch.inference_mode():
+        for _ in range(3):
+            x = torch.randn(5, 3, 4)
+            torch.testing.assert_close(compiled(x), model(x))
+    found = coverage(backend)
+    assert bool(found.graphs) is graphs
+    (row,) = [each for each in found.breaks if each.startswith(text)]
+    assert ("Hint: Set torch._dynamo.config.allow_rnn=True" in row) is not graphs
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_that_dynamo_may_trace_are_captured(kind: type[nn.Module]) -> None:
+    model = kind(4, 4).eval()
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    with torch._dynamo.config.patch(allow_rnn=True), torch.inference_mode():
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(4):
+            x = torch.randn(5, 3, 4)
+            torch.testing.assert_close(compiled(x)[0], model(x)[0])
+    assert backend.counters.replays == 2
+    assert not coverage(backend).breaks
+    with pytest.raises(cgcompile.CGCompileError, match=r"LSTM[\s\S]*allow_rnn=True"):
+        cgcompile.compile(nn.Sequential(kind(4, 4)), backend)(torch.randn(5, 3, 4))
+
+
 def test_a_reason_names_the_call() -> None:
     """By the shapes of its inputs, by its descriptor, or by the name of what ran."""
     model = small()

@@ -1,0 +1,256 @@
+"""Calls of a compiled graph at padded lengths, so that varying lengths share few graphs.
+
+A length is the last size of a mask ``[rows, length]``: an input of that rank whose name ends in
+"mask". Every input dimension of this size is padded with zeros to the next of ``pad_lengths``, and
+results are cut to the length of the call. Zeros in the mask exclude the padding. The rule: before
+calls are padded to some sizes, one of them has shown that the results are those without padding.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.nn.functional import pad
+
+from cgcompile.context import callers_context
+from cgcompile.errors import DispatchError
+from cgcompile.passes.nodes import is_symbolic_number, symbols_of
+from cgcompile.passes.split import SplitGraph, Value
+from cgcompile.reasons import Fallback, Reason
+from cgcompile.runtime.compiled_graph import CompiledGraph
+
+_Numbers = dict[sympy.Symbol, int]  # the sizes of a call
+
+
+class _CannotPad(Exception):
+    """Calls of a graph cannot be padded; the text is the reason."""
+
+
+def with_padding(
+    graph: CompiledGraph, lengths: Sequence[int] | None
+) -> "CompiledGraph | PaddedGraph":
+    """Return what Dynamo calls; the graph itself where no size varies or nothing is padded."""
+    return graph if lengths is None or not [*graph.split.symbols] else PaddedGraph(graph, lengths)
+
+
+class PaddedGraph:
+    """What Dynamo calls in place of a compiled graph whose lengths are padded."""
+
+    def __init__(self, graph: CompiledGraph, lengths: Sequence[int]) -> None:
+        self.graph, self.split = graph, graph.split
+        self._lengths = lengths
+        self._known: dict[tuple[int, ...], Fallback | None] = {}  # why not to pad, by padded sizes
+        self._never: Fallback | None = None
+        try:
+            self._plan = _Plan(graph.split)
+        except _CannotPad as error:
+            self._never = _refused(str(error))
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run one step, padded if possible; see :class:`CompiledGraph`.
+
+        Raises:
+            DispatchError: ``strict``, and the step cannot be padded.
+        """
+        # The caller pads under a forward context; without a graph, padding only costs.
+        if callers_context() is not None or not self.graph.may_have_graph(inputs):
+            return self.graph(*inputs)
+        fallback = self._never
+        if fallback is None:
+            plan = self._plan
+            real = {symbol: inputs[position] for symbol, position in plan.numbers.items()}
+            sizes = plan.padded(real, self._lengths)
+            if sizes == real:
+                return self.graph(*inputs)
+            fallback = self._why_over(real) if sizes is None else self._why_not(inputs, real, sizes)
+            if fallback is None:
+                assert sizes is not None
+                return plan.cut(self.graph(*plan.pad(inputs, sizes)), real)
+        if self.graph.strict:
+            raise DispatchError.strict(what="padding of the compiled step", why=fallback)
+        self.graph.timeline.degraded(fallback)
+        return self.graph(*inputs)
+
+    def _why_over(self, real: _Numbers) -> Fallback:
+        """Return the fallback of a length above the last one of the setting."""
+        longest, last = max(real[symbol] for symbol in self._plan.lengths), self._lengths[-1]
+        return Fallback(
+            Reason.OVERSIZE, f"the length {longest} is above {last}, the last of pad_lengths"
+        )
+
+    def _why_not(self, inputs: tuple[Any, ...], real: _Numbers, sizes: _Numbers) -> Fallback | None:
+        """Return why a call is not padded to ``sizes``; the first one of these is compared."""
+        key = tuple(sizes[symbol] for symbol in self._plan.of_shapes)
+        if key not in self._known:
+            # The more padding, the more it shows: at first the largest lengths are compared too.
+            most = real | dict.fromkeys(self._plan.lengths, self._lengths[-1])
+            tried = [sizes] if self._known or self._plan.refusal(most) else [most, sizes]
+            self._known[key] = self._compared(inputs, real, tried)
+        return self._known[key]
+
+    def _compared(
+        self, inputs: tuple[Any, ...], real: _Numbers, tried: Sequence[_Numbers]
+    ) -> Fallback | None:
+        """Run a call as it is and padded to other sizes; return the fallback if results differ."""
+        plan = self._plan
+        expected = self.graph.run_uncounted(inputs)
+        for sizes in tried:
+            refusal = plan.refusal(sizes)
+            if refusal is not None:
+                return _refused(refusal)
+            results = plan.cut(self.graph.run_uncounted(plan.pad(inputs, sizes)), real)
+            close = list(map(_is_close, expected, results))
+            if not all(close):
+                change = ", ".join(f"{real[s]} to {sizes[s]}" for s in plan.lengths)
+                name = _name(self.split.result[close.index(False)])
+                self._never = _refused(
+                    f"the result {name} differs where the length is padded from {change}: "
+                    "something reads the padding, or draws random numbers"
+                )
+                return self._never
+        return None
+
+
+class _Plan:
+    """Which numbers and dimensions of the inputs and results of a graph are lengths."""
+
+    def __init__(self, split: SplitGraph) -> None:
+        self._split = split
+        self._guards = [_current(split, guard) for guard, _ in split.symbols.guards()]
+        values = list(enumerate(split.inputs))
+        self.numbers = {  # the symbols, with the input that each is
+            number: position
+            for position, value in values
+            if is_symbolic_number(value.meta)
+            and (number := split.symbols.number(value.meta)).is_Symbol
+        }
+        self.lengths = tuple(dict.fromkeys(filter(None, map(self._length_of, split.inputs))))
+        if not self.lengths:
+            raise _CannotPad(
+                "no input [rows, length] has a name that ends in 'mask', with a length that "
+                f"varies; the sizes are {', '.join(split.symbols.dims.values())}"
+            )
+        # Other numbers, such as a step counter, make no shapes.
+        shapes = symbols_of([value.meta for value in split.inputs if _is_tensor(value)])
+        with_length = [g.free_symbols for g in self._guards if g.free_symbols & {*self.lengths}]
+        of_shapes = shapes.union(*with_length)
+        self.of_shapes = [symbol for symbol in self.numbers if symbol in of_shapes]
+        written = [_name(value) for value in split.inputs if value.mutated]
+        if written:
+            raise _CannotPad(f"the step may write {written[0]}, and a padded one would write more")
+        dims = [(position, value, self._dims(value)) for position, value in values]
+        self._sizes = [(position, found[None]) for position, _, found in dims if None in found]
+        padded = [each for each in dims if each[2] and None not in each[2]]
+        for _, value, _ in padded:
+            if not _is_contiguous(split, value.meta):
+                raise _CannotPad(f"{_name(value)} is not contiguous")
+        self._inputs = [(position, found) for position, _, found in padded]
+        self._cuts = [(item, self._dims(value)) for item, value in enumerate(split.result)]
+        if any(None in found for _, found in self._cuts):
+            raise _CannotPad("a result is the length itself")
+
+    def _length_of(self, value: Value) -> sympy.Symbol | None:
+        """Return the symbol of the last dimension of a mask; None for other inputs."""
+        if not (_is_tensor(value) and value.meta.dim() == 2 and _name(value).endswith("mask")):
+            return None
+        symbol = self._split.symbols.number(value.meta.shape[-1])
+        return symbol if symbol in self.numbers else None
+
+    def _dims(self, value: Any) -> dict[int | None, sympy.Symbol]:
+        """Return the dimensions of a value that are lengths; of a number with the key None."""
+        found: dict[int | None, sympy.Symbol] = {}
+        meta = value.meta if isinstance(value, Value) else value
+        sizes = enumerate(meta.shape) if isinstance(meta, torch.Tensor) else [(None, meta)]
+        for dim, size in sizes:
+            if not is_symbolic_number(size):
+                continue
+            number = self._split.symbols.number(size)
+            if number in self.lengths:
+                found[dim] = number
+            elif number.free_symbols.intersection(self.lengths):
+                text = self._split.symbols.pretty(number)
+                raise _CannotPad(f"{_name(value)} has the size {text}, which is no length itself")
+        return found
+
+    def padded(self, real: _Numbers, lengths: Sequence[int]) -> _Numbers | None:
+        """Return the sizes of a call with the next lengths; None if one is above the last."""
+        sizes = dict(real)
+        for symbol in self.lengths:
+            length = next((each for each in lengths if each >= real[symbol]), None)
+            if length is None:
+                return None
+            sizes[symbol] = length
+        return sizes
+
+    def refusal(self, sizes: _Numbers) -> str | None:
+        """Return what the traced code assumes of sizes that does not hold for these, or None."""
+        symbols = self._split.symbols
+        for symbol in self.lengths:
+            upper = symbols.bounds(symbol)[1]
+            if sizes[symbol] > upper:
+                return f"the model takes no length of {sizes[symbol]}: it is at most {upper}"
+        broken = [guard for guard in self._guards if guard.subs(sizes) is sympy.false]
+        lengths = [sizes[symbol] for symbol in self.lengths]
+        return (
+            f"{symbols.pretty(broken[0])} does not hold for lengths {lengths}" if broken else None
+        )
+
+    def pad(self, inputs: tuple[Any, ...], sizes: _Numbers) -> tuple[Any, ...]:
+        """Return the inputs at other sizes, zeros added."""
+        result = list(inputs)
+        for position, symbol in self._sizes:
+            result[position] = sizes[symbol]
+        for position, dims in self._inputs:
+            tensor, amounts = inputs[position], []
+            for dim in reversed(range(tensor.dim())):
+                amounts += [0, sizes[dims[dim]] - tensor.shape[dim] if dim in dims else 0]
+            result[position] = pad(tensor, amounts)
+        return tuple(result)
+
+    def cut(self, results: Sequence[Any], real: _Numbers) -> tuple[Any, ...]:
+        """Return the results of a padded call without those of the padding."""
+        items = list(results)
+        for item, dims in self._cuts:
+            for dim, symbol in dims.items():
+                items[item] = items[item].narrow(dim, 0, real[symbol])
+            if dims:
+                items[item] = items[item].clone()  # dense, as without padding
+        return tuple(items)
+
+
+def _refused(detail: str) -> Fallback:
+    return Fallback(Reason.PADDING_REFUSED, detail)
+
+
+def _is_tensor(value: Value) -> bool:
+    return isinstance(value.meta, torch.Tensor)
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "source", None) or getattr(value, "name", value))
+
+
+def _current(split: SplitGraph, guard: sympy.Expr) -> sympy.Expr:
+    return guard.xreplace({symbol: split.symbols.current(symbol) for symbol in guard.free_symbols})
+
+
+def _is_contiguous(split: SplitGraph, tensor: torch.Tensor) -> bool:
+    """Return whether a traced tensor is contiguous, without a guard on its sizes."""
+    expected, number = sympy.Integer(1), split.symbols.number
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if number(stride) != expected and number(size) != 1:
+            return False
+        expected = expected * number(size)
+    return True
+
+
+def _is_close(expected: Any, found: Any) -> bool:
+    """Return whether two results differ by rounding at most, relative to the largest element."""
+    if not isinstance(expected, torch.Tensor):
+        return bool(expected == found)
+    if expected.dtype.is_floating_point and expected.numel():
+        largest = expected.nan_to_num(0, 0, 0).abs().max().item()
+        tolerance = largest * torch.finfo(expected.dtype).eps ** 0.6
+        return torch.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True)
+    return torch.equal(expected, found)
