@@ -720,3 +720,27 @@ def test_as_strided_within_an_argument_takes_a_copy(device: str) -> None:
         x = torch.randn(9, device=device)  # not a byte more
         assert_same(compiled(x), model(x))
     assert backend.counters.replays == 3, backend.counters
+
+
+@pytest.mark.parametrize("entry", ["torch.compile", "cgcompile.compile"])
+def test_hooks_that_come_and_go_are_noticed_where_torch_guards_them(
+    entry: str, device: str
+) -> None:
+    """By default torch guards no hooks, with any backend."""
+    model = nn.Sequential(nn.Linear(D, D), nn.ReLU()).to(device).eval()
+    backend = backend_for()
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        if entry == "torch.compile":
+            compiled: Any = torch.compile(model, backend=backend)
+        else:
+            compiled = cgcompile.compile(model, backend, guards="keep")
+        for _ in range(4):
+            handle = model[0].register_forward_hook(lambda module, args, result: result * 2)
+            for _ in range(2):
+                x = torch.randn(6, D, device=device)
+                assert_same(compiled(x), model(x))
+            handle.remove()
+            for _ in range(2):
+                x = torch.randn(6, D, device=device)
+                assert_same(compiled(x), model(x))
+    assert_counts(backend, 2, 12, {WARMING: 2})
