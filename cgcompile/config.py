@@ -107,8 +107,8 @@ class CompilationConfig:
         pad_lengths: lengths to which a call without a forward context is padded, so that varying
             lengths share graphs: the last size of each mask ``[rows, length]``, an input whose name
             ends in "mask" and is 0 at padding. Other inputs of that size are padded too, with
-            zeros; results are cut. The first call of each padded shape is compared with the
-            unpadded one; if they differ, nothing is padded, counted as ``padding_refused``.
+            zeros; results are cut. Calls with more padding than before are compared with unpadded
+            ones; if they differ, nothing is padded, counted as ``padding_refused``.
         dump_passes: a folder for the graph before and after every pass, as text.
         cache_dir: the folder that keeps compiled pieces for other processes, or ``off``. Unset:
             cgcompile in $XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must

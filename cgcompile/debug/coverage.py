@@ -60,8 +60,9 @@ class Coverage(Result):
             by reason; they are in ``rows`` as well.
         graphs: of a model, how many graphs of Dynamo were compiled for it and exist; 0 otherwise.
         breaks: where Dynamo ended one of them early, each with its line. A model with breaks has
-            more graphs than one, and so has one that Dynamo compiled again. Of a model without any
-            graph or call: what Dynamo gave up lately in this process, such as ``nn.LSTM``.
+            more graphs than one, and so has one that Dynamo compiled again.
+        given_up: of a model without any graph or call, the functions of this process, of any model,
+            for which Dynamo lately called no backend, with the reason, such as ``nn.LSTM``.
         counters: of the calls of the model.
         total: the sum of all hits.
         on_graphs: of these, on graphs.
@@ -86,6 +87,7 @@ class Coverage(Result):
     lesser: tuple[CoverageRow, ...]
     graphs: int
     breaks: tuple[str, ...]
+    given_up: tuple[str, ...]
     counters: Counters
 
     @property
@@ -122,6 +124,9 @@ class Coverage(Result):
             breaks = count(len(self.breaks), "graph break")
             lines.append(f"{count(self.graphs, 'compiled graph')}, {breaks} of Dynamo")
             lines += [line for text in self.breaks for line in wrapped("", text, 10)]
+        if self.given_up:
+            lines.append("no graph was compiled; in this process, for any model, Dynamo gave up:")
+            lines += [line for text in self.given_up for line in wrapped("", text, 10)]
         return "\n".join(lines)
 
 
@@ -168,9 +173,9 @@ def coverage(model: Any) -> Coverage:
         rows = _of_recorders(recorders, counters)
         rows += _reasons("NONE", counters.plain, counters)
         lesser += _reasons("-", counters.degraded, counters)
-    breaks = [graph.graph_break for graph in graphs if graph.graph_break]
+    breaks, given_up = [graph.graph_break for graph in graphs if graph.graph_break], list[str]()
     if kind == "model" and not (recorders or counters.calls):
-        breaks = compat.given_up()  # Dynamo called no backend
+        given_up = compat.given_up()  # Dynamo called no backend
     return Coverage(
         version=VERSION,
         kind=kind,
@@ -179,6 +184,7 @@ def coverage(model: Any) -> Coverage:
         lesser=tuple(lesser),
         graphs=len(graphs),
         breaks=tuple(dict.fromkeys(breaks)),
+        given_up=tuple(dict.fromkeys(given_up)),
         counters=counters,
     )
 

@@ -2,8 +2,9 @@
 
 A length is the last size of a mask ``[rows, length]``: an input of that rank whose name ends in
 "mask". Every input dimension of this size is padded with zeros to the next of ``pad_lengths``, and
-results are cut to the length of the call. Zeros in the mask exclude the padding. The rule: before
-calls are padded to some sizes, one of them has shown that the results are those without padding.
+results are cut to the length of the call. Zeros in the mask exclude the padding. The rule: a call
+is padded only if one of the same padded sizes, with two thirds of its padding or more, had the
+results of the unpadded call, whatever the inputs had in the padding.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 
 from cgcompile.context import callers_context
 from cgcompile.errors import DispatchError
+from cgcompile.graphs.arena import address
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of
 from cgcompile.passes.split import SplitGraph, Value
 from cgcompile.reasons import Fallback, Reason
@@ -40,8 +42,9 @@ class PaddedGraph:
     def __init__(self, graph: CompiledGraph, lengths: Sequence[int]) -> None:
         self.graph, self.split = graph, graph.split
         self._lengths = lengths
-        self._known: dict[tuple[int, ...], Fallback | None] = {}  # why not to pad, by padded sizes
-        self._never: Fallback | None = None
+        self._compared: dict[tuple[int, ...], int] = {}  # the most padding, by padded sizes
+        self._refused: dict[tuple[int, ...], Fallback] = {}  # why not to pad to some sizes
+        self._never: Fallback | None = None  # why not to pad at all
         try:
             self._plan = _Plan(graph.split)
         except _CannotPad as error:
@@ -53,7 +56,7 @@ class PaddedGraph:
         Raises:
             DispatchError: ``strict``, and the step cannot be padded.
         """
-        # The caller pads under a forward context; without a graph, padding only costs.
+        # Whoever sets a forward context pads; without a graph, padding only costs.
         if callers_context() is not None or not self.graph.may_have_graph(inputs):
             return self.graph(*inputs)
         fallback = self._never
@@ -63,10 +66,16 @@ class PaddedGraph:
             sizes = plan.padded(real, self._lengths)
             if sizes == real:
                 return self.graph(*inputs)
-            fallback = self._why_over(real) if sizes is None else self._why_not(inputs, real, sizes)
-            if fallback is None:
-                assert sizes is not None
-                return plan.cut(self.graph(*plan.pad(inputs, sizes)), real)
+            if sizes is None:
+                fallback = self._why_over(real)
+            else:
+                if self._is_due(real, sizes):
+                    if plan.is_constant(inputs):  # as in a warm-up; it would show nothing
+                        return self.graph(*inputs)
+                    self._compare(inputs, real, sizes)
+                fallback = self._never or self._refused.get(plan.key(sizes))
+                if fallback is None:
+                    return plan.cut(self.graph(*plan.pad(inputs, sizes)), real)
         if self.graph.strict:
             raise DispatchError.strict(what="padding of the compiled step", why=fallback)
         self.graph.timeline.degraded(fallback)
@@ -79,37 +88,47 @@ class PaddedGraph:
             Reason.OVERSIZE, f"the length {longest} is above {last}, the last of pad_lengths"
         )
 
-    def _why_not(self, inputs: tuple[Any, ...], real: _Numbers, sizes: _Numbers) -> Fallback | None:
-        """Return why a call is not padded to ``sizes``; the first one of these is compared."""
-        key = tuple(sizes[symbol] for symbol in self._plan.of_shapes)
-        if key not in self._known:
-            # The more padding, the more it shows: at first the largest lengths are compared too.
-            most = real | dict.fromkeys(self._plan.lengths, self._lengths[-1])
-            tried = [sizes] if self._known or self._plan.refusal(most) else [most, sizes]
-            self._known[key] = self._compared(inputs, real, tried)
-        return self._known[key]
+    def _is_due(self, real: _Numbers, sizes: _Numbers) -> bool:
+        """Return whether a call must be compared: it has more padding than those that were."""
+        # Half as much again: an error that grows with the padding shows before it is much larger.
+        key = self._plan.key(sizes)
+        if key in self._refused:
+            return False
+        return 2 * self._plan.added(real, sizes) > 3 * self._compared.get(key, 0)
 
-    def _compared(
-        self, inputs: tuple[Any, ...], real: _Numbers, tried: Sequence[_Numbers]
-    ) -> Fallback | None:
-        """Run a call as it is and padded to other sizes; return the fallback if results differ."""
-        plan = self._plan
-        expected = self.graph.run_uncounted(inputs)
-        for sizes in tried:
-            refusal = plan.refusal(sizes)
-            if refusal is not None:
-                return _refused(refusal)
-            results = plan.cut(self.graph.run_uncounted(plan.pad(inputs, sizes)), real)
-            close = list(map(_is_close, expected, results))
-            if not all(close):
-                change = ", ".join(f"{real[s]} to {sizes[s]}" for s in plan.lengths)
-                name = _name(self.split.result[close.index(False)])
-                self._never = _refused(
-                    f"the result {name} differs where the length is padded from {change}: "
-                    "something reads the padding, or draws random numbers"
-                )
-                return self._never
-        return None
+    def _compare(self, inputs: tuple[Any, ...], real: _Numbers, sizes: _Numbers) -> None:
+        """Run a call as it is and padded, with zeros and with other values; refuse differences."""
+        plan, key = self._plan, self._plan.key(sizes)
+        refusal = plan.refusal(sizes)
+        if refusal is not None:
+            self._refused[key] = _refused(refusal)
+            return
+        change = ", ".join(f"{real[symbol]} to {sizes[symbol]}" for symbol in plan.lengths)
+        device = self.split.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            expected = self.graph.run_uncounted(inputs)
+            shared = _shared(expected, inputs)
+            if shared is not None:
+                name = _name(self.split.result[shared])
+                self._never = _refused(f"the result {name} is memory of an input")
+                return
+            for repeats in (False, True):
+                try:
+                    padded = plan.pad(inputs, sizes, repeats)
+                    results = plan.cut(self.graph.run_uncounted(padded), real)
+                except Exception as error:
+                    text = f"{type(error).__name__}: {error}".splitlines()[0]
+                    self._refused[key] = _refused(f"padded from {change} it raises {text}")
+                    return
+                close = list(map(_is_close, expected, results))
+                if not all(close):
+                    name = _name(self.split.result[close.index(False)])
+                    self._never = _refused(
+                        f"the result {name} differs where the length is padded from {change}: "
+                        "something reads the padding, or draws random numbers"
+                    )
+                    return
+        self._compared[key] = plan.added(real, sizes)
 
 
 class _Plan:
@@ -125,7 +144,9 @@ class _Plan:
             if is_symbolic_number(value.meta)
             and (number := split.symbols.number(value.meta)).is_Symbol
         }
-        self.lengths = tuple(dict.fromkeys(filter(None, map(self._length_of, split.inputs))))
+        masks = {position: self._length_of(value) for position, value in values}
+        self._masks = {position for position, symbol in masks.items() if symbol is not None}
+        self.lengths = tuple(dict.fromkeys(filter(None, masks.values())))
         if not self.lengths:
             raise _CannotPad(
                 "no input [rows, length] has a name that ends in 'mask', with a length that "
@@ -173,6 +194,21 @@ class _Plan:
                 raise _CannotPad(f"{_name(value)} has the size {text}, which is no length itself")
         return found
 
+    def key(self, sizes: _Numbers) -> tuple[int, ...]:
+        """Return the sizes that make shapes."""
+        return tuple(sizes[symbol] for symbol in self.of_shapes)
+
+    def added(self, real: _Numbers, sizes: _Numbers) -> int:
+        """Return how many positions are padded."""
+        return max(sizes[symbol] - real[symbol] for symbol in self.lengths)
+
+    def is_constant(self, inputs: tuple[Any, ...]) -> bool:
+        """Return whether no padded input but masks has two different elements; synchronises."""
+        contents = [inputs[position] for position, _ in self._inputs if position not in self._masks]
+        return bool(contents) and not any(
+            x.numel() and bool((x != x.flatten()[0]).any()) for x in contents
+        )
+
     def padded(self, real: _Numbers, lengths: Sequence[int]) -> _Numbers | None:
         """Return the sizes of a call with the next lengths; None if one is above the last."""
         sizes = dict(real)
@@ -196,13 +232,21 @@ class _Plan:
             f"{symbols.pretty(broken[0])} does not hold for lengths {lengths}" if broken else None
         )
 
-    def pad(self, inputs: tuple[Any, ...], sizes: _Numbers) -> tuple[Any, ...]:
-        """Return the inputs at other sizes, zeros added."""
+    def pad(
+        self, inputs: tuple[Any, ...], sizes: _Numbers, repeats: bool = False
+    ) -> tuple[Any, ...]:
+        """Return the inputs at other sizes: zeros added, or where that ``repeats``, their begin."""
         result = list(inputs)
         for position, symbol in self._sizes:
             result[position] = sizes[symbol]
         for position, dims in self._inputs:
             tensor, amounts = inputs[position], []
+            if repeats and position not in self._masks:
+                for dim, symbol in dims.items():
+                    index = torch.arange(sizes[symbol], device=tensor.device) % tensor.shape[dim]
+                    tensor = tensor.index_select(dim, index)
+                result[position] = tensor
+                continue
             for dim in reversed(range(tensor.dim())):
                 amounts += [0, sizes[dims[dim]] - tensor.shape[dim] if dim in dims else 0]
             result[position] = pad(tensor, amounts)
@@ -245,12 +289,23 @@ def _is_contiguous(split: SplitGraph, tensor: torch.Tensor) -> bool:
     return True
 
 
+def _shared(results: Sequence[Any], inputs: Sequence[Any]) -> int | None:
+    """Return the index of a result in memory of an input, which a padded call would not be."""
+    memory = {address(x) for x in inputs if isinstance(x, torch.Tensor)} - {0}
+    found = [isinstance(x, torch.Tensor) and address(x) in memory for x in results]
+    return found.index(True) if any(found) else None
+
+
 def _is_close(expected: Any, found: Any) -> bool:
-    """Return whether two results differ by rounding at most, relative to the largest element."""
+    """Return whether two results differ by rounding at most, relative to each column's largest."""
     if not isinstance(expected, torch.Tensor):
         return bool(expected == found)
-    if expected.dtype.is_floating_point and expected.numel():
-        largest = expected.nan_to_num(0, 0, 0).abs().max().item()
-        tolerance = largest * torch.finfo(expected.dtype).eps ** 0.6
-        return torch.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True)
-    return torch.equal(expected, found)
+    if not (expected.dtype.is_floating_point and expected.numel()):
+        return torch.equal(expected, found)
+    columns = expected.shape[-1] if expected.dim() > 1 else 1
+    numbers, others = (each.reshape(-1, columns).double() for each in (expected, found))
+    largest = numbers.nan_to_num(0, 0, 0).abs().amax(0)
+    scale = largest.maximum(largest.median())  # a column of few numbers may be near 0 by chance
+    tolerance = max(4 * torch.finfo(expected.dtype).eps, 1e-4) * scale
+    same = (numbers == others) | (numbers.isnan() & others.isnan())
+    return bool((same | ((numbers - others).abs() <= tolerance)).all())

@@ -315,10 +315,12 @@ def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error is that of a collective whose peer has ended or does not answer."""
     import torch.distributed as dist
 
-    # Gloo raises RuntimeError, and its text starts with the source file of the transport.
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo/transport/" in str(error)
-    )
+    # Gloo raises RuntimeError, and its text starts with the source file of the transport. NCCL
+    # raises the same class for wrong arguments.
+    if isinstance(error, dist.DistNetworkError):
+        return True
+    texts = ("gloo/transport/", "ncclRemoteError", "Watchdog caught collective operation timeout")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def process_group_store(group: Any) -> Any:

@@ -166,8 +166,11 @@ def test_what_dynamo_gives_up_is_named(kind: type[nn.Module], graphs: bool, text
             torch.testing.assert_close(compiled(x), model(x))
     found = coverage(backend)
     assert bool(found.graphs) is graphs
-    (row,) = [each for each in found.breaks if each.startswith(text)]
+    (row,) = [each for each in (*found.breaks, *found.given_up) if each.startswith(text)]
+    assert bool(found.breaks) is graphs
+    assert bool(found.given_up) is not graphs
     assert ("Hint: Set torch._dynamo.config.allow_rnn=True" in row) is not graphs
+    assert ("Dynamo gave up:" in str(found)) is not graphs
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

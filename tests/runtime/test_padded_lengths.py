@@ -376,13 +376,96 @@ def test_numbers_beside_the_lengths(device: str) -> None:
 
 
 def test_dropout_is_not_padded(device: str) -> None:
-    """Two runs draw other numbers, so that nothing can be compared."""
-    model = build(device, lambda hidden, mask: F.dropout(hidden, 0.5))
+    """The comparison leaves the random state as it was."""
+    model = build(device, lambda hidden, mask: F.dropout(hidden, 0.5, training=True))
     step, backend = compiled("torch.compile", model, device)
     with torch.inference_mode():
-        for length in (9, 10, 11):
-            assert step(**batch(length, device)).shape == (3, length, WIDTH)
-    assert "differs" in refused(backend.counters)
+        for length in (5, 6, 7, 12):
+            inputs = batch(length, device)
+            torch.manual_seed(length)
+            found = step(**inputs)
+            torch.manual_seed(length)
+            torch.testing.assert_close(found, model(**inputs))
+    assert "draws random numbers" in refused(backend.counters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_little_padding_shows_little_in_16_bit(dtype: torch.dtype, device: str) -> None:
+    """The first call has one position of padding, the next one many."""
+    model = build(device, plain_mean).to(dtype)
+    step, backend = compiled("torch.compile", model, device)
+    with torch.inference_mode():
+        for length in (9, 31, 18, 20, 17):
+            inputs = batch(length, device)
+            found, expected = step(**inputs), model(**inputs)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0.05 * expected.abs().max())
+    refused(backend.counters)
+
+
+def test_a_column_of_large_numbers_hides_no_difference(device: str) -> None:
+    large = torch.zeros(WIDTH, device=device)
+    large[0] = 1e5
+    model = build(device, lambda hidden, mask: hidden.mean(1) + large)
+    step, backend = compiled("torch.compile", model, device)
+    with torch.inference_mode():
+        for length in (5, 12, 7, 20):
+            inputs = batch(length, device)
+            torch.testing.assert_close(step(**inputs), model(**inputs))
+    refused(backend.counters)
+
+
+def test_calls_of_equal_tokens_show_nothing(device: str) -> None:
+    """As in a warm-up: the mean over padding is that of the tokens."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCABULARY, WIDTH)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            hidden = self.embed(input_ids)
+            return hidden.mean(1) + (hidden * attention_mask[..., None]).sum(1)
+
+    model = Mean().to(device).eval()
+    step, backend = compiled("torch.compile", model, device)
+    with torch.inference_mode():
+        for length, most in ((9, 1), (10, 1), (11, VOCABULARY), (12, VOCABULARY)):
+            ids = torch.randint(0, most, (3, length), device=device)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            torch.testing.assert_close(step(**inputs), model(**inputs))
+    refused(backend.counters)
+
+
+def test_a_length_at_which_the_model_raises(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("an index out of range ends the use of the device")
+
+    class Places(Encoder):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            places = self.place(torch.arange(input_ids.shape[1]))
+            return masked_mean(self.embed(input_ids) + places, attention_mask)
+
+    model = Places().eval()
+    step, backend = compiled("torch.compile", model, device, pad_lengths=(16, 64))
+    check(step, model, device, (9, 12, 33, 10, 30, 11))
+    assert "it raises IndexError" in refused(backend.counters)
+    assert backend.counters.replays > 0
+
+
+def test_a_result_in_memory_of_an_input_is_not_padded(device: str) -> None:
+    class First(Encoder):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            return input_ids[:, :1], super().forward(input_ids, attention_mask)[1]
+
+    model = First().to(device).eval()
+    step, backend = compiled("torch.compile", model, device)
+    with torch.inference_mode():
+        for length in (9, 12, 10):
+            inputs = batch(length, device)
+            first, found = step(**inputs)
+            assert first.data_ptr() == inputs["input_ids"].data_ptr()
+            torch.testing.assert_close(found, model(**inputs)[1], atol=1e-5, rtol=1e-5)
+    assert "memory of an input" in refused(backend.counters)
 
 
 def test_no_padding_where_nothing_is_captured() -> None:
