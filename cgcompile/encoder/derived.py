@@ -388,7 +388,6 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             if not self._inputs.hosts or self._rows_of(trace.values, key) != number:
                 raise EncoderError.derive_rows(rows=rows)
             self._known[key] = Item(number, trace.values)
-        self._stop = max(self._template.last, *[call for call, _ in self._bounds], 0)
 
     def _derive_values(
         self,
@@ -437,12 +436,12 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         self._run(trace, self._rows(call))
         return trace
 
-    def _again(self, hosts: dict[str, Any], stop: int | None = None) -> HostTrace:
+    def _again(self, hosts: dict[str, Any]) -> HostTrace:
         """Run the host ops of other items, and those of the device on the smallest example."""
-        trace, deep = HostTrace(hosts), stop is None or self._template.leaks
+        trace = HostTrace(hosts)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._run(trace, self._small, buffers=self._lifted, stop=stop, deep=deep)
+                self._run(trace, self._small, buffers=self._lifted)
         except EncoderError:
             raise
         except Exception as error:
@@ -450,16 +449,12 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             raise EncoderError.derive_run(found=hosts, error=text) from error
         return trace
 
-    def _check_calls(self, trace: HostTrace, key: Key, stop: int | None = None) -> None:
+    def _check_calls(self, trace: HostTrace, key: Key) -> None:
         """Raise if the tower calls other ops for an item than for the smallest example."""
-        known, mine = self._template.calls, trace.calls
-        if stop is None:
-            known, mine = [*known, *self._template.inner], [*mine, *trace.inner]
-        else:
-            known = known[: stop + 1]
-        for (where, found), (other, expected) in zip_longest(
-            mine, known, fillvalue=("nothing", ())
-        ):
+        known, end = self._template, ("nothing", ())
+        outer = zip_longest(trace.calls, known.calls, fillvalue=end)
+        inner = zip_longest(trace.inner, known.inner, fillvalue=end)
+        for (where, found), (other, expected) in chain(outer, inner):
             if where != other or len(found) != len(expected):
                 raise EncoderError.derive_calls(key=key, found=where, expected=other)
             for mine, own in zip(found, expected, strict=True):
@@ -545,8 +540,8 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             return self._item
         item = self._known.get(key)
         if item is None:
-            trace = self._again(self._inputs.on_host(call, [index]), self._stop)
-            self._check_calls(trace, key, self._stop)
+            trace = self._again(self._inputs.on_host(call, [index]))
+            self._check_calls(trace, key)
             item = Item(self._rows_of(trace.values, key), trace.values)
             if (item.rows * self._ratio).denominator > 1:
                 found, expected = f"has {item.rows} rows", f"a multiple of {1 / self._ratio}"

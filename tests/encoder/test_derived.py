@@ -1,5 +1,6 @@
 """Towers without a protocol: what ``from_model`` derives from examples, and what it refuses."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -364,6 +365,116 @@ def test_new_sizes_that_behave_differently() -> None:
     encoder = derived(tower)
     with pytest.raises(EncoderError, match=r"'mul' has shape .* no longer the constant"):
         encoder.execute(call((2, 12)))
+    check(encoder, tower, (2, 10))
+
+
+class Ending(nn.Module):
+    """One host value, a module, and an end that a test gives: x, grid -> x."""
+
+    def __init__(self, end: Callable[..., Any], middle: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.places = nn.Linear(C, D), nn.Embedding(64, D)
+        self.middle = nn.Linear(D, D) if middle is None else middle
+        self.end = end
+
+    def forward(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> Any:
+        columns = torch.cat([torch.arange(w).repeat(h) for h, w in grid.tolist()])
+        x = self.embed(pixel_values) + self.places(columns.to(pixel_values.device))
+        return self.end(self.middle(x), grid)
+
+
+def unchanged(x: torch.Tensor, grid: Any = None) -> torch.Tensor:
+    return x
+
+
+class Calling(nn.Linear):
+    """A layer that calls a function before it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.before: Callable[[], Any] = list
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before()
+        return super().forward(x)
+
+
+def test_new_sizes_that_behave_differently_behind_the_last_host_value() -> None:
+    def refused_later(tower: Any, match: str) -> None:
+        encoder = derived(tower)
+        check(encoder, tower, (2, 10))
+        for grids in ([(2, 12)], [(4, 4), (2, 12)]):
+            with pytest.raises(EncoderError, match=match):
+                encoder.execute(call(*grids))
+        check(encoder, tower, (2, 10), (4, 4))
+
+    end = lambda x, grid: x.tanh() if grid.max() > 10 else x  # noqa: E731
+    refused_later(Ending(end), "calls tanh where it calls nothing")
+    end = lambda x, grid: x * max(1.0, float(grid.max()) / 10)  # noqa: E731
+    refused_later(Ending(end), r"mul gets 1\.2; 1\.0 for the smallest")
+
+    class Shared(nn.Linear):
+        flag = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.tanh() if self.flag else x)
+
+    class Setting(Ending):
+        def forward(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> Any:
+            Shared.flag = int(grid.max()) > 10
+            return super().forward(pixel_values, grid)
+
+    refused_later(Setting(unchanged, Shared(D, D)), r"calls middle\.tanh")
+
+
+def test_a_thread_that_calls_the_tower_meanwhile() -> None:
+    middle = Calling()
+    tower = Ending(unchanged, middle)
+    encoder, good = derived(tower), call((2, 6), (4, 4))
+    expected, found = tower(**good), []
+
+    def in_thread() -> None:
+        middle.before = list
+        thread = threading.Thread(target=lambda: found.append(tower(**good)))
+        thread.start()
+        thread.join()
+
+    for grid in ((2, 8), (2, 10)):
+        middle.before = in_thread
+        check(encoder, tower, grid)
+    torch.testing.assert_close(found, [expected] * 2)
+
+
+def test_modes_of_the_tower_and_around_it() -> None:
+    """A run adds a mode of its own, and takes no other off, whatever a module raises."""
+    middle = Calling()
+
+    class Default(Ending):
+        def forward(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> Any:
+            with torch.device("meta"):
+                x = self.middle(self.embed(pixel_values))
+                assert torch.ones(1).is_meta
+            return self.end(x, grid)
+
+    def end(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return x + torch.cat([torch.arange(w).repeat(h) for h, w in grid.tolist()])[:, None]
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    tower = Default(end, middle)
+    encoder = derived(tower)
+    check(encoder, tower, (2, 8))
+    middle.before = interrupt
+    with torch.device("meta"):
+        with pytest.raises(KeyboardInterrupt), torch.device("cpu"):
+            encoder.execute(call((2, 10)))
+        with pytest.raises(KeyboardInterrupt), torch.device("cpu"):
+            encoder.execute(call((4, 10), (4, 10)))
+        assert torch.ones(1).is_meta
+    assert not torch.ones(1).is_meta
+    middle.before = list
     check(encoder, tower, (2, 10))
 
 
