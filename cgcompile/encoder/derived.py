@@ -140,7 +140,9 @@ class Inputs:
             if example.keys() != first.keys():
                 self._refuse("an example", list(example), f"the inputs {list(first)}")
         # Several numbers in each: an input of one number by item may come first.
-        several = [name for name in floating if any(len(example[name]) != 1 for example in examples)]
+        several = [
+            name for name in floating if any(len(example[name]) != 1 for example in examples)
+        ]
         rows = [len(example[(several or floating)[0]]) for example in examples]
         for name in first:
             self._add(name, [example[name] for example in examples], rows)

@@ -585,9 +585,8 @@ class EncoderCudaGraphManager:
         tables by row, token or item, and offsets. Buffers with and without padding are compared
         with eager runs of single items; before its capture each budget, with the smallest example.
 
-        An item of a new size runs the tower once on the rows of the smallest example, and raises
-        where its calls differ. Such a run registers forward hooks on the modules of the tower, and
-        removes them afterwards.
+        A new size runs the tower once on the smallest example, with forward hooks on its modules,
+        which are removed afterwards; an error if the calls differ from those of the examples.
 
         Args:
             tower: a module, or a function that calls modules.
