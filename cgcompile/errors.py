@@ -1023,11 +1023,16 @@ class EncoderError(CGCompileError, ValueError):
     derive_order = Template("""
         the tower ran {found} on the host; before, it ran {expected} there.
         Host values must be computed alike in each run; write them by hand: PatchEncoder.""")
+    derive_budget = Template("""
+        a budget of {budget} tokens is below the smallest example, of {tokens}, so that its graph \
+        cannot be compared with an eager run.
+        Add a smaller item to the examples, or leave this budget out: token_budgets=.""")
     derive_result = Template("""
         items {items} of the examples on a budget of {budget} tokens, {tail} of them padding: \
         results differ from eager by {found:.1e} of the largest number; allowed: {most:.0e}.
-        Padding or other items reach the rows of an item, or values are baked in. Attention over \
-        all rows needs offsets or a mask. Rounding alone: tolerance=.""")
+        Padding or other items reach the rows of an item, calls depend on the number of rows, or \
+        values are baked in. Attention over all rows needs offsets or a mask. Rounding alone: \
+        tolerance=.""")
     budget_number = Template("{name} = {found!r}; expected a whole number of at least {least}.")
     not_a_budget = Template("""
         encoder budgets: {found!r} is none; expected whole numbers of at least 1.

@@ -9,10 +9,11 @@ may read host values, its modules only host inputs that they are given.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from threading import get_ident
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -46,19 +47,13 @@ class HostTrace:
     leaks: bool = False  # host values enter ops inside of modules
     modules: set[int] = field(default_factory=set)  # indices of calls
     moved: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of a host value
-    last: int = 0  # index of the call that took the last value
-
-
-class _Stopped(Exception):
-    """All that was needed of a run is known."""
 
 
 class LiftedRun(TorchFunctionMode):
     """One run of a tower, which fills an empty trace, or takes host results from a filled one.
 
-    ``buffers`` replace lifted values, in order, and ``bounds`` numbers that modules get. The run
-    ends behind the call of index ``stop``. The mode is off inside of modules unless ``deep``.
-    Without ``lifts`` host values are constants.
+    ``buffers`` replace lifted values, in order, and ``bounds`` numbers that modules get. Calls
+    inside of modules pass unseen unless ``deep``. Without ``lifts`` host values are constants.
     """
 
     def __init__(
@@ -69,12 +64,11 @@ class LiftedRun(TorchFunctionMode):
         lifts: bool = True,
         buffers: Sequence[torch.Tensor] | None = None,
         bounds: Mapping[Site, int] | None = None,
-        stop: int | None = None,
         deep: bool = True,
     ) -> None:
         super().__init__()
         self._trace, self._device, self._lifts, self._deep = trace, device, lifts, deep
-        self._buffers, self._bounds, self._stop = buffers, bounds or {}, stop
+        self._buffers, self._bounds = buffers, bounds or {}
         self._filled = bool(trace.results or trace.calls)
         # Strong references, so that no other tensor gets the id of a host value.
         self._hosts = {id(leaf): leaf for leaf in compat.tree_tensors(trace.inputs)}
@@ -84,9 +78,10 @@ class LiftedRun(TorchFunctionMode):
         self._ops = self._calls = 0  # of this run so far
         self._modules = [("", False)]  # those that run now: name, and whether on the device
         self._hooking = self._off = False  # in a hook of ours; inside of a module, unless deep
+        self._thread = get_ident()  # others may call the tower meanwhile
 
     def of(self, tower: Callable[..., Any], named: Mapping[str, Any]) -> Any:
-        """Return the result of the tower; None if the run was stopped."""
+        """Return the result of the tower."""
         with ExitStack() as hooks:
             for module in modules_of(tower):
                 for name, child in module.named_modules():
@@ -96,12 +91,12 @@ class LiftedRun(TorchFunctionMode):
                         hooks.callback(before.remove)
                         behind = child.register_forward_hook(leave, always_call=True)
                         hooks.callback(behind.remove)
-            with host_values(self._hosts), suppress(_Stopped), self:
+            with host_values(self._hosts), self:
                 return tower(**named, **self._trace.inputs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", type(func).__name__)
-        if self._hooking or (name == "__get__" and id(args[0]) not in self._hosts):
+        if self._off or self._hooking or (name == "__get__" and id(args[0]) not in self._hosts):
             return func(*args, **kwargs)
         leaves = compat.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -149,7 +144,6 @@ class LiftedRun(TorchFunctionMode):
         if not self._filled:
             self._trace.values.append(leaf.detach().to("cpu", copy=True))
             self._trace.names.append(where)
-            self._trace.last = self._calls
             self._trace.leaks |= self._modules[-1][1] and not self._hooking
         if self._buffers is not None:
             if number >= len(self._buffers):
@@ -169,14 +163,12 @@ class LiftedRun(TorchFunctionMode):
         if not self._filled:
             calls = self._trace.inner if inside else self._trace.calls
             calls.append((where, tuple(map(self._comparable, leaves))))
-        if inside:
-            return
-        self._calls += 1
-        if self._stop is not None and self._calls > self._stop:
-            raise _Stopped
+        self._calls += not inside
 
-    def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
+    def _enter(self, name: str, module: Any, args: Any, kwargs: Any = None) -> Any:
         """Lift the host values that a module gets, unless it gets host inputs, to read them."""
+        if get_ident() != self._thread:  # torch leaves out kwargs once the hook is removed
+            return None
         inside = self._modules[-1][1]
         reads = not inside and any(id(value) in self._inputs for value in (*args, *kwargs.values()))
         self._modules.append((name, not reads))
@@ -198,16 +190,14 @@ class LiftedRun(TorchFunctionMode):
             self._called(name, compat.tree_leaves(arguments))
         finally:
             self._hooking = False
-        if not self._deep:
-            self._off, mode = True, cast(Any, self)  # whose methods have no types
-            mode.__exit__(None, None, None)
+        # The mode stays on the stack, where modes of the tower may be above it.
+        self._off = not self._deep
         return arguments
 
     def _leave(self, *_: Any) -> None:
-        self._modules.pop()
-        if self._off and not self._modules[-1][1]:
-            self._off, mode = False, cast(Any, self)
-            mode.__enter__()
+        if get_ident() == self._thread:
+            self._modules.pop()
+            self._off = self._off and self._modules[-1][1]
 
     def _comparable(self, leaf: Any) -> Any:
         """Return a number or name as it is, of others what can be compared."""

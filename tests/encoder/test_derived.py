@@ -1,8 +1,10 @@
 """Towers without a protocol: what ``from_model`` derives from examples, and what it refuses."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,6 +66,38 @@ class Tower(nn.Module):
         x = self.merge(x.view(-1, 4 * D))
         order = torch.cat(order).to(grid.device)
         return (x[order] * torch.arange(1, H + 1, device=x.device))[torch.argsort(order)]
+
+
+class Ending(nn.Module):
+    """One host value, a module, and an end that a test gives: x, grid -> x."""
+
+    def __init__(self, end: Callable[..., Any], middle: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.places = nn.Linear(C, D), nn.Embedding(64, D)
+        self.middle = nn.Linear(D, D) if middle is None else middle
+        self.end = end
+
+    def forward(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> Any:
+        columns = torch.cat([torch.arange(w).repeat(h) for h, w in grid.tolist()])
+        x = self.embed(pixel_values) + self.places(columns.to(pixel_values.device))
+        return self.end(self.middle(x), grid)
+
+
+def unchanged(x: torch.Tensor, grid: Any = None) -> torch.Tensor:
+    return x
+
+
+class Calling(nn.Linear):
+    """A layer that calls a function before it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.before: Callable[[], Any] = list
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before()
+        return super().forward(x)
 
 
 def call(*grids: Grid, device: str = "cpu") -> dict[str, Any]:
@@ -285,6 +319,53 @@ def test_padding_and_other_items_that_reach_the_rows_of_an_item() -> None:
     changed(lambda x, grid: x - x.mean(0), r"items \(\d.*differ from eager by")
 
 
+def test_calls_that_depend_on_the_number_of_rows() -> None:
+    """They are found at capture, on the budget that has as many."""
+    match = r"items \(0,\) of the examples on a budget of 128 tokens.*differ from eager by"
+    sizes = {"token_budgets": [32, 128, 256]}
+    one = {"examples": [call((2, 2))], **sizes}
+    ends: list[Callable[..., Any]] = [
+        lambda x, grid: x.tanh() if 100 < len(x) < 200 else x,
+        lambda x, grid: x * (1.5 if 100 < len(x) < 200 else 1.0),
+    ]
+    for end in ends:
+        refused(match, Ending(end), **sizes)
+        refused(match, Ending(end), **one)
+
+    class Rows(nn.Linear):
+        def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+            return ends[0](super().forward(pixel_values), None)
+
+    refused(match, Rows(C, H), [{"pixel_values": torch.randn(1, C)}], **sizes)
+
+
+def test_weights_that_are_replaced_before_capture() -> None:
+    tower = Tower()
+    examples = [call(size) for size in SIZES]
+    options = {"token_budgets": [8, 16], "config": config()}
+    encoder = EncoderCudaGraphManager.from_model(tower, examples, **options)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.mul_(1.5)
+    assert encoder.capture().missing == ()
+    check(encoder, tower, (4, 4), (2, 6))
+
+
+def test_budgets_below_the_smallest_example() -> None:
+    examples = [call((4, 4)), call((4, 8))]
+    match = "a budget of 2 tokens is below the smallest example, of 4,"
+    refused(match, examples=examples, token_budgets=[2, 32])
+    derived(Tower(), examples=examples, token_budgets=[4, 32])
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.2), (torch.float16, 0.08)])
+def test_tolerances_of_16_bit(dtype: torch.dtype, share: float) -> None:
+    tower = Ending(lambda x, grid: x * (1 + share / len(x))).to(dtype)  # 4 % and 1.6 %
+    refused("differ from eager", tower)
+    derived(tower, tolerance=0.1)
+    derived(Tower().to(dtype))
+
+
 def test_results_that_are_no_rows() -> None:
     class Several(Tower):
         def forward(self, *args: Any, **named: Any) -> Any:
@@ -326,6 +407,48 @@ def test_examples_that_are_no_items() -> None:
     refused("'mode' is 'a'", examples=modes)
 
 
+class Named(Ending):
+    """Also gets a number by item, and constants."""
+
+    def forward(self, seconds: Any, pixel_values: Any, grid: Any, scale: Any, factor: Any) -> Any:
+        counts = grid.prod(1)
+        shift = torch.repeat_interleave((seconds * 30).long(), counts)[:, None]
+        x = super().forward(pixel_values, grid) + shift.to(pixel_values)
+        return x * float(scale[1]) * factor
+
+
+def named(*grids: Grid, **other: Any) -> dict[str, Any]:
+    seconds = torch.tensor([1.37 + h for h, _ in grids])
+    constants = {"scale": np.array([1.0, 2.0]), "factor": torch.tensor(0.5)}
+    return {"seconds": seconds, **call(*grids), **constants, **other}
+
+
+def test_floats_by_item_and_constant_arrays() -> None:
+    tower = Named(unchanged).to(torch.bfloat16)
+    encoder = derived(tower, examples=[named(size) for size in SIZES])
+    assert "seconds" not in repr(encoder.model)
+    mixed = named((4, 6), (2, 4))
+    mixed["pixel_values"] = mixed["pixel_values"].to(torch.bfloat16)
+    results = encoder.execute(mixed)
+    assert encoder.statistics.hits == 2
+    expected = tower(**mixed).split([24, 8])
+    torch.testing.assert_close(results, list(expected), rtol=2e-2, atol=2e-2)
+    with pytest.raises(EncoderError, match="scale is array"):
+        encoder.execute(named((2, 2), scale=np.array([1.0, 3.0])))
+    with pytest.raises(EncoderError, match=r"factor is 0\.5"):
+        encoder.execute(named((2, 2), factor=0.5))
+
+
+def test_constants_that_differ() -> None:
+    both = "expected a tensor or list of one entry for the item, or the same in all"
+    for name, value in (("scale", np.ones(2)), ("scale", np.ones(3)), ("factor", torch.ones(()))):
+        examples = [named((2, 2)), named((4, 4), **{name: value})]
+        refused(f"{name!r} is .*{both}", Named(unchanged), examples)
+    tables = [call((2, 2)) | {"scale": [torch.ones(2), torch.ones(2)]} for _ in range(2)]
+    tables[1]["scale"][1] = torch.zeros(2)
+    refused(f"'scale' is .*{both}", Named(unchanged), tables)
+
+
 def test_items_of_unknown_rows() -> None:
     class Rows(nn.Linear):
         def forward(self, pixel_values: Any, kind: Any = None) -> Any:
@@ -364,6 +487,88 @@ def test_new_sizes_that_behave_differently() -> None:
     encoder = derived(tower)
     with pytest.raises(EncoderError, match=r"'mul' has shape .* no longer the constant"):
         encoder.execute(call((2, 12)))
+    check(encoder, tower, (2, 10))
+
+
+def test_new_sizes_that_behave_differently_behind_the_last_host_value() -> None:
+    def refused_later(tower: Any, match: str) -> None:
+        encoder = derived(tower)
+        check(encoder, tower, (2, 10))
+        for grids in ([(2, 12)], [(4, 4), (2, 12)]):
+            with pytest.raises(EncoderError, match=match):
+                encoder.execute(call(*grids))
+        check(encoder, tower, (2, 10), (4, 4))
+
+    end = lambda x, grid: x.tanh() if grid.max() > 10 else x  # noqa: E731
+    refused_later(Ending(end), "calls tanh where it calls nothing")
+    end = lambda x, grid: x * max(1.0, float(grid.max()) / 10)  # noqa: E731
+    refused_later(Ending(end), r"mul gets 1\.2; 1\.0 for the smallest")
+
+    class Shared(nn.Linear):
+        flag = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.tanh() if self.flag else x)
+
+    class Setting(Ending):
+        def forward(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> Any:
+            Shared.flag = int(grid.max()) > 10
+            return super().forward(pixel_values, grid)
+
+    refused_later(Setting(unchanged, Shared(D, D)), r"calls middle\.tanh")
+
+
+def test_a_thread_that_calls_the_tower_meanwhile() -> None:
+    found: list[torch.Tensor] = []
+
+    def end(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        if calls and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: found.append(tower(**calls[0])))
+            thread.start()
+            thread.join()
+        return tower.middle(x)
+
+    calls: list[dict[str, Any]] = []
+    tower = Ending(end)
+    encoder, good = derived(tower), call((2, 6), (4, 4))
+    expected = tower(**good)
+    calls.append(good)
+    for grid in ((2, 8), (2, 10)):
+        encoder.execute(call(grid))
+    torch.testing.assert_close(found, [expected] * 2)
+    calls.clear()
+    check(encoder, tower, (2, 8), (2, 10))
+
+
+def test_modes_of_the_tower_and_around_it() -> None:
+    """A run adds a mode of its own, and takes no other off, whatever a module raises."""
+    middle = Calling()
+
+    class Default(Ending):
+        def forward(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> Any:
+            with torch.device("meta"):
+                x = self.middle(self.embed(pixel_values))
+                assert torch.ones(1).is_meta
+            return self.end(x, grid)
+
+    def end(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return x + torch.cat([torch.arange(w).repeat(h) for h, w in grid.tolist()])[:, None]
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    tower = Default(end, middle)
+    encoder = derived(tower)
+    check(encoder, tower, (2, 8))
+    middle.before = interrupt
+    with torch.device("meta"):
+        with pytest.raises(KeyboardInterrupt), torch.device("cpu"):
+            encoder.execute(call((2, 10)))
+        with pytest.raises(KeyboardInterrupt), torch.device("cpu"):
+            encoder.execute(call((4, 10), (4, 10)))
+        assert torch.ones(1).is_meta
+    assert not torch.ones(1).is_meta
+    middle.before = list
     check(encoder, tower, (2, 10))
 
 
