@@ -33,6 +33,7 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 EPS = 1e-6
 ROWS = 16  # of a tile of the tensor cores
@@ -74,8 +75,8 @@ TILES = {"qkv": Tile(stages=3), "out": Tile(), "gate_up": Tile(32, 128), "down":
 def _wait(DEPENDENT: tl.constexpr):
     """Let the next kernel start, then wait for the results of the one before."""
     if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -305,7 +306,7 @@ class HandWritten:
             x if residual is None else residual, out, x if sums is None else sums,
             self.cos, self.sin, layer["keys"], layer["values"], self.position,
             len(x), out.shape[1], EPS, K=x.shape[1], KIND=kind, NORM=bool(norm),
-            TILES=sources, PADDED=triton.next_power_of_2(sources), COLUMNS=tile.columns,
+            TILES=sources, PADDED=max(2, triton.next_power_of_2(sources)), COLUMNS=tile.columns,
             DEPTH=min(tile.depth, x.shape[1]), STAGES=tile.stages, LINES=tile.lines,
             HEADS=dims.heads, KV=dims.kv_heads, D=dims.size, CONTEXT=dims.context,
             DEPENDENT=self.dependent, num_warps=tile.warps, **self._launch(),
