@@ -75,7 +75,7 @@ class Coverage(Result):
         ...         y = model(torch.randn(4, 8))
         >>> found = cgcompile.coverage(model)
         >>> sorted(found.to_dict())[:3]
-        ['breaks', 'counters', 'graphs']
+        ['breaks', 'counters', 'given_up']
     """
 
     computed: ClassVar[tuple[str, ...]] = ("total", "on_graphs", "padding")
