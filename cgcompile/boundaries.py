@@ -344,10 +344,12 @@ def _resolved_entry(op: SplittingOp) -> SplittingOp:
 
 def _resolved(name: str) -> Any:
     """Return the registry key or the function of a name; raises if nothing has that name."""
-    ops = compat.all_op_names()
+    spelled = name if "::" in name or "." not in name else name.replace(".", "::", 1)
+    if _is_op(spelled):
+        return spelled
+    ops = compat.all_op_names()  # takes milliseconds
     packets = {op.split(".")[0] for op in ops}
     known = {*ops, *packets}
-    spelled = name if "::" in name or "." not in name else name.replace(".", "::", 1)
     # 'ns::op.default' is the overload that the dispatcher lists without a name.
     if spelled in known or spelled.removesuffix(".default") in known:
         return spelled
@@ -359,6 +361,16 @@ def _resolved(name: str) -> Any:
     if function is None:
         raise BoundaryError.unknown(name=name, known=sorted(packets))
     return function
+
+
+def _is_op(name: str) -> bool:
+    """Return whether torch has an op, or an overload, of a name like ``ns::op.overload``."""
+    namespace, _, op = name.partition("::")
+    packet, _, overload = op.partition(".")
+    if not packet.isidentifier() or not namespace.isidentifier():
+        return False
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    return found is not None and (overload in ("", "default") or hasattr(found, overload))
 
 
 def _imported(path: str) -> Any:
