@@ -62,9 +62,9 @@ def _after(a, b, out, residual, sums, cos, sin, keys, values, at, one, tile, row
 @triton.jit
 def project(x, weight, norm, squares, residual, out, sums, cos, sin, keys, values, at, M, N, eps,
             K: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, TILES: tl.constexpr,
-             PADDED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-             LINES: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-             CONTEXT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+            PADDED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+            LINES: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+            CONTEXT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Multiply rows [M, K] by weights [N, K]; see the kinds."""
     tile, rows, n = tl.program_id(0), tl.arange(0, 16), tl.arange(0, COLUMNS)
     live = rows < M
@@ -124,8 +124,8 @@ def _merge(part, out, base, g, d, real, SPLIT: tl.constexpr, G: tl.constexpr, D:
 
 @triton.jit
 def attend(q, keys, values, at, out, part, count, scale,
-            HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, CONTEXT: tl.constexpr,
-            BLOCK: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+           HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, CONTEXT: tl.constexpr,
+           BLOCK: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Attention of one query for each row; the last program of a head merges its parts."""
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = HEADS // KV
