@@ -412,6 +412,7 @@ class CompiledGraph:
 
     @property
     def strict(self) -> bool:
+        """Whether a step without a graph is an error."""
         return self._config.strict
 
     def may_have_graph(self, inputs: tuple[Any, ...]) -> bool:

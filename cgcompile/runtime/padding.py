@@ -56,7 +56,7 @@ class PaddedGraph:
         Raises:
             DispatchError: ``strict``, and the step cannot be padded.
         """
-        # Whoever sets a forward context pads; without a graph, padding only costs.
+        # Under a forward context the caller pads; without a graph, padding gains nothing.
         if callers_context() is not None or not self.graph.may_have_graph(inputs):
             return self.graph(*inputs)
         fallback = self._never

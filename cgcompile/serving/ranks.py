@@ -9,7 +9,8 @@ query length or no common one. The rule: every rank takes part in each step, wit
 Every exchange of a group has the same size and carries its purpose, so that ranks that are out of
 step detect it, where other collectives would hang or mix up their data. A rank that waits for more
 than a second notes so in the store of the group; when the wait fails, the ranks without a note are
-those that never came. A collective of the model that fails since a peer has ended is named alike.
+those that never came. If a collective of the model fails because a peer has ended, the error names
+the missing ranks in the same way.
 """
 
 import hashlib

@@ -64,7 +64,7 @@ def graph_break(gm: fx.GraphModule) -> str | None:
 
 
 def given_up() -> list[str]:
-    """Return why Dynamo lately compiled nothing of functions, for any backend of the process."""
+    """Return the functions that Dynamo did not compile lately, for any backend, with reasons."""
     # ``counters`` forgets a break where the whole function is skipped.
     from torch._dynamo.utils import get_compilation_metrics
 
