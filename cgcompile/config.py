@@ -109,6 +109,10 @@ class CompilationConfig:
             ends in "mask" and is 0 at padding. Other inputs of that size are padded too, with
             zeros; results are cut. Calls with more padding than before are compared with unpadded
             ones; if they differ, nothing is padded, counted as ``padding_refused``.
+        small_batch_kernels: compute linear layers of at most 16 rows, with the RMS norm before and
+            the activation or residual after them, by a kernel of cgcompile, on NVIDIA GPUs of
+            compute capability 9.0 or newer; where the batch dimension is dynamic, sizes up to 16
+            are compiled separately. Results differ by rounding.
         dump_passes: a folder for the graph before and after every pass, as text.
         cache_dir: the folder that keeps compiled pieces for other processes, or ``off``. Unset:
             cgcompile in $XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must
@@ -165,6 +169,7 @@ class CompilationConfig:
     )
     capture_dim: str | None = setting(None, optional(parse_text), "sizes")
     pad_lengths: tuple[int, ...] | None = setting(None, optional(parse_sizes), "trace")
+    small_batch_kernels: bool = setting(False, parse_bool, "inductor")
     dump_passes: str | None = setting(None, optional(parse_text), "trace")
 
     cache_dir: str | None = setting(None, optional(parse_text))

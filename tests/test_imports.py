@@ -24,7 +24,7 @@ FLOORS = (
         "version",
         "progress",
     ),
-    ("boundaries", "context"),
+    ("boundaries", "context", "kernels"),
     ("passes", "graphs"),
     ("pieces",),
     ("runtime", "tracing"),

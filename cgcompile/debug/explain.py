@@ -39,6 +39,7 @@ from cgcompile.passes.printer import count
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.subclasses import unwrap_subclasses
 from cgcompile.passes.symbols import dtype_text
+from cgcompile.pieces.size_ranges import fusion_texts
 from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.dispatch import auto_mode
@@ -583,7 +584,7 @@ def _split_of(
         return None, (graph_break,), (_FIRST_NOTE,)
     if split is None:
         return None, (), ("the call computes nothing with tensors",)
-    return split, _data_breaks(split), _notes(split, config)
+    return split, _data_breaks(split), (*_notes(split, config), *fusion_texts(split, config))
 
 
 def _split(config: CompilationConfig, graph: fx.GraphModule, _: Any) -> SplitGraph:

@@ -14,7 +14,7 @@ a capture the artifact is selected once, so a replay pays nothing for it.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -26,7 +26,9 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import PieceCompileError
+from cgcompile.kernels.small_linear import ROWS, op
 from cgcompile.passes.nodes import symbols_of, value
+from cgcompile.passes.small_batch import Fusions, fuse_small_linears
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Runnable
 
@@ -67,6 +69,7 @@ class Variant:
     own: compat.OwnShapes | None = None  # in which ``module`` was traced again
     conditions: tuple[sympy.Expr, ...] = ()  # on other sizes, that tracing assumed
     readers: Mapping[sympy.Symbol, Reader] = field(default_factory=dict)  # that of ``sizes`` first
+    fusions: Fusions | None = None  # of ``small_batch_kernels``
 
     @property
     def name(self) -> str:
@@ -89,16 +92,26 @@ class Variants:
     def __init__(self, split: SplitGraph, config: CompilationConfig) -> None:
         self._symbols = split.symbols
         self._sizes = [SizeRange(size, size) for size in config.sizes_to_compile]
-        endpoints = config.compile_ranges_endpoints
+        endpoints, self._small = config.compile_ranges_endpoints, config.small_batch_kernels
+        self._named = None
+        if self._sizes or endpoints is not None or config.capture_dim is not None:
+            self._named = self._symbols.chosen(config.capture_dim)
+        elif self._small:
+            self._named = self._symbols.only()
+        if self._small:
+            op()  # an artifact from disk calls it
+            endpoints = tuple(sorted({*(endpoints or ()), ROWS}))
         self._ranges = () if endpoints is None else ranges_between(endpoints)
         self._likely = (*(config.cudagraph_capture_sizes or ()), *config.sizes_to_compile)
-        in_use = bool(self._sizes or self._ranges)
-        self._named = self._symbols.chosen(config.capture_dim) if in_use else None
         self._compiles = config.compiler != "eager"
         self._values: dict[SizeRange, dict[sympy.Symbol, int] | None] = {}
 
     def of(self, piece: Piece) -> list[Variant]:
         """Return what to compile of a piece; the variant for all sizes, if any, is last."""
+        variants = self._of(piece)
+        return list(map(_fused, variants)) if self._small and self._compiles else variants
+
+    def _of(self, piece: Piece) -> list[Variant]:
         symbol = None if self._named is None else self._symbols.current(self._named)
         whole = Variant(piece, piece.module)
         inputs = [value(node) for node in piece.module.graph.find_nodes(op="placeholder")]
@@ -203,6 +216,16 @@ class Variants:
         return {self._symbols.text_of(symbol): str(size) for symbol, size in fixed.items()}
 
 
+def _fused(variant: Variant) -> Variant:
+    """Return a variant in which small linear layers are fused."""
+    module = variant.module if variant.own is not None else compat.copied(variant.module)
+    with variant.context():
+        fusions = fuse_small_linears(module)
+    for line in str(fusions).splitlines():
+        log.info("%s: %s", variant.name, line)
+    return replace(variant, module=module if fusions.fused else variant.module, fusions=fusions)
+
+
 _TRIED = 64  # sizes of a range, from its first on, that may be needed to find one without a guard
 
 
@@ -298,6 +321,18 @@ class Ranged:
 
 def _one_size_first(artifact: Artifact) -> tuple[bool, int]:
     return artifact.sizes.first != artifact.sizes.last, artifact.sizes.first
+
+
+def fusion_texts(split: SplitGraph, config: CompilationConfig) -> Iterator[str]:
+    """Yield which linear layers ``small_batch_kernels`` fuses in each structure, and which not."""
+    if not config.small_batch_kernels:
+        return
+    variants = Variants(split, config)
+    for piece in split.distinct:
+        if piece.compiled:
+            for variant in variants.of(piece):
+                for line in str(variant.fusions).splitlines():
+                    yield f"{variant.name}: {line}"
 
 
 def artifacts_text(split: SplitGraph, runnables: Sequence[Runnable]) -> str:

@@ -19,6 +19,7 @@ from cgcompile.torch_compat.dynamo import (
     ENTER_INFERENCE_MODE,
     LEAVES,
     SET_GRAD_ENABLED,
+    Shapes,
     storage_key,
 )
 from cgcompile.torch_compat.expressions import evaluated
@@ -154,6 +155,17 @@ def replace_uses(node: fx.Node, new: Any) -> None:
     for user in list(node.users):
         user.args = fx.map_arg(user.args, lambda arg: new if arg is node else arg)
         user.kwargs = fx.map_arg(user.kwargs, lambda arg: new if arg is node else arg)
+
+
+def largest_size(size: Any) -> int | None:
+    """Return the largest value of a size that is a number, or a symbol times a number; or None."""
+    if type(size) is int:
+        return size
+    factor, symbol = size.node.expr.as_coeff_Mul()
+    if not isinstance(symbol, sympy.Symbol):
+        return None
+    most = factor * Shapes(size.node.shape_env).bounds(symbol)[1]
+    return int(most) if most.is_Integer else None
 
 
 def _shared_storages(gm: fx.GraphModule) -> set[int]:

@@ -44,7 +44,7 @@ def llama(kind: str, device: str) -> tuple[torch.nn.Module, Loop]:
     """Decode with a static cache, in bfloat16 or with quantized weights."""
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-    config = LlamaConfig(
+    sizes = LlamaConfig(
         hidden_size=2048,
         intermediate_size=5632,
         num_hidden_layers=8,
@@ -52,19 +52,21 @@ def llama(kind: str, device: str) -> tuple[torch.nn.Module, Loop]:
         num_key_value_heads=8,
         vocab_size=4096,
     )
-    network: Any = LlamaForCausalLM(config)
+    network: Any = LlamaForCausalLM(sizes)
     network.to(device, torch.bfloat16)
     if kind:
         from torchao import quantization
 
         name = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig"}[kind]
-        quantization.quantize_(network, getattr(quantization, name)())
+        # Else torchao tunes the kernels of the whole process for minutes, whatever compiles it.
+        config = getattr(quantization, name)(set_inductor_config=False)
+        quantization.quantize_(network, config)
     text = torch.randint(4096, (STEPS, 8, 1), device=device)  # given: no near ties decide
     caches: dict[int, Any] = {}  # of each way: graphs read one cache
 
     def loop(call: Any, steps: int = STEPS) -> torch.Tensor:
         if id(call) not in caches:
-            cache = StaticCache(config=config, max_cache_len=2 * STEPS)
+            cache = StaticCache(config=sizes, max_cache_len=2 * STEPS)
             cache.early_initialization(8, 8, 128, torch.bfloat16, torch.device(device))
             caches[id(call)] = cache
         cache = caches[id(call)]

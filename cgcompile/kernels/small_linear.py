@@ -1,0 +1,185 @@
+"""The op ``cgcompile::small_linear``: linear layers of at most 16 rows, with what is around them.
+
+For rows x [..., K] it computes, in this order::
+
+    x = x / sqrt(mean(x * x) + eps) * (norm + offset)    with a norm [K]
+    y = x @ weight.T + bias                              for each weight [N, K], bias [N] or None
+    y = activation(y0) * y1                              with an activation
+    y = y + residual                                     with a residual [..., N]
+
+With an activation there are two weights of one shape, or one weight whose halves are the two.
+
+On an NVIDIA GPU of compute capability 9.0 or newer one Triton kernel computes all of it, and reads
+each weight once; it starts before the kernel in front of it has ended (programmatic dependent
+launch). Elsewhere, and for inputs that the kernel does not take, torch's ops compute it.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+EVICT = ""
+ROWS = 16  # of a tile of the tensor cores
+ACTIVATIONS = ("", "silu", "gelu_tanh")
+DTYPES = (torch.bfloat16, torch.float16)
+_SCHEMA = (
+    "small_linear(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm, float eps, "
+    "float offset, Tensor? residual, str activation) -> Tensor[]"
+)
+
+
+class Tile(NamedTuple):
+    """How a product is computed: columns and depth of a tile, stages, warps, lines to prefetch."""
+
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+    lines: int  # of 128 bytes of each row of a weight, loaded into the L2 cache before the inputs
+
+
+def tile_for(columns: int, depth: int, gated: bool, processors: int) -> Tile:
+    """Return the tile for weights of so many rows, of length ``depth``.
+
+    Args:
+        columns: rows of all weights, or with an activation of one.
+        depth: length of a row.
+        gated: whether there is an activation.
+        processors: of the GPU.
+    """
+    # The fastest of a search on an H200 over the layers of three decoders: what counts is the
+    # memory in flight, so a processor gets one deep tile, or three small ones of two weights.
+    if gated:
+        return Tile(16, _power(depth, 128), 6, 1, 4)
+    width = next((n for n in (8, 16) if columns <= n * processors), 32)
+    return Tile(width, _power(depth, 512), 4 if width == 32 else 6, 2, 8)
+
+
+def _power(depth: int, most: int) -> int:
+    return min(most, max(16, 1 << (depth - 1).bit_length()))
+
+
+@functools.cache
+def op() -> Any:
+    """Return the op; the first call registers it."""
+    library = torch.library.Library("cgcompile", "FRAGMENT")
+    library.define(_SCHEMA)
+    library.impl("small_linear", _by_torch, "CPU")
+    library.impl("small_linear", _on_cuda, "CUDA")
+    torch.library.register_fake("cgcompile::small_linear", _fake, lib=library)
+    _libraries.append(library)
+    return torch.ops.cgcompile.small_linear.default
+
+
+_libraries: list[torch.library.Library] = []  # an op is unregistered with its library
+
+
+@functools.cache
+def why_unsupported(device: torch.device) -> str | None:
+    """Return why the kernel does not run on a device, or None."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"{device.type} is no NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"the GPU has compute capability {major}.{minor}, not 9.0 or newer"
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _by_torch(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    norm: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    residual: torch.Tensor | None,
+    activation: str,
+) -> list[torch.Tensor]:
+    if norm is not None:
+        normed = F.rms_norm(x.float(), x.shape[-1:], None, eps)
+        x = (normed * (norm.float() + offset)).to(x.dtype)
+    outputs = [F.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
+    if activation:
+        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, -1)
+        gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        outputs = [gate * up]
+    return outputs if residual is None else [outputs[0] + residual]
+
+
+def _fake(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    norm: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    residual: torch.Tensor | None,
+    activation: str,
+) -> list[torch.Tensor]:
+    sizes = [weight.shape[0] for weight in weights]
+    if activation:
+        sizes = [sizes[0] // (3 - len(sizes))]
+    return [x.new_empty((*x.shape[:-1], size)) for size in sizes]
+
+
+def _on_cuda(x: torch.Tensor, weights: Sequence[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
+    fits = 0 < x.numel() <= ROWS * x.shape[-1] and x.dtype in DTYPES and len(weights) <= 3
+    plain = all(weight.is_contiguous() and weight.dtype == x.dtype for weight in weights)
+    if not fits or not plain or why_unsupported(x.device) is not None:
+        return _by_torch(x, weights, *rest)
+    with torch.cuda.device(x.device):
+        return launch(x, weights, *rest, dependent=True)
+
+
+def launch(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    norm: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    residual: torch.Tensor | None,
+    activation: str,
+    *,
+    dependent: bool,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """Run the kernel, whose inputs must be as the op's; the rest is for tests."""
+    from cgcompile.kernels import small_linear_triton as kernels
+
+    outputs = _fake(x, weights, biases, norm, eps, offset, residual, activation)
+    x, depth = x.contiguous(), x.shape[-1]
+    weights, biases = list(weights), list(biases)
+    if activation and len(weights) == 1:
+        weights = [*weights[0].chunk(2)]
+        biases = [None, None] if biases[0] is None else [*biases[0].chunk(2)]
+    columns = [weight.shape[0] for weight in weights]
+    counted = columns[:1] if activation else columns
+    if tile is None:
+        tile = tile_for(sum(counted), depth, bool(activation), _processors(x.device))
+    programs = sum(-(-count // tile.columns) for count in counted)
+    missing = [x] * (3 - len(weights))  # stand for what is absent, and are not read
+    kernels.project[(programs,)](
+        x, *weights, *missing, *(x if bias is None else bias for bias in biases), *missing,
+        x if norm is None else norm, x if residual is None else residual.contiguous(),
+        *outputs, *[x] * (3 - len(outputs)),
+        x.numel() // depth, *columns, *[0] * len(missing), eps, offset,
+        K=depth, COUNT=len(weights), ACTIVATION=ACTIVATIONS.index(activation),
+        NORM=norm is not None, RESIDUAL=residual is not None,
+        BIASES=sum(1 << n for n, bias in enumerate(biases) if bias is not None),
+        COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages,
+        LINES=tile.lines if depth >= 64 * tile.lines else 0,
+        EVEN=depth % tile.depth == 0 and all(count % tile.columns == 0 for count in columns),
+        WIDE=max(columns) * depth >= 2**31, OFFSET=offset != 0,
+        DEPENDENT=dependent, num_warps=tile.warps, **({"launch_pdl": True} if dependent else {}),
+    )  # fmt: skip
+    return outputs

@@ -1,0 +1,132 @@
+"""The kernel of ``small_linear``. Importing this file needs triton."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _prefetch(weight, rows, at, N, K: tl.constexpr, LINES: tl.constexpr):
+    """Load the first lines of 128 bytes of rows of a weight into the L2 cache."""
+    if LINES > 0:
+        offsets = at[:, None] * K + tl.arange(0, LINES)[None, :] * 64
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [weight + tl.where((rows < N)[:, None], offsets, 0)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _loaded(weight, rows, k, N, K: tl.constexpr, EVEN: tl.constexpr):
+    """Load a tile of a weight [N, K]."""
+    pointers = weight + rows[:, None] * K + k[None, :]
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(rows < N)[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _stored(out, bias, residual, y, rows, columns, live, N, HAS_BIAS: tl.constexpr,
+            RESIDUAL: tl.constexpr):  # fmt: skip
+    """Add bias and residual, and write a tile of an output."""
+    if HAS_BIAS:
+        y += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    mask = live[:, None] & (columns < N)[None, :]
+    place = rows[:, None] * N + columns[None, :]
+    if RESIDUAL:
+        y += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _chosen(w0, w1, w2, N0, N1, N2, tile, COUNT: tl.constexpr, ACTIVATION: tl.constexpr,
+            COLUMNS: tl.constexpr):  # fmt: skip
+    """Return the weight of a program, its rows and number, and the tile in it."""
+    weight, N, which = w0, N0, 0
+    if ACTIVATION == 0 and COUNT > 1:
+        first = tl.cdiv(N0, COLUMNS)
+        if tile >= first:
+            tile -= first
+            weight, N, which = w1, N1, 1
+            if COUNT > 2:
+                second = tl.cdiv(N1, COLUMNS)
+                if tile >= second:
+                    tile -= second
+                    weight, N, which = w2, N2, 2
+    return weight, N, which, tile
+
+
+@triton.jit
+def _root(squares, rows, K: tl.constexpr, eps):
+    """Return 1 / rms of each row, from products of rows with each other."""
+    total = tl.sum(tl.where(rows[:, None] == rows[None, :], squares, 0.0), 1)
+    return tl.rsqrt(total / K + eps)[:, None]
+
+
+@triton.jit
+def _gated(a, b, b0, b1, columns, N, ACTIVATION: tl.constexpr, BIASES: tl.constexpr):
+    """Return the activation of ``a`` times ``b``."""
+    if BIASES & 1:
+        a += tl.load(b0 + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    if BIASES & 2:
+        b += tl.load(b1 + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    u = a
+    if ACTIVATION == 2:
+        u = 1.5957691216057308 * (a + 0.044715 * a * a * a)  # tanh(u / 2) = 2 sigmoid(u) - 1
+    return a * tl.sigmoid(u) * b
+
+
+@triton.jit
+def project(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2, eps, offset,
+            K: tl.constexpr, COUNT: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
+            RESIDUAL: tl.constexpr, BIASES: tl.constexpr, COLUMNS: tl.constexpr,
+            DEPTH: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
+            WIDE: tl.constexpr, OFFSET: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """Compute a tile of columns; programs are numbered over the columns of all weights."""
+    tile, rows = tl.program_id(0), tl.arange(0, 16)
+    live = rows < M
+    weight, N, which, tile = _chosen(w0, w1, w2, N0, N1, N2, tile, COUNT, ACTIVATION, COLUMNS)
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    at = columns.to(tl.int64) if WIDE else columns  # offsets into a weight
+    if DEPENDENT:
+        _prefetch(weight, columns, at, N, K, LINES)
+        if ACTIVATION > 0:
+            _prefetch(w1, columns, at, N, K, LINES)
+        gdc_launch_dependents()
+        gdc_wait()
+    a = tl.zeros((16, COLUMNS), tl.float32)
+    b = tl.zeros((16, COLUMNS), tl.float32)
+    squares = tl.zeros((16, 16), tl.float32)  # sums of squares on its diagonal
+    for start in tl.range(0, K, DEPTH, num_stages=STAGES):
+        k = start + tl.arange(0, DEPTH)
+        one = _loaded(weight, at, k, N, K, EVEN)
+        if ACTIVATION > 0:
+            two = _loaded(w1, at, k, N, K, EVEN)
+        inside = live[:, None] if EVEN else live[:, None] & (k < K)[None, :]
+        part = tl.load(x + rows[:, None] * K + k[None, :], mask=inside, other=0.0)
+        if NORM:
+            squares = tl.dot(part, tl.trans(part), squares)
+            scale = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
+            if OFFSET:
+                scale = (scale.to(tl.float32) + offset).to(part.dtype)
+            part = part * scale[None, :]
+        a = tl.dot(part, tl.trans(one), a)
+        if ACTIVATION > 0:
+            b = tl.dot(part, tl.trans(two), b)
+    if NORM:
+        root = _root(squares, rows, K, eps)
+        a, b = a * root, b * root
+    if ACTIVATION > 0:
+        gated = _gated(a, b, b0, b1, columns, N, ACTIVATION, BIASES)
+        _stored(o0, b0, residual, gated, rows, columns, live, N, False, RESIDUAL)
+    elif which == 0:
+        _stored(o0, b0, residual, a, rows, columns, live, N, BIASES & 1, RESIDUAL)
+    elif which == 1:
+        _stored(o1, b1, residual, a, rows, columns, live, N, BIASES & 2, False)
+    else:
+        _stored(o2, b2, residual, a, rows, columns, live, N, BIASES & 4, False)

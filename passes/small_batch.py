@@ -1,0 +1,410 @@
+"""Put ``cgcompile::small_linear`` in place of linear layers that get few rows.
+
+Fused are, for rows whose number is at most :data:`cgcompile.kernels.small_linear.ROWS`::
+
+    rms_norm -> linear                      also several linear layers of one input (q, k and v)
+    linear, linear -> act(gate) * up        also of one weight whose halves are gate and up
+    linear -> + residual
+
+in the spelling of torch (``F.rms_norm``) and of ``transformers``. The rule: a layer is fused only
+if everything that the op replaces is used by nothing else, and no node writes to its tensors.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from cgcompile import torch_compat as compat
+from cgcompile.kernels.small_linear import DTYPES, ROWS, op, why_unsupported
+from cgcompile.passes.nodes import (
+    COMPUTING,
+    is_torchs,
+    short_name,
+    storages,
+    value,
+    written_storages,
+)
+from cgcompile.passes.regions import nodes_in_regions
+
+_CASTS = {"to", "type", "type_as", "float", "bfloat16", "half"}
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}
+_WIDEST = 16384  # rows of a weight: above, the library's kernel is as fast
+_AT_ONCE = 3  # weights of one kernel
+
+
+@dataclass
+class Fusions:
+    """What was fused in a graph, and why other linear layers were not; texts."""
+
+    fused: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"fused {text}" for text in self.fused), *self.left])
+
+
+class _Norm(NamedTuple):
+    source: fx.Node
+    weight: fx.Node
+    eps: float
+    offset: float
+
+
+class _Linear(NamedTuple):
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+
+def fuse_small_linears(
+    gm: fx.GraphModule,
+    unsupported: Callable[[torch.device], str | None] = why_unsupported,
+) -> Fusions:
+    """Fuse the linear layers of a graph in place.
+
+    Args:
+        gm: a piece, with fake values.
+        unsupported: returns why kernels do not run on a device, or None.
+
+    Returns:
+        What was fused, and why the other linear layers were not.
+    """
+    fusions = Fusions()
+    groups: dict[fx.Node, list[_Linear]] = {}
+    fuser = _Fuser(gm, unsupported, fusions)
+    for node in gm.graph.nodes:
+        linear = _linear_of(node)
+        if linear is None:
+            continue
+        why = fuser.why_not(linear)
+        if why is None:
+            groups.setdefault(linear.x, []).append(linear)
+        else:
+            fusions.left.append(f"{node.name}: {why}")
+    for group in groups.values():
+        fuser.fuse(group)
+    if fusions.fused:
+        gm.graph.lint()
+        gm.recompile()
+    return fusions
+
+
+class _Fuser:
+    """Fuses groups of linear layers of one graph; the first call decides on the graph as it is."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        unsupported: Callable[[torch.device], str | None],
+        fusions: Fusions,
+    ) -> None:
+        self._gm, self._unsupported, self._fusions = gm, unsupported, fusions
+        self._written = written_storages(gm)
+        self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
+        autocast = bool(gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
+        self._regions = set(self._order) if autocast else nodes_in_regions(gm)
+
+    def why_not(self, linear: _Linear) -> str | None:
+        """Return why a linear layer stays as it is, or None."""
+        x, weight = value(linear.x), value(linear.weight)
+        why = self._unsupported(x.device)
+        if why is not None:
+            return why
+        if linear.node in self._regions:
+            return "it is in a region of autocast, grad mode or a transform"
+        dtypes = {tensor.dtype for tensor in (x, weight, value(linear.node))}
+        if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+            return f"its dtypes are {', '.join(sorted(map(str, dtypes)))}"
+        rows = _most_rows(x)
+        if rows is None or rows > ROWS:
+            return f"it may get more than {ROWS} rows"
+        if not all(type(size) is int for size in weight.shape) or weight.shape[0] > _WIDEST:
+            return f"its weight has more than {_WIDEST} rows"
+        if not weight.is_contiguous():
+            return "its weight is not contiguous"
+        return None
+
+    def fuse(self, group: list[_Linear]) -> None:
+        """Fuse linear layers of one input."""
+        # What was fused before may have replaced the input.
+        group = [linear for each in group if (linear := _linear_of(each.node)) is not None]
+        found = None if value(group[0].x).dtype is torch.float16 else _norm_of(group[0].x)
+        norm = found
+        if found is not None:
+            own = {linear.node for linear in group}
+            alone = own >= set(group[0].x.users) and self._unwritten(found.source, found.weight)
+            norm = found if alone else None
+        rest = list(group)
+        for gate in group:
+            match = self._gated(gate, rest)
+            if match is not None:
+                layers, activation, end = match
+                rest = [linear for linear in rest if linear not in layers]
+                self._put(end, layers, norm, None, activation)
+        if len(rest) == 1:
+            end, residual = self._residual(rest[0])
+            self._put(end, rest, norm, residual, "")
+        else:
+            for start in range(0, len(rest), _AT_ONCE):
+                some = rest[start : start + _AT_ONCE]
+                self._put(some[0].node, some, norm, None, "")
+
+    def _unwritten(self, *nodes: fx.Node) -> bool:
+        return all(self._written.isdisjoint(storages(value(node))) for node in nodes)
+
+    def _gated(
+        self, gate: _Linear, group: list[_Linear]
+    ) -> tuple[list[_Linear], str, fx.Node] | None:
+        """Return (layers, activation, product) if a layer is the gate of a product."""
+        if gate not in group:
+            return None
+        halves = _halves(gate.node)
+        source = gate.node if halves is None else halves[0]
+        acted = _only_user(source)
+        activation = None if acted is None else _activation_of(acted, source)
+        product = None if acted is None or activation is None else _only_user(acted)
+        if acted is None or activation is None or product is None:
+            return None
+        if not _is("mul", product) or product.kwargs:
+            return None
+        (up,) = [arg for arg in product.args if arg is not acted] or [None]
+        if halves is not None:
+            return ([gate], activation, product) if _alone(halves[1], up, product) else None
+        for other in group:
+            alike = value(other.weight).shape == value(gate.weight).shape
+            if other is not gate and alike and _alone(other.node, up, product):
+                return [gate, other], activation, product
+        return None
+
+    def _residual(self, linear: _Linear) -> tuple[fx.Node, fx.Node | None]:
+        """Return (sum, residual) if a layer is a summand of one; else (layer, None)."""
+        end = _only_user(linear.node)
+        if end is None or not _is("add", end) or end.kwargs or len(end.args) != 2:
+            return linear.node, None
+        others = [arg for arg in end.args if arg is not linear.node]
+        if len(others) != 1 or not isinstance(others[0], fx.Node):
+            return linear.node, None
+        known, own = value(others[0]), value(linear.node)
+        same = isinstance(known, torch.Tensor) and (known.shape, known.dtype, known.device) == (
+            own.shape,
+            own.dtype,
+            own.device,
+        )
+        return (end, others[0]) if same and self._unwritten(others[0]) else (linear.node, None)
+
+    def _put(
+        self,
+        end: fx.Node,
+        layers: list[_Linear],
+        norm: _Norm | None,
+        residual: fx.Node | None,
+        activation: str,
+    ) -> None:
+        """Put one op in place of layers; ``end`` is the last of the nodes that it replaces."""
+        parameters = [layer.weight for layer in layers]
+        parameters += [layer.bias for layer in layers if layer.bias is not None]
+        parameters += [] if norm is None else [norm.weight]
+        late = any(self._order[node] > self._order[end] for node in parameters)
+        x = layers[0].x if norm is None else norm.source
+        names = " + ".join(layer.node.name for layer in layers)
+        if late or not self._unwritten(x, *parameters):
+            why = "a weight is computed after it" if late else "its input or weight is written"
+            self._fusions.left.append(f"{names}: {why}")
+            return
+        graph = self._gm.graph
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        with graph.inserting_before(end):
+            arguments = (
+                x, weights, biases, None if norm is None else norm.weight,
+                0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
+                residual, activation,
+            )  # fmt: skip
+            call = graph.call_function(op(), arguments)
+            call.meta["stack_trace"] = layers[0].node.meta.get("stack_trace")
+            replaced = [end] if activation or residual is not None else [a.node for a in layers]
+            call.meta["example_value"] = [value(node) for node in replaced]
+            for position, node in enumerate(replaced):
+                item = graph.call_function(operator.getitem, (call, position))
+                node.replace_all_uses_with(item)
+                item.meta |= {name: node.meta[name] for name in _KEPT if name in node.meta}
+        for node in replaced:
+            self._erase(node)
+        parts = ["" if norm is None else "norm, ", names]
+        parts += [f", {activation} * up" if activation else "", ", residual" if residual else ""]
+        self._fusions.fused.append("".join(parts))
+
+    def _erase(self, node: fx.Node) -> None:
+        """Erase a node without users, and then its inputs likewise; ops of torch without writes."""
+        unused = not node.users and node.op in COMPUTING and is_torchs(node)
+        if unused and short_name(node.target) in _ERASABLE:
+            inputs = node.all_input_nodes
+            self._gm.graph.erase_node(node)
+            for source in inputs:
+                self._erase(source)
+
+
+_KEPT = ("example_value", "stack_trace")  # of a node that is replaced by an equal one
+
+# What a match consists of; all of it is free of effects.
+_ERASABLE = {"linear", "mul", "add", "silu", "gelu", "chunk", "split", "getitem", "rms_norm"}
+_ERASABLE |= {"rsqrt", "mean", "pow", "square", *_CASTS}
+
+
+# ---------------------------------------------------------------- patterns
+
+
+def _is(name: str, node: Any) -> bool:
+    computing = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
+    return computing and short_name(node.target) == name and is_torchs(node)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _alone(node: fx.Node, argument: Any, user: fx.Node) -> bool:
+    return node is argument and _only_user(node) is user
+
+
+def _linear_of(node: fx.Node) -> _Linear | None:
+    """Return the parts of a linear layer of plain tensors."""
+    if not _is("linear", node):
+        return None
+    names = ("input", "weight", "bias")
+    named: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    x, weight, bias = named["input"], named["weight"], named.get("bias")
+    nodes = [x, weight, *([] if bias is None else [bias])]
+    plain = all(isinstance(n, fx.Node) and isinstance(value(n), torch.Tensor) for n in nodes)
+    return _Linear(node, x, weight, bias) if plain and value(weight).dim() == 2 else None
+
+
+def _most_rows(x: torch.Tensor) -> int | None:
+    """Return the largest number of rows [..., K] that ``x`` can have, or None."""
+    rows = 1
+    for size in x.shape[:-1]:
+        most = compat.largest_size(size)
+        if most is None:
+            return None
+        rows *= most
+    return rows
+
+
+def _halves(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return both halves of the last dimension, where that is the only use of a node."""
+    parts = _only_user(node)
+    if parts is None or parts.args[:1] != (node,) or not _is("chunk", parts):
+        return None
+    numbers = [*parts.args[1:], *parts.kwargs.values()]
+    last = value(node).dim() - 1
+    if numbers not in ([2, -1], [2, last]) or set(parts.kwargs) - {"chunks", "dim"}:
+        return None
+    items = {user.args[1]: user for user in parts.users if _is("getitem", user)}
+    if len(items) != 2 or len(parts.users) != 2:
+        return None
+    return items[0], items[1]
+
+
+def _activation_of(node: fx.Node, source: fx.Node) -> str | None:
+    name = next((known for known in _ACTIVATIONS if _is(known, node)), None)
+    if name is None or node.args[:1] != (source,):
+        return None
+    inplace = node.kwargs.get("inplace", False) or len(node.args) > 1
+    tanh = node.kwargs.get("approximate", "none") == "tanh"
+    return None if inplace or tanh != (name == "gelu") else _ACTIVATIONS[name]
+
+
+def _uncast(node: Any, dtype: torch.dtype) -> Any:
+    """Return what a node casts to a dtype; the node itself if it is no cast."""
+    if isinstance(node, fx.Node) and any(_is(name, node) for name in _CASTS):
+        source = node.args[0]
+        new, old = value(node), value(source) if isinstance(source, fx.Node) else None
+        if isinstance(old, torch.Tensor) and new.dtype is dtype and _alike(new, old):
+            return source
+    return node
+
+
+def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
+    same: bool = (new.shape, new.device, new.stride()) == (old.shape, old.device, old.stride())
+    return same
+
+
+def _norm_of(node: fx.Node) -> _Norm | None:
+    """Return the RMS norm that a node computes, or None."""
+    dtype = value(node).dtype
+    if _is("rms_norm", node):
+        names = ("input", "normalized_shape", "weight", "eps")
+        named = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        eps = named.get("eps")
+        eps = torch.finfo(torch.float32).eps if eps is None else eps
+        return _checked(node, named["input"], named.get("weight"), eps, 0.0, named)
+    inner = _uncast(node, dtype)
+    for product in dict.fromkeys((inner, node)):
+        if not _is("mul", product) or len(product.args) != 2 or product.kwargs:
+            continue
+        for scaled, weight in (product.args, product.args[::-1]):
+            root = _rooted(_uncast(scaled, dtype))
+            if root is None:
+                continue
+            weight, offset = _offset_of(weight)
+            return _checked(node, root[0], _uncast(weight, torch.float32), root[1], offset, {})
+    return None
+
+
+def _offset_of(weight: Any) -> tuple[Any, float]:
+    """Return (weight, 1.0) of ``1 + weight``; else (weight, 0.0)."""
+    if _is("add", weight) and not weight.kwargs and len(weight.args) == 2:
+        for number, other in (weight.args, weight.args[::-1]):
+            if isinstance(number, (int, float)):
+                return other, float(number)
+    return weight, 0.0
+
+
+def _rooted(node: Any) -> tuple[Any, float] | None:
+    """Return (x, eps) of ``x * rsqrt(mean(x ** 2) + eps)`` in float32, x before its cast."""
+    if not _is("mul", node) or len(node.args) != 2 or value(node).dtype is not torch.float32:
+        return None
+    for x, root in (node.args, node.args[::-1]):
+        mean, eps = _mean_of(root)
+        if not _is("mean", mean):
+            continue
+        squares = mean.args[0]
+        power = _is("pow", squares) and squares.args == (x, 2)
+        squared = power or (_is("mul", squares) and squares.args == (x, x))
+        if squared and _over_last(mean):
+            return _uncast(x, torch.float32), eps
+    return None
+
+
+def _mean_of(root: Any) -> tuple[Any, float]:
+    """Return (mean, eps) of ``rsqrt(mean + eps)``."""
+    total: Any = root.args[0] if _is("rsqrt", root) else None
+    if _is("add", total) and len(total.args) == 2 and isinstance(total.args[1], float):
+        return total.args[0], total.args[1]
+    return None, 0.0
+
+
+def _over_last(mean: fx.Node) -> bool:
+    named = {**dict(zip(("input", "dim", "keepdim"), mean.args, strict=False)), **mean.kwargs}
+    dims = named.get("dim")
+    dims = list(dims) if isinstance(dims, (list, tuple)) else [dims]
+    return dims in ([-1], [value(mean).dim() - 1]) and named.get("keepdim") is True
+
+
+def _checked(
+    node: fx.Node, x: Any, weight: Any, eps: Any, offset: float, named: dict[str, Any]
+) -> _Norm | None:
+    """Return a norm if its tensors are plain and of the dtype of its result."""
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or type(eps) is not float:
+        return None
+    result, source, scale = value(node), value(x), value(weight)
+    if not isinstance(source, torch.Tensor) or not isinstance(scale, torch.Tensor):
+        return None
+    shape = named.get("normalized_shape", scale.shape)
+    fits = scale.dim() == 1 and len(shape) == 1 and scale.shape == source.shape[-1:]
+    same = (source.shape, source.dtype) == (result.shape, result.dtype)
+    return _Norm(x, weight, eps, offset) if fits and same and scale.dtype is source.dtype else None

@@ -1,0 +1,101 @@
+"""``small_batch_kernels`` on CUDA: replayed steps of few rows run the kernel, and equal eager."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import cgcompile
+from cgcompile.kernels import small_linear
+
+pytestmark = pytest.mark.gpu
+
+D = 128
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[int]:
+    """The rows of each launch of the kernel."""
+    if small_linear.why_unsupported(torch.device("cuda", 0)) is not None:
+        pytest.skip("needs compute capability 9.0")
+    rows: list[int] = []
+    launch = small_linear.launch
+
+    def counted(x, *rest, **named):
+        rows.append(x.numel() // x.shape[-1])
+        return launch(x, *rest, **named)
+
+    monkeypatch.setattr(small_linear, "launch", counted)
+    return rows
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.RMSNorm(D), nn.RMSNorm(D)
+        self.q, self.k, self.v = nn.Linear(D, D), nn.Linear(D, D // 2), nn.Linear(D, D // 2)
+        self.out, self.down = nn.Linear(D, D, bias=False), nn.Linear(256, D, bias=False)
+        self.gate, self.up = nn.Linear(D, 256, bias=False), nn.Linear(D, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x)
+        pairs = ((self.q(y), 4), (self.k(y), 2), (self.v(y), 2))
+        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(0, 1)[None] for t, heads in pairs)
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
+        x = x + self.out(out.flatten(1))
+        y = self.two(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = nn.Sequential(Layer(), Layer(), Layer()).to(torch.bfloat16).eval()
+    return model.requires_grad_(False)
+
+
+def close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    most = float(expected.float().abs().max())
+    torch.testing.assert_close(result.float(), expected.float(), rtol=0, atol=0.03 * most)
+
+
+@pytest.mark.parametrize("entry_point", ["named", "typed"])
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_sizes_up_to_16_run_the_kernel_and_larger_ones_do_not(launched, entry_point, mode) -> None:
+    model = model_of()
+    backend = cgcompile.Backend(small_batch_kernels=True, cudagraph_mode=mode)
+    if entry_point == "typed":
+        call = cgcompile.compile(model, backend, dynamic_dims={"input": {0: "n"}})
+    else:
+        call = torch.compile(model, backend=backend, dynamic=True)
+    with torch.inference_mode():
+        for size in (5, 2, 16, 17, 40, 5):
+            for _ in range(3):
+                x = torch.randn(size, D, device="cuda", dtype=torch.bfloat16)
+                close(call(x), model(x))
+    assert backend.counters.replays >= 6
+    assert {5, 2, 16} <= set(launched) <= set(range(1, 17))
+
+
+def test_replays_read_weights_that_were_changed_in_place(launched) -> None:
+    model = model_of()
+    call = torch.compile(model, backend=cgcompile.Backend(small_batch_kernels=True), dynamic=False)
+    with torch.inference_mode():
+        for step in range(6):
+            x = torch.randn(4, D, device="cuda", dtype=torch.bfloat16)
+            close(call(x), model(x))
+            for parameter in model.parameters():
+                parameter.mul_(1.01 if step % 2 else 0.98)
+    assert launched
+
+
+def test_a_chain_of_replays_is_the_same_each_time(launched) -> None:
+    """Kernels that start early wait for the results of those before them."""
+    model = model_of()
+    backend = cgcompile.Backend(small_batch_kernels=True, cudagraph_mode="FULL")
+    call = torch.compile(model, backend=backend, dynamic=False)
+    x = torch.randn(8, D, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        results = [call(x).clone() for _ in range(50)]
+    assert all(torch.equal(result, results[3]) for result in results[3:])
+    assert launched

@@ -1,0 +1,130 @@
+"""The op ``small_linear``: its kernel in Triton's interpreter, its shapes, and what refuses it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cgcompile.kernels.small_linear import ROWS, op, tile_for, why_unsupported
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import itertools
+import random
+
+import torch
+from cgcompile.kernels.small_linear import ACTIVATIONS, Tile, launch, op
+
+torch.manual_seed(0)
+random.seed(0)
+
+
+def drawn(*shape, dtype):
+    return torch.randn(*shape).to(dtype)
+
+
+def exact(value):
+    if isinstance(value, list):
+        return [exact(item) for item in value]
+    return value.double() if isinstance(value, torch.Tensor) else value
+
+
+shapes = ((1, 64, 32), (16, 96, 40), (5, 56, 17))
+choices = itertools.product(shapes, ACTIVATIONS, (False, True), (False, True))
+for (rows, depth, columns), activation, biased, normed in choices:
+    dtype = random.choice((torch.float32, torch.float16))
+    with_residual = random.random() < 0.5
+    sizes = [columns, columns] if activation else [columns] if with_residual else [columns, 16, 7]
+    if activation and random.random() < 0.5:
+        sizes = [2 * columns]  # two halves
+    x = drawn(1, rows, depth, dtype=dtype)
+    weights = [(drawn(n, depth, dtype=torch.float32) / depth**0.5).to(dtype) for n in sizes]
+    biases = [drawn(n, dtype=dtype) if biased else None for n in sizes]
+    norm = drawn(depth, dtype=dtype) if normed else None
+    residual = drawn(1, rows, columns, dtype=dtype) if with_residual else None
+    given = (x, weights, biases, norm, 1e-5, random.choice((0.0, 1.0)), residual, activation)
+    expected = op()(*map(exact, given))
+    tile = Tile(random.choice((8, 16, 32)), 32, 2, 2, 0)
+    results = launch(*given, dependent=False, tile=tile)
+    assert len(results) == len(expected)
+    for result, right in zip(results, expected):
+        assert result.shape == right.shape
+        most = 2e-5 if dtype is torch.float32 else 1e-2
+        error = (result.double() - right).abs().max() / right.abs().max()
+        assert error < most, (float(error), dtype, rows, depth, columns, activation, sizes)
+print("equal")
+"""
+
+
+def test_the_kernel_computes_the_definition_for_tails_biases_and_halves() -> None:
+    pytest.importorskip("triton")
+    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+    )
+    assert run.stdout.strip() == "equal", run.stderr
+
+
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("shape", [(3, 8), (2, 1, 8)])
+def test_shapes_without_running_are_those_of_running(shape, activation) -> None:
+    x, weights = torch.randn(shape), [torch.randn(6, 8), torch.randn(6, 8)]
+    arguments = (weights, [None, None], torch.ones(8), 1e-6, 0.0, None, activation)
+    results = op()(x, *arguments)
+    on_meta = [[w.to("meta") for w in arguments[0]], arguments[1], arguments[2].to("meta")]
+    for result, traced in zip(results, op()(x.to("meta"), *on_meta, *arguments[3:]), strict=True):
+        assert (result.shape, result.dtype) == (traced.shape, traced.dtype)
+        assert result.stride() == traced.stride()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_other_devices_are_named(device) -> None:
+    assert why_unsupported(torch.device(device)) == f"{device} is no NVIDIA GPU"
+
+
+@pytest.mark.parametrize("columns", [64, 1024, 4096, 16384])
+@pytest.mark.parametrize("depth", [16, 896, 2048, 14336])
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_fit_into_the_memory_of_a_processor(columns, depth, gated) -> None:
+    tile = tile_for(columns, depth, gated, processors=132)
+    elements = (tile.columns * (1 + gated) + ROWS) * tile.depth * tile.stages
+    assert 2 * elements <= 227 * 1024
+    assert tile.depth & (tile.depth - 1) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["", "silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 64, 32), (16, 2048, 40), (5, 200, 17)])
+def test_the_kernel_is_as_exact_as_eager(rows, depth, columns, activation, dtype) -> None:
+    """On CUDA, with and without norm, bias and residual, against float64."""
+    if why_unsupported(torch.device("cuda", 0)) is not None:
+        pytest.skip("needs compute capability 9.0")
+    torch.manual_seed(rows)
+
+    def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+    def exact(value):
+        if isinstance(value, list):
+            return [exact(item) for item in value]
+        return value.double() if isinstance(value, torch.Tensor) else value
+
+    for full in (False, True):
+        sizes = [columns] * 2 if activation else [columns] if full else [columns, 16, 7]
+        arguments = (
+            drawn(rows, depth),
+            [drawn(n, depth, scale=depth**-0.5) for n in sizes],
+            [drawn(n) if full else None for n in sizes],
+            drawn(depth) if full else None,
+            1e-5,
+            1.0,
+            drawn(rows, columns) if full else None,
+            activation,
+        )
+        expected = op()(*map(exact, arguments))
+        for result, right in zip(op()(*arguments), expected, strict=True):
+            step = torch.finfo(dtype).eps * float(right.abs().max())
+            torch.testing.assert_close(result.double(), right, rtol=0, atol=2 * step)
