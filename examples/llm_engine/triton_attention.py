@@ -1,5 +1,11 @@
-"""The kernel of paged attention on CUDA. Importing this file needs triton."""
+"""The kernels of paged attention on CUDA. Importing this file needs triton.
+
+Where a step has few tokens, several programs share the context of one: each writes what it found of
+its part, and a second kernel adds the parts. Grids depend on shapes alone.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from functools import cache
 
 import torch
 import triton
@@ -14,6 +20,7 @@ def _kernel(
     k_ptr,
     v_ptr,
     out_ptr,
+    sums_ptr,
     tables_ptr,
     owners_ptr,
     positions_ptr,
@@ -31,10 +38,12 @@ def _kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """One program for each token and head of the cache: online softmax over the token's context."""
+    """One program for each token, head of the cache and part of the context: online softmax."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    part = tl.program_id(2)
     owner = tl.load(owners_ptr + token).to(tl.int64)
     length = (tl.load(positions_ptr + token) + 1).to(tl.int32)
     length = tl.where(owner >= 0, length, 0)  # padding sees nothing
@@ -52,7 +61,9 @@ def _kernel(
     highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
     result = tl.zeros([GROUP_PADDED, HEAD_DIM_PADDED], tl.float32)
-    for start in range(0, length, TILE):
+    share = tl.cdiv(tl.cdiv(length, SPLIT), TILE) * TILE
+    last = tl.minimum(length, (part + 1) * share)
+    for start in range(part * share, last, TILE):
         at = start + places
         there = at < length
         block = tl.load(table + at // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
@@ -72,10 +83,58 @@ def _kernel(
         result = result * shrink[:, None]
         result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = above
-    result = result / tl.where(total > 0, total, 1.0)[:, None]
-    result = result.to(out_ptr.dtype.element_ty)
-    out_rows = token * out_token_stride + heads * out_head_stride + dims[None, :]
-    tl.store(out_ptr + out_rows, result, mask=row_mask)
+    if SPLIT == 1:
+        result = result / tl.where(total > 0, total, 1.0)[:, None]
+        out_rows = token * out_token_stride + heads * out_head_stride + dims[None, :]
+        tl.store(out_ptr + out_rows, result.to(out_ptr.dtype.element_ty), mask=row_mask)
+    else:
+        # [token, head of the cache, part, query]: the weighted values, the maximum and the sum.
+        row = ((token * tl.num_programs(1) + head) * SPLIT + part) * GROUP + group
+        tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], result, mask=row_mask)
+        tl.store(sums_ptr + row * 2, highest, mask=group < GROUP)
+        tl.store(sums_ptr + row * 2 + 1, total, mask=group < GROUP)
+
+
+@triton.jit
+def _add_parts(
+    parts_ptr,
+    sums_ptr,
+    out_ptr,
+    out_token_stride,
+    out_head_stride,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One program for each token and query head: add the parts of its context."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dims = tl.arange(0, HEAD_DIM_PADDED)
+    part = tl.arange(0, SPLIT)
+    kv_heads = tl.num_programs(1) // GROUP
+    row = ((token * kv_heads + head // GROUP) * SPLIT + part) * GROUP + head % GROUP
+    mask = (dims < HEAD_DIM)[None, :]
+    values = tl.load(parts_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    highest = tl.load(sums_ptr + row * 2)
+    total = tl.load(sums_ptr + row * 2 + 1)
+    above = tl.maximum(tl.max(highest, 0), -1e30)  # a part may have seen nothing, or all of them
+    weights = tl.exp2(highest - above)
+    total = tl.sum(total * weights, 0)
+    result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    out = out_ptr + token * out_token_stride + head * out_head_stride + dims
+    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def parts_of_context(tokens: int, kv_heads: int, capacity: int, tile: int, processors: int) -> int:
+    """Return how many programs share the context of a token: a power of two, at most 16."""
+    wanted = min(2 * processors // max(tokens * kv_heads, 1), capacity // tile, 16)
+    return 1 << max(wanted, 1).bit_length() - 1
 
 
 def paged_attention(
@@ -90,12 +149,20 @@ def paged_attention(
     """As ``gather_attention``; caches are contiguous, and so is the last dimension of the rest."""
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    group = heads // kv_heads
-    _kernel[(tokens, kv_heads)](
+    group, tile = heads // kv_heads, 32 if q.dtype == torch.float32 else 64
+    capacity = block_tables.shape[1] * block_size
+    split = parts_of_context(tokens, kv_heads, capacity, tile, _processors(q.device))
+    parts, sums = out, out
+    if split > 1:
+        parts = q.new_empty((tokens, heads, split, head_dim), dtype=torch.float32)
+        sums = q.new_empty((tokens, heads, split, 2), dtype=torch.float32)
+    padded = max(16, triton.next_power_of_2(head_dim))
+    _kernel[(tokens, kv_heads, split)](
         q,
         k_cache,
         v_cache,
-        out,
+        parts,
+        sums,
         block_tables,
         token_to_req,
         positions,
@@ -110,7 +177,21 @@ def paged_attention(
         HEAD_DIM=head_dim,
         GROUP=group,
         BLOCK_SIZE=block_size,
-        HEAD_DIM_PADDED=max(16, triton.next_power_of_2(head_dim)),
+        HEAD_DIM_PADDED=padded,
         GROUP_PADDED=max(16, triton.next_power_of_2(group)),  # the least that tl.dot takes
-        TILE=32 if q.dtype == torch.float32 else 64,
+        TILE=tile,
+        SPLIT=split,
     )
+    if split > 1:
+        _add_parts[(tokens, heads)](
+            parts,
+            sums,
+            out,
+            out.stride(0),
+            out.stride(1),
+            HEAD_DIM=head_dim,
+            GROUP=group,
+            HEAD_DIM_PADDED=padded,
+            SPLIT=split,
+            num_warps=1,
+        )

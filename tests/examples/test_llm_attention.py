@@ -77,13 +77,22 @@ def test_gathered_equals_dense(shape: tuple[int, int, int, int], device: str) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize("parts", [None, 2, 8])
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (16, 32, 8, 128)], ids=str)
 def test_the_kernel_equals_gathered(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, views: bool
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    views: bool,
+    parts: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Queries may be views of a wider tensor."""
+    """Queries may be views of a wider tensor; several programs may share a context."""
+    if parts is not None:
+        from llm_engine import triton_attention
+
+        monkeypatch.setattr(triton_attention, "parts_of_context", lambda *_: parts)
     torch.manual_seed(0)
     case = Case(shape, "cuda", dtype)
     q = torch.cat((case.q, case.q), 1)[:, : case.q.shape[1]] if views else case.q
@@ -94,3 +103,12 @@ def test_the_kernel_equals_gathered(
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     assert out[-PADDING:].eq(0).all()
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_few_tokens_share_the_processors() -> None:
+    from llm_engine.triton_attention import parts_of_context
+
+    found = [parts_of_context(n, 8, 4096, 64, 132) for n in (0, 1, 4, 8, 16, 17, 33, 1000)]
+    assert found == [16, 16, 8, 4, 2, 1, 1, 1]
+    assert parts_of_context(1, 8, 100, 64, 132) == 1
