@@ -117,6 +117,15 @@ def without_gradients() -> Iterator[None]:
 
 
 @pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a capture in another thread gives up after half a second, not after five.
+
+    Not for tests of how long that takes.
+    """
+    monkeypatch.setattr("cgcompile.graphs.capture._PATIENCE", 0.5)
+
+
+@pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Sets what the operator of ``lib.entry.Hooked`` does."""
     from lib.entry import Hook
