@@ -70,6 +70,17 @@ def guards_are_not_timed() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def settings_are_not_logged() -> Iterator[None]:
+    """Dynamo writes all settings down as JSON for the log of each graph: 10 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_get_dynamo_config", "_scrubbed_inductor_config", "_functorch_config"):
+            patch.setattr(
+                torch._dynamo.utils, f"{name}_for_logging", lambda: None, raising=False
+            )  # 2.11 has only two of them
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def count_of_frozen() -> Iterator[Callable[[], int]]:
     """What counts the frozen objects; tests get what it said at first.
 
