@@ -1,6 +1,7 @@
 """Fixtures of all tests: a fresh Dynamo for each, and the skip of GPU tests where there is none."""
 
 import gc
+import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -8,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-# On 2.11 it reads every op that the dispatcher knows, and fails after tests whose ops are gone.
-import torch._inductor.decomposition
 
 # pytest 9.2 and later give their handlers to every logger that does not propagate. torch takes any
 # handler of this one for the wish to trace: each graph, guard and fake tensor would be written down
@@ -28,6 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif "alone" in item.keywords and beside_others:
             item.add_marker(pytest.mark.skip(reason="measures the whole device: run it with -n0"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def decompositions_are_read() -> None:
+    """On 2.11 this reads every op that the dispatcher knows, and fails once ops of tests are gone.
+
+    Not at the import of this file: the process that gives tests to workers runs none.
+    """
+    importlib.import_module("torch._inductor.decomposition")
 
 
 @pytest.fixture(autouse=True, scope="session")
