@@ -38,9 +38,12 @@ def decompositions_are_read() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
+def one_thread() -> Iterator[None]:
     """Models here are small: more threads only wait for each other, and for other workers."""
     torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # of the processes that tests start
+        yield
 
 
 @pytest.fixture(autouse=True)
