@@ -1,6 +1,7 @@
 """Fixtures of all tests: a fresh Dynamo for each, and the skip of GPU tests where there is none."""
 
 import gc
+import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -8,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-# On 2.11 it reads every op that the dispatcher knows, and fails after tests whose ops are gone.
-import torch._inductor.decomposition
 
 # pytest 9.2 and later give their handlers to every logger that does not propagate. torch takes any
 # handler of this one for the wish to trace: each graph, guard and fake tensor would be written down
@@ -31,9 +29,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
+def decompositions_are_read() -> None:
+    """On 2.11 this reads every op that the dispatcher knows, and fails once ops of tests are gone.
+
+    Not at the import of this file: the process that gives tests to workers runs none.
+    """
+    importlib.import_module("torch._inductor.decomposition")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
     """Models here are small: more threads only wait for each other, and for other workers."""
     torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # of the processes that tests start
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +76,17 @@ def guards_are_not_timed() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._dynamo.guards, "profile_guard_manager", run_only)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def settings_are_not_logged() -> Iterator[None]:
+    """Dynamo writes all settings down as JSON for the log of each graph: 10 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_get_dynamo_config", "_scrubbed_inductor_config", "_functorch_config"):
+            patch.setattr(
+                torch._dynamo.utils, f"{name}_for_logging", lambda: None, raising=False
+            )  # 2.11 has only two of them
         yield
 
 
@@ -114,6 +135,15 @@ def device(request: pytest.FixtureRequest) -> str:
 def without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a capture in another thread gives up after half a second, not after five.
+
+    Not for tests of how long that takes.
+    """
+    monkeypatch.setattr("cgcompile.graphs.capture._PATIENCE", 0.5)
 
 
 @pytest.fixture

@@ -4,10 +4,7 @@ import doctest
 import importlib
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from lib.programs import run_program
 from torch import nn
 
 import cgcompile
@@ -62,23 +60,15 @@ def test_the_pages_have_code() -> None:
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs_in_a_fresh_interpreter(page: Path, tmp_path: Path) -> None:
+def test_the_code_of_a_page_runs_as_a_program(page: Path, tmp_path: Path) -> None:
     for module in re.findall(
         r"^(?:import|from) (accelerate|diffusers|transformers)\b", page.read_text(), re.M
     ):
         pytest.importorskip(module)
     file = tmp_path / f"{page.stem}_page.py"  # torch reads the source of what it traces
     file.write_text("\n\n".join(blocks(page)))
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ran = subprocess.run(
-        [sys.executable, str(file)],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    code, output = run_program(file)
+    assert code == 0, output[-4000:]
 
 
 # ---------------------------------------------------------------- pictures

@@ -429,6 +429,13 @@ class _Recorder(compat.DispatchMode):
             if compat.inside_backward() or HostDevice.capturing():
                 raise CaptureError.ended_recording(op=str(func))
             return func(*args, **kwargs)
+        self._refuse_reads(False)  # of its own code it takes half of the time of a capture
+        try:
+            return self._recorded(func, args, kwargs)
+        finally:
+            self._refuse_reads(True)
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region = compat.compiled_region(func, args)
         if region is not None:
             return self._compiled_region(*region)
@@ -459,9 +466,17 @@ class _Recorder(compat.DispatchMode):
         outer, self._op_name = self._op_name, compat.op_names(func)[-1]
         try:
             with self:
-                return kernel(*args, **kwargs)
+                return self._run(kernel, *args, **kwargs)
         finally:
             self._op_name = outer
+
+    def _run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run code that is not the recorder's: what it reads is refused."""
+        self._refuse_reads(True)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._refuse_reads(False)
 
     def _compiled_region(self, call: Callable[[list[Any]], Any], inputs: Any) -> Any:
         tensors = compat.tree_tensors(inputs)
@@ -472,7 +487,7 @@ class _Recorder(compat.DispatchMode):
         replay = partial(_replay_region, call, bodies)
         step = self._step("compiled_region", replay, tuple(inputs), {})
         with _InRegion(partial(self._body, known, bodies)):
-            made = call(list(inputs))
+            made = self._run(call, list(inputs))
         return self._finish(step, made, tensors, has_effect=True)
 
     def _body(
@@ -484,7 +499,23 @@ class _Recorder(compat.DispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Record the body of an op that compiled code calls; run it on memory that lasts."""
+        """Record an op that compiled code calls."""
+        self._refuse_reads(False)
+        try:
+            return self._recorded_body(known, bodies, func, kernel, args, kwargs)
+        finally:
+            self._refuse_reads(True)
+
+    def _recorded_body(
+        self,
+        known: set[int],
+        bodies: list[_Body],
+        func: Any,
+        kernel: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Record the body of an op; run it on memory that lasts."""
         homes: dict[int, torch.UntypedStorage] = {}
         body, steps = _Body([], [], None), self._steps
         position = -1
@@ -526,13 +557,6 @@ class _Recorder(compat.DispatchMode):
         return compat.weak_tensor(leaf) if made else leaf
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._refuse_reads(False)  # of its own code it takes half of the time of a capture
-        try:
-            return self._recorded(func, args, kwargs)
-        finally:
-            self._refuse_reads(True)
-
-    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packet = getattr(func, "overloadpacket", func)
         written = write_targets(func, args, kwargs)
         for tensor in written:
@@ -545,11 +569,7 @@ class _Recorder(compat.DispatchMode):
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
         if not all(map(self._is_number, compat.tree_tensors((args, kwargs)))):
             self._numbers.difference_update(addresses)
-        self._refuse_reads(True)
-        try:
-            made = call(*args, **kwargs)
-        finally:
-            self._refuse_reads(False)
+        made = self._run(call, *args, **kwargs)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
             self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(written[0])))
         if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it
@@ -633,6 +653,8 @@ class _Recorder(compat.DispatchMode):
 
     def _refuse_reads(self, on: bool) -> None:
         """Refuse reads that the dispatcher does not see, unless another profiler is active."""
+        if self._ended:
+            return
         if on:
             self._profiles = sys.getprofile() is None
         if self._profiles:

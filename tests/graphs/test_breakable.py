@@ -688,6 +688,7 @@ def test_captures_do_not_nest(device, new_capture, new_pool) -> None:
     assert_capture_works(new_capture, device)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_second_capture_in_another_thread_is_busy(device, new_capture, new_pool) -> None:
     x, cap = rand(device=device), new_capture(name="first")
     other = new_capture(pool=new_pool(), name="second")

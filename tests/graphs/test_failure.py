@@ -335,6 +335,7 @@ def test_capture_while_someone_else_captures_is_an_error(device, pool) -> None:
     check_capture_works(pool, device)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_capture_in_another_thread_names_the_running_one(device, pool, new_pool) -> None:
     other, x = new_pool(), torch.rand(4, 8, device=device)
     with Held(pool, device, "the long one") as held:
@@ -348,6 +349,7 @@ def test_capture_in_another_thread_names_the_running_one(device, pool, new_pool)
     check_capture_works(pool, device)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_unknown_graph_while_another_thread_captures(device, pool, wrap) -> None:
     wrapper = wrap(wave)
     x, other = torch.rand(4, 8, device=device), torch.rand(6, 8, device=device)
@@ -355,7 +357,7 @@ def test_unknown_graph_while_another_thread_captures(device, pool, wrap) -> None
     with Held(pool, device, "the long one") as held, step(6):
         for _ in range(2):
             other.add_(1)
-            assert torch.equal(wrapper(other), wave(other))  # after a wait of some seconds
+            assert torch.equal(wrapper(other), wave(other))  # after a wait
     held.check()
     check(wrapper, other, tokens=6)
     assert_counters(wrapper, captures=2, replays=4, plain={Reason.CAPTURE_BUSY: 2})
