@@ -14,13 +14,15 @@ All networks have random weights. Milliseconds per call of the network, medians,
 time until a call returns, ``wall`` that of a whole loop until the device is idle, per call.
 ``replayed`` is the share of the calls of cgcompile after its warm-up.
 
-Each case runs in a process of its own; they compile side by side and are measured one by one. Exits
-with 1 where the result of a first step differs from eager: the loop of a network with random
-weights multiplies what rounding changes. A case whose library is missing is left out.
+Each case runs in a process of its own; they compile side by side, and are measured one by one after
+all have compiled. Exits with 1 where the result of a first step differs from eager: the loop of a
+network with random weights multiplies what rounding changes. A case whose library is missing is
+left out.
 """
 
 import argparse
 import fcntl
+import os
 import statistics
 import subprocess
 import sys
@@ -176,6 +178,8 @@ def last_call(loop: Loop, call: Any) -> Callable[[], Any]:
 
 def measure(name: str, device: str, lock: str, rounds: int) -> bool:
     """Print the rows of one case; return whether all results are those of eager."""
+    file = open(lock, "w")  # noqa: SIM115
+    fcntl.flock(file, fcntl.LOCK_SH)  # until it has compiled: then exclusively
     network, loop = make_case(name, device)
     backend = cgcompile.Backend(capture_device="auto" if device == "cuda" else "host")
     torch._dynamo.config.recompile_limit = 64  # of one code object, which all ways share
@@ -192,9 +196,9 @@ def measure(name: str, device: str, lock: str, rounds: int) -> bool:
             ways[way] = call
             print(f"{name:14} {way:16} largest error {error:.4f}")
         before = backend.counters
-        with open(lock, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            rows = times_of(loop, ways, device, rounds)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        rows = times_of(loop, ways, device, rounds)
+        file.close()
     after = backend.counters
     share = (after.replays - before.replays) / max(after.calls - before.calls, 1)
     for way, (gpu, host, wall) in rows.items():
@@ -227,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--case", help="measure this one in this process")
-    parser.add_argument("--lock", help="a file that is locked during the measurement")
+    parser.add_argument("--lock", default=os.devnull, help="of several processes: a file")
     args = parser.parse_args(argv)
     if args.case:
         try:

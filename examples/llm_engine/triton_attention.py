@@ -1,15 +1,18 @@
 """The kernels of paged attention on CUDA. Importing this file needs triton.
 
 Where a step has few tokens, several programs share the context of one: each writes what it found of
-its part, and a second kernel adds the parts. Grids depend on shapes alone.
+its part, and a second kernel adds the parts. Grids depend on shapes alone. On Hopper GPUs a kernel
+is launched while the one before it still runs, and waits for its results (dependent launch).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = 1.4426950408889634
 
@@ -39,8 +42,12 @@ def _kernel(
     GROUP_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program for each token, head of the cache and part of the context: online softmax."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -106,8 +113,12 @@ def _add_parts(
     GROUP: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program for each token and query head: add the parts of its context."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dims = tl.arange(0, HEAD_DIM_PADDED)
@@ -127,8 +138,10 @@ def _add_parts(
 
 
 @cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _device(device: torch.device) -> tuple[int, bool]:
+    """Return the number of processors, and whether a kernel may start before the last has ended."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major >= 9
 
 
 def parts_of_context(tokens: int, kv_heads: int, capacity: int, tile: int, processors: int) -> int:
@@ -151,7 +164,9 @@ def paged_attention(
     _, block_size, kv_heads, _ = k_cache.shape
     group, tile = heads // kv_heads, 32 if q.dtype == torch.float32 else 64
     capacity = block_tables.shape[1] * block_size
-    split = parts_of_context(tokens, kv_heads, capacity, tile, _processors(q.device))
+    processors, dependent = _device(q.device)
+    early: dict[str, Any] = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+    split = parts_of_context(tokens, kv_heads, capacity, tile, processors)
     parts, sums = out, out
     if split > 1:
         parts = q.new_empty((tokens, heads, split, head_dim), dtype=torch.float32)
@@ -181,6 +196,7 @@ def paged_attention(
         GROUP_PADDED=max(16, triton.next_power_of_2(group)),  # the least that tl.dot takes
         TILE=tile,
         SPLIT=split,
+        **early,
     )
     if split > 1:
         _add_parts[(tokens, heads)](
@@ -194,4 +210,5 @@ def paged_attention(
             HEAD_DIM_PADDED=padded,
             SPLIT=split,
             num_warps=1,
+            **early,
         )
