@@ -68,9 +68,11 @@ def _kernel(
     highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
     result = tl.zeros([GROUP_PADDED, HEAD_DIM_PADDED], tl.float32)
-    share = tl.cdiv(tl.cdiv(length, SPLIT), TILE) * TILE
-    last = tl.minimum(length, (part + 1) * share)
-    for start in range(part * share, last, TILE):
+    first, last = 0, length
+    if SPLIT > 1:
+        share = tl.cdiv(tl.cdiv(length, SPLIT), TILE) * TILE
+        first, last = part * share, tl.minimum(length, (part + 1) * share)
+    for start in range(first, last, TILE):
         at = start + places
         there = at < length
         block = tl.load(table + at // BLOCK_SIZE, mask=there, other=0).to(tl.int64)

@@ -1,6 +1,7 @@
 """cgcompile's ways to run a step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -183,8 +184,11 @@ class Lean(Ours):
 
     takes_no_op = False
 
-    def __init__(self, setup: Setup, name: str, mode: CUDAGraphMode) -> None:
+    def __init__(
+        self, setup: Setup, name: str, mode: CUDAGraphMode, small_batch_kernels: bool = False
+    ) -> None:
         super().__init__(setup, name, mode, direct=True)
+        self.small_batch_kernels = small_batch_kernels
         self.attention_calls = 0
         self.batches = setup.batches[:1]
         self._metadata: dict[int, Any] = {}  # FULL graphs hold its addresses
@@ -193,6 +197,9 @@ class Lean(Ours):
         from llm_engine.attention import splitting_op
 
         return splitting_op()
+
+    def config(self) -> cgcompile.CompilationConfig:
+        return replace(super().config(), small_batch_kernels=self.small_batch_kernels)
 
     def prepare(self) -> None:
         from llm_engine.attention import HAS_TRITON, library
@@ -251,4 +258,5 @@ def all_ours(setup: Setup, plain: Variant, compiled: Variant, few: bool) -> list
         WithoutGraphs(setup, "cgcompile without graphs", pieces),
         Lean(setup, "cgcompile lean piecewise", PIECEWISE),
         Lean(setup, "cgcompile lean FULL", FULL),
+        Lean(setup, "cgcompile lean FULL, small batches", FULL, small_batch_kernels=True),
     ]
