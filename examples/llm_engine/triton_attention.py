@@ -18,6 +18,16 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def _part_of(length, part, TILE: tl.constexpr, SPLIT: tl.constexpr):
+    """Return the first position of a part of the context and the end, of whole tiles."""
+    first, last = 0, length
+    if SPLIT > 1:
+        share = tl.cdiv(tl.cdiv(length, SPLIT), TILE) * TILE
+        first, last = part * share, tl.minimum(length, (part + 1) * share)
+    return first, last
+
+
+@triton.jit
 def _kernel(
     q_ptr,
     k_ptr,
@@ -68,10 +78,7 @@ def _kernel(
     highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
     result = tl.zeros([GROUP_PADDED, HEAD_DIM_PADDED], tl.float32)
-    first, last = 0, length
-    if SPLIT > 1:
-        share = tl.cdiv(tl.cdiv(length, SPLIT), TILE) * TILE
-        first, last = part * share, tl.minimum(length, (part + 1) * share)
+    first, last = _part_of(length, part, TILE, SPLIT)
     for start in range(first, last, TILE):
         at = start + places
         there = at < length
