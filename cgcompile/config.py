@@ -36,7 +36,7 @@ from cgcompile.settings import (
 )
 
 # What a setting may need to have an effect, with the reason and the advice where that is absent.
-_SIZES = "cudagraph_capture_sizes, compile_sizes or compile_ranges_endpoints"
+_SIZES = "cudagraph_capture_sizes, compile_sizes, compile_ranges_endpoints or small_batch_kernels"
 _NEEDS = {
     "pieces": ("only mode PIECEWISE splits the graph and compiles pieces", "use mode PIECEWISE"),
     "trace": ("breakable capture traces nothing", "use splitting 'fx'"),
@@ -110,9 +110,10 @@ class CompilationConfig:
             zeros; results are cut. Calls with more padding than before are compared with unpadded
             ones; if they differ, nothing is padded, counted as ``padding_refused``.
         small_batch_kernels: compute linear layers of at most 16 rows, with the RMS norm before and
-            the activation or residual after them, by a kernel of cgcompile, on NVIDIA GPUs of
-            compute capability 9.0 or newer; where the batch dimension is dynamic, sizes up to 16
-            are compiled separately. Results differ by rounding.
+            the activation or residual after them, by a kernel of cgcompile, on NVIDIA GPUs such as
+            H100 and newer ones of data centres. If one dimension is dynamic, or ``capture_dim``
+            names that of the batch, sizes up to 16 are compiled separately. Results differ by
+            rounding.
         dump_passes: a folder for the graph before and after every pass, as text.
         cache_dir: the folder that keeps compiled pieces for other processes, or ``off``. Unset:
             cgcompile in $XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must
@@ -250,7 +251,8 @@ class CompilationConfig:
             sizes = (self.cudagraph_capture_sizes, self.compile_sizes)
             if not self._splits:
                 return "pieces"
-            return None if (*sizes, self.compile_ranges_endpoints) != (None,) * 3 else needs
+            others = (self.compile_ranges_endpoints, self.small_batch_kernels or None)
+            return None if (*sizes, *others) != (None,) * 4 else needs
         if needs == "trace" and not self._splits:
             return "pieces"
         present = {

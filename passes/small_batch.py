@@ -7,7 +7,8 @@ Fused are, for rows whose number is at most :data:`cgcompile.kernels.small_linea
     linear -> + residual
 
 in the spelling of torch (``F.rms_norm``) and of ``transformers``. The rule: a layer is fused only
-if everything that the op replaces is used by nothing else, and no node writes to its tensors.
+if the nodes that the op replaces have no other users, and no node writes to its tensors or to those
+in between.
 """
 
 import operator
@@ -25,7 +26,9 @@ from cgcompile.passes.nodes import (
     is_torchs,
     short_name,
     storages,
+    tensors,
     value,
+    written,
     written_storages,
 )
 from cgcompile.passes.regions import nodes_in_regions
@@ -115,6 +118,8 @@ class _Fuser:
         why = self._unsupported(x.device)
         if why is not None:
             return why
+        if linear.bias is not None and value(linear.bias).shape != value(linear.weight).shape[:1]:
+            return "its bias is broadcast"
         if linear.node in self._regions:
             return "it is in a region of autocast, grad mode or a transform"
         dtypes = {tensor.dtype for tensor in (x, weight, value(linear.node))}
@@ -137,8 +142,9 @@ class _Fuser:
         norm = found
         if found is not None:
             own = {linear.node for linear in group}
-            alone = own >= set(group[0].x.users) and self._unwritten(found.source, found.weight)
-            norm = found if alone else None
+            inner = _between(group[0].x, {found.source, found.weight})
+            alone = own >= set(group[0].x.users)
+            norm = found if alone and self._unwritten(*inner, found.source, found.weight) else None
         rest = list(group)
         for gate in group:
             match = self._gated(gate, rest)
@@ -166,7 +172,7 @@ class _Fuser:
         halves = _halves(gate.node)
         source = gate.node if halves is None else halves[0]
         acted = _only_user(source)
-        activation = None if acted is None else _activation_of(acted, source)
+        activation = None if acted is None else _activation_of(acted)
         product = None if acted is None or activation is None else _only_user(acted)
         if acted is None or activation is None or product is None:
             return None
@@ -195,7 +201,7 @@ class _Fuser:
             own.dtype,
             own.device,
         )
-        return (end, others[0]) if same and self._unwritten(others[0]) else (linear.node, None)
+        return (end, others[0]) if same else (linear.node, None)
 
     def _put(
         self,
@@ -231,6 +237,7 @@ class _Fuser:
             for position, node in enumerate(replaced):
                 item = graph.call_function(operator.getitem, (call, position))
                 node.replace_all_uses_with(item)
+                self._order[item] = self._order[end]
                 item.meta |= {name: node.meta[name] for name in _KEPT if name in node.meta}
         for node in replaced:
             self._erase(node)
@@ -241,7 +248,7 @@ class _Fuser:
     def _erase(self, node: fx.Node) -> None:
         """Erase a node without users, and then its inputs likewise; ops of torch without writes."""
         unused = not node.users and node.op in COMPUTING and is_torchs(node)
-        if unused and short_name(node.target) in _ERASABLE:
+        if unused and not written(self._gm, node) and short_name(node.target) in _ERASABLE:
             inputs = node.all_input_nodes
             self._gm.graph.erase_node(node)
             for source in inputs:
@@ -250,17 +257,32 @@ class _Fuser:
 
 _KEPT = ("example_value", "stack_trace")  # of a node that is replaced by an equal one
 
-# What a match consists of; all of it is free of effects.
-_ERASABLE = {"linear", "mul", "add", "silu", "gelu", "chunk", "split", "getitem", "rms_norm"}
-_ERASABLE |= {"rsqrt", "mean", "pow", "square", *_CASTS}
+# What a match consists of.
+_ERASABLE = {"linear", "mul", "add", "silu", "gelu", "chunk", "getitem", "rms_norm", *_CASTS}
+_ERASABLE |= {"rsqrt", "mean", "pow"}
 
 
 # ---------------------------------------------------------------- patterns
 
 
 def _is(name: str, node: Any) -> bool:
+    """Return whether a node computes tensors by a function or method of torch, into new memory."""
     computing = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
-    return computing and short_name(node.target) == name and is_torchs(node)
+    if not computing or short_name(node.target) != name or not is_torchs(node):
+        return False
+    return bool(node.args and tensors(value(node))) and node.kwargs.get("out") is None
+
+
+def _between(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
+    """Return a node and what it is computed from, up to ``ends``, which are left out."""
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        if current not in ends and current not in found:
+            found.add(current)
+            waiting += current.all_input_nodes
+    return found
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -278,7 +300,7 @@ def _linear_of(node: fx.Node) -> _Linear | None:
     names = ("input", "weight", "bias")
     named: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     x, weight, bias = named["input"], named["weight"], named.get("bias")
-    nodes = [x, weight, *([] if bias is None else [bias])]
+    nodes = [node, x, weight, *([] if bias is None else [bias])]
     plain = all(isinstance(n, fx.Node) and isinstance(value(n), torch.Tensor) for n in nodes)
     return _Linear(node, x, weight, bias) if plain and value(weight).dim() == 2 else None
 
@@ -299,6 +321,9 @@ def _halves(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     parts = _only_user(node)
     if parts is None or parts.args[:1] != (node,) or not _is("chunk", parts):
         return None
+    size = value(node).shape[-1]
+    if type(size) is not int or size % 2:
+        return None
     numbers = [*parts.args[1:], *parts.kwargs.values()]
     last = value(node).dim() - 1
     if numbers not in ([2, -1], [2, last]) or set(parts.kwargs) - {"chunks", "dim"}:
@@ -309,9 +334,9 @@ def _halves(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return items[0], items[1]
 
 
-def _activation_of(node: fx.Node, source: fx.Node) -> str | None:
+def _activation_of(node: fx.Node) -> str | None:
     name = next((known for known in _ACTIVATIONS if _is(known, node)), None)
-    if name is None or node.args[:1] != (source,):
+    if name is None:
         return None
     inplace = node.kwargs.get("inplace", False) or len(node.args) > 1
     tanh = node.kwargs.get("approximate", "none") == "tanh"
@@ -383,7 +408,8 @@ def _rooted(node: Any) -> tuple[Any, float] | None:
 def _mean_of(root: Any) -> tuple[Any, float]:
     """Return (mean, eps) of ``rsqrt(mean + eps)``."""
     total: Any = root.args[0] if _is("rsqrt", root) else None
-    if _is("add", total) and len(total.args) == 2 and isinstance(total.args[1], float):
+    plain = _is("add", total) and len(total.args) == 2 and not total.kwargs
+    if plain and isinstance(total.args[1], float):
         return total.args[0], total.args[1]
     return None, 0.0
 

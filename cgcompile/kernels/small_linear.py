@@ -11,21 +11,25 @@ With an activation there are two weights of one shape, or one weight whose halve
 
 On an NVIDIA GPU of compute capability 9.0 or newer one Triton kernel computes all of it, and reads
 each weight once; it starts before the kernel in front of it has ended (programmatic dependent
-launch). Elsewhere, and for inputs that the kernel does not take, torch's ops compute it.
+launch). Elsewhere, and for inputs that the kernel does not take (:func:`takes`), torch's ops
+compute it.
 """
 
 import functools
 import importlib.util
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-EVICT = ""
+from cgcompile.locks import new_lock
+
 ROWS = 16  # of a tile of the tensor cores
 ACTIVATIONS = ("", "silu", "gelu_tanh")
 DTYPES = (torch.bfloat16, torch.float16)
+SHARED_MEMORY = 227 * 1024  # that a block of threads can have
 _SCHEMA = (
     "small_linear(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm, float eps, "
     "float offset, Tensor? residual, str activation) -> Tensor[]"
@@ -63,19 +67,27 @@ def _power(depth: int, most: int) -> int:
     return min(most, max(16, 1 << (depth - 1).bit_length()))
 
 
-@functools.cache
 def op() -> Any:
     """Return the op; the first call registers it."""
+    with _REGISTERS:
+        return _registered()
+
+
+_REGISTERS = new_lock(watch=False)  # torch refuses to register an op twice
+
+
+@functools.cache
+def _registered() -> Any:
     library = torch.library.Library("cgcompile", "FRAGMENT")
     library.define(_SCHEMA)
     library.impl("small_linear", _by_torch, "CPU")
     library.impl("small_linear", _on_cuda, "CUDA")
     torch.library.register_fake("cgcompile::small_linear", _fake, lib=library)
-    _libraries.append(library)
+    _LIBRARIES.append(library)
     return torch.ops.cgcompile.small_linear.default
 
 
-_libraries: list[torch.library.Library] = []  # an op is unregistered with its library
+_LIBRARIES: list[torch.library.Library] = []  # an op is unregistered with its library
 
 
 @functools.cache
@@ -83,10 +95,45 @@ def why_unsupported(device: torch.device) -> str | None:
     """Return why the kernel does not run on a device, or None."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"{device.type} is no NVIDIA GPU"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"the GPU has compute capability {major}.{minor}, not 9.0 or newer"
+    if not torch.cuda.is_available():
+        return "no GPU is present"
+    properties: Any = torch.cuda.get_device_properties(device)
+    if properties.major < 9:
+        capability = f"{properties.major}.{properties.minor}"
+        return f"the GPU has compute capability {capability}, not 9.0 or newer"
+    if properties.shared_memory_per_block_optin < SHARED_MEMORY:
+        return "the GPU has less than 227 KiB of shared memory for a block"
     return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def takes(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    norm: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+) -> bool:
+    """Return whether the kernel computes the op for these inputs; their device is not looked at."""
+    rows, dtype = (*x.shape[:-1],), x.dtype
+    if dtype not in DTYPES or not 0 < math.prod(rows) <= ROWS or not 0 < len(weights) <= 3:
+        return False
+    if activation and (len(weights) == 3 or (len(weights) == 1 and weights[0].shape[0] % 2)):
+        return False
+    if norm is not None and dtype is torch.float16:
+        return False  # products of rows and norm may overflow before they are scaled
+    plain: list[tuple[torch.Tensor, tuple[int, ...]]]
+    plain = [(weight, (weight.shape[0], x.shape[-1])) for weight in weights]
+    pairs = zip(weights, biases, strict=True)
+    plain += [(bias, (weight.shape[0],)) for weight, bias in pairs if bias is not None]
+    plain += [] if norm is None else [(norm, x.shape[-1:])]
+    if not all(t.is_contiguous() and (t.shape, t.dtype) == (shape, dtype) for t, shape in plain):
+        return False
+    if activation and weights[0].shape != weights[-1].shape:
+        return False
+    columns = weights[0].shape[0] // (2 if activation and len(weights) == 1 else 1)
+    shape = torch.Size((*rows, columns))
+    return residual is None or (residual.shape, residual.dtype) == (shape, dtype)
 
 
 @functools.cache
@@ -131,13 +178,22 @@ def _fake(
     return [x.new_empty((*x.shape[:-1], size)) for size in sizes]
 
 
-def _on_cuda(x: torch.Tensor, weights: Sequence[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
-    fits = 0 < x.numel() <= ROWS * x.shape[-1] and x.dtype in DTYPES and len(weights) <= 3
-    plain = all(weight.is_contiguous() and weight.dtype == x.dtype for weight in weights)
-    if not fits or not plain or why_unsupported(x.device) is not None:
-        return _by_torch(x, weights, *rest)
+def _on_cuda(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    norm: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    residual: torch.Tensor | None,
+    activation: str,
+) -> list[torch.Tensor]:
+    rest = (weights, biases, norm, eps, offset, residual, activation)
+    inputs = (x, weights, biases, norm, residual, activation)
+    if why_unsupported(x.device) is not None or not takes(*inputs):
+        return _by_torch(x, *rest)
     with torch.cuda.device(x.device):
-        return launch(x, weights, *rest, dependent=True)
+        return launch(x, *rest, dependent=True)
 
 
 def launch(
@@ -153,7 +209,7 @@ def launch(
     dependent: bool,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """Run the kernel, whose inputs must be as the op's; the rest is for tests."""
+    """Run the kernel for inputs that it :func:`takes`; ``tile`` is for tests."""
     from cgcompile.kernels import small_linear_triton as kernels
 
     outputs = _fake(x, weights, biases, norm, eps, offset, residual, activation)

@@ -25,7 +25,7 @@ from torch import fx
 
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
-from cgcompile.errors import PieceCompileError
+from cgcompile.errors import ConfigError, PieceCompileError
 from cgcompile.kernels.small_linear import ROWS, op
 from cgcompile.passes.nodes import symbols_of, value
 from cgcompile.passes.small_batch import Fusions, fuse_small_linears
@@ -94,24 +94,30 @@ class Variants:
         self._sizes = [SizeRange(size, size) for size in config.sizes_to_compile]
         endpoints, self._small = config.compile_ranges_endpoints, config.small_batch_kernels
         self._named = None
-        if self._sizes or endpoints is not None or config.capture_dim is not None:
+        if self._sizes or endpoints is not None or (self._small and config.capture_dim is not None):
             self._named = self._symbols.chosen(config.capture_dim)
         elif self._small:
             self._named = self._symbols.only()
+        self._ranges = () if endpoints is None else ranges_between(endpoints)
         if self._small:
             op()  # an artifact from disk calls it
-            endpoints = tuple(sorted({*(endpoints or ()), ROWS}))
-        self._ranges = () if endpoints is None else ranges_between(endpoints)
         self._likely = (*(config.cudagraph_capture_sizes or ()), *config.sizes_to_compile)
         self._compiles = config.compiler != "eager"
         self._values: dict[SizeRange, dict[sympy.Symbol, int] | None] = {}
 
     def of(self, piece: Piece) -> list[Variant]:
         """Return what to compile of a piece; the variant for all sizes, if any, is last."""
-        variants = self._of(piece)
-        return list(map(_fused, variants)) if self._small and self._compiles else variants
+        if self._small and self._compiles:
+            endpoints = [span.last for span in self._ranges if span.last is not None]
+            cut = ranges_between(sorted({*endpoints, ROWS}))
+            variants = list(map(_fused, self._of(piece, cut)))
+            if any(variant.fusions and variant.fusions.fused for variant in variants):
+                return variants
+            first, *others = self._of(piece, self._ranges)
+            return [replace(first, fusions=variants[0].fusions), *others]
+        return self._of(piece, self._ranges)
 
-    def _of(self, piece: Piece) -> list[Variant]:
+    def _of(self, piece: Piece, spans: Sequence[SizeRange]) -> list[Variant]:
         symbol = None if self._named is None else self._symbols.current(self._named)
         whole = Variant(piece, piece.module)
         inputs = [value(node) for node in piece.module.graph.find_nodes(op="placeholder")]
@@ -129,7 +135,7 @@ class Variants:
         sizes = [self._variant(piece, symbol, readers, size) for size in self._sizes]
         variants = [variant for variant in sizes if variant is not None]
         single = {variant.sizes for variant in variants}
-        ranges = [self._variant(piece, symbol, readers, span) for span in self._ranges]
+        ranges = [self._variant(piece, symbol, readers, span) for span in spans]
         rest = [span for span in ranges if span is not None and span.sizes not in single]
         return [*variants, *(rest or [whole])]
 
@@ -327,11 +333,17 @@ def fusion_texts(split: SplitGraph, config: CompilationConfig) -> Iterator[str]:
     """Yield which linear layers ``small_batch_kernels`` fuses in each structure, and which not."""
     if not config.small_batch_kernels:
         return
-    variants = Variants(split, config)
+    try:
+        variants = Variants(split, config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if config.capture_dim is None and len(split.symbols.dims) > 1:
+        yield "small_batch_kernels: several dimensions vary; capture_dim names that of the batch"
     for piece in split.distinct:
         if piece.compiled:
             for variant in variants.of(piece):
-                for line in str(variant.fusions).splitlines():
+                for line in str(variant.fusions or "").splitlines():
                     yield f"{variant.name}: {line}"
 
 

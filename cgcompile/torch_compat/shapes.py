@@ -161,7 +161,10 @@ def largest_size(size: Any) -> int | None:
     """Return the largest value of a size that is a number, or a symbol times a number; or None."""
     if type(size) is int:
         return size
-    factor, symbol = size.node.expr.as_coeff_Mul()
+    expression = size.node.expr
+    if expression.is_Integer:
+        return int(expression)
+    factor, symbol = expression.as_coeff_Mul()
     if not isinstance(symbol, sympy.Symbol):
         return None
     most = factor * Shapes(size.node.shape_env).bounds(symbol)[1]

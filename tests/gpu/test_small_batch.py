@@ -19,13 +19,18 @@ def launched(monkeypatch) -> list[int]:
     if small_linear.why_unsupported(torch.device("cuda", 0)) is not None:
         pytest.skip("needs compute capability 9.0")
     rows: list[int] = []
-    launch = small_linear.launch
+    launch, by_torch = small_linear.launch, small_linear._by_torch
 
     def counted(x, *rest, **named):
         rows.append(x.numel() // x.shape[-1])
         return launch(x, *rest, **named)
 
+    def refused(x, *rest):
+        rows.append(1000)  # the op stands where it should not
+        return by_torch(x, *rest)
+
     monkeypatch.setattr(small_linear, "launch", counted)
+    monkeypatch.setattr(small_linear, "_by_torch", refused)
     return rows
 
 
@@ -94,8 +99,13 @@ def test_a_chain_of_replays_is_the_same_each_time(launched) -> None:
     model = model_of()
     backend = cgcompile.Backend(small_batch_kernels=True, cudagraph_mode="FULL")
     call = torch.compile(model, backend=backend, dynamic=False)
-    x = torch.randn(8, D, device="cuda", dtype=torch.bfloat16)
+    # What a kernel that did not wait would read is the value of the step before: another one.
+    inputs = [torch.randn(8, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     with torch.inference_mode():
-        results = [call(x).clone() for _ in range(50)]
-    assert all(torch.equal(result, results[3]) for result in results[3:])
+        first = [[call(x).clone() for x in inputs] for _ in range(4)][-1]
+        for result, x in zip(first, inputs, strict=True):
+            close(result, model(x))
+        for _ in range(50):
+            for result, x in zip(first, inputs, strict=True):
+                assert torch.equal(call(x), result)
     assert launched

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cgcompile.kernels.small_linear import ROWS, op, tile_for, why_unsupported
+from cgcompile.kernels.small_linear import ROWS, op, takes, tile_for, why_unsupported
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -79,6 +79,45 @@ def test_shapes_without_running_are_those_of_running(shape, activation) -> None:
         assert result.stride() == traced.stride()
 
 
+WIDE = torch.zeros(8, 16, dtype=torch.bfloat16)
+REFUSED = {
+    "17 rows": {"x": WIDE.repeat(3, 1)[:17]},
+    "no rows": {"x": WIDE[:0]},
+    "float32": {"x": WIDE.float(), "weights": [WIDE.float()]},
+    "another dtype": {"weights": [WIDE.half()]},
+    "transposed weight": {"weights": [torch.zeros(16, 16).bfloat16().t()]},
+    "no weight": {"weights": [], "biases": []},
+    "four weights": {"weights": [WIDE] * 4, "biases": [None] * 4},
+    "bias of one": {"biases": [WIDE[0, :1]]},
+    "bias of each row": {"biases": [WIDE[:, :8]]},
+    "strided bias": {"biases": [WIDE[:, 0]]},
+    "expanded bias": {"biases": [WIDE[0, :1].expand(8)]},
+    "strided norm": {"norm": torch.zeros(16, 2).bfloat16()[:, 0]},
+    "norm in float32": {"norm": torch.zeros(16)},
+    "norm in float16": {"x": WIDE.half(), "weights": [WIDE.half()], "norm": WIDE[0].half()},
+    "broadcast residual": {"residual": WIDE[0, :8]},
+    "residual in float32": {"residual": torch.zeros(8, 8)},
+    "odd halves": {"weights": [WIDE[:3]], "activation": "silu"},
+    "unequal weights": {"weights": [WIDE, WIDE[:4]], "biases": [None] * 2, "activation": "silu"},
+    "three and an activation": {
+        "weights": [WIDE] * 3,
+        "biases": [None] * 3,
+        "activation": "silu",
+    },
+}
+
+
+@pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
+def test_inputs_that_the_kernel_does_not_take(changes) -> None:
+    """Each of them would be read as something else, or beyond its end."""
+    plain = {"x": WIDE, "weights": [WIDE], "biases": [None], "norm": None, "residual": None}
+    plain["activation"] = ""
+    assert takes(**plain)
+    assert takes(**plain | {"x": WIDE.repeat(2, 2)[:, ::2][None]})  # it is copied
+    assert takes(**plain | {"residual": torch.zeros(8, 8).bfloat16().t(), "norm": WIDE[0]})
+    assert not takes(**plain | changes)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_other_devices_are_named(device) -> None:
     assert why_unsupported(torch.device(device)) == f"{device} is no NVIDIA GPU"
@@ -124,6 +163,8 @@ def test_the_kernel_is_as_exact_as_eager(rows, depth, columns, activation, dtype
             drawn(rows, columns) if full else None,
             activation,
         )
+        takes_it = takes(*arguments[:4], *arguments[6:])
+        assert takes_it == (dtype is torch.bfloat16 or not full)
         expected = op()(*map(exact, arguments))
         for result, right in zip(op()(*arguments), expected, strict=True):
             step = torch.finfo(dtype).eps * float(right.abs().max())

@@ -73,6 +73,15 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x, y):
+        return self.block(x), y * 2
+
+
 def test_torch_s_own_spelling_is_fused() -> None:
     fusions, result, expected = fused(Block(), torch.randn(16, D).bfloat16())
     close(result, expected)
@@ -161,7 +170,104 @@ def _under_autocast(x, w, v):
         return F.linear(x, w)
 
 
+def _normalized(y):
+    return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def _cast_is_written(x, w, v):
+    y = x.float()
+    y.add_(3)
+    return F.linear(v[0] * _normalized(y).to(x.dtype), w)
+
+
+def _norm_is_masked(x, w, v):
+    y = F.rms_norm(x, (D,), v[0], 1e-6)
+    y[:, : D // 2] = 0
+    return F.linear(y, w)
+
+
+def _scale_is_written(x, w, v):
+    scale = v[0].float()
+    scale.mul_(3)
+    return F.linear((_normalized(x.float()) * (1.0 + scale)).type_as(x), w)
+
+
+def _mean_is_clamped(x, w, v):
+    y = x.float()
+    mean = y.pow(2).mean(-1, keepdim=True)
+    mean.clamp_(min=9)
+    return F.linear(v[0] * (y * torch.rsqrt(mean + 1e-6)).to(x.dtype), w)
+
+
+def _eps_times_alpha(x, w, v):
+    y = x.float()
+    root = torch.rsqrt(torch.add(y.pow(2).mean(-1, keepdim=True), 1.0, alpha=5))
+    return F.linear(v[0] * (y * root).to(x.dtype), w)
+
+
+def _root_into_out(x, w, v):
+    y = x.float()
+    root = y.new_empty((len(x), 1))
+    torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6, out=root)
+    return F.linear(v[0] * (y * root).to(x.dtype), w) + root.to(x.dtype)
+
+
+def _mean_over_rows(x, w, v):
+    n = len(x)
+    y = x[:, :n].float()
+    root = torch.rsqrt(y.pow(2).mean(-1) + 1e-6)  # of row i, times column i
+    return F.linear(v[0, :n] * (y * root).to(x.dtype), w[:, :n].contiguous())
+
+
+def _norm_in_the_dtype_of_x(x, w, v):
+    return F.linear(v[0] * _normalized(x), w)
+
+
+def _norm_weight_in_float32(x, w, v):
+    return F.linear((_normalized(x.float()) * torch.full((D,), 3.0)).type_as(x), w)
+
+
+def _gate_is_broadcast(x, w, v):
+    return F.silu(F.linear(x, w[:1])) * F.linear(x, v)
+
+
+def _activation_is_added(x, w, v):
+    return F.silu(F.linear(x, w)) + F.linear(x, v)
+
+
+def _halves_of_rows(x, w, v):
+    gate, up = F.linear(torch.cat([x, x]), w).chunk(2, 0)
+    return F.silu(gate) * up
+
+
+def _odd_halves(x, w, v):
+    gate, up = F.linear(x, w[:3]).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _up_comes_first(x, w, v):
+    up, gate = F.linear(x, w).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _transposed_weight(x, w, v):
+    return F.linear(x, w.t())
+
+
+def _bias_is_broadcast(x, w, v):
+    return F.linear(x, w, v[0, :1])
+
+
+def _weight_from_a_layer(x, w, v):
+    return F.linear(x, F.linear(x, w))
+
+
+def _scaled_by_its_size(x, w, v):
+    return F.linear(x * (x.shape[0] * 2), w)
+
+
 CASES = [value for name, value in list(globals().items()) if name[0] == "_" and callable(value)]
+CASES.remove(_normalized)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[1:])
@@ -181,7 +287,7 @@ def test_what_looks_alike_keeps_its_result(case, rows, dtype) -> None:
         expected = case(x, w, v)
         result = torch.compile(case, backend=backend)(*inputs)
     pairs = zip(result, expected, strict=True) if type(result) is tuple else [(result, expected)]
-    for one, other in pairs:
+    for one, other in [*pairs, *zip(inputs, (x, w, v), strict=True)]:
         close(one, other)
     if rows > 16 or dtype is torch.float32:
         assert not any(found.fused for found in fusions)
@@ -202,9 +308,34 @@ def test_explain_shows_what_is_fused_for_which_sizes(monkeypatch) -> None:
     config = cgcompile.CompilationConfig(small_batch_kernels=True)
     settings = {"config": config, "dynamic_dims": {"x": {0: "n"}}}
     here = cgcompile.explain(Block(), x, **settings)
-    assert all("cpu is no NVIDIA GPU" in note for note in here.notes if "linear" in note)
+    notes = [note for note in here.notes if note.startswith("piece_")]
+    assert len(notes) == 2
+    assert all("cpu is no NVIDIA GPU" in note for note in notes)
     on_gpu = partial(fuse_small_linears, unsupported=lambda device: None)
     monkeypatch.setattr(size_ranges, "fuse_small_linears", on_gpu)
     result = cgcompile.explain(Block(), x, **settings)
     notes = [note for note in result.notes if note.startswith("piece_")]
     assert_snapshot("small_batch/explain", "\n".join(notes))
+
+
+def test_two_dynamic_dims_need_the_name_of_the_batch(monkeypatch) -> None:
+    on_gpu = partial(fuse_small_linears, unsupported=lambda device: None)
+    monkeypatch.setattr(size_ranges, "fuse_small_linears", on_gpu)
+    model, x = Two(), torch.randn(4, D).bfloat16()
+    dims = {"x": {0: "n"}, "y": {0: "m"}}
+    for capture_dim in (None, "x.size()[0]"):
+        config = cgcompile.CompilationConfig(small_batch_kernels=True, capture_dim=capture_dim)
+        notes = cgcompile.explain(model, x, x.clone(), config=config, dynamic_dims=dims).notes
+        named = any("capture_dim names that of the batch" in note for note in notes)
+        assert named == (capture_dim is None)
+        assert any("fused norm" in note for note in notes) == (capture_dim is not None)
+
+
+def test_a_piece_in_which_nothing_is_fused_is_compiled_once() -> None:
+    found = []
+    config = cgcompile.CompilationConfig(small_batch_kernels=True)
+    x = torch.randn(4, D).bfloat16()
+    split = cgcompile.explain(Block(), x, config=config, dynamic_dims={"x": {0: "n"}}).split
+    for piece in split.distinct:
+        found += [variant.sizes for variant in size_ranges.Variants(split, config).of(piece)]
+    assert found == [None]
