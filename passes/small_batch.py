@@ -215,7 +215,7 @@ class _Fuser:
         parameters = [layer.weight for layer in layers]
         parameters += [layer.bias for layer in layers if layer.bias is not None]
         parameters += [] if norm is None else [norm.weight]
-        late = any(self._order[node] > self._order[end] for node in parameters)
+        late = any(self._order[node] >= self._order[end] for node in parameters)
         x = layers[0].x if norm is None else norm.source
         names = " + ".join(layer.node.name for layer in layers)
         if late or not self._unwritten(x, *parameters):
