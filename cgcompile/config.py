@@ -110,10 +110,9 @@ class CompilationConfig:
             zeros; results are cut. Calls with more padding than before are compared with unpadded
             ones; if they differ, nothing is padded, counted as ``padding_refused``.
         small_batch_kernels: compute linear layers of at most 16 rows, with the RMS norm before and
-            the activation or residual after them, by a kernel of cgcompile, on NVIDIA GPUs such as
-            H100 and newer ones of data centres. If one dimension is dynamic, or ``capture_dim``
-            names that of the batch, sizes up to 16 are compiled separately. Results differ by
-            rounding.
+            the activation or residual after them, by a kernel of cgcompile, on NVIDIA H100 and
+            newer data-centre GPUs. If one dimension is dynamic, or ``capture_dim`` names that of
+            the batch, sizes up to 16 are compiled separately. Results differ by rounding.
         dump_passes: a folder for the graph before and after every pass, as text.
         cache_dir: the folder that keeps compiled pieces for other processes, or ``off``. Unset:
             cgcompile in $XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must

@@ -1,12 +1,12 @@
 """Put ``cgcompile::small_linear`` in place of linear layers that get few rows.
 
-Fused are, for rows whose number is at most :data:`cgcompile.kernels.small_linear.ROWS`::
+For at most :data:`cgcompile.kernels.small_linear.ROWS` rows it fuses::
 
     rms_norm -> linear                      also several linear layers of one input (q, k and v)
     linear, linear -> act(gate) * up        also of one weight whose halves are gate and up
     linear -> + residual
 
-in the spelling of torch (``F.rms_norm``) and of ``transformers``. The rule: a layer is fused only
+as torch (``F.rms_norm``) and ``transformers`` write them. The rule: a layer is fused only
 if the nodes that the op replaces have no other users, and no node writes to its tensors or to those
 in between.
 """
@@ -35,19 +35,19 @@ from cgcompile.passes.regions import nodes_in_regions
 
 _CASTS = {"to", "type", "type_as", "float", "bfloat16", "half"}
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}
-_WIDEST = 16384  # rows of a weight: above, the library's kernel is as fast
+_WIDEST = 16384  # rows of a weight; above, cuBLAS is as fast
 _AT_ONCE = 3  # weights of one kernel
 
 
 @dataclass
 class Fusions:
-    """What was fused in a graph, and why other linear layers were not; texts."""
+    """Texts: which linear layers of a graph were fused, and why the others were not."""
 
     fused: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    unfused: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return "\n".join([*(f"fused {text}" for text in self.fused), *self.left])
+        return "\n".join([*(f"fused {text}" for text in self.fused), *self.unfused])
 
 
 class _Norm(NamedTuple):
@@ -88,7 +88,7 @@ def fuse_small_linears(
         if why is None:
             groups.setdefault(linear.x, []).append(linear)
         else:
-            fusions.left.append(f"{node.name}: {why}")
+            fusions.unfused.append(f"{node.name}: {why}")
     for group in groups.values():
         fuser.fuse(group)
     if fusions.fused:
@@ -98,7 +98,7 @@ def fuse_small_linears(
 
 
 class _Fuser:
-    """Fuses groups of linear layers of one graph; the first call decides on the graph as it is."""
+    """Fuses groups of linear layers of one graph; which nodes are written is read once, before."""
 
     def __init__(
         self,
@@ -128,7 +128,9 @@ class _Fuser:
         rows = _most_rows(x)
         if rows is None or rows > ROWS:
             return f"it may get more than {ROWS} rows"
-        if not all(type(size) is int for size in weight.shape) or weight.shape[0] > _WIDEST:
+        if not all(type(size) is int for size in weight.shape):
+            return "its weight has a dynamic size"
+        if weight.shape[0] > _WIDEST:
             return f"its weight has more than {_WIDEST} rows"
         if not weight.is_contiguous():
             return "its weight is not contiguous"
@@ -151,14 +153,14 @@ class _Fuser:
             if match is not None:
                 layers, activation, end = match
                 rest = [linear for linear in rest if linear not in layers]
-                self._put(end, layers, norm, None, activation)
+                self._replace(end, layers, norm, None, activation)
         if len(rest) == 1:
             end, residual = self._residual(rest[0])
-            self._put(end, rest, norm, residual, "")
+            self._replace(end, rest, norm, residual, "")
         else:
             for start in range(0, len(rest), _AT_ONCE):
                 some = rest[start : start + _AT_ONCE]
-                self._put(some[0].node, some, norm, None, "")
+                self._replace(some[0].node, some, norm, None, "")
 
     def _unwritten(self, *nodes: fx.Node) -> bool:
         return all(self._written.isdisjoint(storages(value(node))) for node in nodes)
@@ -203,7 +205,7 @@ class _Fuser:
         )
         return (end, others[0]) if same else (linear.node, None)
 
-    def _put(
+    def _replace(
         self,
         end: fx.Node,
         layers: list[_Linear],
@@ -220,7 +222,7 @@ class _Fuser:
         names = " + ".join(layer.node.name for layer in layers)
         if late or not self._unwritten(x, *parameters):
             why = "a weight is computed after it" if late else "its input or weight is written"
-            self._fusions.left.append(f"{names}: {why}")
+            self._fusions.unfused.append(f"{names}: {why}")
             return
         graph = self._gm.graph
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]

@@ -139,10 +139,7 @@ def without_gradients() -> Iterator[None]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for a capture in another thread gives up after half a second, not after five.
-
-    Not for tests of how long that takes.
-    """
+    """Wait half a second, not five, for a capture in another thread; not for tests of the wait."""
     monkeypatch.setattr("cgcompile.graphs.capture._PATIENCE", 0.5)
 
 

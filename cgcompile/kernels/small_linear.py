@@ -29,7 +29,7 @@ from cgcompile.locks import new_lock
 ROWS = 16  # of a tile of the tensor cores
 ACTIVATIONS = ("", "silu", "gelu_tanh")
 DTYPES = (torch.bfloat16, torch.float16)
-SHARED_MEMORY = 227 * 1024  # that a block of threads can have
+SHARED_MEMORY = 227 * 1024  # bytes for a thread block, which bound the tiles
 _SCHEMA = (
     "small_linear(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm, float eps, "
     "float offset, Tensor? residual, str activation) -> Tensor[]"
@@ -70,24 +70,21 @@ def _power(depth: int, most: int) -> int:
 def op() -> Any:
     """Return the op; the first call registers it."""
     with _REGISTERS:
-        return _registered()
+        _library()
+    return torch.ops.cgcompile.small_linear.default
 
 
 _REGISTERS = new_lock(watch=False)  # torch refuses to register an op twice
 
 
-@functools.cache
-def _registered() -> Any:
+@functools.cache  # an op is unregistered with its library
+def _library() -> torch.library.Library:
     library = torch.library.Library("cgcompile", "FRAGMENT")
     library.define(_SCHEMA)
-    library.impl("small_linear", _by_torch, "CPU")
+    library.impl("small_linear", by_torch, "CPU")
     library.impl("small_linear", _on_cuda, "CUDA")
     torch.library.register_fake("cgcompile::small_linear", _fake, lib=library)
-    _LIBRARIES.append(library)
-    return torch.ops.cgcompile.small_linear.default
-
-
-_LIBRARIES: list[torch.library.Library] = []  # an op is unregistered with its library
+    return library
 
 
 @functools.cache
@@ -114,7 +111,7 @@ def takes(
     residual: torch.Tensor | None,
     activation: str,
 ) -> bool:
-    """Return whether the kernel computes the op for these inputs; their device is not looked at."""
+    """Return whether the kernel computes the op for these inputs, on a device that supports it."""
     rows, dtype = (*x.shape[:-1],), x.dtype
     if dtype not in DTYPES or not 0 < math.prod(rows) <= ROWS or not 0 < len(weights) <= 3:
         return False
@@ -141,7 +138,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _by_torch(
+def by_torch(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
@@ -151,6 +148,7 @@ def _by_torch(
     residual: torch.Tensor | None,
     activation: str,
 ) -> list[torch.Tensor]:
+    """Compute the op by ops of torch."""
     if norm is not None:
         normed = F.rms_norm(x.float(), x.shape[-1:], None, eps)
         x = (normed * (norm.float() + offset)).to(x.dtype)
@@ -191,7 +189,7 @@ def _on_cuda(
     rest = (weights, biases, norm, eps, offset, residual, activation)
     inputs = (x, weights, biases, norm, residual, activation)
     if why_unsupported(x.device) is not None or not takes(*inputs):
-        return _by_torch(x, *rest)
+        return by_torch(x, *rest)
     with torch.cuda.device(x.device):
         return launch(x, *rest, dependent=True)
 

@@ -19,7 +19,7 @@ def launched(monkeypatch) -> list[int]:
     if small_linear.why_unsupported(torch.device("cuda", 0)) is not None:
         pytest.skip("needs compute capability 9.0")
     rows: list[int] = []
-    launch, by_torch = small_linear.launch, small_linear._by_torch
+    launch, by_torch = small_linear.launch, small_linear.by_torch
 
     def counted(x, *rest, **named):
         rows.append(x.numel() // x.shape[-1])
@@ -30,7 +30,7 @@ def launched(monkeypatch) -> list[int]:
         return by_torch(x, *rest)
 
     monkeypatch.setattr(small_linear, "launch", counted)
-    monkeypatch.setattr(small_linear, "_by_torch", refused)
+    monkeypatch.setattr(small_linear, "by_torch", refused)
     return rows
 
 

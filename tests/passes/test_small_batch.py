@@ -300,7 +300,7 @@ def test_a_size_without_bound_is_not_fused() -> None:
     fusions, result, expected = fused(Block(), x, dynamic=True)
     close(result, expected)
     assert fusions.fused == []
-    assert {text.partition(": ")[2] for text in fusions.left} == {"it may get more than 16 rows"}
+    assert {text.partition(": ")[2] for text in fusions.unfused} == {"it may get more than 16 rows"}
 
 
 def test_explain_shows_what_is_fused_for_which_sizes(monkeypatch) -> None:
@@ -339,3 +339,31 @@ def test_a_piece_in_which_nothing_is_fused_is_compiled_once() -> None:
     for piece in split.distinct:
         found += [variant.sizes for variant in size_ranges.Variants(split, config).of(piece)]
     assert found == [None]
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+@pytest.mark.parametrize("entry_point", ["named", "typed"])
+def test_replays_of_all_sizes_equal_eager(entry_point, mode, monkeypatch) -> None:
+    """Weights change in place between replays; inputs are random each time."""
+    on_gpu = partial(fuse_small_linears, unsupported=lambda device: None)
+    monkeypatch.setattr(size_ranges, "fuse_small_linears", on_gpu)
+    torch.manual_seed(0)
+    model = Block().requires_grad_(False)
+    settings = {"small_batch_kernels": True, "cudagraph_mode": mode, "capture_device": "host"}
+    backend = cgcompile.Backend(**settings)
+    if entry_point == "named":
+        call = torch.compile(model, backend=backend, dynamic=True)
+    else:
+        call = cgcompile.compile(model, backend, dynamic_dims={"x": {0: "n"}})
+    with torch.inference_mode():
+        for size in (5, 16, 17, 5):
+            for _ in range(3):
+                x = torch.randn(size, D).bfloat16()
+                close(call(x), model(x))
+                model.gate_up.weight.mul_(1.05)
+                model.norm.weight.add_(0.1)
+    assert backend.counters.captures == 3
+    assert backend.counters.replays == 6
+    artifacts = backend.graphs[-1].artifacts
+    assert "to 16" in artifacts
+    assert "sizes 17 and more" in artifacts
