@@ -63,8 +63,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._guards": "CompileContext TracingContext tracing",
     "torch._inductor": "standalone_compile",
     "torch._inductor.async_compile": "maybe_warm_pool",
-    "torch._inductor.custom_graph_pass": "CustomGraphPass",
-    "torch._inductor.exc": "InductorError",
+    "torch._inductor.custom_graph_pass": "CustomGraphPass CustomSchedulerPass",
     "torch._inductor.standalone_compile": "AOTCompiledArtifact",
     "torch._inductor.utils": "clear_caches",
     "torch._library.triton": "get_triton_kernels_for_op",
@@ -101,6 +100,7 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
 
 # Read by features that are off in older versions of torch.
 SINCE: Mapping[str, str] = {
+    "torch._inductor.custom_graph_pass.CustomSchedulerPass": "2.13",
     "torch._dynamo.variables.invoke_subgraph.build_input_fingerprint": "2.13",
 }
 

@@ -1,4 +1,4 @@
-"""Additions of a whole tensor to a product: what Inductor is left with on CUDA."""
+"""The passes over what Inductor compiles: graphs and kernels before and after."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import cgcompile
 from cgcompile.torch_compat import compilers
-from cgcompile.torch_compat.compilers import spell_out, take_apart, unfused_residuals
+from cgcompile.torch_compat.inductor_passes import (
+    fold_batches,
+    spell_out,
+    spread_weights,
+    take_apart,
+    unfused_residuals,
+)
 
 LAST = "post_grad_custom_post_pass"
 
@@ -118,6 +124,66 @@ def test_scaled_additions_are_spelled_out() -> None:
     torch.testing.assert_close(gm(x, y), x + 3 * y + (x + y))
 
 
+def test_a_product_with_a_repeated_weight_is_no_batch() -> None:
+    """As of a linear layer of x [B, 1, K] whose strides are (K, 1, 1)."""
+    gm = traced(lambda x, w: torch.bmm(x, w.expand(4, 5, 6)) + 1, (4, 1, 5), (5, 6))
+    meta = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)[0].meta
+    fold_batches(gm.graph)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    names = ["squeeze.dim", "mm.default", "unsqueeze.default", "add.Tensor"]
+    assert ops(gm) == [f"aten.{name}" for name in names]
+    new = list(gm.graph.nodes)[-3].meta["val"]
+    before = meta["val"]
+    assert (new.shape, new.stride(), new.device) == (before.shape, before.stride(), before.device)
+    x, w = torch.randn(4, 1, 5), torch.randn(5, 6)
+    torch.testing.assert_close(gm(x, w), x @ w + 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "device"), [((4, 2, 5), "cuda"), ((4, 1, 5), "cpu"), ((1, 1, 5), "one matrix")]
+)
+def test_other_batches_stay(shape: tuple[int, ...], device: str) -> None:
+    if device == "one matrix":  # each row has a matrix of its own
+        gm = traced(torch.bmm, (4, 1, 5), (4, 5, 6))
+    else:
+        gm = traced(lambda x, w: torch.bmm(x, w.expand(4, 5, 6)), shape, (5, 6), device=device)
+    before = str(gm.graph)
+    fold_batches(gm.graph)
+    assert str(gm.graph) == before
+
+
+def test_each_weight_waits_for_the_product_before_its_own() -> None:
+    order: list[str] = []  # buffers, as they are computed
+    waits: dict[str, str] = {}
+
+    def spread(nodes: list[Any]) -> list[Any]:
+        before = {node: {each.name for each in node.unmet_dependencies} for node in nodes}
+        for node in spread_weights(nodes):
+            (name,) = node.get_buffer_names()
+            needed = {each.name for each in node.unmet_dependencies}
+            assert needed <= {*order}
+            for other in needed - before[node]:
+                waits[name] = other
+            order.append(name)
+        return nodes
+
+    def function(x: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
+        return [x @ weight.to(torch.float32) for weight in weights]
+
+    # Each of a size of its own: Inductor fuses what is computed from equal ones. The last is small.
+    sizes = (520, 528, 536, 8)
+    weights = [torch.randint(-3, 3, (512, size), dtype=torch.int8) for size in sizes]
+    compiled = torch.compile(function, options={"_post_fusion_custom_pass": spread})
+    x = torch.randn(4, 512)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, *weights), function(x, *weights))
+    products = [order[order.index(name) + 1] for name in waits]
+    assert len(waits) == 2
+    assert list(waits.values()) == [order[1], products[0]]
+
+
 # ---------------------------------------------------------------- beside the user's own pass
 
 
@@ -184,9 +250,9 @@ def test_a_piece_that_cannot_be_combined_is_compiled_without(
             raise InductorError(RuntimeError("no such kernel"), compile_standalone)
         return "compiled"
 
+    gm = traced(torch.add, (4,), (4,))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("torch._inductor.standalone_compile", compile_standalone)
-    gm = traced(torch.add, (4,), (4,))
     if asked:
         with pytest.raises(InductorError, match="no such kernel"):
             compilers.compile_standalone(gm, [], asked)
@@ -203,8 +269,9 @@ def test_a_restart_of_the_trace_is_no_failed_compilation(monkeypatch: pytest.Mon
         tried.append(settings)
         raise TensorifyScalarRestartAnalysis
 
+    gm = traced(torch.add, (4,), (4,))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("torch._inductor.standalone_compile", compile_standalone)
     with pytest.raises(TensorifyScalarRestartAnalysis):
-        compilers.compile_standalone(traced(torch.add, (4,), (4,)), [], {})
+        compilers.compile_standalone(gm, [], {})
     assert len(tried) == 1

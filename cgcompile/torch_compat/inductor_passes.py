@@ -1,0 +1,259 @@
+"""Passes inside of Inductor, over ATen graphs and kernels, that correct what it does to a piece.
+
+Note [Scaled additions]
+Inductor's pattern for ``mm(a, b) + x`` matches ``torch.add(mm(a, b), x, alpha=2)`` as well and
+drops the 2 (2.11 and 2.13, with ``torch.compile`` too; 2.15 is right). So before its patterns run,
+the factor becomes a product of its own (:func:`spell_out`), on all devices.
+
+Note [Residual additions]
+Inductor turns ``mm(a, b) + x`` into ``addmm(x, a, b)``, unless all uses of the sum are pointwise.
+A result of a piece is not a pointwise use, and the residual stream is a result of nearly every
+piece. cuBLAS adds in place, so ``addmm`` first copies ``x`` into its result: one more kernel that
+reads and writes all of it. A separate addition (:func:`take_apart`) is fused into the kernels that
+read the sum, as in a model that is compiled whole, and rounds as eager does. A bias, of one
+dimension, stays: the product's own kernel adds it; so does an ``addmm`` of the user. torch 2.15
+checks what is added; there the pass changes nothing.
+
+Note [Ends of slices]
+With ``backed_size_oblivious``, Inductor of torch 2.11 cannot compare the end of ``x[1:]``, the
+largest integer, with a dynamic size, and fails (with ``torch.compile`` too; 2.13 is right). So the
+first pass replaces such an end by the size itself (:func:`end_slices`).
+
+Note [Repeated weights]
+A linear layer of ``x`` [B, 1, K] with strides (K, 1, 1), as attention over one query returns it,
+is no ``mm``: ``aten::matmul`` takes a stride of a dimension of size 1 at its word, and multiplies
+by the weight repeated B times. That ``bmm`` takes twice the time of the ``mm`` (8 rows, K = N =
+2048, H200), so :func:`fold_batches` makes it one, on CUDA.
+
+Note [Combined kernels]
+Combining independent pointwise kernels saves launches. But the kernels that compute weights, those
+that convert 8-bit weights to bfloat16, depend on nothing, so that all of a piece would be combined
+into one that runs first, and each product would read its weight from memory in place of the L2
+cache (products of a Llama with float8 weights: 301 us in place of 219, H200). So each of them
+waits for the product before its own (:func:`spread_weights`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Pass = Callable[[Any], Any]
+_OPEN_END = 2**63 - 1  # of x[1:]
+_LARGE_WEIGHT = 2**20  # bytes
+
+
+def take_apart(graph: fx.Graph) -> None:
+    """Replace each ``addmm`` of a whole tensor on CUDA that Inductor made by ``mm`` and ``add``."""
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
+        if _from_the_trace(node) or not _adds_whole_tensor(node):
+            continue
+        added, one, other = node.args
+        with graph.inserting_before(node):
+            product = graph.call_function(aten.mm.default, (one, other))
+            total = graph.call_function(aten.add.Tensor, (product, added))
+        product.meta.update(node.meta)
+        total.meta.update(node.meta)
+        # A new value: Inductor recognises views by shared memory.
+        product.meta["val"] = torch.empty_like(node.meta["val"])
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+
+
+def _from_the_trace(node: fx.Node) -> bool:
+    """Return whether the user wrote a node: those of Inductor's patterns have no number."""
+    return "seq_nr" in node.meta
+
+
+def _adds_whole_tensor(node: fx.Node) -> bool:
+    if node.kwargs or len(node.args) != 3:
+        return False
+    value, result = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    if not (isinstance(value, torch.Tensor) and isinstance(result, torch.Tensor)):
+        return False
+    if result.device.type != "cuda" or value.ndim != 2:
+        return False
+    sizes = zip(value.shape, result.shape, strict=True)
+    return all(statically_known_true(size == other) for size, other in sizes)
+
+
+def spell_out(graph: fx.Graph) -> None:
+    """Replace each addition of a scaled tensor by a product and an addition."""
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        alpha = node.kwargs.get("alpha", 1)
+        if alpha == 1 or not isinstance(node.args[1], fx.Node):
+            continue
+        one, other = node.args
+        with graph.inserting_before(node):
+            product = graph.call_function(aten.mul.Tensor, (other, alpha))
+            total = graph.call_function(aten.add.Tensor, (one, product))
+        product.meta.update(other.meta)
+        total.meta.update(node.meta)
+        product.meta["val"] = torch.empty_like(other.meta["val"])
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+
+
+def end_slices(graph: fx.Graph) -> None:
+    """Replace the open end of each slice of a dynamic dimension by its size."""
+    aten = torch.ops.aten
+    for target, tensors in ((aten.slice.Tensor, 1), (aten.slice_scatter.default, 2)):
+        for node in graph.find_nodes(op="call_function", target=target):
+            source, rest = node.args[0], node.args[tensors:]
+            if node.kwargs or len(rest) < 3 or rest[2] != _OPEN_END:
+                continue
+            dim, start, _, *step = rest
+            size = source.meta["val"].shape[dim]
+            if isinstance(size, int):
+                continue
+            with graph.inserting_before(node):
+                end = graph.call_function(aten.sym_size.int, (source, dim))
+            end.meta["val"] = size
+            node.args = (*node.args[:tensors], dim, start, end, *step)
+
+
+def fold_batches(graph: fx.Graph) -> None:
+    """Replace each ``bmm`` of one row per batch by a repeated matrix, on CUDA, by ``mm``."""
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        rows, repeated = node.args
+        if repeated.target is not aten.expand.default or repeated.kwargs:
+            continue
+        matrix, values = repeated.args[0], (rows.meta["val"], repeated.args[0].meta["val"])
+        if values[0].device.type != "cuda" or values[1].ndim != 2:
+            continue
+        if not statically_known_true(values[0].shape[1] == 1):
+            continue
+        with graph.inserting_before(node):
+            flat = _added(graph, node, aten.squeeze.dim, rows, 1)
+            product = _added(graph, node, aten.mm.default, flat, matrix)
+            result = _added(graph, node, aten.unsqueeze.default, product, 1)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Insert a call, with a fake value, that stands in the trace where ``like`` does."""
+    node = graph.call_function(target, args)
+    node.meta.update(like.meta)
+    node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+    return node
+
+
+def spread_weights(nodes: list[Any]) -> list[Any]:
+    """Let each kernel that computes a large weight wait for the product before its own.
+
+    Args:
+        nodes: of Inductor's scheduler, in an order in which they can run.
+
+    Returns:
+        The nodes in another such order.
+    """
+    readers: dict[str, list[Any]] = {}
+    for node in nodes:
+        for dependency in node.unmet_dependencies:
+            readers.setdefault(dependency.name, []).append(node)
+    weights: dict[Any, list[Any]] = {}  # by the product that reads them
+    for node in filter(_computes_weight, nodes):
+        (name,) = node.get_buffer_names()
+        users = readers.get(name, [])
+        if len(users) == 1 and (users[0].is_extern() or users[0].is_template()):
+            weights.setdefault(users[0], []).append(node)
+    moved = {weight for group in weights.values() for weight in group}
+    ordered, last = [], ""
+    for node in nodes:
+        for weight in weights.get(node, ()):
+            if last:
+                (name,) = weight.get_buffer_names()
+                known = next(each for each in node.unmet_dependencies if each.name == name)
+                weight.add_fake_dep(replace(known, name=last))
+            ordered.append(weight)
+        if node not in moved:
+            ordered.append(node)
+        if node in weights:
+            last = next(iter(node.get_buffer_names()), last)
+    return ordered
+
+
+def _computes_weight(node: Any) -> bool:
+    """Return whether a kernel reads inputs of the graph alone and writes one large buffer."""
+    buffer = getattr(node, "node", None)  # None: several, fused
+    if buffer is None or node.unmet_dependencies or len(node.get_buffer_names()) != 1:
+        return False
+    if node.is_extern() or node.is_template() or node.is_reduction():
+        return False
+    numel = buffer.get_numel()
+    if not getattr(numel, "is_number", True):  # dynamic
+        return False
+    return int(numel) * int(buffer.get_dtype().itemsize) >= _LARGE_WEIGHT
+
+
+def first_pass(graph: fx.Graph) -> None:
+    """Run the passes over the ATen graph that come before Inductor's."""
+    spell_out(graph)
+    end_slices(graph)
+    fold_batches(graph)
+
+
+_VERSION = 2  # of all passes: what Inductor has cached depends on them
+
+
+@cache
+def _pass_type(over_kernels: bool = False) -> type:
+    import torch._inductor.custom_graph_pass
+
+    base: Any = torch._inductor.custom_graph_pass.CustomGraphPass
+    if over_kernels:  # before 2.13 Inductor's caches do not look at these
+        base = getattr(torch._inductor.custom_graph_pass, "CustomSchedulerPass", object)
+
+    class Own(base):  # type: ignore[misc]
+        """A pass of ours, and the user's pass after it."""
+
+        def __init__(self, run: Pass, then: Any) -> None:
+            self._run, self.then = run, then
+
+        def __call__(self, subject: Any) -> Any:
+            result = self._run(subject)
+            return result if self.then is None else self.then(subject)
+
+        def uuid(self) -> Any:
+            # None disables caches: a plain function has no identity that lasts.
+            inner = "" if self.then is None else getattr(self.then, "uuid", lambda: None)()
+            if inner is None:
+                return None
+            return f"cgcompile {self._run.__name__} {_VERSION}, {inner!r}"
+
+    return Own
+
+
+def unfused_residuals(then: Pass | None) -> Any:
+    """Return Inductor's ``post_grad_custom_post_pass``, see Note [Residual additions]."""
+    # That is the user's own pass alone if it has no ``uuid``, so that caches stay on.
+    if then is not None and not hasattr(then, "uuid"):
+        return then
+    return _pass_type()(take_apart, then)
+
+
+def with_passes(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Inductor's settings for a piece, with the passes of this file in them."""
+    import torch._inductor.config as config
+
+    def own(name: str) -> Any:
+        return wanted.get(name, getattr(config, name))
+
+    passes = {_FIRST: _pass_type()(first_pass, own(_FIRST))}  # results depend on it
+    if torch.cuda.is_available():
+        passes[_LAST] = unfused_residuals(own(_LAST))
+        if wanted.get("combo_kernels") and own(_KERNELS) is None:
+            passes[_KERNELS] = _pass_type(over_kernels=True)(spread_weights, None)
+    return {**wanted, **passes}
+
+
+_FIRST, _LAST = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
+_KERNELS = "_post_fusion_custom_pass"
