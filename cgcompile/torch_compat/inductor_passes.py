@@ -205,12 +205,12 @@ _VERSION = 2  # of all passes: what Inductor has cached depends on them
 
 
 @cache
-def _pass_type(over_kernels: bool = False) -> type:
+def _pass_type(over_kernels: bool) -> type:
     import torch._inductor.custom_graph_pass
 
     base: Any = torch._inductor.custom_graph_pass.CustomGraphPass
-    if over_kernels:  # before 2.13 Inductor's caches do not look at these
-        base = getattr(torch._inductor.custom_graph_pass, "CustomSchedulerPass", object)
+    if over_kernels:  # since 2.13
+        base = getattr(torch._inductor.custom_graph_pass, "CustomSchedulerPass", base)
 
     class Own(base):  # type: ignore[misc]
         """A pass of ours, and the user's pass after it."""
@@ -222,6 +222,9 @@ def _pass_type(over_kernels: bool = False) -> type:
             result = self._run(subject)
             return result if self.then is None else self.then(subject)
 
+        def __reduce__(self) -> Any:  # Inductor pickles settings into the keys of its caches
+            return _pass, (self._run, self.then, over_kernels)
+
         def uuid(self) -> Any:
             # None disables caches: a plain function has no identity that lasts.
             inner = "" if self.then is None else getattr(self.then, "uuid", lambda: None)()
@@ -232,12 +235,16 @@ def _pass_type(over_kernels: bool = False) -> type:
     return Own
 
 
+def _pass(run: Pass, then: Any, over_kernels: bool = False) -> Any:
+    return _pass_type(over_kernels)(run, then)
+
+
 def unfused_residuals(then: Pass | None) -> Any:
     """Return Inductor's ``post_grad_custom_post_pass``, see Note [Residual additions]."""
     # That is the user's own pass alone if it has no ``uuid``, so that caches stay on.
     if then is not None and not hasattr(then, "uuid"):
         return then
-    return _pass_type()(take_apart, then)
+    return _pass(take_apart, then)
 
 
 def with_passes(wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,11 +254,11 @@ def with_passes(wanted: Mapping[str, Any]) -> dict[str, Any]:
     def own(name: str) -> Any:
         return wanted.get(name, getattr(config, name))
 
-    passes = {_FIRST: _pass_type()(first_pass, own(_FIRST))}  # results depend on it
+    passes: dict[str, Any] = {_FIRST: _pass(first_pass, own(_FIRST))}  # results depend on it
     if torch.cuda.is_available():
         passes[_LAST] = unfused_residuals(own(_LAST))
         if wanted.get("combo_kernels") and own(_KERNELS) is None:
-            passes[_KERNELS] = _pass_type(over_kernels=True)(spread_weights, None)
+            passes[_KERNELS] = _pass(spread_weights, None, over_kernels=True)
     return {**wanted, **passes}
 
 

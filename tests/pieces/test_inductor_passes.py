@@ -1,6 +1,7 @@
 """The passes over what Inductor compiles: graphs and kernels before and after."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,6 +237,23 @@ def test_settings_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["combo_kernels"] is False
     assert "combo_kernels_pointwise_only" not in found
     assert found[LAST].uuid() == unfused_residuals(own).uuid()
+
+
+def test_inductor_caches_what_was_compiled_with_all_passes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patches = compilers.known_patches({})
+    assert {LAST, "_post_fusion_custom_pass"} <= patches.keys()
+    patches.pop("combo_kernels_pointwise_only")
+    counted = torch._dynamo.utils.counters["inductor"]
+    for hits in (0, 1):
+        torch._dynamo.reset()
+        before = counted["fxgraph_cache_hit"]
+        torch.compile(lambda x: x @ x + 1, options=patches)(torch.randn(8, 8))
+        assert counted["fxgraph_cache_hit"] - before == hits
 
 
 @pytest.mark.parametrize("asked", [{}, {"combo_kernels": True}])
