@@ -116,11 +116,14 @@ def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 # No CUDA graphs and no partition of Inductor's own inside a piece; the wrapped region makes a
-# compiled piece one call for a dispatch mode, which the host recorder needs.
+# compiled piece one call for a dispatch mode, which the host recorder needs. Kernels are tuned by
+# the first call, on its inputs: ``standalone_compile`` would run them on made-up ones, of sizes
+# that the model may not have. A cache of 8 rows indexed with 17 ends the CUDA context.
 _PIECE_PATCHES: Mapping[str, Any] = {
     "triton.cudagraphs": False,
     "graph_partition": False,
     "wrap_inductor_compiled_regions": True,
+    "triton.autotune_at_compile_time": False,
 }
 
 # Combine independent kernels, such as the rotations of queries and keys. Only pointwise ones:

@@ -109,3 +109,44 @@ def test_a_chain_of_replays_is_the_same_each_time(launched) -> None:
             for result, x in zip(first, inputs, strict=True):
                 assert torch.equal(call(x), result)
     assert launched
+
+
+class Cached(nn.Module):
+    """One layer that writes to a cache of 8 rows, one for each row of the input."""
+
+    cache: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.k = nn.RMSNorm(D), nn.Linear(D, D, bias=False)
+        self.register_buffer("cache", torch.zeros(8, 4, D))
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(x.shape[0], device=x.device)
+        self.cache[rows, positions] = self.k(self.norm(x))
+        return x + self.cache[rows].sum(1)
+
+
+@pytest.mark.parametrize("num_warmups", [0, 1])
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("first", [1, 5])
+def test_no_kernel_runs_with_sizes_that_the_model_does_not_have(num_warmups, small, first) -> None:
+    """Neither while the sizes from 17 on are compiled, nor after a call of one row."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Cached().to(torch.bfloat16).eval().requires_grad_(False)
+    backend = cgcompile.Backend(
+        small_batch_kernels=small, cudagraph_mode="FULL", num_warmups=num_warmups
+    )
+    dims = {"x": {0: "n"}, "positions": {0: "n"}}
+    call = cgcompile.compile(model, backend, dynamic_dims=dims)
+    with torch.inference_mode():
+        for size in (first, 8, first, 3):
+            for _ in range(3):
+                x = torch.randn(size, D, device="cuda", dtype=torch.bfloat16)
+                positions = torch.randint(4, (size,), device="cuda")
+                before = model.cache.clone()
+                result = call(x, positions).clone()
+                model.cache.copy_(before)
+                close(result, model(x, positions))
+    assert backend.counters.replays >= 4
