@@ -112,14 +112,14 @@ def test_a_chain_of_replays_is_the_same_each_time(launched) -> None:
 
 
 class Cached(nn.Module):
-    """One layer that writes to a cache of 8 rows, one for each row of the input."""
+    """One layer that writes to a cache, with one row for each row of the input."""
 
     cache: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
         self.norm, self.k = nn.RMSNorm(D), nn.Linear(D, D, bias=False)
-        self.register_buffer("cache", torch.zeros(8, 4, D))
+        self.register_buffer("cache", torch.zeros(rows, 4, D))
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(x.shape[0], device=x.device)
@@ -129,19 +129,19 @@ class Cached(nn.Module):
 
 @pytest.mark.parametrize("num_warmups", [0, 1])
 @pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("first", [1, 5])
-def test_no_kernel_runs_with_sizes_that_the_model_does_not_have(num_warmups, small, first) -> None:
-    """Neither while the sizes from 17 on are compiled, nor after a call of one row."""
+@pytest.mark.parametrize("sizes", [(5, 8, 5, 3), (1, 1)])
+def test_no_kernel_runs_with_sizes_that_the_model_does_not_have(num_warmups, small, sizes) -> None:
+    """Neither while the sizes from 17 on are compiled, nor for a trace of one row."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Cached().to(torch.bfloat16).eval().requires_grad_(False)
+        model = Cached(max(sizes)).to(torch.bfloat16).eval().requires_grad_(False)
     backend = cgcompile.Backend(
         small_batch_kernels=small, cudagraph_mode="FULL", num_warmups=num_warmups
     )
     dims = {"x": {0: "n"}, "positions": {0: "n"}}
     call = cgcompile.compile(model, backend, dynamic_dims=dims)
     with torch.inference_mode():
-        for size in (first, 8, first, 3):
+        for size in sizes:
             for _ in range(3):
                 x = torch.randn(size, D, device="cuda", dtype=torch.bfloat16)
                 positions = torch.randint(4, (size,), device="cuda")
@@ -149,4 +149,4 @@ def test_no_kernel_runs_with_sizes_that_the_model_does_not_have(num_warmups, sma
                 result = call(x, positions).clone()
                 model.cache.copy_(before)
                 close(result, model(x, positions))
-    assert backend.counters.replays >= 4
+    assert backend.counters.replays >= len(sizes)

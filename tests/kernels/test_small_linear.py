@@ -67,6 +67,37 @@ def test_the_kernel_computes_the_definition_for_tails_biases_and_halves() -> Non
     assert run.stdout.strip() == "equal", run.stderr
 
 
+CONSTANTS = {"K": 2048, "COUNT": 1, "ACTIVATION": 0, "NORM": False}
+CONSTANTS |= {"RESIDUAL": False, "BIASES": 0, "COLUMNS": 32, "DEPTH": 512}
+CONSTANTS |= {"STAGES": 4, "LINES": 8, "EVEN": True, "WIDE": False, "OFFSET": False}
+KINDS = {
+    "q, k and v": {"COUNT": 3, "NORM": True, "BIASES": 7, "EVEN": False, "WIDE": True},
+    "gate and up": {"COUNT": 2, "ACTIVATION": 1, "NORM": True},
+    "out": {"RESIDUAL": True, "BIASES": 1, "OFFSET": True},
+}
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+def test_the_kernel_compiles_for_hopper(changes) -> None:
+    """Triton's interpreter takes what its compiler refuses. Without a GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from cgcompile.kernels import small_linear_triton as kernels
+
+    constants = CONSTANTS | changes | {"DEPENDENT": True}
+    types = dict.fromkeys(("M", "N0", "N1", "N2"), "i32") | {"eps": "fp32", "offset": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    names = [parameter.name for parameter in kernels.project.params]
+    source = triton.compiler.ASTSource(
+        kernels.project,
+        {name: types.get(name, "*bf16") for name in names},
+        {(names.index(name),): constant for name, constant in constants.items()},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert "griddepcontrol.wait" in compiled.asm["ptx"]
+
+
 @pytest.mark.parametrize("activation", ["", "silu"])
 @pytest.mark.parametrize("shape", [(3, 8), (2, 1, 8)])
 def test_shapes_without_running_are_those_of_running(shape, activation) -> None:
