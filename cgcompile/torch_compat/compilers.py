@@ -77,11 +77,11 @@ def compile_standalone(
         return compiled(settings)
     except restarts():
         raise
-    except RuntimeError as error:  # an InductorError
+    except RuntimeError as error:  # whatever it says: few users of torch combine kernels
         if "combo_kernels" in patches or not settings.get("combo_kernels"):
             raise
-        log.info("without combined kernels, because of %s", str(error).splitlines()[0])
-    return compiled({**settings, "combo_kernels": False})
+        log.info("compiled again without combined kernels, because of %s", error)
+        return compiled(known_patches({**patches, "combo_kernels": False}))
 
 
 def start_compile_workers() -> None:
@@ -95,7 +95,11 @@ def start_compile_workers() -> None:
 
 def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
     """Return Inductor's settings for a piece, without those that this version of torch lacks."""
+    import torch._inductor.config as config
+
     wanted = {**_PIECE_PATCHES, **patches}
+    if wanted.get("cpp_wrapper", config.cpp_wrapper):  # it would run the whole piece in place of it
+        wanted[_TUNING] = patches.get(_TUNING, True)
     if torch.cuda.is_available() and "combo_kernels" not in patches:
         wanted = {**_COMBINED_KERNELS, **wanted}
     return {name: value for name, value in with_passes(wanted).items() if is_inductor_option(name)}
@@ -115,6 +119,8 @@ def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
+_TUNING = "triton.autotune_at_compile_time"
+
 # No CUDA graphs and no partition of Inductor's own inside a piece; the wrapped region makes a
 # compiled piece one call for a dispatch mode, which the host recorder needs. Kernels are tuned by
 # the first call, on its inputs: ``standalone_compile`` would run them on made-up ones, of sizes
@@ -123,7 +129,7 @@ _PIECE_PATCHES: Mapping[str, Any] = {
     "triton.cudagraphs": False,
     "graph_partition": False,
     "wrap_inductor_compiled_regions": True,
-    "triton.autotune_at_compile_time": False,
+    _TUNING: False,
 }
 
 # Combine independent kernels, such as the rotations of queries and keys. Only pointwise ones:

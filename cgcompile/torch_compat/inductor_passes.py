@@ -20,19 +20,20 @@ largest integer, with a dynamic size, and fails (with ``torch.compile`` too; 2.1
 first pass replaces such an end by the size itself (:func:`end_slices`).
 
 Note [Repeated weights]
-A linear layer of ``x`` [B, 1, K] with strides (K, 1, 1), as attention over one query returns it,
-is no ``mm``: ``aten::matmul`` takes a stride of a dimension of size 1 at its word, and multiplies
-by the weight repeated B times. That ``bmm`` takes twice the time of the ``mm`` (8 rows, K = N =
-2048, H200), so :func:`fold_batches` makes it one, on CUDA.
+``aten::matmul`` of ``x`` [B, 1, K] and a weight [K, N] is an ``mm`` only if ``x`` has the strides
+of a contiguous tensor, in the dimension of size 1 as well. Attention over one query returns
+(K, D, 1), and the layer behind it becomes a ``bmm`` by the weight expanded to [B, K, N], which
+takes twice the time (B = 8, K = N = 2048, H200). On CUDA :func:`fold_batches` replaces it.
 
 Note [Combined kernels]
-Combining independent pointwise kernels saves launches. But the kernels that compute weights, those
-that convert 8-bit weights to bfloat16, depend on nothing, so that all of a piece would be combined
-into one that runs first, and each product would read its weight from memory in place of the L2
-cache (products of a Llama with float8 weights: 301 us in place of 219, H200). So each of them
-waits for the product before its own (:func:`spread_weights`).
+Combining independent pointwise kernels saves launches. But kernels that convert 8-bit weights
+depend on no other kernel, so that all of a piece would be combined into one that runs first, and
+each product would read its weight from memory in place of the L2 cache (products of a Llama with
+float8 weights: 301 us in place of 219, H200). So each of them gets a dependency on the product
+before its own (:func:`spread_weights`). Products that are Triton templates are left out.
 """
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -125,21 +126,22 @@ def fold_batches(graph: fx.Graph) -> None:
         rows, repeated = node.args
         if repeated.target is not aten.expand.default or repeated.kwargs:
             continue
-        matrix, values = repeated.args[0], (rows.meta["val"], repeated.args[0].meta["val"])
-        if values[0].device.type != "cuda" or values[1].ndim != 2:
+        matrix, x = repeated.args[0], rows.meta["val"]
+        if x.device.type != "cuda" or not statically_known_true(x.shape[1] == 1):
             continue
-        if not statically_known_true(values[0].shape[1] == 1):
-            continue
+        shapes = matrix.meta["val"].shape, repeated.meta["val"].shape[1:]
+        if len(shapes[0]) != 2 or not all(map(statically_known_true, map(operator.eq, *shapes))):
+            continue  # it is expanded in its own dimensions, too
         with graph.inserting_before(node):
-            flat = _added(graph, node, aten.squeeze.dim, rows, 1)
-            product = _added(graph, node, aten.mm.default, flat, matrix)
-            result = _added(graph, node, aten.unsqueeze.default, product, 1)
+            flat = _insert_call(graph, node, aten.squeeze.dim, rows, 1)
+            product = _insert_call(graph, node, aten.mm.default, flat, matrix)
+            result = _insert_call(graph, node, aten.unsqueeze.default, product, 1)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
 
 
-def _added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Insert a call, with a fake value, that stands in the trace where ``like`` does."""
+def _insert_call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Insert a call with its fake value; the rest of its metadata is that of ``like``."""
     node = graph.call_function(target, args)
     node.meta.update(like.meta)
     node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
@@ -147,23 +149,23 @@ def _added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 def spread_weights(nodes: list[Any]) -> list[Any]:
-    """Let each kernel that computes a large weight wait for the product before its own.
+    """Let each kernel that converts a large weight depend on the product before its own.
 
     Args:
-        nodes: of Inductor's scheduler, in an order in which they can run.
+        nodes: of Inductor's scheduler, after its fusions, sorted topologically.
 
     Returns:
-        The nodes in another such order.
+        The nodes, sorted topologically with the new dependencies.
     """
     readers: dict[str, list[Any]] = {}
     for node in nodes:
         for dependency in node.unmet_dependencies:
             readers.setdefault(dependency.name, []).append(node)
     weights: dict[Any, list[Any]] = {}  # by the product that reads them
-    for node in filter(_computes_weight, nodes):
+    for node in filter(_converts_weight, nodes):
         (name,) = node.get_buffer_names()
         users = readers.get(name, [])
-        if len(users) == 1 and (users[0].is_extern() or users[0].is_template()):
+        if len(users) == 1 and users[0].is_extern():
             weights.setdefault(users[0], []).append(node)
     moved = {weight for group in weights.values() for weight in group}
     ordered, last = [], ""
@@ -181,8 +183,8 @@ def spread_weights(nodes: list[Any]) -> list[Any]:
     return ordered
 
 
-def _computes_weight(node: Any) -> bool:
-    """Return whether a kernel reads inputs of the graph alone and writes one large buffer."""
+def _converts_weight(node: Any) -> bool:
+    """Return whether a kernel depends on no other and writes one large buffer."""
     buffer = getattr(node, "node", None)  # None: several, fused
     if buffer is None or node.unmet_dependencies or len(node.get_buffer_names()) != 1:
         return False
@@ -212,15 +214,17 @@ def _pass_type(over_kernels: bool) -> type:
     if over_kernels:  # since 2.13
         base = getattr(torch._inductor.custom_graph_pass, "CustomSchedulerPass", base)
 
-    class Own(base):  # type: ignore[misc]
-        """A pass of ours, and the user's pass after it."""
+    class ChainedPass(base):  # type: ignore[misc]
+        """A pass of this file, and the user's pass ``then`` after it, if there is one."""
 
         def __init__(self, run: Pass, then: Any) -> None:
             self._run, self.then = run, then
 
         def __call__(self, subject: Any) -> Any:
-            result = self._run(subject)
-            return result if self.then is None else self.then(subject)
+            result = self._run(subject)  # of a graph: None, it is changed in place
+            if self.then is None:
+                return result
+            return self.then(subject if result is None else result)
 
         def __reduce__(self) -> Any:  # Inductor pickles settings into the keys of its caches
             return _pass, (self._run, self.then, over_kernels)
@@ -232,7 +236,7 @@ def _pass_type(over_kernels: bool) -> type:
                 return None
             return f"cgcompile {self._run.__name__} {_VERSION}, {inner!r}"
 
-    return Own
+    return ChainedPass
 
 
 def _pass(run: Pass, then: Any, over_kernels: bool = False) -> Any:
@@ -251,13 +255,13 @@ def with_passes(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return Inductor's settings for a piece, with the passes of this file in them."""
     import torch._inductor.config as config
 
-    def own(name: str) -> Any:
-        return wanted.get(name, getattr(config, name))
+    def users(name: str) -> Any:
+        return wanted.get(name, getattr(config, name, None))
 
-    passes: dict[str, Any] = {_FIRST: _pass(first_pass, own(_FIRST))}  # results depend on it
+    passes: dict[str, Any] = {_FIRST: _pass(first_pass, users(_FIRST))}  # results depend on it
     if torch.cuda.is_available():
-        passes[_LAST] = unfused_residuals(own(_LAST))
-        if wanted.get("combo_kernels") and own(_KERNELS) is None:
+        passes[_LAST] = unfused_residuals(users(_LAST))
+        if wanted.get("combo_kernels") and users(_KERNELS) is None:
             passes[_KERNELS] = _pass(spread_weights, None, over_kernels=True)
     return {**wanted, **passes}
 

@@ -142,14 +142,19 @@ def test_a_product_with_a_repeated_weight_is_no_batch() -> None:
     torch.testing.assert_close(gm(x, w), x @ w + 1)
 
 
-@pytest.mark.parametrize(
-    ("shape", "device"), [((4, 2, 5), "cuda"), ((4, 1, 5), "cpu"), ((1, 1, 5), "one matrix")]
-)
-def test_other_batches_stay(shape: tuple[int, ...], device: str) -> None:
-    if device == "one matrix":  # each row has a matrix of its own
-        gm = traced(torch.bmm, (4, 1, 5), (4, 5, 6))
-    else:
-        gm = traced(lambda x, w: torch.bmm(x, w.expand(4, 5, 6)), shape, (5, 6), device=device)
+BATCHES = {
+    "two rows": ((4, 2, 5), (5, 6), lambda x, w: torch.bmm(x, w.expand(4, 5, 6))),
+    "a matrix each": ((4, 1, 5), (4, 5, 6), torch.bmm),
+    "one column, repeated": ((4, 1, 5), (5, 1), lambda x, w: torch.bmm(x, w.expand(4, 5, 6))),
+    "one row, repeated": ((4, 1, 5), (1, 6), lambda x, w: torch.bmm(x, w.expand(4, 5, 6))),
+    "on the CPU": ((4, 1, 5), (5, 6), lambda x, w: torch.bmm(x, w.expand(4, 5, 6))),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_other_batches_stay(case: str) -> None:
+    shape, matrix, function = BATCHES[case]
+    gm = traced(function, shape, matrix, device="cpu" if case == "on the CPU" else "cuda")
     before = str(gm.graph)
     fold_batches(gm.graph)
     assert str(gm.graph) == before
@@ -227,6 +232,14 @@ def test_without_a_gpu_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {LAST, "combo_kernels"} & compilers.known_patches({}).keys()
 
 
+def test_kernels_are_tuned_at_the_first_call_where_nothing_else_runs_then() -> None:
+    name = "triton.autotune_at_compile_time"
+    assert compilers.known_patches({})[name] is False
+    assert compilers.known_patches({"cpp_wrapper": True})[name] is True
+    for asked in (True, False):
+        assert compilers.known_patches({"cpp_wrapper": True, name: asked})[name] is asked
+
+
 def test_settings_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = compilers.known_patches({})
@@ -248,12 +261,17 @@ def test_inductor_caches_what_was_compiled_with_all_passes(
         patches = compilers.known_patches({})
     assert {LAST, "_post_fusion_custom_pass"} <= patches.keys()
     patches.pop("combo_kernels_pointwise_only")
-    counted = torch._dynamo.utils.counters["inductor"]
-    for hits in (0, 1):
+    names = ("fxgraph_cache_miss", "fxgraph_cache_hit")
+
+    def counted() -> list[int]:  # the first compilation of a process replaces the counter
+        return [torch._dynamo.utils.counters["inductor"][name] for name in names]
+
+    torch.compile(lambda x: x + 1)(torch.randn(8))
+    for expected in ([1, 0], [0, 1]):
         torch._dynamo.reset()
-        before = counted["fxgraph_cache_hit"]
+        before = counted()
         torch.compile(lambda x: x @ x + 1, options=patches)(torch.randn(8, 8))
-        assert counted["fxgraph_cache_hit"] - before == hits
+        assert [now - then for now, then in zip(counted(), before, strict=True)] == expected
 
 
 @pytest.mark.parametrize("asked", [{}, {"combo_kernels": True}])
@@ -263,7 +281,9 @@ def test_a_piece_that_cannot_be_combined_is_compiled_without(
     tried = []
 
     def compile_standalone(gm: Any, inputs: Any, *, options: Any, **given: Any) -> str:
-        tried.append(options["config_patches"]["combo_kernels"])
+        patches = options["config_patches"]
+        tried.append(patches["combo_kernels"])
+        assert ("_post_fusion_custom_pass" in patches) is tried[-1]
         if tried[-1]:
             raise InductorError(RuntimeError("no such kernel"), compile_standalone)
         return "compiled"
