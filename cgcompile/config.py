@@ -132,7 +132,8 @@ class CompilationConfig:
         poison: fill the memory of graphs with NaN before each replay, so that stale reads show; of
             a shared pool, only what neither results nor other tensors hold; slow.
         debug: raise where a result is touched whose memory a later step has overwritten; slow.
-        num_warmups: calls of a new shape that run without a graph before one is captured.
+        num_warmups: calls of a new shape that run without a graph before one is captured. With 0
+            Inductor tunes kernels while it compiles them, on inputs of sizes that it makes up.
         max_captured_shapes: how many shapes are captured without a forward context, per graph and
             weight set.
         max_weight_sets: maximum number of weight sets (and mutated inputs) for which one graph is

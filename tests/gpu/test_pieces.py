@@ -1,5 +1,7 @@
 """What Inductor makes of a piece on CUDA: which kernels, in which order, and when they are tuned."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -49,7 +51,7 @@ def test_each_converted_weight_is_read_by_the_next_kernel() -> None:
         names = kernels_of(call, x)
     converted = ["triton" in name for name in names]
     assert sum(converted) == 3
-    assert not any(one and other for one, other in zip(converted, converted[1:], strict=False))
+    assert not any(one and other for one, other in itertools.pairwise(converted))
 
 
 def test_a_layer_behind_attention_over_one_query_is_one_product() -> None:
@@ -87,4 +89,4 @@ def test_large_kernels_are_tuned_outside_of_captures(mode, num_warmups) -> None:
             for result, expected in zip(call(x, y), function(x, y), strict=True):
                 torch.testing.assert_close(result, expected)
     assert backend.counters.captures == 1
-    assert backend.counters.replays == 3
+    assert backend.counters.replays == 2

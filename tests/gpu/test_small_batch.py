@@ -127,17 +127,14 @@ class Cached(nn.Module):
         return x + self.cache[rows].sum(1)
 
 
-@pytest.mark.parametrize("num_warmups", [0, 1])
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("sizes", [(5, 8, 5, 3), (1, 1)])
-def test_no_kernel_runs_with_sizes_that_the_model_does_not_have(num_warmups, small, sizes) -> None:
+def test_no_kernel_runs_with_sizes_that_the_model_does_not_have(small, sizes) -> None:
     """Neither while the sizes from 17 on are compiled, nor for a trace of one row."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Cached(max(sizes)).to(torch.bfloat16).eval().requires_grad_(False)
-    backend = cgcompile.Backend(
-        small_batch_kernels=small, cudagraph_mode="FULL", num_warmups=num_warmups
-    )
+    backend = cgcompile.Backend(small_batch_kernels=small, cudagraph_mode="FULL")
     dims = {"x": {0: "n"}, "positions": {0: "n"}}
     call = cgcompile.compile(model, backend, dynamic_dims=dims)
     with torch.inference_mode():
