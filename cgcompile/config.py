@@ -132,8 +132,9 @@ class CompilationConfig:
         poison: fill the memory of graphs with NaN before each replay, so that stale reads show; of
             a shared pool, only what neither results nor other tensors hold; slow.
         debug: raise where a result is touched whose memory a later step has overwritten; slow.
-        num_warmups: calls of a new shape that run without a graph before one is captured. With 0
-            Inductor tunes kernels while it compiles them, on inputs of sizes that it makes up.
+        num_warmups: calls of a new shape that run without a graph before one is captured. Inductor
+            tunes a kernel when it first runs, which a capture does not allow: with 0 a step whose
+            kernels have not run before stays without a graph, and is counted as capture_failed.
         max_captured_shapes: how many shapes are captured without a forward context, per graph and
             weight set.
         max_weight_sets: maximum number of weight sets (and mutated inputs) for which one graph is

@@ -55,16 +55,10 @@ log = logging.getLogger(__name__)
 _FORMAT = 2  # of the text of a graph
 
 
-def piece_patches(config: CompilationConfig) -> dict[str, Any]:
-    """Return Inductor's settings for pieces, beside those that cgcompile always sets."""
-    tuned = {} if config.num_warmups else compat.TUNED_WHEN_COMPILED
-    return {**tuned, **dict(config.inductor_options)}
-
-
 def _facts_of_process(config: CompilationConfig) -> dict[str, str]:
     """Return the facts that all pieces of one backend call share; raise Unnameable."""
     try:
-        settings = compat.compiler_settings(piece_patches(config))
+        settings = compat.compiler_settings(dict(config.inductor_options))
         uuids = "\n".join(str(entry.uuid()) for entry in config.piece_passes)
     except ValueError as error:
         raise Unnameable(str(error)) from None
@@ -495,7 +489,7 @@ class Compiling:
     ) -> None:
         self._cache = cache
         self._compiler = compiler
-        self._patches = piece_patches(config)
+        self._patches = dict(config.inductor_options)
         self._began = time.perf_counter()
         self._origins: list[PieceOrigin] = []
         self._facts: Mapping[str, str] = {}

@@ -18,7 +18,7 @@ from cgcompile.config import CompilationConfig
 from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError, SymbolError
 from cgcompile.passes.nodes import COMPUTING, toggles_state, value
 from cgcompile.passes.split import Piece, SplitGraph
-from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceCompiler, piece_patches
+from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceCompiler
 from cgcompile.pieces.size_ranges import Runnable, Variant, Variants
 from cgcompile.progress import progress
 
@@ -152,8 +152,7 @@ def _without_outputs(run: Runnable) -> Runnable:
 
 def _compiler_for(config: CompilationConfig) -> PieceCompiler:
     """Return the compiler of a configuration, whose Inductor settings are checked."""
-    inductor_patches(config)  # checks the names
-    patches = piece_patches(config)
+    patches = inductor_patches(config)
     if callable(config.compiler):
         return config.compiler
     if config.compiler == "eager":

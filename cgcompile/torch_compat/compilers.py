@@ -99,7 +99,7 @@ def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
 
     wanted = {**_PIECE_PATCHES, **patches}
     if wanted.get("cpp_wrapper", config.cpp_wrapper):  # it would run the whole piece in place of it
-        wanted |= {**TUNED_WHEN_COMPILED, **patches}
+        wanted |= {_TUNING: True, **patches}
     if torch.cuda.is_available() and "combo_kernels" not in patches:
         wanted = {**_COMBINED_KERNELS, **wanted}
     return {name: value for name, value in with_passes(wanted).items() if is_inductor_option(name)}
@@ -119,6 +119,8 @@ def _with_a_tensor_output(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
+_TUNING = "triton.autotune_at_compile_time"
+
 # No CUDA graphs and no partition of Inductor's own inside a piece; the wrapped region makes a
 # compiled piece one call for a dispatch mode, which the host recorder needs. Kernels are tuned by
 # the first call, on its inputs: ``standalone_compile`` would run them on made-up ones, of sizes
@@ -127,11 +129,8 @@ _PIECE_PATCHES: Mapping[str, Any] = {
     "triton.cudagraphs": False,
     "graph_partition": False,
     "wrap_inductor_compiled_regions": True,
-    "triton.autotune_at_compile_time": False,
+    _TUNING: False,
 }
-
-# On made-up inputs; for pieces whose first call is in a capture, where nothing can be tuned.
-TUNED_WHEN_COMPILED: Mapping[str, Any] = {"triton.autotune_at_compile_time": True}
 
 # Combine independent kernels, such as the rotations of queries and keys. Only pointwise ones:
 # reductions over a dynamic dimension do not compile (2.11, 2.13).

@@ -14,7 +14,6 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cgcompile
-from cgcompile.pieces.cache import piece_patches
 from cgcompile.torch_compat import compilers
 from cgcompile.torch_compat.inductor_passes import (
     fold_batches,
@@ -239,9 +238,6 @@ def test_kernels_are_tuned_at_the_first_call_where_nothing_else_runs_then() -> N
     assert compilers.known_patches({"cpp_wrapper": True})[name] is True
     for asked in (True, False):
         assert compilers.known_patches({"cpp_wrapper": True, name: asked})[name] is asked
-    for num_warmups, tuned in ((0, True), (1, False)):
-        config = cgcompile.CompilationConfig(num_warmups=num_warmups)
-        assert compilers.known_patches(piece_patches(config))[name] is tuned
 
 
 def test_settings_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
