@@ -4,7 +4,7 @@ import gc
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,30 @@ import torch
 # handler of this one for the wish to trace: each graph, guard and fake tensor would be written down
 # as JSON, which costs a sixth of the time of tests that compile.
 logging.getLogger("torch.__trace").propagate = True
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """One worker more than cores: some always wait, for a compiler, a process or a timeout.
+
+    Not beside a GPU, whose memory all workers share, nor where the environment says how many.
+    """
+    count = yield
+    asked = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")
+    return count if asked or torch.cuda.is_available() else count + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage while tests are collected.
+
+    Each worker looked at all objects of torch and of ten thousand tests again and again: 5 s.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
