@@ -23,7 +23,7 @@ import json, os, signal, sys, time
 folder, examples = sys.argv[1:3]
 del sys.argv[1:3]
 sys.path.insert(0, examples)
-import serve_llm
+import gc, serve_llm, torch._inductor.compile_fx
 from llm_engine import attention
 from llm_engine.engine import Engine
 
@@ -39,6 +39,7 @@ def dying(*arguments):
 serve, gather = Engine.serve, attention.gather_attention
 Engine.serve = serving
 ranks = []
+gc.freeze()
 for rank in range(4):
     ranks.append(os.fork())
     if not ranks[-1]:

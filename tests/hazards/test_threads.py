@@ -286,7 +286,7 @@ def test_managers_of_one_model_release_at_once(device: str) -> None:
 FORKS = """
 import os, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
-import torch
+import gc, torch, torch._inductor.compile_fx
 from lib.front_ends import ROWS, WIDTH, check, front_end
 from cgcompile.locks import _locks
 
@@ -314,6 +314,8 @@ def status_of_fork(name):
     check(served.step, model, "cpu")
     os._exit(0)
 
+gc.collect()
+gc.freeze()
 for name in sys.argv[2:]:  # each in a process that knows no other
     if pid := os.fork():
         print(name, os.waitpid(pid, 0)[1], flush=True)
