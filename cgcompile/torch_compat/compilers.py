@@ -77,7 +77,7 @@ def compile_standalone(
         return compiled(settings)
     except restarts():
         raise
-    except RuntimeError as error:  # whatever it says: few users of torch combine kernels
+    except RuntimeError as error:  # combined kernels are a likely cause: torch has them off
         if "combo_kernels" in patches or not settings.get("combo_kernels"):
             raise
         log.info("compiled again without combined kernels, because of %s", error)
@@ -98,7 +98,8 @@ def known_patches(patches: Mapping[str, Any]) -> dict[str, Any]:
     import torch._inductor.config as config
 
     wanted = {**_PIECE_PATCHES, **patches}
-    if wanted.get("cpp_wrapper", config.cpp_wrapper):  # it would run the whole piece in place of it
+    if wanted.get("cpp_wrapper", config.cpp_wrapper):
+        # Otherwise torch 2.11 runs the whole piece while it compiles it.
         wanted |= {_TUNING: True, **patches}
     if torch.cuda.is_available() and "combo_kernels" not in patches:
         wanted = {**_COMBINED_KERNELS, **wanted}

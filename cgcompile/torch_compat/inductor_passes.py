@@ -131,7 +131,7 @@ def fold_batches(graph: fx.Graph) -> None:
             continue
         shapes = matrix.meta["val"].shape, repeated.meta["val"].shape[1:]
         if len(shapes[0]) != 2 or not all(map(statically_known_true, map(operator.eq, *shapes))):
-            continue  # it is expanded in its own dimensions, too
+            continue  # rows or columns of the matrix are expanded as well
         with graph.inserting_before(node):
             flat = _insert_call(graph, node, aten.squeeze.dim, rows, 1)
             product = _insert_call(graph, node, aten.mm.default, flat, matrix)
@@ -255,13 +255,13 @@ def with_passes(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return Inductor's settings for a piece, with the passes of this file in them."""
     import torch._inductor.config as config
 
-    def users(name: str) -> Any:
+    def current(name: str) -> Any:
         return wanted.get(name, getattr(config, name, None))
 
-    passes: dict[str, Any] = {_FIRST: _pass(first_pass, users(_FIRST))}  # results depend on it
+    passes: dict[str, Any] = {_FIRST: _pass(first_pass, current(_FIRST))}  # results depend on it
     if torch.cuda.is_available():
-        passes[_LAST] = unfused_residuals(users(_LAST))
-        if wanted.get("combo_kernels") and users(_KERNELS) is None:
+        passes[_LAST] = unfused_residuals(current(_LAST))
+        if wanted.get("combo_kernels") and current(_KERNELS) is None:
             passes[_KERNELS] = _pass(spread_weights, None, over_kernels=True)
     return {**wanted, **passes}
 

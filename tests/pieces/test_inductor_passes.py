@@ -1,4 +1,4 @@
-"""The passes over what Inductor compiles: graphs and kernels before and after."""
+"""The passes that cgcompile adds to Inductor, and the settings that come with them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -232,7 +232,7 @@ def test_without_a_gpu_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {LAST, "combo_kernels"} & compilers.known_patches({}).keys()
 
 
-def test_kernels_are_tuned_at_the_first_call_where_nothing_else_runs_then() -> None:
+def test_kernels_are_tuned_at_the_first_call_but_with_the_cpp_wrapper() -> None:
     name = "triton.autotune_at_compile_time"
     assert compilers.known_patches({})[name] is False
     assert compilers.known_patches({"cpp_wrapper": True})[name] is True
