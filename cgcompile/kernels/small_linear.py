@@ -37,30 +37,42 @@ _SCHEMA = (
 
 
 class Tile(NamedTuple):
-    """How a product is computed: columns and depth of a tile, stages, warps, lines to prefetch."""
+    """How a product is computed."""
 
     columns: int
     depth: int
     stages: int
     warps: int
+    parts: int  # of the depth of a tile, each with a sum of its own
     lines: int  # of 128 bytes of each row of a weight, loaded into the L2 cache before the inputs
 
 
-def tile_for(columns: int, depth: int, gated: bool, processors: int) -> Tile:
-    """Return the tile for weights of so many rows, of length ``depth``.
+def tile_for(rows: int, columns: int, depth: int, gated: bool, processors: int) -> Tile:
+    """Return the tile of a product.
 
     Args:
+        rows: of a tile, see :func:`rows_of_tile`.
         columns: rows of all weights, or with an activation of one.
         depth: length of a row.
         gated: whether there is an activation.
         processors: of the GPU.
     """
-    # The fastest of a search on an H200 over the layers of three decoders: what counts is the
-    # memory in flight, so a processor gets one deep tile, or three small ones of two weights.
-    if gated:
-        return Tile(16, _power(depth, 128), 6, 1, 4)
-    width = next((n for n in (8, 16) if columns <= n * processors), 32)
-    return Tile(width, _power(depth, 512), 4 if width == 32 else 6, 2, 8)
+    # The fastest of a search on an H100 and an H200 over the layers of three decoders. What counts
+    # is the memory in flight: all programs run at once, with as many stages as there is memory for.
+    narrow = gated or columns <= 16 * processors
+    width, most, parts = (16, 128, 1) if gated else (16, 512, 4) if narrow else (32, 256, 2)
+    tile = _power(depth, most)
+    together = min(4, -(-columns // (width * processors)))  # programs of a processor
+    stage = 2 * tile * (rows + (2 * width if gated else width) + 1)  # bytes; one row is the norm
+    rest = 1024 + 16 * rows * width  # of the driver, and for sums
+    buffers = min(7, -(-depth // tile), (SHARED_MEMORY // together - rest) // stage)
+    parts = min(parts, tile // 16)
+    return Tile(width, tile, buffers + 1, parts, parts, 4 if gated else 8)
+
+
+def rows_of_tile(rows: int) -> int:
+    """Return the rows of a tile, of which there are three, so that few kernels are compiled."""
+    return next(size for size in (1, 8, ROWS) if rows <= size)
 
 
 def _power(depth: int, most: int) -> int:
@@ -217,9 +229,11 @@ def launch(
         weights = [*weights[0].chunk(2)]
         biases = [None, None] if biases[0] is None else [*biases[0].chunk(2)]
     columns = [weight.shape[0] for weight in weights]
+    rows = rows_of_tile(x.numel() // depth)
     counted = columns[:1] if activation else columns
     if tile is None:
-        tile = tile_for(sum(counted), depth, bool(activation), _processors(x.device))
+        processors = _processors(x.device)
+        tile = tile_for(rows, sum(counted), depth, bool(activation), processors)
     programs = sum(-(-count // tile.columns) for count in counted)
     missing = [x] * (3 - len(weights))  # stand for what is absent, and are not read
     kernels.project[(programs,)](
@@ -230,7 +244,8 @@ def launch(
         K=depth, COUNT=len(weights), ACTIVATION=ACTIVATIONS.index(activation),
         NORM=norm is not None, RESIDUAL=residual is not None,
         BIASES=sum(1 << n for n, bias in enumerate(biases) if bias is not None),
-        COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages,
+        COLUMNS=tile.columns, DEPTH=tile.depth, PARTS=tile.parts, STAGES=tile.stages,
+        ROWS=rows,
         LINES=tile.lines if depth >= 64 * tile.lines else 0,
         EVEN=depth % tile.depth == 0 and all(count % tile.columns == 0 for count in columns),
         WIDE=max(columns) * depth >= 2**31, OFFSET=offset != 0,

@@ -23,11 +23,11 @@ def _prefetch(weight, rows, at, N, K: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def _loaded(weight, rows, k, N, K: tl.constexpr, EVEN: tl.constexpr):
-    """Load a tile of a weight [N, K]."""
-    pointers = weight + rows[:, None] * K + k[None, :]
+    """Load a tile [parts, rows, depth] of a weight [N, K]; ``k`` is [parts, 1, depth]."""
+    pointers = weight + rows[None, :, None] * K + k
     if EVEN:
         return tl.load(pointers)
-    return tl.load(pointers, mask=(rows < N)[:, None] & (k < K)[None, :], other=0.0)
+    return tl.load(pointers, mask=(rows < N)[None, :, None] & (k < K), other=0.0)
 
 
 @triton.jit
@@ -85,10 +85,14 @@ def _gated(a, b, b0, b1, columns, N, ACTIVATION: tl.constexpr, BIASES: tl.conste
 def project(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2, eps, offset,
             K: tl.constexpr, COUNT: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
             RESIDUAL: tl.constexpr, BIASES: tl.constexpr, COLUMNS: tl.constexpr,
-            DEPTH: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, EVEN: tl.constexpr,
-            WIDE: tl.constexpr, OFFSET: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Compute a tile of columns; programs are numbered over the columns of all weights."""
-    tile, rows = tl.program_id(0), tl.arange(0, 16)
+            DEPTH: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
+            ROWS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, OFFSET: tl.constexpr,
+            DEPENDENT: tl.constexpr):  # fmt: skip
+    """Compute a tile of columns; programs are numbered over the columns of all weights.
+
+    The depth is computed in parts, by different warps, so that products wait less for each other.
+    """
+    tile, rows = tl.program_id(0), tl.arange(0, ROWS)
     live = rows < M
     weight, N, which, tile = _chosen(w0, w1, w2, N0, N1, N2, tile, COUNT, ACTIVATION, COLUMNS)
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -99,27 +103,31 @@ def project(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2
             _prefetch(w1, columns, at, N, K, LINES)
         gdc_launch_dependents()
         gdc_wait()
-    a = tl.zeros((16, COLUMNS), tl.float32)
-    b = tl.zeros((16, COLUMNS), tl.float32)
-    squares = tl.zeros((16, 16), tl.float32)  # sums of squares on its diagonal
+    a = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
+    b = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((PARTS, ROWS, ROWS), tl.float32)  # sums of squares on its diagonal
+    part: tl.constexpr = DEPTH // PARTS
+    begins = tl.arange(0, PARTS)[:, None, None] * part
+    steps = begins + tl.arange(0, part)[None, None, :]
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
-        k = start + tl.arange(0, DEPTH)
+        k = start + steps
         one = _loaded(weight, at, k, N, K, EVEN)
         if ACTIVATION > 0:
             two = _loaded(w1, at, k, N, K, EVEN)
-        inside = live[:, None] if EVEN else live[:, None] & (k < K)[None, :]
-        part = tl.load(x + rows[:, None] * K + k[None, :], mask=inside, other=0.0)
+        mask = live[None, :, None] if EVEN else live[None, :, None] & (k < K)
+        x_tile = tl.load(x + rows[None, :, None] * K + k, mask=mask, other=0.0)
         if NORM:
-            squares = tl.dot(part, tl.trans(part), squares)
+            squares = tl.dot(x_tile, tl.permute(x_tile, (0, 2, 1)), squares)
             scale = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
             if OFFSET:
-                scale = (scale.to(tl.float32) + offset).to(part.dtype)
-            part = part * scale[None, :]
-        a = tl.dot(part, tl.trans(one), a)
+                scale = (scale.to(tl.float32) + offset).to(x_tile.dtype)
+            x_tile = x_tile * scale
+        a = tl.dot(x_tile, tl.permute(one, (0, 2, 1)), a)
         if ACTIVATION > 0:
-            b = tl.dot(part, tl.trans(two), b)
+            b = tl.dot(x_tile, tl.permute(two, (0, 2, 1)), b)
+    a, b = tl.sum(a, 0), tl.sum(b, 0)
     if NORM:
-        root = _root(squares, rows, K, eps)
+        root = _root(tl.sum(squares, 0), rows, K, eps)
         a, b = a * root, b * root
     if ACTIVATION > 0:
         gated = _gated(a, b, b0, b1, columns, N, ACTIVATION, BIASES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cgcompile.kernels.small_linear import ROWS, op, takes, tile_for, why_unsupported
+from cgcompile.kernels.small_linear import op, takes, tile_for, why_unsupported
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -46,7 +46,7 @@ for (rows, depth, columns), activation, biased, normed in choices:
     residual = drawn(1, rows, columns, dtype=dtype) if with_residual else None
     given = (x, weights, biases, norm, 1e-5, random.choice((0.0, 1.0)), residual, activation)
     expected = op()(*map(exact, given))
-    tile = Tile(random.choice((8, 16, 32)), 32, 2, 2, 0)
+    tile = Tile(random.choice((8, 16, 32)), 32, 2, 2, random.choice((1, 2)), 0)
     results = launch(*given, dependent=False, tile=tile)
     assert len(results) == len(expected)
     for result, right in zip(results, expected):
@@ -67,35 +67,44 @@ def test_the_kernel_computes_the_definition_for_tails_biases_and_halves() -> Non
     assert run.stdout.strip() == "equal", run.stderr
 
 
-CONSTANTS = {"K": 2048, "COUNT": 1, "ACTIVATION": 0, "NORM": False}
-CONSTANTS |= {"RESIDUAL": False, "BIASES": 0, "COLUMNS": 32, "DEPTH": 512}
-CONSTANTS |= {"STAGES": 4, "LINES": 8, "EVEN": True, "WIDE": False, "OFFSET": False}
 KINDS = {
-    "q, k and v": {"COUNT": 3, "NORM": True, "BIASES": 7, "EVEN": False, "WIDE": True},
-    "gate and up": {"COUNT": 2, "ACTIVATION": 1, "NORM": True},
-    "out": {"RESIDUAL": True, "BIASES": 1, "OFFSET": True},
+    "q, k and v": (4096, 2048, {"COUNT": 3, "NORM": True, "BIASES": 7, "EVEN": False, "WIDE": True}),
+    "gate and up": (5632, 2048, {"COUNT": 2, "ACTIVATION": 1, "NORM": True, "RESIDUAL": False}),
+    "down": (2048, 5632, {"BIASES": 1, "OFFSET": True}),
 }
 
 
-@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
-def test_the_kernel_compiles_for_hopper(changes) -> None:
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_compiles_for_hopper(kind, rows) -> None:
     """Triton's interpreter takes what its compiler refuses. Without a GPU."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
     from cgcompile.kernels import small_linear_triton as kernels
 
-    constants = CONSTANTS | changes | {"DEPENDENT": True}
+    columns, depth, changes = KINDS[kind]
+    tile = tile_for(rows, columns, depth, "ACTIVATION" in changes, processors=132)
+    constants = {"K": depth, "COUNT": 1, "ACTIVATION": 0, "NORM": False, "RESIDUAL": True}
+    constants |= {"BIASES": 0, "EVEN": True, "WIDE": False, "OFFSET": False, "DEPENDENT": True}
+    constants |= {"COLUMNS": tile.columns, "DEPTH": tile.depth, "PARTS": tile.parts}
+    constants |= {"STAGES": tile.stages, "LINES": tile.lines, "ROWS": rows, **changes}
     types = dict.fromkeys(("M", "N0", "N1", "N2"), "i32") | {"eps": "fp32", "offset": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     names = [parameter.name for parameter in kernels.project.params]
+    arguments = [name for name in names if name not in constants | {"eps": 0, "offset": 0, "M": 0}]
     source = triton.compiler.ASTSource(
         kernels.project,
         {name: types.get(name, "*bf16") for name in names},
         {(names.index(name),): constant for name, constant in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in arguments},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    options = {"num_warps": tile.warps}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert "griddepcontrol.wait" in compiled.asm["ptx"]
+    assert "cp.async" in compiled.asm["ptx"]  # loads of later stages
+    together = -(-columns // (tile.columns * 132))
+    assert (compiled.metadata.shared + 1024) * together <= 228 * 1024
 
 
 @pytest.mark.parametrize("activation", ["", "silu"])
@@ -154,14 +163,18 @@ def test_other_devices_are_named(device) -> None:
     assert why_unsupported(torch.device(device)) == f"{device} is no NVIDIA GPU"
 
 
+@pytest.mark.parametrize("rows", [1, 8, 16])
 @pytest.mark.parametrize("columns", [64, 1024, 4096, 16384])
 @pytest.mark.parametrize("depth", [16, 896, 2048, 14336])
 @pytest.mark.parametrize("gated", [False, True])
-def test_tiles_fit_into_the_memory_of_a_processor(columns, depth, gated) -> None:
-    tile = tile_for(columns, depth, gated, processors=132)
-    elements = (tile.columns * (1 + gated) + ROWS) * tile.depth * tile.stages
-    assert 2 * elements <= 227 * 1024
+def test_tiles_fit_into_the_memory_of_a_processor(rows, columns, depth, gated) -> None:
+    tile = tile_for(rows, columns, depth, gated, processors=132)
+    together = min(4, -(-columns // (tile.columns * 132)))
+    stage = 2 * tile.depth * (tile.columns * (1 + gated) + rows)
+    assert tile.stages >= 2
+    assert (stage * (tile.stages - 1) + 1024) * together <= 228 * 1024
     assert tile.depth & (tile.depth - 1) == 0
+    assert tile.depth // tile.parts >= 16
 
 
 @pytest.mark.gpu
