@@ -199,15 +199,11 @@ class CompiledGraph:
 
     def _with_graph(self, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Attempt:
         """Refuse what may not have a graph; run the rest, again while another thread captures."""
-        if self._needs_grad(inputs):
-            return GRADIENTS, None
-        if self._never is not None:
-            if self.traces is not None and any_capture():
+        why = self.why_without(inputs)
+        if why is not None:
+            if why is INSIDE_CAPTURE or (why is self._never and any_capture()):
                 self._refuse_replaced()
-            return self._never, None
-        if self._is_capturing():
-            self._refuse_replaced()
-            return INSIDE_CAPTURE, None
+            return why, None
         self.fast_paths.refuse_inside()
         mode = self._dispatch.mode_for(context)
         if isinstance(mode, Fallback):
@@ -415,9 +411,13 @@ class CompiledGraph:
         """Whether a step without a graph is an error."""
         return self._config.strict
 
-    def may_have_graph(self, inputs: tuple[Any, ...]) -> bool:
-        """Return whether a call without a forward context may have a graph."""
-        return self._never is None and not self._needs_grad(inputs) and not self._is_capturing()
+    def why_without(self, inputs: tuple[Any, ...]) -> Fallback | None:
+        """Return why a call has no graph whatever its step is, or None."""
+        if self._needs_grad(inputs):
+            return GRADIENTS
+        if self._never is not None:
+            return self._never
+        return INSIDE_CAPTURE if self._is_capturing() else None
 
     def _shapes(self, inputs: tuple[Any, ...]) -> dict[str, Sequence[int]]:
         """Return the shapes of the first inputs that are not static, by name."""

@@ -57,7 +57,7 @@ class PaddedGraph:
             DispatchError: ``strict``, and the step cannot be padded.
         """
         # Under a forward context the caller pads; without a graph, padding gains nothing.
-        if callers_context() is not None or not self.graph.may_have_graph(inputs):
+        if callers_context() is not None or self.graph.why_without(inputs) is not None:
             return self.graph(*inputs)
         fallback = self._never
         if fallback is None:

@@ -243,12 +243,16 @@ def _pass(run: Pass, then: Any, over_kernels: bool = False) -> Any:
     return _pass_type(over_kernels)(run, then)
 
 
+def _before(then: Any, run: Pass, over_kernels: bool = False) -> Any:
+    """Return a pass and the user's after it; the user's alone if it has no ``uuid``."""
+    if then is not None and not hasattr(then, "uuid"):
+        return then  # so that caches stay on
+    return _pass(run, then, over_kernels)
+
+
 def unfused_residuals(then: Pass | None) -> Any:
     """Return Inductor's ``post_grad_custom_post_pass``, see Note [Residual additions]."""
-    # That is the user's own pass alone if it has no ``uuid``, so that caches stay on.
-    if then is not None and not hasattr(then, "uuid"):
-        return then
-    return _pass(take_apart, then)
+    return _before(then, take_apart)
 
 
 def with_passes(wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,8 +265,8 @@ def with_passes(wanted: Mapping[str, Any]) -> dict[str, Any]:
     passes: dict[str, Any] = {_FIRST: _pass(first_pass, current(_FIRST))}  # results depend on it
     if torch.cuda.is_available():
         passes[_LAST] = unfused_residuals(current(_LAST))
-        if wanted.get("combo_kernels") and current(_KERNELS) is None:
-            passes[_KERNELS] = _pass(spread_weights, None, over_kernels=True)
+        if wanted.get("combo_kernels"):
+            passes[_KERNELS] = _before(current(_KERNELS), spread_weights, over_kernels=True)
     return {**wanted, **passes}
 
 

@@ -68,7 +68,11 @@ def test_the_kernel_computes_the_definition_for_tails_biases_and_halves() -> Non
 
 
 KINDS = {
-    "q, k and v": (4096, 2048, {"COUNT": 3, "NORM": True, "BIASES": 7, "EVEN": False, "WIDE": True}),
+    "q, k and v": (
+        4096,
+        2048,
+        {"COUNT": 3, "NORM": True, "BIASES": 7, "EVEN": False, "WIDE": True},
+    ),
     "gate and up": (5632, 2048, {"COUNT": 2, "ACTIVATION": 1, "NORM": True, "RESIDUAL": False}),
     "down": (2048, 5632, {"BIASES": 1, "OFFSET": True}),
 }

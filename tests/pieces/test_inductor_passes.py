@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cgcompile
-from cgcompile.torch_compat import compilers
+from cgcompile.torch_compat import compilers, inductor_passes
 from cgcompile.torch_compat.inductor_passes import (
     fold_batches,
     spell_out,
@@ -23,7 +23,7 @@ from cgcompile.torch_compat.inductor_passes import (
     unfused_residuals,
 )
 
-LAST = "post_grad_custom_post_pass"
+LAST, KERNELS = "post_grad_custom_post_pass", "_post_fusion_custom_pass"
 
 
 def traced(function: Callable[..., Any], *shapes: tuple[int, ...], device: str = "cuda") -> Any:
@@ -181,7 +181,7 @@ def test_each_weight_waits_for_the_product_before_its_own() -> None:
     # Each of a size of its own: Inductor fuses what is computed from equal ones. The last is small.
     sizes = (520, 528, 536, 8)
     weights = [torch.randint(-3, 3, (512, size), dtype=torch.int8) for size in sizes]
-    compiled = torch.compile(function, options={"_post_fusion_custom_pass": spread})
+    compiled = torch.compile(function, options={KERNELS: spread})
     x = torch.randn(4, 512)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x, *weights), function(x, *weights))
@@ -252,6 +252,30 @@ def test_settings_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[LAST].uuid() == unfused_residuals(own).uuid()
 
 
+@pytest.mark.parametrize("name", ["mine", None])
+def test_a_pass_of_the_user_over_kernels_runs_after_ours(
+    monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kernels: list[Any] = [object()]
+    saw: list[Any] = []
+
+    class Kernels(CustomGraphPass):
+        def __call__(self, nodes: Any) -> Any:
+            saw.append(nodes)
+            return nodes
+
+        def uuid(self) -> Any:
+            return name
+
+    monkeypatch.setattr(inductor_passes, "spread_weights", lambda nodes: [*nodes, "spread"])
+    own = Kernels()
+    found = compilers.known_patches({KERNELS: own})[KERNELS]
+    assert found(kernels) == [*kernels, "spread"] == saw[0]
+    assert (found.uuid() is None) == (name is None)
+    assert compilers.known_patches({KERNELS: len})[KERNELS] is len
+
+
 def test_inductor_caches_what_was_compiled_with_all_passes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -259,7 +283,7 @@ def test_inductor_caches_what_was_compiled_with_all_passes(
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patches = compilers.known_patches({})
-    assert {LAST, "_post_fusion_custom_pass"} <= patches.keys()
+    assert {LAST, KERNELS} <= patches.keys()
     patches.pop("combo_kernels_pointwise_only")
     names = ("fxgraph_cache_miss", "fxgraph_cache_hit")
 
@@ -283,7 +307,7 @@ def test_a_piece_that_cannot_be_combined_is_compiled_without(
     def compile_standalone(gm: Any, inputs: Any, *, options: Any, **given: Any) -> str:
         patches = options["config_patches"]
         tried.append(patches["combo_kernels"])
-        assert ("_post_fusion_custom_pass" in patches) is tried[-1]
+        assert (KERNELS in patches) is tried[-1]
         if tried[-1]:
             raise InductorError(RuntimeError("no such kernel"), compile_standalone)
         return "compiled"
