@@ -369,8 +369,8 @@ def _is_op(name: str) -> bool:
     packet, _, overload = op.partition(".")
     if not packet.isidentifier() or not namespace.isidentifier():
         return False
-    found = getattr(getattr(torch.ops, namespace), packet, None)
-    return found is not None and (overload in ("", "default") or hasattr(found, overload))
+    op_packet = getattr(getattr(torch.ops, namespace), packet, None)
+    return op_packet is not None and (overload in ("", "default") or hasattr(op_packet, overload))
 
 
 def _imported(path: str) -> Any:

@@ -339,28 +339,28 @@ def _env(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace) -> int:
-    found = settings_of(_config_of(options))
+    settings = settings_of(_config_of(options))
     meanings = setting_meanings()
     if options.json:
-        rows = [{**each._asdict(), "meaning": meanings.get(each.name)} for each in found]
+        rows = [{**each._asdict(), "meaning": meanings.get(each.name)} for each in settings]
         print(json.dumps(plain(rows), indent=2))
         return 0
-    for name, value, origin in found:
+    for name, value, origin in settings:
         meaning = wrapped("", meanings[name], 4) if meanings else []
         print(f"{name} = {value!r} ({origin})", *meaning, sep="\n")
     return 0
 
 
 def _reasons(options: argparse.Namespace) -> int:
-    found = options.names or [*Reason]
+    reasons = options.names or [*Reason]
     if options.json:
         facts = {
-            each.value: {"when": each.when, "remedy": each.remedy, "page": each.page}
-            for each in found
+            reason.value: {"when": reason.when, "remedy": reason.remedy, "page": reason.page}
+            for reason in reasons
         }
         print(json.dumps(facts, indent=2))
         return 0
-    for reason in found:
+    for reason in reasons:
         print(reason.value, *wrapped("  when", reason.when, 10), sep="\n")
         print(
             *wrapped("  remedy", reason.remedy, 10), *wrapped("  page", reason.page, 10), sep="\n"

@@ -92,8 +92,8 @@ def compile(
 def check_compilable(model: Any, function: str) -> None:
     """Raise ConfigError if ``model`` is not a module, a bound method or a function."""
     if not isinstance(model, (torch.nn.Module, types.FunctionType, types.MethodType)):
-        found = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
-        raise ConfigError.not_compilable(found=found, function=function)
+        text = f"the class {model.__name__}" if isinstance(model, type) else repr(model)
+        raise ConfigError.not_compilable(found=text, function=function)
 
 
 def _backend(config: CompilationConfig | Backend | None, settings: dict[str, Any]) -> Backend:

@@ -114,8 +114,8 @@ class Template:
     def _error(self, kind: type[E], /, **values: object) -> E:
         if values.keys() != self.fields:
             expected = ", ".join(sorted(self.fields)) or "no fields"
-            given = ", ".join(sorted(values)) or "no fields"
-            raise TypeError(f"{self._name}() takes {expected}; it was given {given}")
+            names = ", ".join(sorted(values)) or "no fields"
+            raise TypeError(f"{self._name}() takes {expected}; it was given {names}")
         error = kind(_Formatter().vformat(self._text, (), values))
         for name in self.fields & set(getattr(kind, "attributes", ())):
             setattr(error, name, values[name])

@@ -271,9 +271,9 @@ def growth_of(
     graphs: Iterable[CompiledGraph], wrappers: Iterable[CUDAGraphWrapper]
 ) -> list[tuple[str, int]]:
     """Return (batch, bytes) of the captures of all graphs that exist, in their order."""
-    made = [
+    records = [
         graph.timeline.record_of(step.sequence) for graph in graphs for step in graph.recordings
     ]
-    made += [one.timeline.record_of(entry.sequence) for one in wrappers for entry in one.entries]
-    known = sorted((each for each in made if each is not None), key=lambda each: each.start)
+    records += [one.timeline.record_of(entry.sequence) for one in wrappers for entry in one.entries]
+    known = sorted((each for each in records if each is not None), key=lambda each: each.start)
     return [(f"{each.mode.name} {each.batch}", each.nbytes) for each in known]

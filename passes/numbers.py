@@ -126,11 +126,11 @@ def take_number_results(gm: fx.GraphModule, floats: Collection[fx.Node]) -> Numb
     results = output.args[0]
     if not isinstance(results, (tuple, list)):
         return None
-    made = [_made_of_floats(node, floats) for node in results]
-    positions = tuple([position for position, nodes in enumerate(made) if nodes])
+    float_nodes = [_made_of_floats(node, floats) for node in results]
+    positions = tuple([position for position, nodes in enumerate(float_nodes) if nodes])
     if not positions:
         return None
-    needed = set[fx.Node]().union(*filter(None, made))
+    needed = set[fx.Node]().union(*filter(None, float_nodes))
     inputs = {n.args[0]: n for n in gm.graph.nodes if n in needed and _reads_float(n)}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for source in inputs:
@@ -140,7 +140,7 @@ def take_number_results(gm: fx.GraphModule, floats: Collection[fx.Node]) -> Numb
             copies[node] = graph.node_copy(node, copies.__getitem__)
     numbers: list[Any] = [results[position] for position in positions]
     graph.output(tuple([copies[node] for node in numbers]))
-    kept: list[Any] = [node for node, nodes in zip(results, made, strict=True) if not nodes]
+    kept: list[Any] = [node for node, nodes in zip(results, float_nodes, strict=True) if not nodes]
     output.args = (tuple(kept),)
     for node in reversed(gm.graph.nodes):
         if node in needed and not node.users:
@@ -220,11 +220,11 @@ class _Numbers:
         for node in self._gm.graph.nodes:
             if node in self.inputs:
                 continue
-            made = [self.inputs[n] for n in node.all_input_nodes if n in self.inputs]
-            if made and self._is_arithmetic(node):
-                self.inputs[node] = frozenset().union(*made)
-            elif made:
-                users[node] = frozenset().union(*made)
+            dependencies = [self.inputs[n] for n in node.all_input_nodes if n in self.inputs]
+            if dependencies and self._is_arithmetic(node):
+                self.inputs[node] = frozenset().union(*dependencies)
+            elif dependencies:
+                users[node] = frozenset().union(*dependencies)
                 use = None if node in in_regions else self._use(node)
                 if use is None:
                     self._constant |= _floats(users[node])

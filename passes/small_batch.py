@@ -140,13 +140,17 @@ class _Fuser:
         """Fuse linear layers of one input."""
         # What was fused before may have replaced the input.
         group = [linear for each in group if (linear := _linear_of(each.node)) is not None]
-        found = None if value(group[0].x).dtype is torch.float16 else _norm_of(group[0].x)
-        norm = found
-        if found is not None:
+        candidate = None if value(group[0].x).dtype is torch.float16 else _norm_of(group[0].x)
+        norm = candidate
+        if candidate is not None:
             own = {linear.node for linear in group}
-            inner = _between(group[0].x, {found.source, found.weight})
+            inner = _between(group[0].x, {candidate.source, candidate.weight})
             alone = own >= set(group[0].x.users)
-            norm = found if alone and self._unwritten(*inner, found.source, found.weight) else None
+            norm = (
+                candidate
+                if alone and self._unwritten(*inner, candidate.source, candidate.weight)
+                else None
+            )
         rest = list(group)
         for gate in group:
             match = self._gated(gate, rest)
@@ -277,14 +281,14 @@ def _is(name: str, node: Any) -> bool:
 
 def _between(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
     """Return a node and what it is computed from, up to ``ends``, which are left out."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         current = waiting.pop()
-        if current not in ends and current not in found:
-            found.add(current)
+        if current not in ends and current not in nodes:
+            nodes.add(current)
             waiting += current.all_input_nodes
-    return found
+    return nodes
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

@@ -96,9 +96,9 @@ class _Unwrapper:
         enters = self._graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST)
         if enters or compat.any_autocast():
             raise compat.CannotUnwrap("autocast is on")
-        given = self._graph.find_nodes(op="placeholder")
-        symbols = {symbol: given.index(node) for symbol, node in self._bound.items()}
-        inputs = [self._input(node) for node in given]
+        placeholders = self._graph.find_nodes(op="placeholder")
+        symbols = {symbol: placeholders.index(node) for symbol, node in self._bound.items()}
+        inputs = [self._input(node) for node in placeholders]
         for node in list(self._graph.nodes):
             if node.op not in COMPUTING:
                 continue
@@ -106,11 +106,11 @@ class _Unwrapper:
                 self._expand(node)
             elif not self._replaced.isdisjoint(storages(value(node))):
                 self._run_again(node)
-        results = self._results(given)
+        results = self._results(placeholders)
         self._check_aliases()
         for node in reversed([*self._parts]):
             self._graph.erase_node(node)
-        for position, node in enumerate(given):
+        for position, node in enumerate(placeholders):
             if compat.is_stand_in(value(node)) and not node.users:
                 self._graph.erase_node(node)
                 inputs[position] = Input(None, dropped=True, fake=value(node))
@@ -199,22 +199,26 @@ class _Unwrapper:
             raise compat.CannotUnwrap(f"{argument.name} is a {type(known).__name__}")
         return [argument]
 
-    def _inline(self, traced: fx.GraphModule, node: fx.Node, given: Sequence[fx.Node]) -> list[Any]:
+    def _inline(
+        self, traced: fx.GraphModule, node: fx.Node, arguments: Sequence[fx.Node]
+    ) -> list[Any]:
         """Copy the nodes of a trace before a node; return those of its results."""
         placeholders = traced.graph.find_nodes(op="placeholder")
-        copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, given, strict=True))
+        copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, arguments, strict=True))
         with self._graph.inserting_before(node):
-            for each in traced.graph.nodes:
-                if each.op == "get_attr":
-                    copies[each] = self._constant(traced, each)
-                elif each.op in COMPUTING and (each.users or short_name(each.target) not in _IDLE):
-                    copies[each] = self._graph.node_copy(each, copies.__getitem__)
+            for source in traced.graph.nodes:
+                if source.op == "get_attr":
+                    copies[source] = self._constant(traced, source)
+                elif source.op in COMPUTING and (
+                    source.users or short_name(source.target) not in _IDLE
+                ):
+                    copies[source] = self._graph.node_copy(source, copies.__getitem__)
                 else:
                     continue
-                known = each.meta.get("val")
-                if each.op == "get_attr" and known is None:
+                known = source.meta.get("val")
+                if source.op == "get_attr" and known is None:
                     raise compat.CannotUnwrap(f"{node.name} makes a constant")
-                copies[each].meta = {**node.meta, "example_value": known}
+                copies[source].meta = {**node.meta, "example_value": known}
         results = traced.graph.output_node().args[0]
         return [copies[n] if isinstance(n, fx.Node) else n for n in results]  # type: ignore[union-attr]
 
@@ -263,7 +267,7 @@ class _Unwrapper:
 
     # -------------------------------------------------------------- results
 
-    def _results(self, given: list[fx.Node]) -> list[Result]:
+    def _results(self, placeholders: list[fx.Node]) -> list[Result]:
         """Return plain tensors instead of subclasses."""
         output = self._graph.output_node()
         if not isinstance(output.args[0], (tuple, list)):
@@ -273,8 +277,8 @@ class _Unwrapper:
             if not isinstance(item, fx.Node) or item not in self._parts:
                 results.append(Result())
                 new.append(item)
-            elif item in given:
-                results.append(Result(given=given.index(item)))
+            elif item in placeholders:
+                results.append(Result(given=placeholders.index(item)))
             elif len(self._parts[item]) != 1 or not isinstance(self._parts[item][0], tuple):
                 raise compat.CannotUnwrap(f"{item.name} is a container with a subclass")
             else:
@@ -317,11 +321,11 @@ class _Call:
         self.is_leaf = True  # whether the result is no container
 
     def __call__(self, *parts: Any) -> list[Any]:
-        given = iter(parts)
+        plain = iter(parts)
         values: dict[fx.Node, Any] = {}
         built: list[tuple[compat.Wrapper, Any, list[Any]]] = []
         for argument, leaves in self._arguments.items():
-            values[argument] = self._value(argument, leaves, given, built)
+            values[argument] = self._value(argument, leaves, plain, built)
         result = run_on_fakes(self._gm, self._node, values)
         for wrapper, tensor, inner in built:
             if not wrapper.fits(tensor) or any(
@@ -337,19 +341,19 @@ class _Call:
             flat += [leaf] if how is None else how.parts(leaf)
         return flat
 
-    def _value(self, argument: fx.Node, leaves: list[Any], given: Any, built: list[Any]) -> Any:
+    def _value(self, argument: fx.Node, leaves: list[Any], plain: Any, built: list[Any]) -> Any:
         """Return an argument, its subclasses built from plain tensors."""
         known = value(argument)
         if compat.is_stand_in(known):
             return compat.real_object(known)
         if argument not in self._known:
-            return next(given)
+            return next(plain)
         items: list[Any] = []
         for leaf, wrapper in zip(leaves, self._known[argument], strict=True):
             if wrapper is None:
-                items.append(next(given) if isinstance(leaf, fx.Node) else leaf)
+                items.append(next(plain) if isinstance(leaf, fx.Node) else leaf)
                 continue
-            inner = [next(given) for _ in leaf]
+            inner = [next(plain) for _ in leaf]
             items.append(wrapper.build(iter(inner)))
             built.append((wrapper, items[-1], inner))
         return compat.tree_unflatten(items, compat.tree_spec(known))

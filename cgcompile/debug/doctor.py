@@ -316,10 +316,10 @@ def _call(model: Any, call: Call) -> Any:
     return model(*call[0], **call[1])
 
 
-def _in_encoder(found: Finding) -> Finding:
+def _in_encoder(entry: Finding) -> Finding:
     """Return the finding with a fix for encoder graphs, which are not split."""
-    splits = "eager_region" in found.fix or "eager_break" in found.fix or "splitting" in found.fix
-    return replace(found, fix=_ENCODER_FIX) if splits else found
+    splits = "eager_region" in entry.fix or "eager_break" in entry.fix or "splitting" in entry.fix
+    return replace(entry, fix=_ENCODER_FIX) if splits else entry
 
 
 class _Examination:

@@ -50,8 +50,8 @@ def environment_text(environment: dict[str, dict[str, Any]]) -> str:
 def setting_meanings() -> dict[str, str]:
     """Return what each setting does, by its name; nothing where docstrings are stripped."""
     text = (inspect.getdoc(CompilationConfig) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE)
-    return {name: " ".join(meaning.split()) for name, meaning in found}
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
 def versions() -> dict[str, str]:

@@ -112,11 +112,11 @@ class _MixedRun:
         step = self.program.step.bind([plain(piece) for piece in self.program.split.pieces])
         return self.recording.in_context(step)(*self.inputs)
 
-    def _disturb(self, made: Mapping[str, Any], real: int | None) -> None:
+    def _disturb(self, results: Mapping[str, Any], real: int | None) -> None:
         """Fill the padding rows of what a piece made with random numbers; not memory of inputs."""
         known = {address(tensor) for tensor in compat.tree_tensors(list(self.inputs))}
-        for name in self.program.of_batch.intersection(made):
-            tensor = made[name]
+        for name in self.program.of_batch.intersection(results):
+            tensor = results[name]
             if tensor.is_floating_point() and address(tensor) not in known and rows_apart(tensor):
                 tail = tensor[real:]
                 for dim in [dim for dim, stride in enumerate(tail.stride()) if not stride]:
@@ -391,9 +391,9 @@ class Watcher:
             name = "the result" if whole else pieces[index].name
             difference = self._tolerance.first(name, expected, values)
             if difference is not None:
-                place = Difference(piece=WHOLE)
-                place = place if whole else _origin(pieces[index], difference.value)
-                return located(STAGES[mode], difference, step.real, place)
+                origin = Difference(piece=WHOLE)
+                origin = origin if whole else _origin(pieces[index], difference.value)
+                return located(STAGES[mode], difference, step.real, origin)
         return None
 
 
@@ -489,8 +489,8 @@ def _origin(piece: Piece, name: str) -> Difference:
     """Return the op of a piece that makes a value; or that the piece overwrites it."""
     if name in piece.outputs or name in mutated_inputs(piece):
         return place_of(piece, _producer(piece, name), "this op makes the value")
-    place = place_of(piece, None)
-    return replace(place, detail=_joined("it was right before, and is overwritten", place.detail))
+    origin = place_of(piece, None)
+    return replace(origin, detail=_joined("it was right before, and is overwritten", origin.detail))
 
 
 def _producer(piece: Piece, name: str) -> fx.Node | None:
@@ -510,18 +510,18 @@ def _producer(piece: Piece, name: str) -> fx.Node | None:
 
 
 def located(
-    stage: str, difference: Difference, real: int | None, place: Difference, number: int = 0
+    stage: str, difference: Difference, real: int | None, origin: Difference, number: int = 0
 ) -> Difference:
     """Return a difference with its stage, place and padding rows: those behind ``real`` ones."""
     return replace(
         difference,
         stage=stage,
         inputs=number,
-        piece=place.piece,
-        op=place.op,
-        line=place.line,
+        piece=origin.piece,
+        op=origin.op,
+        line=origin.line,
         padding_rows=tuple(row for row in difference.rows if real is not None and row >= real),
-        detail=_joined(difference.detail, place.detail),
+        detail=_joined(difference.detail, origin.detail),
     )
 
 

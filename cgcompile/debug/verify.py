@@ -213,8 +213,8 @@ def verify(
     require_prepare("verify", prepare, args, kwargs)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if managed:
-        made = args if prepare is None else [prepare() for _ in range(sets)]
-        return _check_managed(model, made, kwargs, Tolerance(False, rtol, atol))
+        batches = args if prepare is None else [prepare() for _ in range(sets)]
+        return _check_managed(model, batches, kwargs, Tolerance(False, rtol, atol))
     inputs = InputSets((args, kwargs), prepare, seed)
     with comparing(model, config, "verify", inputs) as subject:
         tolerance = subject.tolerance(inputs.first, rtol, atol)
@@ -469,14 +469,14 @@ class _PlainBreaks(Breaker):
 
 
 def _check_managed(
-    manager: Any, made: Sequence[Any], kwargs: Any, tolerance: Tolerance
+    manager: Any, batches: Sequence[Any], kwargs: Any, tolerance: Tolerance
 ) -> Verification:
     """Compare batches of a manager, or calls of an encoder manager."""
     require(not kwargs, "kwargs", "verify", kwargs, "no names: batches or calls, for a manager")
     with manager.uncounted():
         if isinstance(manager, CudaGraphManager):
-            return _check_manager(manager, made, tolerance)
-        return _check_encoder(manager, made, tolerance)
+            return _check_manager(manager, batches, tolerance)
+        return _check_encoder(manager, batches, tolerance)
 
 
 def _check_manager(
@@ -656,7 +656,7 @@ def _locate_in(
     is_full = chosen.mode is CUDAGraphMode.FULL
     in_pieces = not is_full and manager.agreement is None and handle_of(manager.model) is not None
     what = f"{chosen.mode.name} graph for {chosen.descriptor}, {real} rows are real"
-    causes, place = list[str](), WHOLE if is_full else ""
+    causes, piece = list[str](), WHOLE if is_full else ""
     if in_pieces:
         what += "; each piece equals its eager form"
     else:
@@ -665,7 +665,7 @@ def _locate_in(
     if chosen.descriptor.num_tokens > real:
         causes.append("padding reaches real rows")
     causes.append("a weight was replaced" + (", with check_weights=False" if is_full else ""))
-    origin = Difference(piece=place, detail=f"{what}; possible causes: {', or '.join(causes)}")
+    origin = Difference(piece=piece, detail=f"{what}; possible causes: {', or '.join(causes)}")
     return located("replay", difference, real, origin, number)
 
 

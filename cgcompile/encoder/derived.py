@@ -148,8 +148,8 @@ class Inputs:
             self._add(name, [example[name] for example in examples], rows)
 
     @staticmethod
-    def _refuse(name: str, found: object, expected: str) -> None:
-        raise EncoderError.derive_input(name=name, found=found, expected=expected)
+    def _refuse(name: str, value: object, expected: str) -> None:
+        raise EncoderError.derive_input(name=name, found=value, expected=expected)
 
     def _add(self, name: str, values: Sequence[Any], rows: Sequence[int]) -> None:
         """Classify one input."""
@@ -190,17 +190,17 @@ class Inputs:
         known = [*self.rows, *self.hosts, *self.constants]
         for name in call:
             if name not in known:
-                found, expected = "is no input of the examples", f"of {known} alone"
-                raise EncoderError.derive_call(name=name, found=found, expected=expected)
+                text, expected = "is no input of the examples", f"of {known} alone"
+                raise EncoderError.derive_call(name=name, found=text, expected=expected)
         for name, value in self.constants.items():
             if not _equal(call.get(name, value), value):
-                found = f"is {call[name]!r}"
-                raise EncoderError.derive_call(name=name, found=found, expected=repr(value))
+                text = f"is {call[name]!r}"
+                raise EncoderError.derive_call(name=name, found=text, expected=repr(value))
         columns = [_hashable(call[name]) for name in self.hosts]
         for name, column in zip(self.hosts, columns, strict=True):
             if len(column) != len(columns[0]):
-                found, expected = f"has {len(column)} entries", f"{len(columns[0])}"
-                raise EncoderError.derive_call(name=name, found=found, expected=expected)
+                text, expected = f"has {len(column)} entries", f"{len(columns[0])}"
+                raise EncoderError.derive_call(name=name, found=text, expected=expected)
         return list(zip(*columns, strict=True))
 
     def on_host(self, call: Mapping[str, Any], indices: Sequence[int] | None) -> dict[str, Any]:
@@ -267,8 +267,8 @@ def rows_of_results(
     for depth in reversed(range(max(leaf.dim() for leaf in leaves))):
         trees = [compat.tree_leaves(tree) for tree in (*alone, *together)]
         counts = [{len(_flattened(leaf, depth)) for leaf in tree} for tree in trees]
-        if all(len(found) == 1 for found in counts):
-            rows = [found.pop() for found in counts]
+        if all(len(lengths) == 1 for lengths in counts):
+            rows = [lengths.pop() for lengths in counts]
             if rows[len(alone) :] == [sum(rows[i] for i in order) for order in orders]:
                 return depth, rows[: len(alone)]
     raise EncoderError.derive_output(found=f"shapes {[list(leaf.shape) for leaf in leaves]}")
@@ -278,9 +278,9 @@ def _flattened(leaf: torch.Tensor, depth: int) -> torch.Tensor:
     return leaf.flatten(0, max(min(depth, leaf.dim() - 2), 0))
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest number."""
-    rows = found[: len(expected)]
+    rows = actual[: len(expected)]
     if rows.shape != expected.shape:
         return math.inf
     scale = expected.abs().max().clamp(min=1e-6)
@@ -356,8 +356,8 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             try:
                 return self._output(output)
             except (TypeError, ValueError) as error:
-                found = f"{type(output).__name__}, on which output= failed: {error}"
-                raise EncoderError.derive_output(found=found) from error
+                text = f"{type(output).__name__}, on which output= failed: {error}"
+                raise EncoderError.derive_output(found=text) from error
         leaves = compat.tree_leaves(output)
         if len(leaves) != 1 or not isinstance(leaves[0], torch.Tensor):
             names = output if isinstance(output, Mapping) else [type(leaf) for leaf in leaves]
@@ -402,8 +402,8 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         self._template.calls, self._template.inner = again[small].calls, again[small].inner
         for key, trace, other, number in zip(keys, again, traces, rows, strict=False):
             self._check_calls(trace, key)
-            for rule, value, found in zip(self._values, other.values, trace.values, strict=True):
-                if not _same(value, found):
+            for rule, value, repeated in zip(self._values, other.values, trace.values, strict=True):
+                if not _same(value, repeated):
                     raise EncoderError.derive_size(name=rule.name, found=list(value.shape))
             if not self._inputs.hosts or self._rows_of(trace.values, key) != number:
                 raise EncoderError.derive_rows(rows=rows)
@@ -422,8 +422,8 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             names.append(f"{name}#{used + 1}" if used else name)
         for trace in (*alone, *[trace for _, trace in together]):
             if len(trace.values) != len(names):
-                found = f"{len(trace.values)} host values"
-                raise EncoderError.derive_order(found=found, expected=", ".join(names))
+                text = f"{len(trace.values)} host values"
+                raise EncoderError.derive_order(found=text, expected=", ".join(names))
         for number, name in enumerate(names):
             values = [trace.values[number] for trace in alone]
             packs = [(order, trace.values[number]) for order, trace in together]
@@ -438,10 +438,10 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
                 return  # which is refused later
             if index not in traces[0].modules:
                 continue
-            for position, found in enumerate(zip(*[numbers for _, numbers in calls], strict=True)):
-                for number in offsets if len(set(found)) > 1 else ():
+            for position, column in enumerate(zip(*[numbers for _, numbers in calls], strict=True)):
+                for number in offsets if len(set(column)) > 1 else ():
                     longest = [int(trace.values[number].diff().max()) for trace in traces]
-                    if longest == list(found):
+                    if longest == list(column):
                         self._bounds[index, position] = self._values[number].unit
 
     def _run(self, trace: HostTrace, rows: dict[str, Any], **options: Any) -> Any:
@@ -474,10 +474,10 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         known, end = self._template, ("nothing", ())
         outer = zip_longest(trace.calls, known.calls, fillvalue=end)
         inner = zip_longest(trace.inner, known.inner, fillvalue=end)
-        for (where, found), (other, expected) in chain(outer, inner):
-            if where != other or len(found) != len(expected):
+        for (where, numbers), (other, expected) in chain(outer, inner):
+            if where != other or len(numbers) != len(expected):
                 raise EncoderError.derive_calls(key=key, found=where, expected=other)
-            for mine, own in zip(found, expected, strict=True):
+            for mine, own in zip(numbers, expected, strict=True):
                 if mine != own:
                     raise EncoderError.derive_number(key=key, where=where, found=mine, expected=own)
 
@@ -521,8 +521,8 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         budget = size[0]
         inputs = GraphInputs(self._config, self._buffers(*size), budget)
         inputs.write(self.prepare_encoder_cudagraph_replay_buffers(call, size[1], 0), poison=True)
-        found = compat.tree_leaves(self.encoder_cudagraph_forward(dict(inputs.values)))
-        worst = max(map(_difference, found, expected))
+        results = compat.tree_leaves(self.encoder_cudagraph_forward(dict(inputs.values)))
+        worst = max(map(_difference, results, expected))
         if not worst <= self._tolerance:
             tail, most = max(budget - len(expected[0]), 0), self._tolerance
             raise EncoderError.derive_result(
@@ -559,15 +559,15 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         expected = sum(item.rows for item in items)
         for name in self._inputs.rows:
             if len(call[name]) != expected:
-                found, count = f"has {len(call[name])} rows", f"{expected}, those of its items"
-                raise EncoderError.derive_call(name=name, found=found, expected=count)
+                text, count = f"has {len(call[name])} rows", f"{expected}, those of its items"
+                raise EncoderError.derive_call(name=name, found=text, expected=count)
         return items
 
     def _item_of(self, index: int, key: Key, call: Mapping[str, Any]) -> Item:
         if self._fixed:
             if key != self._key:
-                found, expected = f"is {key!r}", f"{self._key!r}, as of all examples"
-                raise EncoderError.derive_call(name=f"item {index}", found=found, expected=expected)
+                text, expected = f"is {key!r}", f"{self._key!r}, as of all examples"
+                raise EncoderError.derive_call(name=f"item {index}", found=text, expected=expected)
             return self._item
         item = self._known.get(key)
         if item is None:
@@ -575,8 +575,8 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             self._check_calls(trace, key)
             item = Item(self._rows_of(trace.values, key), trace.values)
             if (item.rows * self._ratio).denominator > 1:
-                found, expected = f"has {item.rows} rows", f"a multiple of {1 / self._ratio}"
-                raise EncoderError.derive_call(name=f"item {index}", found=found, expected=expected)
+                text, expected = f"has {item.rows} rows", f"a multiple of {1 / self._ratio}"
+                raise EncoderError.derive_call(name=f"item {index}", found=text, expected=expected)
             sizes = self._sizes([item.rows])
             for rule, value in zip(self._values, trace.values, strict=True):
                 if not rule.fits(value, sizes[rule.unit][0]):
@@ -635,10 +635,10 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
                 most = min(total, length[TOKENS])
                 values[value.name] = offset_buffer(total, most, value.longest, kind, device)
             elif value.kind == TABLE:
-                made = torch.zeros(total, *value.like.shape[1:], dtype=kind, device=device)
+                table = torch.zeros(total, *value.like.shape[1:], dtype=kind, device=device)
                 if value.permutes:
-                    positions_tail(made, made[:0])
-                values[value.name] = made
+                    positions_tail(table, table[:0])
+                values[value.name] = table
         items = rows // self._item.rows
         if self._fixed and self._inputs.hosts and items not in self._constant:
             trace = HostTrace(self._inputs.on_host(self._example, [0] * items))
@@ -694,9 +694,9 @@ class CombiningEncoder(DerivedEncoder):
         parts: dict[int, Any] = {}
         places = list(range(len(indices)))
         super().postprocess_encoder_output(output, places, per_item_out_tokens, parts, clone)
-        for place, index in enumerate(indices):
-            item = self.select_encoder_cudagraph_items(batch_mm_kwargs or {}, [place])
-            dest[index] = self._combine(parts[place], item)
+        for position, index in enumerate(indices):
+            item = self.select_encoder_cudagraph_items(batch_mm_kwargs or {}, [position])
+            dest[index] = self._combine(parts[position], item)
 
 
 def derived_encoder(

@@ -111,8 +111,8 @@ class GraphInputs:
         values = getattr(inputs, "values", None)
         if not isinstance(values, dict):
             expected = "EncoderCudaGraphCaptureInputs(values={key: tensor})"
-            found = type(inputs).__name__
-            raise EncoderError.returned(method=_CAPTURE, found=found, expected=expected)
+            kind = type(inputs).__name__
+            raise EncoderError.returned(method=_CAPTURE, found=kind, expected=expected)
         check_keys(values, config, _CAPTURE + "()")
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
@@ -169,8 +169,8 @@ class GraphInputs:
 
     def _check(self, key: str, dst: torch.Tensor, value: Any) -> None:
         if not isinstance(value, torch.Tensor):
-            found = type(value).__name__
-            raise EncoderError.buffer_value(key=key, found=found, expected="a tensor, or None")
+            kind = type(value).__name__
+            raise EncoderError.buffer_value(key=key, found=kind, expected="a tensor, or None")
         if key in self._config.padding_logics:
             return
         alike = _alike(value, dst.shape, dst.dtype)
@@ -220,9 +220,9 @@ class GraphInputs:
                 key=key, found=layout(value), room=room, error=text
             ) from error
         if dst.data_ptr() != address or layout(dst) != room:
-            found = layout(dst)
+            current = layout(dst)
             dst.set_(*memory)
-            raise EncoderError.buffer_moved(key=key, found=found, room=room)
+            raise EncoderError.buffer_moved(key=key, found=current, room=room)
 
 
 _Layout = tuple[torch.Size, torch.dtype]
@@ -524,10 +524,10 @@ class EncoderGraphs:
     def _other_dtypes(self) -> str:
         """Return a hint where floating point weights are not of the dtype of the buffers."""
         weights = [tensor for module in self._modules for tensor in module.parameters()]
-        found = {tensor.dtype for tensor in weights if tensor.is_floating_point()}
-        if not found or self._setup.dtype in found:
+        dtypes = {tensor.dtype for tensor in weights if tensor.is_floating_point()}
+        if not dtypes or self._setup.dtype in dtypes:
             return ""
-        names = ", ".join(sorted(map(str, found)))
+        names = ", ".join(sorted(map(str, dtypes)))
         return f" The manager has dtype={self._setup.dtype}, and weights are of {names}."
 
     def _warn_of_dropout(self) -> None:

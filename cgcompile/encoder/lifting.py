@@ -148,14 +148,14 @@ class LiftedRun(TorchFunctionMode):
         if self._buffers is not None:
             if number >= len(self._buffers):
                 raise EncoderError.derive_order(found=where, expected="no further host value")
-            found = self._buffers[number]
+            tensor = self._buffers[number]
         elif self._filled:
-            found = self._trace.moved[id(leaf)]
+            tensor = self._trace.moved[id(leaf)]
         else:
-            found = self._trace.moved[id(leaf)] = leaf.detach().to(self._device, copy=True)
-        self._lifted[id(leaf)] = found
-        self._numbers[id(found)] = f"host value {number}"
-        return found
+            tensor = self._trace.moved[id(leaf)] = leaf.detach().to(self._device, copy=True)
+        self._lifted[id(leaf)] = tensor
+        self._numbers[id(tensor)] = f"host value {number}"
+        return tensor
 
     def _called(self, where: str, leaves: Sequence[Any]) -> None:
         """Note a call on the device."""

@@ -216,8 +216,8 @@ class EncoderCalls:
                 tokens = sum(spec.tokens(path) for spec in mine)
                 if tokens:
                     key, reason = self._graph_for(path, budget, mine)
-                    found = key.budget if key else None
-                    runs.append(PlannedRun(tuple(items), path, found, tokens, reason))
+                    graph_budget = key.budget if key else None
+                    runs.append(PlannedRun(tuple(items), path, graph_budget, tokens, reason))
         return runs
 
     def encoded(
@@ -307,8 +307,8 @@ class EncoderCalls:
                 outputs[path] = self._graphs.eager(path, mm_kwargs, specs)
             detail = self._detail(path, tokens) if reason is Reason.CAPTURE_FAILED else ""
             needed = sum(self._room(path, spec) for spec in specs)
-            found = key.budget if key else None
-            ran.append(Ran(path, found, counts[path], reason, detail, needed))
+            graph_budget = key.budget if key else None
+            ran.append(Ran(path, graph_budget, counts[path], reason, detail, needed))
             if self._warns and key is not None and len(all_specs) > len(items):
                 self._warn_of_few_items(len(items), tokens, key.budget)
         self.statistics.record(ran, len(specs))

@@ -434,8 +434,8 @@ def _checked(
     if isinstance(value, (list, tuple)):
         raise EncoderError.buffer_list(key=key, found=type(value).__name__)
     if not isinstance(value, torch.Tensor):
-        found = type(value).__name__
-        raise EncoderError.buffer_value(key=key, found=found, expected="a tensor")
+        kind = type(value).__name__
+        raise EncoderError.buffer_value(key=key, found=kind, expected="a tensor")
     shape = spec.shape if isinstance(spec, PatchTable) else ()
     dtype = spec.dtype or torch.get_default_dtype()  # any of floating point, as the encoder's
     alike = value.dim() == 1 + len(shape) and value.shape[1:] == shape
@@ -451,16 +451,16 @@ def _checked(
     return value
 
 
-def _check_entries(key: str, spec: PatchOffsets, found: int, grids: Sequence[Grid]) -> None:
+def _check_entries(key: str, spec: PatchOffsets, entries: int, grids: Sequence[Grid]) -> None:
     """Raise unless offsets are as many as sequences, and one."""
     frames = sum(t for t, _, _ in grids)
-    if spec.most is None and found != frames + 1:
+    if spec.most is None and entries != frames + 1:
         expected = f"{frames + 1}, one sequence for each frame"
-    elif found < 2 and any(t * h * w for t, h, w in grids):
+    elif entries < 2 and any(t * h * w for t, h, w in grids):
         expected = "at least 2, of one sequence"
     else:
         return
-    raise EncoderError.offset_count(key=key, found=found, expected=expected)
+    raise EncoderError.offset_count(key=key, found=entries, expected=expected)
 
 
 def _input(mm_kwargs: Mapping[str, Any], name: str) -> Any:

@@ -588,16 +588,16 @@ def check_rows(
         fits = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
         if fits and (len(leaf) == least if exactly else len(leaf) >= least):
             continue
-        found = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         count = "" if exactly else "at least "
         expected = f"tensors of {count}{least} rows each, the output tokens"
         many, few = sorted((len(leaf), least))[::-1] if fits else (1, 0)
         if few and many % few == 0:
             ratio = f"{many // few} times too {'many' if len(leaf) == many else 'few'}"
             raise EncoderError.row_ratio(
-                method=method, found=str(found), expected=expected, ratio=ratio
+                method=method, found=str(shape), expected=expected, ratio=ratio
             )
-        raise EncoderError.returned(method=method, found=str(found), expected=expected)
+        raise EncoderError.returned(method=method, found=str(shape), expected=expected)
     if columns is not None:
         check_columns(leaves, columns, method)
 
@@ -666,8 +666,8 @@ def check_values(
         if value is None:
             continue
         if not isinstance(value, torch.Tensor):
-            found = type(value).__name__
-            raise EncoderError.buffer_value(key=key, found=found, expected="a tensor, or None")
+            kind = type(value).__name__
+            raise EncoderError.buffer_value(key=key, found=kind, expected="a tensor, or None")
         check_row_count(key, value, config, counts, len(specs), synchronises)
 
 
@@ -690,9 +690,9 @@ def check_offsets(key: str, value: torch.Tensor, rows: int | None, synchronises:
         raise _not_offsets(key, f"{last} at last", rows)
 
 
-def _not_offsets(key: str, found: str, rows: int | None) -> EncoderError:
+def _not_offsets(key: str, text: str, rows: int | None) -> EncoderError:
     end = "the number of rows" if rows is None else f"{rows}, the rows of these items"
-    return EncoderError.offsets(key=key, found=found, expected=f"integers from 0 to {end}")
+    return EncoderError.offsets(key=key, found=text, expected=f"integers from 0 to {end}")
 
 
 def layout(value: torch.Tensor) -> str:
@@ -705,10 +705,10 @@ def check_cast(key: str, value: torch.Tensor, dtype: torch.dtype) -> None:
     integral = not (value.is_floating_point() or value.is_complex())
     if integral and value.dtype != torch.bool and (dtype.is_floating_point or dtype.is_complex):
         # uint8 is what image loaders return, indices are of wider integers.
-        found = layout(value)
+        text = layout(value)
         if value.dtype == torch.uint8:
-            raise EncoderError.buffer_bytes(key=key, found=found, dtype=str(dtype))
-        raise EncoderError.buffer_cast(key=key, found=found, dtype=str(dtype))
+            raise EncoderError.buffer_bytes(key=key, found=text, dtype=str(dtype))
+        raise EncoderError.buffer_cast(key=key, found=text, dtype=str(dtype))
 
 
 def path_arguments(

@@ -374,13 +374,13 @@ class SegmentRecorder(Breaker):
         places = [Place(name, self._batch, item, f"[{item}]") for item in range(len(leaves))]
         ours = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._owns(leaf)]
         fixed = {address(tensor) for tensor in (*compat.tree_tensors(inputs), *ours)} - {0}
-        names = {place.name for place in places}
+        names = {position.name for position in places}
         across, bridges = crossings(places, leaves, names, (), fixed, self._frame)
         for crossing in across:
             crossing(leaves)
         host = self._on_host(places, leaves)
         for block, crossed in bridges:
-            items = [place.item for place in places if place.name in crossed]
+            items = [position.item for position in places if position.name in crossed]
             originals = [Original(name, results[item], leaves[item], block) for item in items]
             self._bridges.append(block)
             self._originals += originals
@@ -394,10 +394,10 @@ class SegmentRecorder(Breaker):
         checks: list[Crossing] = []
         if self.pool.device.tensor_type == "cpu":
             return checks
-        for place in places:
-            leaf = leaves[place.item]
+        for position in places:
+            leaf = leaves[position.item]
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and address(leaf):
-                check = SameOnHost(place, leaf)
+                check = SameOnHost(position, leaf)
                 self._host_results.setdefault(address(leaf), []).append(check)
                 checks.append(check)
         return checks

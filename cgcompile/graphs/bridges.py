@@ -49,51 +49,51 @@ Bridges = list[tuple[Block, list[str]]]
 
 def crossings(
     places: Sequence[Place],
-    made: Sequence[Any],
+    outputs: Sequence[Any],
     read: Collection[str],  # names of the results that are read at a fixed address
     lasting: Collection[str],  # those that must stay where they are, if that is fixed
     fixed: set[int],  # fixed addresses; those of the bridges are added
     frame: Frame,
 ) -> tuple[list[Crossing], Bridges]:
-    """Return the crossings of results that had the values ``made``, and their bridges."""
+    """Return the crossings of results that had the values ``outputs``, and their bridges."""
     across: list[Crossing] = []
     bridges: Bridges = []
     fresh: dict[int, list[Place]] = {}
-    for place in places:
-        value = made[place.item]
+    for position in places:
+        value = outputs[position.item]
         if not isinstance(value, torch.Tensor):
-            if place.name in read:
-                across.append(_same_value(place, value))
+            if position.name in read:
+                across.append(_same_value(position, value))
         elif address(value) in fixed:
-            if place.name in read or place.name in lasting:
-                across.append(_same_address(place, value))
+            if position.name in read or position.name in lasting:
+                across.append(_same_address(position, value))
         else:
-            fresh.setdefault(address(value) or -1 - place.item, []).append(place)
+            fresh.setdefault(address(value) or -1 - position.item, []).append(position)
     for members in fresh.values():
-        if any(place.name in read for place in members):
-            result = any(place.name in lasting for place in members)
-            values = [made[place.item] for place in members]
+        if any(position.name in read for position in members):
+            result = any(position.name in lasting for position in members)
+            values = [outputs[position.item] for position in members]
             if len(members) == 1:
                 block, crossing = _bridge(members[0], values[0], frame, result)
             else:
                 block, crossing = _shared_bridge(members, values, frame, result)
             across.append(crossing)
-            bridges.append((block, [place.name for place in members]))
+            bridges.append((block, [position.name for position in members]))
             fixed.add(block.address)
     return across, bridges
 
 
 def _bridge(
-    place: Place, value: torch.Tensor, frame: Frame, result: bool
+    position: Place, value: torch.Tensor, frame: Frame, result: bool
 ) -> tuple[Block, Crossing]:
     """Return what copies a fresh result to where the graphs after it read."""
     buffer = OwnedCopy(value, frame, result=result)
 
     def cross(results: list[Any]) -> None:
-        value = results[place.item]
-        place.check_layout(value, buffer.tensor)
+        value = results[position.item]
+        position.check_layout(value, buffer.tensor)
         buffer.fill(value)
-        results[place.item] = buffer.tensor
+        results[position.item] = buffer.tensor
 
     return buffer.block, cross
 
@@ -112,9 +112,9 @@ def _shared_bridge(
     ]
 
     def cross(results: list[Any]) -> None:
-        values = [results[place.item] for place in places]
-        for place, value, view in zip(places, values, views, strict=True):
-            place.check_layout(value, view)
+        values = [results[position.item] for position in places]
+        for position, value, view in zip(places, values, views, strict=True):
+            position.check_layout(value, view)
         first, last = stretch(values)
         one_memory = len({address(value) for value in values}) == 1
         if not one_memory or _offsets(values, first) != starts:
@@ -122,8 +122,8 @@ def _shared_bridge(
         source = torch.empty(0, dtype=torch.uint8, device=values[0].device)
         source.set_(values[0].untyped_storage(), first, (last - first,), (1,))
         memory.copy_(source, non_blocking=True)
-        for place, view in zip(places, views, strict=True):
-            results[place.item] = view
+        for position, view in zip(places, views, strict=True):
+            results[position.item] = view
 
     return block, cross
 
@@ -133,29 +133,29 @@ def _offsets(tensors: Sequence[torch.Tensor], first: int) -> list[Any]:
     return [tensor.storage_offset() * tensor.element_size() - first for tensor in tensors]
 
 
-def _same_address(place: Place, value: torch.Tensor) -> Crossing:
+def _same_address(position: Place, value: torch.Tensor) -> Crossing:
     """Return a check of a result that is memory at a fixed address, such as an argument's."""
     before = Placed.of(value)
 
     def check(results: list[Any]) -> None:
-        value = results[place.item]
+        value = results[position.item]
         if isinstance(value, torch.Tensor):
             now = Placed.of(value)
             if now == before:
                 return
             if now.address != before.address:
-                raise place.moved(now.address, before.address)
-        raise place.changed(layout_text(value), layout_text(before))
+                raise position.moved(now.address, before.address)
+        raise position.changed(layout_text(value), layout_text(before))
 
     return check
 
 
-def _same_value(place: Place, before: Any) -> Crossing:
+def _same_value(position: Place, before: Any) -> Crossing:
     """Return a check of a result that is no tensor, which the graph after it has recorded."""
 
     def check(results: list[Any]) -> None:
-        if not same_value(results[place.item], before):
-            raise place.changed(repr(results[place.item]), repr(before))
+        if not same_value(results[position.item], before):
+            raise position.changed(repr(results[position.item]), repr(before))
 
     return check
 
@@ -163,10 +163,10 @@ def _same_value(place: Place, before: Any) -> Crossing:
 class SameOnHost:
     """Check a CPU tensor in a graph of another device, if captured code reads it: ``is_read``."""
 
-    def __init__(self, place: Place, made: torch.Tensor) -> None:
+    def __init__(self, position: Place, value: torch.Tensor) -> None:
         self.is_read = False
-        self._place = place
-        self._before = made.detach().clone()
+        self._place = position
+        self._before = value.detach().clone()
         self._bytes = numbers_as_bytes(self._before)
 
     def __call__(self, results: list[Any]) -> None:

@@ -249,9 +249,9 @@ class HostStep:
         for is_freed, shape in self.outside:
             if is_freed():
                 raise CaptureError.freed_input(what=self.name + self.inside, shape=shape)
-        made = self.call(*self.args, **self.kwargs)
+        output = self.call(*self.args, **self.kwargs)
         if self.results:
-            leaves = compat.tree_leaves(made)
+            leaves = compat.tree_leaves(output)
             for position, target in self.results:
                 target.copy_(storage_bytes(leaves[position].untyped_storage()))
 
@@ -487,8 +487,8 @@ class _Recorder(compat.DispatchMode):
         replay = partial(_replay_region, call, bodies)
         step = self._step("compiled_region", replay, tuple(inputs), {})
         with _InRegion(partial(self._body, known, bodies)):
-            made = self._run(call, list(inputs))
-        return self._finish(step, made, tensors, has_effect=True)
+            output = self._run(call, list(inputs))
+        return self._finish(step, output, tensors, has_effect=True)
 
     def _body(
         self,
@@ -553,8 +553,10 @@ class _Recorder(compat.DispatchMode):
 
     def _weak(self, leaf: Any) -> Any:
         """Return a tensor of the pool without a hold on its memory; anything else as it is."""
-        made = isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in self._made
-        return compat.weak_tensor(leaf) if made else leaf
+        is_pooled = (
+            isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in self._made
+        )
+        return compat.weak_tensor(leaf) if is_pooled else leaf
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packet = getattr(func, "overloadpacket", func)
@@ -569,21 +571,21 @@ class _Recorder(compat.DispatchMode):
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
         if not all(map(self._is_number, compat.tree_tensors((args, kwargs)))):
             self._numbers.difference_update(addresses)
-        made = self._run(call, *args, **kwargs)
+        output = self._run(call, *args, **kwargs)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
             self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(written[0])))
         if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it
-            fill = compat.alias(made).copy_
-            self._steps.append(HostStep(str(func), fill, (made.clone(),), {}, []))
-            self._numbers.add(made.untyped_storage().data_ptr())
-            return made
+            fill = compat.alias(output).copy_
+            self._steps.append(HostStep(str(func), fill, (output.clone(),), {}, []))
+            self._numbers.add(output.untyped_storage().data_ptr())
+            return output
         if packet in _ALLOCATIONS:
-            return self._moved(made, [])[0]
-        has_effect = bool(written) or not compat.tree_tensors(made)
-        made = self._finish(step, made, compat.tree_tensors((args, kwargs)), has_effect)
+            return self._moved(output, [])[0]
+        has_effect = bool(written) or not compat.tree_tensors(output)
+        output = self._finish(step, output, compat.tree_tensors((args, kwargs)), has_effect)
         if packet is aten.lift_fresh_copy:  # what AOTAutograd makes of it
-            self._numbers.add(made.untyped_storage().data_ptr())
-        return made
+            self._numbers.add(output.untyped_storage().data_ptr())
+        return output
 
     def _step(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -605,15 +607,15 @@ class _Recorder(compat.DispatchMode):
         return HostStep(name, call, weak_args, weak_kwargs, outside, inside=inside)
 
     def _finish(
-        self, step: HostStep, made: Any, inputs: list[torch.Tensor], has_effect: bool
+        self, step: HostStep, output: Any, inputs: list[torch.Tensor], has_effect: bool
     ) -> Any:
-        made, step.results = self._moved(made, inputs)
+        output, step.results = self._moved(output, inputs)
         if step.results or has_effect:
             self._steps.append(step)
-        return made
+        return output
 
     def _moved(
-        self, made: Any, inputs: list[torch.Tensor]
+        self, output: Any, inputs: list[torch.Tensor]
     ) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
         """Return results with new memory moved into the pool, and where the bytes of each are."""
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
@@ -640,7 +642,7 @@ class _Recorder(compat.DispatchMode):
                 results.append((position, compat.weak_tensor(target)))
             return _placed(leaf, homes[address])
 
-        return compat.tree_map(move, made), results
+        return compat.tree_map(move, output), results
 
     # -------------------------------------------------------------- what a capture must not do
 

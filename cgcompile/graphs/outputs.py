@@ -172,15 +172,15 @@ class ReusedResult:
         self._output, self._names = output, tuple(kwargs)
         indices = {id(x): at for at, x in enumerate(_argument_leaves(args, kwargs, self._names))}
         own = {id(weight) for weight in weights}
-        made = {
+        tensors = {
             item: leaf
             for item, leaf in enumerate(flatten(result)[0])
             if isinstance(leaf, torch.Tensor)
         }
-        passed = {item: leaf for item, leaf in made.items() if id(leaf) in own}
+        passed = {item: leaf for item, leaf in tensors.items() if id(leaf) in own}
         self._arguments = {  # item of the result: index among the leaves of the arguments
             item: indices[id(leaf)]
-            for item, leaf in made.items()
+            for item, leaf in tensors.items()
             if item not in passed and id(leaf) in indices
         }
         leaves, _ = flatten(output)

@@ -161,8 +161,8 @@ class Timeline:
                 self.live.details[why.reason] = f"{why.detail}{known}"
                 self._last[why.reason] = why.detail, call
         if new:
-            found = {"reason": why.reason.value, "detail": why.detail}
-            compat.trace_artifact("cgcompile_refusal", lambda: found, self._compile_id)
+            payload = {"reason": why.reason.value, "detail": why.detail}
+            compat.trace_artifact("cgcompile_refusal", lambda: payload, self._compile_id)
         return new
 
     def _warn(self, why: Fallback, call: _Call = "", how: str = "without a CUDA graph") -> None:

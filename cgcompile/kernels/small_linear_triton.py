@@ -37,10 +37,10 @@ def _stored(out, bias, residual, y, rows, columns, live, N, HAS_BIAS: tl.constex
     if HAS_BIAS:
         y += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     mask = live[:, None] & (columns < N)[None, :]
-    place = rows[:, None] * N + columns[None, :]
+    offsets = rows[:, None] * N + columns[None, :]
     if RESIDUAL:
-        y += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
+        y += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

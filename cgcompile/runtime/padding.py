@@ -161,14 +161,16 @@ class _Plan:
         if written:
             raise _CannotPad(f"the step may write {written[0]}, and a padded one would write more")
         dims = [(position, value, self._dims(value)) for position, value in values]
-        self._sizes = [(position, found[None]) for position, _, found in dims if None in found]
+        self._sizes = [
+            (position, symbols[None]) for position, _, symbols in dims if None in symbols
+        ]
         padded = [each for each in dims if each[2] and None not in each[2]]
         for _, value, _ in padded:
             if not _is_contiguous(split, value.meta):
                 raise _CannotPad(f"{_name(value)} is not contiguous")
-        self._inputs = [(position, found) for position, _, found in padded]
+        self._inputs = [(position, symbols) for position, _, symbols in padded]
         self._cuts = [(item, self._dims(value)) for item, value in enumerate(split.result)]
-        if any(None in found for _, found in self._cuts):
+        if any(None in symbols for _, symbols in self._cuts):
             raise _CannotPad("a result is the length itself")
 
     def _length_of(self, value: Value) -> sympy.Symbol | None:
@@ -180,7 +182,7 @@ class _Plan:
 
     def _dims(self, value: Any) -> dict[int | None, sympy.Symbol]:
         """Return the dimensions of a value that are lengths; of a number with the key None."""
-        found: dict[int | None, sympy.Symbol] = {}
+        dims: dict[int | None, sympy.Symbol] = {}
         meta = value.meta if isinstance(value, Value) else value
         sizes = enumerate(meta.shape) if isinstance(meta, torch.Tensor) else [(None, meta)]
         for dim, size in sizes:
@@ -188,11 +190,11 @@ class _Plan:
                 continue
             number = self._split.symbols.number(size)
             if number in self.lengths:
-                found[dim] = number
+                dims[dim] = number
             elif number.free_symbols.intersection(self.lengths):
                 text = self._split.symbols.pretty(number)
                 raise _CannotPad(f"{_name(value)} has the size {text}, which is no length itself")
-        return found
+        return dims
 
     def key(self, sizes: _Numbers) -> tuple[int, ...]:
         """Return the sizes that make shapes."""
@@ -292,18 +294,18 @@ def _is_contiguous(split: SplitGraph, tensor: torch.Tensor) -> bool:
 def _shared(results: Sequence[Any], inputs: Sequence[Any]) -> int | None:
     """Return the index of a result in memory of an input, which a padded call would not be."""
     memory = {address(x) for x in inputs if isinstance(x, torch.Tensor)} - {0}
-    found = [isinstance(x, torch.Tensor) and address(x) in memory for x in results]
-    return found.index(True) if any(found) else None
+    aliases = [isinstance(x, torch.Tensor) and address(x) in memory for x in results]
+    return aliases.index(True) if any(aliases) else None
 
 
-def _is_close(expected: Any, found: Any) -> bool:
+def _is_close(expected: Any, actual: Any) -> bool:
     """Return whether two results differ by rounding at most, relative to each column's largest."""
     if not isinstance(expected, torch.Tensor):
-        return bool(expected == found)
+        return bool(expected == actual)
     if not (expected.dtype.is_floating_point and expected.numel()):
-        return torch.equal(expected, found)
+        return torch.equal(expected, actual)
     columns = expected.shape[-1] if expected.dim() > 1 else 1
-    numbers, others = (each.reshape(-1, columns).double() for each in (expected, found))
+    numbers, others = (each.reshape(-1, columns).double() for each in (expected, actual))
     largest = numbers.nan_to_num(0, 0, 0).abs().amax(0)
     scale = largest.maximum(largest.median())  # a column of few numbers may be near 0 by chance
     tolerance = max(4 * torch.finfo(expected.dtype).eps, 1e-4) * scale

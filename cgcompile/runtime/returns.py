@@ -47,7 +47,7 @@ class Returns:
 
     def __init__(
         self,
-        made: Any,  # what the recorded step returned
+        tree: Any,  # what the recorded step returned
         sources: Sequence[Any],  # what later steps find for each leaf: a slot, or an object
         step: StepInputs,
         fixed: Set[int],  # where memory of graphs, bridges and copied inputs begins
@@ -55,7 +55,7 @@ class Returns:
         tracked: Callable[[Sequence[Any]], list[Any]] | None = None,  # with ``debug``
         owned: Callable[[torch.Tensor], OwnedCopy | None] | None = None,  # own buffers, if needed
     ) -> None:
-        self._spec = compat.tree_spec(made)
+        self._spec = compat.tree_spec(tree)
         self._tracked = tracked
         self.constants: list[Any] = []  # the items that never vary; None for the others
         # Items of the result with what makes them: an input, a view of one, a slot, a buffer.
@@ -65,7 +65,7 @@ class Returns:
         self._owned: list[tuple[OwnedCopy, Any]] = []  # with what fills it: a tensor, or a slot
         copied: dict[int, torch.Tensor] = {}
         reused: dict[int, torch.Tensor] = {}
-        for item, (leaf, source) in enumerate(zip(compat.tree_leaves(made), sources, strict=True)):
+        for item, (leaf, source) in enumerate(zip(compat.tree_leaves(tree), sources, strict=True)):
             in_slot = isinstance(source, Slot)
             constant = None if in_slot else source
             is_tensor = isinstance(leaf, torch.Tensor)
@@ -102,7 +102,7 @@ class Returns:
         self.reused_items = [*reused]  # the items that are tensors of ``reused``
         self.reused = ReusedTensors([*reused.values()])
         varies = bool(self._views or self._inputs or self._live or self._owned or copied)
-        self.is_flat = isinstance(made, tuple) and not any(map(compat.is_container, made))
+        self.is_flat = isinstance(tree, tuple) and not any(map(compat.is_container, tree))
         # Whether the result is a tuple of constants and reused tensors.
         self.is_steady = self.is_flat and not varies and tracked is None
         self._last: tuple[Any, Any] = (None, None)  # of a steady result: (tensors, with constants)

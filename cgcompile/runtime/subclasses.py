@@ -58,13 +58,13 @@ class UnwrappedGraph:
         """Return why the plain tensors do not stand for the inputs; None if they do."""
         if compat.has_tangent(inputs) or (torch.is_grad_enabled() and _require_grad(inputs)):
             return GRADIENTS  # the plain tensors were traced without them
-        for position, each in self._dropped:
-            if inputs[position] is not compat.real_object(each.fake):
-                return _other(each)
-        for position, each in self._checked:
-            assert each.wrapper is not None
-            if not each.wrapper.fits(inputs[position]):
-                return _other(each)
+        for position, spec in self._dropped:
+            if inputs[position] is not compat.real_object(spec.fake):
+                return _other(spec)
+        for position, spec in self._checked:
+            assert spec.wrapper is not None
+            if not spec.wrapper.fits(inputs[position]):
+                return _other(spec)
         parts = self._parts(*inputs)
         if self._alike is None or not self._alike(*parts):
             return self._why_other_parts(inputs, parts)
@@ -73,14 +73,14 @@ class UnwrappedGraph:
     def _why_other_parts(self, inputs: tuple[Any, ...], parts: tuple[Any, ...]) -> Fallback | None:
         """Compare all of the subclasses with those of the trace, and remember what they are."""
         layouts: list[tuple[list[int | None], list[int]]] = []
-        for position, each in self._wrapped:
-            assert each.wrapper is not None
-            if not each.wrapper.fits(inputs[position]):
-                return _other(each)
-            tensors = each.wrapper.parts(inputs[position])
-            for tensor, fake in zip(tensors, each.fakes, strict=True):
+        for position, spec in self._wrapped:
+            assert spec.wrapper is not None
+            if not spec.wrapper.fits(inputs[position]):
+                return _other(spec)
+            tensors = spec.wrapper.parts(inputs[position])
+            for tensor, fake in zip(tensors, spec.fakes, strict=True):
                 if not _like(tensor, fake):
-                    return _other(each)
+                    return _other(spec)
                 sizes = [None if is_symbolic_number(n) else int(n) for n in fake.shape]
                 layouts.append((sizes, list(tensor.stride())))
         self._alike = compat.alike(parts, layouts)
@@ -89,15 +89,15 @@ class UnwrappedGraph:
     def _built(self, result: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the result with subclasses built from the plain tensors in it."""
         plain, results = iter(result), list[Any]()
-        for each in self._results:
-            if each.given is not None:
-                results.append(inputs[each.given])
-            elif each.wrapper is None:
+        for spec in self._results:
+            if spec.given is not None:
+                results.append(inputs[spec.given])
+            elif spec.wrapper is None:
                 results.append(next(plain))
             else:
-                size = [self._number(n, inputs) for n in each.wrapper.size]
-                stride = [self._number(n, inputs) for n in each.wrapper.stride]
-                results.append(each.wrapper.build(plain, torch.Size(size), tuple(stride)))
+                size = [self._number(n, inputs) for n in spec.wrapper.size]
+                stride = [self._number(n, inputs) for n in spec.wrapper.stride]
+                results.append(spec.wrapper.build(plain, torch.Size(size), tuple(stride)))
         return tuple(results)
 
     def _number(self, number: Any, inputs: tuple[Any, ...]) -> int:
@@ -112,8 +112,8 @@ def _require_grad(inputs: tuple[Any, ...]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
 
 
-def _other(each: Input) -> Fallback:
-    return Fallback(Reason.UNSUPPORTED_INPUT, f"{each.path} is not built as when it was traced")
+def _other(spec: Input) -> Fallback:
+    return Fallback(Reason.UNSUPPORTED_INPUT, f"{spec.path} is not built as when it was traced")
 
 
 def _like(tensor: torch.Tensor, fake: torch.Tensor) -> bool:
@@ -133,17 +133,17 @@ def _reader(wrapped: Sequence[tuple[int, Input]]) -> Callable[..., tuple[Any, ..
 def _inputs_reader(inputs: Sequence[Input]) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the inputs that returns those of the graph on plain tensors."""
     items: list[str] = []
-    for position, each in enumerate(inputs):
-        if each.wrapper is not None:
-            items += [f"g[{position}].{path}" for path in _paths(each)]
-        elif not each.dropped:
+    for position, spec in enumerate(inputs):
+        if spec.wrapper is not None:
+            items += [f"g[{position}].{path}" for path in _paths(spec)]
+        elif not spec.dropped:
             items.append(f"g[{position}]")
     return _function(items)
 
 
-def _paths(each: Input) -> tuple[str, ...]:
-    assert each.wrapper is not None
-    return each.wrapper.paths
+def _paths(spec: Input) -> tuple[str, ...]:
+    assert spec.wrapper is not None
+    return spec.wrapper.paths
 
 
 def _function(items: Sequence[str]) -> Callable[..., tuple[Any, ...]]:

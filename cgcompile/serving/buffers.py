@@ -448,13 +448,11 @@ class StaticInputs:
 
 
 def _misfit(spec: InputBuffer, rows: int, value: Any) -> InputBufferError:
-    found = type(value).__name__
+    text = type(value).__name__
     if isinstance(value, torch.Tensor):
-        found = f"{value.dtype} {list(value.shape)}"
+        text = f"{value.dtype} {list(value.shape)}"
     expected = f"{spec.dtype} {list(_sizes(spec, rows))}"
-    return InputBufferError.value(
-        name=spec.name, expected=expected, found=found, counts=spec.counts
-    )
+    return InputBufferError.value(name=spec.name, expected=expected, found=text, counts=spec.counts)
 
 
 # ---------------------------------------------------------------- outputs

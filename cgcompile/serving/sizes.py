@@ -206,10 +206,10 @@ def checked_histogram(
     expected = "a mapping from batch sizes to numbers of steps"
     require(isinstance(histogram, Mapping), "histogram", "sizes", histogram, expected)
     steps: dict[int, int] = {}
-    for batch, found in histogram.items():
-        rows, number = whole(batch), whole(found)
+    for batch, count in histogram.items():
+        rows, number = whole(batch), whole(count)
         if rows is None or rows < 1 or number is None or number < 0:
-            raise SizesError.bad_entry(name=name, batch=batch, steps=found, unit=unit, times=times)
+            raise SizesError.bad_entry(name=name, batch=batch, steps=count, unit=unit, times=times)
         if number:
             steps[rows] = number
     return dict(sorted(steps.items()))

@@ -68,16 +68,16 @@ def given_up() -> list[str]:
     # ``counters`` forgets a break where the whole function is skipped.
     from torch._dynamo.utils import get_compilation_metrics
 
-    found = []
+    texts = []
     for metrics in get_compilation_metrics():
         if metrics.fail_type == "Unsupported" and metrics.fail_user_frame_filename:
             what, *rest = map(str.strip, str(metrics.fail_reason).splitlines())
             file = os.path.basename(metrics.fail_user_frame_filename)
             hints = [line for line in rest if line.startswith("Hint: ")]
-            found.append(
+            texts.append(
                 ". ".join([f"{what} ({file}:{metrics.fail_user_frame_lineno})", *hints[:1]])
             )
-    return found
+    return texts
 
 
 def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:

@@ -65,9 +65,9 @@ class InductorCall:
             if get_ident() != thread:
                 return function(args)
             taken, before = list(args), _modes()
-            made: Sequence[Any] = function(args)
-            calls.append((taken, list(made), before, _modes()))
-            return made
+            returned: Sequence[Any] = function(args)
+            calls.append((taken, list(returned), before, _modes()))
+            return returned
 
         graph.current_callable = noted
         before = _modes()
@@ -76,10 +76,10 @@ class InductorCall:
         finally:
             graph.current_callable = function
         if len(calls) == 1 and isinstance(results, (list, tuple)):
-            taken, made, *states = calls[0]
-            same = _same(taken, inputs) and _same(made, results)
+            taken, outputs, *states = calls[0]
+            same = _same(taken, inputs) and _same(outputs, results)
             same = same and states == [before, _modes()]
-            if same and not _memory(taken) & _memory(made):
+            if same and not _memory(taken) & _memory(outputs):
                 self.function = function
         self._known = True
         return results

@@ -208,8 +208,8 @@ def given_argument(node: fx.Node, name: str) -> Any:
     """Return an argument of a call by its name, or its default; None without one."""
     # No parameters of the user's functions, which the cache would keep alive.
     defaults = _defaults(node.target) if _module(node.target).partition(".")[0] == "torch" else {}
-    given = {**dict(zip(defaults, node.args, strict=False)), **node.kwargs}
-    return given.get(name, defaults.get(name))
+    arguments = {**dict(zip(defaults, node.args, strict=False)), **node.kwargs}
+    return arguments.get(name, defaults.get(name))
 
 
 def is_arithmetic(target: Any) -> bool:

@@ -75,8 +75,8 @@ def _check_call(context: Any, seen: list[Any]) -> None:
     if [*map(id, changes)] != [*map(id, seen[1])]:
         raise CannotRepeat("an object of the user is changed between two layers")
     args, kwargs = tx.symbolic_locals["args"], tx.symbolic_locals["kwargs"]
-    given = build_input_fingerprint(tx, args.items, kwargs.keys_as_python_constant()).flat_vts
-    nodes = [each.as_proxy().node for tag, each in given if tag.value in ("tensor", "symnode")]
+    variables = build_input_fingerprint(tx, args.items, kwargs.keys_as_python_constant()).flat_vts
+    nodes = [each.as_proxy().node for tag, each in variables if tag.value in ("tensor", "symnode")]
     if len(set(nodes)) < len(nodes):  # the copy has one input for both
         raise CannotRepeat("two arguments of a layer are the same tensor or size")
 

@@ -264,11 +264,11 @@ class Trace:
             return
         nodes = self.graph.graph.find_nodes(op="placeholder")
         bound: dict[int, str] = {}
-        for position, (node, given) in enumerate(zip(nodes, self.inputs, strict=True)):
+        for position, (node, value) in enumerate(zip(nodes, self.inputs, strict=True)):
             path = str(node._dynamo_source.name)
             root = _ROOT.match(path)
             of_caller = root is not None and root[1] == "L" and root[2] in arguments
-            if isinstance(given, torch.Tensor) and not of_caller:
+            if isinstance(value, torch.Tensor) and not of_caller:
                 bound[position] = path
         self._live = tuple(n for n in range(len(nodes)) if n not in bound)
         for position in bound:

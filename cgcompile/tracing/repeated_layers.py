@@ -75,15 +75,15 @@ def check_tensors(
 def _candidates(owner: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
     """Return the modules of each class that occurs often, but for those within such a module."""
     counts = Counter(type(module) for module in owner.modules() if module is not owner)
-    found: dict[type[nn.Module], list[nn.Module]] = {}
+    candidates: dict[type[nn.Module], list[nn.Module]] = {}
     waiting = [owner]
     while waiting:
         for child in waiting.pop().children():
             if counts[type(child)] >= _FEWEST and _is_markable(child, type(owner)):
-                found.setdefault(type(child), []).append(child)
+                candidates.setdefault(type(child), []).append(child)
             else:
                 waiting.append(child)
-    return {cls: layers for cls, layers in found.items() if len(layers) >= _FEWEST}
+    return {cls: layers for cls, layers in candidates.items() if len(layers) >= _FEWEST}
 
 
 def _is_markable(module: nn.Module, owner: type[nn.Module]) -> bool:
