@@ -86,7 +86,7 @@ def decode(
     """Greedy decoding; all tokens [B, S] int64."""
     model.reset()
     tokens = torch.arange(args.batch, device=args.device)  # the same buffer at every step
-    found = [tokens.clone()]
+    generated = [tokens.clone()]
     batch = BatchDescriptor(args.batch, num_reqs=args.batch, uniform=True)
     for length in range(args.tokens):
         with set_forward_context(
@@ -95,8 +95,8 @@ def decode(
             batch_descriptor=batch,
         ):
             tokens.copy_(step(tokens).argmax(-1))
-        found.append(tokens.clone())
-    return torch.stack(found, 1)
+        generated.append(tokens.clone())
+    return torch.stack(generated, 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,12 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrapper = cgcompile.BreakableCUDAGraphWrapper(model, config)
     with torch.inference_mode():
         expected = decode(model, model, args)
-        found = decode(model, wrapper, args)
+        actual = decode(model, wrapper, args)
         (entry,) = wrapper.concrete_cudagraph_entries.values()
     print(entry.sequence.text())
     print(wrapper.counters)
-    same = torch.equal(found, expected)
-    print(f"tokens: {found.numel()}, {len(found.unique())} different ones")
+    same = torch.equal(actual, expected)
+    print(f"tokens: {actual.numel()}, {len(actual.unique())} different ones")
     print(f"tokens identical: {'yes' if same else 'no'}")
     kept = (
         same

@@ -134,9 +134,9 @@ def compare(loop: Loop, device: str, compiler: str, steps: int) -> bool:
     eager, compiled = loop.pipeline(device), loop.pipeline(device, backend)
     calls = range(len(SIZES) * len(GUIDANCE))
     expected = [loop.run(eager, call, steps) for call in calls]
-    found = [loop.run(compiled, call, steps) for call in calls]
+    images = [loop.run(compiled, call, steps) for call in calls]
     assert not torch.allclose(expected[0], expected[2], atol=0.1)  # so that stale results show
-    worst = max(float((x - y).abs().max()) for x, y in zip(expected, found, strict=True))
+    worst = max(float((x - y).abs().max()) for x, y in zip(expected, images, strict=True))
     counters = backend.counters
     replayed = counters.replays / max(counters.calls, 1)
     print(f"{loop.name}: largest difference {worst:.1e}, {replayed:.0%} replayed; {counters}")

@@ -112,8 +112,8 @@ def own_forward(forward: Callable[..., Any], tower: Any) -> Way:
 
     def run(call: Call) -> list[torch.Tensor]:
         pixels, grids = call["pixel_values"], call["image_grid_thw"]
-        found = forward(pixels, grid_thw=grids.to(pixels.device)).pooler_output
-        return list(found.split(tokens_of(call, tower)))
+        features = forward(pixels, grid_thw=grids.to(pixels.device)).pooler_output
+        return list(features.split(tokens_of(call, tower)))
 
     return run
 
@@ -143,7 +143,7 @@ def make_manager(
 def milliseconds(way: Way, requests: Sequence[Call], args: argparse.Namespace) -> list[float]:
     """Of each request, the median of some rounds after a first one."""
     wait = torch.cuda.synchronize if torch.device(args.device).type == "cuda" else lambda: None
-    found = []
+    medians = []
     for call in requests:
         times = []
         for _ in range(args.rounds + 1):
@@ -152,15 +152,15 @@ def milliseconds(way: Way, requests: Sequence[Call], args: argparse.Namespace) -
             way(call)
             wait()
             times.append(1e3 * (time.perf_counter() - start))
-        found.append(statistics.median(times[1:]))
-    return found
+        medians.append(statistics.median(times[1:]))
+    return medians
 
 
-def largest_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def largest_difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Relative to the largest value of each image."""
-    if [each.shape for each in found] != [each.shape for each in expected]:
+    if [each.shape for each in actual] != [each.shape for each in expected]:
         return float("inf")
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(actual, expected, strict=True)
     return max(
         float((one - other).abs().max() / other.abs().max().clamp(min=1e-6)) for one, other in pairs
     )
@@ -170,13 +170,13 @@ def broken_promises(
     difference: float, allowed: float, manager: EncoderCudaGraphManager
 ) -> list[str]:
     """What went wrong, a sentence each; empty if all is well."""
-    broken, found = [], manager.statistics
+    broken, stats = [], manager.statistics
     if not difference <= allowed:
         broken.append(f"results differ from eager by {difference:.1e}, allowed {allowed:.0e}")
-    if found.hit_rate < LEAST_HITS:
-        broken.append(f"{found.misses} of {found.hits + found.misses} images without a graph")
-    if found.waste() > MOST_WASTE:
-        broken.append(f"{found.waste():.0%} of the replayed tokens are padding")
+    if stats.hit_rate < LEAST_HITS:
+        broken.append(f"{stats.misses} of {stats.hits + stats.misses} images without a graph")
+    if stats.waste() > MOST_WASTE:
+        broken.append(f"{stats.waste():.0%} of the replayed tokens are padding")
     return broken
 
 
@@ -209,8 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"replays: {manager.statistics.replays}")
     print(f"largest difference from eager: {difference:.1e}")
     broken = broken_promises(difference, 1e-1 if args.real else 1e-4, manager)
-    for each in broken:
-        print(f"BROKEN: {each}")
+    for problem in broken:
+        print(f"BROKEN: {problem}")
     print(f"promises kept: {'no' if broken else 'yes'}")
     return 1 if broken else 0
 

@@ -98,26 +98,26 @@ def decode(
 ) -> torch.Tensor:
     """``count`` tokens after the prompt, always the most likely one: (batch, count)."""
     tokens = prompt
-    found = []
+    chosen = []
     for _ in range(count):
         logits = model(input_ids=tokens, past_key_values=cache).logits
         tokens = logits[:, -1].argmax(-1, keepdim=True)
-        found.append(tokens)
-    return torch.cat(found, dim=1)
+        chosen.append(tokens)
+    return torch.cat(chosen, dim=1)
 
 
-def differing_step(expected: torch.Tensor, found: torch.Tensor) -> int | None:
+def differing_step(expected: torch.Tensor, actual: torch.Tensor) -> int | None:
     """The first step at which some row has another token; None if all are equal."""
-    steps = (expected != found).any(dim=0).nonzero()
+    steps = (expected != actual).any(dim=0).nonzero()
     return int(steps[0]) if len(steps) else None
 
 
 def broken_promises(
-    expected: torch.Tensor, found: torch.Tensor, graphs: Sequence[CompiledGraph]
+    expected: torch.Tensor, actual: torch.Tensor, graphs: Sequence[CompiledGraph]
 ) -> list[str]:
     """What went wrong, a sentence each; empty if all is well."""
     broken = []
-    step = differing_step(expected, found)
+    step = differing_step(expected, actual)
     if step is not None:
         broken.append(f"the tokens differ from eager from step {step} on")
     for graph in graphs:
@@ -164,15 +164,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with torch.inference_mode():
         prompt = torch.randint(args.vocab, (args.batch, args.prompt)).to(args.device)
         expected = decode(model, prompt, make_cache(config, args), args.tokens)
-        found = decode(compiled, prompt, make_cache(config, args), args.tokens)
+        actual = decode(compiled, prompt, make_cache(config, args), args.tokens)
 
     graphs = cgcompile.runtime(compiled).graphs
     print_graphs(graphs)
-    print(f"tokens: {found.numel()}, {len(set(found.flatten().tolist()))} different ones")
-    print(f"tokens identical: {'yes' if torch.equal(expected, found) else 'no'}")
-    broken = broken_promises(expected, found, graphs)
-    for each in broken:
-        print(f"BROKEN: {each}")
+    print(f"tokens: {actual.numel()}, {len(set(actual.flatten().tolist()))} different ones")
+    print(f"tokens identical: {'yes' if torch.equal(expected, actual) else 'no'}")
+    broken = broken_promises(expected, actual, graphs)
+    for problem in broken:
+        print(f"BROKEN: {problem}")
     print(f"promises kept: {'no' if broken else 'yes'}")
     return 1 if broken else 0
 

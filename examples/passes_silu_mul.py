@@ -42,13 +42,13 @@ WARMUPS, STEPS = 3, 20
 @cache
 def library() -> torch.library.Library:
     """Registers the op, once; an op goes with its library, so the library stays."""
-    made = torch.library.Library("cgcompile_example", "FRAGMENT")
-    made.define("silu_and_mul(Tensor gate, Tensor up) -> Tensor")
-    made.impl("silu_and_mul", lambda gate, up: F.silu(gate) * up, "CompositeExplicitAutograd")
+    lib = torch.library.Library("cgcompile_example", "FRAGMENT")
+    lib.define("silu_and_mul(Tensor gate, Tensor up) -> Tensor")
+    lib.impl("silu_and_mul", lambda gate, up: F.silu(gate) * up, "CompositeExplicitAutograd")
     torch.library.register_fake(
-        "cgcompile_example::silu_and_mul", lambda gate, up: torch.empty_like(gate), lib=made
+        "cgcompile_example::silu_and_mul", lambda gate, up: torch.empty_like(gate), lib=lib
     )
-    return made
+    return lib
 
 
 def silu_and_mul() -> Callable[..., torch.Tensor]:
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = make_model(args)
     ids = torch.randint(96, (args.batch, args.tokens)).to(args.device)
     expected, before, seconds_before = run(model, ids, args.compiler, ())
-    found, after, seconds_after = run(model, ids, args.compiler, (FuseSiluMul(),))
+    actual, after, seconds_after = run(model, ids, args.compiler, (FuseSiluMul(),))
     record = next(each for each in after.passes if each.name == FuseSiluMul.name)
     tolerance = 0.0 if args.compiler == "eager" else 1e-4
 
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"seconds of the pass: {record.seconds:.4f}")
     print(f"distinct pieces: {len(before.distinct)} without it, {len(after.distinct)} with it")
     print(f"ms of a step: {seconds_before * 1e3:.2f} without it, {seconds_after * 1e3:.2f} with it")
-    difference = float((found - expected).abs().max())
+    difference = float((actual - expected).abs().max())
     print(f"largest difference: {difference:g}, allowed {tolerance:g}")
     broken = []
     if matches(record) < args.layers:
@@ -185,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         broken.append("the results differ")
     if len(before.distinct) != len(after.distinct):
         broken.append("layers that were equal are so no more")
-    for each in broken:
-        print(f"BROKEN: {each}")
+    for problem in broken:
+        print(f"BROKEN: {problem}")
     print(f"promises kept: {'no' if broken else 'yes'}")
     return 1 if broken else 0
 

@@ -218,8 +218,8 @@ class Server:
 
     def requests(self) -> list[Request]:
         """Fresh requests, of this rank's replica."""
-        made = self.workload.make()
-        return self.ranks.share(made) if self.ranks else made
+        requests = self.workload.make()
+        return self.ranks.share(requests) if self.ranks else requests
 
     def _blocks(self, draft_tokens: int) -> int:
         args = self.args
@@ -259,7 +259,7 @@ class Server:
         engine.serve(requests)
         self._synchronize()
         seconds = time.perf_counter() - begin
-        found = Run(
+        run = Run(
             mode,
             draft,
             requests,
@@ -270,15 +270,15 @@ class Server:
             seconds,
             allocator.num_blocks - 1 - allocator.num_free,
         )
-        for each in runners.values():
-            each.stop()
-        return replace(found, partings=self._partings(found))
+        for runner in runners.values():
+            runner.stop()
+        return replace(run, partings=self._partings(run))
 
-    def _partings(self, found: Run) -> tuple[Parting, ...]:
+    def _partings(self, run: Run) -> tuple[Parting, ...]:
         if self.ranks:
-            return partings_from_plain(found.requests, self.whole)
-        self._reference = self._reference or found
-        return partings(self._reference.requests, found.requests, self.whole)
+            return partings_from_plain(run.requests, self.whole)
+        self._reference = self._reference or run
+        return partings(self._reference.requests, run.requests, self.whole)
 
     def _synchronize(self) -> None:
         if self.target.device.type == "cuda":
@@ -301,23 +301,26 @@ def serve_all(args: argparse.Namespace, ranks: Ranks | None = None) -> list[str]
         run = server.run(mode, draft)
         runs = ranks.gather(run) if ranks else [run]
         first = first or runs
-        for rank, each in enumerate(runs):
+        for rank, rank_run in enumerate(runs):
             if rank % args.tensor_parallel == 0:
-                print(each.text())
-            apart += len(each.partings)
+                print(rank_run.text())
+            apart += len(rank_run.partings)
             reference = "one process without graphs" if ranks else first[0].name
-            found = broken_promises(
-                each, reference, scarce=not args.blocks and ranks is None, close=args.close_calls
+            problems = broken_promises(
+                rank_run,
+                reference,
+                scarce=not args.blocks and ranks is None,
+                close=args.close_calls,
             )
-            broken += [f"rank {rank}: {text}" for text in found] if ranks else found
+            broken += [f"rank {rank}: {text}" for text in problems] if ranks else problems
         if args.coverage:
             print_coverage(run)
     if not args.coverage:
         print_coverage(run)
     print_tokens(first)
     print(f"tokens identical: {'no' if apart else 'yes'}")
-    for each in broken:
-        print(f"BROKEN: {each}")
+    for problem in broken:
+        print(f"BROKEN: {problem}")
     print(f"promises kept: {'no' if broken else 'yes'}")
     return broken
 

@@ -29,12 +29,12 @@ from cgcompile.graphs import BulkCapture
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 128, 160, 192, 224, 256)
 
 
-def report(name: str, found: BulkCapture, before: tuple[int, int], device: str) -> None:
+def report(name: str, capture: BulkCapture, before: tuple[int, int], device: str) -> None:
     after = memory(device)
     pool, lost = ((now - was) / 2**20 for now, was in zip(after, before, strict=True))
     print(
-        f"{name:10} {len(found.captured):3} sizes  warm {found.warm_seconds:7.2f} s  "
-        f"capture {found.capture_seconds:6.3f} s  pool {pool:7.1f} MiB  device {lost:7.1f} MiB"
+        f"{name:10} {len(capture.captured):3} sizes  warm {capture.warm_seconds:7.2f} s  "
+        f"capture {capture.capture_seconds:6.3f} s  pool {pool:7.1f} MiB  device {lost:7.1f} MiB"
     )
 
 
@@ -75,9 +75,9 @@ def measure(args: argparse.Namespace, name: str) -> bool:
             with set_forward_context():
                 call(rows[:size])
         before = memory(args.device)
-        found = bulk(step)
-        report(name, found, before, args.device)
-        good = not found.missing
+        capture = bulk(step)
+        report(name, capture, before, args.device)
+        good = not capture.missing
         for size in args.sizes:
             rows.copy_(torch.randn_like(rows))
             with set_forward_context():

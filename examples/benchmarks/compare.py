@@ -149,11 +149,11 @@ def run_worker(args: argparse.Namespace) -> int:
 class Process:
     """A worker from outside."""
 
-    def __init__(self, args: argparse.Namespace, given: Sequence[str], model: str, end: float):
+    def __init__(self, args: argparse.Namespace, options: Sequence[str], model: str, end: float):
         self.model, self.end = model, end
         self.file: Path = args.out / f"{model}.json"
         self.file.unlink(missing_ok=True)
-        command = [sys.executable, __file__, *given, "--worker", model, "--deadline", str(end)]
+        command = [sys.executable, __file__, *options, "--worker", model, "--deadline", str(end)]
         # Few threads: they compile while the starts of others are timed.
         environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ}
         self._process = subprocess.Popen(
@@ -164,8 +164,8 @@ class Process:
         """Wait until it has compiled everything; False if it ended, or had no time left."""
         assert self._process.stdout is not None
         left = max(0.0, self.end - time.monotonic())
-        found, _, _ = select.select([self._process.stdout], [], [], left)
-        return bool(found) and self._process.stdout.readline().strip() == "ready"
+        readable, _, _ = select.select([self._process.stdout], [], [], left)
+        return bool(readable) and self._process.stdout.readline().strip() == "ready"
 
     def go_on(self) -> None:
         """Let it measure, and wait until it is done or its time is over."""
@@ -228,8 +228,8 @@ class Result:
     def save(self) -> None:
         self.file.write_text(json.dumps(self.found, indent=1) + "\n")
 
-    def add_starts(self, found: dict[str, Any]) -> None:
-        self.found["starts"] = {name: found[name] for name in WAYS if name in found}
+    def add_starts(self, rows: dict[str, Any]) -> None:
+        self.found["starts"] = {name: rows[name] for name in WAYS if name in rows}
         self.save()
 
     def add_model(self, process: Process) -> None:
@@ -243,7 +243,7 @@ class Result:
 def given_to_starts(args: argparse.Namespace) -> list[str]:
     dims = dims_of(args, "main")
     dtype = "float32" if args.device == "cpu" else "bfloat16"
-    given = {
+    options = {
         "device": args.device,
         "dtype": dtype,
         "layers": dims.layers,
@@ -254,10 +254,10 @@ def given_to_starts(args: argparse.Namespace) -> list[str]:
         "vocabulary": dims.vocabulary,
         "context": dims.context,
     }
-    return [each for name, value in given.items() for each in (f"--{name}", str(value))]
+    return [each for name, value in options.items() for each in (f"--{name}", str(value))]
 
 
-def run_all(args: argparse.Namespace, given: Sequence[str]) -> Result:
+def run_all(args: argparse.Namespace, options: Sequence[str]) -> Result:
     """All parts: the workers compile while cold starts are timed, then measure one by one."""
     end = time.monotonic() + args.seconds - LAST_SECONDS
     result = Result(args)
@@ -267,21 +267,21 @@ def run_all(args: argparse.Namespace, given: Sequence[str]) -> Result:
         begins |= starts(given_to_starts(args), COMPARED, 1, until, result.add_starts)
     processes = []
     if {"time", "memory"} & set(args.parts):
-        for place, model in enumerate(args.models):
+        for index, model in enumerate(args.models):
             # Each model gets a share at the end; the first, which is the larger, most of it.
-            later = 0.12 * args.seconds * (len(args.models) - 1 - place)
-            processes.append(Process(args, given, model, end - later))
+            later = 0.12 * args.seconds * (len(args.models) - 1 - index)
+            processes.append(Process(args, options, model, end - later))
     try:
         if "compile" in args.parts:
             others = [name for name in WAYS if name not in COMPARED]
             add = lambda more: result.add_starts({**begins, **more})  # noqa: E731
             add(starts(given_to_starts(args), others, args.at_once, until, add))
-        for each in [each for each in processes if each.is_ready()]:
-            each.go_on()
+        for process in [each for each in processes if each.is_ready()]:
+            process.go_on()
     finally:
-        for each in processes:
-            each.stop()
-            result.add_model(each)
+        for process in processes:
+            process.stop()
+            result.add_model(process)
     return result
 
 
@@ -308,13 +308,13 @@ def caches_in(folder: str, parts: Sequence[str]) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    args = arguments(given)
+    options = list(sys.argv[1:] if argv is None else argv)
+    args = arguments(options)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.worker:
         return run_worker(args)
     with tempfile.TemporaryDirectory() as caches, caches_in(caches, args.parts):
-        result = run_all(args, given)
+        result = run_all(args, options)
     text = whole_text(result.found)
     print(text)
     (args.out / "compare.txt").write_text(text + "\n")

@@ -82,14 +82,14 @@ def compiled_in(way: str, model: nn.Module) -> Callable[..., Any]:
     if way == "reduce-overhead":
         return torch.compile(model, mode="reduce-overhead", dynamic=True)
     _, guards, compiler = way.split()
-    made: Callable[..., Any] = cgcompile.compile(
+    compiled: Callable[..., Any] = cgcompile.compile(
         model,
         compiler=compiler,
         guards=guards,
         **OPTIONS,
         dynamic_dims={"tokens": {0: "tokens"}, "positions": {0: "tokens"}},
     )
-    return made
+    return compiled
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,11 +101,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize()
         call = compiled_in(args.way, model)
         start = time.perf_counter()
-        found = call(*inputs)
+        result = call(*inputs)
         if args.device == "cuda":
             torch.cuda.synchronize()
         total = time.perf_counter() - start
-        largest = float((found - expected).abs().max() / expected.abs().max())
+        largest = float((result - expected).abs().max() / expected.abs().max())
     counted = torch._dynamo.utils.counters
     compiled = counted["inductor"]["fxgraph_cache_miss"]
     compiled += counted["aot_autograd"]["autograd_cache_miss"]
@@ -141,12 +141,12 @@ def entry_costs(args: argparse.Namespace) -> None:
 
 
 def run(
-    given: Sequence[str], way: str, caches: Path, warm: bool, *, keep_all: bool = False
+    options: Sequence[str], way: str, caches: Path, warm: bool, *, keep_all: bool = False
 ) -> dict[str, Any]:
     """One way in a process of its own; see the header for what is left in its caches.
 
     Args:
-        given: arguments of this script.
+        options: arguments of this script.
         way: one of WAYS.
         caches: a folder.
         warm: whether ``caches`` holds what a cold run has left.
@@ -163,12 +163,12 @@ def run(
         "TORCHINDUCTOR_CACHE_DIR": str(torchs / "inductor"),
         "TRITON_CACHE_DIR": str(torchs / "triton"),
     }
-    command = [sys.executable, __file__, *given, "--way", way]
+    command = [sys.executable, __file__, *options, "--way", way]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{way}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--way", help="measure this one in this process")
     args = parser.parse_args(argv)
-    given = list(sys.argv[1:] if argv is None else argv)
+    options = list(sys.argv[1:] if argv is None else argv)
     if args.way:
         print(json.dumps(measure(args)))
         return 0
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for way in args.ways:
         with tempfile.TemporaryDirectory() as folder:
             for warm in (False, True):
-                row = run(given, way, Path(folder), warm)
+                row = run(options, way, Path(folder), warm)
                 good &= row["difference"] < (3e-2 if args.dtype == "bfloat16" else 1e-4)
                 good &= not (warm and way.startswith("cgcompile") and row["compiled"])
                 print(

@@ -47,7 +47,7 @@ def make_manager(
 ) -> CudaGraphManager:
     """All batch sizes captured, in a mode of the manager."""
     limits = step_limits(args)
-    made = CudaGraphManager(
+    manager = CudaGraphManager(
         model,
         CudagraphDispatcher(
             CUDAGraphMode[MANAGED[name]],
@@ -62,10 +62,10 @@ def make_manager(
         config=config,
     )
     for size in args.batches:
-        made.run(made.dummy_batch(BatchDescriptor(size), "warmup"), valid_modes=())
-    for title, bulk in made.capture().items():
+        manager.run(manager.dummy_batch(BatchDescriptor(size), "warmup"), valid_modes=())
+    for title, bulk in manager.capture().items():
         print(f"{name}: {title}: {bulk}", flush=True)
-    return made
+    return manager
 
 
 def step_limits(args: argparse.Namespace) -> Limits:
@@ -112,11 +112,11 @@ def hand_graph(args: argparse.Namespace, model: Any) -> Step:
         static.call(compiled, batch)
         buffers = static.stage(batch)
         context = set_forward_context(paged_metadata(batch, None, buffers).attn_metadata)  # type: ignore[arg-type]
-        given = {name: buffers[name] for name in TAKES}
+        inputs = {name: buffers[name] for name in TAKES}
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), context, torch.cuda.graph(graph):
-            out = compiled(**given)
+            out = compiled(**inputs)
         graphs[batch.num_tokens] = (graph, out)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -160,10 +160,10 @@ def is_right(args: argparse.Namespace, ways: dict[str, Step], batch: Batch) -> b
     good = bool(expected.isfinite().all() and expected.abs().sum() > 0)
     for name, step in ways.items():
         for _ in range(2):  # the first may record
-            found = step(batch)
-        close = torch.allclose(found, expected, rtol=args.tolerance, atol=args.tolerance)
+            result = step(batch)
+        close = torch.allclose(result, expected, rtol=args.tolerance, atol=args.tolerance)
         if not close:
-            far = (found.float() - expected.float()).abs().max().item()
+            far = (result.float() - expected.float()).abs().max().item()
             print(f"BROKEN: {name}, batch {batch.num_tokens}: differs by {far:.3g}")
         good &= close
     return good
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compiled = torch.compile(model, backend=cgcompile.Backend(config), dynamic=True)
     models = {name: model if name == "breakable" else compiled for name in MANAGED}
     managers = {name: make_manager(args, name, models[name], config) for name in MANAGED}
-    ways: dict[str, Step] = {name: made.run for name, made in managers.items()}
+    ways: dict[str, Step] = {name: manager.run for name, manager in managers.items()}
     if args.device == "cuda":
         ways["reduce-overhead"] = reduce_overhead(args, model)
         ways["hand graph"] = hand_graph(args, model)
@@ -231,12 +231,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for size in args.batches:
         batch = decode_batch(size, args.length, args.block_size, width)
         good &= is_right(args, ways, batch)
-        found = measured(args, ways, batch)
+        times = measured(args, ways, batch)
         for row, what in enumerate(("step", "host", "queued")):
-            cells = "".join(f"{found[name][row]:17.3f}" for name in ways)
+            cells = "".join(f"{times[name][row]:17.3f}" for name in ways)
             print(f"{size:6} {what:8}{cells}", flush=True)
-    for name, made in managers.items():
-        ran = {cell.mode for cell in made.statistics.cells() if cell.hits}
+    for name, manager in managers.items():
+        ran = {cell.mode for cell in manager.statistics.cells() if cell.hits}
         if MANAGED[name] not in ran or len(ran) > 2:  # the warm-up ran plain
             print(f"BROKEN: {name} ran as {', '.join(sorted(ran))}")
             good = False

@@ -114,14 +114,14 @@ def batches(seed: int) -> dict[str, list[Grid]]:
 def stream(seed: int, count: int) -> list[list[Grid]]:
     """Requests of 1 to 8 images; each fourth a video of 2 to 8 frames."""
     source = random.Random(seed)
-    found = []
+    requests = []
     for number in range(count):
         if number % 4 == 3:
             side = source.choice(SIDES[:5])
-            found.append([grid_of(side, side, source.randint(2, 8))])
+            requests.append([grid_of(side, side, source.randint(2, 8))])
         else:
-            found.append(mixed(source, source.choice((1, 1, 1, 2, 3, 4, 6, 8))))
-    return found
+            requests.append(mixed(source, source.choice((1, 1, 1, 2, 3, 4, 6, 8))))
+    return requests
 
 
 def make_call(grids: Sequence[Grid], args: argparse.Namespace) -> Call:
@@ -146,8 +146,8 @@ def own_forward(forward: Callable[..., Any]) -> Run:
 
     def run(call: Call) -> torch.Tensor:
         pixels, grids = call.values()
-        found: torch.Tensor = forward(pixels, grid_thw=grids.to(pixels.device)).pooler_output
-        return found
+        features: torch.Tensor = forward(pixels, grid_thw=grids.to(pixels.device)).pooler_output
+        return features
 
     return run
 
@@ -225,21 +225,21 @@ def make_manager(args: argparse.Namespace, encoder: Any, name: str) -> EncoderCu
             capture_device="host" if args.device == "cpu" else "auto"
         ),
     )
-    found = manager.capture()
+    capture = manager.capture()
     taken = time.perf_counter() - start
     pool, lost = ((now - was) / 2**20 for now, was in zip(memory(args), before, strict=True))
     print(
-        f"{name}: {len(found.captured)} of {len(args.budgets)} graphs, {taken:.2f} s "
-        f"(warm {found.warm_seconds:.2f}, capture {found.capture_seconds:.2f}); "
+        f"{name}: {len(capture.captured)} of {len(args.budgets)} graphs, {taken:.2f} s "
+        f"(warm {capture.warm_seconds:.2f}, capture {capture.capture_seconds:.2f}); "
         f"allocator {pool:.0f} MiB, device {lost:.0f} MiB",
         flush=True,
     )
     return manager
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Of all values together, relative."""
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 class Report:
@@ -269,9 +269,9 @@ class Report:
         expected: torch.Tensor,
     ) -> None:
         manager.statistics.clear()
-        found = torch.cat(manager.execute(dict(call)))
+        actual = torch.cat(manager.execute(dict(call)))
         seen = manager.statistics
-        hits, waste, error = seen.hit_rate, seen.waste(), difference(found, expected)
+        hits, waste, error = seen.hit_rate, seen.waste(), difference(actual, expected)
         taken = milliseconds(lambda call: manager.execute(dict(call)), call, self.args.repeats)
         more = f"waste {waste:5.1%}  hits {hits:4.0%}  replays {seen.replays}  error {error:.1e}"
         self.line(batch, name, taken, more)
@@ -365,11 +365,11 @@ def profile(manager: EncoderCudaGraphManager, call: Call) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         manager.execute(dict(call))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    averages = found.key_averages()
+    averages = trace.key_averages()
     print(averages.table(sort_by="self_device_time_total", row_limit=16, max_name_column_width=70))
 
 
@@ -402,8 +402,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         manager = compare(report, args, tower)
         if args.requests:
             serve(manager, args, tower)
-    for each in report.broken:
-        print(f"BROKEN: {each}")
+    for problem in report.broken:
+        print(f"BROKEN: {problem}")
     print(f"at most {args.limit} of eager, and right: {'no' if report.broken else 'yes'}")
     return 1 if report.broken else 0
 

@@ -36,30 +36,30 @@ NOTHING = "No figures are kept yet: `python examples/benchmarks/compare.py` meas
 MODEL, BATCH = "main", "8"
 
 
-def goal_table(found: dict[str, Any]) -> Table:
+def goal_table(result: dict[str, Any]) -> Table:
     """The budget, without the figures behind it."""
     rows: Table = [["goal", "is", "at most", "verdict"]]
-    for goal in budget(found):
+    for goal in budget(result):
         value = "-" if goal.value is None else f"{goal.value:.2f} {goal.unit}"
         rows.append([goal.name, value, f"{goal.limit:g} {goal.unit}", goal.verdict])
     return rows
 
 
-def section(found: dict[str, Any]) -> str:
+def section(result: dict[str, Any]) -> str:
     """The Markdown for one result."""
-    model = found["models"][MODEL]
+    model = result["models"][MODEL]
     measured = model["batches"][BATCH]
     parts = [
-        f"{machine_line(found)}. One decode step, batch {BATCH}, {model_line(model)}; "
+        f"{machine_line(result)}. One decode step, batch {BATCH}, {model_line(model)}; "
         f"medians of {measured['steps']} samples{pace_text(measured)}. *Floor*: a bare loop over "
         "the very same graphs and op, with the same kind of call.",
         markdown_table(step_table(model, BATCH)),
         markdown_table(capture_table(model)),
     ]
-    if found["starts"]:
-        parts.append(markdown_table(start_table(found["starts"])))
-    parts.append(markdown_table(goal_table(found)))
-    bad = list(troubles(found))
+    if result["starts"]:
+        parts.append(markdown_table(start_table(result["starts"])))
+    parts.append(markdown_table(goal_table(result)))
+    bad = list(troubles(result))
     if bad:
         parts.append("\n".join(f"* {each}" for each in bad))
     return "\n\n".join(parts) + "\n"
@@ -76,9 +76,9 @@ def between(page: str) -> str:
     Raises:
         ValueError: the comments are not there, once and in order.
     """
-    before, found, rest = page.partition(f"{BEGIN}\n")
+    before, opened, rest = page.partition(f"{BEGIN}\n")
     inner, closed, after = rest.partition(END)
-    if not (found and closed) or BEGIN in rest or END in before + after:
+    if not (opened and closed) or BEGIN in rest or END in before + after:
         raise ValueError(f"expected one {BEGIN} and one {END} after it, each on a line")
     return inner
 

@@ -113,11 +113,11 @@ def compare(
     rows = {"bare loop": floor, name: call}
     timed(rows, args.device, args.bursts, args.burst)
     before = replays() if replays is not None else 0
-    found = timed(rows, args.device, args.bursts, args.burst)
+    times = timed(rows, args.device, args.bursts, args.burst)
     if replays is not None:  # else it would not be replays that were measured
         assert replays() - before == args.bursts * args.burst, replays()
-    ratio = found[name] / found["bare loop"]
-    for row, seconds in found.items():
+    ratio = times[name] / times["bare loop"]
+    for row, seconds in times.items():
         print(f"  {row:18} {seconds * 1e6:8.1f} us", end="")
     print(f"  ratio {ratio:5.2f}")
     return ratio
@@ -169,7 +169,7 @@ def measure_compiled(
         kind = "the op's function" if direct else "the op through the dispatcher"
         print(f"{mode.name}: {sequence.num_graphs} graphs, {len(inputs)} inputs, {kind}")
         floor = floor_of(sequence, nothing if direct else torch.ops.cgbench.attend.default)
-        found = compare(args, "sequence", floor, sequence.replay)
+        ratio = compare(args, "sequence", floor, sequence.replay)
         calls: dict[str, Callable[[], None]] = {"compiled graph": step}
         if not direct:  # what is around the compiled graph does not depend on the call of the op
             calls |= {"with a new context": anew, "compiled model": whole}
@@ -177,7 +177,7 @@ def measure_compiled(
             compare(args, name, floor, call, lambda: graph.counters.replays)
     if not direct:
         measure_unguarded(args, model, x, splitting_op, mode)
-    return found
+    return ratio
 
 
 def measure_unguarded(
@@ -234,9 +234,9 @@ def measure_breakable(args: argparse.Namespace, layers: int, direct: bool) -> fl
         kind = "the op's function" if direct else "the op through the dispatcher"
         print(f"breakable: {sequence.num_graphs} graphs, {kind}")
         floor = floor_of(sequence, nothing if direct else torch.ops.cgbench.attend.default)
-        found = compare(args, "sequence", floor, sequence.replay)
+        ratio = compare(args, "sequence", floor, sequence.replay)
         compare(args, "wrapper", floor, step, lambda: wrapper.counters.replays)
-    return found
+    return ratio
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -252,14 +252,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=1.15)
     args = parser.parse_args(argv)
     define_attention()
-    found = []
+    ratios = []
     for layers in args.layers:
         for direct in (False, True):
-            found.append(measure_compiled(args, layers, CUDAGraphMode.PIECEWISE, direct))
-            found.append(measure_breakable(args, layers, direct))
+            ratios.append(measure_compiled(args, layers, CUDAGraphMode.PIECEWISE, direct))
+            ratios.append(measure_breakable(args, layers, direct))
     measure_compiled(args, args.layers[0], CUDAGraphMode.FULL, False)
-    print(f"highest ratio of a sequence of pieces: {max(found):.3f}")
-    return 1 if max(found) > args.limit else 0
+    print(f"highest ratio of a sequence of pieces: {max(ratios):.3f}")
+    return 1 if max(ratios) > args.limit else 0
 
 
 if __name__ == "__main__":

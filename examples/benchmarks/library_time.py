@@ -148,9 +148,9 @@ def make_case(name: str, device: str) -> tuple[torch.nn.Module, Loop]:
     """Return a network and a loop of calls of it, or of what it was compiled to."""
     torch.manual_seed(0)
     first, _, rest = name.partition(" ")
-    made = llama(rest, device) if first == "llama" else {"unet": unet, "flux": flux}[first](device)
-    made[0].eval().requires_grad_(False)
-    return made
+    case = llama(rest, device) if first == "llama" else {"unet": unet, "flux": flux}[first](device)
+    case[0].eval().requires_grad_(False)
+    return case
 
 
 def ways_of(network: torch.nn.Module, backend: cgcompile.Backend) -> dict[str, Any]:
@@ -190,8 +190,8 @@ def measure(name: str, device: str, lock: str, rounds: int) -> bool:
         for way, call in ways_of(network, backend).items():
             for _ in range(3):
                 loop(call)
-            found = loop(call, 1)
-            error = float((found - expected).abs().max() / expected.abs().max())
+            result = loop(call, 1)
+            error = float((result - expected).abs().max() / expected.abs().max())
             right &= error < 0.1
             ways[way] = call
             print(f"{name:14} {way:16} largest error {error:.4f}")

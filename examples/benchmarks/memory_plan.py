@@ -96,12 +96,12 @@ def manager_of(args: argparse.Namespace, name: str, way: str) -> CudaGraphManage
     )
 
 
-def growth(made: CudaGraphManager) -> None:
+def growth(manager: CudaGraphManager) -> None:
     """What each graph takes, one after the other."""
-    before = made.memory()
-    for mode, key in made.dispatcher.plan():
-        made.capture_graph(mode, key)
-        now = made.memory()
+    before = manager.memory()
+    for mode, key in manager.dispatcher.plan():
+        manager.capture_graph(mode, key)
+        now = manager.memory()
         parts = {k: v - before.parts[k] for k, v in now.parts.items() if v != before.parts[k]}
         text = ", ".join(f"{name} {nbytes / MIB:+.2f}" for name, nbytes in parts.items())
         print(f"    {mode.name} {key}: {text or '-'}")
@@ -110,25 +110,25 @@ def growth(made: CudaGraphManager) -> None:
 
 def measure(args: argparse.Namespace, name: str, way: str) -> bool:
     """Plan, capture and compare; whether the plan was right."""
-    made = manager_of(args, name, way)
+    manager = manager_of(args, name, way)
     start = time.perf_counter()
-    planned = made.plan()
+    planned = manager.plan()
     seconds = time.perf_counter() - start
     before = memory(args.device)[1]
-    made.capture()
-    found = made.memory()
+    manager.capture()
+    measured = manager.memory()
     lost = memory(args.device)[1] - before
-    good = abs(planned.total - found.total) <= max(0.1 * found.total, 8 * MIB)
+    good = abs(planned.total - measured.total) <= max(0.1 * measured.total, 8 * MIB)
     print(
-        f"{name:14} {way:10} {planned.against(found)}; plan {seconds:.1f} s; "
+        f"{name:14} {way:10} {planned.against(measured)}; plan {seconds:.1f} s; "
         f"device {lost / MIB:+.1f} MiB since"
     )
     if args.verbose or not good:
         print(planned)
     if args.growth:
-        made.release()
-        growth(made)
-    made.release()
+        manager.release()
+        growth(manager)
+    manager.release()
     print(f"    after release {(memory(args.device)[1] - before) / MIB:+.1f} MiB")
     return good
 
@@ -153,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     define_attention()
     rows = [(name, way) for name in args.models for way in args.ways]
     if args.isolate and len(rows) > 1:
-        given = [each for each in (argv or sys.argv[1:]) if each != "--isolate"]
-        good = [alone([*given, "--models", name, "--ways", way]) for name, way in rows]
+        options = [each for each in (argv or sys.argv[1:]) if each != "--isolate"]
+        good = [alone([*options, "--models", name, "--ways", way]) for name, way in rows]
     else:
         good = [measure(args, name, way) for name, way in rows]
     print(f"planned right: {'yes' if all(good) else 'no'}")

@@ -157,11 +157,11 @@ def generated(
         expected = model.generate(**inputs, **more, disable_compile=True)
         torch.manual_seed(seed)
         if way in ("static", "kept"):
-            found = model.generate(**inputs, **more, **static, compile_config=config)
+            tokens = model.generate(**inputs, **more, **static, compile_config=config)
         else:  # generate() compiles neither with a dynamic cache nor for beams
             with compiled_forward(model, backend):
-                found = model.generate(**inputs, **more, **static, disable_compile=True)
-        same &= torch.equal(found, expected)
+                tokens = model.generate(**inputs, **more, **static, disable_compile=True)
+        same &= torch.equal(tokens, expected)
     counters = handle.counters
     return counters.replays / max(counters.calls, 1), same
 
@@ -210,8 +210,8 @@ def encoded(
     model.compile(backend=handle)
     same = True
     for call, wanted in zip(calls, expected, strict=True):
-        found = torch.as_tensor(run(call, **quiet))
-        same &= torch.allclose(found, torch.as_tensor(wanted), atol=chosen.tolerance)
+        result = torch.as_tensor(run(call, **quiet))
+        same &= torch.allclose(result, torch.as_tensor(wanted), atol=chosen.tolerance)
     counters = handle.counters
     return counters.replays / max(counters.calls, 1), same, seen
 
@@ -255,13 +255,13 @@ def rows(chosen: argparse.Namespace) -> Iterator[tuple[str, list[tuple[str, floa
         yield name, [("as it is", share, same), ("pad_lengths", padded, right)]
 
 
-def main(given: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compiler", default="", help="inductor on a GPU, else eager")
     parser.add_argument("--rounds", type=int, default=8, help="calls of generate or encode")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="of embeddings and scores")
-    chosen = parser.parse_args(given)
+    chosen = parser.parse_args(argv)
     chosen.compiler = chosen.compiler or ("eager" if chosen.device == "cpu" else "inductor")
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")

@@ -44,7 +44,7 @@ RESULTS = Path(__file__).with_name("results") / "zoo.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -62,7 +62,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="the rows as JSON")
     parser.add_argument("--page", action="store_true", help="write the table and measure nothing")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -79,7 +79,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
     """All rows; those that took longest last time come first."""
-    found = [
+    tasks = [
         (entry.name, way)
         for entry in (catalogue.CATALOGUE.values() if args.models else catalogue.PARTS[args.part])
         for way in args.ways
@@ -88,7 +88,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     ]
     known = kept() or {"rows": []}
     seconds = {(row["name"], row["way"]): row["seconds"] for row in known["rows"]}
-    return sorted(found, key=lambda task: -seconds.get(task, 1e9))
+    return sorted(tasks, key=lambda task: -seconds.get(task, 1e9))
 
 
 def work(args: argparse.Namespace) -> None:
@@ -111,14 +111,14 @@ def run(args: argparse.Namespace, command: list[str]) -> dict[str, Any]:
     """Measure in workers that ``command`` starts; print and keep rows as they come."""
     begun, tasks, machine = time.perf_counter(), tasks_of(args), machine_of(args)
     rows: list[dict[str, Any]] = []
-    found = report(tasks, rows, machine)
+    result = report(tasks, rows, machine)
     for row in measured(tasks, args.workers, command, args.limit, args.seconds, places_of(args)):
         rows.append(row)
         print(f"{len(rows)}/{len(tasks)}  {table.line(row)}", flush=True)
-        found = report(tasks, rows, machine | {"seconds": round(time.perf_counter() - begun)})
+        result = report(tasks, rows, machine | {"seconds": round(time.perf_counter() - begun)})
         if args.output is not None:
-            save(args.output, found)
-    return found
+            save(args.output, result)
+    return result
 
 
 def places_of(args: argparse.Namespace) -> list[dict[str, str]]:
@@ -135,9 +135,9 @@ def report(
     tasks: list[Task], rows: list[dict[str, Any]], machine: dict[str, Any]
 ) -> dict[str, Any]:
     """What is known so far, in the order of the catalogue."""
-    order = {name: place for place, name in enumerate(catalogue.CATALOGUE)}
+    order = {name: position for position, name in enumerate(catalogue.CATALOGUE)}
 
-    def place(task: Task) -> tuple[int, int]:
+    def position_of(task: Task) -> tuple[int, int]:
         return order[task[0]], WAYS.index(task[1])
 
     came = {(row["name"], row["way"]) for row in rows}
@@ -148,17 +148,17 @@ def report(
             for e in catalogue.CATALOGUE.values()
             if any(name == e.name for name, _ in came)
         ],
-        "rows": sorted(rows, key=lambda row: place((row["name"], row["way"]))),
-        "not_run": [list(task) for task in sorted(tasks, key=place) if task not in came],
+        "rows": sorted(rows, key=lambda row: position_of((row["name"], row["way"]))),
+        "not_run": [list(task) for task in sorted(tasks, key=position_of) if task not in came],
     }
 
 
-def save(output: Path, found: dict[str, Any]) -> None:
+def save(output: Path, result: dict[str, Any]) -> None:
     """The rows and, beside them, the table; each file is whole at any time."""
     output.parent.mkdir(parents=True, exist_ok=True)
     for file, text in (
-        (output, table.dumped(found)),
-        (output.with_suffix(".md"), table.markdown(found)),
+        (output, table.dumped(result)),
+        (output.with_suffix(".md"), table.markdown(result)),
     ):
         part = file.with_name(file.name + ".part")
         part.write_text(text)
@@ -197,27 +197,27 @@ def machine_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(given: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
-    given = sys.argv[1:] if given is None else given
-    args = arguments(given)
+    argv = sys.argv[1:] if argv is None else argv
+    args = arguments(argv)
     if args.worker:
         work(args)
         return 0
     if args.page:
         PAGE.write_text(table.into(PAGE.read_text(), kept()))
         return 0
-    found = run(args, [sys.executable, str(Path(__file__).resolve()), "--worker", *given])
-    print(table.text(found))
-    return status(found)
+    result = run(args, [sys.executable, str(Path(__file__).resolve()), "--worker", *argv])
+    print(table.text(result))
+    return status(result)
 
 
-def status(found: dict[str, Any]) -> int:
+def status(result: dict[str, Any]) -> int:
     """Of the process."""
-    bad = [row for row in table.there(found["rows"]) if row["outcome"] not in ("right", "refused")]
+    bad = [row for row in table.there(result["rows"]) if row["outcome"] not in ("right", "refused")]
     if bad:
         return 1
-    return 3 if found["not_run"] else 0
+    return 3 if result["not_run"] else 0
 
 
 if __name__ == "__main__":

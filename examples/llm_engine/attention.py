@@ -94,15 +94,15 @@ def _triton_attention() -> Callable[..., None]:
 @cache
 def library() -> torch.library.Library:
     """Defines the op, once a process. A plain library costs less per call than ``custom_op``."""
-    made = torch.library.Library("cgcompile_serve", "FRAGMENT")
-    made.define(
+    lib = torch.library.Library("cgcompile_serve", "FRAGMENT")
+    lib.define(
         "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor(a!) out) -> ()",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     for key in ("CPU", "CUDA"):
-        made.impl("paged_attention", attend, key)
-    torch.library.register_fake(OP, lambda q, k_cache, v_cache, out: None, lib=made)
-    return made
+        lib.impl("paged_attention", attend, key)
+    torch.library.register_fake(OP, lambda q, k_cache, v_cache, out: None, lib=lib)
+    return lib
 
 
 def splitting_op() -> SplittingOp:

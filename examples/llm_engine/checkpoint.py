@@ -56,48 +56,48 @@ def read_config(folder: Path) -> LlamaConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"no config.json in {folder}")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if "model_type" not in found:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if "model_type" not in config:
         raise CheckpointError(f"{path} names no model_type; supported: 'llama'")
     for name, only in FIXED.items():
-        if found.get(name, only) != only:
-            raise CheckpointError(f"{path}: {name} is {found[name]!r}; supported: {only!r}")
-    theta, scaling = _rope(found, path)
-    heads = found["num_attention_heads"]
-    stops = found.get("eos_token_id")
+        if config.get(name, only) != only:
+            raise CheckpointError(f"{path}: {name} is {config[name]!r}; supported: {only!r}")
+    theta, scaling = _rope(config, path)
+    heads = config["num_attention_heads"]
+    stops = config.get("eos_token_id")
     return LlamaConfig(
-        vocab=found["vocab_size"],
-        hidden=found["hidden_size"],
-        intermediate=found["intermediate_size"],
-        layers=found["num_hidden_layers"],
+        vocab=config["vocab_size"],
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
         heads=heads,
-        kv_heads=found.get("num_key_value_heads") or heads,
-        head_dim=found.get("head_dim") or found["hidden_size"] // heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=found.get("rms_norm_eps", 1e-6),
-        tied=found.get("tie_word_embeddings", False),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        tied=config.get("tie_word_embeddings", False),
         stop_tokens=frozenset(
             stops if isinstance(stops, list) else [] if stops is None else [stops]
         ),
     )
 
 
-def _rope(found: dict[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+def _rope(config: dict[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
     """Theta and scaling: in one place since transformers 5, in two before."""
-    given = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
-    theta = given.get("rope_theta", found.get("rope_theta", 10000.0))
-    kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(f"{path}: partial_rotary_factor is not supported")
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, RopeScaling(kind, given["factor"])
+        return theta, RopeScaling(kind, rope["factor"])
     if kind == "llama3":
-        span = (given["low_freq_factor"], given["high_freq_factor"])
-        length = given["original_max_position_embeddings"]
-        return theta, RopeScaling(kind, given["factor"], *span, length)
+        span = (rope["low_freq_factor"], rope["high_freq_factor"])
+        length = rope["original_max_position_embeddings"]
+        return theta, RopeScaling(kind, rope["factor"], *span, length)
     supported = "'default', 'linear', 'llama3'"
     raise CheckpointError(f"{path}: the rope type is {kind!r}; supported: {supported}")
 
@@ -177,7 +177,7 @@ def _fused(name: str, parts: dict[int, torch.Tensor], shape: torch.Size) -> torc
         raise CheckpointError(
             f"no tensor for {name} ({', '.join(inner) or 'the whole'} is missing)"
         )
-    found = torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
-    if found.shape != shape:
-        raise CheckpointError(f"{name} is {list(found.shape)}; config.json says {list(shape)}")
-    return found
+    weight = torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
+    if weight.shape != shape:
+        raise CheckpointError(f"{name} is {list(weight.shape)}; config.json says {list(shape)}")
+    return weight

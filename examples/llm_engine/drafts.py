@@ -38,8 +38,8 @@ class RandomDraft:
 
     def propose(self, requests: Sequence[Request], k: int) -> torch.Tensor:
         rows = []
-        for each in requests:  # by request and place, so that a preemption changes nothing
-            source = random.Random(f"{self._seed} {each.number} {len(each.tokens)}")
+        for request in requests:  # by request and place, so that a preemption changes nothing
+            source = random.Random(f"{self._seed} {request.number} {len(request.tokens)}")
             rows.append([source.randrange(self._vocab) for _ in range(k)])
         return torch.tensor(rows)
 
@@ -63,10 +63,12 @@ class NgramIndex:
             if end is not None:
                 follow = end + 1
                 break
-        found: list[int] = []
-        for place in range(follow, follow + k):  # behind the end a cycle goes on
-            found.append(tokens[place] if place < len(tokens) else found[place - len(tokens)])
-        return found
+        guesses: list[int] = []
+        for position in range(follow, follow + k):  # behind the end a cycle goes on
+            guesses.append(
+                tokens[position] if position < len(tokens) else guesses[position - len(tokens)]
+            )
+        return guesses
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """All n-grams that end before the last token: the suffix itself is no match."""
@@ -84,9 +86,9 @@ class NgramDraft:
 
     def propose(self, requests: Sequence[Request], k: int) -> torch.Tensor:
         rows = []
-        for each in requests:
-            index = self._indices.setdefault(each.number, NgramIndex())
-            rows.append(index.propose(each.tokens, k))
+        for request in requests:
+            index = self._indices.setdefault(request.number, NgramIndex())
+            rows.append(index.propose(request.tokens, k))
         return torch.tensor(rows)
 
     def saw(self, prompts: Batch) -> None:
@@ -110,12 +112,12 @@ class ModelDraft:
         ids = torch.tensor([token for each in requests for token in each.tokens[-2:]])
         starts = [len(each.tokens) - 2 for each in requests]
         hidden = self._runner.run(self._runner.decoding(ids, starts, 2, rows))
-        found = [model.greedy(hidden[1::2])]
+        guesses = [model.greedy(hidden[1::2])]
         for step in range(1, k):
             starts = [len(each.tokens) - 1 + step for each in requests]
-            hidden = self._runner.run(self._runner.decoding(found[-1], starts, 1, rows))
-            found.append(model.greedy(hidden))
-        return torch.stack(found, 1)
+            hidden = self._runner.run(self._runner.decoding(guesses[-1], starts, 1, rows))
+            guesses.append(model.greedy(hidden))
+        return torch.stack(guesses, 1)
 
     def saw(self, prompts: Batch) -> None:
         self._runner.run(prompts)

@@ -98,18 +98,18 @@ class Engine:
         """The target's choice after each row that is sampled, and the drafts: one copy."""
         rows: list[int] = []
         end = 0
-        for each in work:
-            end += each.count
-            if each.samples:
-                rows += range(end - 1 if each.prefill else end - each.count, end)
+        for item in work:
+            end += item.count
+            if item.samples:
+                rows += range(end - 1 if item.prefill else end - item.count, end)
         if len(rows) < len(hidden):
             hidden = hidden[torch.tensor(rows, dtype=torch.int64).to(hidden.device)]
-        found = self.runner.model.greedy(hidden)
+        choices = self.runner.model.greedy(hidden)
         if drafts is None:
-            return found.tolist(), []
+            return choices.tolist(), []
         if drafts.device.type == "cpu":
-            return found.tolist(), drafts.tolist()
-        both = torch.cat((found, drafts.flatten())).tolist()
+            return choices.tolist(), drafts.tolist()
+        both = torch.cat((choices, drafts.flatten())).tolist()
         flat, k = both[len(rows) :], drafts.shape[1]
         return both[: len(rows)], [flat[at : at + k] for at in range(0, len(flat), k)]
 
@@ -117,29 +117,29 @@ class Engine:
         self, work: Sequence[Work], sampled: list[int], guesses: list[list[int]], now: float
     ) -> None:
         at = 0
-        for place, each in enumerate(work):
-            request = each.request
-            if each.prefill:
-                request.computed += each.count
-                if not each.samples:
+        for index, item in enumerate(work):
+            request = item.request
+            if item.prefill:
+                request.computed += item.count
+                if not item.samples:
                     continue
                 request.prefilling = False
                 request.accept(sampled[at : at + 1])
                 at += 1
             else:
-                found = sampled[at : at + each.count]
-                at += each.count
-                self._verify(request, found, guesses[place] if guesses else [])
+                choices = sampled[at : at + item.count]
+                at += item.count
+                self._verify(request, choices, guesses[index] if guesses else [])
             request.times = [*request.times[:1], now]
             if request.done:
                 self.scheduler.finish(request)
 
-    def _verify(self, request: Request, found: list[int], guesses: list[int]) -> None:
+    def _verify(self, request: Request, choices: list[int], guesses: list[int]) -> None:
         """Take the guesses that are the target's choice, and its choice after them."""
         right = 0
-        while right < len(guesses) and guesses[right] == found[right]:
+        while right < len(guesses) and guesses[right] == choices[right]:
             right += 1
-        taken = request.accept(found[: right + 1])
+        taken = request.accept(choices[: right + 1])
         request.computed += taken  # the last one taken is not in the cache yet
         self.drafted.proposed += len(guesses)
         self.drafted.accepted += min(right, taken)

@@ -33,20 +33,20 @@ class Parting:
 
 
 def partings(
-    expected: Sequence[Request], found: Sequence[Request], model: Llama
+    expected: Sequence[Request], actual: Sequence[Request], model: Llama
 ) -> tuple[Parting, ...]:
     """Of the requests whose output differs; overwrites the model's caches."""
     parts = []
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(expected, actual, strict=True):
         if one.output == other.output:
             continue
         pairs = list(zip(one.output, other.output, strict=False))
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         gap = float("inf")
-        if place < len(pairs):
-            spread = plain_logits(model, one.tokens[: len(one.prompt) + place])[-1]
-            gap = _gap(spread, *pairs[place])
-        parts.append(Parting(one.number, place, gap))
+        if position < len(pairs):
+            spread = plain_logits(model, one.tokens[: len(one.prompt) + position])[-1]
+            gap = _gap(spread, *pairs[position])
+        parts.append(Parting(one.number, position, gap))
     return tuple(parts)
 
 
@@ -57,14 +57,14 @@ def partings_from_plain(requests: Sequence[Request], model: Llama) -> tuple[Part
     greedy run of the model parts from it. Overwrites the model's caches.
     """
     parts = []
-    for each in requests:
-        logits = plain_logits(model, each.tokens[:-1])[len(each.prompt) - 1 :]
+    for request in requests:
+        logits = plain_logits(model, request.tokens[:-1])[len(request.prompt) - 1 :]
         best = logits.argmax(-1).tolist()
-        apart = [i for i, token in enumerate(each.output) if token != best[i]]
+        apart = [i for i, token in enumerate(request.output) if token != best[i]]
         if apart:
-            place = apart[0]
-            gap = _gap(logits[place], best[place], each.output[place])
-            parts.append(Parting(each.number, place, gap))
+            position = apart[0]
+            gap = _gap(logits[position], best[position], request.output[position])
+            parts.append(Parting(request.number, position, gap))
     return tuple(parts)
 
 

@@ -168,16 +168,16 @@ class Llama(nn.Module):
     def make_caches(self, num_blocks: int, block_size: int) -> None:
         """Allocate the cache of each layer; block 0 is the null block."""
         self.block_size = block_size
-        for each in self.modules():
-            if isinstance(each, Attention):
-                each.make_cache(num_blocks, block_size)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.make_cache(num_blocks, block_size)
 
     def forget(self) -> None:
         """Fill the caches with NaN: whoever reads what this run has not written gets noticed."""
-        for each in self.modules():
-            if isinstance(each, Attention):
-                each.k_cache.fill_(float("nan"))
-                each.v_cache.fill_(float("nan"))
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.k_cache.fill_(float("nan"))
+                module.v_cache.fill_(float("nan"))
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
@@ -229,7 +229,7 @@ def shallow_copy(model: Llama, layers: int) -> Llama:
     """The first layers of a model, with its embedding and head: a draft that agrees at times."""
     config = LlamaConfig(**{**vars(model.config), "layers": min(layers, model.config.layers)})
     weight = model.embed.weight
-    made = Llama(config).place(weight.device, weight.dtype)
-    wanted = made.state_dict()
-    made.load_state_dict({name: model.state_dict()[name] for name in wanted})
-    return made
+    draft = Llama(config).place(weight.device, weight.dtype)
+    wanted = draft.state_dict()
+    draft.load_state_dict({name: model.state_dict()[name] for name in wanted})
+    return draft

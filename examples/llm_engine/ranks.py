@@ -57,10 +57,10 @@ class Ranks:
     """
 
     def __init__(self, tensor: int, data: int, device: str, seconds: float = 60) -> None:
-        found = int(os.environ.get("WORLD_SIZE", "1"))
-        if found != tensor * data:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size != tensor * data:
             raise RanksError(
-                f"{tensor} x {data} ranks need as many processes, not {found}: "
+                f"{tensor} x {data} ranks need as many processes, not {world_size}: "
                 f"torchrun --nproc-per-node {tensor * data} examples/serve_llm.py ..."
             )
         timeout = timedelta(seconds=seconds)

@@ -88,9 +88,9 @@ class Run:
     def seconds_per_token(self) -> float:
         """Mean over requests of the time between one token and the next."""
         spans = [
-            (each.times[-1] - each.times[0]) / (len(each.output) - 1)
-            for each in self.requests
-            if len(each.times) > 1
+            (request.times[-1] - request.times[0]) / (len(request.output) - 1)
+            for request in self.requests
+            if len(request.times) > 1
         ]
         return sum(spans) / len(spans) if spans else 0.0
 
@@ -137,8 +137,8 @@ def broken_promises(run: Run, reference: str, *, scarce: bool, close: float) -> 
                 f"{run.name}: tokens differ from those of {reference}: request {part.number} from "
                 f"output token {part.place} on, by {part.gap:.2g} standard deviations of the logits"
             )
-    for each in run.models:
-        broken += [f"{run.name}, {each.title}: {text}" for text in _missed_graphs(each, run.mode)]
+    for model in run.models:
+        broken += [f"{run.name}, {model.title}: {text}" for text in _missed_graphs(model, run.mode)]
     if run.draft == "ngram" and not run.drafted.accepted:
         broken.append(f"{run.name}: no n-gram was accepted, although prompts repeat themselves")
     return broken + [f"{run.name}: {each}" for each in (_not_shown(run) if scarce else [])]

@@ -239,9 +239,9 @@ class Runner:
     def batch(self, work: Sequence[Work]) -> Batch:
         """The batch of a step's work, on the host; drafts are 0 for now."""
         ids: list[int] = []
-        for each in work:
-            known = each.request.tokens[each.start : each.start + each.count]
-            ids += known + [0] * (each.count - len(known))
+        for item in work:
+            known = item.request.tokens[item.start : item.start + item.count]
+            ids += known + [0] * (item.count - len(known))
         starts, counts = [each.start for each in work], [each.count for each in work]
         rows = [each.request.table.row for each in work]
         prefill = [each.prefill for each in work]
@@ -310,10 +310,10 @@ def decode_batch(
         width: of block tables.
         query_len: tokens of each in this step.
     """
-    each = -(-length // block_size)
-    order = torch.randperm(num_reqs * each, generator=torch.Generator().manual_seed(0)) + 1
-    rest = [NULL_BLOCK] * (width - each)
-    rows = [array("i", [*blocks, *rest]) for blocks in order.view(num_reqs, each).tolist()]
+    num_blocks = -(-length // block_size)
+    order = torch.randperm(num_reqs * num_blocks, generator=torch.Generator().manual_seed(0)) + 1
+    rest = [NULL_BLOCK] * (width - num_blocks)
+    rows = [array("i", [*blocks, *rest]) for blocks in order.view(num_reqs, num_blocks).tolist()]
     ids = torch.arange(num_reqs * query_len) % 7 + 1
     starts, counts = [length - query_len] * num_reqs, [query_len] * num_reqs
     return paged_batch(ids, starts, counts, rows, [False] * num_reqs, block_size)

@@ -29,8 +29,8 @@ class BlockTable:
 
     def add(self, blocks: Sequence[int]) -> None:
         """Append blocks."""
-        for place, block in enumerate(blocks, len(self.blocks)):
-            self.row[place] = block
+        for index, block in enumerate(blocks, len(self.blocks)):
+            self.row[index] = block
         self.blocks += blocks
 
     def clear(self) -> list[int]:
@@ -99,8 +99,10 @@ class Request:
 
     @property
     def done(self) -> bool:
-        made = len(self.tokens) - len(self.prompt)
-        return made >= self.max_new_tokens or (made > 0 and self.tokens[-1] in self.stop_tokens)
+        new_tokens = len(self.tokens) - len(self.prompt)
+        return new_tokens >= self.max_new_tokens or (
+            new_tokens > 0 and self.tokens[-1] in self.stop_tokens
+        )
 
 
 class BlockAllocator:
@@ -219,12 +221,12 @@ class Scheduler:
 
     def _decoding(self) -> list[Work]:
         work = []
-        place = 0
-        while place < len(self.running):  # the oldest first; victims are taken from the end
-            request = self.running[place]
+        index = 0
+        while index < len(self.running):  # the oldest first; victims are taken from the end
+            request = self.running[index]
             if not request.prefilling and self._grow(request):
                 work.append(Work(request, request.computed, 1 + self.draft_tokens, prefill=False))
-            place += 1
+            index += 1
         return work
 
     def _grow(self, request: Request) -> bool:
@@ -238,9 +240,9 @@ class Scheduler:
 
     def _reserve(self, request: Request, tokens: int) -> bool:
         missing = self.blocks_for(tokens) - len(request.table)
-        found = self.allocator.take(max(missing, 0))
-        request.table.add(found or ())
-        return found is not None
+        blocks = self.allocator.take(max(missing, 0))
+        request.table.add(blocks or ())
+        return blocks is not None
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)

@@ -36,7 +36,7 @@ class Workload:
     def make(self) -> list[Request]:
         """Fresh requests, the same each time."""
         source = random.Random(self.seed)
-        made = []
+        requests = []
         for number in range(self.requests):
             length = source.randint(max(1, self.prompt // 3), self.prompt)
             some = min(length, PATTERN) if number % 2 else length
@@ -44,8 +44,8 @@ class Workload:
             prompt = (pattern * (length // some + 1))[:length]
             arrival = int(max(0, number - self.at_once + 1) * self.every)
             tokens = source.randint(max(1, self.tokens // 2), self.tokens)
-            made.append(Request(number, prompt, tokens, arrival, self.stop_tokens))
-        return made
+            requests.append(Request(number, prompt, tokens, arrival, self.stop_tokens))
+        return requests
 
 
 def scarce_blocks(requests: Sequence[Request], max_num_reqs: int, block_size: int, k: int) -> int:

@@ -10,7 +10,7 @@ class Mismatch(Exception):
     """A call that differs from eager."""
 
 
-def compare(expected: Any, found: Any, tolerance: float, call: Any) -> float:
+def compare(expected: Any, actual: Any, tolerance: float, call: Any) -> float:
     """Compare all tensors of two results.
 
     Returns:
@@ -19,19 +19,19 @@ def compare(expected: Any, found: Any, tolerance: float, call: Any) -> float:
     Raises:
         Mismatch: it is above the tolerance, or shapes, dtypes, integers, infinities or NaN differ.
     """
-    ours, theirs = tensors(found), tensors(expected)
+    ours, theirs = tensors(actual), tensors(expected)
     if len(ours) != len(theirs):
         raise Mismatch(f"{call}: {len(ours)} tensors, eager has {len(theirs)}")
     worst = 0.0
-    for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
             raise Mismatch(
-                f"{call}, result {place}: {one.dtype} {tuple(one.shape)}, "
+                f"{call}, result {index}: {one.dtype} {tuple(one.shape)}, "
                 f"eager has {other.dtype} {tuple(other.shape)}"
             )
         difference = relative(one, other)
         if not difference <= tolerance:
-            raise Mismatch(f"{call}, result {place}: differs by {difference:.3g}")
+            raise Mismatch(f"{call}, result {index}: differs by {difference:.3g}")
         worst = max(worst, difference)
     return worst
 

@@ -71,10 +71,10 @@ def from_config(model: str, config: str, **values: Any) -> Callable[[], torch.nn
 
         if not hasattr(transformers, model):
             raise NotThere(f"transformers {transformers.__version__} has no {model}")
-        made: torch.nn.Module = getattr(transformers, model)(
+        network: torch.nn.Module = getattr(transformers, model)(
             transformers.AutoConfig.for_model(config, **values)
         )
-        return made.eval()
+        return network.eval()
 
     return make
 
@@ -89,8 +89,8 @@ def from_timm(model: str, **values: Any) -> Callable[[], torch.nn.Module]:
             raise NotThere(str(error)) from error
         if not timm.is_model(model):
             raise NotThere(f"timm {timm.__version__} has no {model}")
-        made: torch.nn.Module = timm.create_model(model, pretrained=False, **values)
-        return made.eval()
+        network: torch.nn.Module = timm.create_model(model, pretrained=False, **values)
+        return network.eval()
 
     return make
 
@@ -134,9 +134,9 @@ def both(*parts: Inputs) -> Inputs:
     """The tensors of several."""
 
     def draw(size: int) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for part in parts:
-            found |= part(size)
-        return found
+            tensors |= part(size)
+        return tensors
 
     return draw

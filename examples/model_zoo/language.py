@@ -39,8 +39,8 @@ def decoder(
     **values: Any,
 ) -> Entry:
     """A causal language model. Plain: with the names of its config alone."""
-    given = values if plain else GROUPED | values
-    make = from_config(model, name, **given)
+    config = values if plain else GROUPED | values
+    make = from_config(model, name, **config)
     settings = {"use_cache": False}
     return Entry(
         name,

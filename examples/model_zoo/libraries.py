@@ -34,14 +34,16 @@ LLAMA = from_config(
 def case(name: str, library: str, structure: str, make: Make, inputs: Inputs, **more: Any) -> Entry:
     """A row; ``not there`` without its library."""
 
-    def made() -> nn.Module:
+    def make_model() -> nn.Module:
         model: nn.Module = _present(make)
         return model.eval()
 
     finish = more.pop("finish", None)
     if finish is not None:
         more["finish"] = lambda model: _present(lambda: finish(model))
-    return Entry(name, library, structure, library, made, inputs, more.pop("settings", {}), **more)
+    return Entry(
+        name, library, structure, library, make_model, inputs, more.pop("settings", {}), **more
+    )
 
 
 def _present(make: Callable[[], Any]) -> Any:

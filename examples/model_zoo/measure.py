@@ -102,11 +102,11 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, numbers rounded; 0 where no result could move."""
-        found = dataclasses.asdict(self)
-        found["moves"] = 0.0 if self.moves == float("inf") else self.moves
+        fields = dataclasses.asdict(self)
+        fields["moves"] = 0.0 if self.moves == float("inf") else self.moves
         for name in ("difference", "moves", "seconds", "replayed"):
-            found[name] = float(f"{found[name]:.3g}")
-        return found
+            fields[name] = float(f"{fields[name]:.3g}")
+        return fields
 
 
 Compile = Callable[[torch.nn.Module, Entry, cgcompile.Backend], Call]
@@ -198,10 +198,10 @@ def _still_right(model: torch.nn.Module, entry: Entry, plain: Call, settings: Se
     for step in forward_steps(model, entry, plain, dataclasses.replace(settings, rounds=1)):
         expected = step.eager()
         try:
-            found = step.compiled()
+            actual = step.compiled()
         except Exception as error:
             raise RuntimeError(f"a plain call after a refusal raised {named(error)}") from error
-        compare(expected, found, settings.tolerance, f"a plain call after a refusal, {step}")
+        compare(expected, actual, settings.tolerance, f"a plain call after a refusal, {step}")
 
 
 def _run(row: Row, settings: Settings, backend: cgcompile.Backend, steps: Iterable[Step]) -> None:
@@ -214,14 +214,14 @@ def _run(row: Row, settings: Settings, backend: cgcompile.Backend, steps: Iterab
         expected = step.eager()
         if step.inputs and not last and moved(expected, step.eager()):
             raise ValueError("eager gives another result for the same inputs")
-        found = step.compiled()
-        row.difference = max(row.difference, compare(expected, found, settings.tolerance, step))
+        actual = step.compiled()
+        row.difference = max(row.difference, compare(expected, actual, settings.tolerance, step))
         if step.inputs:
-            given, copy = step.inputs
-            compare(given, copy, 0.0, f"inputs of {step}")
+            inputs, copy = step.inputs
+            compare(inputs, copy, 0.0, f"inputs of {step}")
         if row.splitting == "fx":  # else results are views that the next call overwrites
             compare(earlier[1], earlier[0], 0.0, f"the result of the call before {step}")
-            earlier = found, pytree.tree_map_only(torch.Tensor, torch.clone, found)
+            earlier = actual, pytree.tree_map_only(torch.Tensor, torch.clone, actual)
         if step.key in last:
             row.moves = min(row.moves, moved(last[step.key], expected))
         last[step.key] = expected
@@ -258,12 +258,12 @@ def is_refusal(error: BaseException) -> bool:
 
 def named(error: BaseException) -> str:
     """The kind of an error and the first line of what it says; of a capture: op and line first."""
-    found = cause(error)
-    lines = [line for line in str(found).splitlines() if line.strip()]
-    kind, text = type(found).__name__, lines[0].strip() if lines else ""
+    root = cause(error)
+    lines = [line for line in str(root).splitlines() if line.strip()]
+    kind, text = type(root).__name__, lines[0].strip() if lines else ""
     where = ""
-    if isinstance(found, CaptureError) or _in_capture(error):
-        (finding,) = cgcompile.debug.Diagnosis.of_error(found).findings
+    if isinstance(root, CaptureError) or _in_capture(error):
+        (finding,) = cgcompile.debug.Diagnosis.of_error(root).findings
         places = [finding.op] if finding.op not in ("-", "") else []
         places += [finding.source.where] if finding.source is not None else []
         where = f"{' at '.join(places)}: " if places else ""

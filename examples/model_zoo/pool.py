@@ -68,10 +68,10 @@ class Worker:
         except BrokenPipeError:
             line = b""
         if line:
-            found: dict[str, Any] = json.loads(line)
-            if found["outcome"] == "error":
+            row: dict[str, Any] = json.loads(line)
+            if row["outcome"] == "error":
                 self.end()  # a device that failed once fails again in the same process
-            return found
+            return row
         self.end()
         if line is None and time.perf_counter() >= self._until:
             raise OutOfTime
@@ -98,16 +98,16 @@ class Worker:
     def _line(self, process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
         """One line; nothing at the end of the process; None at the deadline."""
         assert process.stdout is not None
-        found = b""
-        while not found.endswith(b"\n"):
+        line = b""
+        while not line.endswith(b"\n"):
             left = deadline - time.perf_counter()
             if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
                 return None
             read = os.read(process.stdout.fileno(), 1 << 16)
             if not read:
                 return b""
-            found += read
-        return found
+            line += read
+        return line
 
     def _last(self) -> str:
         self._said.seek(0)
@@ -151,8 +151,8 @@ def measured(
         count += 1
     done: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
-    def work(place: int) -> None:
-        worker = Worker(command, limit, until, places[place % len(places)])
+    def work(index: int) -> None:
+        worker = Worker(command, limit, until, places[index % len(places)])
         try:
             while True:
                 done.put(worker.row(waiting.get_nowait()))
@@ -163,8 +163,8 @@ def measured(
             done.put(None)
 
     threads = [
-        threading.Thread(target=work, args=(place,), daemon=True)
-        for place in range(min(workers, count))
+        threading.Thread(target=work, args=(index,), daemon=True)
+        for index in range(min(workers, count))
     ]
     for thread in threads:
         thread.start()

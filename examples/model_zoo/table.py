@@ -18,30 +18,30 @@ def line(row: Row) -> str:
     """One row as it comes."""
     splitting = "" if row["splitting"] == "fx" else f" ({row['splitting']})"
     breaks = f", {row['breaks']} breaks" if row["breaks"] else ""
-    found = (
+    summary = (
         f"{row['way']:8} {row['name']:32} {row['outcome']:8} {row['replayed']:4.0%}"
         f" of {row['calls']}, {row['graphs']} graphs, {row['captures']} captures{breaks}"
         f", off {row['difference']:.1e}, {row['seconds']:.1f} s{splitting}"
     )
-    return f"{found}  {row['detail']}" if row["detail"] else found
+    return f"{summary}  {row['detail']}" if row["detail"] else summary
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """All rows and the sums of their outcomes."""
-    rows = [line(row) for row in found["rows"]]
-    rows += [f"{way:8} {name:32} not run" for name, way in found["not_run"]]
-    for way, outcomes in sums(found["rows"]).items():
-        rows.append(f"{way}: {counts(outcomes)}; {share(found['rows'], way)} of calls replayed")
-    rows.append(f"{len(found['entries'])} architectures in {found['machine']['seconds']} s")
+    rows = [line(row) for row in result["rows"]]
+    rows += [f"{way:8} {name:32} not run" for name, way in result["not_run"]]
+    for way, outcomes in sums(result["rows"]).items():
+        rows.append(f"{way}: {counts(outcomes)}; {share(result['rows'], way)} of calls replayed")
+    rows.append(f"{len(result['entries'])} architectures in {result['machine']['seconds']} s")
     return "\n".join(rows)
 
 
 def sums(rows: list[Row]) -> dict[str, Counter[str]]:
     """How many rows of each way have which outcome; what is not there does not count."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     for row in there(rows):
-        found[row["way"]][row["outcome"]] += 1
-    return dict(found)
+        outcomes[row["way"]][row["outcome"]] += 1
+    return dict(outcomes)
 
 
 def there(rows: Iterable[Row]) -> list[Row]:
@@ -61,11 +61,11 @@ def share(rows: list[Row], way: str) -> str:
     return f"{sum(row['replayed'] * row['calls'] for row in right) / max(calls, 1):.0%}"
 
 
-def dumped(found: dict[str, Any]) -> str:
+def dumped(result: dict[str, Any]) -> str:
     """As JSON, a line for each row, so that differences can be read."""
-    parts = [f'"machine": {json.dumps(found["machine"])}']
+    parts = [f'"machine": {json.dumps(result["machine"])}']
     for name in ("entries", "rows", "not_run"):
-        lines = "".join(f"\n{json.dumps(row)}," for row in found[name]).removesuffix(",")
+        lines = "".join(f"\n{json.dumps(row)}," for row in result[name]).removesuffix(",")
         parts.append(f'"{name}": [{lines}\n]')
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -73,28 +73,28 @@ def dumped(found: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- docs
 
 
-def markdown(found: dict[str, Any] | None) -> str:
-    """Return the text between the marks of the page; ``found`` is None if nothing was measured."""
-    if found is None:
+def markdown(result: dict[str, Any] | None) -> str:
+    """Return the text between the marks of the page; ``result`` is None if nothing was measured."""
+    if result is None:
         return NOTHING
-    rows = there(found["rows"])
+    rows = there(result["rows"])
     ways = [way for way in TITLES if any(row["way"] == way for row in rows)]
-    made = [*_totals(found, rows, ways), *_table(found["entries"], rows, ways)]
+    lines = [*_totals(result, rows, ways), *_table(result["entries"], rows, ways)]
     bad = [row for row in rows if row["outcome"] != "right"]
-    return "\n".join([*made, "", *_reasons(bad)]).rstrip("\n") + "\n"
+    return "\n".join([*lines, "", *_reasons(bad)]).rstrip("\n") + "\n"
 
 
-def into(page: str, found: dict[str, Any] | None) -> str:
+def into(page: str, result: dict[str, Any] | None) -> str:
     """Return the page with this between its marks."""
     before, rest = page.split(OPENS)
     _, after = rest.split(CLOSES)
-    return before + OPENS + markdown(found) + CLOSES + after
+    return before + OPENS + markdown(result) + CLOSES + after
 
 
-def _totals(found: dict[str, Any], rows: list[Row], ways: list[str]) -> list[str]:
-    machine, by_way = found["machine"], sums(rows)
+def _totals(result: dict[str, Any], rows: list[Row], ways: list[str]) -> list[str]:
+    machine, by_way = result["machine"], sums(rows)
     names = {row["name"] for row in rows}
-    missing = len(found["not_run"])
+    missing = len(result["not_run"])
     return [
         f"{len(names)} architectures in {len(rows)} rows: {counts(sum(by_way.values(), Counter()))}"
         + (f"; {missing} not run." if missing else "."),
@@ -120,9 +120,9 @@ def _table(entries: list[Row], rows: list[Row], ways: list[str]) -> list[str]:
         cells = [_cell(by_task.get((entry["name"], way))) for way in ways]
         if any(cells):
             same[(entry["kind"], *cells)].append(entry["name"])
-    found = [[kind, ", ".join(names), *cells] for (kind, *cells), names in same.items()]
+    body = [[kind, ", ".join(names), *cells] for (kind, *cells), names in same.items()]
     head = ["kind", "architectures", *(TITLES[way] for way in ways)]
-    return [_cells(head), "|" + "---|" * len(head), *map(_cells, found)]
+    return [_cells(head), "|" + "---|" * len(head), *map(_cells, body)]
 
 
 def _reasons(rows: list[Row]) -> list[str]:
@@ -130,14 +130,14 @@ def _reasons(rows: list[Row]) -> list[str]:
     same: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         same[row["outcome"], re.sub(r"\d+", "0", _why(row))].append(row)
-    found = []
+    lines = []
     for (outcome, _), some in same.items():
         names: dict[str, list[str]] = defaultdict(list)
         for row in some:
             names[TITLES[row["way"]]].append(row["name"])
         whom = "; ".join(f"{', '.join(each)} ({title})" for title, each in names.items())
-        found.append(f"* {outcome}: {whom}: {_why(some[0])}")
-    return found
+        lines.append(f"* {outcome}: {whom}: {_why(some[0])}")
+    return lines
 
 
 def _why(row: Row) -> str:

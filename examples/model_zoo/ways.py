@@ -73,9 +73,9 @@ def traced_once(
     mode = cgcompile.CUDAGraphMode["FULL" if splitting == "full" else "PIECEWISE"]
     static: dict[Any, dict[str, torch.Tensor]] = {}
 
-    def call(**given: Any) -> Any:
+    def call(**inputs: Any) -> Any:
         """What an engine does: inputs are copied to where the graphs of this size read."""
-        batch = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        batch = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         size = len(next(iter(batch.values())))
         buffers = static.setdefault(size, batch)
         for name, value in batch.items():
@@ -84,7 +84,7 @@ def traced_once(
         with cgcompile.set_forward_context(
             None, cudagraph_runtime_mode=mode, batch_descriptor=descriptor
         ):
-            return compiled(**given | buffers)
+            return compiled(**inputs | buffers)
 
     return backend, call, compiled
 
@@ -99,14 +99,14 @@ def forward_steps(
     around = functools.partial(_around, entry, model)
     for number, (turn, size) in enumerate(_sizes(settings)):
         batch = _on(settings.device, entry.inputs(size))
-        given, copy = (pytree.tree_map_only(torch.Tensor, torch.clone, batch) for _ in range(2))
+        inputs, copy = (pytree.tree_map_only(torch.Tensor, torch.clone, batch) for _ in range(2))
         yield Step(
             (size,),
             turn,
             turn >= settings.warm,
-            functools.partial(around, number, model, given),
+            functools.partial(around, number, model, inputs),
             functools.partial(around, number, compiled, copy),
-            (given, copy),
+            (inputs, copy),
         )
 
 
@@ -134,11 +134,11 @@ def decode_steps(
         for cache in caches[size]:
             cache.reset()
             _decode(model, tokens[:, :PROMPT], cache)
-        for place in range(PROMPT, PROMPT + NEW_TOKENS):
+        for position in range(PROMPT, PROMPT + NEW_TOKENS):
             eager, replayed = caches[size]
-            token = tokens[:, place : place + 1].clone()
+            token = tokens[:, position : position + 1].clone()
             yield Step(
-                (size, place),
+                (size, position),
                 turn,
                 turn >= settings.warm,
                 lambda t=token, c=eager: _decode(model, t, c),  # type: ignore[misc]

@@ -140,8 +140,8 @@ class DeepseekOcr2Tower(SupportsEncoderCudaGraph):
         pixels = inputs[PIXELS]
         # The tower makes indices on the default device: a copy from the CPU is no part of a graph.
         with pixels.device:
-            found: torch.Tensor = self.projector(self.tower(pixels).last_hidden_state)
-        return found.flatten(0, 1)
+            features: torch.Tensor = self.projector(self.tower(pixels).last_hidden_state)
+        return features.flatten(0, 1)
 
     def postprocess_encoder_output(
         self,

@@ -115,8 +115,8 @@ class FixedItems(SupportsEncoderCudaGraph):
         path: str = DEFAULT,
         axes: Mapping[str, int] | None = None,
     ) -> torch.Tensor:
-        found: torch.Tensor = self.tower(inputs[self.key]).last_hidden_state
-        return found.flatten(0, 1)
+        features: torch.Tensor = self.tower(inputs[self.key]).last_hidden_state
+        return features.flatten(0, 1)
 
 
 def vision_items(tower: Any, **options: Any) -> FixedItems:

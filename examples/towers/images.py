@@ -75,6 +75,6 @@ def image_call(
     images: Sequence[Image.Image], patch: int, merge: int, most: int, device: str
 ) -> dict[str, torch.Tensor]:
     """What the tower takes for some images: patches on the device, grids on the CPU."""
-    made = [patches(image, patch, merge, most) for image in images]
-    pixels = torch.cat([rows for rows, _ in made]).to(device)
-    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid for _, grid in made])}
+    patched = [patches(image, patch, merge, most) for image in images]
+    pixels = torch.cat([rows for rows, _ in patched]).to(device)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid for _, grid in patched])}

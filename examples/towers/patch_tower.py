@@ -42,23 +42,23 @@ def one_grid(grid: Grid) -> torch.Tensor:
 def table(make: ByGrid) -> Callable[[Sequence[Grid]], torch.Tensor]:
     """Rows of several grids one after the other."""
 
-    def made(grids: Sequence[Grid]) -> torch.Tensor:
+    def rows_of(grids: Sequence[Grid]) -> torch.Tensor:
         return torch.cat([make(grid) for grid in grids])
 
-    return made
+    return rows_of
 
 
 def offsets(make: ByGrid) -> Callable[[Sequence[Grid]], torch.Tensor]:
     """Offsets of several grids, each given from 0 on."""
 
-    def made(grids: Sequence[Grid]) -> torch.Tensor:
-        found, end = [torch.zeros(1, dtype=torch.int32)], 0
+    def offsets_of(grids: Sequence[Grid]) -> torch.Tensor:
+        parts, end = [torch.zeros(1, dtype=torch.int32)], 0
         for grid in grids:
-            found.append(make(grid)[1:] + end)
+            parts.append(make(grid)[1:] + end)
             end += grid[0] * grid[1] * grid[2]
-        return torch.cat(found)
+        return torch.cat(parts)
 
-    return made
+    return offsets_of
 
 
 class PatchTower(PatchEncoder):
@@ -115,11 +115,11 @@ class PatchTower(PatchEncoder):
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], *limits: Any, **named: Any
     ) -> EncoderCudaGraphReplayBuffers:
-        made = super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *limits, **named)
+        buffers = super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *limits, **named)
         if self._pins:  # a copy from pinned memory waits for nothing
-            values = made.values
-            made.values = {key: _pinned(each) for key, each in values.items()}
-        return made
+            values = buffers.values
+            buffers.values = {key: _pinned(each) for key, each in values.items()}
+        return buffers
 
     def run(self, buffers: dict[str, torch.Tensor]) -> Any:
         """The tower's own forward, on buffers alone."""

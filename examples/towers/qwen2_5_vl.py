@@ -27,19 +27,19 @@ class Qwen25VLTower(PatchTower):
         merge, size, patch = tower.spatial_merge_size, tower.window_size, tower.patch_size
 
         def windows(grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-            found: tuple[torch.Tensor, torch.Tensor]
-            found = get_vision_window_index(one_grid(grid), merge, size, patch)
-            return found
+            pair: tuple[torch.Tensor, torch.Tensor]
+            pair = get_vision_window_index(one_grid(grid), merge, size, patch)
+            return pair
 
         index = remembered(lambda grid: windows(grid)[0])
         ends = remembered(lambda grid: windows(grid)[1])
 
         def order(grids: Sequence[Grid]) -> torch.Tensor:
-            found, before = [], 0
+            parts, before = [], 0
             for grid in grids:
-                found.append(index(grid) + before)
-                before += len(found[-1])
-            return torch.cat(found)
+                parts.append(index(grid) + before)
+                before += len(parts[-1])
+            return torch.cat(parts)
 
         side = size // patch
         super().__init__(

@@ -23,15 +23,15 @@ class Qwen3VLTower(PatchTower):
 
     def __init__(self, tower: Any, **options: Any) -> None:
         def interpolation(grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-            found: tuple[torch.Tensor, torch.Tensor]
-            found = get_vision_interpolation_indices_and_weights(
+            pair: tuple[torch.Tensor, torch.Tensor]
+            pair = get_vision_interpolation_indices_and_weights(
                 one_grid(grid),
                 num_grid_per_side=tower.num_grid_per_side,
                 mode=tower.interpolation_mode,
                 align_corners=tower.interpolation_align_corners,
                 spatial_merge_size=tower.spatial_merge_size,
             )
-            return found
+            return pair
 
         indices = remembered(lambda grid: interpolation(grid)[0].int())
         weights = remembered(lambda grid: interpolation(grid)[1])

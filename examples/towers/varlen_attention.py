@@ -64,12 +64,12 @@ def masked_attention(
         own = (keys >= starts) & (keys < ends)
         # All keys for a row without any: the result is dropped.
         mask = own | (starts == ends)
-        found = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             q[rows].transpose(0, 1), k, v, attn_mask=mask, scale=scale
         )
-        found = found.masked_fill((starts == ends), 0.0)
+        attended = attended.masked_fill((starts == ends), 0.0)
         spoiled = (own & bad[:, None]).any(-1, keepdim=True)
-        parts.append(found.masked_fill(spoiled, float("nan")).transpose(0, 1))
+        parts.append(attended.masked_fill(spoiled, float("nan")).transpose(0, 1))
     return torch.cat(parts)
 
 
@@ -92,15 +92,15 @@ def _triton_attention() -> Callable[..., torch.Tensor]:
 @cache
 def library() -> torch.library.Library:
     """Defines the op, once a process. A plain library costs less per call than ``custom_op``."""
-    made = torch.library.Library("cgcompile_towers", "FRAGMENT")
-    made.define(
+    lib = torch.library.Library("cgcompile_towers", "FRAGMENT")
+    lib.define(
         "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     for key in ("CPU", "CUDA"):
-        made.impl("varlen_attention", attend, key)
-    torch.library.register_fake(OP, lambda q, k, v, bounds, scale: q.new_empty(q.shape), lib=made)
-    return made
+        lib.impl("varlen_attention", attend, key)
+    torch.library.register_fake(OP, lambda q, k, v, bounds, scale: q.new_empty(q.shape), lib=lib)
+    return lib
 
 
 def attention(

@@ -50,9 +50,9 @@ class Goal:
 class Figures:
     """Look-ups in what one worker found, that say what is missing."""
 
-    def __init__(self, found: dict[str, Any], model: str) -> None:
-        self._found = found.get("models", {}).get(model, {})
-        self._starts = found.get("starts", {})
+    def __init__(self, result: dict[str, Any], model: str) -> None:
+        self._found = result.get("models", {}).get(model, {})
+        self._starts = result.get("starts", {})
         self._model = model
 
     @property
@@ -74,12 +74,12 @@ class Figures:
 
     def captured(self, variant: str, what: str) -> float:
         """As :meth:`time`, of the capture of all sizes."""
-        found = self._found.get("variants", {}).get(variant, {}).get("capture", {})
-        if what not in found:
+        capture = self._found.get("variants", {}).get(variant, {}).get("capture", {})
+        if what not in capture:
             raise Missing(f"no {what} of {variant}, {self._model}")
-        if found["sizes"] != 20:
-            raise Missing(f"{variant} captured {found['sizes']} sizes, not 20")
-        return float(found[what])
+        if capture["sizes"] != 20:
+            raise Missing(f"{variant} captured {capture['sizes']} sizes, not 20")
+        return float(capture[what])
 
     def start(self, way: str) -> float:
         """Seconds of a cold start."""
@@ -135,14 +135,14 @@ _SITE = "GPU time of a boundary, cache written in pieces"
 _COLD = "cold compile beyond Dynamo alone"
 
 
-def budget(found: dict[str, Any], batch: int = 8) -> list[Goal]:
+def budget(result: dict[str, Any], batch: int = 8) -> list[Goal]:
     """All rows for one result of ``compare.py``, at one batch of the 32-layer decoder.
 
     Args:
-        found: the JSON.
+        result: the JSON.
         batch: of the rows that have one.
     """
-    main, deep = Figures(found, "main"), Figures(found, "deep")
+    main, deep = Figures(result, "main"), Figures(result, "deep")
     rows: list[tuple[str, float, str, Callable[[], Goal]]] = []
 
     def add(name: str, limit: float, unit: str, goal: Callable[[], Goal]) -> None:

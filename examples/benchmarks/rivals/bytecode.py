@@ -25,8 +25,8 @@ PACKAGES = (
 
 def sources(name: str) -> Path | None:
     """The file of a package; None if it is not installed."""
-    found = find_spec(name)
-    return None if found is None or found.origin is None else Path(found.origin)
+    spec = find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def bytecode_in(folder: str, packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -42,13 +42,13 @@ def bytecode_in(folder: str, packages: Sequence[str] = PACKAGES) -> dict[str, st
     files = [file for name in packages if (file := sources(name)) is not None]
     if Path(cache_from_source(str(files[0]))).exists():
         return {}
-    found = {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+    variables = {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-m", "compileall", "-q", "-j", "0"]
     # Some files of packages are for other versions of Python, and do not compile.
     subprocess.run(
         [*command, *[str(file.parent) for file in files]],
-        env={**os.environ, **found},
+        env={**os.environ, **variables},
         stdout=subprocess.DEVNULL,
         check=False,
     )
-    return found
+    return variables

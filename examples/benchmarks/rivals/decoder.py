@@ -94,16 +94,16 @@ SWITCH = Switch(True, attend)  # of this process: a bench runs one way at a time
 @cache
 def library() -> torch.library.Library:
     """Defines the op, once a process."""
-    made = torch.library.Library("cgrival", "FRAGMENT")
-    made.define(
+    lib = torch.library.Library("cgrival", "FRAGMENT")
+    lib.define(
         "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) k_cache, "
         "Tensor(c!) v_cache) -> ()",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     for key in ("CPU", "CUDA"):
-        made.impl("attend", lambda *given: SWITCH.through(*given), key)
-    torch.library.register_fake(OP, lambda *given: None, lib=made)
-    return made
+        lib.impl("attend", lambda *args: SWITCH.through(*args), key)
+    torch.library.register_fake(OP, lambda *args: None, lib=lib)
+    return lib
 
 
 class Layer(nn.Module):
@@ -136,8 +136,8 @@ class Layer(nn.Module):
             k, out = q[:, : self.kv_heads], torch.empty_like(q)
             torch.ops.cgrival.attend(q, k, k, out, self.k_cache, self.v_cache)
             return x + out.flatten(1)
-        found = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.size))
-        q, k, v = found.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.size))
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
         q, k = self.rotated(q, cos, sin), self.rotated(k, cos, sin)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if slots is not None:
@@ -231,10 +231,10 @@ def counted(run: Callable[[], Any]) -> int:
     calls = 0
     inner = SWITCH.through
 
-    def count(*given: torch.Tensor) -> None:
+    def count(*args: torch.Tensor) -> None:
         nonlocal calls
         calls += 1
-        inner(*given)
+        inner(*args)
 
     SWITCH.through = count
     try:
@@ -246,10 +246,10 @@ def counted(run: Callable[[], Any]) -> int:
 
 def arguments_of(step: Callable[[], Any]) -> list[tuple[torch.Tensor, ...]]:
     """What a step calls the op's function with, in order, however it comes to be called."""
-    found: list[tuple[torch.Tensor, ...]] = []
-    SWITCH.on, SWITCH.seen = False, found
+    arguments: list[tuple[torch.Tensor, ...]] = []
+    SWITCH.on, SWITCH.seen = False, arguments
     try:
         step()
     finally:
         SWITCH.on, SWITCH.seen = True, None
-    return found
+    return arguments

@@ -26,10 +26,10 @@ def error_limit(setup: Setup) -> float:
     return LIMITS[setup.dtype] * max(1.0, math.sqrt(setup.dims.layers / 32))
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative L2."""
     wanted = expected.float()
-    return float((found.float() - wanted).norm() / wanted.norm())
+    return float((actual.float() - wanted).norm() / wanted.norm())
 
 
 def check(setup: Setup, variant: Variant, batch: int) -> float:
@@ -44,13 +44,13 @@ def check(setup: Setup, variant: Variant, batch: int) -> float:
     for seed in (2 * batch, 2 * batch + 1):
         setup.steps.draw(seed)
         expected = setup.model(*setup.steps.views(batch)).clone()
-        found = step().clone()
-        errors.append(distance(found, expected))
+        result = step().clone()
+        errors.append(distance(result, expected))
         if not errors[-1] <= limit:
             raise Broken(f"batch {batch}: relative L2 {errors[-1]:.3g}, allowed {limit:.3g}")
-        if last is not None and distance(found, last) < 5 * limit:
+        if last is not None and distance(result, last) < 5 * limit:
             raise Broken(f"batch {batch}: fresh tokens give the same logits")
-        last = found
+        last = result
     calls = counted(step)
     if calls != variant.attention_calls:
         raise Broken(
@@ -82,25 +82,25 @@ class Row:
 
     def result(self) -> dict[str, Any]:
         """Medians in microseconds by metric, and what was raised if anything was."""
-        found: dict[str, Any] = {
+        medians: dict[str, Any] = {
             name: statistics.median(seconds) * 1e6 for name, seconds in self.samples.items()
         }
-        return found if self.error is None else {**found, "error": self.error}
+        return medians if self.error is None else {**medians, "error": self.error}
 
 
 def rows_of(variants: Iterable[Variant], batch: int) -> tuple[dict[str, Row], dict[str, str]]:
     """All functions to time, each once; and for each variant the name of its floor's row."""
     rows: dict[str, Row] = {}
     floors: dict[str, str] = {}
-    for each in variants:
-        rows[each.name] = Row(each.step(batch), each.takes_no_op)
-        floor = each.floor(batch)
+    for variant in variants:
+        rows[variant.name] = Row(variant.step(batch), variant.takes_no_op)
+        floor = variant.floor(batch)
         if floor is None:
             continue
         same = [name for name, row in rows.items() if row.call == floor]
-        floors[each.name] = same[0] if same else f"floor of {each.name}"
+        floors[variant.name] = same[0] if same else f"floor of {variant.name}"
         if not same:
-            rows[floors[each.name]] = Row(floor, each.takes_no_op)
+            rows[floors[variant.name]] = Row(floor, variant.takes_no_op)
     return rows, floors
 
 
@@ -141,9 +141,9 @@ def one_round(groups: list[list[Row]], device: str, repeats: int) -> None:
 
     def gpu(row: Row) -> None:
         if not row.is_too_long:
-            found = gpu_seconds(row.call, statistics.median(row.samples["host"]))
-            row.add("gpu", found)
-            row.is_too_long = found is None and "gpu" not in row.samples
+            seconds = gpu_seconds(row.call, statistics.median(row.samples["host"]))
+            row.add("gpu", seconds)
+            row.is_too_long = seconds is None and "gpu" not in row.samples
 
     SWITCH.on = False
     try:
@@ -194,11 +194,11 @@ def measure(
         longest = max(longest, time.monotonic() - begun)
         if time.monotonic() + longest > until:
             break
-    found: dict[str, Any] = {}
-    for each in variants:
-        row = rows[each.name]
-        found[each.name] = row.result()
-        floor = rows.get(floors.get(each.name, ""))
+    results: dict[str, Any] = {}
+    for variant in variants:
+        row = rows[variant.name]
+        results[variant.name] = row.result()
+        floor = rows.get(floors.get(variant.name, ""))
         if floor is not None:
-            found[each.name]["floor"] = floor.result()
-    return {"pace": paces, "steps": done * repeats, "rows": found}
+            results[variant.name]["floor"] = floor.result()
+    return {"pace": paces, "steps": done * repeats, "rows": results}

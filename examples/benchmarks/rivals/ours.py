@@ -86,25 +86,25 @@ class Ours(Variant):
         return self._call(batch, self.mode)
 
     def capture(self, limit: float) -> Captured:
-        found = self.backend.capture(lambda size: self.step(size)(), self.setup.sizes)
-        missing = tuple(f"{size}: {why}" for size, why in found.missing)
+        capture = self.backend.capture(lambda size: self.step(size)(), self.setup.sizes)
+        missing = tuple(f"{size}: {why}" for size, why in capture.missing)
         (first, *_) = self.recordings(self.setup.batches[0])
         graphs = first.sequence.num_graphs
-        return Captured(len(found.captured), found.capture_seconds, graphs, missing)
+        return Captured(len(capture.captured), capture.capture_seconds, graphs, missing)
 
     def recordings(self, batch: int) -> list[Recording]:
         return [
-            each
+            recording
             for graph in self.backend.graphs
-            for each in graph.recordings
-            if each.batch.descriptor.num_tokens == batch
-            and (self.mode is None or each.batch.mode is self.mode)
+            for recording in graph.recordings
+            if recording.batch.descriptor.num_tokens == batch
+            and (self.mode is None or recording.batch.mode is self.mode)
         ]
 
     def floor(self, batch: int) -> Call | None:
         op = attend if self.direct else torch.ops.cgrival.attend.default
-        for each in self.recordings(batch):
-            return floor_of(each.sequence, op, arguments_of(self.step(batch)))
+        for recording in self.recordings(batch):
+            return floor_of(recording.sequence, op, arguments_of(self.step(batch)))
         return None
 
     def replays(self) -> int | None:
@@ -152,31 +152,31 @@ class Breakable(Variant):
 
         def run() -> torch.Tensor:
             with context:
-                found: torch.Tensor = wrapper(tokens, positions)
-                return found
+                logits: torch.Tensor = wrapper(tokens, positions)
+                return logits
 
         return run
 
     def capture(self, limit: float) -> Captured:
         sizes = self.setup.sizes
-        found = cgcompile.capture_all(lambda size: self.step(size)(), sizes, self.wrapper)
-        missing = tuple(f"{size}: {why}" for size, why in found.missing)
+        capture = cgcompile.capture_all(lambda size: self.step(size)(), sizes, self.wrapper)
+        missing = tuple(f"{size}: {why}" for size, why in capture.missing)
         graphs = self._sequence(self.setup.batches[0]).num_graphs
-        return Captured(len(found.captured), found.capture_seconds, graphs, missing)
+        return Captured(len(capture.captured), capture.capture_seconds, graphs, missing)
 
     def _sequence(self, batch: int) -> cgcompile.graphs.GraphSequence:
-        found: cgcompile.graphs.GraphSequence = self.wrapper.concrete_cudagraph_entries[
+        sequence: cgcompile.graphs.GraphSequence = self.wrapper.concrete_cudagraph_entries[
             BatchDescriptor(batch)
         ].sequence
-        return found
+        return sequence
 
     def floor(self, batch: int) -> Call | None:
         op = torch.ops.cgrival.attend.default
         return floor_of(self._sequence(batch), op, arguments_of(self.step(batch)))
 
     def replays(self) -> int | None:
-        found: int = self.wrapper.counters.replays
-        return found
+        replays: int = self.wrapper.counters.replays
+        return replays
 
 
 class Lean(Ours):
@@ -229,32 +229,32 @@ class Lean(Ours):
         return super()._call(size, mode, self._metadata[size])
 
     def capture(self, limit: float) -> Captured:
-        found = self.backend.capture(lambda size: self.step(size)(), self.setup.batches[:1])
+        capture = self.backend.capture(lambda size: self.step(size)(), self.setup.batches[:1])
         graphs = 1 if self.mode is FULL else self.setup.dims.layers + 1
-        missing = tuple(f"{size}: {why}" for size, why in found.missing)
-        return Captured(len(found.captured), found.capture_seconds, graphs, missing)
+        missing = tuple(f"{size}: {why}" for size, why in capture.missing)
+        return Captured(len(capture.captured), capture.capture_seconds, graphs, missing)
 
     def floor(self, batch: int) -> Call | None:
         if self.mode is not FULL:
             return None  # its op reads the forward context of a step
-        (found,) = self.recordings(batch)
-        return floor_of(found.sequence, attend)
+        (recording,) = self.recordings(batch)
+        return floor_of(recording.sequence, attend)
 
 
 def all_ours(setup: Setup, plain: Variant, compiled: Variant, few: bool) -> list[Variant]:
     """cgcompile's variants; ``few`` leaves out those of the entry points."""
-    made = partial(Ours, setup)
-    pieces = made("cgcompile piecewise", PIECEWISE)
-    direct = made("cgcompile piecewise, op's function", PIECEWISE, direct=True)
-    full = made("cgcompile FULL", FULL)
-    found: list[Variant] = [pieces, direct, full, Breakable(setup, "cgcompile breakable", plain)]
+    make = partial(Ours, setup)
+    pieces = make("cgcompile piecewise", PIECEWISE)
+    direct = make("cgcompile piecewise, op's function", PIECEWISE, direct=True)
+    full = make("cgcompile FULL", FULL)
+    variants: list[Variant] = [pieces, direct, full, Breakable(setup, "cgcompile breakable", plain)]
     if few:
-        return found
+        return variants
     return [
-        *found,
+        *variants,
         Breakable(setup, "cgcompile breakable over torch.compile", compiled),
-        made("cgcompile auto, guarded", None, string_door=True),
-        made("cgcompile auto, guards none", None),
+        make("cgcompile auto, guarded", None, string_door=True),
+        make("cgcompile auto, guards none", None),
         WithoutGraphs(setup, "cgcompile without graphs", pieces),
         Lean(setup, "cgcompile lean piecewise", PIECEWISE),
         Lean(setup, "cgcompile lean FULL", FULL),

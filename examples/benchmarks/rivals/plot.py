@@ -11,13 +11,13 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot(found: dict[str, Any], file: Path) -> None:
+def plot(result: dict[str, Any], file: Path) -> None:
     """Bars for each variant and its floor: a row for each model and batch, a column a metric."""
     from matplotlib.figure import Figure
 
     rows = [
         (f"{title}, batch {batch}", measured["rows"])
-        for title, model in found["models"].items()
+        for title, model in result["models"].items()
         for batch, measured in model["batches"].items()
         if measured.get("rows")
     ]
@@ -39,9 +39,9 @@ def plot(found: dict[str, Any], file: Path) -> None:
             floors = [row.get("floor", {}).get(metric) for row in shown.values()]
             ours = ["tab:blue" if name.startswith("cgcompile") else "tab:gray" for name in shown]
             ax.barh(places, values, color=ours)
-            for place, floor in zip(places, floors, strict=True):
+            for position, floor in zip(places, floors, strict=True):
                 if floor is not None:
-                    ax.plot([floor, floor], [place - 0.4, place + 0.4], color="black")
+                    ax.plot([floor, floor], [position - 0.4, position + 0.4], color="black")
             ax.set_yticks(places, list(shown), fontsize=7)
             ax.invert_yaxis()
             ax.set_xscale("log")

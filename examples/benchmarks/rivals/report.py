@@ -71,16 +71,16 @@ def _above_floor(row: dict[str, Any], graphs: int) -> float | None:
 def capture_table(model: dict[str, Any]) -> Table:
     rows: Table = [["capture", "sizes", "graphs of a size", "s", "pool MB", "device MB"]]
     for name, about in model["variants"].items():
-        found = about.get("capture")
-        if found:
+        capture = about.get("capture")
+        if capture:
             rows.append(
                 [
                     name,
-                    f"{found['sizes']} of {len(model['sizes'])}",
-                    str(found["graphs"]),
-                    f"{found['seconds']:.3f}",
-                    f"{found['pool_bytes'] / 1e6:.0f}",
-                    f"{found['device_bytes'] / 1e6:.0f}",
+                    f"{capture['sizes']} of {len(model['sizes'])}",
+                    str(capture["graphs"]),
+                    f"{capture['seconds']:.3f}",
+                    f"{capture['pool_bytes'] / 1e6:.0f}",
+                    f"{capture['device_bytes'] / 1e6:.0f}",
                 ]
             )
     return rows
@@ -88,31 +88,31 @@ def capture_table(model: dict[str, Any]) -> Table:
 
 def start_table(starts: dict[str, Any]) -> Table:
     rows: Table = [["first call", "cold s", "warm s"]]
-    for name, found in starts.items():
-        rows.append([name, _scaled(found, "cold", 1, 2), _scaled(found, "warm", 1, 2)])
+    for name, start in starts.items():
+        rows.append([name, _scaled(start, "cold", 1, 2), _scaled(start, "warm", 1, 2)])
     return rows
 
 
-def budget_table(found: dict[str, Any]) -> Table:
+def budget_table(result: dict[str, Any]) -> Table:
     rows: Table = [["budget, batch 8", "is", "at most", "", "figures"]]
-    for goal in budget(found):
+    for goal in budget(result):
         limit = f"{goal.limit:g} {goal.unit}"
         rows.append([goal.name, _cell(goal.value, 3), limit, goal.verdict, goal.about])
     return rows
 
 
-def troubles(found: dict[str, Any]) -> Iterator[str]:
+def troubles(result: dict[str, Any]) -> Iterator[str]:
     """What was left out, or failed, and why."""
-    for title, model in found.get("models", {}).items():
+    for title, model in result.get("models", {}).items():
         for trouble in (*_of_variants(model), *_of_batches(model)):
             yield f"{title}: {trouble}"
         if not model.get("complete"):
             yield f"{title}: ended before it was done"
-    for name, about in found.get("starts", {}).items():
+    for name, about in result.get("starts", {}).items():
         for key in ("cold_error", "warm_error"):
             if key in about:
                 yield f"start of {name}: {about[key].strip().splitlines()[-1]}"
-    yield from found.get("notes", ())
+    yield from result.get("notes", ())
 
 
 def _of_variants(model: dict[str, Any]) -> Iterator[str]:
@@ -135,10 +135,12 @@ def _of_batches(model: dict[str, Any]) -> Iterator[str]:
                     yield f"{what}, batch {batch}, FAILED: {about['error']}"
 
 
-def machine_line(found: dict[str, Any]) -> str:
-    about = found["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    return f"{about['device']}, {about['cpu']}, {about['cores']} cores; {versions}; {found['date']}"
+def machine_line(result: dict[str, Any]) -> str:
+    about = result["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return (
+        f"{about['device']}, {about['cpu']}, {about['cores']} cores; {versions}; {result['date']}"
+    )
 
 
 def model_line(model: dict[str, Any]) -> str:
@@ -156,10 +158,10 @@ def pace_text(measured: dict[str, Any]) -> str:
     return f", pace {min(paces):.3f} to {max(paces):.3f} of the probe's first"
 
 
-def whole_text(found: dict[str, Any]) -> str:
+def whole_text(result: dict[str, Any]) -> str:
     """Everything, for a terminal."""
-    parts = [machine_line(found)]
-    for title, model in found.get("models", {}).items():
+    parts = [machine_line(result)]
+    for title, model in result.get("models", {}).items():
         parts.append(f"{title}: {model_line(model)}")
         for batch, measured in model.get("batches", {}).items():
             steps = measured.get("steps", 0)
@@ -167,9 +169,9 @@ def whole_text(found: dict[str, Any]) -> str:
             parts.append(text_table(step_table(model, batch)))
         if any("capture" in about for about in model.get("variants", {}).values()):
             parts.append(text_table(capture_table(model)))
-    if found.get("starts"):
-        parts.append(text_table(start_table(found["starts"])))
-    if any(model["device"] == "cuda" for model in found.get("models", {}).values()):
-        parts.append(text_table(budget_table(found)))
-    parts.append("\n".join(troubles(found)))
+    if result.get("starts"):
+        parts.append(text_table(start_table(result["starts"])))
+    if any(model["device"] == "cuda" for model in result.get("models", {}).values()):
+        parts.append(text_table(budget_table(result)))
+    parts.append("\n".join(troubles(result)))
     return "\n\n".join(parts).rstrip()

@@ -21,28 +21,28 @@ WAYS = {
 COMPARED = ("Dynamo alone", "cgcompile guards none")  # by a goal
 
 
-def cold_and_warm(given: Sequence[str], way: str, until: float) -> dict[str, Any]:
+def cold_and_warm(options: Sequence[str], way: str, until: float) -> dict[str, Any]:
     """Seconds of the first call with empty caches, and again with all that it has left."""
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         for warm in (False, True):
             kind = "warm" if warm else "cold"
             if time.monotonic() > until:
-                return {**found, f"{kind}_error": "no time left"}
+                return {**figures, f"{kind}_error": "no time left"}
             try:
-                row = compile_time.run(given, way, Path(folder), warm, keep_all=True)
+                row = compile_time.run(options, way, Path(folder), warm, keep_all=True)
             except RuntimeError as error:
-                return {**found, f"{kind}_error": str(error)[-600:]}
-            found[kind] = row["total"]
-            found[f"{kind}_compilations"] = row["compiled"]
-            found.setdefault("difference", row["difference"])
+                return {**figures, f"{kind}_error": str(error)[-600:]}
+            figures[kind] = row["total"]
+            figures[f"{kind}_compilations"] = row["compiled"]
+            figures.setdefault("difference", row["difference"])
             if way == "dynamo":
                 break
-        return found
+        return figures
 
 
 def starts(
-    given: Sequence[str],
+    options: Sequence[str],
     ways: Sequence[str],
     at_once: int,
     until: float,
@@ -51,16 +51,16 @@ def starts(
     """All ways, some at once; ``save`` gets what is known after each.
 
     Args:
-        given: arguments of ``compile_time.py``: device and model.
+        options: arguments of ``compile_time.py``: device and model.
         ways: keys of WAYS.
         at_once: how many processes run at the same time.
         until: a time of ``time.monotonic`` after which no process is started.
         save: called with all that was found so far.
     """
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     with ThreadPoolExecutor(at_once) as threads:
-        jobs = {threads.submit(cold_and_warm, given, WAYS[name], until): name for name in ways}
+        jobs = {threads.submit(cold_and_warm, options, WAYS[name], until): name for name in ways}
         for job in as_completed(jobs):
-            found[jobs[job]] = job.result()
-            save(found)
-    return found
+            rows[jobs[job]] = job.result()
+            save(rows)
+    return rows

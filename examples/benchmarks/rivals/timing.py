@@ -53,8 +53,8 @@ def bare_loop(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Call:
     """A loop over functions and their arguments."""
 
     def run() -> None:
-        for call, given in calls:
-            call(*given)
+        for call, args in calls:
+            call(*args)
 
     return run
 
@@ -62,23 +62,23 @@ def bare_loop(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Call:
 def floor_of(
     sequence: GraphSequence,
     op: Callable[..., Any],
-    given: Iterable[tuple[Any, ...]] | None = None,
+    op_args: Iterable[tuple[Any, ...]] | None = None,
 ) -> Call:
     """The bare loop of a recorded step.
 
     Args:
         sequence: the step: the very same graphs are replayed.
         op: what runs between them.
-        given: its arguments, in order; left out: those that are bound in the sequence.
+        op_args: its arguments, in order; left out: those that are bound in the sequence.
     """
     bound = (each.args for each in sequence.segments if isinstance(each, EagerSegment))
-    arguments = iter(bound if given is None else given)
+    arguments = iter(bound if op_args is None else op_args)
     return bare_loop(
         [
             (op, next(arguments))
-            if isinstance(each, EagerSegment)
-            else (public_replay(each.graph), ())
-            for each in sequence.segments
+            if isinstance(segment, EagerSegment)
+            else (public_replay(segment.graph), ())
+            for segment in sequence.segments
         ]
     )
 
@@ -97,11 +97,11 @@ def burst_seconds(call: Call, device: str, burst: int) -> float:
 
 def timed(rows: Mapping[str, Call], device: str, bursts: int, burst: int) -> dict[str, float]:
     """Median host seconds of one call of each row, bursts interleaved."""
-    found: dict[str, list[float]] = {name: [] for name in rows}
+    samples: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(bursts):
         for name, call in rows.items():
-            found[name].append(burst_seconds(call, device, burst))
-    return {name: statistics.median(times) for name, times in found.items()}
+            samples[name].append(burst_seconds(call, device, burst))
+    return {name: statistics.median(times) for name, times in samples.items()}
 
 
 def wall_seconds(call: Call, device: str) -> float:
@@ -159,13 +159,13 @@ class Probe:
         with torch.cuda.graph(graph):
             for _ in range(nodes):
                 x.add_(1.0)
-        made = cls(graph.replay)
-        made.first = made.seconds()
-        return made
+        probe = cls(graph.replay)
+        probe.first = probe.seconds()
+        return probe
 
     def seconds(self) -> float:
-        found = [gpu_seconds(self.replay, 1e-4) for _ in range(7)]
-        return statistics.median([each for each in found if each is not None])
+        samples = [gpu_seconds(self.replay, 1e-4) for _ in range(7)]
+        return statistics.median([each for each in samples if each is not None])
 
     def pace(self) -> float:
         """The time of the probe now, relative to its first."""

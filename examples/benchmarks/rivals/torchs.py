@@ -128,8 +128,8 @@ class HandGraph(Variant):
         return run
 
     def floor(self, batch: int) -> Call | None:
-        found = self._graphs.get(batch)
-        return None if found is None else public_replay(found[0])
+        entry = self._graphs.get(batch)
+        return None if entry is None else public_replay(entry[0])
 
 
 class GraphedCallables(Variant):
@@ -150,10 +150,10 @@ class GraphedCallables(Variant):
         sizes = tuple(reversed(self.setup.sizes))
         model = self._over.model
         calls = tuple((lambda tokens, at: model(tokens, at)) for _ in sizes)
-        given = tuple(self.setup.steps.views(size) for size in sizes)
+        inputs = tuple(self.setup.steps.views(size) for size in sizes)
         start = time.perf_counter()
-        made = torch.cuda.make_graphed_callables(calls, given)
-        self._graphed = dict(zip(sizes, made, strict=True))  # type: ignore[arg-type]
+        graphed = torch.cuda.make_graphed_callables(calls, inputs)
+        self._graphed = dict(zip(sizes, graphed, strict=True))  # type: ignore[arg-type]
         return Captured(len(sizes), time.perf_counter() - start, 1)
 
     def step(self, batch: int) -> Call:
@@ -216,17 +216,17 @@ class MetaPieces(Variant):
         segments = self._recorded[batch][0]._segments
         return bare_loop(
             [
-                (each.replay, ())
-                if isinstance(each, torch.cuda.CUDAGraph)
-                else (each.fn, each.args)
-                for each in segments
+                (segment.replay, ())
+                if isinstance(segment, torch.cuda.CUDAGraph)
+                else (segment.fn, segment.args)
+                for segment in segments
             ]
         )
 
     def why_not_replayed(self) -> str | None:
-        found = {
+        counts = {
             sum(isinstance(each, torch.cuda.CUDAGraph) for each in sequence._segments)
             for sequence, _ in self._recorded.values()
         }
         expected = {self.setup.dims.layers + 1}
-        return None if found == expected else f"{found} graphs a step, not {expected}"
+        return None if counts == expected else f"{counts} graphs a step, not {expected}"

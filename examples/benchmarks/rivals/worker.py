@@ -118,32 +118,32 @@ class Worker:
                 raise LeftOut("no time left to compile it")
             variant.prepare()
 
-        for each in sorted(self.variants, key=lambda each: each.can_wait):
-            if not self.tried(each, "prepare", partial(run, each)):
-                self.variants.remove(each)
+        for candidate in sorted(self.variants, key=lambda each: each.can_wait):
+            if not self.tried(candidate, "prepare", partial(run, candidate)):
+                self.variants.remove(candidate)
             self.save()
         self.say(f"compiled; {self.deadline - time.monotonic():.0f} s left")
 
     def capture(self) -> None:
         """Capture all sizes of each variant, with what that takes of memory."""
         kept = []
-        for each in self.variants:
-            if self.tried(each, "capture", lambda each=each: self._capture(each)):  # type: ignore[misc]
-                kept.append(each)
+        for variant in self.variants:
+            if self.tried(variant, "capture", lambda each=variant: self._capture(each)):  # type: ignore[misc]
+                kept.append(variant)
         self.variants = kept
         self.save()
         self.say(f"captured; {self.deadline - time.monotonic():.0f} s left")
 
     def _capture(self, variant: Variant) -> None:
         before = memory(self.setup.device)
-        found = variant.capture(CAPTURE_SECONDS)
-        if found is None:
+        capture = variant.capture(CAPTURE_SECONDS)
+        if capture is None:
             return
         pool, device = (
             now - was for now, was in zip(memory(self.setup.device), before, strict=True)
         )
         self.found["variants"][variant.name]["capture"] = {
-            **asdict(found),
+            **asdict(capture),
             "pool_bytes": pool,
             "device_bytes": device,
         }
@@ -153,13 +153,13 @@ class Worker:
         batches = self.setup.batches
         gc.collect()
         gc.disable()
-        for place, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
             now = time.monotonic()
             if now > self.deadline:
                 self.found["batches"][str(batch)] = {"error": "no time left"}
                 continue
             right = [each for each in self.variants if each.runs(batch) and self.check(each, batch)]
-            until = now + (self.deadline - now) / (len(batches) - place)
+            until = now + (self.deadline - now) / (len(batches) - index)
             self.found["batches"][str(batch)] = measure(
                 self.setup,
                 right,
