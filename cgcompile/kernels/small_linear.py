@@ -37,7 +37,7 @@ _SCHEMA = (
 
 
 class Tile(NamedTuple):
-    """How a product is computed."""
+    """How a product is computed: columns and depth of a tile, stages, warps, sums, prefetches."""
 
     columns: int
     depth: int
@@ -47,31 +47,39 @@ class Tile(NamedTuple):
     lines: int  # of 128 bytes of each row of a weight, loaded into the L2 cache before the inputs
 
 
-def tile_for(rows: int, columns: int, depth: int, gated: bool, processors: int) -> Tile:
+def tile_for(
+    rows: int, columns: int, depth: int, gated: bool, normed: bool, processors: int
+) -> Tile:
     """Return the tile of a product.
 
     Args:
-        rows: of a tile, see :func:`rows_of_tile`.
+        rows: as :func:`rows_of_tile` returns.
         columns: rows of all weights, or with an activation of one.
         depth: length of a row.
         gated: whether there is an activation.
+        normed: whether there is a norm.
         processors: of the GPU.
     """
     # The fastest of a search on an H100 and an H200 over the layers of three decoders. What counts
-    # is the memory in flight: all programs run at once, with as many stages as there is memory for.
+    # is the memory in flight, so the programs of a processor share its memory among their stages.
     narrow = gated or columns <= 16 * processors
     width, most, parts = (16, 128, 1) if gated else (16, 512, 4) if narrow else (32, 256, 2)
+    if normed:
+        parts = min(parts, 2)  # with 4, Triton 3.8 does not load the rows ahead
     tile = _power(depth, most)
-    together = min(4, -(-columns // (width * processors)))  # programs of a processor
     stage = 2 * tile * (rows + (2 * width if gated else width) + 1)  # bytes; one row is the norm
-    rest = 1024 + 16 * rows * width  # of the driver, and for sums
-    buffers = min(7, -(-depth // tile), (SHARED_MEMORY // together - rest) // stage)
+    rest = 1024 + 2 * rows * tile  # of the driver; rows times the norm
+    for together in range(min(4, -(-columns // (width * processors))), 0, -1):
+        buffers = (SHARED_MEMORY // together - rest) // stage
+        if buffers >= 3:
+            break
     parts = min(parts, tile // 16)
-    return Tile(width, tile, buffers + 1, parts, parts, 4 if gated else 8)
+    stages = 1 + min(7, -(-depth // tile), buffers)  # 7 buffers are enough
+    return Tile(width, tile, stages, parts, parts, 4 if gated else 8)
 
 
 def rows_of_tile(rows: int) -> int:
-    """Return the rows of a tile, of which there are three, so that few kernels are compiled."""
+    """Return the number of rows of a tile: 1, 8 or 16, so that few kernels are compiled."""
     return next(size for size in (1, 8, ROWS) if rows <= size)
 
 
@@ -233,7 +241,8 @@ def launch(
     counted = columns[:1] if activation else columns
     if tile is None:
         processors = _processors(x.device)
-        tile = tile_for(rows, sum(counted), depth, bool(activation), processors)
+        shape = rows, sum(counted), depth
+        tile = tile_for(*shape, bool(activation), norm is not None, processors)
     programs = sum(-(-count // tile.columns) for count in counted)
     missing = [x] * (3 - len(weights))  # stand for what is absent, and are not read
     kernels.project[(programs,)](

@@ -90,7 +90,8 @@ def project(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2
             DEPENDENT: tl.constexpr):  # fmt: skip
     """Compute a tile of columns; programs are numbered over the columns of all weights.
 
-    The depth is computed in parts, by different warps, so that products wait less for each other.
+    Each part of the depth has a sum of its own: a shorter chain of products that depend on each
+    other.
     """
     tile, rows = tl.program_id(0), tl.arange(0, ROWS)
     live = rows < M

@@ -412,7 +412,7 @@ class CompiledGraph:
         return self._config.strict
 
     def why_without(self, inputs: tuple[Any, ...]) -> Fallback | None:
-        """Return why a call has no graph whatever its step is, or None."""
+        """Return why no step of these inputs has a graph now, or None: gradients, mode, capture."""
         if self._needs_grad(inputs):
             return GRADIENTS
         if self._never is not None:

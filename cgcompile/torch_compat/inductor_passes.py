@@ -244,9 +244,10 @@ def _pass(run: Pass, then: Any, over_kernels: bool = False) -> Any:
 
 
 def _before(then: Any, run: Pass, over_kernels: bool = False) -> Any:
-    """Return a pass and the user's after it; the user's alone if it has no ``uuid``."""
-    if then is not None and not hasattr(then, "uuid"):
-        return then  # so that caches stay on
+    """Return a pass and the user's after it, or the user's alone if it has no identity."""
+    uuid = getattr(then, "uuid", None)
+    if then is not None and (uuid is None or (over_kernels and uuid() is None)):
+        return then  # Inductor caches what ran CustomSchedulerPass, whatever its uuid is
     return _pass(run, then, over_kernels)
 
 

@@ -252,27 +252,28 @@ def test_settings_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[LAST].uuid() == unfused_residuals(own).uuid()
 
 
-@pytest.mark.parametrize("name", ["mine", None])
-def test_a_pass_of_the_user_over_kernels_runs_after_ours(
-    monkeypatch: pytest.MonkeyPatch, name: str | None
-) -> None:
+def test_a_pass_of_the_user_over_kernels_runs_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     kernels: list[Any] = [object()]
     saw: list[Any] = []
 
     class Kernels(CustomGraphPass):
+        name: str | None = "mine"
+
         def __call__(self, nodes: Any) -> Any:
             saw.append(nodes)
             return nodes
 
         def uuid(self) -> Any:
-            return name
+            return self.name
 
     monkeypatch.setattr(inductor_passes, "spread_weights", lambda nodes: [*nodes, "spread"])
     own = Kernels()
-    found = compilers.known_patches({KERNELS: own})[KERNELS]
-    assert found(kernels) == [*kernels, "spread"] == saw[0]
-    assert (found.uuid() is None) == (name is None)
+    chained = compilers.known_patches({KERNELS: own})[KERNELS]
+    assert chained(kernels) == [*kernels, "spread"] == saw[0]
+    assert chained.uuid() != compilers.known_patches({})[KERNELS].uuid()
+    own.name = None  # Inductor would cache the chain, and not run it at the next compilation
+    assert compilers.known_patches({KERNELS: own})[KERNELS] is own
     assert compilers.known_patches({KERNELS: len})[KERNELS] is len
 
 
