@@ -47,7 +47,7 @@ class Input:
 class Result:
     """A result of the original graph: an input, built from results of the new one, or the next."""
 
-    given: int | None = None  # the position of the input that it is
+    input: int | None = None  # the position of the input that it is
     wrapper: compat.Wrapper | None = None
 
 
@@ -278,7 +278,7 @@ class _Unwrapper:
                 results.append(Result())
                 new.append(item)
             elif item in placeholders:
-                results.append(Result(given=placeholders.index(item)))
+                results.append(Result(input=placeholders.index(item)))
             elif len(self._parts[item]) != 1 or not isinstance(self._parts[item][0], tuple):
                 raise compat.CannotUnwrap(f"{item.name} is a container with a subclass")
             else:

@@ -162,6 +162,32 @@ def test_functions_stay_small() -> None:
     assert not long, "split what does two things"
 
 
+VAGUE = {"found", "each", "given", "made", "place"}  # for variables of more than one line
+ONE_LINE = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda
+
+
+def test_variables_say_what_they_are() -> None:
+    vague = []
+    for path in [*files(), *(ROOT / "examples").rglob("*.py")]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        within = {
+            id(inner)
+            for node in nodes
+            if isinstance(node, ONE_LINE) and node.lineno == node.end_lineno
+            for inner in ast.walk(node)
+        }
+        for node in nodes:
+            if isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            else:
+                continue
+            if name in VAGUE and id(node) not in within:
+                vague.append(f"{path.name}:{node.lineno}: {name}")
+    assert not vague
+
+
 def test_importing_changes_nothing() -> None:
     """No registration, no settings, no handlers: definitions only."""
     code = (

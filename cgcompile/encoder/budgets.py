@@ -140,13 +140,13 @@ def _resolved(
 
 
 @checked_last
-def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None = None) -> int:
+def resolve_frames(max_items: int, max_frames_per_video: int, limit: int | None = None) -> int:
     """Return how many frames one replay holds, of all its items; 0 if graphs are not for videos.
 
     Args:
         max_items: items in one replay.
         max_frames_per_video: of one video; 0 if the model takes none, then the result is 0.
-        given: the user's limit; None for room for ``max_items`` videos of the greatest length, 0
+        limit: the user's limit; None for room for ``max_items`` videos of the greatest length, 0
             for one frame per item, as for images alone.
 
     Raises:
@@ -158,7 +158,7 @@ def resolve_frames(max_items: int, max_frames_per_video: int, given: int | None 
     """
     items = checked_number("max_items", max_items, 1)
     frames = checked_number("max_frames_per_video", max_frames_per_video, 0)
-    most = items * frames if given is None else checked_number("max_frames", given, 0)
+    most = items * frames if limit is None else checked_number("max_frames", limit, 0)
     return most if frames else 0
 
 

@@ -333,9 +333,9 @@ class GraphSequence:
             "rows": self.rows,
         }
 
-    def fill(self, place: int) -> None:
+    def fill(self, index: int) -> None:
         """Fill the copies of 0-dim CPU tensors of a graph segment that is not replayed itself."""
-        segment, slots = self.segments[place], self.slots
+        segment, slots = self.segments[index], self.slots
         for buffer, source in segment.scalars if isinstance(segment, GraphSegment) else ():
             buffer.fill(slots[source.at] if isinstance(source, Slot) else source)
 

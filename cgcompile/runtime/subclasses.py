@@ -41,7 +41,7 @@ class UnwrappedGraph:
         self._inputs = _inputs_reader(unwrapped.inputs)
         self._alike: Callable[..., bool] | None = None  # compares the parts with those seen before
         results = unwrapped.results
-        builds = any(each.wrapper or each.given is not None for each in results)
+        builds = any(each.wrapper or each.input is not None for each in results)
         self._results: Sequence[Result] = results if builds else ()
         self._symbols = unwrapped.symbols
 
@@ -90,8 +90,8 @@ class UnwrappedGraph:
         """Return the result with subclasses built from the plain tensors in it."""
         plain, results = iter(result), list[Any]()
         for spec in self._results:
-            if spec.given is not None:
-                results.append(inputs[spec.given])
+            if spec.input is not None:
+                results.append(inputs[spec.input])
             elif spec.wrapper is None:
                 results.append(next(plain))
             else:

@@ -22,13 +22,13 @@ class Parting:
 
     Attributes:
         number: of the request.
-        place: of the token, in its output.
+        position: of the token, in its output.
         gap: between the logits of the two tokens, in standard deviations of all logits; infinite
             where one output ends.
     """
 
     number: int
-    place: int
+    position: int
     gap: float
 
 

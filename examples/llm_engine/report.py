@@ -135,7 +135,8 @@ def broken_promises(run: Run, reference: str, *, scarce: bool, close: float) -> 
         if not part.gap <= close:
             broken.append(
                 f"{run.name}: tokens differ from those of {reference}: request {part.number} from "
-                f"output token {part.place} on, by {part.gap:.2g} standard deviations of the logits"
+                f"output token {part.position} on, "
+                f"by {part.gap:.2g} standard deviations of the logits"
             )
     for model in run.models:
         broken += [f"{run.name}, {model.title}: {text}" for text in _missed_graphs(model, run.mode)]

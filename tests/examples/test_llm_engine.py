@@ -144,9 +144,9 @@ def test_where_runs_part_and_how_close_it_was() -> None:
     changed[index] = int(logits.argmin())
     del shorter[-1]
     one, other = partings(expected, requests, model)
-    assert (one.number, one.place) == (1, 2)
+    assert (one.number, one.position) == (1, 2)
     assert one.gap == pytest.approx(float((logits.max() - logits.min()) / logits.std()), rel=1e-4)
-    assert (other.number, other.place) == (3, len(requests[3].output))
+    assert (other.number, other.position) == (3, len(requests[3].output))
     assert other.gap == float("inf")
 
 
