@@ -92,7 +92,7 @@ def _replacement() -> fx.Graph:
 
 
 def _is_gated(match: Any, graph: fx.Graph, pattern: fx.Graph) -> bool:
-    """Whether both sides are results of matrix products: equal in layout, and written by nobody.
+    """Whether both sides are results of matrix products: equal in layout, and never written.
 
     A pattern sees only calls; that the op does the same for these very tensors is to be checked.
     """

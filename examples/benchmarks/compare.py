@@ -15,7 +15,7 @@ replay. Parts (``--parts``):
   attention op that does nothing; ``host``: in full; ``gpu``: of the GPU, the whole step enqueued
   behind a sleep kernel; ``wall``: until the GPU is idle. Medians; the rows of one batch take turns
   in one process, and beside each runs its *floor*: the bare loop over the very same graphs and op,
-  with the same kind of call. A probe graph says in which pace the GPU replays.
+  with the same kind of call. A probe graph measures at which pace the GPU replays.
 * ``memory``: seconds and bytes of capturing 20 sizes.
 * ``compile``: seconds of the first call, with empty caches (but bytecode of torch, as pip leaves
   it) and with all that it left, in processes of their own: those that a goal compares one by one
@@ -28,7 +28,7 @@ and the files of each part are written as soon as there is something, so that li
 
 Without a GPU it takes models of nearly nothing but attention that does nothing, and measures what
 cgcompile's dispatch costs over replays by the host recorder; the rest is left out, with a line that
-says so.
+names it.
 
 Exits with 1 where a way of cgcompile is wrong, was not replayed, or was not measured.
 """
@@ -122,7 +122,7 @@ def make_setup(args: argparse.Namespace, model: str) -> Setup:
 
 
 def run_worker(args: argparse.Namespace) -> int:
-    """The process of one model: says that it is ready, and goes on when a line comes in."""
+    """The process of one model: prints that it is ready, and goes on when a line comes in."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed from now on must not be taken for an answer
 

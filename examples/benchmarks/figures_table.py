@@ -66,7 +66,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def section_of(file: Path) -> str:
-    """The Markdown for a file; a line that says so where there is none."""
+    """The Markdown for a file; a line that names it where there is none."""
     return section(json.loads(file.read_text())) if file.exists() else NOTHING
 
 

@@ -45,7 +45,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """What the command line says."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compiler", default="", help="inductor on a GPU, else eager")

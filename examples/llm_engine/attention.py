@@ -3,10 +3,10 @@
 A request's keys and values lie in blocks all over the cache; its row of the block table names them
 in order. Each query token looks at positions 0 to its own, wherever it comes from: decode, drafts
 to be verified and chunks of a prompt are all the same to the kernel. So three tensors are all it
-needs, and grids depend on padded shapes alone, which is what ``AttentionCGSupport.ALWAYS`` says.
+needs, and grids depend on padded shapes alone, as ``AttentionCGSupport.ALWAYS`` declares.
 
 The op takes no metadata: it reads that of the present step from the forward context. Block 0
-belongs to nobody: padded rows write there, and block tables point there behind their end.
+belongs to no request: padded rows write there, and block tables point there behind their end.
 """
 
 import importlib.util

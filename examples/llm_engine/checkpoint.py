@@ -179,5 +179,5 @@ def _fused(name: str, parts: dict[int, torch.Tensor], shape: torch.Size) -> torc
         )
     weight = torch.cat([parts[part] for part in sorted(parts)]) if len(parts) > 1 else parts[0]
     if weight.shape != shape:
-        raise CheckpointError(f"{name} is {list(weight.shape)}; config.json says {list(shape)}")
+        raise CheckpointError(f"{name} is {list(weight.shape)}; config.json has {list(shape)}")
     return weight

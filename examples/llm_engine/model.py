@@ -173,7 +173,7 @@ class Llama(nn.Module):
                 module.make_cache(num_blocks, block_size)
 
     def forget(self) -> None:
-        """Fill the caches with NaN: whoever reads what this run has not written gets noticed."""
+        """Fill the caches with NaN: a read of what this run has not written shows."""
         for module in self.modules():
             if isinstance(module, Attention):
                 module.k_cache.fill_(float("nan"))

@@ -57,7 +57,7 @@ class Run:
         drafted: what became of drafts.
         mixed_steps: with chunks of prompts beside decoding.
         seconds: of serving, after all was compiled and captured.
-        leaked_blocks: that nobody gave back.
+        leaked_blocks: that were not freed.
         partings: where its tokens are not those of the first run.
     """
 

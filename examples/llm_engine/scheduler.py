@@ -45,7 +45,7 @@ class Request:
     """One request.
 
     Attributes:
-        number: its number; with ``arrival`` it says who is older.
+        number: its number; with ``arrival`` it orders requests by age.
         prompt: token ids.
         max_new_tokens: after which it is done.
         arrival: the step at which it comes.
@@ -212,7 +212,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> list[Work]:
-        """The work of the next step, that of decoding first; empty if nobody is there."""
+        """The work of the next step, that of decoding first; empty without requests."""
         work = self._decoding()
         left = self.max_num_tokens - sum(each.count for each in work)
         work += self._started_prompts(left)

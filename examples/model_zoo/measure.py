@@ -257,7 +257,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def named(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says; of a capture: op and line first."""
+    """The kind of an error and the first line of its message; of a capture: op and line first."""
     root = cause(error)
     lines = [line for line in str(root).splitlines() if line.strip()]
     kind, text = type(root).__name__, lines[0].strip() if lines else ""

@@ -33,7 +33,7 @@ def items_of(token_budget: int, tokens: int) -> int:
 class FixedItems(SupportsEncoderCudaGraph):
     """An encoder of ``transformers`` on graphs, whose ``last_hidden_state`` is the result.
 
-    A call is ``{name: [items, *shape]}``, where the tower says the name (``pixel_values`` or
+    A call is ``{name: [items, *shape]}``, where the tower sets the name (``pixel_values`` or
     ``input_features``). Budgets are multiples of ``tokens``.
 
     Args:

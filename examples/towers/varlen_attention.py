@@ -2,7 +2,7 @@
 
 Vision towers put all images of a call one behind the other and let each frame, or each window of
 it, attend to itself. ``transformers``' SDPA path splits the rows by lengths that it reads on the
-host, which a graph cannot do. Here every row says between which rows its keys lie, in a tensor:
+host, which a graph cannot do. Here a tensor holds for every row the range of its keys:
 what a graph records depends on shapes alone, and a replay may have other sequences.
 
 Importing this file offers it to ``transformers`` under the name :data:`ATTENTION`. The name holds

@@ -132,7 +132,7 @@ def test_served_tokens_are_those_of_transformers(drafts: int, tmp_path: Path, de
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not"),
         ({"num_hidden_layers": 1}, "tensor model.layers.1.+ has no place in a Llama of 1 layers"),
         ({"num_hidden_layers": 3}, "no tensor for layers.2.attention_norm.weight"),
-        ({"intermediate_size": 40}, r"gate_up.weight is \[96, 32\]; config.json says \[80, 32\]"),
+        ({"intermediate_size": 40}, r"gate_up.weight is \[96, 32\]; config.json has \[80, 32\]"),
     ],
 )
 def test_what_it_cannot_run_is_refused(

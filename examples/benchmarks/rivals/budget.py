@@ -13,7 +13,7 @@ MB = 1e6
 
 
 class Missing(Exception):
-    """A figure was not measured; the message says which."""
+    """A figure was not measured; the message names it."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ BURST = 3
 
 
 class Broken(Exception):
-    """A variant is wrong, or did not replay; the message says how."""
+    """A variant is wrong, or did not replay; the message has the details."""
 
 
 def error_limit(setup: Setup) -> float:

@@ -26,7 +26,7 @@ class Ours(Variant):
         name: in tables.
         mode: of the forward context; None: there is none, and inputs are copied.
         direct: a replay calls the op's function, past the dispatcher.
-        string_door: ``torch.compile(backend=...)``, guards and all; else without guards.
+        named: ``torch.compile(backend=...)``, guards and all; else without guards.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Ours(Variant):
         mode: CUDAGraphMode | None,
         *,
         direct: bool = False,
-        string_door: bool = False,
+        named: bool = False,
     ) -> None:
         super().__init__(setup, name)
-        self.mode, self.direct, self._string_door = mode, direct, string_door
+        self.mode, self.direct, self._named = mode, direct, named
         self.attention_calls = setup.dims.layers if mode is PIECEWISE and not direct else 0
         self.floor_name = "replay of its graph"
         if mode is PIECEWISE:
@@ -61,7 +61,7 @@ class Ours(Variant):
     def prepare(self) -> None:
         self.backend = cgcompile.Backend(self.config())
         own = self.setup.copy_of_model(self.name)
-        if self._string_door:
+        if self._named:
             self.model = torch.compile(own, backend=self.backend, dynamic=True)
         else:
             self.model = cgcompile.compile(own, self.backend, dynamic_dims=DIMS, guards="none")
@@ -253,7 +253,7 @@ def all_ours(setup: Setup, plain: Variant, compiled: Variant, few: bool) -> list
     return [
         *variants,
         Breakable(setup, "cgcompile breakable over torch.compile", compiled),
-        make("cgcompile auto, guarded", None, string_door=True),
+        make("cgcompile auto, guarded", None, named=True),
         make("cgcompile auto, guards none", None),
         WithoutGraphs(setup, "cgcompile without graphs", pieces),
         Lean(setup, "cgcompile lean piecewise", PIECEWISE),

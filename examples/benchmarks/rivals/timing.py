@@ -28,7 +28,7 @@ def memory(device: str) -> tuple[int, int]:
     """Bytes that torch's allocator holds, and bytes of the device that are in use.
 
     cuBLAS's scratch of the current stream is always part of it. torch's own CUDA graphs throw it
-    away, and whoever multiplies next would be charged for it.
+    away, and the next product would be charged for it.
     """
     gc.collect()
     if device != "cuda":

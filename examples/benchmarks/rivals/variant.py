@@ -1,7 +1,7 @@
 """A way to run a decode step, as the bench sees it: :class:`Variant`.
 
 ``torchs.py`` has those of torch and of Meta's package, ``ours.py`` those of cgcompile. A variant
-that cannot run here says why when it is prepared; the bench reports that and goes on.
+that cannot run here raises when it is prepared; the bench reports that and goes on.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from rivals.timing import Call
 
 
 class LeftOut(Exception):
-    """A variant cannot run on this machine, or with these settings; the message says why."""
+    """A variant cannot run on this machine, or with these settings; the message has the reason."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Variant:
     Attributes:
         name: in tables.
         floor_name: what its floor is: a replay, or a bare loop with which kind of call.
-        attention_calls: how often a step calls the op through the dispatcher; 0 where it lies in a
+        attention_calls: how often a step calls the op through the dispatcher; 0 where it is in a
             graph or is called directly. What is really called is compared with this.
         batches: the batches it runs; None for all.
         can_wait: whether it is compiled last, and left out where little time is left.
@@ -113,7 +113,7 @@ class Variant:
         return None
 
     def replays(self) -> int | None:
-        """How many steps were replays so far; None where nobody counts."""
+        """How many steps were replays so far; None if they are not counted."""
         return None
 
     def why_not_replayed(self) -> str | None:
