@@ -262,17 +262,17 @@ def test_what_cannot_be_called_does_not_break_a_capture() -> None:
 
 
 def test_a_wrapper_works_after_others_were_refused() -> None:
-    made = wrapper(runtime_mode=FULL)
+    wrapped = wrapper(runtime_mode=FULL)
     x = torch.randn(2, 4)
     with torch.inference_mode():
         context = cgcompile.set_forward_context(
             None, cudagraph_runtime_mode=FULL, batch_descriptor=BatchDescriptor(2)
         )
         with context:
-            made(x)
+            wrapped(x)
             x.copy_(torch.randn(2, 4))
-            torch.testing.assert_close(made(x), MODEL(x))
-    assert (made.counters.captures, made.counters.replays) == (1, 1)
+            torch.testing.assert_close(wrapped(x), MODEL(x))
+    assert (wrapped.counters.captures, wrapped.counters.replays) == (1, 1)
 
 
 def test_backends_that_are_none() -> None:

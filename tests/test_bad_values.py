@@ -441,9 +441,9 @@ def added(function: Any) -> None:
 
 def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [
-        each
-        for each in inspect.signature(function).parameters.values()
-        if each.name not in ("self", "cls") and each.kind is not each.VAR_KEYWORD
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name not in ("self", "cls") and parameter.kind is not parameter.VAR_KEYWORD
     ]
 
 
@@ -467,19 +467,19 @@ def is_checked(kind: type) -> bool:
 
 
 def public_callables() -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for module in (cgcompile, serving, encoder, passes):
         for name in module.__all__:
             value = getattr(module, name)
             if not inspect.isclass(value):
                 plain = inspect.isfunction(value) and parameters(value)
-                found |= {name} if plain else set()
+                names |= {name} if plain else set()
                 continue
             if getattr(value, "_is_protocol", False) or issubclass(value, enum.Enum):
                 continue
-            found |= {name} if is_checked(value) else set()
-            found |= {f"{name}.{method}" for method in methods(value)}
-    return found
+            names |= {name} if is_checked(value) else set()
+            names |= {f"{name}.{method}" for method in methods(value)}
+    return names
 
 
 def test_the_table_has_every_public_callable() -> None:

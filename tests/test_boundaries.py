@@ -75,9 +75,9 @@ def test_functions_and_higher_order_ops(form, called) -> None:
 
 
 def test_tag_needs_no_registration() -> None:
-    found = Boundaries(builtin=False).match_call(torch.ops.cgtest.unsafe.default)
-    assert found is not None
-    assert "cudagraph_unsafe" in found.name
+    boundary = Boundaries(builtin=False).match_call(torch.ops.cgtest.unsafe.default)
+    assert boundary is not None
+    assert "cudagraph_unsafe" in boundary.name
 
 
 def test_predicate_sees_nodes_and_no_calls() -> None:
@@ -99,9 +99,9 @@ def test_builtin_attention() -> None:
         torch.ops.higher_order.flex_attention,
         F.multi_head_attention_forward,
     ):
-        found = boundaries.match_call(called)
-        assert found is not None, called
-        assert found.support is AttentionCGSupport.ALWAYS
+        boundary = boundaries.match_call(called)
+        assert boundary is not None, called
+        assert boundary.support is AttentionCGSupport.ALWAYS
     assert boundaries.match_call(F.linear) is None
     assert Boundaries(builtin=False).match_call(F.scaled_dot_product_attention) is None
 
@@ -122,9 +122,9 @@ def test_names_of_attention_packages(name: str) -> None:
     space, op = name.split("::")
     lib = torch.library.Library(space, "FRAGMENT")
     lib.define(f"{op}(Tensor q) -> Tensor")
-    found = Boundaries().match_call(getattr(getattr(torch.ops, space), op))
-    assert found is not None
-    assert found.support is AttentionCGSupport.NEVER
+    boundary = Boundaries().match_call(getattr(getattr(torch.ops, space), op))
+    assert boundary is not None
+    assert boundary.support is AttentionCGSupport.NEVER
 
 
 def test_other_ops_of_those_packages_are_none() -> None:
@@ -135,8 +135,8 @@ def test_other_ops_of_those_packages_are_none() -> None:
 
 def test_the_user_may_redeclare_a_builtin_op() -> None:
     mine = SplittingOp(F.scaled_dot_product_attention, support=AttentionCGSupport.NEVER)
-    found = Boundaries([mine]).match_call(F.scaled_dot_product_attention)
-    assert found.support is AttentionCGSupport.NEVER
+    boundary = Boundaries([mine]).match_call(F.scaled_dot_product_attention)
+    assert boundary.support is AttentionCGSupport.NEVER
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,9 @@ page: PAGE""",
     status, _, _ = run("report", target("pair"), *EAGER, "--calls", "1")
     assert status == 1  # nothing was replayed
     status, out, _ = run("report", target("pair"), *EAGER, "--json", "--speed")
-    found = json.loads(out)
+    data = json.loads(out)
     assert status == 0
-    assert found["speedup"] == found["speed"][0] / found["speed"][1] > 0
+    assert data["speedup"] == data["speed"][0] / data["speed"][1] > 0
 
 
 def test_bisect(run: Any) -> None:
@@ -141,16 +141,16 @@ def test_bisect(run: Any) -> None:
     assert status == 0
     assert out == "Net: nothing differs\n  1. inputs 0, all replayed: right"
     status, out, _ = run("bisect", target("miscompiled"), "--json")
-    found = json.loads(out)
-    assert (status, found["stage"], found["ok"]) == (1, "compilation", False)
-    assert found["finding"]["op"] == "torch._C._nn.linear"
+    data = json.loads(out)
+    assert (status, data["stage"], data["ok"]) == (1, "compilation", False)
+    assert data["finding"]["op"] == "torch._C._nn.linear"
     assert run("bisect", target("miscompiled"), "--atol", "100", "--sets", "1")[0] == 0
 
 
 def test_coverage(run: Any) -> None:
     status, out, _ = run("coverage", target("named"), *EAGER, "--calls", "3", "--json")
-    found = json.loads(out)
-    assert (status, found["total"], found["on_graphs"]) == (0, 3, 2)
+    data = json.loads(out)
+    assert (status, data["total"], data["on_graphs"]) == (0, 3, 2)
     status, out, _ = run("coverage", target("ran"))
     assert (status, out.splitlines()[-1]) == (0, "2 of 3 steps on graphs")
     assert run("coverage", target("pair"), *EAGER, "--calls", "1")[0] == 1
@@ -177,9 +177,9 @@ def test_timeline(run: Any, tmp_path: Path) -> None:
 
 def test_profile(run: Any) -> None:
     status, out, _ = run("profile", target("pair"), *EAGER, "--calls", "6", "--json")
-    found = json.loads(out)
-    assert (status, found["steps"]) == (0, 5)  # that of the capturing call too
-    assert [segment["count"] for segment in found["segments"]] == [5]
+    data = json.loads(out)
+    assert (status, data["steps"]) == (0, 5)  # that of the capturing call too
+    assert [segment["count"] for segment in data["segments"]] == [5]
     status, out, _ = run("profile", target("pair"), *EAGER, "--calls", "1")
     assert (status, out.startswith("no step was replayed")) == (1, True)
 
@@ -193,14 +193,14 @@ def test_settings(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[at + 1].startswith("    what compiles a piece: ``inductor``")
     assert "num_warmups = 0 (environment)" in lines
     status, out, _ = run("settings", "--json")
-    found = {each["name"]: each for each in json.loads(out)}
-    assert [*found] == [*cgcompile.CompilationConfig.names()]
-    assert all(each["meaning"] for each in found.values())
-    assert found["strict"]["origin"] == "default"
+    rows = {each["name"]: each for each in json.loads(out)}
+    assert [*rows] == [*cgcompile.CompilationConfig.names()]
+    assert all(each["meaning"] for each in rows.values())
+    assert rows["strict"]["origin"] == "default"
     assert run("settings", "--set", "compilr=aot")[0] == 2
     monkeypatch.setattr(cgcompile.CompilationConfig, "__doc__", None)  # as of python -OO
     status, out, _ = run("settings")
-    assert (status, len(out.splitlines())) == (0, len(found))
+    assert (status, len(out.splitlines())) == (0, len(rows))
     assert {each["meaning"] for each in json.loads(run("settings", "--json")[1])} == {None}
 
 
@@ -210,9 +210,9 @@ def test_reasons(run: Any) -> None:
     assert [line for line in out.splitlines() if line[0] != " "] == ["warming", "host_sync"]
     assert "\n  remedy  keep the value on the device" in out
     status, out, _ = run("reasons", "--json")
-    found = json.loads(out)
-    assert (status, [*found]) == (0, [reason.value for reason in cgcompile.Reason])
-    assert all(each["when"] and each["remedy"] and each["page"] for each in found.values())
+    reasons = json.loads(out)
+    assert (status, [*reasons]) == (0, [reason.value for reason in cgcompile.Reason])
+    assert all(each["when"] and each["remedy"] and each["page"] for each in reasons.values())
     status, _, errors = run("reasons", "warning")
     assert status == 2
     assert "argument REASON: 'warning'; expected warming" in errors
@@ -220,9 +220,9 @@ def test_reasons(run: Any) -> None:
 
 def test_env(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     status, out, _ = run("env", "--json")
-    found = json.loads(out)
-    private = found.pop("private")
-    assert {name: sorted(values) for name, values in found.items()} == {
+    data = json.loads(out)
+    private = data.pop("private")
+    assert {name: sorted(values) for name, values in data.items()} == {
         "versions": sorted(
             ["cgcompile", "torch", "triton", "runtime", "python", "system", "driver", "gpu"]
         ),
@@ -315,8 +315,8 @@ MISTAKES = [  # words, exit status, beginning of the message
 @pytest.mark.parametrize(("words", "status", "said"), MISTAKES, ids=[m[0] for m in MISTAKES])
 def test_mistakes(run: Any, words: str, status: int, said: str) -> None:
     before = list(sys.path)
-    found, out, errors = run(*words.replace("FILE", str(HERE)).split())
-    assert (found, out) == (status, "")
+    code, out, errors = run(*words.replace("FILE", str(HERE)).split())
+    assert (code, out) == (status, "")
     assert errors.startswith(f"cgcompile: {said}")
     assert "Traceback" not in errors
     assert sys.path == before

@@ -28,14 +28,14 @@ def test_equal_layout_and_no_kernel(make: Any, mode: Any, device: str) -> None:
         views = (base, base.T, base[1:, ::2], base.conj(), base.conj().imag, base[0, 0], base[:0])
         for tensor in views:
             with Ops() as ops:
-                made = make(tensor)
+                alias = make(tensor)
             copies = {"clone", "copy_", "_conj_physical", "neg", "fill_", "zero_"}
             assert copies.isdisjoint(ops.names), ops.names
-            assert (made.data_ptr(), made.stride()) == (tensor.data_ptr(), tensor.stride())
-            assert (made.is_conj(), made.is_neg()) == (tensor.is_conj(), tensor.is_neg())
-            assert torch.equal(made, tensor)
-            assert not made.is_inference()
-            assert not made.requires_grad
+            assert (alias.data_ptr(), alias.stride()) == (tensor.data_ptr(), tensor.stride())
+            assert (alias.is_conj(), alias.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+            assert torch.equal(alias, tensor)
+            assert not alias.is_inference()
+            assert not alias.requires_grad
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

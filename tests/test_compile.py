@@ -68,9 +68,9 @@ def test_steps_are_captured_and_replayed(guards: str, shapes: str) -> None:
 def test_steps_under_a_forward_context(mode: CUDAGraphMode, guards: str) -> None:
     model = build(CASES["sdpa"])
     one = compiled(model, guards=guards, dynamic_dims={"x": 0}, capture_device="host")
-    given = {size: batch("cpu", size) for size in (1, 2, 5, 33)}
+    inputs = {size: batch("cpu", size) for size in (1, 2, 5, 33)}
     for _ in range(4):
-        for size, x in given.items():
+        for size, x in inputs.items():
             x.copy_(batch("cpu", size))
             with in_graphs(mode, size):
                 assert_same(one(x), model(x))
@@ -252,8 +252,8 @@ def test_layers_with_one_backend_share_what_is_compiled() -> None:
     torch.testing.assert_close(
         layers(x), functools.reduce(lambda x, layer: layer.plain(x), layers, x)
     )
-    made = [graph.compilation for graph in backend.graphs]
-    assert [(each.compiled, each.shared) for each in made] == [(1, 0)] + [(0, 1)] * 3
+    compilations = [graph.compilation for graph in backend.graphs]
+    assert [(each.compiled, each.shared) for each in compilations] == [(1, 0)] + [(0, 1)] * 3
     with pytest.raises(ConfigError, match="settings of the object are fixed"):
         cgcompile.compile(Doubling(), backend, strict=True)
 
@@ -391,9 +391,9 @@ def test_gradients(guards: str) -> None:
     x = batch("cpu")
     with torch.no_grad():
         check(one, model, x)
-    found, expected = one(x), model(x)
-    assert_same(found, expected)
-    of_found = torch.autograd.grad(found.square().sum(), list(model.parameters()))
+    result, expected = one(x), model(x)
+    assert_same(result, expected)
+    of_found = torch.autograd.grad(result.square().sum(), list(model.parameters()))
     assert_same(of_found, torch.autograd.grad(expected.square().sum(), list(model.parameters())))
     counters = one.backend.counters
     assert counters.plain == {WARMING: 1, Reason.GRADIENTS: 1}
@@ -413,9 +413,9 @@ def test_autocast(guards: str) -> None:
     for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             x = rows(3)
-            found = one(x)
-            assert found.dtype == (dtype or torch.float32)
-            assert_same(found, model(x))
+            result = one(x)
+            assert result.dtype == (dtype or torch.float32)
+            assert_same(result, model(x))
     assert len(one.traces) == 3
 
 

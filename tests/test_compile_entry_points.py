@@ -39,16 +39,16 @@ def step(model: Any, x: torch.Tensor) -> Any:
 
 def check_steps(one: Any, model: Any, counted: Any, warm: int, exact: bool) -> None:
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 2e-4, "atol": 2e-5}
-    given, previous = (
+    inputs, previous = (
         {size: batch("cpu", size) for size in (6, 3)},
         None,
     )  # torch 2.15 tells 1 apart
     for _ in range(warm + 3):
-        for x in given.values():
-            found = step(one, x)
-            torch.testing.assert_close(found, model(x), **tolerance)
-            assert previous is None or not torch.equal(found[:1], previous)
-            previous = found[:1].clone()
+        for x in inputs.values():
+            result = step(one, x)
+            torch.testing.assert_close(result, model(x), **tolerance)
+            assert previous is None or not torch.equal(result[:1], previous)
+            previous = result[:1].clone()
     assert_counts(counted(), 2, 4, {WARMING: 2} if warm else {})
 
 
@@ -200,10 +200,10 @@ def test_a_compiled_model_inside_of_torch_compile() -> None:
     def outer(x):
         return one(x) * 2
 
-    found = torch.compile(outer, backend="eager", fullgraph=True)
+    whole = torch.compile(outer, backend="eager", fullgraph=True)
     for size in (2, 3):
         x = rows(size)
-        assert_same(found(x), inner(x) * 2)
+        assert_same(whole(x), inner(x) * 2)
     assert one.traces == ()
 
 
@@ -224,16 +224,16 @@ def test_the_handle_of_what_is_not_traced(kind: str) -> None:
         with set_forward_context(
             cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(size)
         ):
-            found = one(x)
-        assert_same(found, model(x))
+            result = one(x)
+        assert_same(result, model(x))
         return x
 
     assert backend.capture(run, (3, 6)).captured == (6, 3)
     run(3)
     assert_counts(backend, 2, 1, {WARMING: 2})
     with set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(6)):
-        found = cgcompile.verify(one, inputs[6], sets=1)
-    assert (found.ok, found.replays) == (True, 1)
+        verdict = cgcompile.verify(one, inputs[6], sets=1)
+    assert (verdict.ok, verdict.replays) == (True, 1)
     assert backend.counters.replays == 1 + 2  # the first to see that it replays
     backend.close_capture()
     backend.invalidate("on purpose")

@@ -41,8 +41,8 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CompilationConfig.resolve(options=options).compiler == "eager"
     both = CompilationConfig.resolve(options=options, arguments={"compiler": "inductor"})
     assert both.compiler == "inductor"
-    given = CompilationConfig(compiler="eager")
-    assert CompilationConfig.resolve(given, arguments={"cudagraph_mode": "full"}) == (
+    config = CompilationConfig(compiler="eager")
+    assert CompilationConfig.resolve(config, arguments={"cudagraph_mode": "full"}) == (
         CompilationConfig(compiler="eager", cudagraph_mode=CUDAGraphMode.FULL)
     )
 
@@ -114,20 +114,20 @@ def test_bad_values_name_setting_and_expectation(name: str, value: object) -> No
 def test_capture_dim_needs_sizes() -> None:
     with pytest.raises(ConfigError, match=r"capture_dim = .* without cudagraph_capture_sizes"):
         CompilationConfig(capture_dim="x.size()[0]")
-    found = CompilationConfig(capture_dim="x.size()[0]", cudagraph_capture_sizes="1,2")
-    assert found.capture_dim == "x.size()[0]"
+    config = CompilationConfig(capture_dim="x.size()[0]", cudagraph_capture_sizes="1,2")
+    assert config.capture_dim == "x.size()[0]"
     assert CompilationConfig(capture_dim="x.size()[0]", compile_sizes=2).capture_dim
     assert CompilationConfig(capture_dim="x.size()[0]", compile_ranges_endpoints=2).capture_dim
 
 
 def test_compile_sizes_may_be_the_capture_sizes() -> None:
     sizes = {"cudagraph_capture_sizes": (1, 2, 8)}
-    found = CompilationConfig(compile_sizes="cudagraph_capture_sizes", **sizes)
-    assert found.compile_sizes == ("cudagraph_capture_sizes",)
-    assert found.sizes_to_compile == (1, 2, 8)
-    found = CompilationConfig(compile_sizes=(64, "cudagraph_capture_sizes", "9", 2), **sizes)
-    assert found.sizes_to_compile == (1, 2, 8, 9, 64)
-    other = CompilationConfig.resolve(found, arguments={"cudagraph_capture_sizes": (2, 9)})
+    config = CompilationConfig(compile_sizes="cudagraph_capture_sizes", **sizes)
+    assert config.compile_sizes == ("cudagraph_capture_sizes",)
+    assert config.sizes_to_compile == (1, 2, 8)
+    config = CompilationConfig(compile_sizes=(64, "cudagraph_capture_sizes", "9", 2), **sizes)
+    assert config.sizes_to_compile == (1, 2, 8, 9, 64)
+    other = CompilationConfig.resolve(config, arguments={"cudagraph_capture_sizes": (2, 9)})
     assert other.sizes_to_compile == (2, 9, 64)
     assert CompilationConfig().sizes_to_compile == ()
     with pytest.raises(ConfigError, match=r"compile_sizes = .* without cudagraph_capture_sizes"):
@@ -180,8 +180,8 @@ def test_piecewise_graphs_need_a_split_graph(mode: str, cudagraph_mode: CUDAGrap
         with pytest.raises(ConfigError, match="piecewise graphs need a split graph"):
             CompilationConfig(mode=mode, cudagraph_mode=cudagraph_mode)
     else:
-        found = CompilationConfig(mode=mode, cudagraph_mode=cudagraph_mode)
-        assert found.cudagraph_mode is cudagraph_mode
+        config = CompilationConfig(mode=mode, cudagraph_mode=cudagraph_mode)
+        assert config.cudagraph_mode is cudagraph_mode
 
 
 @pytest.mark.parametrize("mode", CompilationMode)
@@ -215,10 +215,10 @@ def test_settings_of_a_trace_are_refused_without_one(name: str, value: Any) -> N
 
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"])
 def test_settings_of_capture_need_a_mode_with_graphs(mode: str) -> None:
-    given = {"capture_device": "host", "strict": True, "num_warmups": 2}
-    found = CompilationConfig(mode=mode, cudagraph_mode="FULL", **given)
-    assert {name: getattr(found, name) for name in given} == given
-    for name, value in given.items():
+    settings = {"capture_device": "host", "strict": True, "num_warmups": 2}
+    config = CompilationConfig(mode=mode, cudagraph_mode="FULL", **settings)
+    assert {name: getattr(config, name) for name in settings} == settings
+    for name, value in settings.items():
         with pytest.raises(ConfigError, match=rf"{name} = .*nothing is captured(.|\n)*FULL"):
             CompilationConfig(mode=mode, **{name: value})
 
@@ -290,13 +290,13 @@ def test_no_size_is_padded_without_graphs() -> None:
 def test_cudagraph_mode_methods(
     mode: str, decode: str, mixed: str, separate: bool, most: str, piecewise: bool
 ) -> None:
-    found = CUDAGraphMode[mode]
-    assert found.decode_mode().name == decode
-    assert found.mixed_mode().name == mixed
-    assert found.separate_routine() is separate
-    assert found.max_cudagraph_mode().name == most
-    assert found.requires_piecewise_compilation() is piecewise
-    assert {m.name for m in CUDAGraphMode if found.has_mode(m)} == {decode, mixed}
+    graph_mode = CUDAGraphMode[mode]
+    assert graph_mode.decode_mode().name == decode
+    assert graph_mode.mixed_mode().name == mixed
+    assert graph_mode.separate_routine() is separate
+    assert graph_mode.max_cudagraph_mode().name == most
+    assert graph_mode.requires_piecewise_compilation() is piecewise
+    assert {m.name for m in CUDAGraphMode if graph_mode.has_mode(m)} == {decode, mixed}
 
 
 def test_valid_runtime_modes() -> None:

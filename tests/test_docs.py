@@ -95,9 +95,9 @@ def test_the_pictures_of_the_figures_are_those_of_the_results() -> None:
 
 
 def test_the_pictures_of_a_model_are_of_one_that_ran() -> None:
-    found = pictures.served()
-    assert found["coverage"]["on_graphs"] == found["coverage"]["total"] > 20
-    assert len(found["graphs"][0]["pieces"]) == 3
+    data = pictures.served()
+    assert data["coverage"]["on_graphs"] == data["coverage"]["total"] > 20
+    assert len(data["graphs"][0]["pieces"]) == 3
     texts = {}
     for name in ("split", "steps", "sizes", "traffic"):
         drawing = ElementTree.fromstring(pictures.inline(name))
@@ -106,10 +106,10 @@ def test_the_pictures_of_a_model_are_of_one_that_ran() -> None:
     assert [title.split(",")[0] for title in pieces] == ["piece_0", "piece_1", "piece_2"]
     breaks = [title for title in texts["steps"] if "batching::attention, eager: " in title]
     assert breaks
-    assert len(texts["steps"]) == len(found["segments"]) > len(breaks)
-    sizes = {int(re.findall(r"\d+", step["batch"])[0]) for step in found["steps"]}
+    assert len(texts["steps"]) == len(data["segments"]) > len(breaks)
+    sizes = {int(re.findall(r"\d+", step["batch"])[0]) for step in data["steps"]}
     assert [title.split(":")[0] for title in texts["sizes"]] == [f"size {n}" for n in sorted(sizes)]
-    padded = [f"{row['padding']:.1%} padding" for row in found["coverage"]["rows"] if row["hits"]]
+    padded = [f"{row['padding']:.1%} padding" for row in data["coverage"]["rows"] if row["hits"]]
     assert [title.split(", ")[-1] for title in texts["traffic"] if "padding" in title] == padded
 
 
@@ -183,8 +183,8 @@ def test_the_example_of_a_docstring_runs(name: str, value: Any) -> None:
     example = doctest.DocTestParser().get_doctest(value.__doc__ or "", scope, name, None, 0)
     assert any(each.want for each in example.examples), f"the docstring of {name} has no example"
     shown: list[str] = []
-    found = doctest.DocTestRunner(verbose=False).run(example, out=shown.append)
-    assert not found.failed, "".join(shown)
+    result = doctest.DocTestRunner(verbose=False).run(example, out=shown.append)
+    assert not result.failed, "".join(shown)
 
 
 # ---------------------------------------------------------------- tables of the reference
@@ -282,8 +282,8 @@ def conforms(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> bool:
         same = value.keys() == fields.keys() == set(schema["required"])
         return same and all(conforms(value[name], fields[name], defs) for name in fields)
     if isinstance(value, dict):
-        each = schema.get("additionalProperties", {})
-        return all(conforms(item, each, defs) for item in value.values())
+        others = schema.get("additionalProperties", {})
+        return all(conforms(item, others, defs) for item in value.values())
     if isinstance(value, list):
         first = schema.get("prefixItems")
         if first is not None:

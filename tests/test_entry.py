@@ -293,9 +293,9 @@ def test_a_cache_that_grows_is_not_captured_and_said(device: str) -> None:
     for _ in range(6):
         x = torch.randn(2, 1, D, device=device)
         expected = model(x, cache)
-        found = compiled(x, cache)
-        assert_same(found, expected)
-        cache = found[1]
+        result = compiled(x, cache)
+        assert_same(result, expected)
+        cache = result[1]
     assert_counts(backend, 0, 0, {WARMING: 1, Reason.GROWING_STATE: 5})
     assert "StaticCache" in backend.counters.details[Reason.GROWING_STATE]
 
@@ -317,12 +317,12 @@ def test_a_returned_view_of_an_input_is_of_the_input_of_this_call(
         whole = batch(device, 8)
         x = whole[step % 3 : step % 3 + 5]
         x = marked(x) if step == 0 else x
-        found = compiled(x)
-        assert_same(found, model(x))
-        assert found[1].data_ptr() == x[:, 1:].data_ptr()
-        assert found[2].data_ptr() == x.data_ptr()
-        assert found[3].data_ptr() == x[1:].data_ptr()
-        found[1].zero_()
+        result = compiled(x)
+        assert_same(result, model(x))
+        assert result[1].data_ptr() == x[:, 1:].data_ptr()
+        assert result[2].data_ptr() == x.data_ptr()
+        assert result[3].data_ptr() == x[1:].data_ptr()
+        result[1].zero_()
         assert x[:, 1:].abs().sum() == 0
     assert_counts(backend, 1, 3, {WARMING: 1})
 
@@ -341,13 +341,13 @@ def test_results_that_share_memory_still_share_it(device: str) -> None:
     model, compiled, backend = compiled_model(ReturnsShared, device)
     for step in range(4):
         x = batch(device)
-        found = compiled(marked(x) if step == 0 else x)
-        assert_same(found, model(x))
-        assert [each.data_ptr() for each in found[:2]] == [found[0].data_ptr()] * 2
-        assert found[3].data_ptr() == found[0].data_ptr()
-        found[0].fill_(7)
-        assert bool((found[1] == 7).all() and (found[2] == 7).all() and (found[3] == 7).all())
-        assert not bool((found[4] == 7).any())
+        result = compiled(marked(x) if step == 0 else x)
+        assert_same(result, model(x))
+        assert [each.data_ptr() for each in result[:2]] == [result[0].data_ptr()] * 2
+        assert result[3].data_ptr() == result[0].data_ptr()
+        result[0].fill_(7)
+        assert bool((result[1] == 7).all() and (result[2] == 7).all() and (result[3] == 7).all())
+        assert not bool((result[4] == 7).any())
     assert_counts(backend, 1, 2, {WARMING: 1})
 
 
@@ -366,10 +366,10 @@ def test_a_returned_parameter_is_the_parameter(device: str) -> None:
     start(compiled, model, device)
     for _ in range(4):
         x = batch(device)
-        found = compiled(x)
-        assert_same(found, model(x))
-        assert found[1] is model.weight
-        assert found[2].data_ptr() == model.weight.t()[1:].data_ptr()
+        result = compiled(x)
+        assert_same(result, model(x))
+        assert result[1] is model.weight
+        assert result[2].data_ptr() == model.weight.t()[1:].data_ptr()
         model.weight.mul_(0.9)
     assert_counts(backend, 1, 3, {WARMING: 1})
 
@@ -388,9 +388,9 @@ def test_a_view_that_an_eager_region_makes_is_of_the_input_of_this_call(device: 
     model, compiled, backend = compiled_model(ViewsEagerly, device)
     for step in range(5):
         x, y = batch(device), batch(device)
-        found = compiled(marked(x) if step == 0 else x, marked(y) if step == 0 else y)
-        assert_same(found, model(x, y))
-        assert found[0].data_ptr() == x.data_ptr()
+        result = compiled(marked(x) if step == 0 else x, marked(y) if step == 0 else y)
+        assert_same(result, model(x, y))
+        assert result[0].data_ptr() == x.data_ptr()
     assert_counts(backend, 1, 3, {WARMING: 1})
 
 
@@ -631,11 +631,11 @@ def test_layers_compiled_one_by_one(device: str) -> None:
     layers = nn.ModuleList(other_weights(made(DecoderLayer, device)) for _ in range(3))
     compiled = [torch.compile(layer, backend=backend) for layer in layers]
     for step in range(5):
-        x = found = batch(device)
-        found = marked(x) if step == 0 else x
+        x = result = batch(device)
+        result = marked(x) if step == 0 else x
         for layer, one in zip(layers, compiled, strict=True):
-            x, found = layer(x), one(found)
-        assert_same(found, x)
+            x, result = layer(x), one(result)
+        assert_same(result, x)
     assert_counts(backend, 3, 9, {WARMING: 3})
     (graph,) = backend.graphs
     assert len(graph.weight_sets) == 3
@@ -668,9 +668,9 @@ def test_captured_in_one_grad_mode_and_called_in_the_others(
         with mode():
             for step in range(4):
                 x = marked(batch(device)) if step == 0 else batch(device)
-                found = compiled(x)
-                assert_same(found, model(x))
-                found.add_(1)
+                result = compiled(x)
+                assert_same(result, model(x))
+                result.add_(1)
     graphs = len(backend.graphs)  # Dynamo may trace once for each mode
     assert_counts(backend, graphs, 16 - 2 * graphs, {WARMING: graphs})
 

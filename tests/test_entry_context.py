@@ -66,9 +66,9 @@ def check_steps(
     for _ in range(steps):
         x = buffers.fill(size)
         with context(mode, size):
-            found = compiled(x)
-            assert_same(found, model(x))
-    return found
+            result = compiled(x)
+            assert_same(result, model(x))
+    return result
 
 
 def recorded(backend: Any) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
@@ -261,13 +261,13 @@ def test_a_bulk_capture_lists_what_has_a_lesser_mode_than_requested(
         with context(mode, size):
             compiled(buffers.fill(size))
 
-    found = backend.capture(step, (4, 6))
-    assert (found.captured, found.missing) == ((6, 4), ())
-    assert [size for size, _ in found.degraded] == ([6, 4] if mode is FULL else [])
-    for size, why in found.degraded:
+    bulk = backend.capture(step, (4, 6))
+    assert (bulk.captured, bulk.missing) == ((6, 4), ())
+    assert [size for size, _ in bulk.degraded] == ([6, 4] if mode is FULL else [])
+    for size, why in bulk.degraded:
         assert why.startswith("attention_support: a boundary supports NEVER only")
         assert f"num_tokens={size}" in why
-        assert f"  {size}: captured in a lesser mode: {why}" in str(found).splitlines()
+        assert f"  {size}: captured in a lesser mode: {why}" in str(bulk).splitlines()
     assert {mode for mode, _ in recorded(backend)} == {PIECEWISE}
 
 
@@ -323,9 +323,9 @@ def test_eager_attention_reads_the_context_of_each_step(device: str) -> None:
     for step in range(6):
         x = buffers.fill() if step < 4 else x  # at last the metadata alone changes
         with context(PIECEWISE, metadata=2.0**step):
-            found = compiled(x)
-            assert_same(found, model(x))
-        results.append(found.clone())
+            result = compiled(x)
+            assert_same(result, model(x))
+        results.append(result.clone())
     assert bool((results[-1] != results[-2]).any())
     assert_counts(backend, 1, 4, {WARMING: 1})
 

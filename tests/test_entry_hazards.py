@@ -215,9 +215,9 @@ def test_returned_conjugate_and_negative_views(device: str, kind: Any, setting: 
     model, compiled, backend = compiled_model(kind, device, cudagraph_mode=setting)
     for _ in range(5):
         x = torch.randn(3, 4, dtype=torch.complex64, device=device)
-        found, expected = compiled(x), model(x)
-        assert_same(found, expected)
-        for one, other in zip(found, expected, strict=True):
+        result, expected = compiled(x), model(x)
+        assert_same(result, expected)
+        for one, other in zip(result, expected, strict=True):
             assert (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
             assert_same(one.resolve_conj().resolve_neg(), other.resolve_conj().resolve_neg())
     assert_counts(backend, 1, 3, {WARMING: 1})
@@ -237,9 +237,9 @@ def test_a_forward_without_gradients_replays_in_grad_mode(device: str) -> None:
     with torch.enable_grad():
         for _ in range(5):
             x = batch(device).requires_grad_()
-            found = compiled(x)
-            assert not found.requires_grad
-            assert_same(found, model(x))
+            result = compiled(x)
+            assert not result.requires_grad
+            assert_same(result, model(x))
             assert torch.is_grad_enabled()
     assert_counts(backend, 1, 3, {WARMING: 1})
 
@@ -288,10 +288,10 @@ def test_each_of_twelve_equal_layers_is_captured(device: str, in_place: bool) ->
         layer.compile(backend=backend)
     compiled = layers if in_place else [torch.compile(each, backend=backend) for each in layers]
     for _ in range(4):
-        x = found = batch(device)
+        x = result = batch(device)
         for layer, one in zip(eager, compiled, strict=True):
-            x, found = layer(x), one(found)
-        assert_same(found, x)
+            x, result = layer(x), one(result)
+        assert_same(result, x)
     assert_counts(backend, 12, 12 * 2, {WARMING: 12})
 
 
@@ -348,8 +348,8 @@ def test_a_state_reassigned_at_each_step_is_right_and_said(
 ) -> None:
     backend, kept = backend_for(max_weight_sets=8), []
     model, eager = Reassigned(buffer), Reassigned(buffer)
-    for each in (model, eager):
-        each.h = each.h.to(device)
+    for module in (model, eager):
+        module.h = module.h.to(device)
     compiled = torch.compile(model, backend=backend)
     for _ in range(100):
         kept += [model.h] if keep else []
@@ -365,8 +365,8 @@ def test_a_state_reassigned_at_each_step_is_right_and_said(
 def test_a_state_put_back_after_each_step_replays(device: str, buffer: bool) -> None:
     backend = backend_for()
     model, eager = Reassigned(buffer), Reassigned(buffer)
-    for each in (model, eager):
-        each.h = each.h.to(device)
+    for module in (model, eager):
+        module.h = module.h.to(device)
     state, compiled = model.h, torch.compile(model, backend=backend)
     for _ in range(6):
         x = batch(device)
@@ -448,8 +448,8 @@ def test_a_deep_copy_of_a_wrapped_graph_module_is_a_wrapper(device: str) -> None
     other = copy.deepcopy(wrapper)
     assert type(other) is CUDAGraphWrapper
     assert other.runnable is not wrapper.runnable
-    for each in (other, wrapper):
-        check_buffer(each, model, x, FULL, steps=3)
+    for one in (other, wrapper):
+        check_buffer(one, model, x, FULL, steps=3)
     assert (other.counters.captures, other.counters.replays) == (1, 2)
     assert (wrapper.counters.captures, wrapper.counters.replays) == (1, 5)
 
@@ -616,15 +616,15 @@ def test_a_view_of_an_argument_is_written(mode: CUDAGraphMode | None, device: st
     model = made(WritesThroughAView, device)
     backend = backend_for()
     compiled = torch.compile(model, backend=backend)
-    x, found = batch(device), batch(device)
-    expected = found.clone()
+    x, written = batch(device), batch(device)
+    expected = written.clone()
     for _ in range(5):
         x.copy_(torch.randn_like(x))
-        before = found.clone()
+        before = written.clone()
         with context(mode):
-            assert_same(compiled(x, found), model(x, expected))
-        assert_same(found, expected)
-        assert not torch.equal(found, before)
+            assert_same(compiled(x, written), model(x, expected))
+        assert_same(written, expected)
+        assert not torch.equal(written, before)
     assert backend.counters.replays >= 3, backend.counters
 
 

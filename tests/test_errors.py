@@ -195,21 +195,21 @@ OTHER_TEXTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def _classes() -> dict[str, type[CGCompileError]]:
-    found = inspect.getmembers(errors, inspect.isclass)
-    return {name: kind for name, kind in found if issubclass(kind, CGCompileError)}
+    members = inspect.getmembers(errors, inspect.isclass)
+    return {name: kind for name, kind in members if issubclass(kind, CGCompileError)}
 
 
 def _constructors() -> dict[str, frozenset[str]]:
     """The fields of every template and every other constructor, by its full name."""
-    found = {}
+    fields = {}
     for name, kind in _classes().items():
         for method, value in vars(kind).items():
             if isinstance(value, Template):
-                found[f"{name}.{method}"] = value.fields
+                fields[f"{name}.{method}"] = value.fields
             elif isinstance(value, classmethod):
                 parameters = inspect.signature(getattr(kind, method)).parameters
-                found[f"{name}.{method}"] = frozenset(parameters)
-    return found
+                fields[f"{name}.{method}"] = frozenset(parameters)
+    return fields
 
 
 def _examples() -> list[tuple[str, CGCompileError]]:

@@ -355,6 +355,6 @@ def test_encode_time_measures_every_batch(limit: str, code: int) -> None:
     ways = [row[10:].split()[0] for row in rows if row.startswith("1 x 336")]
     assert ways == ["eager", "varlen", "graphs", "derived"]
     for way in ways[2:]:
-        (found,) = (row for row in rows if row.startswith(f"1 x 336   {way}"))
-        assert "waste 10.0%  hits 100%" in found
+        (line,) = (row for row in rows if row.startswith(f"1 x 336   {way}"))
+        assert "waste 10.0%  hits 100%" in line
     assert rows[-1].endswith("no" if code else "yes")

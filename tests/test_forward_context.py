@@ -127,8 +127,8 @@ class Five:
 def test_real_rows() -> None:
     for real in (0, 5, 8, Five()):
         with set_forward_context(batch_descriptor=BatchDescriptor(8), num_unpadded_tokens=real):
-            found = get_forward_context().num_unpadded_tokens
-        assert (found, type(found)) == (int(real), int)
+            rows = get_forward_context().num_unpadded_tokens
+        assert (rows, type(rows)) == (int(real), int)
     with set_forward_context(num_unpadded_tokens=9):
         assert get_forward_context().num_unpadded_tokens == 9
     with pytest.raises(ForwardContextError, match="from 0 or more"):
@@ -137,10 +137,10 @@ def test_real_rows() -> None:
         set_forward_context(num_tokens=8, num_unpadded_tokens=9)
 
 
-@pytest.mark.parametrize("found", [8, (8,), "8"])
-def test_a_descriptor_of_another_type(found: object) -> None:
+@pytest.mark.parametrize("descriptor", [8, (8,), "8"])
+def test_a_descriptor_of_another_type(descriptor: object) -> None:
     with pytest.raises(ForwardContextError, match=r"expected a cgcompile\.BatchDescriptor"):
-        set_forward_context(batch_descriptor=found)
+        set_forward_context(batch_descriptor=descriptor)
 
 
 def test_leaving_once_too_often() -> None:

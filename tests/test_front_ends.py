@@ -72,8 +72,8 @@ def append(x, cache):
 
 
 def fake_route(scores, top):
-    made = scores.new_empty(*scores.shape[:-1], top)
-    return made, torch.empty_like(made, dtype=torch.int64)
+    weights = scores.new_empty(*scores.shape[:-1], top)
+    return weights, torch.empty_like(weights, dtype=torch.int64)
 
 
 @cache
@@ -131,8 +131,8 @@ class Layer(nn.Module):
     def mixed(self, x, other=None, mask=None):
         h = self.norm(x)
         k, v = self.kv(h if other is None else other).chunk(2, -1)
-        found = self.attend(self.heads(self.q(h)), self.heads(k), self.heads(v), mask)
-        return self.out(found.transpose(1, 2).flatten(2))
+        attended = self.attend(self.heads(self.q(h)), self.heads(k), self.heads(v), mask)
+        return self.out(attended.transpose(1, 2).flatten(2))
 
     def forward(self, x, other=None, mask=None):
         x = x + self.mixed(x, other, mask)
@@ -218,9 +218,9 @@ class ReturnsMany(Stack):
 
     def forward(self, x):
         first = self.layers[0](x)
-        made = torch.ops.cgfront.mix(*[self.layers[1].heads(first + k) for k in range(3)])
+        mixed = torch.ops.cgfront.mix(*[self.layers[1].heads(first + k) for k in range(3)])
         last = self.layers[1](first)
-        return last, {"first": first, "row": last[:, 0]}, [made * 2, (made.sum(1),)]
+        return last, {"first": first, "row": last[:, 0]}, [mixed * 2, (mixed.sum(1),)]
 
 
 class Encoder(nn.Module):
@@ -271,12 +271,12 @@ class LongLived(nn.Module):
         self.up = nn.Linear(D, D)
 
     def forward(self, x):
-        made = []
+        firsts = []
         for _ in range(4):
             h = self.up(x).sin()[:, None]
-            made.append(torch.ops.cgfront.mix(h, h, h)[:, 0])
-            x = x + made[-1]
-        return (made[0] - made[2]) * made[1] / (1 + made[3].abs())
+            firsts.append(torch.ops.cgfront.mix(h, h, h)[:, 0])
+            x = x + firsts[-1]
+        return (firsts[0] - firsts[2]) * firsts[1] / (1 + firsts[3].abs())
 
 
 def hidden(n: int, device: str) -> torch.Tensor:
@@ -363,14 +363,14 @@ class Buffers:
 
     def __init__(self, inputs: dict[int, tuple[torch.Tensor, ...]]) -> None:
         self.inputs = {size: copies(each) for size, each in inputs.items()}
-        for each in self.inputs.values():
-            for tensor in each:
+        for tensors in self.inputs.values():
+            for tensor in tensors:
                 torch._dynamo.mark_dynamic(tensor, 0)
 
     def fill(self, size: int, numbers: tuple[torch.Tensor, ...], but: tuple[int, ...]) -> Any:
-        for place, (buffer, each) in enumerate(zip(self.inputs[size], numbers, strict=True)):
-            if place not in but:
-                buffer.copy_(each)
+        for index, (buffer, values) in enumerate(zip(self.inputs[size], numbers, strict=True)):
+            if index not in but:
+                buffer.copy_(values)
         return self.inputs[size]
 
 
@@ -395,57 +395,57 @@ class FrontEnds:
 
     def step(self, size: int) -> Any:
         """One step of each, on new numbers; all give the same and write the same."""
-        numbers, found, inputs = self.numbers(size), {}, {}
+        numbers, results, inputs = self.numbers(size), {}, {}
         for way, run in self.ways.items():
             inputs[way] = self.buffers[way].fill(size, numbers, self.model.written)
             RUN.clear()
             with step(size):
-                found[way] = run(*inputs[way])
+                results[way] = run(*inputs[way])
             assert Counter(each for each in self.model.breaks if each != SDPA) == RUN, way
         for way in ("fx", "breakable"):
-            assert_equal(found[way], found["eager"], way)
+            assert_equal(results[way], results["eager"], way)
             assert_equal(inputs[way], inputs["eager"], way)
-        return copies(found["eager"])
+        return copies(results["eager"])
 
     def steps(self, rounds: int) -> None:
         """Rounds over all sizes; no two steps of a size give the same."""
         before: dict[int, Any] = {}
         for _ in range(rounds):
             for size in SIZES:
-                found = self.step(size)
-                assert size not in before or not equal(found, before[size])
-                before[size] = found
+                result = self.step(size)
+                assert size not in before or not equal(result, before[size])
+                before[size] = result
 
     @property
     def graph(self) -> CompiledGraph:
-        (found,) = self.backend.graphs
-        return found
+        (graph,) = self.backend.graphs
+        return graph
 
     def recorded_breakable(self, size: int) -> GraphSequence:
         return self.breakable.concrete_cudagraph_entries[BatchDescriptor(size)].sequence
 
     def recorded_fx(self, size: int) -> GraphSequence:
-        found = {each.batch.descriptor: each.sequence for each in self.graph.recordings}
-        return found[BatchDescriptor(size)]
+        sequences = {each.batch.descriptor: each.sequence for each in self.graph.recordings}
+        return sequences[BatchDescriptor(size)]
 
 
-def equal(found: Any, expected: Any) -> bool:
+def equal(result: Any, expected: Any) -> bool:
     try:
-        assert_equal(found, expected)
+        assert_equal(result, expected)
     except AssertionError:
         return False
     return True
 
 
-def assert_equal(found: Any, expected: Any, way: str = "") -> None:
+def assert_equal(result: Any, expected: Any, way: str = "") -> None:
     """Bit by bit, dtypes and containers too; a NaN is never right."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda m: f"{way}: {m}")
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, msg=lambda m: f"{way}: {m}")
 
 
 def breaks_of_pieces(graph: CompiledGraph, names: tuple[str, ...]) -> list[str]:
     """The boundaries in the eager pieces of a split, in order, as they are called at run time."""
     boundaries = Boundaries(names)
-    found = [
+    targets = [
         target_name(node.target)
         for piece in graph.split.pieces
         if not piece.capture
@@ -453,7 +453,7 @@ def breaks_of_pieces(graph: CompiledGraph, names: tuple[str, ...]) -> list[str]:
         if boundaries.match(node) is not None
     ]
     traced = "torch.nn.functional.scaled_dot_product_attention"
-    return [SDPA if name == traced else name for name in found]
+    return [SDPA if name == traced else name for name in targets]
 
 
 def names_of_breaks(sequence: GraphSequence) -> list[str]:
@@ -541,12 +541,12 @@ def test_a_replay_goes_through_no_code_of_pieces(device: str, name: str) -> None
         ends = FrontEnds(name, device)
         ends.steps(2)
         graph, (binding,) = ends.graph, ends.graph.weight_sets
-        for place in ("_run", "_run_differentiable"):
-            setattr(graph, place, refuse)
+        for attribute in ("_run", "_run_differentiable"):
+            setattr(graph, attribute, refuse)
         for wrapper in (*binding.wrappers.values(), binding.full):
             wrapper.runnable = refuse
-        for place in ("step", "runnables"):
-            object.__setattr__(graph._program, place, None)
+        for attribute in ("step", "runnables"):
+            object.__setattr__(graph._program, attribute, None)
         for piece in graph.split.pieces:
             if piece.capture:
                 piece.module.forward = refuse
@@ -595,8 +595,8 @@ def check_whole(name: str, device: str, backend: str) -> None:
                 expected = module(*buffers[size])
                 RUN.clear()
                 with step(size):
-                    found = wrapper(*buffers[size])
-                torch.testing.assert_close(found, expected, **tolerance)
+                    result = wrapper(*buffers[size])
+                torch.testing.assert_close(result, expected, **tolerance)
                 assert Counter(each for each in model.breaks if each != SDPA) == RUN
                 assert size not in before or not equal(expected, before[size])
                 before[size] = expected
@@ -632,8 +632,8 @@ def test_a_break_in_a_region_of_inductor_breaks_on_the_host(attend: Any, op: str
         for _ in range(3):
             x.normal_()
             with step(6):
-                found = wrapper(x)
-                torch.testing.assert_close(found, module(x), rtol=1e-5, atol=1e-5)
+                result = wrapper(x)
+                torch.testing.assert_close(result, module(x), rtol=1e-5, atol=1e-5)
     assert_counters(wrapper, captures=1, replays=2, plain={Reason.NO_CONTEXT: 1})
     (entry,) = wrapper.concrete_cudagraph_entries.values()
     breaks = [each.name for each in entry.sequence.segments if isinstance(each, EagerSegment)]
@@ -657,5 +657,5 @@ def test_a_whole_model_of_inductor_replays_on_the_host(wrapped: bool) -> None:
         for _ in range(3):
             x.normal_()
             with step(6):
-                found = wrapper(x)
-            torch.testing.assert_close(found, module(x), rtol=1e-5, atol=1e-5)
+                result = wrapper(x)
+            torch.testing.assert_close(result, module(x), rtol=1e-5, atol=1e-5)

@@ -62,9 +62,9 @@ PRIVATE = ("torch._", "torch.fx.experimental", "torch.utils._", "functorch")
 
 
 def files() -> list[Path]:
-    found = [*ROOT.glob("cgcompile/*.py"), *ROOT.glob("cgcompile/pieces/*.py")]
-    found += [*ROOT.glob("cgcompile/*/*.py"), *ROOT.glob("passes/*.py")]
-    return sorted({path.resolve() for path in found})
+    paths = [*ROOT.glob("cgcompile/*.py"), *ROOT.glob("cgcompile/pieces/*.py")]
+    paths += [*ROOT.glob("cgcompile/*/*.py"), *ROOT.glob("passes/*.py")]
+    return sorted({path.resolve() for path in paths})
 
 
 def module_of(path: Path) -> str:
@@ -75,16 +75,16 @@ def module_of(path: Path) -> str:
 
 def imports_of(path: Path) -> list[str]:
     """Every imported module, those inside functions included."""
-    found = []
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: use absolute imports"
             # `from cgcompile import torch_compat` imports the module cgcompile.torch_compat
             whole = node.module == "cgcompile"
-            found += [f"cgcompile.{a.name}" for a in node.names] if whole else [str(node.module)]
-    return found
+            names += [f"cgcompile.{a.name}" for a in node.names] if whole else [str(node.module)]
+    return names
 
 
 def room(module: str) -> str:
@@ -147,8 +147,8 @@ def test_ground_floor_needs_no_torch(name: str) -> None:
     for imported in [found for path in paths for found in imports_of(path)]:
         parts = imported.split(".")
         ours = parts[0] == "cgcompile"
-        found = {parts[1], "/".join(parts[1:])} if ours else {parts[0]}
-        assert found & allowed, f"{name} imports {imported}"
+        rooms = {parts[1], "/".join(parts[1:])} if ours else {parts[0]}
+        assert rooms & allowed, f"{name} imports {imported}"
 
 
 def test_functions_stay_small() -> None:
@@ -168,7 +168,8 @@ ONE_LINE = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.La
 
 def test_variables_say_what_they_are() -> None:
     vague = []
-    for path in [*files(), *(ROOT / "examples").rglob("*.py")]:
+    others = [path for top in ("examples", "tests") for path in (ROOT / top).rglob("*.py")]
+    for path in [*files(), *others]:
         nodes = list(ast.walk(ast.parse(path.read_text())))
         within = {
             id(inner)

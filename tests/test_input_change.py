@@ -73,9 +73,9 @@ def operators() -> torch.library.Library:
         out[:real].copy_(torch.softmax(x[:real], -1))
 
     def fresh(x):
-        made = torch.full_like(x, 1e6)
-        fill(x, made)
-        return made
+        filled = torch.full_like(x, 1e6)
+        fill(x, filled)
+        return filled
 
     def halves(x):
         RUN["halves"] += 1
@@ -131,8 +131,8 @@ class Given(NamedTuple):
         return run(self.x, (self.first, self.second), more={"bias": {"inner": self.inner}})
 
     def renew(self) -> "Given":
-        for each in self:
-            each.normal_()
+        for tensor in self:
+            tensor.normal_()
         return self
 
     def moved(self, field: str) -> "Given":
@@ -155,21 +155,21 @@ class Runs:
     def __init__(self, model: Any, run: Any, mode: CUDAGraphMode) -> None:
         self.model, self.run, self.mode = model, run, mode
 
-    def check(self, given: Given, steps: int = 1) -> None:
+    def check(self, inputs: Given, steps: int = 1) -> None:
         previous = None
         for _ in range(steps):
-            expected = given.renew().call(self.model)
+            expected = inputs.renew().call(self.model)
             with context(self.mode):
-                found = given.call(self.run)
-            assert_same(found, expected)
-            assert previous is None or bool((found != previous).any())
-            previous = found.clone()
+                result = inputs.call(self.run)
+            assert_same(result, expected)
+            assert previous is None or bool((result != previous).any())
+            previous = result.clone()
 
-    def refused(self, given: Given, error: type[Exception], match: str) -> None:
+    def refused(self, inputs: Given, error: type[Exception], match: str) -> None:
         """It is an error that names the cause, and nothing has run."""
         RUN.clear()
         with context(self.mode), pytest.raises(error, match=match):
-            given.call(self.run)
+            inputs.call(self.run)
         assert not RUN
 
 
@@ -193,12 +193,12 @@ COMPILED_PATHS = {
 @both_modes
 def test_raise_names_the_path_and_replays_nothing(device: str, mode: Any) -> None:
     runs, backend = compiled_nested(device, mode)
-    given = Given.on(device)
-    runs.check(given, 3)
+    inputs = Given.on(device)
+    runs.check(inputs, 3)
     for field, path in COMPILED_PATHS.items():
         match = rf"num_tokens=6: input \d+ {path} is at 0x"
-        runs.refused(given.moved(field), AddressChangedError, match)
-        runs.check(given, 2)
+        runs.refused(inputs.moved(field), AddressChangedError, match)
+        runs.check(inputs, 2)
     assert_counts(backend, 1, 1 + 2 * 4, {WARMING: 1}, failures=4)
 
 
@@ -227,20 +227,20 @@ def test_recapture_is_bounded(device: str, mode: Any) -> None:
     settings = {"on_input_change": "recapture", "max_captured_shapes": 2}
     runs, backend = compiled_nested(device, mode, **settings)
     first, second, third = (Given.on(device) for _ in range(3))
-    for given in (first, second, third):
-        runs.check(given, 3)
+    for inputs in (first, second, third):
+        runs.check(inputs, 3)
     assert_counts(backend, 2, 2, {WARMING: 2, Reason.TOO_MANY_SHAPES: 3})
     assert "on_input_change" in backend.counters.details[Reason.TOO_MANY_SHAPES]
-    for given in (first, third, second):
-        runs.check(given)
+    for inputs in (first, third, second):
+        runs.check(inputs)
     assert_counts(backend, 2, 4, {WARMING: 2, Reason.TOO_MANY_SHAPES: 4})
 
 
 def test_recapture_of_addresses_that_never_repeat(device: str) -> None:
     runs, backend = compiled_nested(device, PIECEWISE, on_input_change="recapture")
     inputs = [Given.on(device) for _ in range(12)]  # held, so that all addresses differ
-    for given in inputs:
-        runs.check(given)
+    for moved in inputs:
+        runs.check(moved)
     assert_counts(backend, 0, 0, {WARMING: 12})
 
 
@@ -280,31 +280,31 @@ def test_a_recapture_that_fails_spares_what_was_captured(device: str, hook: Any)
 @both_modes
 def test_eager_runs_plain_and_says_what_moved(device: str, mode: Any) -> None:
     runs, backend = compiled_nested(device, mode, on_input_change="eager")
-    given = Given.on(device)
-    runs.check(given, 3)
+    inputs = Given.on(device)
+    runs.check(inputs, 3)
     for calls, (field, path) in enumerate(COMPILED_PATHS.items(), 1):
-        runs.check(given.moved(field))
+        runs.check(inputs.moved(field))
         assert backend.counters.plain == {WARMING: 1, Reason.INPUT_CHANGED: calls}
         assert f"{path} is at 0x" in backend.counters.details[Reason.INPUT_CHANGED]
-        runs.check(given)
+        runs.check(inputs)
     assert_counts(backend, 1, 5, {WARMING: 1, Reason.INPUT_CHANGED: 4})
 
 
 @both_modes
 def test_eager_and_strict_is_an_error(device: str, mode: Any) -> None:
     runs, _ = compiled_nested(device, mode, on_input_change="eager", strict=True)
-    given = Given.on(device)
-    runs.check(given, 3)
-    runs.refused(given.moved("first"), DispatchError, "input_changed.*'pair.0'")
-    runs.check(given, 2)
+    inputs = Given.on(device)
+    runs.check(inputs, 3)
+    runs.refused(inputs.moved("first"), DispatchError, "input_changed.*'pair.0'")
+    runs.check(inputs, 2)
 
 
 @both_modes
 def test_copied_inputs_may_lie_anywhere(device: str, mode: Any) -> None:
     runs, backend = compiled_nested(device, mode, on_input_change="copy")
     held = [Given.on(device) for _ in range(6)]  # held, so that all addresses differ
-    for given in held:
-        runs.check(given)
+    for inputs in held:
+        runs.check(inputs)
     for field in Given._fields:
         runs.check(held[0].moved(field))
         runs.check(held[-1])
@@ -352,9 +352,9 @@ def test_a_written_input_is_bound_where_others_are_copied(device: str, mode: Any
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_another_object_at_the_same_address_is_the_same_input(device: str, setting: str) -> None:
     runs, backend = compiled_nested(device, PIECEWISE, on_input_change=setting)
-    given = Given.on(device)
+    inputs = Given.on(device)
     for make in (lambda x: x, lambda x: x.detach(), lambda x: x[:], lambda x: x.view(x.shape)):
-        runs.check(Given(*map(make, given)), 2)
+        runs.check(Given(*map(make, inputs)), 2)
     assert_counts(backend, 1, 6, {WARMING: 1})
 
 
@@ -484,15 +484,15 @@ WRAPPED_PATHS = {
 
 def test_a_wrapper_names_the_path_and_replays_nothing(device: str, kind: Kind) -> None:
     runs, wrapper = wrapped_nested(kind, device)
-    given = Given.on(device)
-    runs.check(given, 2)
+    inputs = Given.on(device)
+    runs.check(inputs, 2)
     for field, path in WRAPPED_PATHS.items():
         match = rf"Nested, num_tokens=6: {path}is at 0x"
-        runs.refused(given.moved(field), AddressChangedError, match)
-        runs.check(given, 2)
-    short = given._replace(inner=given.inner[:3])
+        runs.refused(inputs.moved(field), AddressChangedError, match)
+        runs.check(inputs, 2)
+    short = inputs._replace(inner=inputs.inner[:3])
     runs.refused(short, HostValueChangedError, rf"{WRAPPED_PATHS['inner']}is a tensor \(3, 4, 16\)")
-    runs.check(given)
+    runs.check(inputs)
     assert_counters(wrapper, captures=1, replays=1 + 2 * 4 + 1, failures=5)
 
 
@@ -508,8 +508,8 @@ def test_a_wrapper_recaptures_for_each_set_of_addresses(device: str, kind: Kind)
         runs.check(first, 2)
     assert_counters(wrapper, captures=2, replays=13)
     last = []
-    for given in (second, second, first, first, second):
-        runs.check(given)
+    for inputs in (second, second, first, first, second):
+        runs.check(inputs)
         last += wrapper.concrete_cudagraph_entries.values()
     assert last[0] is last[1] is last[4] is not last[2]
     assert last[2] is last[3] is not last[0]
@@ -519,19 +519,19 @@ def test_a_wrapper_recaptures_for_each_set_of_addresses(device: str, kind: Kind)
 def test_a_wrapper_recaptures_no_more_than_allowed(device: str, kind: Kind) -> None:
     runs, wrapper = wrapped_nested(kind, device, "recapture", max_captured_shapes=2)
     first, second, third = (Given.on(device) for _ in range(3))
-    for given in (first, second, third, second, first, third):
-        runs.check(given, 2)
+    for inputs in (first, second, third, second, first, third):
+        runs.check(inputs, 2)
     plain = {Reason.TOO_MANY_SHAPES: 4}
     assert_counters(wrapper, captures=2, replays=2 + 4, plain=plain)
 
 
 def test_a_wrapper_runs_plain_where_it_may(device: str, kind: Kind) -> None:
     runs, wrapper = wrapped_nested(kind, device, "eager")
-    given = Given.on(device)
-    runs.check(given, 2)
+    inputs = Given.on(device)
+    runs.check(inputs, 2)
     for field in Given._fields:
-        runs.check(given.moved(field))
-        runs.check(given)
+        runs.check(inputs.moved(field))
+        runs.check(inputs)
     assert_counters(wrapper, captures=1, replays=5, plain={Reason.INPUT_CHANGED: 4})
     assert "'more'['bias']['inner'] is at 0x" in wrapper.counters.details[Reason.INPUT_CHANGED]
 
@@ -539,8 +539,8 @@ def test_a_wrapper_runs_plain_where_it_may(device: str, kind: Kind) -> None:
 def test_a_wrapper_cannot_copy(device: str, kind: Kind) -> None:
     runs, wrapper = wrapped_nested(kind, device, "copy")
     runs.refused(Given.on(device), DispatchError, "Nested: on_input_change='copy'")
-    given = Given.on(device)
-    assert_same(given.call(wrapper), given.call(runs.model))  # no context, so no graph
+    inputs = Given.on(device)
+    assert_same(inputs.call(wrapper), inputs.call(runs.model))  # no context, so no graph
     assert_counters(wrapper, failures=1, plain={Reason.NO_CONTEXT: 1})
 
 
@@ -549,9 +549,9 @@ def test_a_wrapper_takes_another_object_at_the_same_address(
     device: str, kind: Kind, setting: str
 ) -> None:
     runs, wrapper = wrapped_nested(kind, device, setting)
-    given = Given.on(device)
+    inputs = Given.on(device)
     for make in (lambda x: x, lambda x: x.detach(), lambda x: x[:], lambda x: x.view(x.shape)):
-        runs.check(Given(*map(make, given)), 2)
+        runs.check(Given(*map(make, inputs)), 2)
     assert_counters(wrapper, captures=1, replays=7)
 
 
@@ -642,12 +642,12 @@ def test_weights_assigned_after_a_thousand_replays(device: str, mode: Any) -> No
 
 
 @both_modes
-@pytest.mark.parametrize("place", [0, 3, 5], ids=["first", "middle", "last"])
-def test_one_moved_weight_is_noticed_by_the_next_call(device: str, place: int, mode: Any) -> None:
+@pytest.mark.parametrize("index", [0, 3, 5], ids=["first", "middle", "last"])
+def test_one_moved_weight_is_noticed_by_the_next_call(device: str, index: int, mode: Any) -> None:
     model, backend, check = compiled_weights(device, mode)
     check(50)
     for moves in (1, 2):
-        weight = list(model.parameters())[place]
+        weight = list(model.parameters())[index]
         weight.data = torch.randn_like(weight)
         check()
         check(5)
@@ -690,9 +690,9 @@ def test_a_module_of_another_dtype_is_noticed(device: str, mode: Any) -> None:
         for _ in range(4):
             x.normal_()
             with context(mode):
-                found = compiled(x)
-            assert found.dtype == dtype
-            assert_same(found, model(x))
+                result = compiled(x)
+            assert result.dtype == dtype
+            assert_same(result, model(x))
     assert_counts(backend, 3, 6, {WARMING: 3})
 
 
@@ -730,10 +730,10 @@ def test_a_wrapper_is_not_silently_wrong_where_weights_moved(
     model.requires_grad_(False)
     with context(kind.mode):
         try:
-            found = wrapper(x)
+            result = wrapper(x)
         except GuardError:
             return
-    assert_same(found, model(x))
+    assert_same(result, model(x))
     assert held
 
 
@@ -766,18 +766,18 @@ def test_a_wrapper_applied_to_its_own_result(device: str, kind: Kind, times: int
     wrapper, x = wrapped(kind, model, "recapture"), batch(device, ROWS)
     for _ in range(5):
         x.normal_()
-        expected, found = x.clone(), x
+        expected, result = x.clone(), x
         with context(kind.mode):
             for _ in range(times):
-                expected, found = model(expected), wrapper(found)
-        assert_same(found, expected)
+                expected, result = model(expected), wrapper(result)
+        assert_same(result, expected)
     assert_counters(wrapper, captures=times, replays=4 * times)
 
 
 def new_pool(device: str) -> GraphPool:
-    found = capture_device(torch.device(device), "host")
-    assert found is not None
-    return GraphPool(found)
+    capturer = capture_device(torch.device(device), "host")
+    assert capturer is not None
+    return GraphPool(capturer)
 
 
 @pytest.mark.parametrize("weak", [True, False])
@@ -791,12 +791,12 @@ def test_equal_blocks_that_share_a_pool(device: str, kind: Kind, weak: bool) -> 
     for _ in range(4):
         for rows, x in buffers.items():
             x.normal_()
-            expected, found = x.clone(), x
+            expected, result = x.clone(), x
             for block, wrapper in zip(blocks, wrappers, strict=True):
                 expected = block(expected)
                 with context(kind.mode, rows):
-                    found = wrapper(found)
-            assert_same(found, expected)
+                    result = wrapper(result)
+            assert_same(result, expected)
     for wrapper in wrappers:
         assert_counters(wrapper, captures=2, replays=6)
 

@@ -86,8 +86,8 @@ class Subject:
 
     def check(self, size: int) -> None:
         """One step, equal to eager."""
-        found = self(size)
-        assert_same(found, self.model(self.buffers[size].clone()))
+        result = self(size)
+        assert_same(result, self.model(self.buffers[size].clone()))
 
     def capture(self, sizes: Any = SIZES, check: bool = True) -> cgcompile.graphs.BulkCapture:
         run = self.check if check else self
@@ -142,16 +142,16 @@ def subject(device: str, request: pytest.FixtureRequest) -> Subject:
 @pytest.fixture
 def memories(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Weak references to the memory of each pool that the host recorder makes."""
-    found: list[Any] = []
+    lives: list[Any] = []
     make = HostDevice.new_pool
 
     def new_pool(self: HostDevice, *args: Any) -> Any:
         pool = make(self, *args)
-        found.append(weakref.ref(pool))
+        lives.append(weakref.ref(pool))
         return pool
 
     monkeypatch.setattr(HostDevice, "new_pool", new_pool)
-    return found
+    return lives
 
 
 def alive(memories: list[Any]) -> int:
@@ -195,11 +195,11 @@ def test_poison_shows_in_what_was_returned(device: str, way: str) -> None:
     """The test above looks at something: memory of the graphs is overwritten."""
     subject = Subject(way, device, poison=True)
     subject.capture((4,))
-    found = subject(4)
-    assert not found.isnan().any()
+    result = subject(4)
+    assert not result.isnan().any()
     for pool in subject.pools:
         pool.poison()
-    assert found.isnan().all() == (way != "auto")  # there the caller owns what it got
+    assert result.isnan().all() == (way != "auto")  # there the caller owns what it got
     subject.check(4)
 
 
@@ -209,15 +209,15 @@ def test_poison_shows_in_what_was_returned(device: str, way: str) -> None:
 @pytest.mark.parametrize("way", KINDS)
 def test_memory_does_not_grow_with_depth(way: str) -> None:
     """What makes the argument of a break gives its memory back to the layers after it."""
-    found = []
+    footprints = []
     for depth in (3, 9):
         torch._dynamo.reset()
         subject = Subject(way, "cpu", lambda depth=depth: Model(depth))
         subject.capture((4,))
         subject.check(4)
-        found.append(subject.footprint)
-    assert found[0] == found[1]
-    assert found[0][0][0] > 0
+        footprints.append(subject.footprint)
+    assert footprints[0] == footprints[1]
+    assert footprints[0][0][0] > 0
 
 
 @pytest.mark.parametrize("way", KINDS)
@@ -244,22 +244,22 @@ def test_nothing_lives_in_the_pool_between_steps(way: str) -> None:
 
 
 def test_release_and_capture_again_20_times(subject: Subject, memories: list[Any]) -> None:
-    sizes, found = SIZES[:2], []
+    sizes, footprints = SIZES[:2], []
     for k in range(20):
         assert subject.capture(sizes).captured == sizes
         for size in (4, 7, 4):
             subject.check(size)
         if subject.device == "cpu":
-            found.append(tuple(subject.footprint))
+            footprints.append(tuple(subject.footprint))
             if k % 5 == 0:
                 assert alive(memories) == 1
         subject.release()
         if subject.device == "cuda":
-            found.append(allocated("cuda"))
+            footprints.append(allocated("cuda"))
     assert subject.counted[0] == 20 * len(sizes)
     # On CUDA the first round may make what libraries keep for good.
-    assert set(found[1:]) == {found[1]}
-    assert subject.device == "cuda" or found[0] == found[1]
+    assert set(footprints[1:]) == {footprints[1]}
+    assert subject.device == "cuda" or footprints[0] == footprints[1]
     assert alive(memories) == 0
     assert [pool.arena.nbytes for pool in subject.pools] == [0]
 
@@ -294,9 +294,9 @@ def test_a_failure_in_the_middle_of_a_bulk_capture(
         with pytest.raises(Asked):
             capture_all(run, SIZES, target)
     else:
-        found = capture_all(run, SIZES, target)
-        assert [size for size, _ in found.missing] == [failing]
-        captured = found.captured
+        bulk = capture_all(run, SIZES, target)
+        assert [size for size, _ in bulk.missing] == [failing]
+        captured = bulk.captured
     replays = target.counters.replays
     order = random.Random(1)
     for _ in range(20):
@@ -359,9 +359,9 @@ def test_another_thread_allocates_during_capture(subject: Subject) -> None:
 @pytest.mark.parametrize("way", ["full", "whole"])
 def test_another_thread_allocates_inside_of_a_captured_kernel(device: str, way: str, hook) -> None:
     def allocates(x):
-        found, error = in_thread(lambda: torch.full((64, 64), 2.0, device=device).sum())
+        result, error = in_thread(lambda: torch.full((64, 64), 2.0, device=device).sum())
         assert error is None
-        assert found.device == x.device
+        assert result.device == x.device
         return torch.softmax(x, -1)
 
     hook(allocates)
@@ -481,8 +481,8 @@ class Random(nn.Module):
 
 def seeded(seed: int, run: Callable[[], Any]) -> Any:
     torch.manual_seed(seed)
-    found = run()
-    return found.clone(), torch.rand(3, device=found.device)
+    result = run()
+    return result.clone(), torch.rand(3, device=result.device)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -499,9 +499,9 @@ def test_random_numbers_advance_at_each_replay(device: str, way: str) -> None:
             return subject.run(subject.buffers[4])
 
     before = subject.counted
-    found = [replay().clone() for _ in range(4)]
-    for k, each in enumerate(found):
-        assert all(not torch.allclose(each, other) for other in found[:k])
+    draws = [replay().clone() for _ in range(4)]
+    for k, draw in enumerate(draws):
+        assert all(not torch.allclose(draw, other) for other in draws[:k])
     for seed in (1, 2, 1):
         assert_same(seeded(seed, replay), seeded(seed, lambda: subject.model(x)))
     torch.manual_seed(5)

@@ -55,9 +55,9 @@ def test_sizes_in_turn(name: str, device: str) -> None:
     """In two modes, from one trace."""
     make, inputs = MODELS[name]
     model = make(device)
-    given = {"compiler": "eager" if device == "cpu" else "inductor", "capture_device": "host"}
+    settings = {"compiler": "eager" if device == "cpu" else "inductor", "capture_device": "host"}
     modes = ("FULL_AND_PIECEWISE", "PIECEWISE")
-    several = Several([cgcompile.Backend(**given, cudagraph_mode=mode) for mode in modes])
+    several = Several([cgcompile.Backend(**settings, cudagraph_mode=mode) for mode in modes])
     compiled = torch.compile(_logits(model), backend=several)
     for chosen, backend in enumerate(several.backends):
         several.chosen, previous = chosen, None
@@ -66,11 +66,11 @@ def test_sizes_in_turn(name: str, device: str) -> None:
                 batch = inputs(size, device)
                 if call == chosen == 0:
                     torch._dynamo.mark_dynamic(batch[0], 0)
-                expected, found = _logits(model)(*batch), compiled(*batch)
-                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-                same_shape = previous is not None and previous.shape == found.shape
-                assert not same_shape or (previous != found).any()
-                previous = found
+                expected, result = _logits(model)(*batch), compiled(*batch)
+                torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+                same_shape = previous is not None and previous.shape == result.shape
+                assert not same_shape or (previous != result).any()
+                previous = result
         total = backend.counters
         sizes, graphs = len(set(SIZES)), total.calls // (len(SIZES) * ROUNDS)
         assert total.captures == sizes * graphs, total
@@ -115,10 +115,10 @@ def test_keywords_in_and_result_types_out(name: str, guards: str) -> None:
         ids = torch.randint(1, VOCABULARY, shape)
         mask = torch.ones_like(ids)
         mask[:, 0] = 0
-        found = one(input_ids=ids, attention_mask=mask, **extra)
+        result = one(input_ids=ids, attention_mask=mask, **extra)
         expected = model(input_ids=ids, attention_mask=mask, **extra)
-        assert type(found) is type(expected)
-        assert_same(found.to_tuple(), expected.to_tuple())
+        assert type(result) is type(expected)
+        assert_same(result.to_tuple(), expected.to_tuple())
     assert len(one.traces) == 1
     assert_counts(one.backend, 1, 2, {WARMING: 3})
     with pytest.raises(TraceError, match="'tokens'"):

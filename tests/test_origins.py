@@ -23,22 +23,22 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_that_speaks_is_named() -> None:
     assert chosen(CompilationConfig()) == {"strict": "environment"}
-    given = CompilationConfig(compiler="aot", poison=False)  # a default, said aloud
-    assert chosen(given) == {
+    start = CompilationConfig(compiler="aot", poison=False)  # a default, said aloud
+    assert chosen(start) == {
         "compiler": "argument",
         "poison": "argument",
         "strict": "environment",
     }
-    found = CompilationConfig.resolve(
-        given, options={"poison": "1", "num_warmups": 2}, arguments={"strict": False}
+    config = CompilationConfig.resolve(
+        start, options={"poison": "1", "num_warmups": 2}, arguments={"strict": False}
     )
-    assert chosen(found) == {
+    assert chosen(config) == {
         "compiler": "argument",
         "poison": "options",
         "num_warmups": "options",
         "strict": "argument",
     }
-    assert (found.poison, found.strict, found.num_warmups) == (True, False, 2)
+    assert (config.poison, config.strict, config.num_warmups) == (True, False, 2)
     mode = CompilationConfig.resolve(torch_mode="max-autotune-no-cudagraphs")
     assert mode.cudagraph_mode is CUDAGraphMode.NONE
     assert mode.origins["cudagraph_mode"] == "mode"
@@ -62,16 +62,20 @@ def test_origins_do_not_tell_settings_apart() -> None:
 
 def test_what_is_not_replaced_keeps_its_origin() -> None:
     start = CompilationConfig.resolve(options={"num_warmups": 2}, arguments={"poison": True})
-    found = dataclasses.replace(start, compiler="aot", poison=False, cudagraph_mode="PIECEWISE")
+    replaced = dataclasses.replace(start, compiler="aot", poison=False, cudagraph_mode="PIECEWISE")
     assert chosen(start) == {
         "num_warmups": "options",
         "poison": "argument",
         "strict": "environment",
     }
-    assert chosen(found) == {**chosen(start), "compiler": "argument", "cudagraph_mode": "argument"}
-    again = dataclasses.replace(found, num_warmups=3)
-    assert chosen(again) == {**chosen(found), "num_warmups": "argument"}
-    assert (found.compiler, again.compiler, again.num_warmups) == ("aot", "aot", 3)
+    assert chosen(replaced) == {
+        **chosen(start),
+        "compiler": "argument",
+        "cudagraph_mode": "argument",
+    }
+    again = dataclasses.replace(replaced, num_warmups=3)
+    assert chosen(again) == {**chosen(replaced), "num_warmups": "argument"}
+    assert (replaced.compiler, again.compiler, again.num_warmups) == ("aot", "aot", 3)
     assert chosen(dataclasses.replace(CompilationConfig())) == {"strict": "environment"}
     assert dataclasses.replace(start) == start
     with pytest.raises(ConfigError, match="_origins"):

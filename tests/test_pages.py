@@ -75,8 +75,8 @@ def test_the_page_of_settings_leaves_their_list_to_the_reference() -> None:
     page, names = (DOCS / "howto" / "settings.md").read_text(), cgcompile.CompilationConfig.names()
     assert not {*first_column(page)} & {*names}
     assert "(../reference/settings.rst)" in page
-    given = re.findall(r"Backend\((\w+)=|\{\"(\w+)\": |CGCOMPILE_(\w+)=|--set (\w+)=", page)
-    assert [each for found in given for each in found if each] == ["compiler"] * 2 + [
+    matches = re.findall(r"Backend\((\w+)=|\{\"(\w+)\": |CGCOMPILE_(\w+)=|--set (\w+)=", page)
+    assert [each for found in matches for each in found if each] == ["compiler"] * 2 + [
         "COMPILER",
         "compiler",
     ]
@@ -130,8 +130,8 @@ def test_the_commands_exist() -> None:
     assert len(lines) >= 16
     assert {line.split()[0] for line in lines} == set(commands())
     for line in lines:
-        given = command_line().parse_args(line.split())
-        assert callable(given.run)
+        parsed = command_line().parse_args(line.split())
+        assert callable(parsed.run)
 
 
 # ---------------------------------------------------------------- code

@@ -22,9 +22,9 @@ CHECKED = """
 with torch.inference_mode():
     torch.testing.assert_close(compiled(x), model(x))
     torch.testing.assert_close(step(8).clone(), decoder(tokens[:8], positions[:8]))
-    for item, found in enumerate(features):
+    for item, result in enumerate(features):
         alone = encoder.select_encoder_cudagraph_items(images, [item])
-        torch.testing.assert_close(found, encoder.encoder_eager_forward(alone))
+        torch.testing.assert_close(result, encoder.encoder_eager_forward(alone))
 print([tuple(each.shape) for each in features])
 """
 
@@ -92,8 +92,8 @@ def test_the_commands_stand_where_ci_finds_them(marker: str, words: str) -> None
 
 
 def test_the_figures_are_those_that_are_kept() -> None:
-    found = json.loads((ROOT / "examples/benchmarks/results/h200.json").read_text())
-    head, *rows = step_table(found["models"]["main"], "8")
+    data = json.loads((ROOT / "examples/benchmarks/results/h200.json").read_text())
+    head, *rows = step_table(data["models"]["main"], "8")
     host, wall = head.index("host"), head.index("wall")
     kept = {row[0]: (row[host], row[wall]) for row in rows}
     table = README.split("|---|---:|---:|---|\n")[1].split("\n\n")[0]
@@ -101,12 +101,12 @@ def test_the_figures_are_those_that_are_kept() -> None:
     assert len(shown) >= 9
     for name, *figures, _ in shown:
         assert tuple(figures) == kept[name]
-    (goal,) = (each for each in budget(found) if each.name.startswith("host, step without graphs"))
+    (goal,) = (each for each in budget(data) if each.name.startswith("host, step without graphs"))
     assert f"{goal.value:.2f} x the host time of\n`torch.compile`" in README
-    machine, versions = found["machine"], found["versions"]
+    machine, versions = data["machine"], data["versions"]
     about = f"{machine['device']}, torch {versions['torch']}, CUDA {versions['cuda']}"
     assert about in README
-    assert found["date"] in README
+    assert data["date"] in README
 
 
 def test_the_counts_of_the_zoo_are_those_that_are_kept() -> None:

@@ -31,7 +31,7 @@ def test_the_metadata_is_complete(project: dict) -> None:
     oldest = project["requires-python"].removeprefix(">=")
     assert f"Programming Language :: Python :: {oldest}" in project["classifiers"]
     assert not [
-        each for each in project["classifiers"] if each.startswith("License")
+        classifier for classifier in project["classifiers"] if classifier.startswith("License")
     ]  # see license
     packages = [re.split(r"[<>=]", each)[0] for each in project["dependencies"]]
     assert packages == ["torch", "sympy", "tqdm"]

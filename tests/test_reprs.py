@@ -55,17 +55,17 @@ def test_reasons_in_a_dictionary() -> None:
 
 
 def test_objects_of_an_engine() -> None:
-    made = manager.manager()
-    bulk = made.capture()
-    made.run(manager.requests(1, 1, decode=True))
-    made.run(manager.requests(17))
-    assert shown(made) == (
+    graph_manager = manager.manager()
+    bulk = graph_manager.capture()
+    graph_manager.run(manager.requests(1, 1, decode=True))
+    graph_manager.run(manager.requests(17))
+    assert shown(graph_manager) == (
         "<CudaGraphManager of Decoder: FULL_AND_PIECEWISE, 9 of 9 planned graphs captured>"
     )
-    assert shown(made.dispatcher) == (
+    assert shown(graph_manager.dispatcher) == (
         "<CudagraphDispatcher: FULL_AND_PIECEWISE, 9 of 9 planned graphs captured>"
     )
-    assert shown(made.statistics) == "<DispatchStatistics: 2 steps, 1 on graphs>"
+    assert shown(graph_manager.statistics) == "<DispatchStatistics: 2 steps, 1 on graphs>"
     assert [shown(value) for value in bulk.values()] == [
         "<BulkCapture: 5 captured, 0 missing>",
         "<BulkCapture: 4 captured, 0 missing>",
@@ -76,7 +76,7 @@ def test_objects_of_an_engine() -> None:
 
 
 def test_objects_of_an_encoder() -> None:
-    made = encoders.manager(encoders.patches())
-    assert shown(made) == (
+    encoder = encoders.manager(encoders.patches())
+    assert shown(encoder) == (
         "<EncoderCudaGraphManager of PatchEncoder: 4 graphs captured, at most 8 items a replay>"
     )

@@ -61,8 +61,8 @@ def check_wrapper(function: Any, device: str, steps: int = 4) -> BreakableCUDAGr
 def test_one_of_two_results_of_a_break_outlives_the_next(device: str) -> None:
     @eager_break_during_capture
     def halves(x):
-        made = x * 3
-        return made[:2], made[2:]
+        whole = x * 3
+        return whole[:2], whole[2:]
 
     @eager_break_during_capture
     def hundredfold(x):
@@ -79,11 +79,11 @@ def test_one_of_two_results_of_a_break_outlives_the_next(device: str) -> None:
 
 class ReturnsAView(nn.Module):
     def forward(self, x):
-        made = torch.ops.cgentry.hooked(x + 1)
-        view = made[:2]
+        hooked = torch.ops.cgentry.hooked(x + 1)
+        view = hooked[:2]
         for _ in range(3):
-            made = torch.ops.cgentry.hooked(made * 3 + 1)
-        return view, made.sin()
+            hooked = torch.ops.cgentry.hooked(hooked * 3 + 1)
+        return view, hooked.sin()
 
 
 def test_a_returned_view_of_a_bridge_stays(device: str) -> None:
@@ -93,18 +93,18 @@ def test_a_returned_view_of_a_bridge_stays(device: str) -> None:
     before: Any = None
     for _ in range(5):
         x = batch(device, 4)
-        found = compiled(x)
-        assert_same(found, model(x))
+        result = compiled(x)
+        assert_same(result, model(x))
         assert before is None or torch.equal(before[0], before[1])
-        before = (found[0], found[0].clone())
+        before = (result[0], result[0].clone())
     assert_counts(backend, 1, 3, {Reason.WARMING: 1})
 
 
 def test_results_of_a_step_whose_capture_failed_stay(device: str) -> None:
     def function(x):
-        made = torch.ops.cgentry.hooked(x + 1)
-        picked = torch.ops.cgentry.hooked(made * 3).reshape(-1)
-        return made, picked.sin() + fails(picked), x.view(-1)
+        hooked = torch.ops.cgentry.hooked(x + 1)
+        picked = torch.ops.cgentry.hooked(hooked * 3).reshape(-1)
+        return hooked, picked.sin() + fails(picked), x.view(-1)
 
     def fails(x):
         return torch.repeat_interleave(x, (x > 1e9).long()).sum()  # the host reads how many
@@ -114,11 +114,11 @@ def test_results_of_a_step_whose_capture_failed_stay(device: str) -> None:
     kept = []
     for size in (4, 4, 5, 5, 3, 3, 4, 5):
         x = batch(device, size)
-        found = compiled(x)
-        assert found[2].data_ptr() == x.data_ptr()
-        kept.append((found, function(x)))
-    for found, expected in kept:
-        assert_same(found, expected)
+        result = compiled(x)
+        assert result[2].data_ptr() == x.data_ptr()
+        kept.append((result, function(x)))
+    for result, expected in kept:
+        assert_same(result, expected)
 
 
 # ---------------------------------------------------------------- results as inputs
@@ -444,16 +444,16 @@ def test_arguments_that_overlap_later_were_compiled_as_apart(
     compiled = torch.compile(model, backend=backend, dynamic=False)
     apart = torch.zeros(8, 4, device=device), torch.zeros(8, 4, device=device)
     memory = torch.zeros(16, 4, device=device)
-    for place in (None, None, None, 4, 4, 4, None, 2, 0, 8, 8, 8, 4):
-        given = apart if place is None else (memory[:8], memory[place : place + 8])
-        for each in (*apart, memory):
-            each.normal_()
-        others = copy.deepcopy(given)  # shares what they share
-        batch = BatchDescriptor(8, extra=(place,))
+    for start in (None, None, None, 4, 4, 4, None, 2, 0, 8, 8, 8, 4):
+        inputs = apart if start is None else (memory[:8], memory[start : start + 8])
+        for tensor in (*apart, memory):
+            tensor.normal_()
+        others = copy.deepcopy(inputs)  # shares what they share
+        batch = BatchDescriptor(8, extra=(start,))
         context = set_forward_context(cudagraph_runtime_mode=PIECEWISE, batch_descriptor=batch)
         with nullcontext() if own else context:
-            torch.testing.assert_close(compiled(*given), model(*others))
-        torch.testing.assert_close(given, others)
+            torch.testing.assert_close(compiled(*inputs), model(*others))
+        torch.testing.assert_close(inputs, others)
     refused = 9 if own else 6  # a copy is not made of any part of memory that is written
     assert backend.counters.plain[Reason.UNSUPPORTED_INPUT] == refused, backend.counters
     assert backend.counters.replays >= 2, backend.counters

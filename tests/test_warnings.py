@@ -67,11 +67,17 @@ def test_a_manager_without_a_device(caplog: pytest.LogCaptureFixture) -> None:
     rows = InputBuffer("input", ("tokens", 4), torch.float32)
     limits = {"max_num_tokens": 8, "max_num_reqs": 8}
     settings = config(capture_device="auto")
-    made = cgcompile.CudaGraphManager.from_model(nn.Linear(4, 4), [rows], config=settings, **limits)
-    plan = made.plan()
-    assert (plan.total, plan.graphs, len(plan.missing)) == (0, (), len(made.dispatcher.plan()))
+    graph_manager = cgcompile.CudaGraphManager.from_model(
+        nn.Linear(4, 4), [rows], config=settings, **limits
+    )
+    plan = graph_manager.plan()
+    assert (plan.total, plan.graphs, len(plan.missing)) == (
+        0,
+        (),
+        len(graph_manager.dispatcher.plan()),
+    )
     assert str(plan).count("not captured: no_capture_device: tensors are on 'cpu'") == 1
-    reports = made.capture()
+    reports = graph_manager.capture()
     assert {"last call" in why for each in reports.values() for _, why in each.missing} == {False}
     lines = [line for line in caplog.messages if "not captured: " in line]
     assert [line.count("no_capture_device") for line in lines] == [1] * len(reports)
@@ -134,17 +140,17 @@ def test_a_wrapper(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_manager_warns_of_batches_without_a_graph(caplog: pytest.LogCaptureFixture) -> None:
-    made = manager.manager()
-    made.run(manager.requests(2))
-    made.capture()
-    made.run(manager.requests(17))
-    made.run(manager.requests(18))
-    made.run(manager.requests(2))
+    graph_manager = manager.manager()
+    graph_manager.run(manager.requests(2))
+    graph_manager.capture()
+    graph_manager.run(manager.requests(17))
+    graph_manager.run(manager.requests(18))
+    graph_manager.run(manager.requests(2))
     assert warned(caplog) == ["not_captured", "oversize"]
 
 
 def test_an_encoder_warns_of_items_without_a_graph(caplog: pytest.LogCaptureFixture) -> None:
     model = encoders.patches()
-    made = encoders.manager(model)
-    made.execute(encoders.images((40, 40)))
+    encoder = encoders.manager(model)
+    encoder.execute(encoders.images((40, 40)))
     assert warned(caplog) == ["oversize"]

@@ -63,10 +63,15 @@ def test_the_smallest_set_that_fails(count: int, data: Any) -> None:
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 @pytest.mark.parametrize("kind", [Good, Mixes])
 def test_nothing_in_a_good_model(device: str, mode: str, kind: Any) -> None:
-    found = bisect(built(kind, device), rows(device), config=config(cudagraph_mode=mode))
-    assert (found.ok, found.stage, found.pieces, found.finding) == (True, "", (), None)
-    assert found.replays == 3
-    assert found.steps == tuple(f"inputs {k}, all replayed: right" for k in range(3))
+    bisection = bisect(built(kind, device), rows(device), config=config(cudagraph_mode=mode))
+    assert (bisection.ok, bisection.stage, bisection.pieces, bisection.finding) == (
+        True,
+        "",
+        (),
+        None,
+    )
+    assert bisection.replays == 3
+    assert bisection.steps == tuple(f"inputs {k}, all replayed: right" for k in range(3))
 
 
 def test_nothing_replayed_is_an_error() -> None:
@@ -102,8 +107,8 @@ def test_any_pieces_may_be_replayed(device: str, kind: Any, mode: PieceMode) -> 
     for count in range(len(captured) + 1):
         for chosen in itertools.combinations(captured, count):
             names.append([])
-            found = run(chosen, names[-1])
-            assert Tolerance(exact=device == "cpu").first("", expected, found) is None
+            result = run(chosen, names[-1])
+            assert Tolerance(exact=device == "cpu").first("", expected, result) is None
     assert subject.counters.replays == replays + 2 ** len(captured)
     assert all(each == names[0] for each in names)
     subject.close()
@@ -113,25 +118,25 @@ def test_any_pieces_may_be_replayed(device: str, kind: Any, mode: PieceMode) -> 
 
 
 def assert_located(
-    model: Any, x: Any, stage: str, pieces: Any, place: Any, detail: str = "", **more: Any
+    model: Any, x: Any, stage: str, pieces: Any, location: Any, detail: str = "", **more: Any
 ) -> tuple[Any, Any]:
-    """Both tools give ``place``, the piece, op and marker of a fault; ``bisect`` the pieces."""
+    """Both tools give ``location``, the piece, op and marker of a fault; ``bisect`` the pieces."""
     before = x.clone()
-    difference, found = only(verify(model, x, sets=1, **more)), bisect(model, x, **more)
-    assert (found.stage, found.pieces, found.ok) == (stage, pieces, False)
-    for each in (difference, found.finding):
-        assert (each.stage, each.piece, each.op, marker(each.line)) == (stage, *place)
-        assert (each.inputs, each.rows) == (0, tuple(range(ROWS)))
-        assert each.detail.endswith(detail)
+    difference, bisection = only(verify(model, x, sets=1, **more)), bisect(model, x, **more)
+    assert (bisection.stage, bisection.pieces, bisection.ok) == (stage, pieces, False)
+    for fault in (difference, bisection.finding):
+        assert (fault.stage, fault.piece, fault.op, marker(fault.line)) == (stage, *location)
+        assert (fault.inputs, fault.rows) == (0, tuple(range(ROWS)))
+        assert fault.detail.endswith(detail)
     assert torch.equal(x, before)
-    return difference, found
+    return difference, bisection
 
 
 BOTH = ("piece_0", "piece_2")
 
 
 @pytest.mark.parametrize(
-    ("kind", "compiler", "hook_with", "stage", "pieces", "place", "detail"),
+    ("kind", "compiler", "hook_with", "stage", "pieces", "location", "detail"),
     [
         (Calculates, miscompiler, None, "compilation", BOTH[1:], ("torch.exp", "shows"), MAKES),
         (
@@ -149,20 +154,24 @@ BOTH = ("piece_0", "piece_2")
     ],
 )
 def test_faults_of_pieces(
-    device, hook, kind, compiler, hook_with, stage, pieces, place, detail
+    device, hook, kind, compiler, hook_with, stage, pieces, location, detail
 ) -> None:
     """Two pieces are wrong together where they share a workspace, or the buffer of an artifact."""
     x = rows(device)
     if hook_with is not None:
         hook(Workspace(x) if hook_with is Workspace else lambda x: x * 2)
-    place = ("piece_2", *place)
+    location = ("piece_2", *location)
     more = {"config": config(compiler=compiler)}
-    difference, found = assert_located(built(kind, device), x, stage, pieces, place, detail, **more)
+    difference, bisection = assert_located(
+        built(kind, device), x, stage, pieces, location, detail, **more
+    )
     right = [f"{'compiled' if stage == 'compilation' else 'replayed'}: {BOTH[0]}: right"]
-    assert set(right) < set(found.steps)
-    assert ("all pieces compiled, not captured: wrong" in found.steps) is (stage == "compilation")
+    assert set(right) < set(bisection.steps)
+    assert ("all pieces compiled, not captured: wrong" in bisection.steps) is (
+        stage == "compilation"
+    )
     if detail is OVERWRITES:
-        assert difference.value == found.finding.value == "kept"
+        assert difference.value == bisection.finding.value == "kept"
 
 
 def stale(device: str, hook: Any, what: str, mode: str) -> tuple[Any, torch.Tensor, Any]:
@@ -186,9 +195,9 @@ def test_a_value_that_is_baked_in(device: str, hook: Any, what: str, mode: str) 
     """A number of the host, and the address of a buffer that was replaced."""
     model, x, _old = stale(device, hook, what, mode)
     if mode == "FULL":  # a CUDA graph has no pieces
-        place = ("the whole step", "", "")
-        _, found = assert_located(model, x, "replay", ("the whole step",), place)
-        assert "inputs 0, all replayed: right" in found.steps[1:]  # captured anew
+        location = ("the whole step", "", "")
+        _, bisection = assert_located(model, x, "replay", ("the whole step",), location)
+        assert "inputs 0, all replayed: right" in bisection.steps[1:]  # captured anew
     else:
         difference, _ = assert_located(model, x, "replay", ("piece_2",), ADD, MAKES)
         assert difference.value == "add"
@@ -239,10 +248,14 @@ def test_the_graph_of_several_is_named(device: str, hook: Any) -> None:
 @pytest.mark.parametrize("where", ["graph_passes", "piece_passes"])
 def test_a_pass_that_is_wrong(device: str, where: str) -> None:
     chosen = config(**{where: (WrongPass(),)})
-    found = bisect(built(Calculates, device), rows(device), config=chosen)
-    assert (found.stage, found.culprit, found.pieces) == ("pass", "fold_sines", ("piece_2",))
-    assert (found.finding.op, marker(found.finding.line)) == ("torch.cos", "miscompiled")
-    assert "a pass of yours, fold_sines, changes it" in found.finding.detail
+    bisection = bisect(built(Calculates, device), rows(device), config=chosen)
+    assert (bisection.stage, bisection.culprit, bisection.pieces) == (
+        "pass",
+        "fold_sines",
+        ("piece_2",),
+    )
+    assert (bisection.finding.op, marker(bisection.finding.line)) == ("torch.cos", "miscompiled")
+    assert "a pass of yours, fold_sines, changes it" in bisection.finding.detail
     difference = only(verify(built(Calculates, device), rows(device), config=chosen, sets=1))
     assert (difference.stage, "a pass or the trace" in difference.detail) == ("tracing", True)
 
@@ -259,17 +272,17 @@ def test_an_attribute_that_is_baked_into_the_trace(device: str) -> None:
     compiled = cgcompile.compile(model, config(), guards="none")
     assert bisect(compiled, rows(device)).ok
     model.scale = 2.0
-    found = bisect(compiled, rows(device))
-    assert (found.stage, found.pieces) == ("tracing", ())
-    assert "traced anew it is right" in found.finding.detail
+    bisection = bisect(compiled, rows(device))
+    assert (bisection.stage, bisection.pieces) == ("tracing", ())
+    assert "traced anew it is right" in bisection.finding.detail
 
 
 # ---------------------------------------------------------------- values
 
 
 def test_text_and_json() -> None:
-    found = bisect(built(Calculates, "cpu"), rows("cpu"), config=config(compiler=miscompiler))
-    text = str(found)
+    bisection = bisect(built(Calculates, "cpu"), rows("cpu"), config=config(compiler=miscompiler))
+    text = str(bisection)
     assert_expected_inline(
         text[: text.index("\n  at ")],
         """\
@@ -284,7 +297,7 @@ pieces piece_2
 wrong by compilation, inputs 0: piece_2, torch.exp""",
     )
     assert "in forward: z = torch.exp(-z * z)  # FAULT: shows\n  value z_1: 384 of" in text
-    read = json.loads(found.to_json())
-    assert read == found.to_dict()
+    read = json.loads(bisection.to_json())
+    assert read == bisection.to_dict()
     assert (read["ok"], read["stage"], read["pieces"]) == (False, "compilation", ["piece_2"])
     assert read["finding"]["op"] == "torch.exp"

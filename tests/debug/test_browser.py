@@ -133,13 +133,13 @@ def test_there_is_something_to_see(
         *scheme,
     )
     with image.open(shot) as opened:
-        found = opened.convert("RGB")
-    assert found.size == (width, 1600)
-    colours = sorted(found.getcolors(maxcolors=1 << 24), reverse=True)
+        picture = opened.convert("RGB")
+    assert picture.size == (width, 1600)
+    colours = sorted(picture.getcolors(maxcolors=1 << 24), reverse=True)
     share, paper = colours[0][0] / (width * 1600), colours[0][1]
     assert 0.5 < share < 0.98  # neither blank nor covered
     assert (sum(paper) < 150) == bool(scheme)
     accent = (98, 196, 203) if scheme else (11, 107, 116)
     assert accent in {colour for _, colour in colours}  # a drawing is there
-    right = found.crop((width - 12, 0, width, 1600)).getcolors(maxcolors=1 << 24)
+    right = picture.crop((width - 12, 0, width, 1600)).getcolors(maxcolors=1 << 24)
     assert right == [(12 * 1600, paper)]  # nothing runs out of the page

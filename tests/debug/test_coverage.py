@@ -61,9 +61,9 @@ def served(lengths: tuple[int, ...], decode: bool) -> tuple[str, int]:
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_a_manager_counts_what_ran(kind: str) -> None:
-    made = ms.manager(kind=kind)
-    made.capture()
-    before = coverage(made).counters
+    graph_manager = ms.manager(kind=kind)
+    graph_manager.capture()
+    before = coverage(graph_manager).counters
     hits: Counter[tuple[str, int]] = Counter()
     real: Counter[tuple[str, int]] = Counter()
     draw = random.Random(7)
@@ -71,37 +71,37 @@ def test_a_manager_counts_what_ran(kind: str) -> None:
         decode = draw.random() < 0.5
         lengths = tuple(draw.randint(1, 6) for _ in range(draw.randint(1, 4)))
         lengths = (1,) * draw.randint(1, ms.MAX_REQS) if decode else lengths
-        made.run(ms.requests(*lengths, decode=decode))
+        graph_manager.run(ms.requests(*lengths, decode=decode))
         key = served(lengths, decode)
         hits[key] += 1
         real[key] += sum(lengths)
-    found = coverage(made)
+    summary = coverage(graph_manager)
     assert {mode for mode, _ in hits} == {"FULL", "PIECEWISE", "NONE"}
-    for row in found.rows:
+    for row in summary.rows:
         if row.graph is not None:
             key = row.mode, size_of(row)
             assert (row.hits, row.captured, row.real) == (hits[key], True, real[key])
             waste = 1 - real[key] / (hits[key] * key[1]) if hits[key] else None
             assert row.padding == (waste if waste is None else pytest.approx(waste))
     plain = sum(count for (mode, _), count in hits.items() if mode == "NONE")
-    (without,) = [row for row in found.rows if row.graph is None]
+    (without,) = [row for row in summary.rows if row.graph is None]
     assert (without.mode, without.reason, without.hits) == ("NONE", "oversize", plain)
-    assert (found.total, found.on_graphs) == (80, 80 - plain)
+    assert (summary.total, summary.on_graphs) == (80, 80 - plain)
     # What the graphs themselves have counted: one replay for each step.
-    assert found.counters.replays - before.replays == found.on_graphs
+    assert summary.counters.replays - before.replays == summary.on_graphs
     ran = sum(count * size for (mode, size), count in hits.items() if mode != "NONE")
     rows_real = sum(count for (mode, _), count in real.items() if mode != "NONE")
-    assert found.padding == pytest.approx(1 - rows_real / ran)
+    assert summary.padding == pytest.approx(1 - rows_real / ran)
 
 
 def test_a_lazy_manager_counts_the_warming_step_as_plain() -> None:
-    made = ms.manager(lazily=True)
+    graph_manager = ms.manager(lazily=True)
     for _ in range(4):
-        made.run(ms.requests(3))
-    found = coverage(made)
-    ran = [(row.mode, row.hits, row.reason) for row in found.rows if row.hits]
+        graph_manager.run(ms.requests(3))
+    summary = coverage(graph_manager)
+    ran = [(row.mode, row.hits, row.reason) for row in summary.rows if row.hits]
     assert ran == [("PIECEWISE", 3, None), ("NONE", 1, "warming")]
-    assert (found.counters.captures, found.counters.replays) == (1, 2)
+    assert (summary.counters.captures, summary.counters.replays) == (1, 2)
 
 
 # ------------------------------------------------------------------ models
@@ -118,13 +118,13 @@ def test_graph_breaks_of_dynamo_are_named() -> None:
     compiled = torch.compile(branches, backend=backend)
     with torch.inference_mode():
         compiled(torch.randn(3, 4))
-    found = coverage(backend)
+    summary = coverage(backend)
     line = branches.__code__.co_firstlineno + 2
-    assert found.graphs == 2
-    assert len(found.breaks) == 1
-    assert found.breaks[0].endswith(f"(test_coverage.py:{line})")
-    assert "2 compiled graphs, 1 graph break of Dynamo" in str(found)
-    assert found.to_dict()["breaks"] == list(found.breaks)
+    assert summary.graphs == 2
+    assert len(summary.breaks) == 1
+    assert summary.breaks[0].endswith(f"(test_coverage.py:{line})")
+    assert "2 compiled graphs, 1 graph break of Dynamo" in str(summary)
+    assert summary.to_dict()["breaks"] == list(summary.breaks)
     whole = small()
     with torch.inference_mode():
         whole(torch.randn(3, 4))
@@ -164,13 +164,13 @@ def test_what_dynamo_gives_up_is_named(kind: type[nn.Module], graphs: bool, text
         for _ in range(3):
             x = torch.randn(5, 3, 4)
             torch.testing.assert_close(compiled(x), model(x))
-    found = coverage(backend)
-    assert bool(found.graphs) is graphs
-    (row,) = [each for each in (*found.breaks, *found.given_up) if each.startswith(text)]
-    assert bool(found.breaks) is graphs
-    assert bool(found.given_up) is not graphs
+    summary = coverage(backend)
+    assert bool(summary.graphs) is graphs
+    (row,) = [each for each in (*summary.breaks, *summary.given_up) if each.startswith(text)]
+    assert bool(summary.breaks) is graphs
+    assert bool(summary.given_up) is not graphs
     assert ("Hint: Set torch._dynamo.config.allow_rnn=True" in row) is not graphs
-    assert ("Dynamo gave up:" in str(found)) is not graphs
+    assert ("Dynamo gave up:" in str(summary)) is not graphs
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -261,13 +261,13 @@ def test_a_model_counts_what_ran() -> None:
                 calls[len(x)] = 1
             else:
                 captured.add(len(x))
-    found = coverage(model)
-    graphs = {size_of(row): row.hits for row in found.rows if row.graph}
+    summary = coverage(model)
+    graphs = {size_of(row): row.hits for row in summary.rows if row.graph}
     assert graphs == {size: calls[size] for size in captured}
-    assert {row.reason: row.hits for row in found.rows if row.reason} == plain
-    assert (found.total, found.on_graphs) == (60, sum(graphs.values()))
-    assert found.counters.calls == 60
-    assert coverage(model.backend) == found
+    assert {row.reason: row.hits for row in summary.rows if row.reason} == plain
+    assert (summary.total, summary.on_graphs) == (60, sum(graphs.values()))
+    assert summary.counters.calls == 60
+    assert coverage(model.backend) == summary
 
 
 def test_padding_of_a_model_is_what_callers_say() -> None:
@@ -315,13 +315,13 @@ def test_all_captures_of_a_batch_are_there(kind: str) -> None:
         for x in (*(xs[i] for i in (0, 1, 0, 1, 2, 0, 0)), xs[0][:2]):
             with step(len(x), mode):
                 model(x)
-    found = coverage(model)
-    assert (found.total, found.on_graphs, found.counters.captures) == (8, 8, 4)
-    of_size = {size: [r for r in found.rows if size_of(r) == size] for size in (4, 2)}
+    summary = coverage(model)
+    assert (summary.total, summary.on_graphs, summary.counters.captures) == (8, 8, 4)
+    of_size = {size: [r for r in summary.rows if size_of(r) == size] for size in (4, 2)}
     assert sorted(row.hits for row in of_size[4]) == [1, 2, 4]
     assert [row.detail[:15] for row in of_size[4]] == [f"capture {n} of 3:" for n in (1, 2, 3)]
     assert [(row.hits, row.detail, row.captured) for row in of_size[2]] == [(1, "", True)]
-    assert len(found.rows) == 4
+    assert len(summary.rows) == 4
 
 
 @pytest.mark.usefixtures("without_gradients")
@@ -331,12 +331,12 @@ def test_steps_in_a_lesser_mode_are_there_twice() -> None:
     for _ in range(4):
         with step(6):
             compiled(x)
-    found = coverage(compiled)
-    assert (found.total, found.on_graphs) == (4, 3)
-    assert [(row.mode, row.hits) for row in found.rows] == [("PIECEWISE", 3), ("NONE", 1)]
-    (lesser,) = found.lesser
+    summary = coverage(compiled)
+    assert (summary.total, summary.on_graphs) == (4, 3)
+    assert [(row.mode, row.hits) for row in summary.rows] == [("PIECEWISE", 3), ("NONE", 1)]
+    (lesser,) = summary.lesser
     assert (lesser.reason, lesser.hits) == ("attention_support", 4)
-    apart = str(found).split("\nof these, in a lesser mode than requested:\n")
+    apart = str(summary).split("\nof these, in a lesser mode than requested:\n")
     assert [text.count(lesser.detail) for text in apart] == [0, 1]
 
 
@@ -359,12 +359,12 @@ def test_captures_in_another_thread_while_rows_are_listed() -> None:
     before = sys.gettrace()
     sys.settrace(capture_more)
     try:
-        found = coverage(backend)
+        summary = coverage(backend)
     finally:
         sys.settrace(before)
     assert met
     assert backend.counters.captures == 3
-    assert {"6 tokens", "7 tokens"} <= {row.batches for row in found.rows}
+    assert {"6 tokens", "7 tokens"} <= {row.batches for row in summary.rows}
 
 
 # ------------------------------------------------------------------ encoders
@@ -377,40 +377,40 @@ def encoder(**more: Any) -> Any:
 
 
 def test_an_encoder_counts_what_ran() -> None:
-    made = encoder()
+    encoder_manager = encoder()
     hits: Counter[int] = Counter()
     real: Counter[int] = Counter()
     draw = random.Random(5)
     for _ in range(40):
         tokens = draw.randint(1, 40)
-        made.execute(rows(tokens))  # alone, so that the least budget is the cheapest
+        encoder_manager.execute(rows(tokens))  # alone, so that the least budget is the cheapest
         budget = min((size for size in BUDGETS if size >= tokens), default=0)
         hits[budget] += 1
         real[budget] += tokens
-    found = coverage(made)
+    summary = coverage(encoder_manager)
     assert hits[0]
-    *graphs, without = found.rows
+    *graphs, without = summary.rows
     spans = ("1..8 tokens", "9..16 tokens", "17..32 tokens")
     for row, span, budget in zip(graphs, spans, BUDGETS, strict=True):
         assert (row.batches, row.graph, row.hits) == (span, f"budget {budget}", hits[budget])
         assert row.padding == pytest.approx(1 - real[budget] / (hits[budget] * budget))
     assert (without.graph, without.reason, without.hits) == (None, "oversize", hits[0])
-    assert (found.total, found.on_graphs, found.unit) == (40, 40 - hits[0], "items")
-    assert found.counters.replays == found.on_graphs
-    data = found.to_dict()
-    made.execute(rows(1))
-    assert found.to_dict() == data != coverage(made).to_dict()  # of one moment
+    assert (summary.total, summary.on_graphs, summary.unit) == (40, 40 - hits[0], "items")
+    assert summary.counters.replays == summary.on_graphs
+    data = summary.to_dict()
+    encoder_manager.execute(rows(1))
+    assert summary.to_dict() == data != coverage(encoder_manager).to_dict()  # of one moment
 
 
 # ------------------------------------------------------------------ how it prints
 
 
 def test_how_it_prints() -> None:
-    made = ms.manager("FULL_DECODE_ONLY")
-    made.capture()
+    graph_manager = ms.manager("FULL_DECODE_ONLY")
+    graph_manager.capture()
     for lengths, decode in (((1, 1, 1), True), ((5, 4), False)):
-        made.run(ms.requests(*lengths, decode=decode))
-    text = str(coverage(made))
+        graph_manager.run(ms.requests(*lengths, decode=decode))
+    text = str(coverage(graph_manager))
     assert_expected_inline(
         text,
         """\
@@ -427,14 +427,14 @@ decode, 5..8 requests x 1  FULL  num_tokens=8, num_reqs=8, uniform=True  -      
 
 
 def test_batches_of_a_missing_graph_are_in_the_row_of_the_next() -> None:
-    made = ms.manager()
-    made.capture()
-    for mode, key in made.dispatcher.plan():
+    graph_manager = ms.manager()
+    graph_manager.capture()
+    for mode, key in graph_manager.dispatcher.plan():
         if key.num_tokens in (1, 2, 4):
-            made.dispatcher.refused(mode, key, "a test")
-    made.run(ms.requests(2, 1))
-    made.run(ms.requests(1, decode=True))
-    text = str(coverage(made))
+            graph_manager.dispatcher.refused(mode, key, "a test")
+    graph_manager.run(ms.requests(2, 1))
+    graph_manager.run(ms.requests(1, decode=True))
+    text = str(coverage(graph_manager))
     assert_expected_inline(
         text,
         """\
@@ -445,11 +445,11 @@ decode, 1..8 requests x 1  FULL       num_tokens=8, num_reqs=8, uniform=True  87
 2 of 2 steps on graphs, 75.0% of their rows padding
 planned, without a graph (tokens): FULL 1, 2, 4; PIECEWISE 1, 2, 4""",
     )
-    printed = str(made.statistics)
-    assert printed == made.statistics.coverage()
+    printed = str(graph_manager.statistics)
+    assert printed == graph_manager.statistics.coverage()
     assert "1..8 tokens                PIECEWISE  num_tokens=8 " in printed
     assert "1 token " not in printed
-    assert repr(made.statistics) == "<DispatchStatistics: 2 steps, 2 on graphs>"
+    assert repr(graph_manager.statistics) == "<DispatchStatistics: 2 steps, 2 on graphs>"
     lazy = ms.manager(lazily=True)  # captures its graphs one by one: none is missing
     lazy.run(ms.requests(3))
     assert "5..8 tokens " in str(coverage(lazy))
@@ -459,8 +459,8 @@ planned, without a graph (tokens): FULL 1, 2, 4; PIECEWISE 1, 2, 4""",
 def test_a_long_key_leaves_room_for_the_numbers() -> None:
     key = "num_tokens=8, num_reqs=8, uniform=True, has_lora=True, num_active_loras=4, extra=(1, 2)"
     row = CoverageRow("decode, 5..8 requests x 1", "FULL", 3, key, captured=False, real=12, ran=24)
-    found = replace(coverage(small()), rows=(row,))
-    head, first, *_ = str(found).splitlines()
+    summary = replace(coverage(small()), rows=(row,))
+    head, first, *_ = str(summary).splitlines()
     assert len(first) <= 100
     assert head.split()[-2:] == ["padding", "hits"]
     assert first.split()[-2:] == ["50.0%", "3"]
@@ -469,9 +469,9 @@ def test_a_long_key_leaves_room_for_the_numbers() -> None:
 
 def test_schema() -> None:
     """A change of this snapshot raises VERSION in coverage.py."""
-    found = coverage(encoder())
-    data = found.to_dict()
-    assert json.loads(found.to_json()) == data
+    summary = coverage(encoder())
+    data = summary.to_dict()
+    assert json.loads(summary.to_json()) == data
     assert data["version"] == 3
     assert_snapshot("coverage_schema", names_of(data))
 
@@ -486,46 +486,51 @@ def test_what_has_no_coverage() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_strict_managers_refuse_what_no_graph_serves(kind: str) -> None:
-    made = ms.manager(kind=kind, strict=True)
+    graph_manager = ms.manager(kind=kind, strict=True)
     with pytest.raises(DispatchError, match="not_captured"):
-        made.run(ms.requests(3))
-    made.capture()
-    assert made.run(ms.requests(3)).shape == (3, ms.D)
+        graph_manager.run(ms.requests(3))
+    graph_manager.capture()
+    assert graph_manager.run(ms.requests(3)).shape == (3, ms.D)
     with pytest.raises(DispatchError, match=r"a batch of 20 tokens would run.*oversize"):
-        made.run(ms.requests(20))
-    assert coverage(made).total == 1  # what was refused did not run
+        graph_manager.run(ms.requests(20))
+    assert coverage(graph_manager).total == 1  # what was refused did not run
     # Requested, and nothing to run: no error.
-    made.run(ms.requests(3), valid_modes=())
-    assert made.run(None) is None
-    assert [row.reason for row in coverage(made).rows if row.reason] == ["mode_excluded"]
+    graph_manager.run(ms.requests(3), valid_modes=())
+    assert graph_manager.run(None) is None
+    assert [row.reason for row in coverage(graph_manager).rows if row.reason] == ["mode_excluded"]
 
 
 def test_strict_lazy_managers_may_warm_up() -> None:
-    made = ms.manager(lazily=True, strict=True)
+    graph_manager = ms.manager(lazily=True, strict=True)
     for _ in range(3):
-        made.run(ms.requests(3))
-    assert coverage(made).counters.captures == 1
+        graph_manager.run(ms.requests(3))
+    assert coverage(graph_manager).counters.captures == 1
 
 
 def test_a_strict_encoder_refuses_what_would_run_eager() -> None:
     model = Rows()
-    made = manager(model, token_budgets=list(BUDGETS), config=config(strict=True), captured=False)
+    encoder_manager = manager(
+        model, token_budgets=list(BUDGETS), config=config(strict=True), captured=False
+    )
     with pytest.raises(DispatchError, match=r"item 0 of an encoder would run.*not_captured"):
-        made.execute(rows(3))
-    made.capture()
+        encoder_manager.execute(rows(3))
+    encoder_manager.capture()
     ran = model.calls["forward"]
     with pytest.raises(DispatchError, match=r"item 1 of an encoder would run.*oversize: 40 output"):
-        made.execute(rows(3, 40))
-    assert (model.calls["forward"], coverage(made).total) == (ran, 0)  # nothing of the call ran
-    assert [tuple(out.shape) for out in made.execute(rows(3, 20))] == [(3, H), (20, H)]
-    assert coverage(made).on_graphs == 2
+        encoder_manager.execute(rows(3, 40))
+    assert (model.calls["forward"], coverage(encoder_manager).total) == (
+        ran,
+        0,
+    )  # nothing of the call ran
+    assert [tuple(out.shape) for out in encoder_manager.execute(rows(3, 20))] == [(3, H), (20, H)]
+    assert coverage(encoder_manager).on_graphs == 2
 
 
 def test_a_strict_encoder_takes_the_cheaper_way() -> None:
     eager_is_free = Costs(fixed=1e6, eager_fixed=0.0)
-    made = encoder(config=config(strict=True), costs=eager_is_free)
-    made.execute(rows(3))
-    (row,) = [row for row in coverage(made).rows if row.reason]
+    encoder_manager = encoder(config=config(strict=True), costs=eager_is_free)
+    encoder_manager.execute(rows(3))
+    (row,) = [row for row in coverage(encoder_manager).rows if row.reason]
     assert (row.reason, row.hits) == ("cheaper_eager", 1)
 
 
@@ -548,7 +553,7 @@ class Shares:
 
 
 def test_a_strict_encoder_refuses_on_all_ranks() -> None:
-    made = encoder(config=config(strict=True), sharder=Shares())
-    assert len(made.execute(rows(3, 20))) == 1
+    encoder_manager = encoder(config=config(strict=True), sharder=Shares())
+    assert len(encoder_manager.execute(rows(3, 20))) == 1
     with pytest.raises(DispatchError, match="oversize"):
-        made.execute(rows(3, 40))  # the large item is another rank's
+        encoder_manager.execute(rows(3, 40))  # the large item is another rank's

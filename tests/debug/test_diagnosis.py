@@ -27,18 +27,18 @@ class Faulty(nn.Module):
 
 def diagnosis() -> Diagnosis:
     """With lines that do not move when this file is edited."""
-    found = examine(Faulty(), torch.ones(2))
+    examined = examine(Faulty(), torch.ones(2))
     findings = [
         dataclasses.replace(finding, source=finding.source._replace(file="/src/model.py", line=7))
-        for finding in found.findings
+        for finding in examined.findings
     ]
-    return Diagnosis.of(found.model, found.device, findings)
+    return Diagnosis.of(examined.model, examined.device, findings)
 
 
 def test_text_and_json() -> None:
-    found = diagnosis()
-    assert json.loads(found.to_json()) == found.to_dict()
-    assert_snapshot("diagnosis", f"{found}\n\n{found.to_json()}")
+    report = diagnosis()
+    assert json.loads(report.to_json()) == report.to_dict()
+    assert_snapshot("diagnosis", f"{report}\n\n{report.to_json()}")
 
 
 def test_empty() -> None:
@@ -57,9 +57,9 @@ def test_empty() -> None:
 def test_the_worst_comes_first() -> None:
     severities = ("note", "break", "error", "break", "note")
     findings = [Finding(str(i), each, "", "", "") for i, each in enumerate(severities)]
-    found = Diagnosis.of("m", "cpu", findings)
-    assert [each.kind for each in found.findings] == ["2", "1", "3", "0", "4"]
-    assert not found.ok
+    report = Diagnosis.of("m", "cpu", findings)
+    assert [each.kind for each in report.findings] == ["2", "1", "3", "0", "4"]
+    assert not report.ok
     assert Diagnosis.of("m", "cpu", findings[:1]).ok
     assert not Diagnosis.of("m", "cpu", findings[:2]).ok
 

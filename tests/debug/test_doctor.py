@@ -150,9 +150,9 @@ class OnMeta(nn.Module):
     def forward(self, x, lengths):
         longest = lengths.item()  # <stale>
         rows = x[torch.arange(3)]  # <arange>
-        place = torch.tensor([0, 1], device=x.device)  # <python>
+        index = torch.tensor([0, 1], device=x.device)  # <python>
         moved = self.table.to(x.device)  # <copy>
-        return rows * self.scale, x[place], moved, longest
+        return rows * self.scale, x[index], moved, longest
 
 
 def test_tensors_on_the_cpu() -> None:
@@ -205,15 +205,18 @@ def test_the_second_call_is_examined_too() -> None:
             return x + 1
 
     model = Once()
-    found = by_line(examine(model, torch.ones(2)))["again"]
-    assert (found.kind, "in the second of two calls" in found.message) == ("forward_raised", True)
+    reported = by_line(examine(model, torch.ones(2)))["again"]
+    assert (reported.kind, "in the second of two calls" in reported.message) == (
+        "forward_raised",
+        True,
+    )
     assert model.ran is False
 
 
 def test_lines_of_the_caller_are_not_the_models() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    found = only_finding(examine(model.train(), torch.ones(1, 2)))
-    assert (found.kind, found.source) == ("random", None)
+    reported = only_finding(examine(model.train(), torch.ones(1, 2)))
+    assert (reported.kind, reported.source) == ("random", None)
 
 
 def test_each_kind_has_a_fix_for_each_way() -> None:
@@ -278,9 +281,9 @@ def test_weights_of_inference_mode() -> None:
     assert cgcompile.debug.doctor(frozen, x).findings == ()
     with torch.no_grad():
         assert cgcompile.debug.doctor(model, x).findings == ()
-    found = cgcompile.debug.doctor(frozen, x.requires_grad_()).findings
-    assert [finding.kind for finding in found] == ["inference_tensor", "gradients"]
-    assert "cannot be saved for backward" in found[0].message
+    findings = cgcompile.debug.doctor(frozen, x.requires_grad_()).findings
+    assert [finding.kind for finding in findings] == ["inference_tensor", "gradients"]
+    assert "cannot be saved for backward" in findings[0].message
 
 
 @pytest.mark.gpu
@@ -290,5 +293,5 @@ def test_copies_from_pinned_memory_can_be_captured() -> None:
 
     x, config = torch.ones(2, device="cuda"), CompilationConfig(splitting="breakable")
     for rows, severity in ((torch.ones(2), "error"), (torch.ones(2).pin_memory(), "note")):
-        found = by_line(examine(uploads, x, rows, config=config))["upload"]
-        assert (found.kind, found.severity) == ("device_copy", severity)
+        reported = by_line(examine(uploads, x, rows, config=config))["upload"]
+        assert (reported.kind, reported.severity) == ("device_copy", severity)

@@ -62,10 +62,10 @@ def test_ops_that_resemble_attention(ops: None) -> None:
         "store": "cache_write note",
         "inside": "host_sync break",
     }
-    found = by_line(diagnosis)
-    assert found["paged"].op == "doctored::paged_attention"
-    assert "splitting_ops=('doctored::paged_attention',)" in found["paged"].fix
-    assert "queries, keys and values" in found["mix"].message
+    findings = by_line(diagnosis)
+    assert findings["paged"].op == "doctored::paged_attention"
+    assert "splitting_ops=('doctored::paged_attention',)" in findings["paged"].fix
+    assert "queries, keys and values" in findings["mix"].message
 
 
 def test_registered_ops_are_not_judged(ops: None) -> None:

@@ -52,8 +52,8 @@ def arguments() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("splitting", "worst"), [("fx", "break"), ("breakable", "error")])
 def test_attributes_that_forward_changes(splitting: str, worst: str) -> None:
     diagnosis = examine(Keeps(), *arguments(), config=CompilationConfig(splitting=splitting))
-    found = kinds(diagnosis)
-    assert {key: found.get(key) for key in ("step", "cat", "replaced", "append", "lazy")} == {
+    findings = kinds(diagnosis)
+    assert {key: findings.get(key) for key in ("step", "cat", "replaced", "append", "lazy")} == {
         "step": "changing_attribute error",
         "cat": f"growing_state {worst}",
         "replaced": f"replaced_attribute {worst}",
@@ -154,10 +154,10 @@ def test_objects_of_any_kind_are_restored() -> None:
 
     model = Model()
     table = model.own.table
-    found = by_line(examine(model, torch.ones(2)))
+    findings = by_line(examine(model, torch.ones(2)))
     for key, op in (("steps", "self.own.steps"), ("number", "self.step.number")):
-        assert (found[key].kind, found[key].op) == ("changing_attribute", op)
-        assert "after it" in found[key].message
+        assert (findings[key].kind, findings[key].op) == ("changing_attribute", op)
+        assert "after it" in findings[key].message
     assert (model.own.steps, model.step.number, hasattr(model.own, "late")) == (0, 0, False)
     assert model.own.table is table
     assert (table.sum(), model.frozen.table.sum()) == (0, 0)
@@ -190,8 +190,8 @@ def test_variables_around_a_function_are_restored() -> None:
         return last
 
     first = pages
-    found = examine(counts, torch.ones(2))
-    assert {finding.kind for finding in found.findings} >= {"changing_attribute"}, found
+    diagnosis = examine(counts, torch.ones(2))
+    assert {finding.kind for finding in diagnosis.findings} >= {"changing_attribute"}, diagnosis
     assert (steps, last, pages) == (0, None, [1])
     assert pages is first
 
@@ -213,8 +213,8 @@ def test_a_cache_among_the_arguments_that_grows() -> None:
         return x @ cache.update(x).t()
 
     cache = Grows()
-    found = kinds(examine(attends, torch.ones(2, 3), cache=cache))
-    assert found["grow"] == "growing_state break"
+    findings = kinds(examine(attends, torch.ones(2, 3), cache=cache))
+    assert findings["grow"] == "growing_state break"
     assert vars(cache) == {"layers": []}
 
 

@@ -27,22 +27,22 @@ from cgcompile.errors import ConfigError, TraceError
 DYNAMIC: dict[str, Any] = {"dynamic_dims": {"x": 0}}
 
 
-def reasons(found: Explanation) -> list[Reason]:
-    return [why.reason for piece in found.pieces for why in piece.why]
+def reasons(explanation: Explanation) -> list[Reason]:
+    return [why.reason for piece in explanation.pieces for why in piece.why]
 
 
 # ------------------------------------------------------------------ pieces
 
 
 def test_text() -> None:
-    found = explain(meta(lambda: Decoder(4)), inputs(), **DYNAMIC, sizes=[8, 1])
-    assert_snapshot("explain_text", shown(str(found)))
-    assert max(map(len, str(found).splitlines())) <= 100
+    explanation = explain(meta(lambda: Decoder(4)), inputs(), **DYNAMIC, sizes=[8, 1])
+    assert_snapshot("explain_text", shown(str(explanation)))
+    assert max(map(len, str(explanation).splitlines())) <= 100
 
 
 def test_a_piece_and_its_values() -> None:
-    found = explain(Decoder(), inputs(), **DYNAMIC, sizes=[8])
-    first, attention, *_ = found.pieces
+    explanation = explain(Decoder(), inputs(), **DYNAMIC, sizes=[8])
+    first, attention, *_ = explanation.pieces
     assert (first.captured, attention.captured) == (True, False)
     (why,) = attention.why
     assert why.reason is Reason.SPLITTING_OP
@@ -58,13 +58,13 @@ def test_a_piece_and_its_values() -> None:
     assert (first.bytes_out.traced, first.bytes_out.at) == (4 * 576, ((8, 8 * 576),))
     names = {value.source: value.static for value in first.inputs if value.source}
     assert (names["layers.0.qkv.weight"], names["x"]) == (True, False)
-    assert [p.same_as for p in found.pieces] == [p.same_as for p in found.split.pieces]
-    (size,) = found.symbols
+    assert [p.same_as for p in explanation.pieces] == [p.same_as for p in explanation.split.pieces]
+    (size,) = explanation.symbols
     assert (size.name, size.source, size.traced) == ("s0", "x.size()[0]", 4)
-    totals = found.totals
+    totals = explanation.totals
     assert (totals.pieces, totals.captured, totals.eager, totals.distinct) == (5, 3, 2, 4)
     weights = sum(p.numel() * 4 for p in Decoder().parameters())
-    crossing = sum(piece.bytes_out.traced for piece in found.pieces)
+    crossing = sum(piece.bytes_out.traced for piece in explanation.pieces)
     assert (totals.static.traced, totals.crossing.traced) == (weights, crossing)
 
 
@@ -81,10 +81,10 @@ def test_bytes_are_those_of_real_tensors() -> None:
         return run
 
     model = cgcompile.compile(Decoder(), compiler=measured, **DYNAMIC, cache_dir="off")
-    found = explain(model, inputs(), sizes=[6])
+    explanation = explain(model, inputs(), sizes=[6])
     with torch.no_grad():
         model(inputs(6))
-    captured = [piece.bytes_out.at for piece in found.pieces if piece.captured]
+    captured = [piece.bytes_out.at for piece in explanation.pieces if piece.captured]
     assert captured == [((6, size),) for size in sizes]
 
 
@@ -102,12 +102,12 @@ def test_it_is_the_split_that_compiling_makes(name: str) -> None:
     model, args = model_type(), make()
     how = {"dynamic_dims": dims, "dynamic_shapes": shapes}
     compiled = cgcompile.compile(model, compiler="eager", **how)
-    found = explain(compiled, *args)
+    explanation = explain(compiled, *args)
     assert compiled.traces == ()
     with torch.no_grad():
         compiled(*args)
-    assert found.split.text() == compiled.backend.graphs[-1].split.text()
-    assert explain(model, *args, config=compiled.backend, **how) == found
+    assert explanation.split.text() == compiled.backend.graphs[-1].split.text()
+    assert explain(model, *args, config=compiled.backend, **how) == explanation
 
 
 CASE_REASONS = {
@@ -125,10 +125,10 @@ def test_it_is_the_split_of_torch_compile(name: str) -> None:
     case = lib.cases.CASES[name]
     args = case.inputs(case.sizes[0])
     mark(case, args)
-    found = explain(build(case), *args, config=case.settings)
-    assert found.split.text(lines=False) == split_texts(case)
-    assert {*reasons(found)} == CASE_REASONS[name]
-    assert all(piece.source and piece.captured == (not piece.why) for piece in found.pieces)
+    explanation = explain(build(case), *args, config=case.settings)
+    assert explanation.split.text(lines=False) == split_texts(case)
+    assert {*reasons(explanation)} == CASE_REASONS[name]
+    assert all(piece.source and piece.captured == (not piece.why) for piece in explanation.pieces)
 
 
 REMARKS = {
@@ -142,15 +142,15 @@ def test_pieces_whose_compilation_is_unusual_are_remarked(name: str, tmp_path: P
     case, (index, remark) = lib.cases.CASES[name], REMARKS[name]
     args = case.inputs(case.sizes[0])
     mark(case, args)
-    found = explain(build(case), *args, config=case.settings)
-    rows = [row.split() for row in str(found).split("\nmode")[1].splitlines()]
-    place = next(number for number, row in enumerate(rows) if row[0] == f"piece_{index}")
-    assert remark.split() in rows[place + 1 : place + 3]
-    piece = found.pieces[index]
+    explanation = explain(build(case), *args, config=case.settings)
+    rows = [row.split() for row in str(explanation).split("\nmode")[1].splitlines()]
+    line = next(number for number, row in enumerate(rows) if row[0] == f"piece_{index}")
+    assert remark.split() in rows[line + 1 : line + 3]
+    piece = explanation.pieces[index]
     assert (piece.compiled, piece.captured) == ((False, True) if index == 0 else (True, False))
     if index == 0:
         assert remark == f"left uncompiled: {piece.uncompiled}"
-        page = Page(found.to_html(tmp_path / "page.html").read_text(encoding="utf-8"))
+        page = Page(explanation.to_html(tmp_path / "page.html").read_text(encoding="utf-8"))
         (row,) = [row for row in page.rows("distinct") if row["piece"][0] == "piece_0"]
         assert row["why, and where"][0].endswith(remark)
 
@@ -161,11 +161,11 @@ def test_sizes_that_compiling_would_refuse() -> None:
             return x.view(2, -1).sin()
 
     sizes = {"cudagraph_capture_sizes": (4, 5)}
-    found = explain(Halves(), torch.randn(4, 5), config=sizes, **DYNAMIC)
-    (note,) = [note for note in found.notes if "SymbolError" in note]
+    explanation = explain(Halves(), torch.randn(4, 5), config=sizes, **DYNAMIC)
+    (note,) = [note for note in explanation.notes if "SymbolError" in note]
     assert "5" in note
-    assert found.totals.crossing.at == ((4, 80), (5, None))
-    assert found.symbols[0].guards
+    assert explanation.totals.crossing.at == ((4, 80), (5, None))
+    assert explanation.symbols[0].guards
 
 
 # ------------------------------------------------------------------ without memory, without devices
@@ -176,10 +176,14 @@ def test_a_model_that_fits_nowhere() -> None:
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights > 1 << 40  # a TiB
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = explain(model, inputs(device="meta", width=1 << 17), **DYNAMIC)
+    explanation = explain(model, inputs(device="meta", width=1 << 17), **DYNAMIC)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
-    assert found.totals.static.traced == weights
-    assert (found.totals.captured, found.totals.eager, found.device) == (9, 8, "meta")
+    assert explanation.totals.static.traced == weights
+    assert (explanation.totals.captured, explanation.totals.eager, explanation.device) == (
+        9,
+        8,
+        "meta",
+    )
 
 
 @pytest.mark.parametrize("weights", ["meta", "fake", "cpu"])
@@ -192,11 +196,11 @@ def test_weights_and_arguments_may_be_anywhere(weights: str, argument: str) -> N
             model = Decoder()
     else:
         model = meta(Decoder) if weights == "meta" else Decoder()
-    found = explain(model, mode.from_tensor(x) if argument == "fake" else x, **DYNAMIC)
-    assert {*reasons(found)} == {Reason.SPLITTING_OP}
-    assert found.device == ("meta" if weights == "meta" else "cpu")
+    explanation = explain(model, mode.from_tensor(x) if argument == "fake" else x, **DYNAMIC)
+    assert {*reasons(explanation)} == {Reason.SPLITTING_OP}
+    assert explanation.device == ("meta" if weights == "meta" else "cpu")
     same = explain(Decoder(), inputs(), **DYNAMIC)
-    assert [(p.captured, p.num_ops, p.bytes_out) for p in found.pieces] == [
+    assert [(p.captured, p.num_ops, p.bytes_out) for p in explanation.pieces] == [
         (p.captured, p.num_ops, p.bytes_out) for p in same.pieces
     ]
 
@@ -235,9 +239,12 @@ def test_of_weights_on_meta_and_elsewhere_meta_is_the_target(first: str) -> None
         def forward(self, x):
             return x + getattr(self, self.on_meta)
 
-    found = explain(Two(), inputs())
-    assert (found.device, [piece.captured for piece in found.pieces]) == ("meta", [True])
-    (x,) = [value for value in found.pieces[0].inputs if not value.static]
+    explanation = explain(Two(), inputs())
+    assert (explanation.device, [piece.captured for piece in explanation.pieces]) == (
+        "meta",
+        [True],
+    )
+    (x,) = [value for value in explanation.pieces[0].inputs if not value.static]
     assert x.device == "meta"
 
 
@@ -293,22 +300,27 @@ def test_a_model_that_raises_is_not_called() -> None:
 
 
 def test_a_graph_break() -> None:
-    found = explain(Branches(), inputs())
-    assert (found.traced, found.pieces, found.totals, found.split) == (False, (), None, None)
-    (graph_break,) = found.breaks
+    explanation = explain(Branches(), inputs())
+    assert (explanation.traced, explanation.pieces, explanation.totals, explanation.split) == (
+        False,
+        (),
+        None,
+        None,
+    )
+    (graph_break,) = explanation.breaks
     assert graph_break.entry_point == "cgcompile.compile"
     assert graph_break.what == "Data-dependent branching"
     assert graph_break.source.code == "if y.sum() > 0:"
     assert "splitting='breakable'" in graph_break.fix
-    assert "if y.sum() > 0:" in str(found)
-    assert max(map(len, str(found).splitlines())) <= 100
+    assert "if y.sum() > 0:" in str(explanation)
+    assert max(map(len, str(explanation).splitlines())) <= 100
 
 
 def test_what_breaks_under_torch_compile_alone() -> None:
-    found = explain(Reads(), inputs(), torch.ones(4))
-    assert found.traced
-    assert Reason.HOST_SYNC in reasons(found)
-    (graph_break,) = found.breaks
+    explanation = explain(Reads(), inputs(), torch.ones(4))
+    assert explanation.traced
+    assert Reason.HOST_SYNC in reasons(explanation)
+    (graph_break,) = explanation.breaks
     assert graph_break.entry_point == "torch.compile"
     assert graph_break.source.code == "return y * 2, lengths.max().item()"
     assert "capture_scalar_outputs" in graph_break.fix
@@ -320,9 +332,9 @@ def test_what_breaks_under_torch_compile_alone() -> None:
 
 
 def test_breakable_says_what_it_cannot_tell() -> None:
-    found = explain(Decoder(1), inputs(), config={"splitting": "breakable"})
-    assert (found.traced, found.breaks) == (False, ())
-    notes = " ".join(found.notes)
+    explanation = explain(Decoder(1), inputs(), config={"splitting": "breakable"})
+    assert (explanation.traced, explanation.breaks) == (False, ())
+    notes = " ".join(explanation.notes)
     assert "traces nothing" in notes
     assert "torch.nn.functional.scaled_dot_product_attention" in notes
 
@@ -361,8 +373,11 @@ def test_the_mode_without_a_context_is_the_one_of_the_entry(support: AttentionCG
 
 def test_modes_without_pieces() -> None:
     stock = CompilationConfig(mode="STOCK_TORCH_COMPILE", cudagraph_mode="FULL")
-    found = explain(Decoder(1), inputs(), config=stock)
-    assert ([piece.captured for piece in found.pieces], found.modes.result) == ([True], "FULL")
+    explanation = explain(Decoder(1), inputs(), config=stock)
+    assert ([piece.captured for piece in explanation.pieces], explanation.modes.result) == (
+        [True],
+        "FULL",
+    )
     none = explain(Decoder(1), inputs(), config={"cudagraph_mode": "NONE"})
     assert (none.modes.result, none.modes.lost) == ("NONE", ())
 
@@ -383,8 +398,8 @@ def test_an_unregistered_op_of_attention_is_named() -> None:
     assert len(notes) == 1
     assert f"piece_0 captures {name}: its name is that of attention" in notes[0]
     assert f"splitting_ops=({name!r},)" in notes[0]
-    found = explain(model, inputs(), config={"splitting_ops": [name]})
-    assert not [note for note in found.notes if name in note]
+    explanation = explain(model, inputs(), config={"splitting_ops": [name]})
+    assert not [note for note in explanation.notes if name in note]
 
 
 # ------------------------------------------------------------------ settings, data, errors
@@ -410,21 +425,21 @@ def test_where_settings_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(settings) == sorted(CompilationConfig.names())
     options = {"builtin_splitting_ops": False}
     compiled = torch.compile(Decoder(), backend="cgcompile", options=options)
-    found = explain(compiled, inputs())
-    assert [piece.captured for piece in found.pieces] == [True]
+    explanation = explain(compiled, inputs())
+    assert [piece.captured for piece in explanation.pieces] == [True]
     assert settings_of(compiled)["builtin_splitting_ops"] == [False, "options"]
 
 
 def test_schema() -> None:
     """A change of this snapshot raises VERSION in explain.py."""
     args = inputs(), torch.ones(4)
-    found = explain(Reads(), *args, **DYNAMIC, sizes=[8])
-    data = found.to_dict()
-    assert json.loads(found.to_json()) == data
+    explanation = explain(Reads(), *args, **DYNAMIC, sizes=[8])
+    data = explanation.to_dict()
+    assert json.loads(explanation.to_json()) == data
     data["pieces"].reverse()  # eager first: it has a reason
     assert data["version"] == 2
     assert_snapshot("explain_schema", names_of(data))
-    assert explain(Reads(), *args, **DYNAMIC, sizes=[8]).to_json() == found.to_json()
+    assert explain(Reads(), *args, **DYNAMIC, sizes=[8]).to_json() == explanation.to_json()
 
 
 @pytest.mark.parametrize(

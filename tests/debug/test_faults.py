@@ -90,10 +90,10 @@ class AttendsRows(nn.Module):
 )
 def test_padding_that_reaches_real_rows(device, wrong, right, op, mark, tails) -> None:
     more = {"config": config(), "sets": 1, "padded_sizes": (8,), "tails": tails}
-    found = only(verify(built(wrong, device), rows(device), **more))
-    assert (found.stage, found.op, marker(found.line)) == ("padding", op, mark)
-    assert found.rows == tuple(range(ROWS)) if tails == "nan" else len(found.rows) > 1
-    assert found.padding_rows == ()
+    difference = only(verify(built(wrong, device), rows(device), **more))
+    assert (difference.stage, difference.op, marker(difference.line)) == ("padding", op, mark)
+    assert difference.rows == tuple(range(ROWS)) if tails == "nan" else len(difference.rows) > 1
+    assert difference.padding_rows == ()
     assert right is None or verify(built(right, device), rows(device), **more).ok
 
 
@@ -117,9 +117,9 @@ class Attends(nn.Module):
 def test_an_attention_op_that_is_not_registered() -> None:
     model, x = built(Attends, "cpu"), rows("cpu")
     registered = {"splitting_ops": ("cgentry::attend",)}
-    found = by_line(examine(model, x))["attend"]
-    assert (found.kind, found.severity) == ("unregistered_attention", "error")
-    assert str(registered["splitting_ops"]) in found.fix
+    finding = by_line(examine(model, x))["attend"]
+    assert (finding.kind, finding.severity) == ("unregistered_attention", "error")
+    assert str(registered["splitting_ops"]) in finding.fix
     assert examine(model, x, config=config(**registered)).findings == ()
 
     def later(**settings: Any) -> Any:
@@ -222,10 +222,16 @@ def test_a_number_that_went_stale() -> None:
             return verify(wrapper, x, sets=1)
 
     model, x, scale = Weighs(), rows("cpu"), torch.ones(())
-    found = only(changed(1.0, lambda: setattr(model, "scale", 3.0)))
-    assert (found.stage, found.piece, found.rows) == ("replay", "the result", tuple(range(6)))
-    assert found.largest == pytest.approx(2 * x.sin().abs().max().item())  # 1.0 and 3.0 times it
-    assert found.detail.startswith("384 of 384 numbers differ, by up to 2")
+    difference = only(changed(1.0, lambda: setattr(model, "scale", 3.0)))
+    assert (difference.stage, difference.piece, difference.rows) == (
+        "replay",
+        "the result",
+        tuple(range(6)),
+    )
+    assert difference.largest == pytest.approx(
+        2 * x.sin().abs().max().item()
+    )  # 1.0 and 3.0 times it
+    assert difference.detail.startswith("384 of 384 numbers differ, by up to 2")
     assert changed(scale, lambda: scale.fill_(3.0)).ok
     wrapper = CUDAGraphWrapper(model, config())
     with torch.inference_mode(), step():
@@ -313,8 +319,8 @@ class Moves(nn.Module):
 
 def test_weights_that_move() -> None:
     x, model = rows("cpu"), Moves(False)
-    found = by_line(examine(Moves(True), x))["moves"]
-    assert (found.kind, found.op) == ("replaced_attribute", "self.up.weight")
+    finding = by_line(examine(Moves(True), x))["moves"]
+    assert (finding.kind, finding.op) == ("replaced_attribute", "self.up.weight")
     assert examine(model, x).findings == ()
 
     wrapper = CUDAGraphWrapper(model, config())
@@ -379,11 +385,11 @@ def test_a_dynamic_cache() -> None:
     static = StaticCache(LlamaConfig(hidden_size=D, **heads), max_cache_len=16)
     model, x = Decodes(), torch.randn(1, D)
     grows = examine(model, x, DynamicCache()).of_kind("growing_state")
-    for found, name in zip(grows, ("keys", "values"), strict=True):
-        assert (found.kind, found.severity) == ("growing_state", "break")
-        assert found.op == f"input 1.layers[0].{name}"
-        assert found.source.file.endswith("cache_utils.py")
-        assert found.source.code.startswith(f"self.{name} = torch.cat(")
+    for finding, name in zip(grows, ("keys", "values"), strict=True):
+        assert (finding.kind, finding.severity) == ("growing_state", "break")
+        assert finding.op == f"input 1.layers[0].{name}"
+        assert finding.source.file.endswith("cache_utils.py")
+        assert finding.source.code.startswith(f"self.{name} = torch.cat(")
     assert examine(model, x, static).findings == ()
 
     def served(cache: Any) -> cgcompile.Backend:
@@ -394,8 +400,8 @@ def test_a_dynamic_cache() -> None:
                 compiled(x, cache)
         return backend
 
-    found = only_finding(doctor(served(DynamicCache())))
-    assert (found.kind, "StaticCache" in found.message) == (Reason.GROWING_STATE.value, True)
+    finding = only_finding(doctor(served(DynamicCache())))
+    assert (finding.kind, "StaticCache" in finding.message) == (Reason.GROWING_STATE.value, True)
     backend = served(static)
     assert doctor(backend).findings == ()
     assert backend.counters.replays >= 4
@@ -442,6 +448,6 @@ def test_grad_mode_after_a_capture_in_inference_mode() -> None:
         with torch.no_grad():
             wrapper(x)
     assert (wrapper.counters.plain, wrapper.counters.replays) == ({Reason.GRADIENTS: 1}, 1)
-    found = only_finding(doctor(wrapper))
-    assert (found.kind, "inference_mode()" in found.fix) == ("gradients", True)
-    assert by_line(doctor(model, x))["forward"].fix == found.fix
+    finding = only_finding(doctor(wrapper))
+    assert (finding.kind, "inference_mode()" in finding.fix) == ("gradients", True)
+    assert by_line(doctor(model, x))["forward"].fix == finding.fix

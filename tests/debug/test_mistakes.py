@@ -99,11 +99,11 @@ def test_other_arguments_that_cannot_be() -> None:
 
 def test_sizes_may_be_one_number_or_text() -> None:
     for sizes in (8, "8", [8], (8,), range(8, 9)):
-        found = cgcompile.explain(Model(), X, dynamic_dims={"x": 0}, sizes=sizes)
-        assert found.totals.static.at == ((8, found.totals.static.traced),)
-    found = cgcompile.explain(Model(), X, dynamic_dims={"x": 0}, sizes="16,8,16")
-    assert [size for size, _ in found.pieces[0].bytes_out.at] == [16, 8]
-    assert [number for _, number in found.pieces[0].bytes_out.at] == [16 * D * 4, 8 * D * 4]
+        explanation = cgcompile.explain(Model(), X, dynamic_dims={"x": 0}, sizes=sizes)
+        assert explanation.totals.static.at == ((8, explanation.totals.static.traced),)
+    explanation = cgcompile.explain(Model(), X, dynamic_dims={"x": 0}, sizes="16,8,16")
+    assert [size for size, _ in explanation.pieces[0].bytes_out.at] == [16, 8]
+    assert [number for _, number in explanation.pieces[0].bytes_out.at] == [16 * D * 4, 8 * D * 4]
     assert verify(Model().eval(), X, config=CONFIG, sets=1, padded_sizes="6").ok
 
 
@@ -149,16 +149,16 @@ def test_a_setting_among_the_inputs_belongs_into_config(look: Any) -> None:
 @pytest.mark.parametrize("look", [verify, cgcompile.debug.bisect])
 def test_comparisons_are_called_like_the_model(look: Any) -> None:
     """With arguments by name, with settings as a mapping, and with inputs that are prepared."""
-    found = look(Model().eval(), X, scale=2.0, config={"compiler": "eager"}, sets=2)
-    assert (found.ok, found.replays) == (True, 2), found
+    verdict = look(Model().eval(), X, scale=2.0, config={"compiler": "eager"}, sets=2)
+    assert (verdict.ok, verdict.replays) == (True, 2), verdict
     calls: list[int] = []
 
     def prepare() -> Any:
         calls.append(len(calls))
         return (torch.randn(X.shape),), {"scale": 3.0}
 
-    found = look(Model().eval(), config=cgcompile.Backend(CONFIG), prepare=prepare, sets=3)
-    assert (found.ok, found.replays, calls) == (True, 3, [0, 1, 2]), found
+    verdict = look(Model().eval(), config=cgcompile.Backend(CONFIG), prepare=prepare, sets=3)
+    assert (verdict.ok, verdict.replays, calls) == (True, 3, [0, 1, 2]), verdict
     for name in ("verify", "bisect", "doctor"):
         look = getattr(cgcompile.debug, name)
         message = refused(ConfigError, lambda look=look: look(Model(), X, prepare=prepare))
@@ -175,12 +175,14 @@ def test_a_type_error_of_the_model_is_a_finding() -> None:
     def adds(x: torch.Tensor) -> Any:
         return x + [1] @ 3  # type: ignore[operator]
 
-    (found,) = [
-        each for each in cgcompile.debug.doctor(adds, X).findings if each.severity == "error"
+    (finding,) = [
+        reported
+        for reported in cgcompile.debug.doctor(adds, X).findings
+        if reported.severity == "error"
     ]
-    assert (found.kind, found.op) == ("forward_raised", "TypeError")
-    assert found.source is not None
-    assert "[1] @ 3" in found.source.code
+    assert (finding.kind, finding.op) == ("forward_raised", "TypeError")
+    assert finding.source is not None
+    assert "[1] @ 3" in finding.source.code
 
 
 # ---------------------------------------------------------------- sizes of which dimension
@@ -200,8 +202,8 @@ def test_sizes_of_one_of_two_dimensions() -> None:
     )
     with pytest.raises(ConfigError, match=r"sizes: capture_dim='x.size\(\)\[0\]'. There are: x.si"):
         look()
-    found = look(capture_dim="x.size()[0]")
-    (piece,) = found.pieces
+    explanation = look(capture_dim="x.size()[0]")
+    (piece,) = explanation.pieces
     assert piece.bytes_out.at == ((8, 8 * D * 4), (64, 64 * D * 4))
     settings = CompilationConfig(capture_dim="x.size()[0]", cudagraph_capture_sizes=(8,))
     assert look(config=settings).pieces[0].bytes_out.at == piece.bytes_out.at
@@ -232,8 +234,8 @@ def test_a_page_about_one_of_two_dimensions() -> None:
     assert refused(ConfigError, lambda: cgcompile.debug.report(model, sizes="a,b")).startswith(
         "report: sizes = 'a,b'; expected positive"
     )
-    found = cgcompile.debug.report(model, sizes="8", capture_dim="x.size()[0]")
-    assert found.graphs[0].pieces[0].bytes_out.at == ((8, 8 * D * 4),)
+    overview = cgcompile.debug.report(model, sizes="8", capture_dim="x.size()[0]")
+    assert overview.graphs[0].pieces[0].bytes_out.at == ((8, 8 * D * 4),)
 
 
 # ---------------------------------------------------------------- what captures nothing
@@ -246,9 +248,14 @@ def test_what_captures_nothing(name: str) -> None:
         ", which captures nothing; expected a compiled model, its handle (a Backend), a wrapper or "
         "a manager."
     )
-    for target, found in ((Model(), "a Model"), (None, "None"), (Odd(), "an Odd"), (3, "an int")):
+    for target, described in (
+        (Model(), "a Model"),
+        (None, "None"),
+        (Odd(), "an Odd"),
+        (3, "an int"),
+    ):
         message = refused(ConfigError, lambda target=target: function(target))
-        assert message == f"cgcompile.{name}(): found {found}{rest}"
+        assert message == f"cgcompile.{name}(): found {described}{rest}"
 
 
 def test_a_profile_of_anyone() -> None:
@@ -256,9 +263,9 @@ def test_a_profile_of_anyone() -> None:
     with torch.inference_mode():
         for _ in range(2):
             model(X)
-        with cgcompile.debug.profile() as found:
+        with cgcompile.debug.profile() as measured:
             model(X)
-    assert found.steps == 1
+    assert measured.steps == 1
 
 
 def test_the_handle_of_a_compiled_model() -> None:

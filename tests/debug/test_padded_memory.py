@@ -66,10 +66,10 @@ def built(compiler: Any, module: nn.Module | None = None) -> Any:
 def test_a_scratch_slot_is_no_difference(compiler: str) -> None:
     compiled, x = built(compiler), torch.randn(ROWS, WIDTH)
     with torch.inference_mode(), context():
-        found = cgcompile.verify(compiled, x)
-        assert found.ok, str(found)
+        verdict = cgcompile.verify(compiled, x)
+        assert verdict.ok, str(verdict)
         ignored = f"{WIDTH} of {(SCRATCH + 1) * WIDTH} numbers of buffer 3 (padding)"
-        assert ignored in str(found).partition("not compared: ")[2]
+        assert ignored in str(verdict).partition("not compared: ")[2]
         assert cgcompile.debug.bisect(compiled, x).ok
 
 
@@ -94,8 +94,8 @@ def with_fault(gm: Any, fake_inputs: Any, row: int) -> Any:
 def test_a_fault_in_a_cache_is_found_in_real_rows_alone(row: int) -> None:
     compiled, x = built(partial(with_fault, row=row)), torch.randn(ROWS, WIDTH)
     with torch.inference_mode(), context():
-        found = cgcompile.verify(compiled, x)
-    assert found.ok is (row >= REAL), str(found)
+        verdict = cgcompile.verify(compiled, x)
+    assert verdict.ok is (row >= REAL), str(verdict)
 
 
 @torch.library.custom_op("padded::scaled", mutates_args={"log"})
@@ -151,8 +151,8 @@ def test_random_padding_reaches_no_real_row(kind: str, slots: str, fault: int | 
     compiler = "eager" if fault is None else partial(with_fault, row=fault)
     compiled, x = built(compiler, module), torch.randn(ROWS, WIDTH)
     with torch.inference_mode(), context(where, real):
-        found = cgcompile.verify(compiled, x)
-    assert found.ok is (fault is None), str(found)
+        verdict = cgcompile.verify(compiled, x)
+    assert verdict.ok is (fault is None), str(verdict)
     torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
 
 
@@ -172,6 +172,6 @@ def test_padding_that_reaches_real_rows_is_no_change_of_the_trace() -> None:
     x = torch.randn(ROWS, WIDTH)
     with torch.inference_mode(), context():
         assert not cgcompile.verify(compiled, x).ok
-        found = cgcompile.debug.bisect(compiled, x)
-    assert found.stage == "padding"
-    assert "changed since" not in str(found)
+        bisection = cgcompile.debug.bisect(compiled, x)
+    assert bisection.stage == "padding"
+    assert "changed since" not in str(bisection)

@@ -48,16 +48,16 @@ def test_text_and_data() -> None:
     _, compiled, backend, x = ready()
     # Begin and end of graph, break and graph.
     times = iter([0, 1000, 1000, 4000, 4000, 5000] * 2)
-    found = Profile(backend, clock=lambda: next(times))
+    measured = Profile(backend, clock=lambda: next(times))
     assert_expected_inline(
-        str(found),
+        str(measured),
         """no step was replayed in this thread; a first call warms up, a second captures""",
     )
-    with observing(found.around):
+    with observing(measured.around):
         compiled(x)
         compiled(x)
     assert_expected_inline(
-        str(found),
+        str(measured),
         """\
 steps 2, 5.0 us of the host each, 60.0% of it in eager breaks
 count  host us  share  device us  segment
@@ -65,8 +65,8 @@ count  host us  share  device us  segment
 2      3.0      60.0%  -          cgcompile/break_1 cgentry::hooked [num_tokens=6]
 2      1.0      20.0%  -          cgcompile/piece_2 [num_tokens=6]""",
     )
-    data = found.to_dict()
-    assert json.loads(found.to_json()) == data
+    data = measured.to_dict()
+    assert json.loads(measured.to_json()) == data
     assert (data["steps"], data["step_us"], data["break_share"]) == (2, 5.0, pytest.approx(0.6))
     assert data["segments"][1] == {
         "name": "cgcompile/break_1 cgentry::hooked",
@@ -86,17 +86,17 @@ def test_every_batch_and_every_step_is_counted(device: str) -> None:
     for _ in range(2):
         compiled(y)
     before = backend.counters.replays
-    with profile(compiled) as found:
+    with profile(compiled) as measured:
         for inputs in (x, y, x, x):
             assert_same(compiled(inputs), model(inputs))
     assert backend.counters.replays == before + 4
-    assert found.steps == 4
-    rows = [(row.sequence, row.batch, row.kind, row.count) for row in found.segments]
+    assert measured.steps == 4
+    rows = [(row.sequence, row.batch, row.kind, row.count) for row in measured.segments]
     expected = [(0, "num_tokens=6", kind, 3) for kind in KINDS]
     assert rows == [*expected, *((1, "num_tokens=3", kind, 1) for kind in KINDS)]
-    assert all(row.host_us > 0 and row.device_us is None for row in found.segments)
-    assert sum(row.share for row in found.segments) == pytest.approx(1)
-    assert 0 < found.break_share < 1
+    assert all(row.host_us > 0 and row.device_us is None for row in measured.segments)
+    assert sum(row.share for row in measured.segments) == pytest.approx(1)
+    assert 0 < measured.break_share < 1
 
 
 def test_a_slow_break_shows(hook: Callable[[Any], None]) -> None:
@@ -107,35 +107,35 @@ def test_a_slow_break_shows(hook: Callable[[Any], None]) -> None:
         return torch.softmax(x, -1)
 
     hook(slow)
-    with profile(compiled) as found:
+    with profile(compiled) as measured:
         compiled(x)
-    first, middle, last = found.segments
-    assert middle.share == found.break_share > first.share + last.share
+    first, middle, last = measured.segments
+    assert middle.share == measured.break_share > first.share + last.share
 
 
 def test_replays_outside_of_the_context_are_not_touched() -> None:
     model, compiled, backend, x = ready()
     (recording,) = backend.graphs[-1].recordings
     steps = recording.sequence.steps
-    with profile(backend) as found:
+    with profile(backend) as measured:
         compiled(x)
         assert recording.sequence.steps is steps
     assert OBSERVERS.get() == ()
     y = batch("cpu")
     assert_same(compiled(y), model(y))
-    assert found.steps == 1
+    assert measured.steps == 1
     with profile(backend) as second:
         compiled(x)
-    assert (found.steps, second.steps) == (1, 1)
+    assert (measured.steps, second.steps) == (1, 1)
 
 
 def test_graphs_that_are_recorded_inside_count_from_their_first_replay() -> None:
     model, compiled, backend = compiled_model(Hooked, "cpu", **HOOKED)
     x = batch("cpu")
-    with profile(backend) as found:
+    with profile(backend) as measured:
         for _ in range(4):
             assert_same(compiled(x), model(x))
-    assert (backend.counters.captures, backend.counters.replays, found.steps) == (1, 2, 2)
+    assert (backend.counters.captures, backend.counters.replays, measured.steps) == (1, 2, 2)
 
 
 # ------------------------------------------------------------------ whose replays count
@@ -157,31 +157,31 @@ def test_wrappers_and_raw_captures(device: str) -> None:
     wrapper = BreakableCUDAGraphWrapper(cut_once, CONFIG)
     with step(4, PIECEWISE):
         wrapper(x)
-        with profile(wrapper) as found:
+        with profile(wrapper) as measured:
             torch.testing.assert_close(wrapper(x), cut_once(x))
-    assert tuple(row.kind for row in found.segments) == KINDS
-    assert found.segments[0].batch == "num_tokens=4"
+    assert tuple(row.kind for row in measured.segments) == KINDS
+    assert measured.segments[0].batch == "num_tokens=4"
     capture = BreakableCUDAGraphCapture(device=device)
     with capture:
         result = cut_once(x)
-    with profile(capture) as found:
+    with profile(capture) as measured:
         capture.replay()
     torch.testing.assert_close(result, cut_once(x))
-    names = [row.name for row in found.segments]
+    names = [row.name for row in measured.segments]
     assert names == ["cgcompile/piece_0", "cgcompile/break_1 soft", "cgcompile/piece_2"]
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_managers(kind: str) -> None:
-    made = manager("FULL", kind)
-    made.capture()
+    graph_manager = manager("FULL", kind)
+    graph_manager.capture()
     inputs = requests(3, 2)
-    with profile(made) as found:
-        result = made.run(inputs)
-    model = made.model
+    with profile(graph_manager) as measured:
+        result = graph_manager.run(inputs)
+    model = graph_manager.model
     torch.testing.assert_close(result, eager(getattr(model, "_orig_mod", model), inputs))
-    assert (found.steps, found.break_share) == (1, 0.0)
-    assert [row.batch for row in found.segments] == ["num_tokens=8, num_reqs=8"]
+    assert (measured.steps, measured.break_share) == (1, 0.0)
+    assert [row.batch for row in measured.segments] == ["num_tokens=8, num_reqs=8"]
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -189,13 +189,13 @@ def test_another_thread_is_not_measured(copied: bool) -> None:
     """Not even in a copy of the context."""
     _, compiled, backend, x = ready()
     before = backend.counters.replays
-    with profile(backend) as found:
+    with profile(backend) as measured:
         run = contextvars.copy_context().run if copied else lambda function, x: function(x)
         in_thread(lambda: run(torch.no_grad()(compiled), x))
-        assert found.steps == 0
+        assert measured.steps == 0
         compiled(x)
     assert backend.counters.replays - before == 2
-    assert found.steps == 1
+    assert measured.steps == 1
 
 
 def test_a_task_that_goes_on_after_the_profile_is_not_measured_any_more() -> None:
@@ -209,13 +209,13 @@ def test_a_task_that_goes_on_after_the_profile_is_not_measured_any_more() -> Non
             await left.wait()
             compiled(x)
 
-        with profile(backend) as found:
+        with profile(backend) as measured:
             task = asyncio.create_task(serve())
             await asyncio.sleep(0)
-        inside = found.steps
+        inside = measured.steps
         left.set()
         await task
-        return inside, found.steps
+        return inside, measured.steps
 
     before = backend.counters.replays
     assert asyncio.run(measure()) == (1, 1)
@@ -240,19 +240,19 @@ def test_a_step_that_raises_is_not_counted(hook: Callable[[Any], None]) -> None:
     def refuse(x: torch.Tensor) -> torch.Tensor:
         raise Asked("break")
 
-    with profile(backend) as found:
+    with profile(backend) as measured:
         hook(refuse)
         with pytest.raises(Asked):
             compiled(x)
-        assert (found.steps, [row.count for row in found.segments]) == (0, [1, 0, 0])
+        assert (measured.steps, [row.count for row in measured.segments]) == (0, [1, 0, 0])
         hook(torch.cos)
         assert_same(compiled(x), model(x))
-    assert (found.steps, [row.count for row in found.segments]) == (1, [2, 1, 1])
+    assert (measured.steps, [row.count for row in measured.segments]) == (1, [2, 1, 1])
 
 
 def test_a_profile_keeps_no_graph_and_no_model_alive() -> None:
     model, compiled, backend, x = ready()
-    with profile(compiled) as found:
+    with profile(compiled) as measured:
         compiled(x)
     sequence = weakref.ref(backend.graphs[-1].recordings[0].sequence)
     backend.release()
@@ -263,14 +263,14 @@ def test_a_profile_keeps_no_graph_and_no_model_alive() -> None:
     torch.compiler.reset()
     gc.collect()
     assert owner() is None
-    assert (found.steps, len(found.segments)) == (1, 3)
+    assert (measured.steps, len(measured.segments)) == (1, 3)
 
 
 @pytest.mark.gpu
 def test_times_of_the_device() -> None:
     model, compiled, backend, x = ready("cuda")
-    with profile(backend, device_times=True) as found:
+    with profile(backend, device_times=True) as measured:
         for _ in range(3):
             assert_same(compiled(x), model(x))
-    assert found.steps == 3
-    assert all(row.device_us is not None and row.device_us > 0 for row in found.segments)
+    assert measured.steps == 3
+    assert all(row.device_us is not None and row.device_us > 0 for row in measured.segments)

@@ -34,10 +34,10 @@ def overview() -> Overview:
         served.run(requests(*[1] * count, decode=True))
     for count in (3, 9, 30):
         served.run(requests(count - 2, 2))
-    found = cgcompile.debug.report(served)
-    assert found.counters.replays == served.counters.replays == 6
-    assert sum(found.memory.values()) == served.memory().total > 0
-    return found
+    report = cgcompile.debug.report(served)
+    assert report.counters.replays == served.counters.replays == 6
+    assert sum(report.memory.values()) == served.memory().total > 0
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +86,13 @@ NUMBERS = {  # of a table: where the rows are in the value, and the field of eac
         },
     ),
     "timeline": (
-        lambda found: [
+        lambda data: [
             {
                 **record,
-                "after": record["start"] - found["timeline"][0]["start"],
+                "after": record["start"] - data["timeline"][0]["start"],
                 "length": len(record["segments"]),
             }
-            for record in found["timeline"]
+            for record in data["timeline"]
         ],
         {"after": "after", "time": "seconds", "bytes": "nbytes", "segments": "length"},
     ),
@@ -156,9 +156,9 @@ def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None
         f"{kind}: {human(count)}" for kind, count in overview.memory.items() if count
     ]
     grown: dict[int, int] = {}
-    for each in overview.steps:
-        size = int(re.findall(r"\d+", each.batch)[0])
-        grown[size] = grown.get(size, 0) + each.nbytes
+    for recorded in overview.steps:
+        size = int(re.findall(r"\d+", recorded.batch)[0])
+        grown[size] = grown.get(size, 0) + recorded.nbytes
     titles = drawing(page, "Recorded steps by size")
     assert [title.split(" in ")[0] for title in titles] == [
         f"size {size}: {human(nbytes)}" for size, nbytes in sorted(grown.items())
@@ -170,20 +170,21 @@ def test_measured_steps_are_drawn_in_order() -> None:
     with torch.inference_mode(), cgcompile.debug.profile(model) as measured:
         for _ in range(4):
             model(torch.randn(2, 4, 8))
-    found = cgcompile.debug.report(model, profile=measured)
-    assert found.segments == measured.segments
-    assert [segment.kind for segment in found.segments] == ["graph", "eager", "graph"]
-    page = read(found)
+    report = cgcompile.debug.report(model, profile=measured)
+    assert report.segments == measured.segments
+    assert [segment.kind for segment in report.segments] == ["graph", "eager", "graph"]
+    page = read(report)
     assert drawing(page, "Segments of measured steps") == [
-        f"{each.name}, {each.kind}: {duration(each.host_us / 1e6)}" for each in found.segments
+        f"{segment.name}, {segment.kind}: {duration(segment.host_us / 1e6)}"
+        for segment in report.segments
     ]
-    text = steps_svg(found.to_dict()["segments"], "steps")
+    text = steps_svg(report.to_dict()["segments"], "steps")
     wide = [float(found) for found in re.findall(r' width="([\d.]+)%"', text)]
-    whole = sum(each.host_us for each in found.segments)
-    expected = [100 * each.host_us / whole for each in found.segments]
+    whole = sum(each.host_us for each in report.segments)
+    expected = [100 * each.host_us / whole for each in report.segments]
     assert wide == pytest.approx(expected, abs=0.001)
     assert re.findall(r'<rect class="(\w+)"', text) == ["on", "off", "on"]
-    timed = [{**each, "device_us": 2.0} for each in found.to_dict()["segments"]]
+    timed = [{**each, "device_us": 2.0} for each in report.to_dict()["segments"]]
     lanes = re.findall(r"<text [^>]*>([^<]*)</text>", steps_svg(timed, "steps"))
     assert lanes[0].endswith(" of the host")
     assert lanes[1].endswith(": 6.0 us of the device")
@@ -233,28 +234,28 @@ def test_no_number_comes_from_elsewhere(page: Page, overview: Overview) -> None:
     def visit(value: Any) -> None:
         if isinstance(value, dict):
             known.add(sum(each for each in value.values() if isinstance(each, int)))
-            for each in value.values():
-                visit(each)
+            for inner in value.values():
+                visit(inner)
         elif isinstance(value, list):
             known.add(len(value))
             for name in {name for each in value if isinstance(each, dict) for name in each}:
                 numbers = [each[name] for each in value if isinstance(each.get(name), (int, float))]
                 known.add(sum(numbers))
-            for each in value:
-                visit(each)
+            for inner in value:
+                visit(inner)
         else:
             known.add(value)
 
-    found = overview.to_dict()
-    visit(found)
-    rows = found["coverage"]["rows"]
+    data = overview.to_dict()
+    visit(data)
+    rows = data["coverage"]["rows"]
     known |= {
-        sum(row["hits"] for row in rows if row["reason"] == each) for each in found["remedies"]
+        sum(row["hits"] for row in rows if row["reason"] == reason) for reason in data["remedies"]
     }
-    known |= {record["start"] - found["timeline"][0]["start"] for record in found["timeline"]}
+    known |= {record["start"] - data["timeline"][0]["start"] for record in data["timeline"]}
     known |= {  # how many pieces have one structure
         sum(piece["same_as"] == other["same_as"] for other in graph["pieces"])
-        for graph in found["graphs"]
+        for graph in data["graphs"]
         for piece in graph["pieces"]
     }
     assert len(page.numbers) > 100
@@ -308,9 +309,9 @@ def test_the_verdict_names_lesser_modes_and_errors() -> None:
             model(x)
     served = "Graphs served all 3 steps after 1 warming."
     lesser = "In a lesser mode than requested: 4 attention_support."
-    found = cgcompile.debug.report(model)
-    assert found.verdict == f"{served} {lesser}"
-    assert f"{served} {lesser}" in read(found).text
+    report = cgcompile.debug.report(model)
+    assert report.verdict == f"{served} {lesser}"
+    assert f"{served} {lesser}" in read(report).text
 
     class Raises(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -321,16 +322,16 @@ def test_the_verdict_names_lesser_modes_and_errors() -> None:
     for _ in range(2):
         with torch.inference_mode(), step(4, PIECEWISE), pytest.raises(ValueError, match="no"):
             wrapper(x)
-    found = cgcompile.debug.report(wrapper)
-    assert found.verdict == "No step was completed. 2 calls raised an error."
-    assert "Nothing ran without its graph." not in read(found).text
+    report = cgcompile.debug.report(wrapper)
+    assert report.verdict == "No step was completed. 2 calls raised an error."
+    assert "Nothing ran without its graph." not in read(report).text
 
 
 def test_a_measured_speed_is_shown() -> None:
     model = compiled_and_run(Attends().eval())
-    found = cgcompile.debug.report(model, speed=(0.006, 0.0015))
-    assert (found.speed, found.speedup) == ((0.006, 0.0015), 4.0)
-    page = read(found)
+    report = cgcompile.debug.report(model, speed=(0.006, 0.0015))
+    assert (report.speed, report.speedup) == ((0.006, 0.0015), 4.0)
+    page = read(report)
     assert "4.00 \N{MULTIPLICATION SIGN}" in page.text
     assert "6.0 ms to 1.5 ms" in page.text
     for speed in ((0.0, 1.0), (1.0,)):
@@ -340,11 +341,11 @@ def test_a_measured_speed_is_shown() -> None:
 
 def test_repeated_pieces_are_drawn_once() -> None:
     model = nn.Sequential(*[Attends() for _ in range(20)]).eval()
-    found = cgcompile.explain(model, torch.randn(2, 4, 8))
-    assert len(found.pieces) == 41
-    drawn = re.findall(r"<title>(piece_\d+), ", split_svg(found.to_dict()["pieces"], "split"))
+    explanation = cgcompile.explain(model, torch.randn(2, 4, 8))
+    assert len(explanation.pieces) == 41
+    drawn = re.findall(r"<title>(piece_\d+), ", split_svg(explanation.to_dict()["pieces"], "split"))
     assert drawn == ["piece_0", "piece_1", "piece_2", "piece_39", "piece_40"]
-    text = split_svg(found.to_dict()["pieces"], "split")
+    text = split_svg(explanation.to_dict()["pieces"], "split")
     assert text.count("these 2 pieces, 18 times more</text>") == 1
     few = cgcompile.explain(
         nn.Sequential(Attends(), Attends(), Attends()).eval(), torch.randn(2, 4, 8)
@@ -409,9 +410,9 @@ def test_the_page_is_accessible(page: Page) -> None:
     assert all("scope" in found for tag, found in page.tags if tag == "th")
     ids = [found["id"] for _, found in page.tags if "id" in found]
     assert len(ids) == len(set(ids))
-    for _, found in page.tags:
-        assert found.get("href", "#split")[1:] in [*ids, "ata:,"]
-        assert found.get("aria-labelledby", ids[0]) in ids
+    for _, attributes in page.tags:
+        assert attributes.get("href", "#split")[1:] in [*ids, "ata:,"]
+        assert attributes.get("aria-labelledby", ids[0]) in ids
     assert dict(page.tags)["html"]["lang"] == "en"
 
 
@@ -546,10 +547,10 @@ def test_representations_are_short() -> None:
     """In a notebook the text of a result is shown; its ``repr`` is the first line of that."""
     model = type("A<b>", (Attends,), {})().eval()
     compiled, x = compiled_and_run(model), torch.randn(2, 4, 8)
-    found = cgcompile.debug.report(compiled)
-    assert repr(found) == "<Overview A<b>: No graph served any of 1 step: 1 warming.>"
-    assert found._repr_html_().startswith("<pre>A&lt;b&gt;: No graph served any")
-    results = [found, cgcompile.explain(model, x), cgcompile.coverage(compiled)]
+    report = cgcompile.debug.report(compiled)
+    assert repr(report) == "<Overview A<b>: No graph served any of 1 step: 1 warming.>"
+    assert report._repr_html_().startswith("<pre>A&lt;b&gt;: No graph served any")
+    results = [report, cgcompile.explain(model, x), cgcompile.coverage(compiled)]
     results += [cgcompile.verify(compiled, x), cgcompile.debug.bisect(compiled, x)]
     results += [cgcompile.debug.doctor(model, x), cgcompile.debug.timeline(compiled)]
     for result in results:

@@ -34,8 +34,8 @@ class Frozen:
 class Bag:
     def __init__(self, scores: torch.Tensor, **more: Any) -> None:
         self.scores = scores
-        for name, each in more.items():
-            setattr(self, name, each)
+        for name, value in more.items():
+            setattr(self, name, value)
 
 
 class Slotted:
@@ -91,18 +91,18 @@ def returning(pack: Callable[[torch.Tensor], Any]) -> tuple[nn.Module, torch.Ten
 @pytest.mark.parametrize("pack", PACKS.values(), ids=PACKS.keys())
 def test_right_models_are_right(pack: Any) -> None:
     model, x = returning(pack)
-    found = verify(model, x, config=config())
-    assert found.ok, str(found)
-    assert (found.checks[0].compared, found.replays) == (3, 3)
-    assert found.checks[0].uncompared == ()
+    verdict = verify(model, x, config=config())
+    assert verdict.ok, str(verdict)
+    assert (verdict.checks[0].compared, verdict.replays) == (3, 3)
+    assert verdict.checks[0].uncompared == ()
     assert cgcompile.debug.bisect(model, x, config=config()).ok
 
 
 def test_padded_runs_are_compared() -> None:
     model, x = returning(lambda y: Scores(y, {"k": Frozen(y)}))
-    found = verify(model, x, config=config(), sets=1, padded_sizes=(5,))
-    assert found.ok, str(found)
-    assert [check.replays for check in found.checks] == [1, 1]
+    verdict = verify(model, x, config=config(), sets=1, padded_sizes=(5,))
+    assert verdict.ok, str(verdict)
+    assert [check.replays for check in verdict.checks] == [1, 1]
 
 
 @pytest.mark.parametrize("pack", [Scores, Bag])
@@ -111,8 +111,8 @@ def test_what_differs_inside_is_found(pack: Any) -> None:
         return lambda *args: tuple(output * 2 for output in gm(*args))
 
     model, x = returning(pack)
-    found = verify(model, x, config=config(compiler=double), sets=1)
-    (difference,) = found.differences
+    verdict = verify(model, x, config=config(compiler=double), sets=1)
+    (difference,) = verdict.differences
     assert (difference.stage, difference.op) == ("compilation", "torch._C._nn.linear")
     subject = Subject(model, config(compiler=double))
     call = ((x,), {})
@@ -143,14 +143,14 @@ def in_full(
 
 @pytest.mark.parametrize("pack", [Scores, Bag, Frozen, lambda y: {"k": Scores(y, Bag(y))}])
 def test_of_a_wrapper(pack: Any) -> None:
-    found = in_full(pack)
-    assert found.ok, str(found)
+    verdict = in_full(pack)
+    assert verdict.ok, str(verdict)
 
 
 def test_of_a_wrapper_that_is_wrong() -> None:
     scale = [1.0]
-    found = in_full(lambda y: Scores(y * scale[0]), lambda: scale.insert(0, 2.0))
-    (difference,) = found.differences
+    verdict = in_full(lambda y: Scores(y * scale[0]), lambda: scale.insert(0, 2.0))
+    (difference,) = verdict.differences
     assert (difference.piece, difference.value) == ("the result", "result.scores")
     assert difference.rows == (0, 1, 2)
 
@@ -160,12 +160,12 @@ def test_of_a_wrapper_that_is_wrong() -> None:
 
 def test_what_cannot_be_compared_is_listed(tmp_path: Path) -> None:
     model, x = returning(lambda y: {"y": y, "it": Empty()})
-    found = verify(model, x, config=config(), sets=2)
-    assert found.ok, str(found)
-    assert found.checks[0].uncompared == ("['it'] (an Empty object)",)
-    assert str(found).splitlines()[-1] == "not compared: ['it'] (an Empty object)"
-    assert found.to_dict()["checks"][0]["uncompared"] == ["['it'] (an Empty object)"]
-    page = found.to_html(tmp_path / "page.html").read_text()
+    verdict = verify(model, x, config=config(), sets=2)
+    assert verdict.ok, str(verdict)
+    assert verdict.checks[0].uncompared == ("['it'] (an Empty object)",)
+    assert str(verdict).splitlines()[-1] == "not compared: ['it'] (an Empty object)"
+    assert verdict.to_dict()["checks"][0]["uncompared"] == ["['it'] (an Empty object)"]
+    page = verdict.to_html(tmp_path / "page.html").read_text()
     assert "not compared: [&#39;it&#39;] (an Empty object)" in page
     bisection = cgcompile.debug.bisect(model, x, config=config(), sets=1)
     assert bisection.ok
@@ -173,10 +173,10 @@ def test_what_cannot_be_compared_is_listed(tmp_path: Path) -> None:
 
 
 def test_where_nothing_can_be_compared_nothing_is_ok() -> None:
-    found = in_full(lambda y: Empty())
-    assert (found.ok, found.differences) == (False, ())
-    assert found.checks[0].missing == "nothing that it returns can be compared"
-    assert found.checks[0].uncompared == ("result (an Empty object)",)
+    verdict = in_full(lambda y: Empty())
+    assert (verdict.ok, verdict.differences) == (False, ())
+    assert verdict.checks[0].missing == "nothing that it returns can be compared"
+    assert verdict.checks[0].uncompared == ("result (an Empty object)",)
 
 
 # ---------------------------------------------------------------- the parts
@@ -184,8 +184,8 @@ def test_where_nothing_can_be_compared_nothing_is_ok() -> None:
 
 def test_names() -> None:
     y = torch.ones(1)
-    found = named_values({"k": Scores(y, [Slotted(y), 2])}, "result")
-    assert list(found) == [
+    values = named_values({"k": Scores(y, [Slotted(y), 2])}, "result")
+    assert list(values) == [
         "['k']",
         "['k'].scores",
         "['k'].more[0]",
@@ -193,8 +193,8 @@ def test_names() -> None:
         "['k'].more[1]",
         "['k'].count",
     ]
-    assert str(found["['k']"]) == "a Scores object with count, more, scores"
-    assert found["['k']"].inside == tuple(found)[1:]
+    assert str(values["['k']"]) == "a Scores object with count, more, scores"
+    assert values["['k']"].inside == tuple(values)[1:]
     assert named_values(y, "result") == {"result": y}
     assert list(named_values(Bag(y), "result")) == ["result", "result.scores"]
 
@@ -202,11 +202,11 @@ def test_names() -> None:
 def test_objects_that_lead_to_themselves() -> None:
     bag = Bag(torch.ones(1))
     bag.__dict__["parts"] = [Bag(torch.ones(1), owner=bag)]
-    found = named_values(bag, "result")
-    assert found["result.parts[0].owner"] == "the object 2 levels up"
+    values = named_values(bag, "result")
+    assert values["result.parts[0].owner"] == "the object 2 levels up"
     other = Bag(torch.ones(1))
     other.__dict__["parts"] = [Bag(torch.ones(1), owner=other)]
-    assert Tolerance(True).first("r", found, named_values(other, "result")) is None
+    assert Tolerance(True).first("r", values, named_values(other, "result")) is None
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_alike(one: Any, other: Any, same: bool | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plain", "found", "text"),
+    ("plain", "replayed", "text"),
     [
         (Bag, Scores, "a Scores object with count, more, scores in the replay, a Bag object with"),
         (Bag, lambda y: Bag(y, late=1), "a Bag object with late, scores in the replay, a Bag obj"),
@@ -240,9 +240,9 @@ def test_alike(one: Any, other: Any, same: bool | None) -> None:
         (lambda y: Bag(y + 1), Bag, "2 of 2 numbers differ"),
     ],
 )
-def test_what_is_built_otherwise_differs(plain: Any, found: Any, text: str) -> None:
+def test_what_is_built_otherwise_differs(plain: Any, replayed: Any, text: str) -> None:
     y = torch.ones(2)
-    one, other = named_values(plain(y), "result"), named_values(found(y), "result")
+    one, other = named_values(plain(y), "result"), named_values(replayed(y), "result")
     difference = Tolerance(True).first("the result", one, other)
     assert difference is not None
     assert difference.detail.startswith(text)

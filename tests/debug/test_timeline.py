@@ -56,17 +56,17 @@ def test_a_trace_for_perfetto(tmp_path: Path) -> None:
     for size in (6, 3):
         for _ in range(2):
             compiled(marked(batch("cpu", size)))
-    found = timeline(compiled)
-    path = found.to_trace(tmp_path / "deep" / "trace.json")
+    captures = timeline(compiled)
+    path = captures.to_trace(tmp_path / "deep" / "trace.json")
     track, *slices = json.loads(path.read_text())["traceEvents"]
     assert (track["ph"], track["name"], track["args"]) == ("M", "thread_name", {"name": "step"})
     assert [(each["ph"], each["tid"], each["cat"]) for each in slices] == [("X", 0, "capture")] * 2
-    assert [each["args"] for each in slices] == found.to_dict() == json.loads(found.to_json())
+    assert [each["args"] for each in slices] == captures.to_dict() == json.loads(captures.to_json())
     assert slices[0]["ts"] == 0
-    for each, record in zip(slices, found, strict=True):
-        assert each["dur"] == record.seconds * 1e6
-        assert each["ts"] == (record.start - found[0].start) * 1e6
-        assert each["name"].startswith(f"PIECEWISE {record.batch}")
+    for event, record in zip(slices, captures, strict=True):
+        assert event["dur"] == record.seconds * 1e6
+        assert event["ts"] == (record.start - captures[0].start) * 1e6
+        assert event["name"].startswith(f"PIECEWISE {record.batch}")
     assert path.name in [each.name for each in path.parent.iterdir()]
     backend.release()
     wrapper = CUDAGraphWrapper(model, CONFIG)
@@ -139,23 +139,23 @@ def test_a_refused_capture_names_the_descriptor_of_a_forward_context() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_managers(kind: str) -> None:
-    made = manager("FULL", kind)
-    made.capture()
-    found = timeline(made)
-    assert [each.batch for each in found if each.why is None] == [
+    graph_manager = manager("FULL", kind)
+    graph_manager.capture()
+    captures = timeline(graph_manager)
+    assert [each.batch for each in captures if each.why is None] == [
         f"num_tokens={n}, num_reqs={min(n, 8)}" for n in (16, 8, 4, 2, 1)
     ]
-    assert {each.mode for each in found} == {FULL}
-    starts = [each.start for each in found]
+    assert {each.mode for each in captures} == {FULL}
+    starts = [each.start for each in captures]
     assert starts == sorted(starts)
 
 
 def test_an_encoder_manager() -> None:
-    made = encoder_manager()
-    found = timeline(made)
-    assert len(found) == len(made.budget_graphs) > 0
-    assert {each.name for each in found} == {"encoder"}
-    assert sum(each.nbytes for each in found) > 0
+    encoder = encoder_manager()
+    captures = timeline(encoder)
+    assert len(captures) == len(encoder.budget_graphs) > 0
+    assert {each.name for each in captures} == {"encoder"}
+    assert sum(each.nbytes for each in captures) > 0
 
 
 def test_records_are_plain_data() -> None:

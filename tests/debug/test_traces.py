@@ -110,25 +110,27 @@ def test_a_process_with_a_trace_writes_what_was_split_and_captured(tmp_path: Pat
     )
     split, source, labels = done.stdout.split("\0")
     (file,) = tmp_path.iterdir()
-    found = of_file(file)
-    assert set(found) == NAMES
-    assert found["cgcompile_split"][0].payload == split
-    assert found["cgcompile_code"][0].payload.strip() == source.strip()
-    data = found["cgcompile_split_data"][0].data
+    artifacts = of_file(file)
+    assert set(artifacts) == NAMES
+    assert artifacts["cgcompile_split"][0].payload == split
+    assert artifacts["cgcompile_code"][0].payload.strip() == source.strip()
+    data = artifacts["cgcompile_split_data"][0].data
     assert (data["device"], data["crossing_bytes"], data["graph_break"]) == ("cpu", "4608", None)
     pieces = data["pieces"]
     assert [piece["name"] for piece in pieces] == ["piece_0", "piece_1", "piece_2"]
     assert [piece["captured"] for piece in pieces] == [True, False, True]
     assert pieces[2]["inputs"][0] == pieces[1]["outputs"][0]
     assert pieces[1]["why"] == [{"reason": "splitting_op", "detail": "cgentry::hooked [NEVER]"}]
-    (capture,) = found["cgcompile_capture"]
+    (capture,) = artifacts["cgcompile_capture"]
     assert capture.data["segments"] == ["graph piece_0", "eager piece_1", "graph piece_2"]
     assert capture.data["nbytes"] > 0
     assert capture.data["seconds"] > 0
     assert capture.data["batch"].startswith("num_tokens=6")
-    assert found["cgcompile_sequence"][0].payload.splitlines() == capture.data["segments"]
-    assert found["cgcompile_refusal"][0].data["reason"] == Reason.WARMING.value
-    for artifact in chain.from_iterable(found.values()):  # tlparse puts all below one compilation
+    assert artifacts["cgcompile_sequence"][0].payload.splitlines() == capture.data["segments"]
+    assert artifacts["cgcompile_refusal"][0].data["reason"] == Reason.WARMING.value
+    for artifact in chain.from_iterable(
+        artifacts.values()
+    ):  # tlparse puts all below one compilation
         assert (artifact.metadata["frame_id"], artifact.metadata["frame_compile_id"]) == (0, 0)
     # Names of ranges are those of another process.
     _, compiled, backend = compiled_model(Hooked, "cpu", **HOOKED)
@@ -192,5 +194,5 @@ def test_a_payload_is_computed_once(trace: Trace) -> None:
 
     compat.trace_artifact("cgcompile_test", payload)
     assert calls == [1]
-    (found,) = trace.found["cgcompile_test"]
-    assert (found.data, found.encoding) == ({"n": 1}, "json")
+    (artifact,) = trace.found["cgcompile_test"]
+    assert (artifact.data, artifact.encoding) == ({"n": 1}, "json")

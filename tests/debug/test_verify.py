@@ -31,9 +31,9 @@ from cgcompile.errors import ConfigError
 
 
 def test_text() -> None:
-    found = verify(built(Good, "cpu"), rows("cpu"), config=config(), padded_sizes=(8,))
+    verdict = verify(built(Good, "cpu"), rows("cpu"), config=config(), padded_sizes=(8,))
     assert_expected_inline(
-        str(found),
+        str(verdict),
         """\
 Good: ok
 check                      inputs  replays  tolerance  result
@@ -54,10 +54,10 @@ def test_a_good_model(device: str, mode: str, form: str) -> None:
     x = rows(device)
     before, random = x.clone(), torch.get_rng_state()
     more = {"config": settings} if form == "plain" else {}
-    found = verify(called, x, padded_sizes=(8,), tails="nan", **more)
-    assert found.ok, found
-    assert [(check.compared, check.replays) for check in found.checks] == [(3, 3)] * 2
-    assert found.checks[0].tolerance == ("bitwise" if device == "cpu" else "by dtype")
+    verdict = verify(called, x, padded_sizes=(8,), tails="nan", **more)
+    assert verdict.ok, verdict
+    assert [(check.compared, check.replays) for check in verdict.checks] == [(3, 3)] * 2
+    assert verdict.checks[0].tolerance == ("bitwise" if device == "cpu" else "by dtype")
     assert torch.equal(x, before)
     assert model.count.item() == 0
     assert torch.equal(torch.get_rng_state(), random)
@@ -68,25 +68,25 @@ def test_a_good_wrapper(device: str, kind: Any) -> None:
     host = cgcompile.CompilationConfig(capture_device="host")
     wrapper = kind(built(Good, device), host)
     with step(FULL):
-        found = verify(wrapper, rows(device), sets=4)
-    assert found.ok, found
-    assert found.replays == 4
+        verdict = verify(wrapper, rows(device), sets=4)
+    assert verdict.ok, verdict
+    assert verdict.replays == 4
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("FULL", "plain"), ("PIECEWISE", "compiled")])
 def test_a_good_manager(device: str, mode: str, kind: str) -> None:
-    made = manager(mode, kind, device)
-    made.capture()
+    graph_manager = manager(mode, kind, device)
+    graph_manager.capture()
     batches = [requests(*each, device=device) for each in ((1, 1, 1), (3, 1), (7,), (2, 2))]
-    found = verify(made, *batches, rtol=1e-4, atol=1e-5)
-    assert found.ok, found
-    assert {check.name: check.replays for check in found.checks} == {
+    verdict = verify(graph_manager, *batches, rtol=1e-4, atol=1e-5)
+    assert verdict.ok, verdict
+    assert {check.name: check.replays for check in verdict.checks} == {
         "exact eager against exact replay": 2,
         "exact eager against padded replay": 2,
     }
-    found = verify(made, prepare=lambda: requests(60, device=device), sets=2)
-    assert not found.ok
-    assert "batch 0 has no graph: oversize" in str(found)
+    verdict = verify(graph_manager, prepare=lambda: requests(60, device=device), sets=2)
+    assert not verdict.ok
+    assert "batch 0 has no graph: oversize" in str(verdict)
 
 
 class Mixes(encoders.Rows):
@@ -113,7 +113,7 @@ class Mixes(encoders.Rows):
 def test_an_encoder_manager(case: str, ok: bool, text: str) -> None:
     model = Mixes() if case == "baked" else encoders.Rows()
     costs = Costs(fixed=1.0, eager_fixed=10.0) if case == "cheaper" else encoders.GRAPHS
-    made = encoders.manager(model, captured=case != "nothing", costs=costs)
+    encoder = encoders.manager(model, captured=case != "nothing", costs=costs)
     calls = {
         "cheaper": [encoders.rows(4), encoders.rows(40)],
         "no replay": [encoders.rows(1000)],
@@ -124,24 +124,26 @@ def test_an_encoder_manager(case: str, ok: bool, text: str) -> None:
         "nothing": [encoders.rows(4, 2)],
         "none": [],
     }[case]
-    found = verify(made, *calls)
-    assert found.ok == ok, found
-    assert text in str(found)
-    assert str(found).startswith("EncoderCudaGraphManager of ")
-    assert bool(found.replays) == (case not in ("nothing", "none", "no replay"))
+    verdict = verify(encoder, *calls)
+    assert verdict.ok == ok, verdict
+    assert text in str(verdict)
+    assert str(verdict).startswith("EncoderCudaGraphManager of ")
+    assert bool(verdict.replays) == (case not in ("nothing", "none", "no replay"))
     replayed = {"nothing": 0, "no replay": 0, "cheaper": 1}.get(case, len(calls))
-    assert found.checks[0].compared == replayed
-    assert counts(made) == (0, 0)  # of serving
+    assert verdict.checks[0].compared == replayed
+    assert counts(encoder) == (0, 0)  # of serving
 
 
 def test_an_encoder_manager_takes_calls_alone() -> None:
-    made = encoders.manager(encoders.Rows(), config=encoders.config(strict=True))
+    encoder = encoders.manager(encoders.Rows(), config=encoders.config(strict=True))
     with pytest.raises(ConfigError, match="calls of the encoder, each a dict"):
-        verify(made, [1])
-    found = verify(made, prepare=lambda: encoders.rows(4, 3), sets=2)  # strict lets it run eager
-    assert found.ok, found
-    assert found.checks[0].compared == 2
-    assert made.statistics.reasons() == {}  # of serving
+        verify(encoder, [1])
+    verdict = verify(
+        encoder, prepare=lambda: encoders.rows(4, 3), sets=2
+    )  # strict lets it run eager
+    assert verdict.ok, verdict
+    assert verdict.checks[0].compared == 2
+    assert encoder.statistics.reasons() == {}  # of serving
 
 
 def test_a_difference_of_an_encoder_names_what_shared_the_replay() -> None:
@@ -149,12 +151,14 @@ def test_a_difference_of_an_encoder_names_what_shared_the_replay() -> None:
         return torch.cat([encoders.cells([grid]) for grid in grids])
 
     tables = {**encoders.TABLES, "cells": PatchTable(restarts, (4,), torch.int64, "tokens")}
-    made = encoders.manager(encoders.patches(tables=tables), token_budgets=[16])
-    (found,) = verify(made, encoders.images((4, 4), (8, 4), (2, 2))).differences
-    assert "in a replay of budget 16: items 0 (1, 4, 4), 1 (1, 8, 4), 2 (1, 2, 2)" in found.detail
-    assert "tables or offsets= that do not count the rows of earlier items" in found.detail
-    assert "tail='positions'" in found.detail
-    assert "a weight was replaced that is not in tower=" in found.detail
+    encoder = encoders.manager(encoders.patches(tables=tables), token_budgets=[16])
+    (difference,) = verify(encoder, encoders.images((4, 4), (8, 4), (2, 2))).differences
+    assert (
+        "in a replay of budget 16: items 0 (1, 4, 4), 1 (1, 8, 4), 2 (1, 2, 2)" in difference.detail
+    )
+    assert "tables or offsets= that do not count the rows of earlier items" in difference.detail
+    assert "tail='positions'" in difference.detail
+    assert "a weight was replaced that is not in tower=" in difference.detail
 
 
 # ---------------------------------------------------------------- nothing to compare
@@ -176,31 +180,31 @@ class Layouts(nn.Module):
 @pytest.mark.parametrize("compiler", ["eager", "aot"])  # compared bitwise, and by dtype
 def test_rows_in_another_dimension_and_narrow_numbers(compiler: str) -> None:
     settings = config(compiler=compiler)
-    found = verify(Layouts(), rows("cpu"), config=settings, padded_sizes=(8,))
-    assert found.ok, found
-    assert found.replays == 6
+    verdict = verify(Layouts(), rows("cpu"), config=settings, padded_sizes=(8,))
+    assert verdict.ok, verdict
+    assert verdict.replays == 6
 
 
 def test_nothing_replayed_is_not_ok() -> None:
-    found = verify(built(Good, "cpu"), rows("cpu"), config=config(capture_device="auto"))
-    assert (found.ok, found.replays, found.differences) == (False, 0, ())
-    assert "nothing was replayed: no_capture_device" in str(found)
+    verdict = verify(built(Good, "cpu"), rows("cpu"), config=config(capture_device="auto"))
+    assert (verdict.ok, verdict.replays, verdict.differences) == (False, 0, ())
+    assert "nothing was replayed: no_capture_device" in str(verdict)
     assert verify(manager()).checks[0].missing == "there are no batches"
 
 
 def test_a_padded_size_needs_fewer_rows_and_no_context(tmp_path: Path) -> None:
     model = built(Good, "cpu")
-    found = verify(model, rows("cpu"), config=config(), padded_sizes=(6,))
-    assert not found.ok
-    assert found.checks[1].missing == "the batch has 6 rows, not fewer"
-    page = Page(found.to_html(tmp_path / "page.html").read_text(encoding="utf-8"))
+    verdict = verify(model, rows("cpu"), config=config(), padded_sizes=(6,))
+    assert not verdict.ok
+    assert verdict.checks[1].missing == "the batch has 6 rows, not fewer"
+    page = Page(verdict.to_html(tmp_path / "page.html").read_text(encoding="utf-8"))
     missing = [row["missing"][0] for row in page.rows("checks")]
-    assert missing == ["", found.checks[1].missing]
+    assert missing == ["", verdict.checks[1].missing]
     compiled = cgcompile.compile(model, config())
     with step(PIECEWISE), torch.no_grad():
-        found = verify(compiled, rows("cpu"), padded_sizes=(8,))
-    assert found.checks[0].ok
-    assert "a forward context sets the padding" in found.checks[1].missing
+        verdict = verify(compiled, rows("cpu"), padded_sizes=(8,))
+    assert verdict.checks[0].ok
+    assert "a forward context sets the padding" in verdict.checks[1].missing
 
 
 def test_settings_that_cannot_be() -> None:
@@ -221,9 +225,13 @@ def test_padding_rows_are_named(hook: Any) -> None:
     with step(PIECEWISE, real=4), torch.no_grad():
         assert verify(model, x, sets=2).ok
         factor = 3.0
-        found = only(verify(model, x, sets=1))
-    assert (found.piece, found.op, found.padding_rows) == ("piece_2", "_operator.add", (4, 5))
-    assert "rows [4, 5] are padding" in str(found)
+        difference = only(verify(model, x, sets=1))
+    assert (difference.piece, difference.op, difference.padding_rows) == (
+        "piece_2",
+        "_operator.add",
+        (4, 5),
+    )
+    assert "rows [4, 5] are padding" in str(difference)
 
 
 @pytest.mark.parametrize(("row", "ok"), [(3, False), (4, True), (5, True)])
@@ -241,9 +249,9 @@ def test_only_real_rows_have_to_be_equal(row: int, ok: bool, hook: Any) -> None:
     with step(PIECEWISE, real=4), torch.no_grad():
         assert verify(model, x, sets=2).ok
         factor = 3.0
-        found = verify(model, x, sets=2)
-    assert (found.ok, found.replays) == (ok, 2), found
-    assert [difference.rows for difference in found.differences] == [(row,)] * (0 if ok else 2)
+        verdict = verify(model, x, sets=2)
+    assert (verdict.ok, verdict.replays) == (ok, 2), verdict
+    assert [difference.rows for difference in verdict.differences] == [(row,)] * (0 if ok else 2)
     with step(PIECEWISE), torch.no_grad():  # each row is real
         assert only(verify(model, x, sets=1)).rows == (row,)
 
@@ -268,8 +276,8 @@ def test_a_replay_that_returns_an_earlier_result(hook: Any) -> None:
     hook(late)
     settings = config(splitting_ops=("cgentry::hooked",))
     assert verify(built(Late, "cpu"), rows("cpu"), config=settings, sets=1).ok
-    found = verify(built(Late, "cpu"), rows("cpu"), config=settings, sets=2)
-    assert [difference.inputs for difference in found.differences] == [1]
+    verdict = verify(built(Late, "cpu"), rows("cpu"), config=settings, sets=2)
+    assert [difference.inputs for difference in verdict.differences] == [1]
 
 
 class Scaled(nn.Module):
@@ -284,15 +292,15 @@ class Scaled(nn.Module):
 def test_a_manager_whose_op_has_baked_in_a_number(hook: Any) -> None:
     factor = 1.0
     hook(lambda x: softmax(x) * factor)
-    made = manager("FULL", model=built(Scaled, "cpu"))
-    made.capture()
+    graph_manager = manager("FULL", model=built(Scaled, "cpu"))
+    graph_manager.capture()
     batches = [requests(1, 1, 1), requests(3, 1)]
-    assert verify(made, *batches).ok
+    assert verify(graph_manager, *batches).ok
     factor = 2.0
-    found = verify(made, *batches)
-    assert [difference.inputs for difference in found.differences] == [1, 0]
-    exact, padded = found.differences
-    for difference in found.differences:
+    verdict = verify(graph_manager, *batches)
+    assert [difference.inputs for difference in verdict.differences] == [1, 0]
+    exact, padded = verdict.differences
+    for difference in verdict.differences:
         assert "an op inside has baked in a number" in difference.detail
         assert "a weight was replaced" in difference.detail
         assert difference.piece == "the whole step"
@@ -306,11 +314,11 @@ def test_a_difference_as_data(hook: Any) -> None:
     model = cgcompile.compile(built(Stale, "cpu"), config())
     assert verify(model, rows("cpu"), sets=1).ok
     hook(lambda x: softmax(x) * 2)
-    found = verify(model, rows("cpu"), sets=1)
-    assert [check.ok for check in found.checks] == [False]
-    assert [difference.stage for difference in found.differences] == ["replay"]
-    data = found.to_dict()
-    assert json.loads(found.to_json()) == data
+    verdict = verify(model, rows("cpu"), sets=1)
+    assert [check.ok for check in verdict.checks] == [False]
+    assert [difference.stage for difference in verdict.differences] == ["replay"]
+    data = verdict.to_dict()
+    assert json.loads(verdict.to_json()) == data
     assert (data["ok"], data["subject"]) == (False, "Stale")
     assert data["checks"][0]["findings"][0]["rows"] == list(range(6))
 
@@ -348,10 +356,10 @@ def test_progress_is_shown_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_sets_of_inputs() -> None:
     x, ids = torch.randn(4, 3) * 5 + 7, torch.tensor([2, 5, 3, 4])
-    given = InputSets(((), {"x": x, "ids": ids, "n": 3}))
+    sets = InputSets(((), {"x": x, "ids": ids, "n": 3}))
     first = x.clone(), ids.clone()
     for number in (1, 2):
-        args, kwargs = given.fill(number)
+        args, kwargs = sets.fill(number)
         assert (args, kwargs["n"]) == ((), 3)
         assert kwargs["x"] is x
         assert not torch.equal(x, first[0])
@@ -363,10 +371,10 @@ def test_sets_of_inputs() -> None:
         number = next(numbers)
         return torch.full((number // 2 + 1,), float(number))
 
-    made = InputSets(((), {}), prepare)
-    assert made.fill(1)[0][0] is made.first[0][0]
-    assert made.first[0][0].item() == 1.0
-    assert made.fill(2)[0][0].tolist() == [2.0, 2.0]
+    prepared = InputSets(((), {}), prepare)
+    assert prepared.fill(1)[0][0] is prepared.first[0][0]
+    assert prepared.first[0][0].item() == 1.0
+    assert prepared.fill(2)[0][0].tolist() == [2.0, 2.0]
 
 
 def test_padded_inputs() -> None:

@@ -61,11 +61,11 @@ def test_what_a_model_writes_of_its_own(look: Any, compiled: bool) -> None:
     model, x = built(Counts, "cpu"), rows("cpu")
     before = state(model)
     if compiled:
-        found = look(cgcompile.compile(model, config()), x)
+        verdict = look(cgcompile.compile(model, config()), x)
     else:
-        found = look(model, x, config=config())
-    assert found.ok, found
-    assert found.replays >= 3
+        verdict = look(model, x, config=config())
+    assert verdict.ok, verdict
+    assert verdict.replays >= 3
     assert all(map(torch.equal, state(model), before))
     with torch.no_grad():
         model(x)
@@ -82,8 +82,8 @@ def test_verifying_a_wrapper_is_no_step(look: Any, kind: Any, compiled: bool) ->
     before = state(model)
     model.register_forward_hook(lambda _, args, result: result * factor[0])
     with torch.inference_mode(), step():
-        found = look(wrapper, x)
-        assert found.ok, found
+        verdict = look(wrapper, x)
+        assert verdict.ok, verdict
         assert all(map(torch.equal, state(model), before))
         factor[0] = 3.0
         assert not look(wrapper, x).ok

@@ -48,12 +48,12 @@ def test_a_table_of_integers_stays_one() -> None:
     encoder.capture()
     x = torch.randn(400, C).to(FLOAT)
     for eager in (False, True):
-        (found,) = encoder.execute(
+        (result,) = encoder.execute(
             {"pixel_values": x, "image_grid_thw": [(1, 20, 20)]}, eager=eager
         )
         with torch.inference_mode():
             expected = tower({"pixel_values": x, "number": torch.arange(400)})
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(result, expected)
     assert encoder.statistics.hits == 1
 
 
@@ -83,8 +83,8 @@ def test_patches_get_the_dtype_of_the_weights_that_the_forward_reads(how: str, s
     served = EncoderCudaGraphManager(encoder, device="cpu", dtype=torch.float32, **options)
     served.capture()
     x = torch.randn(size * size, C, dtype=torch.float64)
-    (found,) = served.execute({"pixel_values": x, "image_grid_thw": [(1, size, size)]})
-    torch.testing.assert_close(found, LINE(x.float()))
+    (result,) = served.execute({"pixel_values": x, "image_grid_thw": [(1, size, size)]})
+    torch.testing.assert_close(result, LINE(x.float()))
     assert served.statistics.hits == (size == 8)
 
 
@@ -153,12 +153,12 @@ PLACES = (a_table, late_table, offsets, pixels, eager_pixels, own_protocol, engi
 
 
 @pytest.mark.parametrize("kinds", [(INT, torch.float32), (FLOAT, INT)], ids=["to int", "to float"])
-@pytest.mark.parametrize("place", [*PLACES, host_staging], ids=lambda place: place.__name__)
+@pytest.mark.parametrize("fill", [*PLACES, host_staging], ids=lambda place: place.__name__)
 def test_no_value_changes_its_kind(
-    place: Callable[[torch.dtype, torch.dtype], Any], kinds: tuple[torch.dtype, torch.dtype]
+    fill: Callable[[torch.dtype, torch.dtype], Any], kinds: tuple[torch.dtype, torch.dtype]
 ) -> None:
     with pytest.raises(CGCompileError, match=r"int64|float|dtype"):
-        place(*kinds)
+        fill(*kinds)
 
 
 @pytest.mark.parametrize("value", [torch.uint8, torch.int32, torch.long])

@@ -26,8 +26,10 @@ def varlen(x: torch.Tensor, starts: torch.Tensor, longest: int) -> torch.Tensor:
     owner = torch.searchsorted(starts, rows, right=True)
     near = (rows[:, None] - rows).abs() < longest  # a kernel would read no further
     scores = (x @ x.T).masked_fill((owner[:, None] != owner) | ~near, float("-inf"))
-    found = scores.softmax(-1) @ x
-    return torch.where((rows < starts[-1])[:, None], found, torch.full_like(found, float("nan")))
+    attended = scores.softmax(-1) @ x
+    return torch.where(
+        (rows < starts[-1])[:, None], attended, torch.full_like(attended, float("nan"))
+    )
 
 
 class Block(nn.Module):
@@ -369,8 +371,8 @@ def test_tolerances_of_16_bit(dtype: torch.dtype, share: float) -> None:
 def test_results_that_are_no_rows() -> None:
     class Several(Tower):
         def forward(self, *args: Any, **named: Any) -> Any:
-            found = super().forward(*args, **named)
-            return {"tokens": found, "all": found.sum(0)}
+            tokens = super().forward(*args, **named)
+            return {"tokens": tokens, "all": tokens.sum(0)}
 
     refused(r"returned tokens, all; expected one tensor.*output=", Several())
     output: Callable[[Any], Any] = lambda found: found["all"]  # noqa: E731
@@ -519,11 +521,11 @@ def test_new_sizes_that_behave_differently_behind_the_last_host_value() -> None:
 
 
 def test_a_thread_that_calls_the_tower_meanwhile() -> None:
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def end(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         if calls and threading.current_thread() is threading.main_thread():
-            thread = threading.Thread(target=lambda: found.append(tower(**calls[0])))
+            thread = threading.Thread(target=lambda: results.append(tower(**calls[0])))
             thread.start()
             thread.join()
         return tower.middle(x)
@@ -535,7 +537,7 @@ def test_a_thread_that_calls_the_tower_meanwhile() -> None:
     calls.append(good)
     for grid in ((2, 8), (2, 10)):
         encoder.execute(call(grid))
-    torch.testing.assert_close(found, [expected] * 2)
+    torch.testing.assert_close(results, [expected] * 2)
     calls.clear()
     check(encoder, tower, (2, 8), (2, 10))
 

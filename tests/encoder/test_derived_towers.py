@@ -57,8 +57,8 @@ def randomised(model: Any, device: str) -> Any:
 
 
 def patch_tower(kind: str, device: str) -> Any:
-    made = getattr(transformers, f"{kind}Config")(text_config=TEXT, vision_config=PATCHES[kind])
-    return randomised(getattr(transformers, f"{kind}Model")(made).visual, device)
+    whole = getattr(transformers, f"{kind}Config")(text_config=TEXT, vision_config=PATCHES[kind])
+    return randomised(getattr(transformers, f"{kind}Model")(whole).visual, device)
 
 
 def images(*grids: Grid, device: str) -> dict[str, Any]:
@@ -74,9 +74,9 @@ def expected_of(plain: Any, call: dict[str, Any]) -> list[tuple[torch.Tensor, ..
     """Return the results of each item, by the tower's own forward and SDPA."""
     rows, grids = call["hidden_states"], call["grid_thw"]
     with torch.inference_mode():
-        found = features(plain(rows, grid_thw=grids.to(rows.device)))
+        outputs = features(plain(rows, grid_thw=grids.to(rows.device)))
     counts = (grids.prod(1) // 4).tolist()
-    return list(zip(*(each.split(counts) for each in found), strict=True))
+    return list(zip(*(each.split(counts) for each in outputs), strict=True))
 
 
 def assert_close(results: Any, expected: Any) -> None:
@@ -140,33 +140,33 @@ def last(output: Any) -> torch.Tensor:
 
 
 def siglip(device: str) -> Any:
-    made = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SMALL))
-    return randomised(made, device), {"pixel_values": (3, 16, 16)}, 16
+    tower = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SMALL))
+    return randomised(tower, device), {"pixel_values": (3, 16, 16)}, 16
 
 
 def clip(device: str) -> Any:
-    made = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SMALL))
-    return randomised(made, device), {"pixel_values": (3, 16, 16)}, 17
+    tower = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SMALL))
+    return randomised(tower, device), {"pixel_values": (3, 16, 16)}, 17
 
 
 def whisper(device: str) -> Any:
-    made = randomised(WhisperEncoder(transformers.WhisperConfig(**AUDIO)), device)
-    return made, {"input_features": (8, 20)}, 10
+    tower = randomised(WhisperEncoder(transformers.WhisperConfig(**AUDIO)), device)
+    return tower, {"input_features": (8, 20)}, 10
 
 
 def pixtral(device: str) -> Any:
-    made = transformers.PixtralVisionModel(transformers.PixtralVisionConfig(**SMALL))
-    return randomised(made, device), {"pixel_values": (3, 16, 12)}, 12
+    tower = transformers.PixtralVisionModel(transformers.PixtralVisionConfig(**SMALL))
+    return randomised(tower, device), {"pixel_values": (3, 16, 12)}, 12
 
 
-@pytest.mark.parametrize("made", [siglip, clip, whisper, pixtral])
-def test_items_of_one_size(made: Callable[..., Any], device: str) -> None:
-    tower, shapes, tokens = made(device)
+@pytest.mark.parametrize("build", [siglip, clip, whisper, pixtral])
+def test_items_of_one_size(build: Callable[..., Any], device: str) -> None:
+    tower, shapes, tokens = build(device)
 
     def call(items: int) -> dict[str, Any]:
         rows = {key: torch.randn(items, *shape, device=device) for key, shape in shapes.items()}
         return (
-            {**rows, "image_sizes": torch.tensor([[16, 12]] * items)} if made is pixtral else rows
+            {**rows, "image_sizes": torch.tensor([[16, 12]] * items)} if build is pixtral else rows
         )
 
     budgets = {"token_budgets": [tokens, 4 * tokens, 7 * tokens - 1], **settings(device)}

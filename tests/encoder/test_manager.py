@@ -280,8 +280,8 @@ def test_items_follow_the_range_of_the_model(span: Any, budgets: list[int], item
     assert encoder.max_batch_size == items
     check(encoder, model, rows(*[1] * items) if span is None else images(*[(2, 2)] * items))
     assert (counts(encoder), encoder.statistics.replays) == ((items, 0), 1)
-    given = manager(model, token_budgets=budgets, max_batch_size=2, captured=False)
-    assert given.max_batch_size == 2
+    encoder_manager = manager(model, token_budgets=budgets, max_batch_size=2, captured=False)
+    assert encoder_manager.max_batch_size == 2
 
 
 @pytest.mark.parametrize(
@@ -320,8 +320,8 @@ def test_without_frames_of_videos_each_item_has_one(device: str) -> None:
     plain = Rows(max_frames_per_video=0)
     other = manager(plain)
     check(other, plain, rows(3, 4, 5, frames=[1, 9, 1]))
-    for each in (encoder, other):
-        assert each.statistics.reasons() == {Reason.TOO_MANY_FRAMES: 1}
+    for one in (encoder, other):
+        assert one.statistics.reasons() == {Reason.TOO_MANY_FRAMES: 1}
 
 
 # ------------------------------------------------------------------ results and buffers
@@ -480,8 +480,8 @@ def test_measured_costs_have_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Timed()
     monkeypatch.setattr("cgcompile.encoder.manager.time", model.clock)
     costs = manager(model, token_budgets=[16, 64], calibrate=True).costs
-    found = [costs.fixed, costs.per_token, costs.eager_fixed, costs.eager_per_token]
-    assert found == pytest.approx([50, 0, 0, 1], abs=1e-6)
+    numbers = [costs.fixed, costs.per_token, costs.eager_fixed, costs.eager_per_token]
+    assert numbers == pytest.approx([50, 0, 0, 1], abs=1e-6)
     assert costs.replay(0, 512) == pytest.approx(50)  # not measured
     assert fitted_budgets([40, 60, 200, 500], 1, costs=costs) == (500,)
     encoder = manager(model, token_budgets=[16, 64, 128], costs=costs)

@@ -77,8 +77,8 @@ def test_a_failed_capture_names_the_line_of_the_tower() -> None:
     assert "extra=" not in str(encoder.capture())
     assert "encoder" in next(iter(encoder.statistics.reasons())).remedy
     with torch.inference_mode():
-        found = doctor(reads, encoder.graph_inputs(GraphKey("default", 8)))
-    assert [finding.kind for finding in found.findings] == ["host_sync"]
+        diagnosis = doctor(reads, encoder.graph_inputs(GraphKey("default", 8)))
+    assert [finding.kind for finding in diagnosis.findings] == ["host_sync"]
 
 
 def test_the_remedies_of_an_encoder(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,8 +97,8 @@ def test_the_remedies_of_an_encoder(caplog: pytest.LogCaptureFixture) -> None:
     assert "Remedy: add a token budget >= 225." in oversize
     with torch.inference_mode():
         buffers = encoder.graph_inputs(GraphKey("default", 8))
-        (found,) = doctor(model.encoder_cudagraph_forward, buffers).findings
-    for remedy in (failed, found.fix):
+        (finding,) = doctor(model.encoder_cudagraph_forward, buffers).findings
+    for remedy in (failed, finding.fix):
         assert "tables=" in remedy
         assert not re.search("eager|splitting", remedy.partition("Remedy")[2] or remedy)
 

@@ -215,7 +215,7 @@ def test_the_order_of_the_items_changes_nothing(
     needs, capacity, costs = call
     other = draw.sample(needs, len(needs))
     cost, repeated = (
-        cost_by_budgets(pack(each, capacity, costs), each, costs) for each in (needs, other)
+        cost_by_budgets(pack(order, capacity, costs), order, costs) for order in (needs, other)
     )
     assert cost == pytest.approx(repeated, abs=SLACK)
     assert pack(needs, capacity, costs) == pack(list(needs), capacity, costs)

@@ -176,8 +176,8 @@ def test_values_are_converted_to_the_dtype_of_the_buffer(device: str) -> None:
 def poison(encoder: Any) -> None:
     """Fill all buffers and the memory of the pool with NaN."""
     for key in encoder.budget_graphs:
-        for each in encoder.graph_inputs(key).values():
-            each.fill_(NAN if each.is_floating_point() else 0x7F)
+        for buffer in encoder.graph_inputs(key).values():
+            buffer.fill_(NAN if buffer.is_floating_point() else 0x7F)
     encoder.pool.poison()
 
 

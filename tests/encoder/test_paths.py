@@ -38,8 +38,10 @@ def test_budgets_of_each_path() -> None:
         GraphKey("local", n) for n in (16, 12, 6, 3)
     ]
     assert sorted(encoder.budget_graphs) == sorted(keys)
-    given = manager(DualPath(), token_budgets={"local": [8], "global": [4, 8]}, captured=False)
-    assert given.token_budgets == {"global": [4, 8], "local": [8]}
+    encoder_manager = manager(
+        DualPath(), token_budgets={"local": [8], "global": [4, 8]}, captured=False
+    )
+    assert encoder_manager.token_budgets == {"global": [4, 8], "local": [8]}
     assert manager(DualPath(), token_budgets=[8], captured=False).token_budgets == {
         "global": [8],
         "local": [8],

@@ -55,7 +55,7 @@ def run(device: str) -> dict[str, Any]:
             results = encoder.execute(call)
             close(results, one_by_one(model, call))
             said[f"{deep} {number}"] = [
-                len(each["deep"][0]) if deep else len(each) for each in results
+                len(result["deep"][0]) if deep else len(result) for result in results
             ]
         said[f"{deep} ran"] = (
             encoder.statistics.hits + encoder.statistics.misses + encoder.statistics.idle

@@ -109,6 +109,6 @@ def test_the_kernel_equals_gathered(
 def test_few_tokens_share_the_processors() -> None:
     from llm_engine.triton_attention import parts_of_context
 
-    found = [parts_of_context(n, 8, 4096, 64, 132) for n in (0, 1, 4, 8, 16, 17, 33, 1000)]
-    assert found == [16, 16, 8, 4, 2, 1, 1, 1]
+    parts = [parts_of_context(n, 8, 4096, 64, 132) for n in (0, 1, 4, 8, 16, 17, 33, 1000)]
+    assert parts == [16, 16, 8, 4, 2, 1, 1, 1]
     assert parts_of_context(1, 8, 100, 64, 132) == 1

@@ -54,10 +54,10 @@ def test_a_draft_with_the_weights_of_the_target_is_always_right(
     """Its own cache follows prefill in chunks, mixed steps and preemption."""
     verify, wrong = Engine._verify, []
 
-    def checked(self: Any, request: Request, found: list[int], guesses: list[int]) -> None:
-        if guesses != found[: len(guesses)]:
-            wrong.append((request.number, found, guesses))
-        verify(self, request, found, guesses)
+    def checked(self: Any, request: Request, chosen: list[int], guesses: list[int]) -> None:
+        if guesses != chosen[: len(guesses)]:
+            wrong.append((request.number, chosen, guesses))
+        verify(self, request, chosen, guesses)
 
     monkeypatch.setattr(Engine, "_verify", checked)
     target, small = tiny_llama(device), tiny_llama(device)

@@ -62,10 +62,10 @@ def test_embeddings_are_right_and_replayed(device: str) -> None:
     rounds = [order.sample(lines, len(lines)) for _ in range(ROUNDS)]
     inputs = [batch for each in rounds for batch in batches(each, tokenizer, device)]
     with torch.inference_mode():
-        found = torch.cat([embed(compiled, batch) for batch in inputs])
+        embeddings = torch.cat([embed(compiled, batch) for batch in inputs])
         expected = torch.cat([embed(model, batch) for batch in inputs])
-    assert not torch.equal(found[0], found[1])
-    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    assert not torch.equal(embeddings[0], embeddings[1])
+    torch.testing.assert_close(embeddings, expected, rtol=0, atol=TOLERANCE)
 
     # Each shape is warmed up by its first call and captured by its second; the rest are replays.
     shapes = {batch["input_ids"].shape for batch in inputs}
@@ -83,7 +83,7 @@ def test_embeddings_are_right_and_replayed(device: str) -> None:
         attention = [any("scaled_dot_product_attention" in why for why in each) for each in whys]
         assert sum(attention) == model.config.num_hidden_layers
 
-    first = found[: len(lines)]
+    first = embeddings[: len(lines)]
     best = int((first @ first.T).fill_diagonal_(-2.0).argmax())
     assert {rounds[0][index] for index in divmod(best, len(lines))} == {
         "The ferry to the island leaves every morning at seven.",

@@ -93,8 +93,8 @@ def test_two_nodes_of_two_ranks_give_the_tokens_of_one_process() -> None:
     replicas = [row for row in rows if row.startswith("  target: ")]
     assert len(replicas) == 2
     shares = r"(\d+) steps, FULL ([1-9]\d*)%, PIECEWISE ([1-9]\d*)%, NONE 0%, (\d+) replays"
-    found = [re.search(shares, row) for row in replicas]
-    first, second = (match.groups() for match in found if match is not None)
+    matches = [re.search(shares, row) for row in replicas]
+    first, second = (match.groups() for match in matches if match is not None)
     assert first == second  # the replicas take the same graphs, one without requests as well
     assert first[0] == first[3]
 

@@ -15,9 +15,9 @@ from cgcompile.graphs.wrapper import CUDAGraphWrapper
 @pytest.fixture
 def new_pool(device: str) -> Callable[[], GraphPool]:
     def make() -> GraphPool:
-        found = capture_device(torch.device(device), "host")
-        assert found is not None
-        return GraphPool(found)
+        capturer = capture_device(torch.device(device), "host")
+        assert capturer is not None
+        return GraphPool(capturer)
 
     return make
 

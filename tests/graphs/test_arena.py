@@ -20,12 +20,12 @@ def where(device: str) -> torch.device:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "given"), [(0, 256), (1, 256), (256, 256), (257, 512), (5000, 5120)]
+    ("wanted", "allocated"), [(0, 256), (1, 256), (256, 256), (257, 512), (5000, 5120)]
 )
-def test_blocks_are_aligned(where, wanted, given) -> None:
+def test_blocks_are_aligned(where, wanted, allocated) -> None:
     arena = Arena()
     block = arena.frame().allocate(wanted, where)
-    assert (block.nbytes, arena.nbytes) == (given, given)
+    assert (block.nbytes, arena.nbytes) == (allocated, allocated)
     assert block.address % 64 == 0
     assert block.memory.device == where
     assert arena.owns(block.address)
@@ -179,29 +179,29 @@ def test_cleared_blocks_go_with_the_frames_that_use_them(where) -> None:
 def captured(device: str, sizes: tuple[int, ...], **settings: Any) -> list[int]:
     """Bytes of the arena after each size has been captured."""
     model, compiled, backend = compiled_model(Hooked, device, **HOOKED, **settings)
-    found = []
-    for place, size in enumerate(sizes):
+    sums = []
+    for position, size in enumerate(sizes):
         for _ in range(3):
             x = batch(device, size)
-            assert_same(compiled(marked(x) if not place and not found else x), model(x))
+            assert_same(compiled(marked(x) if not position and not sums else x), model(x))
         (graph,) = backend.graphs
-        found.append(graph.pool.arena.nbytes)
+        sums.append(graph.pool.arena.nbytes)
     assert (backend.counters.captures, backend.counters.replays) == (len(sizes), len(sizes))
-    return found
+    return sums
 
 
 @pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_smaller_batches_of_a_compiled_model_add_no_memory(device: str, mode: str) -> None:
-    found = captured(device, (64, 33, 7, 2), cudagraph_mode=mode)
-    assert found == found[:1] * 4
-    assert found[0] > 0
+    sums = captured(device, (64, 33, 7, 2), cudagraph_mode=mode)
+    assert sums == sums[:1] * 4
+    assert sums[0] > 0
 
 
 @pytest.mark.usefixtures("without_gradients")
 def test_larger_batches_do(device: str) -> None:
-    found = captured(device, (2, 7, 64))
-    assert found[0] < found[1] < found[2]
+    sums = captured(device, (2, 7, 64))
+    assert sums[0] < sums[1] < sums[2]
 
 
 class Chain(nn.Module):
@@ -220,21 +220,21 @@ class Chain(nn.Module):
 def captured_chain(device: str, depth: int, sizes: tuple[int, ...]) -> list[int]:
     cut, _ = counted(soft)
     wrapper = BreakableCUDAGraphWrapper(Chain(cut, depth), CompilationConfig(capture_device="host"))
-    found = []
+    sums = []
     for size in sizes:
         x = rand(size, 8, device=device)
         for _ in range(3):
             x.uniform_()
             with step(size):
                 assert same(wrapper(x), Chain(soft, depth)(x))
-        found.append(wrapper.pool.arena.nbytes)
-    return found
+        sums.append(wrapper.pool.arena.nbytes)
+    return sums
 
 
 def test_smaller_batches_of_a_wrapper_add_no_memory(device: str) -> None:
-    found = captured_chain(device, 3, (64, 33, 7, 2))
-    assert found == found[:1] * 4
-    assert found[0] > 0
+    sums = captured_chain(device, 3, (64, 33, 7, 2))
+    assert sums == sums[:1] * 4
+    assert sums[0] > 0
 
 
 def test_bridges_serve_later_breaks(device: str) -> None:

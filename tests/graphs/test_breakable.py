@@ -291,30 +291,30 @@ VALUES = {
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_add_eager_returns_the_value_in_bridges(device, new_capture, kind) -> None:
-    x, cap, made = rand(device=device), new_capture(), []
+    x, cap, values = rand(device=device), new_capture(), []
 
     def function():
-        made.append(VALUES[kind](x))
-        return made[-1]
+        values.append(VALUES[kind](x))
+        return values[-1]
 
     with cap:
         y = x * 2
         value = cap.add_eager(function)
-        assert type(value) is type(made[0])
+        assert type(value) is type(values[0])
         out = y + total(value)
-    assert len(made) == 1
-    found, expected = tensors(value), tensors(made[0])
-    assert len(found) == len(expected)
-    for mine, its in zip(found, expected, strict=True):
+    assert len(values) == 1
+    bridges, expected = tensors(value), tensors(values[0])
+    assert len(bridges) == len(expected)
+    for mine, its in zip(bridges, expected, strict=True):
         assert torch.equal(mine, its)
         assert mine.stride() == its.stride()
         assert mine.data_ptr() != its.data_ptr()
     assert_alternates(cap, 1)
     (segment,) = eager_segments(cap)
     assert segment.function is function
-    assert_replays(cap, out, [x], lambda x: x * 2 + total(VALUES[kind](x)), between=made.clear)
-    assert len(made) == 1
-    for mine, its in zip(tensors(value), tensors(made[0]), strict=True):
+    assert_replays(cap, out, [x], lambda x: x * 2 + total(VALUES[kind](x)), between=values.clear)
+    assert len(values) == 1
+    for mine, its in zip(tensors(value), tensors(values[0]), strict=True):
         assert torch.equal(mine, its)
 
 
@@ -449,11 +449,11 @@ def test_current_is_per_thread(device, new_capture) -> None:
     x, cap = rand(device=device), new_capture()
     with cap:
         y = x * 2
-        found, error = in_thread(
+        result, error = in_thread(
             lambda: (BreakableCUDAGraphCapture.current(), BreakableCUDAGraphCapture.is_active())
         )
         assert BreakableCUDAGraphCapture.current() is cap
-    assert (found, error) == ((None, False), None)
+    assert (result, error) == ((None, False), None)
     assert_replays(cap, y, [x], lambda x: x * 2)
 
 
@@ -573,8 +573,8 @@ def test_arguments_from_outside_are_held(device, new_capture) -> None:
         def __init__(self):
             self.scale = 2.0
 
-    given = [rand(device=device), Metadata()]
-    scale, metadata = given[0].clone(), weakref.ref(given[1])
+    arguments = [rand(device=device), Metadata()]
+    scale, metadata = arguments[0].clone(), weakref.ref(arguments[1])
 
     @eager_break_during_capture
     def scaled(y, tensor, metadata):
@@ -582,8 +582,8 @@ def test_arguments_from_outside_are_held(device, new_capture) -> None:
 
     x, cap = rand(device=device), new_capture()
     with cap:
-        out = scaled(x + 1, *given) - 1
-    given.clear()
+        out = scaled(x + 1, *arguments) - 1
+    arguments.clear()
     gc.collect()
     assert metadata() is not None
     assert_alternates(cap, 1)
@@ -755,8 +755,8 @@ def test_captures_of_one_pool_replay_in_any_order(device, new_capture) -> None:
             out = layers(3, x, cut)
         assert_alternates(cap, 3)
         captured.append((cap, out, x))
-    for place in (2, 0, 1, 0, 2, 1):
-        cap, out, x = captured[place]
+    for index in (2, 0, 1, 0, 2, 1):
+        cap, out, x = captured[index]
         assert_replays(cap, out, [x], lambda x: layers(3, x, soft), times=2)
 
 
@@ -918,17 +918,17 @@ class NoBegin:
 @pytest.mark.parametrize("good", [0, 1, 2])
 def test_stream_capture_that_cannot_begin(device, new_capture, pool, monkeypatch, good) -> None:
     cut, _ = counted(soft)
-    x, cap, made = rand(device=device), new_capture(), []
+    x, cap, graphs = rand(device=device), new_capture(), []
     new_graph = pool.device.new_graph
 
     def sometimes():
-        made.append(new_graph())
-        return made[-1] if len(made) <= good else NoBegin(made[-1])
+        graphs.append(new_graph())
+        return graphs[-1] if len(graphs) <= good else NoBegin(graphs[-1])
 
     with monkeypatch.context() as patched:
         patched.setattr(pool.device, "new_graph", sometimes)
         assert_fails(cap, lambda: layers(2, x, cut), RuntimeError, "no capture")
-    assert len(made) > good
+    assert len(graphs) > good
     assert_capture_works(new_capture, device)
 
 
@@ -954,9 +954,9 @@ def test_break_in_another_thread(device, new_capture, own) -> None:
     else:
         with cap:
             out = body()
-        found, error = outcome[0]
+        result, error = outcome[0]
         assert error is None
-        assert same(found, soft(other))
+        assert same(result, soft(other))
         assert_alternates(cap, 1)
         assert_replays(cap, out, [x], lambda x: soft(x * 2) + 1)
         assert len(calls) == 5
@@ -971,9 +971,9 @@ def test_replay_in_another_thread(device, new_capture) -> None:
     assert_alternates(cap, 2)
     for _ in range(3):
         x.uniform_()
-        found, error = in_thread(lambda: (cap.replay(), out.clone())[1])
+        result, error = in_thread(lambda: (cap.replay(), out.clone())[1])
         assert error is None
-        assert same(found, layers(2, x, soft))
+        assert same(result, layers(2, x, soft))
     assert len(calls) == 8
 
 
@@ -1238,8 +1238,8 @@ def test_capturing_call_is_one_execution(device, wrap) -> None:
         x.uniform_()
         slots.copy_(torch.tensor([2 * call, 2 * call + 1]))
         with step(2):
-            found = wrapper(x, slots)
-        assert same(found, plain(x, slots))
+            result = wrapper(x, slots)
+        assert same(result, plain(x, slots))
         assert module.count.item() == plain.count.item() == 2 * call
         assert same(module.cache, plain.cache)
         assert len(calls) == call
@@ -1259,9 +1259,9 @@ def test_break_of_a_capturing_call_sees_computed_data(device, wrap) -> None:
         seen.clear()
         x.uniform_()
         with step(4):
-            found = wrapper(x)
+            result = wrapper(x)
         assert same(seen, [x * 2, (x * 2).cos() + 1])
-        assert same(found, ((x * 2).cos() + 1).cos())
+        assert same(result, ((x * 2).cos() + 1).cos())
     assert_counters(wrapper, captures=1, replays=2)
 
 
@@ -1322,12 +1322,12 @@ def test_op_that_must_not_be_captured_is_an_error_in_full(
 
 
 def test_break_that_returns_nothing_and_later_something(device, wrap) -> None:
-    found: list[Any] = [None]
+    returned: list[Any] = [None]
 
     @eager_break_during_capture
     def cut(x):
         x.add_(1)
-        return found[0]
+        return returned[0]
 
     def model(x):
         y = x * 2
@@ -1336,7 +1336,7 @@ def test_break_that_returns_nothing_and_later_something(device, wrap) -> None:
 
     wrapper, x = wrap(model), rand(device=device)
     assert_calls(wrapper, model, x)
-    found[0] = 5
+    returned[0] = 5
     with step(4), pytest.raises(HostValueChangedError, match="is 5, was None when"):
         wrapper(x)
 
@@ -1346,9 +1346,9 @@ def test_what_an_op_runs_that_returns_nothing(device, wrap, direct) -> None:
     """Nothing is around it at a replay: neither the dispatcher nor a look at a result."""
     calls: list[int] = []
 
-    def own(*given):
-        calls.append(len(given))
-        torch.ops.cgtest.attend(*given)
+    def own(*args):
+        calls.append(len(args))
+        torch.ops.cgtest.attend(*args)
         return "ignored, as an op's would be"
 
     entry = SplittingOp(ATTEND[0], impl=own if direct else None)
@@ -1370,8 +1370,8 @@ def test_break_sees_the_context_of_the_present_step(device, wrap, kind) -> None:
     for metadata in (2.0, -1.0, 0.25, 7.0):
         x.uniform_()
         with step(4, metadata=metadata) as context:
-            found = wrapper(x)
-        assert same(found, (x + 1) * metadata - x)
+            result = wrapper(x)
+        assert same(result, (x + 1) * metadata - x)
         assert kind == "op" or calls[-1] is context
     assert_counters(wrapper, captures=1, replays=3)
 
@@ -1475,10 +1475,10 @@ def test_plain_module_of_eight_layers(device, wrap) -> None:
             expected = model(buffer.clone())
             churn(device)
             with step(tokens):
-                found = wrapper(buffer)
-            assert same(found, expected)
-            assert tokens not in previous or not same(found, previous[tokens])
-            previous[tokens] = found.clone()
+                result = wrapper(buffer)
+            assert same(result, expected)
+            assert tokens not in previous or not same(result, previous[tokens])
+            previous[tokens] = result.clone()
     assert_counters(wrapper, captures=2, replays=40)
     for tokens in buffers:
         entry = wrapper.concrete_cudagraph_entries[BatchDescriptor(tokens)]

@@ -84,8 +84,8 @@ class Wrapped:
         kind = BreakableCUDAGraphWrapper if mode is PIECEWISE else CUDAGraphWrapper
         self.wrapper = kind(model, CompilationConfig(capture_device="host"), mode)
 
-    def step(self, given: Any) -> Any:
-        descriptor = given if isinstance(given, BatchDescriptor) else BatchDescriptor(given)
+    def step(self, wanted: Any) -> Any:
+        descriptor = wanted if isinstance(wanted, BatchDescriptor) else BatchDescriptor(wanted)
         size = descriptor.num_tokens
         x = self.buffers.setdefault(size, rand(size, 8, device=self.device))
         x.uniform_()
@@ -94,9 +94,9 @@ class Wrapped:
         with set_forward_context(
             None, cudagraph_runtime_mode=self.mode, batch_descriptor=descriptor
         ):
-            found = self.wrapper(x)
-        assert same(found, plain(x))
-        return found
+            result = self.wrapper(x)
+        assert same(result, plain(x))
+        return result
 
     def capture(self, batches: Any, **settings: Any) -> BulkCapture:
         return capture_all(self.step, batches, self.wrapper, **settings)
@@ -112,7 +112,7 @@ def wrapped(device: str, request: pytest.FixtureRequest) -> Wrapped:
 
 class Texts(TestCase):
     def test_text(self) -> None:
-        found = BulkCapture(
+        bulk = BulkCapture(
             captured=(8, BatchDescriptor(4)),
             missing=((3, "unlisted_size: 3 is not in the list"), (BatchDescriptor(1, 1), "why")),
             passes=2,
@@ -120,7 +120,7 @@ class Texts(TestCase):
             capture_seconds=0.5,
         )
         self.assertExpectedInline(
-            str(found),
+            str(bulk),
             """\
 2 batches captured in 0.50 s, after a warm-up of 1.26 s
   3: unlisted_size: 3 is not in the list
@@ -146,11 +146,11 @@ class Texts(TestCase):
 
 def test_what_a_good_one_tells(wrapped, caplog) -> None:
     with caplog.at_level("INFO", logger="cgcompile"):
-        found = wrapped.capture((3, 8, 5))
-    assert (found.captured, found.missing, found.passes) == ((8, 5, 3), (), 1)
-    assert found.warm_seconds >= 0
-    assert found.capture_seconds >= 0
-    assert str(found) in caplog.messages
+        bulk = wrapped.capture((3, 8, 5))
+    assert (bulk.captured, bulk.missing, bulk.passes) == ((8, 5, 3), (), 1)
+    assert bulk.warm_seconds >= 0
+    assert bulk.capture_seconds >= 0
+    assert str(bulk) in caplog.messages
     assert_counters(wrapped.wrapper, captures=3, plain={Reason.WARMING: 3})
     for size in (5, 3, 8, 8, 5):
         wrapped.step(size)
@@ -158,8 +158,8 @@ def test_what_a_good_one_tells(wrapped, caplog) -> None:
 
 
 def test_no_batches(wrapped) -> None:
-    found = wrapped.capture(())
-    assert (found.captured, found.missing, found.passes) == ((), (), 1)
+    bulk = wrapped.capture(())
+    assert (bulk.captured, bulk.missing, bulk.passes) == ((), (), 1)
 
 
 # ---------------------------------------------------------------- the order
@@ -188,9 +188,9 @@ def test_the_largest_of_a_compiled_model_comes_first(device: str, hook) -> None:
 
     model, compiled, backend = compiled_model(Hooked, device, dynamic=True)
     hook(look)  # in a piece: at a replay it does not run
-    found = backend.capture(lambda size: compiled(batch(device, size)), (3, 9, 6))
-    assert found.captured == (9, 6, 3)
-    assert seen == [9, 6, 3] * (found.passes + 1)
+    bulk = backend.capture(lambda size: compiled(batch(device, size)), (3, 9, 6))
+    assert bulk.captured == (9, 6, 3)
+    assert seen == [9, 6, 3] * (bulk.passes + 1)
     hook(lambda x: torch.softmax(x, -1))
     for size in (6, 3, 9):
         x = batch(device, size)
@@ -223,14 +223,14 @@ def frozen() -> bool:
 @pytest.fixture
 def collections() -> Iterator[list[int]]:
     """The generation of each collection that begins."""
-    found: list[int] = []
+    generations: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            found.append(info["generation"])
+            generations.append(info["generation"])
 
     gc.callbacks.append(note)
-    yield found
+    yield generations
     gc.callbacks.remove(note)
 
 
@@ -330,9 +330,9 @@ def test_frozen_objects_stay_frozen_in_a_real_capture(wrapped) -> None:
 
 def test_a_batch_whose_step_does_not_call_the_model(device: str) -> None:
     wrapped = Wrapped(device, skips=(5,))
-    found = wrapped.capture((3, 5, 8))
-    assert found.captured == (8, 3)
-    assert found.missing == ((5, "the model was not called"),)
+    bulk = wrapped.capture((3, 5, 8))
+    assert bulk.captured == (8, 3)
+    assert bulk.missing == ((5, "the model was not called"),)
     with pytest.raises(DispatchError, match="batch 5") as caught:
         Wrapped(device, skips=(5,)).capture((3, 5, 8), strict=True)
     assert "the model was not called" in str(caught.value)
@@ -340,9 +340,9 @@ def test_a_batch_whose_step_does_not_call_the_model(device: str) -> None:
 
 def test_sizes_that_are_not_listed(device: str) -> None:
     _model, compiled, backend = compiled_case("sdpa", device, cudagraph_capture_sizes=(6, 3))
-    found = backend.capture(lambda size: compiled(marked(batch(device, size))), (6, 5, 3, 4))
-    assert found.captured == (6, 3)
-    assert found.missing == tuple(
+    bulk = backend.capture(lambda size: compiled(marked(batch(device, size))), (6, 5, 3, 4))
+    assert bulk.captured == (6, 3)
+    assert bulk.missing == tuple(
         (n, f"unlisted_size: {n} is not in cudagraph_capture_sizes; last call: x [{n}, 4, 16]")
         for n in (5, 4)
     )
@@ -351,18 +351,18 @@ def test_sizes_that_are_not_listed(device: str) -> None:
 
 def test_a_context_of_mode_none(wrapped) -> None:
     wrapped.mode = NONE
-    found = wrapped.capture((3, 4))
+    bulk = wrapped.capture((3, 4))
     why = "mode_none: the forward context has runtime mode NONE; last call: num_tokens="
-    assert (found.captured, found.missing) == ((), ((4, f"{why}4"), (3, f"{why}3")))
+    assert (bulk.captured, bulk.missing) == ((), ((4, f"{why}4"), (3, f"{why}3")))
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_a_batch_that_the_device_refuses(device: str, hook, mode: str) -> None:
     hook(lambda x: x * x.mean().item() if x.shape[0] == 5 else x * 2)
     model, compiled, backend = compiled_model(Hooked, device, dynamic=True, cudagraph_mode=mode)
-    found = backend.capture(lambda size: compiled(batch(device, size)), (3, 5, 8))
-    assert found.captured == (8, 3)
-    ((size, why),) = found.missing
+    bulk = backend.capture(lambda size: compiled(batch(device, size)), (3, 5, 8))
+    assert bulk.captured == (8, 3)
+    ((size, why),) = bulk.missing
     assert size == 5
     assert why.startswith("capture_failed: ")
     for size in (8, 5, 3, 5):
@@ -435,17 +435,17 @@ def test_postponed_captures_nest(wrapped) -> None:
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])
 def test_each_batch_runs_plain_as_often_as_is_asked(wrapped, warmups) -> None:
-    found = wrapped.capture((2, 3), warmups=warmups)
-    assert found.passes == max(warmups, 1)
-    assert wrapped.ran == [3, 2] * (found.passes + 1)
+    bulk = wrapped.capture((2, 3), warmups=warmups)
+    assert bulk.passes == max(warmups, 1)
+    assert wrapped.ran == [3, 2] * (bulk.passes + 1)
 
 
 def test_passes_repeat_until_nothing_compiles(device: str) -> None:
     """A static graph, then a dynamic one, then one for a batch of one."""
     model, compiled, backend = compiled_case("sdpa", device)
-    found = backend.capture(lambda size: compiled(batch(device, size)), (6, 1, 3, 4))
-    assert (found.captured, found.missing) == ((6, 4, 3, 1), ())
-    assert found.passes == 2
+    bulk = backend.capture(lambda size: compiled(batch(device, size)), (6, 1, 3, 4))
+    assert (bulk.captured, bulk.missing) == ((6, 4, 3, 1), ())
+    assert bulk.passes == 2
     assert len(backend.graphs) >= 2
     counters = backend.counters
     assert counters.captures == 4
@@ -458,16 +458,16 @@ def test_passes_repeat_until_nothing_compiles(device: str) -> None:
 
 def test_two_passes_of_a_marked_batch(device: str) -> None:
     _model, compiled, backend = compiled_case("sdpa", device, num_warmups=2)
-    found = backend.capture(lambda size: compiled(marked(batch(device, size))), (6, 3))
-    assert (found.captured, found.passes) == ((6, 3), 2)
+    bulk = backend.capture(lambda size: compiled(marked(batch(device, size))), (6, 3))
+    assert (bulk.captured, bulk.passes) == ((6, 3), 2)
     assert_counts(backend, 2, 0, {Reason.WARMING: 4})
 
 
 def test_what_never_settles_is_captured_after_some_passes(wrapped, caplog) -> None:
     count = itertools.count()
     with caplog.at_level("WARNING", logger="cgcompile"):
-        found = wrapped.capture((2,), settled=lambda: next(count))
-    assert (found.passes, found.captured) == (8, (2,))
+        bulk = wrapped.capture((2,), settled=lambda: next(count))
+    assert (bulk.passes, bulk.captured) == (8, (2,))
     assert "after 8 passes something still compiles" in caplog.messages
 
 
@@ -492,10 +492,10 @@ def test_descriptors_of_a_compiled_model(device: str, mode: Any) -> None:
             assert_same(compiled(x), model(x))
 
     batches = [BatchDescriptor(n) for n in (2, 8, 5)]
-    found = backend.capture(step, batches)
-    assert found.captured == tuple(batches[k] for k in (1, 2, 0))
-    for each in batches * 2:
-        step(each)
+    bulk = backend.capture(step, batches)
+    assert bulk.captured == tuple(batches[k] for k in (1, 2, 0))
+    for wanted in batches * 2:
+        step(wanted)
     counters: Counters = backend.counters
     assert (counters.captures, counters.replays) == (3, 6)
 
@@ -508,9 +508,9 @@ def test_a_closed_backend_has_reasons_for_all(device: str) -> None:
 
     run(6)
     backend.close_capture()
-    found = backend.capture(run, (6, 3))
-    assert found.captured == ()
-    assert all(why.startswith("capture_forbidden: ") for _, why in found.missing)
+    bulk = backend.capture(run, (6, 3))
+    assert bulk.captured == ()
+    assert all(why.startswith("capture_forbidden: ") for _, why in bulk.missing)
     backend.release()
     assert backend.capture(run, (6, 3)).captured == (6, 3)
 

@@ -14,17 +14,23 @@ def test_results_are_kept_weakly_where_the_pool_holds_them_and_share_what_they_s
     x = torch.randn(4, 6, device=device)
 
     def step() -> tuple[object, ...]:
-        made = x * 2
-        return made[:, :3], {"rest": made[:, 3:]}, x, 7, torch.view_as_complex(x[:, :2]).conj()
+        doubled = x * 2
+        return (
+            doubled[:, :3],
+            {"rest": doubled[:, 3:]},
+            x,
+            7,
+            torch.view_as_complex(x[:, :2]).conj(),
+        )
 
     with torch.inference_mode():
         graph, result = capture(step, pool, "a step")
         life = compat.StorageLife(result[0])
         output, starts = kept_output(result, pool, True)
-    one, rest, given, number, conjugate = output
+    one, rest, passed, number, conjugate = output
     assert number == 7
-    assert given is not x  # which the caller has, and may change
-    assert given.data_ptr() == x.data_ptr()
+    assert passed is not x  # which the caller has, and may change
+    assert passed.data_ptr() == x.data_ptr()
     assert conjugate is not result[4]
     assert conjugate.is_conj()
     mine, theirs = (each.untyped_storage().data_ptr() for each in (one, x))

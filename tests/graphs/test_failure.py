@@ -38,12 +38,12 @@ def check(wrapper, x, tokens=4, calls=3):
     assert_calls(wrapper, wave, x, FULL, tokens, calls)
 
 
-def check_replays(graph, x, found, plain=wave, times=2):
-    """Compare what replays leave in ``found`` with eager."""
+def check_replays(graph, x, result, plain=wave, times=2):
+    """Compare what replays leave in ``result`` with eager."""
     for _ in range(times):
         x.uniform_()
         graph.replay()
-        assert same(found, plain(x))
+        assert same(result, plain(x))
 
 
 def check_capture_works(pool, device):
@@ -53,8 +53,8 @@ def check_capture_works(pool, device):
 
 def capture_of(function, pool, x, name="a step", **settings):
     """Capture ``function(x)``; the graph, ``x`` and the result."""
-    graph, found = capture(lambda: function(x), pool, name, **settings)
-    return graph, x, found
+    graph, result = capture(lambda: function(x), pool, name, **settings)
+    return graph, x, result
 
 
 class Held:
@@ -87,8 +87,8 @@ class Held:
         assert not self._thread.is_alive()
 
     def check(self):
-        graph, found = self.captured
-        check_replays(graph, self._x, found, lambda x: wave(x) + 1)
+        graph, result = self.captured
+        check_replays(graph, self._x, result, lambda x: wave(x) + 1)
 
 
 # ---------------------------------------------------------------- the first error, as it is
@@ -175,14 +175,14 @@ def test_failed_capture_leaves_no_trace(device, pool) -> None:
 
 def test_failure_keeps_graphs_of_the_same_pool(device, pool) -> None:
     x = torch.rand(4, 8, device=device)
-    first, found = capture(lambda: wave(x), pool, "first")
+    first, result = capture(lambda: wave(x), pool, "first")
     memory = pool.memory
     with pytest.raises(Asked):
         capture(lambda: deep_inside(wave(x)), pool, "broken")
     second, other = capture(lambda: x.cos(), pool, "second")
     assert pool.memory is not memory
     for _ in range(3):
-        check_replays(first, x, found, times=1)
+        check_replays(first, x, result, times=1)
         check_replays(second, x, other, torch.cos, times=1)
 
 
@@ -201,13 +201,13 @@ def test_refused_op_leaves_random_numbers_and_graphs_usable(device, pool) -> Non
     x = torch.rand(4, 8, device=device)
     torch.manual_seed(5)
     expected = torch.rand(4, 8, device=device)
-    graph, found = capture(lambda: wave(x), pool, "before")
+    graph, result = capture(lambda: wave(x), pool, "before")
     torch.manual_seed(5)
     with pytest.raises(RuntimeError, match="captur"):
         capture(lambda: torch.rand(3, device=device).sum().item(), pool, "refused")
     x.add_(1)
     graph.replay()
-    assert torch.equal(found, wave(x))
+    assert torch.equal(result, wave(x))
     assert torch.equal(torch.rand(4, 8, device=device), expected)
     check_capture_works(pool, device)
 
@@ -230,9 +230,9 @@ def test_garbage_collector(device, pool, fails, enabled) -> None:
             with pytest.raises(Asked):
                 capture(function, pool, "collected")
         else:
-            graph, found = capture(function, pool, "collected")
+            graph, result = capture(function, pool, "collected")
             graph.replay()
-            assert torch.equal(found, wave(x))
+            assert torch.equal(result, wave(x))
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
@@ -255,9 +255,9 @@ def test_modes_and_context(device, pool, fails, mode) -> None:
             with pytest.raises(Asked):
                 capture(function, pool, "modes")
         else:
-            graph, found = capture(function, pool, "modes")
+            graph, result = capture(function, pool, "modes")
             graph.replay()
-            assert torch.equal(found, wave(x))
+            assert torch.equal(result, wave(x))
         assert current_forward_context() is context
         assert _modes() == modes
         assert not pool.device.is_capturing()
@@ -280,10 +280,10 @@ def test_current_stream(fails) -> None:
 
     with torch.cuda.stream(stream):
         if fails is None:
-            graph, found = capture(function, pool, "streams")
+            graph, result = capture(function, pool, "streams")
             graph.replay()
             stream.synchronize()
-            assert torch.equal(found, wave(x))
+            assert torch.equal(result, wave(x))
         else:
             with pytest.raises((Asked, RuntimeError)):
                 capture(function, pool, "streams")
@@ -318,8 +318,8 @@ def test_outer_capture_survives_an_inner_one_that_is_refused(device, pool) -> No
             capture(lambda: y + 1, pool, "the inner one")
         return y + 2
 
-    graph, found = capture(outer, pool, "the outer one")
-    check_replays(graph, x, found, lambda x: wave(x) + 2)
+    graph, result = capture(outer, pool, "the outer one")
+    check_replays(graph, x, result, lambda x: wave(x) + 2)
 
 
 def test_capture_while_someone_else_captures_is_an_error(device, pool) -> None:
@@ -327,11 +327,11 @@ def test_capture_while_someone_else_captures_is_an_error(device, pool) -> None:
     x, graph = torch.rand(4, 8, device=device), pool.device.new_graph()
     with pool.device.on_stream(pool.stream):
         graph.begin(pool.memory)
-        found = wave(x)
+        result = wave(x)
         with pytest.raises(CaptureError, match="capture of mine: a capture runs"):
             capture(lambda: wave(x), pool, "mine")
         graph.end()
-    check_replays(graph, x, found)
+    check_replays(graph, x, result)
     check_capture_works(pool, device)
 
 
@@ -371,8 +371,8 @@ def test_known_graph_while_another_thread_captures(device, pool, wrap) -> None:
         for _ in range(2):
             x.add_(1)
             with step(4):
-                found = wrapper(x)
-            assert torch.equal(found, wave(x))
+                result = wrapper(x)
+            assert torch.equal(result, wave(x))
     held.check()
     check(wrapper, x)
     assert wrapper.counters.failures == 0
@@ -383,8 +383,8 @@ def test_known_graph_inside_of_a_capture_runs_plain(device, pool, wrap) -> None:
     wrapper, x = wrap(wave), torch.rand(4, 8, device=device)
     check(wrapper, x)
     with step(4):
-        graph, found = capture(lambda: wrapper(x) + 1, pool, "around")
-    check_replays(graph, x, found, lambda x: wave(x) + 1)
+        graph, result = capture(lambda: wrapper(x) + 1, pool, "around")
+    check_replays(graph, x, result, lambda x: wave(x) + 1)
     check(wrapper, x)
     assert_counters(wrapper, captures=1, replays=5, plain={Reason.INSIDE_CAPTURE: 1})
 
@@ -403,17 +403,17 @@ def test_unknown_graph_inside_of_a_capture_runs_plain(device, wrap) -> None:
 
 def test_allow_capture_nests() -> None:
     forbidden, allowed = allow_capture(False), allow_capture(True)
-    found = [capture_allowed()]
+    answers = [capture_allowed()]
     with forbidden:
-        found.append(capture_allowed())
+        answers.append(capture_allowed())
         with allowed:
-            found.append(capture_allowed())
+            answers.append(capture_allowed())
             with forbidden:
-                found.append(capture_allowed())
-            found.append(capture_allowed())
-        found.append(capture_allowed())
-    found.append(capture_allowed())
-    assert found == [True, False, True, False, True, False, True]
+                answers.append(capture_allowed())
+            answers.append(capture_allowed())
+        answers.append(capture_allowed())
+    answers.append(capture_allowed())
+    assert answers == [True, False, True, False, True, False, True]
 
 
 def test_allow_capture_is_left_with_an_error(device, wrap) -> None:

@@ -87,8 +87,8 @@ def test_a_break_within_a_break_is_none(device: str) -> None:
     for _ in range(3):
         x.copy_(rand(device=device))
         with torch.inference_mode(), step(SIZE[0]):
-            found = wrapped(x)
-        assert same(found, (x * 2 * 2 * 3 * 2).sin())
+            result = wrapped(x)
+        assert same(result, (x * 2 * 2 * 3 * 2).sin())
     assert recorded(wrapped).num_eager_breaks == 2
 
 
@@ -104,8 +104,8 @@ def test_a_full_graph_holds_it(device: str) -> None:
     for _ in range(3):
         x.copy_(rand(device=device))
         with torch.inference_mode(), step(SIZE[0], FULL):
-            found = wrapped(x)
-        assert same(found, soft((x + 1) * 2))
+            result = wrapped(x)
+        assert same(result, soft((x + 1) * 2))
     assert recorded(wrapped).num_eager_breaks == 0
     assert wrapped.counters.replays == 2
 

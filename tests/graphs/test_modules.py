@@ -116,9 +116,9 @@ def test_gradients_reach_the_weights(kind: Any, holder: str) -> None:
             cudagraph_runtime_mode=FULL, batch_descriptor=BatchDescriptor(3)
         )
         with torch.set_grad_enabled(grad), context:
-            made = runs(x)
-        assert torch.equal(made, module(x))
-        assert made.requires_grad is grad
+            result = runs(x)
+        assert torch.equal(result, module(x))
+        assert result.requires_grad is grad
     assert (runs.counters.captures, runs.counters.replays) == (1, 2)
     assert runs.counters.plain == {Reason.GRADIENTS: 2}
 

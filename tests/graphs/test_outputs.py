@@ -58,9 +58,9 @@ class Model(nn.Module):
         self.inner = nn.Linear(D, D)
 
     def forward(self, x: torch.Tensor) -> Any:
-        made = self.inner(x)
-        scores = torch.nn.functional.scaled_dot_product_attention(made, made, made)
-        out = torch.relu(scores + made)
+        hidden = self.inner(x)
+        scores = torch.nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)
+        out = torch.relu(scores + hidden)
         return {"out": out, "more": [out.t(), x[1:]], "count": 3}
 
 
@@ -220,10 +220,10 @@ class Passing(nn.Module):
         self.scale.mul_(0.5)
         hidden = torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]
         pair[1].add_(self.inner(hidden))
-        found = {"made": hidden * self.count * self.scale, "x": x, "pair": pair[1], "mask": mask}
-        found |= {"count": self.count, "scale": self.scale, "weight": self.inner.weight}
-        found |= {"x view": x.view(D, D), "slice": pair[1][:], "held": self.count.detach()}
-        return found
+        results = {"made": hidden * self.count * self.scale, "x": x, "pair": pair[1], "mask": mask}
+        results |= {"count": self.count, "scale": self.scale, "weight": self.inner.weight}
+        results |= {"x view": x.view(D, D), "slice": pair[1][:], "held": self.count.detach()}
+        return results
 
 
 def alone(x: torch.Tensor) -> torch.Tensor:

@@ -78,10 +78,10 @@ def ranges(log: Log) -> Any:
 
 
 def profiled(run: Callable[[], Any]) -> Counter[str]:
-    with torch.profiler.profile() as found:
+    with torch.profiler.profile() as profiler:
         run()
     host = torch.autograd.DeviceType.CPU
-    events = [each for each in found.events() if each.device_type == host]
+    events = [each for each in profiler.events() if each.device_type == host]
     return Counter(each.name for each in events if each.name.startswith("cgcompile/"))
 
 
@@ -110,10 +110,10 @@ def test_breaks_have_one_name_for_all_batches() -> None:
     sizes = [marked(batch("cpu", size)) for size in (6, 3)]
     for x in 3 * sizes:
         assert_same(compiled(x), model(x))
-    found = profiled(lambda: [compiled(x) for x in sizes])
-    assert found["cgcompile/break_1 cgentry::hooked"] == 2
-    assert found["cgcompile/piece_0 [num_tokens=6]"] == found["cgcompile/piece_0 [num_tokens=3]"]
-    assert len(found) == 7
+    counts = profiled(lambda: [compiled(x) for x in sizes])
+    assert counts["cgcompile/break_1 cgentry::hooked"] == 2
+    assert counts["cgcompile/piece_0 [num_tokens=6]"] == counts["cgcompile/piece_0 [num_tokens=3]"]
+    assert len(counts) == 7
 
 
 @pytest.mark.parametrize("mode", [PIECEWISE, FULL], ids=lambda mode: mode.name)
@@ -267,8 +267,8 @@ def sequence_of(graphs: int, breaks: int) -> GraphSequence:
 
 
 def bare(steps: Any) -> None:
-    for each in steps:
-        each()
+    for call in steps:
+        call()
 
 
 @pytest.mark.parametrize("breaks", [0, 16])
@@ -316,21 +316,21 @@ def nobody_looks_after() -> Iterator[None]:
 def test_slots_and_rows_are_the_same_while_somebody_looks(log: Log) -> None:
     """Both loops put the same values in place, padded or not."""
     rows = torch.zeros(4)
-    made = Slot(1)
+    sum_slot = Slot(1)
     sequence = GraphSequence(
         [
             EagerSegment(
                 "fill",
                 lambda x: (rows.fill_(x), x + 1),
                 (Slot(0),),
-                stores=((1, made),),
+                stores=((1, sum_slot),),
                 tails=(rows,),
             ),
-            EagerSegment("look", lambda y: (), (made,)),
+            EagerSegment("look", lambda y: (), (sum_slot,)),
         ],
         inputs=[(Slot(0), 0)],
         slots=2,
-        kept=[made],
+        kept=[sum_slot],
         rows=4,
     )
     for real, expected in ((None, [7.0, 7.0, 7.0, 7.0]), (2, [7.0, 7.0, 0.0, 0.0])):

@@ -27,11 +27,11 @@ def rand(*size, device):
     return torch.rand(size or SIZE, device=device)
 
 
-def same(found, expected):
+def same(result, expected):
     """Bitwise on the CPU; a library of kernels may choose another one inside of a capture."""
-    if found.device.type == "cpu" or not found.is_floating_point():
-        return torch.equal(found, expected)
-    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+    if result.device.type == "cpu" or not result.is_floating_point():
+        return torch.equal(result, expected)
+    return torch.allclose(result, expected, rtol=1e-3, atol=1e-3)
 
 
 # ---------------------------------------------------------------- host code and effects
@@ -44,12 +44,12 @@ def test_a_replay_runs_no_host_code(device, pool) -> None:
         runs.append(1)
         return x.sin() * factor[0]
 
-    graph, found = capture(function, pool, "counted")
+    graph, result = capture(function, pool, "counted")
     factor[0] = None  # the function raises from now on
     for _ in range(3):
         x.uniform_()
         graph.replay()
-        assert torch.equal(found, x.sin() * 2)
+        assert torch.equal(result, x.sin() * 2)
     assert len(runs) == 1
 
 
@@ -63,7 +63,7 @@ def test_only_replays_write_and_each_of_them(device, pool) -> None:
         x.mul_(2).t()[0].add_(counter)
         return x.view(-1)
 
-    graph, found = capture(function, pool, "written")
+    graph, result = capture(function, pool, "written")
     assert counter.item() == 0
     assert not cache.any()
     assert torch.equal(x, expected)
@@ -74,17 +74,17 @@ def test_only_replays_write_and_each_of_them(device, pool) -> None:
         expected[:, 0] += count
         assert counter.item() == count
         assert torch.equal(x, expected)
-        assert torch.equal(found, expected.view(-1))
+        assert torch.equal(result, expected.view(-1))
 
 
 def test_results_are_memory_of_the_pool(device, pool) -> None:
     x = rand(device=device)
-    graph, (made, view, given) = capture(lambda: (x + 1, x[1:], x), pool, "mixed")
-    assert [pool.owns(each) for each in (made, view, given)] == [True, False, False]
+    graph, (computed, view, argument) = capture(lambda: (x + 1, x[1:], x), pool, "mixed")
+    assert [pool.owns(each) for each in (computed, view, argument)] == [True, False, False]
     graph.replay()
-    assert torch.equal(made, x + 1)
+    assert torch.equal(computed, x + 1)
     assert torch.equal(view, x[1:])
-    assert given is x
+    assert argument is x
 
 
 def test_graph_without_recording_says_so(device, pool) -> None:
@@ -92,9 +92,9 @@ def test_graph_without_recording_says_so(device, pool) -> None:
     with pytest.raises(CaptureError, match="holds no recording"):
         graph.replay()
     x = rand(device=device)
-    graph, found = capture(lambda: x + 1, pool, "small")
+    graph, result = capture(lambda: x + 1, pool, "small")
     graph.replay()
-    assert torch.equal(found, x + 1)
+    assert torch.equal(result, x + 1)
     graph.reset()
     with pytest.raises(CaptureError, match="holds no recording"):
         graph.replay()
@@ -116,30 +116,30 @@ def test_graph_without_recording_says_so(device, pool) -> None:
 def test_random_ops_draw_at_each_replay_what_eager_draws(device, pool, draw) -> None:
     x, previous = rand(device=device), None
     draw(x)
-    graph, found = capture(lambda: draw(x), pool, "random")
+    graph, result = capture(lambda: draw(x), pool, "random")
     for seed in range(3):
         torch.manual_seed(seed)
         expected = [draw(x).clone() for _ in range(2)]
         torch.manual_seed(seed)
-        for each in expected:
+        for drawn in expected:
             graph.replay()
-            assert torch.equal(found, each)
-            assert previous is None or not torch.equal(found, previous)
-            previous = found.clone()
+            assert torch.equal(result, drawn)
+            assert previous is None or not torch.equal(result, previous)
+            previous = result.clone()
 
 
 def test_capture_uses_no_random_numbers_up(device, pool) -> None:
     torch.manual_seed(3)
     expected = rand(device=device)
     torch.manual_seed(3)
-    graph, found = capture(lambda: rand(device=device), pool, "random")
+    graph, result = capture(lambda: rand(device=device), pool, "random")
     assert torch.equal(rand(device=device), expected)
     previous = expected
     for _ in range(2):
         graph.replay()
-        assert not torch.equal(found, previous)
-        assert not found.isnan().any()
-        previous = found.clone()
+        assert not torch.equal(result, previous)
+        assert not result.isnan().any()
+        previous = result.clone()
 
 
 # ---------------------------------------------------------------- programs
@@ -297,19 +297,19 @@ def test_program_equals_eager(device, pool, name) -> None:
     function(*make())
     buffers, previous = make(), None
     before = [each.clone() for each in buffers]
-    graph, found = capture(lambda: function(*buffers), pool, name)
+    graph, result = capture(lambda: function(*buffers), pool, name)
     assert all(map(torch.equal, buffers, before))
-    addresses = [each.data_ptr() for each in leaves(found)]
+    addresses = [each.data_ptr() for each in leaves(result)]
     for _ in range(3):
         inputs = make()
-        for buffer, each in zip(buffers, inputs, strict=True):
-            buffer.copy_(each)
+        for buffer, value in zip(buffers, inputs, strict=True):
+            buffer.copy_(value)
         graph.replay()
         expected = function(*inputs)
-        check_equal(found, expected)
+        check_equal(result, expected)
         check_equal(buffers, inputs)
-        assert [each.data_ptr() for each in leaves(found)] == addresses
-        now = [each.clone() for each in leaves(found)]
+        assert [each.data_ptr() for each in leaves(result)] == addresses
+        now = [each.clone() for each in leaves(result)]
         assert previous is None or not all(map(torch.equal, now, previous))
         previous = now
 
@@ -322,8 +322,8 @@ def leaves(tree):
     )
 
 
-def check_equal(found, expected):
-    pairs = list(zip(leaves(found), leaves(expected), strict=True))
+def check_equal(result, expected):
+    pairs = list(zip(leaves(result), leaves(expected), strict=True))
     assert pairs
     for one, other in pairs:
         assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
@@ -335,12 +335,12 @@ def test_module_in_training_mode_updates_its_statistics(device, pool) -> None:
     x = rand(device=device)
     plain(x.clone())
     plain.reset_running_stats()
-    graph, found = capture(lambda: module(x), pool, "norm")
+    graph, result = capture(lambda: module(x), pool, "norm")
     assert module.num_batches_tracked.item() == 0
     for count in (1, 2, 3):
         x.uniform_()
         graph.replay()
-        assert same(found, plain(x))
+        assert same(result, plain(x))
         assert same(module.running_mean, plain.running_mean)
         assert module.num_batches_tracked.item() == count
 
@@ -385,7 +385,7 @@ def defined(x, cache):
 def test_body_of_a_custom_op_does_not_run_at_replay(device, pool, function) -> None:
     x, cache = rand(device=device), torch.zeros(SIZE, device=device)
     expected_cache = cache.clone()
-    graph, found = capture(lambda: function(x, cache), pool, "custom")
+    graph, result = capture(lambda: function(x, cache), pool, "custom")
     assert not cache.any()
     for _ in range(3):
         x.uniform_()
@@ -394,7 +394,7 @@ def test_body_of_a_custom_op_does_not_run_at_replay(device, pool, function) -> N
         assert bodies == counts
         expected = function(x, expected_cache)
         assert bodies != counts
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
         assert torch.equal(cache, expected_cache)
 
 
@@ -415,16 +415,16 @@ def test_graphs_of_one_pool_replay_in_any_order(device, pool) -> None:
     for order in ((0, 1, 2), (2, 1, 0), (1, 1, 2), (0, 2, 0)):
         for position in order:
             x.uniform_()
-            graph, found = captured[position]
+            graph, result = captured[position]
             graph.replay()
-            assert same(found, functions[position]())
-            assert previous[position] is None or not torch.equal(found, previous[position])
-            previous[position] = found.clone()
+            assert same(result, functions[position]())
+            assert previous[position] is None or not torch.equal(result, previous[position])
+            previous[position] = result.clone()
 
 
 def test_result_that_lives_is_not_overwritten_by_other_graphs(device, pool) -> None:
     x = rand(16, 64, device=device)
-    graph, found = capture(lambda: x.sin(), pool, "first")
+    graph, output = capture(lambda: x.sin(), pool, "first")
     graph.replay()
     expected = x.sin()
     for _ in range(4):
@@ -432,19 +432,19 @@ def test_result_that_lives_is_not_overwritten_by_other_graphs(device, pool) -> N
         x.uniform_()
         other.replay()
         assert torch.equal(result, (x + 1).exp().cos())
-        assert torch.equal(found, expected)
+        assert torch.equal(output, expected)
         del result
 
 
 def test_result_of_one_graph_is_the_input_of_the_next(device, pool) -> None:
     x = rand(device=device)
     first, middle = capture(lambda: x.sin(), pool, "first")
-    second, found = capture(lambda: middle.mul_(2) + 1, pool, "second")
+    second, result = capture(lambda: middle.mul_(2) + 1, pool, "second")
     for _ in range(3):
         x.uniform_()
         first.replay()
         second.replay()
-        assert torch.equal(found, x.sin() * 2 + 1)
+        assert torch.equal(result, x.sin() * 2 + 1)
         assert torch.equal(middle, x.sin() * 2)
 
 
@@ -463,9 +463,9 @@ def test_refused_read_that_is_swallowed_fails_the_capture(device, pool) -> None:
 
     with pytest.raises(RuntimeError, match="captur"):
         capture(function, pool, "swallowed")
-    graph, found = capture(lambda: x.cos(), pool, "after")
+    graph, result = capture(lambda: x.cos(), pool, "after")
     graph.replay()
-    assert torch.equal(found, x.cos())
+    assert torch.equal(result, x.cos())
 
 
 def test_profiler_takes_the_place_of_what_refuses_tolist(host_pool) -> None:
@@ -480,14 +480,14 @@ def test_profiler_takes_the_place_of_what_refuses_tolist(host_pool) -> None:
     expected, profiler = function().tolist(), lambda *_: None
     sys.setprofile(profiler)
     try:
-        graph, found = capture(function, host_pool, "profiled")
+        graph, result = capture(function, host_pool, "profiled")
         assert sys.getprofile() is profiler
     finally:
         sys.setprofile(None)
     assert seen == [expected] * 2
     x.uniform_()
     graph.replay()
-    assert torch.equal(found, x * 2)
+    assert torch.equal(result, x * 2)
     assert len(seen) == 2
 
 
@@ -497,10 +497,10 @@ def test_capture_leaves_no_profile_function(host_pool) -> None:
         with pytest.raises(RuntimeError, match=match):
             capture(function, host_pool, "broken")
         assert sys.getprofile() is None
-    graph, found = capture(lambda: x + 1, host_pool, "after")
+    graph, result = capture(lambda: x + 1, host_pool, "after")
     assert sys.getprofile() is None
     graph.replay()
-    assert found.tolist() == (x + 1).tolist()
+    assert result.tolist() == (x + 1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -515,11 +515,11 @@ def test_capture_leaves_no_profile_function(host_pool) -> None:
 def test_results_of_known_size_are_no_host_reads(device, pool, known) -> None:
     x = rand(device=device)
     known(x)
-    graph, found = capture(lambda: known(x), pool, "known size")
+    graph, result = capture(lambda: known(x), pool, "known size")
     for _ in range(2):
         x.uniform_()
         graph.replay()
-        assert torch.equal(found, known(x))
+        assert torch.equal(result, known(x))
 
 
 # ---------------------------------------------------------------- the host recorder alone
@@ -583,9 +583,9 @@ def test_nothing_is_computed_before_the_first_replay(host_pool) -> None:
 def test_freed_input_is_an_error(host_pool, how) -> None:
     module, x = nn.Linear(8, 8).requires_grad_(False), torch.rand(4, 8)
     inputs = [x.clone()]
-    graph, found = capture(lambda: module(inputs[0]).sin(), host_pool, "freed")
+    graph, result = capture(lambda: module(inputs[0]).sin(), host_pool, "freed")
     graph.replay()
-    assert torch.equal(found, module(inputs[0]).sin())
+    assert torch.equal(result, module(inputs[0]).sin())
     if how == "freed":
         inputs.clear()
         gc.collect()
@@ -604,22 +604,22 @@ def test_memory_is_used_again_inside_of_a_capture(host_pool) -> None:
             y = y.sin()
         return y
 
-    graph, found = capture(lambda: chain(20), host_pool, "chain")
+    graph, result = capture(lambda: chain(20), host_pool, "chain")
     assert len(graph.ops) == 20
     assert host_pool.memory.reserved == 2 * 4096
     assert host_pool.memory.live == 4096
     for _ in range(2):
         x.uniform_()
         graph.replay()
-        assert torch.equal(found, chain(20))
+        assert torch.equal(result, chain(20))
 
 
 def test_memory_is_used_again_by_later_captures(host_pool) -> None:
     x = torch.rand(1024)
-    graph, found = capture(lambda: x.sin().cos(), host_pool, "first")
+    graph, output = capture(lambda: x.sin().cos(), host_pool, "first")
     reserved = host_pool.memory.reserved
-    address = found.data_ptr()
-    del found
+    address = output.data_ptr()
+    del output
     other, result = capture(lambda: x[:512].exp().cos(), host_pool, "second")
     assert host_pool.memory.reserved == reserved == 2 * 4096
     assert host_pool.memory.live == 4096
@@ -649,29 +649,29 @@ def test_resizing_an_argument_is_refused(host_pool) -> None:
     x, out = torch.rand(4, 8), torch.empty(0)
     with pytest.raises(CaptureError, match="replaces the memory of its argument"):
         capture(lambda: torch.add(x, 1, out=out), host_pool, "resized")
-    graph, found = capture(lambda: x + 1, host_pool, "after")
+    graph, result = capture(lambda: x + 1, host_pool, "after")
     graph.replay()
-    assert torch.equal(found, x + 1)
+    assert torch.equal(result, x + 1)
 
 
 def test_graph_records_once(device, pool) -> None:
     x = rand(device=device)
-    graph, found = capture(lambda: x + 1, pool, "once")
+    graph, result = capture(lambda: x + 1, pool, "once")
     with pool.device.on_stream(pool.stream), pytest.raises(CaptureError, match="Call reset"):
         graph.begin(pool.memory)
     assert not pool.device.is_capturing()
     x.uniform_()
     graph.replay()
-    assert torch.equal(found, x + 1)
+    assert torch.equal(result, x + 1)
 
 
 def test_replay_inside_of_a_capture_is_refused_by_the_host(host_pool) -> None:
     x = torch.rand(4)
-    graph, found = capture(lambda: x + 1, host_pool, "inner")
+    graph, result = capture(lambda: x + 1, host_pool, "inner")
     with pytest.raises(CaptureError, match=r"replay\(\): a capture runs in this thread"):
         capture(graph.replay, host_pool, "outer")
     graph.replay()
-    assert torch.equal(found, x + 1)
+    assert torch.equal(result, x + 1)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -679,11 +679,11 @@ def test_replay_ignores_the_modes_around_it(device, pool, mode) -> None:
     module, x = nn.Linear(8, 8, device=device), rand(device=device)
     module(x)
     with torch.no_grad():
-        graph, found = capture(lambda: module(x), pool, "module")
+        graph, result = capture(lambda: module(x), pool, "module")
     for _ in range(2):
         x.uniform_()
         with mode(), torch.autocast(device, dtype=torch.bfloat16):
             graph.replay()
-        assert found.dtype is torch.float32
-        assert not found.requires_grad
-        assert same(found, module(x).detach())
+        assert result.dtype is torch.float32
+        assert not result.requires_grad
+        assert same(result, module(x).detach())

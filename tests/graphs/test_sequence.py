@@ -74,15 +74,15 @@ def test_segments_run_in_order_with_what_is_bound() -> None:
 
 def test_slots_carry_values_from_inputs_and_between_segments() -> None:
     seen: list[Any] = []
-    x, y, made = Slot(0), Slot(1), Slot(2)
+    x, y, total = Slot(0), Slot(1), Slot(2)
     sequence = GraphSequence(
         [
-            EagerSegment("add", lambda a, n, b: (a + n + b,), (x, 10, y), stores=((0, made),)),
-            EagerSegment("look", lambda a, k: seen.append((a, k)), (made,), {"k": "bound"}),
+            EagerSegment("add", lambda a, n, b: (a + n + b,), (x, 10, y), stores=((0, total),)),
+            EagerSegment("look", lambda a, k: seen.append((a, k)), (total,), {"k": "bound"}),
         ],
         inputs=[(y, 0), (x, 2)],
         slots=3,
-        kept=[made],
+        kept=[total],
     )
     for a, b in ((1, 2), (3, 4)):
         slots = sequence.replay([b, "nobody reads this", a])
@@ -149,10 +149,10 @@ def test_inputs_are_kept_for_one_step_and_no_longer() -> None:
 
 
 @pytest.mark.parametrize("kind", [Asked, KeyboardInterrupt])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_slots_are_empty_after_an_exception(place, kind) -> None:
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_slots_are_empty_after_an_exception(failing, kind) -> None:
     def eager(number: int, value: Any) -> tuple[Any]:
-        if number == place:
+        if number == failing:
             raise kind
         return (value,)
 
@@ -177,17 +177,17 @@ def test_slots_are_empty_after_an_exception(place, kind) -> None:
     del value
     gc.collect()
     assert life() is None
-    place = 3
+    failing = 3
     assert sequence.replay(["again"])[3] == "again"
 
 
 def test_originals_are_taken_before_and_stores_after_the_crossings() -> None:
     before, after = Slot(0), Slot(1)
-    made: list[Any] = []
+    originals: list[Any] = []
 
-    def cross(given: list[Any]) -> None:
-        made.append(given[1])
-        given[1] = "bridge"
+    def cross(values: list[Any]) -> None:
+        originals.append(values[1])
+        values[1] = "bridge"
 
     sequence = GraphSequence(
         [
@@ -204,7 +204,7 @@ def test_originals_are_taken_before_and_stores_after_the_crossings() -> None:
         kept=[before, after],
     )
     assert sequence.replay() == ["fresh", "bridge"]
-    assert made == ["fresh"]
+    assert originals == ["fresh"]
 
 
 @pytest.mark.parametrize("real", [None, 0, 2, 4])
@@ -250,9 +250,9 @@ def test_an_observer_sees_each_segment_and_runs_the_same(real) -> None:
         rows=2,
     )
 
-    def run(place: int, step: Callable[[], None]) -> None:
+    def run(index: int, step: Callable[[], None]) -> None:
         step()
-        seen.append((place, tail.tolist()))
+        seen.append((index, tail.tolist()))
 
     slots = sequence.replay([5.0], real, run)
     assert log == ["a", "c"]
@@ -363,19 +363,19 @@ def test_what_an_eager_segment_makes_dies_with_its_step(device: str, hook) -> No
     lives = []
 
     def makes(x):
-        made = torch.softmax(x, -1)
-        lives.append(weakref.ref(made))
-        return made
+        shares = torch.softmax(x, -1)
+        lives.append(weakref.ref(shares))
+        return shares
 
     hook(makes)
     model, compiled, backend = compiled_model(Masked, device, **HOOKED)
     for k in range(5):
         x, table = batch(device), batch(device)
-        found = compiled(marked(x) if k == 0 else x, marked(table) if k == 0 else table)
+        result = compiled(marked(x) if k == 0 else x, marked(table) if k == 0 else table)
         if k:
             assert [life() for life in lives] == [None] * 2
         lives.clear()
-        assert_same(found, model(x, table))
+        assert_same(result, model(x, table))
         lives.clear()
     assert (backend.counters.captures, backend.counters.replays) == (1, 3)
 
@@ -384,9 +384,9 @@ def test_what_a_break_of_a_wrapper_makes_dies_with_its_step(device: str) -> None
     lives = []
 
     def makes(x):
-        made = torch.softmax(x, -1)
-        lives.append(weakref.ref(made))
-        return made
+        shares = torch.softmax(x, -1)
+        lives.append(weakref.ref(shares))
+        return shares
 
     cut, _ = counted(makes)
     wrapper = BreakableCUDAGraphWrapper(
@@ -396,7 +396,7 @@ def test_what_a_break_of_a_wrapper_makes_dies_with_its_step(device: str) -> None
     for _ in range(4):
         x.uniform_()
         with step(4):
-            found = wrapper(x)
+            result = wrapper(x)
         assert [life() for life in lives] == [None] * 2
-        assert same(found, soft(x + 1) * 2 + soft(x))
+        assert same(result, soft(x + 1) * 2 + soft(x))
         lives.clear()

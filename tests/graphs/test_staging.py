@@ -49,8 +49,8 @@ class Uploads(TorchDispatchMode):
 def test_rows_arrive_in_any_dtype(device, dtype) -> None:
     buffer = buffer_of(device, 5, 2, 3, dtype=dtype, value=1)
     rows = rows_of(4, 2, 3, start=0).remainder(3).to(dtype)
-    found = HostStaging(buffer).fill(rows)
-    assert torch.equal(found.cpu(), rows)
+    staged = HostStaging(buffer).fill(rows)
+    assert torch.equal(staged.cpu(), rows)
     assert torch.equal(buffer[4].cpu(), torch.ones(2, 3, dtype=dtype))
 
 
@@ -58,15 +58,15 @@ def test_the_front_of_the_buffer_holds_rows_of_any_layout(device) -> None:
     wide, buffer = rows_of(6, 4), buffer_of(device, 8, 6)
     staging = HostStaging(buffer)
     expected = wide.t().clone()
-    found = staging.fill(wide.t())
+    staged = staging.fill(wide.t())
     wide.zero_()  # the caller may overwrite its rows
-    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(staged.cpu(), expected)
     assert staging.buffer is buffer
-    assert found._base is buffer
-    assert found.data_ptr() == buffer.data_ptr()
+    assert staged._base is buffer
+    assert staged.data_ptr() == buffer.data_ptr()
     lazy = torch.randn(4, dtype=torch.complex64).conj()
-    found = HostStaging(buffer_of(device, 4, dtype=torch.complex64)).fill(lazy)
-    assert torch.equal(found.cpu(), lazy)
+    staged = HostStaging(buffer_of(device, 4, dtype=torch.complex64)).fill(lazy)
+    assert torch.equal(staged.cpu(), lazy)
 
 
 def test_buffer_without_rows(device) -> None:
@@ -76,12 +76,12 @@ def test_buffer_without_rows(device) -> None:
 
 def test_fill_feeds_a_recorded_graph(device, pool) -> None:
     buffer = buffer_of(device)
-    graph, found = capture(lambda: buffer * 2, pool, "doubled")
+    graph, result = capture(lambda: buffer * 2, pool, "doubled")
     staging = HostStaging(buffer, num_slots=2, sentinel=0)
     for count in (8, 3, 5, 0, 1):
         staging.fill(rows_of(count, start=count))
         graph.replay()
-        assert found.tolist() == [2 * (count + i) for i in range(count)] + [0] * (8 - count)
+        assert result.tolist() == [2 * (count + i) for i in range(count)] + [0] * (8 - count)
 
 
 # ---------------------------------------------------------------- tails
@@ -98,12 +98,12 @@ def test_batches_that_shrink_and_grow(device, num_slots, sentinel, counts) -> No
     expected = buffer.cpu().clone()
     for step, count in enumerate(counts):
         rows = rows_of(count, 2, start=100 * step)
-        found = staging.fill(rows)
+        staged = staging.fill(rows)
         if sentinel is not None:
             expected.fill_(sentinel)
         expected[:count] = rows
         assert torch.equal(buffer.cpu(), expected)
-        assert torch.equal(found.cpu(), rows)
+        assert torch.equal(staged.cpu(), rows)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
@@ -151,10 +151,10 @@ def test_one_staging_serves_every_mode(device, made_in) -> None:
         rows = rows_of(8, dtype=torch.float32)
     for count, mode in enumerate([torch.enable_grad, torch.no_grad, torch.inference_mode] * 2):
         with mode():
-            found = staging.fill(rows[:count])
-        assert found.tolist() == rows_of(count).tolist()
-    found = staging.fill(rows_of(3, dtype=torch.float32).requires_grad_())
-    assert not found.requires_grad
+            staged = staging.fill(rows[:count])
+        assert staged.tolist() == rows_of(count).tolist()
+    staged = staging.fill(rows_of(3, dtype=torch.float32).requires_grad_())
+    assert not staged.requires_grad
 
 
 @pytest.mark.parametrize("sentinel", [None, -1])
@@ -165,10 +165,10 @@ def test_rows_that_require_grad_are_not_kept(device, sentinel) -> None:
         rows = rows_of(count, dtype=torch.float32).requires_grad_()
         life = StorageLife(rows)
         with torch.enable_grad():
-            found = staging.fill(rows)
+            staged = staging.fill(rows)
         del rows
         assert life.ended  # a graph of autograd would hold them
-        assert found.tolist() == rows_of(count).tolist()
+        assert staged.tolist() == rows_of(count).tolist()
 
 
 # ---------------------------------------------------------------- refusals
@@ -306,7 +306,7 @@ def race(num_slots, steps=200):
     buffer = buffer_of("cuda", 64, 16)
     staging = HostStaging(buffer, num_slots=num_slots, sentinel=-1)
     rows = torch.empty(64, 16, dtype=torch.int64)
-    found = [torch.empty_like(buffer) for _ in range(steps)]  # beforehand: cudaMalloc may wait
+    copies = [torch.empty_like(buffer) for _ in range(steps)]  # beforehand: cudaMalloc may wait
     counts = [(step * 37) % 65 for step in range(steps)]
     torch.cuda.synchronize()
     outran = 0
@@ -317,14 +317,14 @@ def race(num_slots, steps=200):
         busy.record()
         staging.fill(rows[:count])
         rows.fill_(-7)
-        found[step].copy_(buffer)
+        copies[step].copy_(buffer)
         outran += not busy.query()
     torch.cuda.synchronize()
     right = 0
     for step, count in enumerate(counts):
         expected = torch.full((64, 16), -1)
         expected[:count] = step
-        right += torch.equal(found[step].cpu(), expected)
+        right += torch.equal(copies[step].cpu(), expected)
     return right, outran
 
 
@@ -349,7 +349,7 @@ def test_fills_on_several_streams_come_in_order() -> None:
     buffer = buffer_of("cuda")
     staging = HostStaging(buffer, num_slots=2, sentinel=-1)
     staging.fill(rows_of(0))
-    found = [torch.empty_like(buffer) for _ in range(3)]
+    copies = [torch.empty_like(buffer) for _ in range(3)]
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     for step, stream in enumerate(streams):
@@ -357,22 +357,22 @@ def test_fills_on_several_streams_come_in_order() -> None:
             torch.cuda._sleep(LONG // (step + 1))
             staging.fill(rows_of(3 - step, start=step))
             torch.cuda._sleep(LONG // (step + 1))
-            found[step].copy_(buffer)  # a late reader: the next upload waits for it, too
+            copies[step].copy_(buffer)  # a late reader: the next upload waits for it, too
     torch.cuda.synchronize()
     for step in range(3):
-        assert found[step].tolist() == [*range(step, 3), *[-1] * (5 + step)]
-    assert torch.equal(buffer, found[2])
+        assert copies[step].tolist() == [*range(step, 3), *[-1] * (5 + step)]
+    assert torch.equal(buffer, copies[2])
 
 
 @pytest.mark.gpu
 def test_empty_fill_on_another_stream_comes_after_the_last_one() -> None:
     buffer = buffer_of("cuda")
-    staging, found = HostStaging(buffer), torch.empty_like(buffer)
+    staging, copy = HostStaging(buffer), torch.empty_like(buffer)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
     staging.fill(rows_of(8))
     with torch.cuda.stream(torch.cuda.Stream()):
         staging.fill(rows_of(0))  # uploads nothing, as there is no sentinel
-        found.copy_(buffer)
+        copy.copy_(buffer)
     torch.cuda.synchronize()
-    assert torch.equal(found.cpu(), rows_of(8))
+    assert torch.equal(copy.cpu(), rows_of(8))

@@ -18,8 +18,8 @@ class Runs(nn.Module):
     def __init__(self, run: Any, **held: Any) -> None:
         super().__init__()
         self.run = run
-        for name, each in held.items():
-            setattr(self, name, each)
+        for name, value in held.items():
+            setattr(self, name, value)
 
     def forward(self) -> None:
         self.run(self)

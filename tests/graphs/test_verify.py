@@ -79,26 +79,26 @@ def test_equal_values(value: Any) -> None:
 
 def test_numbers_that_differ() -> None:
     plain = torch.zeros(12, 2)
-    found = plain.clone()
-    found[3:, 1] = torch.arange(1.0, 10.0)
-    seen = difference(plain, found)
+    replayed = plain.clone()
+    replayed[3:, 1] = torch.arange(1.0, 10.0)
+    seen = difference(plain, replayed)
     assert (seen.piece, seen.value, seen.largest) == ("here", "x", 9.0)
     assert seen.rows == tuple(range(3, 11))
     assert "9 of 24 numbers differ, by up to 9" in seen.detail
     assert str(seen) == f"wrong by , inputs 0: here\n  value x: {seen.detail}"
-    assert difference(plain, found, atol=9.0) is None
-    assert difference(plain, found, atol=8.5).rows == (11,)
-    assert difference(found, found * 1.01, rtol=0.1) is None
+    assert difference(plain, replayed, atol=9.0) is None
+    assert difference(plain, replayed, atol=8.5).rows == (11,)
+    assert difference(replayed, replayed * 1.01, rtol=0.1) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.complex64])
 def test_numbers_of_any_dtype(dtype: torch.dtype) -> None:
     plain = torch.zeros(3, dtype=dtype)
-    found = plain.clone()
-    found[1] = 1
-    seen = difference(plain, found)
+    replayed = plain.clone()
+    replayed[1] = 1
+    seen = difference(plain, replayed)
     assert (seen.largest, seen.rows) == (1.0, (1,))
-    assert difference(torch.zeros((), dtype=dtype), found[1]).rows == (0,)
+    assert difference(torch.zeros((), dtype=dtype), replayed[1]).rows == (0,)
 
 
 def test_nan_against_a_number() -> None:
@@ -108,7 +108,7 @@ def test_nan_against_a_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plain", "found"),
+    ("plain", "replayed"),
     [
         (torch.zeros(3), torch.zeros(4)),
         (torch.zeros(3), torch.zeros(3).double()),
@@ -120,8 +120,8 @@ def test_nan_against_a_number() -> None:
         (None, 0),
     ],
 )
-def test_values_of_another_kind(plain: Any, found: Any) -> None:
-    seen = difference(plain, found)
+def test_values_of_another_kind(plain: Any, replayed: Any) -> None:
+    seen = difference(plain, replayed)
     assert math.isnan(seen.largest)
     assert seen.rows == ()
     assert "in the replay" in seen.detail
@@ -137,9 +137,9 @@ def test_the_first_of_several_is_told() -> None:
 
 
 def differences(compiled: Any, x: Any, device: str) -> tuple[Any, ...]:
-    found = verify(compiled, x, sets=1, **TOLERANCE[device])
-    assert found.replays >= 1
-    return found.differences
+    verdict = verify(compiled, x, sets=1, **TOLERANCE[device])
+    assert verdict.replays >= 1
+    return verdict.differences
 
 
 @pytest.mark.parametrize("name", ["sdpa", "op_packet", "no_boundary", "eager_region"])
@@ -215,19 +215,19 @@ def test_an_eager_op_that_varies_is_named(device: str, hook) -> None:
 
     def varies(x):
         calls.append(1)
-        made = soften(x)
-        made[2] += len(calls) - 1
-        return made
+        softened = soften(x)
+        softened[2] += len(calls) - 1
+        return softened
 
     hook(varies)
-    (found,) = differences(compiled, batch(device), device)
+    (differing,) = differences(compiled, batch(device), device)
     (graph,) = backend.graphs
     (piece,) = [each for each in graph.split.pieces if not each.capture]
-    assert found.piece == piece.name
-    assert found.value in piece.outputs
+    assert differing.piece == piece.name
+    assert differing.value in piece.outputs
     # what is written is looked for, until it replays, eager, replayed; then piece by piece: 3 ways
-    assert (found.rows, len(calls)) == ((2,), 4 + 3)
-    assert found.largest == pytest.approx(1.0, abs=1e-3)
+    assert (differing.rows, len(calls)) == ((2,), 4 + 3)
+    assert differing.largest == pytest.approx(1.0, abs=1e-3)
     del calls[:]
     assert verify(compiled, batch(device), sets=1, atol=10.0).ok
     assert len(calls) == 4
@@ -256,14 +256,14 @@ def test_what_a_graph_has_frozen_is_named(device: str, hook, mode: str) -> None:
     captured(compiled, model, device)
     assert differences(compiled, batch(device), device) == ()
     factor = 3.0
-    (found,) = differences(compiled, batch(device), device)
+    (differing,) = differences(compiled, batch(device), device)
     (graph,) = backend.graphs
     pieces = graph.split.pieces
     assert [piece.capture for piece in pieces] == [True, False, True, False, True]
-    assert found.piece == (pieces[2].name if mode == "PIECEWISE" else "the whole step")
-    assert found.op == ("cgentry::hooked" if mode == "PIECEWISE" else "")
-    assert found.rows == tuple(range(6))
-    assert 0 < found.largest <= 2.1
+    assert differing.piece == (pieces[2].name if mode == "PIECEWISE" else "the whole step")
+    assert differing.op == ("cgentry::hooked" if mode == "PIECEWISE" else "")
+    assert differing.rows == tuple(range(6))
+    assert 0 < differing.largest <= 2.1
 
 
 def test_only_the_graph_that_differs_is_named(device: str, hook) -> None:
@@ -283,15 +283,15 @@ def test_only_the_graph_that_differs_is_named(device: str, hook) -> None:
     assert differences(compiled, batch(device), device) == ()
     values = itertools.count()
     hook(lambda x: soften(x) + next(values))
-    (found,) = differences(compiled, batch(device), device)
+    (differing,) = differences(compiled, batch(device), device)
     assert next(values) == 4 + 3  # runs of the op
-    assert found.piece == next(p.name for p in backend.graphs[1].split.pieces if not p.capture)
+    assert differing.piece == next(p.name for p in backend.graphs[1].split.pieces if not p.capture)
 
 
 def test_what_is_warming_is_captured_first(device: str) -> None:
     _model, compiled, backend = compiled_case("sdpa", device, num_warmups=2)
-    found = verify(compiled, marked(batch(device)), sets=1, **TOLERANCE[device])
-    assert (found.ok, found.replays) == (True, 1)
+    verdict = verify(compiled, marked(batch(device)), sets=1, **TOLERANCE[device])
+    assert (verdict.ok, verdict.replays) == (True, 1)
     counters = backend.counters
     assert (counters.captures, counters.plain.total()) == (1, 2)
     assert (counters.calls, counters.replays) == (5, 2)
@@ -325,8 +325,8 @@ def test_a_verified_call_is_no_step(device: str, mode: str) -> None:
         expected = eager(x, own), torch.rand(3, device=device)
         torch.manual_seed(k)
         if k >= 3:
-            found = verify(compiled, x, cache, sets=1, **TOLERANCE[device])
-            assert (found.ok, found.replays) == (True, 1), found
+            verdict = verify(compiled, x, cache, sets=1, **TOLERANCE[device])
+            assert (verdict.ok, verdict.replays) == (True, 1), verdict
         assert_same(compiled(x, cache), expected[0])
         assert_same(torch.rand(3, device=device), expected[1])
         assert_same([cache, model.count], [own, eager.count])
@@ -426,16 +426,16 @@ def test_a_verified_wrapper_steps_never(captured_wrapper: Captured) -> None:
         torch.manual_seed(seed)
         random = torch.rand(3, device=it.device)
         torch.manual_seed(seed)
-        found = it.verify()
-        assert (found.ok, found.replays) == (True, 1), found
+        verdict = it.verify()
+        assert (verdict.ok, verdict.replays) == (True, 1), verdict
         assert same(torch.rand(3, device=it.device), random)
         assert same((it.module.count, it.state), before)
     with step(4, it.mode):
         torch.manual_seed(3)
-        found = it.wrapper(it.x, it.state).clone()
+        verdict = it.wrapper(it.x, it.state).clone()
     it.module.count.sub_(1), it.state.copy_(before[1])
     torch.manual_seed(3)
-    assert same(found, it.module(it.x, it.state))
+    assert same(verdict, it.module(it.x, it.state))
 
 
 @pytest.mark.parametrize(
@@ -453,9 +453,9 @@ def test_what_a_wrapper_has_frozen_is_named(
     it = Captured(BreakableCUDAGraphWrapper, device)
     before = getattr(it.module, name)
     setattr(it.module, name, value)
-    (found,) = it.verify().differences
-    assert found.piece.startswith(piece), found
-    assert detail in found.detail
+    (differing,) = it.verify().differences
+    assert differing.piece.startswith(piece), differing
+    assert detail in differing.detail
     setattr(it.module, name, before)
     assert it.verify().ok
 
@@ -479,9 +479,9 @@ def test_a_step_without_a_graph_is_not_verified(captured_wrapper: Captured) -> N
     contexts = {"no_forward_context": nullcontext(), "mode_none": set_forward_context(None)}
     for reason, context in contexts.items():
         with context:
-            found = verify(it.wrapper, it.x, it.state, sets=1)
-        assert (found.ok, found.replays) == (False, 0)
-        assert found.checks[0].missing.startswith(reason)
+            verdict = verify(it.wrapper, it.x, it.state, sets=1)
+        assert (verdict.ok, verdict.replays) == (False, 0)
+        assert verdict.checks[0].missing.startswith(reason)
 
 
 def test_inputs_of_another_call_are_refused(captured_wrapper: Captured) -> None:

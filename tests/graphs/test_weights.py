@@ -68,9 +68,9 @@ def test_the_next_replay_of_a_compiled_model_sees_them(device: str, through: str
         x = batch(device)
         last = compiled(x)
         update_weights(compiled if through == "compiled" else model, new_state(device))
-        found = compiled(x)
-        assert_same(found, model(x))
-        assert not torch.allclose(found, last)
+        result = compiled(x)
+        assert_same(result, model(x))
+        assert not torch.allclose(result, last)
     assert addresses(model) == before
     assert all(a is b for a, b in zip(weights(model).values(), objects, strict=True))
     assert_counts(backend, 1, 8, {Reason.WARMING: 1})
@@ -97,8 +97,10 @@ def test_names_that_are_not_given_keep_their_values(device: str) -> None:
     before = {name: each.clone() for name, each in weights(model).items()}
     update_weights(model, {"first.bias": torch.ones(D, device=device)})
     update_weights(model, {})
-    for name, each in weights(model).items():
-        assert torch.equal(each, torch.ones_like(each) if name == "first.bias" else before[name])
+    for name, weight in weights(model).items():
+        assert torch.equal(
+            weight, torch.ones_like(weight) if name == "first.bias" else before[name]
+        )
     assert_steps(compiled, model, device)
     assert_counts(backend, 1, 5, {Reason.WARMING: 1})
 

@@ -113,9 +113,9 @@ def test_other_thread_has_no_context(device, wrap) -> None:
     wrapper, x = wrap(wave), torch.rand(4, 8, device=device)
     check(wrapper, wave, x)
     with step(4):
-        found, error = in_thread(lambda: wrapper(x + 1))
+        result, error = in_thread(lambda: wrapper(x + 1))
     assert error is None
-    assert torch.equal(found, wave(x + 1))
+    assert torch.equal(result, wave(x + 1))
     assert_counters(wrapper, captures=1, replays=2, plain={Reason.NO_CONTEXT: 1})
 
 
@@ -128,9 +128,9 @@ def test_other_thread_replays_in_its_own_context(device, wrap) -> None:
         with step(4):
             return wrapper(x).clone()
 
-    found, error = in_thread(replay)
+    result, error = in_thread(replay)
     assert error is None
-    assert torch.equal(found, wave(x))
+    assert torch.equal(result, wave(x))
     assert_counters(wrapper, captures=1, replays=3)
 
 
@@ -186,8 +186,8 @@ def test_each_call_is_one_execution(device, wrap) -> None:
         x.uniform_()
         slots.copy_(torch.tensor([2 * call, 2 * call + 1]))
         with step(2):
-            found = wrapper(x, slots)
-        assert torch.equal(found, plain(x, slots))
+            result = wrapper(x, slots)
+        assert torch.equal(result, plain(x, slots))
         assert module.count.item() == plain.count.item() == call
         assert torch.equal(module.cache, plain.cache)
         assert (module.cache != 0).any(1).sum().item() == 2 * call
@@ -274,10 +274,10 @@ def test_nested_wrappers_keep_both_kinds_of_graphs(device, wrap) -> None:
 
 
 def optional(x, y, z):
-    given = x * 2
+    summed = x * 2
     if y is not None:
-        given = given + y
-    return given if z is None else given - z
+        summed = summed + y
+    return summed if z is None else summed - z
 
 
 def test_which_argument_is_none(device, wrap) -> None:
@@ -360,8 +360,8 @@ REFUSED = [
         r"input 'sizes'\['k'\]\[0\] is 3, was 2",
     ),
     *[
-        (lambda x, y, p=place: p(x, y), lambda x, y, p=place: p(x, y.clone()), f"{path} at 0x")
-        for path, place in PLACES.items()
+        (lambda x, y, p=nest: p(x, y), lambda x, y, p=nest: p(x, y.clone()), f"{path} at 0x")
+        for path, nest in PLACES.items()
     ],
     *[
         (lambda x, y: call(x), lambda x, y, c=change: call(c(x)), "input 0 is .*, was a tensor")
@@ -390,10 +390,10 @@ def test_another_input_is_an_error_that_names_it(device, wrap, captured, refused
         for _ in range(3):
             x.uniform_(), y.uniform_()
             args, kwargs = captured(x, y)
-            found = wrapper(*args, **kwargs)
-            assert torch.equal(found, model(*args, **kwargs))
-            assert previous is None or not torch.equal(found, previous)
-            previous = found.clone()
+            result = wrapper(*args, **kwargs)
+            assert torch.equal(result, model(*args, **kwargs))
+            assert previous is None or not torch.equal(result, previous)
+            previous = result.clone()
             args, kwargs = refused(x, y)
             kind = AddressChangedError if moved else HostValueChangedError
             with pytest.raises(kind, match=f"block, num_tokens=4: .*{text}"):
@@ -430,8 +430,8 @@ def test_counters_are_summed_while_another_thread_counts() -> None:
     try:
         thread.start()
         while thread.is_alive():
-            found = timelines[-1].counters
-            found.why_plain(Counters())
+            counters = timelines[-1].counters
+            counters.why_plain(Counters())
             sums += 1
     finally:
         thread.join()
@@ -482,11 +482,11 @@ def test_grad_modes_of_capture_and_call(device, wrap, capturing, calling, weak) 
         check(wrapper, module, x)
         x.uniform_()
         with step(4):
-            found = wrapper(x)
+            result = wrapper(x)
         expected = module(x)
-        assert found.requires_grad is expected.requires_grad is False
-        found += 1  # eager's result may be written in this mode too
-        assert same(found, expected + 1)
+        assert result.requires_grad is expected.requires_grad is False
+        result += 1  # eager's result may be written in this mode too
+        assert same(result, expected + 1)
     assert_counters(wrapper, captures=1, replays=4)
 
 
@@ -497,10 +497,10 @@ def test_parameter_that_requires_grad_runs_plain(device, wrap) -> None:
     for _ in range(2):
         x.uniform_()
         with step(4):
-            found = wrapper(x)
-        assert found.requires_grad
-        assert same(found, module(x))
-    (gradient,) = torch.autograd.grad(found.sum(), [module.bias])
+            result = wrapper(x)
+        assert result.requires_grad
+        assert same(result, module(x))
+    (gradient,) = torch.autograd.grad(result.sum(), [module.bias])
     assert torch.equal(gradient, torch.full_like(gradient, 4))
     assert_counters(wrapper, plain={Reason.GRADIENTS: 2})
     with torch.no_grad():
@@ -531,9 +531,9 @@ def test_input_that_requires_grad_runs_plain(device, wrap) -> None:
     check(wrapper, wave, x)
     tracked = x.detach().requires_grad_()
     with step(4):
-        found = wrapper(tracked)
-    assert found.requires_grad
-    assert torch.equal(found, wave(x))
+        result = wrapper(tracked)
+    assert result.requires_grad
+    assert torch.equal(result, wave(x))
     assert_counters(wrapper, captures=1, replays=2, plain={Reason.GRADIENTS: 1})
 
 
@@ -582,12 +582,12 @@ def test_outputs_equal_eager_in_structure_and_aliasing(device, wrap, kind) -> No
     wrapper, x = wrap(OUTPUTS[kind]), torch.rand(4, 8, device=device)
     check(wrapper, OUTPUTS[kind], x)
     with step(4):
-        found = wrapper(x)
+        result = wrapper(x)
     other = x.clone()
     expected = OUTPUTS[kind](other)
-    assert tree_structure(found) == tree_structure(expected)
+    assert tree_structure(result) == tree_structure(expected)
     if kind != "nested":
-        assert offsets(found, x) == offsets(expected, other)
+        assert offsets(result, x) == offsets(expected, other)
     assert_counters(wrapper, captures=1, replays=3)
 
 
@@ -608,10 +608,10 @@ def test_output_is_a_parameter(device, wrap) -> None:
     for _ in range(3):
         module.weight.uniform_()
         with step(4):
-            weight, found = wrapper(x)
+            weight, result = wrapper(x)
         assert weight.data_ptr() == module.weight.data_ptr()
         assert torch.equal(weight, module.weight)
-        assert torch.equal(found, x * module.weight)
+        assert torch.equal(result, x * module.weight)
     assert_counters(wrapper, captures=1, replays=2)
 
 

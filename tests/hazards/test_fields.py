@@ -96,54 +96,54 @@ class Called:
 
 
 def called(name: str, device: str, kind: Any, **more: Any) -> Called:
-    made = Called(name, device, kind(torch.rand(WIDTH, device=device)), **more)
+    subject = Called(name, device, kind(torch.rand(WIDTH, device=device)), **more)
     for _ in range(3):
-        made.check()
-    assert (made.wrapper.counters.captures, made.wrapper.counters.replays) == (1, 2)
-    return made
+        subject.check()
+    assert (subject.wrapper.counters.captures, subject.wrapper.counters.replays) == (1, 2)
+    return subject
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_number_and_a_tensor_of_an_object(name: str, device: str, kind: Any) -> None:
-    made = called(name, device, kind)
-    made.options.k = 5.0
+    subject = called(name, device, kind)
+    subject.options.k = 5.0
     with pytest.raises(HostValueChangedError, match=r"'options'.*k.* is 5.0, was 1.0"):
-        made()
-    made.options.k = 1.0
-    made.options.t.mul_(2)  # in place: a graph sees it
-    made.check()
-    old = made.options.t
-    made.options.t = torch.rand(WIDTH, device=device)
+        subject()
+    subject.options.k = 1.0
+    subject.options.t.mul_(2)  # in place: a graph sees it
+    subject.check()
+    old = subject.options.t
+    subject.options.t = torch.rand(WIDTH, device=device)
     with pytest.raises(AddressChangedError, match=r"'options'.*t.* is at 0x"):
-        made()
-    made.options.t = old
-    made.check()
-    assert made.wrapper.counters.replays == 4
+        subject()
+    subject.options.t = old
+    subject.check()
+    assert subject.wrapper.counters.replays == 4
 
 
 @pytest.mark.parametrize("path", [("on", "bias"), ("off", "mask")])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_value_under_another_name(name: str, device: str, path: tuple[str, str]) -> None:
     more: dict[str, Any] = {"on": {"mask": None}, "off": {}}
-    made = Called(name, device, Record(torch.rand(WIDTH, device=device), more=more))
+    subject = Called(name, device, Record(torch.rand(WIDTH, device=device), more=more))
     for _ in range(3):
-        made.check()
+        subject.check()
     more[path[0]][path[1]] = more["on"].pop("mask")
     with pytest.raises(HostValueChangedError, match="more"):
-        made()
-    assert made.wrapper.counters.replays == 2
+        subject()
+    assert subject.wrapper.counters.replays == 2
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("policy", ["eager", "recapture"])
 def test_the_other_policies(name: str, device: str, policy: str) -> None:
-    made = called(name, device, Record, on_input_change=policy)
-    made.options.k = 5.0
-    made.check()
-    made.options.t = torch.rand(WIDTH, device=device)
-    made.check()
-    counters = made.wrapper.counters
+    subject = called(name, device, Record, on_input_change=policy)
+    subject.options.k = 5.0
+    subject.check()
+    subject.options.t = torch.rand(WIDTH, device=device)
+    subject.check()
+    counters = subject.wrapper.counters
     expected = (1, 2) if policy == "eager" else (3, 0)
     assert (counters.captures, counters.plain[Reason.INPUT_CHANGED]) == expected
 
@@ -171,26 +171,26 @@ def test_objects_in_objects(name: str, device: str, change: Callable[[Any], None
     inner = Plain(torch.rand(WIDTH, device=device))
     outer = Record(torch.rand(WIDTH, device=device), more=[{"deep": inner}])
     inner.more = outer  # a cycle
-    made = Called(name, device, outer, nested)
+    subject = Called(name, device, outer, nested)
     for _ in range(3):
-        made.check()
+        subject.check()
     change(inner)
     with pytest.raises(GuardError, match=r"more\[0\]\['deep'\]\.[tk] is"):
-        made()
-    assert made.wrapper.counters.replays == 2
+        subject()
+    assert subject.wrapper.counters.replays == 2
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_containers_that_are_built_anew_and_hold_the_same(name: str, device: str) -> None:
     inner = Plain(torch.rand(WIDTH, device=device))
-    made = Called(name, device, Record(inner.t, more=[{"deep": inner}]), nested)
+    subject = Called(name, device, Record(inner.t, more=[{"deep": inner}]), nested)
     for _ in range(4):
-        made.options.more = [{"deep": inner}]
-        made.check()
-    assert made.wrapper.counters.replays == 3
-    made.options.more[0]["deep"] = Plain(inner.t, 3.0)
+        subject.options.more = [{"deep": inner}]
+        subject.check()
+    assert subject.wrapper.counters.replays == 3
+    subject.options.more[0]["deep"] = Plain(inner.t, 3.0)
     with pytest.raises(HostValueChangedError, match="more"):
-        made()
+        subject()
 
 
 def arrays(x: torch.Tensor, *, options: Any) -> torch.Tensor:
@@ -201,22 +201,22 @@ def arrays(x: torch.Tensor, *, options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_an_array_of_the_host(name: str, device: str, kind: Any) -> None:
     values = kind([1, 1])
-    made = Called(name, device, Record(torch.ones(1), more=values), arrays)
+    subject = Called(name, device, Record(torch.ones(1), more=values), arrays)
     for _ in range(3):
-        made.check()
+        subject.check()
     values[0] = 3
     with pytest.raises(HostValueChangedError, match="more"):
-        made()
-    assert made.wrapper.counters.replays == 2
+        subject()
+    assert subject.wrapper.counters.replays == 2
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_too_many_fields_run_plain(name: str, device: str) -> None:
-    made = Called(name, device, Record(torch.rand(WIDTH, device=device)))
-    made.options.more = [[(place,) for place in range(9000)] for _ in range(12)]
+    subject = Called(name, device, Record(torch.rand(WIDTH, device=device)))
+    subject.options.more = [[(place,) for place in range(9000)] for _ in range(12)]
     for _ in range(3):
-        made.check()
-    counters = made.wrapper.counters
+        subject.check()
+    counters = subject.wrapper.counters
     assert (counters.captures, counters.plain[Reason.UNSUPPORTED_INPUT]) == (0, 3)
 
 

@@ -62,9 +62,9 @@ def test_without_guards_on_modules(name: str | None, named: bool, device: str) -
         if name is None:
             torch.testing.assert_close(call(x), model(x))
             return
-        found = call(x)
+        result = call(x)
         model.factor = 2
-        torch.testing.assert_close(found, model(x))  # the number of the trace
+        torch.testing.assert_close(result, model(x))  # the number of the trace
         assert len(backend.graphs) == 1
 
 

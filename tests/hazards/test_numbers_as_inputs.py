@@ -350,9 +350,9 @@ def test_gradients(kind: type, device: str) -> None:
     served = compiled("torch.compile", model, settings(device))
     for number in numbers(kind, 4):
         x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
-        (found,) = torch.autograd.grad(served.step(x, number).sum(), x)
+        (gradient,) = torch.autograd.grad(served.step(x, number).sum(), x)
         (expected,) = torch.autograd.grad(model(x, number).sum(), x)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(gradient, expected)
     assert served.counters().plain == {Reason.GRADIENTS: 4}
 
 
@@ -368,11 +368,11 @@ def test_gradients_of_a_checkpoint_that_adds_to_its_number(device: str) -> None:
     served = compiled("torch.compile", function, settings(device), dynamic=True)
     for number in numbers(int, 4):
         x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
-        found, expected = served.step(x, number), function(x, number)
-        torch.testing.assert_close(found, expected)
-        (found,) = torch.autograd.grad(found.sum(), x)
+        result, expected = served.step(x, number), function(x, number)
+        torch.testing.assert_close(result, expected)
+        (result,) = torch.autograd.grad(result.sum(), x)
         (expected,) = torch.autograd.grad(expected.sum(), x)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(result, expected)
 
 
 def test_an_int_that_an_eager_piece_reads_as_well(device: str) -> None:
@@ -410,9 +410,9 @@ def test_a_float_that_is_returned_is_a_constant(device: str) -> None:
         for step in range(6):
             x = torch.randn(ROWS, WIDTH, device=device)
             args = x, step + 0.5, 1.5 + step // 3
-            found, expected = served.step(*args), function(*args)
-            torch.testing.assert_close(found, expected)
-            assert type(found[2]) is float
+            result, expected = served.step(*args), function(*args)
+            torch.testing.assert_close(result, expected)
+            assert type(result[2]) is float
     assert served.counters().replays >= 1
 
 

@@ -128,15 +128,15 @@ def test_replays_hold_what_the_body_read_at_capture(kind: str, compiler: str) ->
             x = torch.randn(ROWS, WIDTH)
             before = module.cache.clone()
             CALLS.clear()
-            found, written = compiled(x).clone(), module.cache.clone()
+            result, written = compiled(x).clone(), module.cache.clone()
             assert not CALLS
             module.cache.copy_(before)
             new = module(x)
-            assert not torch.allclose(found, new)
+            assert not torch.allclose(result, new)
             now = dict(NOW)
             NOW.update(old)
             module.cache.copy_(before)
-            torch.testing.assert_close(found, module(x))
+            torch.testing.assert_close(result, module(x))
             torch.testing.assert_close(written, module.cache)
             NOW.update(now)
     assert compiled.backend.counters.replays == 3

@@ -101,8 +101,8 @@ def totals(front_end: str, op: Any, device: str, steps: tuple[int | None, ...]) 
     return results[-len(steps) :]
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+def assert_same(result: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 STEPS = 2, 2, 4, 1, None  # the first one captures
@@ -133,8 +133,8 @@ def test_a_break_that_leaves_garbage_there(front_end: str, op: Any, device: str)
 @pytest.mark.parametrize("front_end", [FX, BREAKABLE, WRAPPER])
 def test_another_dimension_as_long_as_the_batch_is_left_alone(front_end: str, device: str) -> None:
     total = Total(torch.ops.padrows.heads)(torch.ones(ROWS, WIDTH, device=device))
-    found = totals(front_end, torch.ops.padrows.heads, device, STEPS)
-    assert_same(found, [total] * len(STEPS))
+    result = totals(front_end, torch.ops.padrows.heads, device, STEPS)
+    assert_same(result, [total] * len(STEPS))
 
 
 # ---------------------------------------------------------------- rows that share memory
@@ -181,8 +181,8 @@ def test_real_rows_are_those_of_eager(kind: str, device: str) -> None:
         for _ in range(4):
             x.normal_()
             with cgcompile.set_forward_context(cudagraph_runtime_mode="PIECEWISE", **padded):
-                found = compiled(x)
-            for one, other in zip(found, model(x), strict=True):
+                result = compiled(x)
+            for one, other in zip(result, model(x), strict=True):
                 torch.testing.assert_close(one[:REAL], other[:REAL])
-    assert (found[1][REAL:].count_nonzero() == 0).item() is (kind not in SHARED)
+    assert (result[1][REAL:].count_nonzero() == 0).item() is (kind not in SHARED)
     assert compiled.backend.counters.replays == 2

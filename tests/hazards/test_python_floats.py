@@ -106,10 +106,10 @@ def test_a_float_that_is_returned(device: str) -> None:
         for number in (0.5, 0.25):
             for rows in (4, 6):
                 x = torch.randn(rows, D, device=device)
-                found = compiled(x, number)
-                torch.testing.assert_close(found[0], x * number)
-                assert found[1:] == (number * 3, [number])
-                assert [type(found[1]), type(found[2][0])] == [float, float]
+                result = compiled(x, number)
+                torch.testing.assert_close(result[0], x * number)
+                assert result[1:] == (number * 3, [number])
+                assert [type(result[1]), type(result[2][0])] == [float, float]
     assert len(traced) == 2
 
 

@@ -52,10 +52,10 @@ for (rows, depth, columns), activation, biased, normed in choices:
     biases = [drawn(n, dtype=dtype) if biased else None for n in sizes]
     norm = drawn(depth, dtype=dtype) if normed else None
     residual = drawn(1, rows, columns, dtype=dtype) if with_residual else None
-    given = (x, weights, biases, norm, 1e-5, random.choice((0.0, 1.0)), residual, activation)
-    expected = op()(*map(exact, given))
+    arguments = (x, weights, biases, norm, 1e-5, random.choice((0.0, 1.0)), residual, activation)
+    expected = op()(*map(exact, arguments))
     tile = Tile(random.choice((8, 16, 32)), 32, 2, 2, random.choice((1, 2)), 0)
-    results = launch(*given, dependent=False, tile=tile)
+    results = launch(*arguments, dependent=False, tile=tile)
     assert len(results) == len(expected)
     for result, right in zip(results, expected):
         assert result.shape == right.shape

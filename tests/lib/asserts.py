@@ -33,8 +33,8 @@ def mark(case: Case, inputs: tuple[torch.Tensor, ...]) -> None:
         case.prepare(inputs)
     if case.prepare is not None or case.dynamic is not None:
         return
-    for each in inputs:
-        torch._dynamo.mark_dynamic(each, 0)
+    for value in inputs:
+        torch._dynamo.mark_dynamic(value, 0)
 
 
 def backend_for(case: Case, compiler: Any, **more: Any) -> cgcompile.Backend:
@@ -80,8 +80,8 @@ class Several:
         self.backends, self.chosen = backends, 0
 
     def __call__(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        made = [backend(compat.copied(gm), inputs) for backend in self.backends]
-        return lambda *args: made[self.chosen](*args)
+        compiled = [backend(compat.copied(gm), inputs) for backend in self.backends]
+        return lambda *args: compiled[self.chosen](*args)
 
 
 def check_against_eager(
@@ -100,8 +100,8 @@ def check_each_against_eager(
     case: Case, compiler: Any, settings: list[dict[str, Any]], device: str = "cpu"
 ) -> list[cgcompile.Backend]:
     """As :func:`check_against_eager`, for backends with each of some settings, from one trace."""
-    given = [{"capture_device": "host", **each} for each in settings]
-    backends = [backend_for(case, compiler, **each) for each in given]
+    complete = [{"capture_device": "host", **each} for each in settings]
+    backends = [backend_for(case, compiler, **each) for each in complete]
     model, several = build(case, device), Several(backends)
     backend = several if len(backends) > 1 else backends[0]
     with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo):
@@ -110,9 +110,9 @@ def check_each_against_eager(
             for several.chosen in range(len(backends)):
                 marked = position == several.chosen == 0
                 _check_size(case, compiler, device, model, compiled, size, marked)
-        for each in backends:  # while the model lives, and with it its graphs
-            _check_counters(case, each)
-            _check_modes(each)
+        for checked in backends:  # while the model lives, and with it its graphs
+            _check_counters(case, checked)
+            _check_modes(checked)
     return backends
 
 
@@ -125,15 +125,15 @@ def _check_size(case, compiler, device, model, compiled, size, marked) -> None:
         if buffers is None or (call == CALLS - 1 and not case.writes_inputs):
             buffers = clone(inputs)  # the last call passes tensors at other addresses
         else:
-            for buffer, each in zip(buffers, inputs, strict=True):
-                buffer.copy_(each)
+            for buffer, value in zip(buffers, inputs, strict=True):
+                buffer.copy_(value)
         if call == 0 and marked:
             mark(case, buffers)
         expected = _seeded(model, inputs)
-        found = _seeded(compiled, buffers)
-        torch.testing.assert_close(found, expected, **tolerance)
+        result = _seeded(compiled, buffers)
+        torch.testing.assert_close(result, expected, **tolerance)
         torch.testing.assert_close(buffers, inputs, **tolerance)
-        first = _first_tensor(found)
+        first = _first_tensor(result)
         assert first.abs().sum() > 0
         assert previous is None or first.shape != previous.shape or (first != previous).any()
         previous = first.clone()
@@ -152,8 +152,8 @@ def _check_counters(case: Case, backend: cgcompile.Backend) -> None:
         assert set(counters.plain) == {Reason.ATTENTION_SUPPORT}
     elif case.replays is None:
         expected = len(case.sizes) * case.graphs
-        found = (counters.plain[Reason.WARMING], counters.captures, counters.replays)
-        assert found == (expected, expected, expected * (CALLS - 2)), counters
+        counted = (counters.plain[Reason.WARMING], counters.captures, counters.replays)
+        assert counted == (expected, expected, expected * (CALLS - 2)), counters
         assert set(counters.plain) == {Reason.WARMING}, counters
     else:
         assert counters.replays >= case.replays, counters
@@ -199,14 +199,14 @@ def watched(function: Callable[[], Any], see: Callable[[Any, str, Any], None]) -
 
 def calls_of(function: Callable[[], Any]) -> list[str]:
     """The Python functions that a call enters, itself included."""
-    found: list[str] = []
+    names: list[str] = []
 
     def see(frame: Any, event: str, _: Any) -> None:
         if event == "call":
-            found.append(frame.f_code.co_name)
+            names.append(frame.f_code.co_name)
 
     watched(function, see)
-    return found
+    return names
 
 
 @contextmanager

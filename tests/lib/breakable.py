@@ -92,29 +92,29 @@ def layers(count: int, x: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tens
     return x
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(result: Any, expected: Any) -> bool:
     """Bitwise on the CPU; a library of kernels may choose another one inside of a capture."""
-    left, right = tree_leaves(found), tree_leaves(expected)
+    left, right = tree_leaves(result), tree_leaves(expected)
     if len(left) != len(right):
         return False
     return all(_same(a, b) for a, b in zip(left, right, strict=True))
 
 
-def _same(found: Any, expected: Any) -> bool:
-    if not isinstance(found, torch.Tensor):
-        return found == expected
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+def _same(result: Any, expected: Any) -> bool:
+    if not isinstance(result, torch.Tensor):
+        return result == expected
+    if result.shape != expected.shape or result.dtype != expected.dtype:
         return False
-    if found.device.type == "cpu" or not found.is_floating_point():
-        return torch.equal(found, expected)
-    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+    if result.device.type == "cpu" or not result.is_floating_point():
+        return torch.equal(result, expected)
+    return torch.allclose(result, expected, rtol=1e-3, atol=1e-3)
 
 
 def assert_alternates(recorded: Any, breaks: int) -> None:
     """A graph, then an eager segment and a graph for each break; and something was recorded."""
     kinds = [type(each) for each in recorded.segments]
     assert kinds == [GraphSegment, *[EagerSegment, GraphSegment] * breaks], [
-        each.name for each in recorded.segments
+        segment.name for segment in recorded.segments
     ]
     assert (recorded.num_graphs, recorded.num_eager_breaks) == (breaks + 1, breaks)
     graphs = [each.graph for each in recorded.segments if isinstance(each, GraphSegment)]
@@ -139,23 +139,23 @@ def churn(device: str) -> None:
 
 def assert_replays(
     recorded: Any,
-    found: Any,
+    result: Any,
     inputs: Iterable[torch.Tensor],
     plain: Callable[..., Any],
     times: int = 3,
     between: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compare what replays leave in ``found`` with eager on new numbers, and with the one before."""
+    """Compare what replays leave in ``result`` with eager on new numbers, and with the one before."""
     previous = None
     for _ in range(times):
-        for each in inputs:
-            each.copy_(torch.rand_like(each))
+        for tensor in inputs:
+            tensor.copy_(torch.rand_like(tensor))
         expected = plain(*[each.clone() for each in inputs])
         between()
         assert recorded.replay() is None
-        assert same(found, expected)
-        assert previous is None or not same(found, previous)
-        previous = copies(found)
+        assert same(result, expected)
+        assert previous is None or not same(result, previous)
+        previous = copies(result)
 
 
 def assert_calls(
@@ -172,20 +172,20 @@ def assert_calls(
         buffer.copy_(torch.rand_like(buffer))
         expected = plain(buffer.clone())
         with step(tokens, mode):
-            found = wrapper(buffer)
-        assert same(found, expected)
-        assert previous is None or not same(found, previous)
-        previous = copies(found)
+            result = wrapper(buffer)
+        assert same(result, expected)
+        assert previous is None or not same(result, previous)
+        previous = copies(result)
 
 
 def assert_counters(wrapper: Any, **expected: Any) -> None:
     """The numbers that are named, zero for those that are not, and their sum."""
     counters = wrapper.counters
     names = ("captures", "replays", "failures")
-    found = {name: getattr(counters, name) for name in names}
-    assert found == {name: expected.get(name, 0) for name in names}, counters
+    counts = {name: getattr(counters, name) for name in names}
+    assert counts == {name: expected.get(name, 0) for name in names}, counters
     assert counters.plain == expected.get("plain", {}), counters
-    assert counters.calls == sum(found.values()) + counters.plain.total(), counters
+    assert counters.calls == sum(counts.values()) + counters.plain.total(), counters
 
 
 def in_thread(target: Callable[[], Any]) -> tuple[Any, BaseException | None]:

@@ -101,8 +101,8 @@ def case(name: str, **settings: Any) -> Callable[[Any], Any]:
     """Register a module class, or a function as the ``forward`` of one."""
 
     def register(module: Any) -> Any:
-        made = module if isinstance(module, type) else type(name, (nn.Module,), {"forward": module})
-        CASES[name] = Case(made, **settings)
+        kind = module if isinstance(module, type) else type(name, (nn.Module,), {"forward": module})
+        CASES[name] = Case(kind, **settings)
         return module
 
     return register

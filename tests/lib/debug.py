@@ -83,8 +83,8 @@ def shown(text: str) -> str:
 def names_of(data: Any, indent: str = "") -> str:
     """The schema of plain data: a line for each name, with what it holds; of lists the first."""
     rows = []
-    for name, each in data.items():
-        inner, many = (each[0], " list") if isinstance(each, list) and each else (each, "")
+    for name, value in data.items():
+        inner, many = (value[0], " list") if isinstance(value, list) and value else (value, "")
         kind = "" if isinstance(inner, dict) else f" {type(inner).__name__}"
         rows.append(f"{indent}{name}:{many}{kind}")
         if isinstance(inner, dict):
@@ -108,13 +108,13 @@ def examine(model: Any, *args: Any, **more: Any) -> Diagnosis:
 
 def by_line(diagnosis: Diagnosis) -> dict[str, Finding]:
     """The findings by the marker of their line; by their op where the line has none."""
-    found: dict[str, Finding] = {}
+    named: dict[str, Finding] = {}
     for finding in diagnosis.findings:
         assert finding.fix
         key = marker(finding.source) or finding.op
-        assert key not in found, str(diagnosis)
-        found[key] = finding
-    return found
+        assert key not in named, str(diagnosis)
+        named[key] = finding
+    return named
 
 
 def kinds(diagnosis: Diagnosis) -> dict[str, str]:

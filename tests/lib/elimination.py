@@ -14,8 +14,8 @@ SPLITTING = ("cgtest::scale_", "cgtest::attend")
 
 def aliases(inputs: Any, results: Any) -> list[tuple[bool, bool]]:
     """Of each two tensors given or returned: whether they share memory, whether they are one."""
-    found = [t for t in (*inputs, *results) if isinstance(t, torch.Tensor)]
-    pairs = [(a, b) for i, a in enumerate(found) for b in found[:i]]
+    tensors = [t for t in (*inputs, *results) if isinstance(t, torch.Tensor)]
+    pairs = [(a, b) for i, a in enumerate(tensors) for b in tensors[:i]]
     return [(a.untyped_storage()._cdata == b.untyped_storage()._cdata, a is b) for a, b in pairs]
 
 
@@ -24,7 +24,7 @@ def run(
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...], cgcompile.Backend | None]:
     """(results, inputs afterwards, backend); eager without settings."""
     library()
-    given = tuple(each.clone() for each in inputs)
+    arguments = tuple(each.clone() for each in inputs)
     backend = None
     if settings:
         torch._dynamo.reset()
@@ -33,8 +33,8 @@ def run(
         function = torch.compile(function, backend=backend, dynamic=True, fullgraph=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        results = function(*given)
-    return results if isinstance(results, tuple) else (results,), given, backend
+        results = function(*arguments)
+    return results if isinstance(results, tuple) else (results,), arguments, backend
 
 
 def removed(
@@ -44,11 +44,11 @@ def removed(
     expected, inputs_after, _ = run(function, inputs)
     for disabled in ((), OPTIONAL):
         settings |= {"compiler": compiler, "disabled_passes": disabled}
-        found, given, backend = run(function, inputs, **settings)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(given, inputs_after, rtol=0, atol=0, equal_nan=True)
+        results, inputs_written, backend = run(function, inputs, **settings)
+        torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(inputs_written, inputs_after, rtol=0, atol=0, equal_nan=True)
         if compiler == "eager":
-            assert aliases(given, found) == aliases(inputs_after, expected)
+            assert aliases(inputs_written, results) == aliases(inputs_after, expected)
         assert backend is not None
         (graph,) = backend.graphs
         records = {r.name: dict(r.difference) for r in graph.split.passes if r.name in OPTIONAL}

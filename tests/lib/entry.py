@@ -129,11 +129,11 @@ def marked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(result: Any, expected: Any) -> None:
     """Bitwise on the CPU, where pieces run the kernels of eager."""
-    first = next(leaf for leaf in torch.utils._pytree.tree_leaves(found) if torch.is_tensor(leaf))
+    first = next(leaf for leaf in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(leaf))
     tolerance = (0.0, 0.0) if first.device.type == "cpu" else (2e-4, 2e-5)
-    torch.testing.assert_close(found, expected, rtol=tolerance[0], atol=tolerance[1])
+    torch.testing.assert_close(result, expected, rtol=tolerance[0], atol=tolerance[1])
 
 
 def assert_counts(

@@ -34,12 +34,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor)
 
 @cache
 def library() -> torch.library.Library:
-    made = torch.library.Library("cgserve", "FRAGMENT")
-    made.define("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
+    fragment = torch.library.Library("cgserve", "FRAGMENT")
+    fragment.define("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
     for key in ("CPU", "CUDA"):
-        made.impl("attend", attend, key)
-    torch.library.register_fake("cgserve::attend", lambda q, k, v, out: None, lib=made)
-    return made
+        fragment.impl("attend", attend, key)
+    torch.library.register_fake("cgserve::attend", lambda q, k, v, out: None, lib=fragment)
+    return fragment
 
 
 class Layer(nn.Module):
@@ -121,10 +121,10 @@ def with_inputs(batch: Batch, **inputs: torch.Tensor | None) -> Batch:
 
 def eager(model: Any, batch: Batch) -> Any:
     """The step without padding and without graphs."""
-    given = {k: v for k, v in batch.inputs.items() if k != "query_start_loc"}
+    arguments = {k: v for k, v in batch.inputs.items() if k != "query_start_loc"}
     starts = batch.inputs["query_start_loc"]
     with torch.inference_mode(), set_forward_context(starts):
-        return model(**given)
+        return model(**arguments)
 
 
 def dispatcher(mode: str, **more: Any) -> CudagraphDispatcher:
@@ -151,7 +151,7 @@ def manager(
     """A manager of a model that is plain (not compiled) or compiled; ``wrapped`` makes a callable."""
     library()
     torch.manual_seed(1)
-    made = (Decoder() if model is None else model).to(device).eval()
+    module = (Decoder() if model is None else model).to(device).eval()
     op = SplittingOp("cgserve::attend", support=AttentionCGSupport.ALWAYS)
     config = cgcompile.CompilationConfig(
         splitting_ops=(op,),
@@ -159,9 +159,9 @@ def manager(
         compiler="eager",
         strict=strict,
     )
-    called: Any = made
+    called: Any = module
     if kind == "compiled":
-        called = torch.compile(made, backend=cgcompile.Backend(config), dynamic=True)
+        called = torch.compile(module, backend=cgcompile.Backend(config), dynamic=True)
     if wrapped is not None:
         called = wrapped(called)
     settings = {"inputs": INPUTS, "metadata": metadata, **more}
@@ -170,13 +170,13 @@ def manager(
     )
 
 
-def inner(made: CudaGraphManager) -> Any:
+def inner(graph_manager: CudaGraphManager) -> Any:
     """The module of a manager, compiled or not."""
-    return original_of(made.model)
+    return original_of(graph_manager.model)
 
 
-def check(made: CudaGraphManager, batch: Batch, **restrictions: Any) -> Any:
+def check(graph_manager: CudaGraphManager, batch: Batch, **restrictions: Any) -> Any:
     """Run one step, which must equal eager; attention sums over padded rows in another order."""
-    found = made.run(batch, **restrictions)
-    torch.testing.assert_close(found, eager(inner(made), batch), rtol=1e-5, atol=1e-5)
-    return found
+    result = graph_manager.run(batch, **restrictions)
+    torch.testing.assert_close(result, eager(inner(graph_manager), batch), rtol=1e-5, atol=1e-5)
+    return result

@@ -44,17 +44,19 @@ def dispatcher(mode: Mode = Mode.FULL_AND_PIECEWISE, sizes=SIZES, **more: Any):
     return CudagraphDispatcher(mode, sizes, **settings)
 
 
-def short(found: Dispatched) -> str:
+def short(dispatched: Dispatched) -> str:
     """``FULL(8t,8r,u1)``: 8 tokens, 8 requests, uniform of length 1."""
-    key = found.descriptor
+    key = dispatched.descriptor
     words = [f"{key.num_tokens}t"]
     words += [f"{key.num_reqs}r"] if key.num_reqs is not None else []
     words += [f"u{key.query_len}"] if key.uniform else []
     words += [f"<={key.max_query_len}"] if key.max_query_len is not None else []
     words += [f"L{key.num_active_loras}"] if key.has_lora else []
     words += [str(key.extra)] if key.extra else []
-    name = "PW" if found.mode is Mode.PIECEWISE else found.mode.name
-    return f"{name}({','.join(words)})" + (f" {found.why.reason.value}" if found.why else "")
+    name = "PW" if dispatched.mode is Mode.PIECEWISE else dispatched.mode.name
+    return f"{name}({','.join(words)})" + (
+        f" {dispatched.why.reason.value}" if dispatched.why else ""
+    )
 
 
 def lora_count(lora: LoraCases, batch: Batch) -> int | None:
@@ -86,13 +88,13 @@ def reference(dispatcher: CudagraphDispatcher, lora: LoraCases, batch: Batch, re
     """Mode and descriptor by search: the smallest ready one that serves, FULL before PIECEWISE."""
     count = lora_count(lora, batch)
     for mode in (Mode.FULL, Mode.PIECEWISE):
-        found = [
+        serving = [
             key
             for planned, key in dispatcher.plan()
             if planned is mode and batch.num_tokens and serves(mode, key, batch, count)
         ]
-        found.sort(key=lambda key: (key.num_tokens, not key.uniform, key.max_query_len or 0))
-        usable = [key for key in found if ready(mode, key)]
+        serving.sort(key=lambda key: (key.num_tokens, not key.uniform, key.max_query_len or 0))
+        usable = [key for key in serving if ready(mode, key)]
         if usable and mode in allowed:
             return mode, usable[0]
     return Mode.NONE, BatchDescriptor(batch.num_tokens)
@@ -121,14 +123,14 @@ def least_ladder_cost(
     nothing[0, 0] = 0
     best, cost = [(0, nothing)], math.inf
     for size, more in zip(sizes, taken, strict=True):
-        found = np.full(shape, math.inf)
+        least = np.full(shape, math.inf)
         steps = sum(times for rows, times in histogram.items() if rows <= size)
         graphs, room = shape[0] - one, shape[1] - more
         if graphs > 0 and room > 0:
             for before, costs in best:
                 here = costs[:graphs, :room] + (steps - before) * cost_of(size)
-                found[one:, more:] = np.minimum(found[one:, more:], here)
-        best.append((steps, found))
+                least[one:, more:] = np.minimum(least[one:, more:], here)
+        best.append((steps, least))
     for size, (_, costs) in zip((0, *sizes), best, strict=True):
         if plain is not None:
             above = sum(plain(rows) * times for rows, times in histogram.items() if rows > size)

@@ -151,15 +151,15 @@ def all_reduce(x: torch.Tensor) -> None:
 
 @cache
 def library() -> torch.library.Library:
-    made = torch.library.Library("cgparallel", "FRAGMENT")
-    made.define("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
-    made.define("all_reduce(Tensor(a!) x) -> ()")
+    fragment = torch.library.Library("cgparallel", "FRAGMENT")
+    fragment.define("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
+    fragment.define("all_reduce(Tensor(a!) x) -> ()")
     for key in ("CPU", "CUDA"):
-        made.impl("attend", attend, key)
-        made.impl("all_reduce", all_reduce, key)
-    torch.library.register_fake("cgparallel::attend", lambda q, k, v, out: None, lib=made)
-    torch.library.register_fake("cgparallel::all_reduce", lambda x: None, lib=made)
-    return made
+        fragment.impl("attend", attend, key)
+        fragment.impl("all_reduce", all_reduce, key)
+    torch.library.register_fake("cgparallel::attend", lambda q, k, v, out: None, lib=fragment)
+    torch.library.register_fake("cgparallel::all_reduce", lambda x: None, lib=fragment)
+    return fragment
 
 
 @dataclass(frozen=True)
@@ -265,40 +265,40 @@ def unsharded(device: str) -> Callable[[Batch], torch.Tensor]:
     return partial(eager, Decoder(Shard()).to(device).eval())
 
 
-def check_mode(made: CudaGraphManager, alone: Any, device: str, rounds: int = 2) -> Any:
+def check_mode(manager: CudaGraphManager, alone: Any, device: str, rounds: int = 2) -> Any:
     """Run all batches and compare with the results of one rank.
 
     Returns:
         (captures, replays, modes of the batches, tokens of all batches).
     """
-    for bulk in made.capture().values():
+    for bulk in manager.capture().values():
         assert bulk.missing == (), bulk
-    captures, before = made.counters.captures, made.counters.replays
+    captures, before = manager.counters.captures, manager.counters.replays
     modes, tokens = "", []
     for seed in range(rounds):
         previous = None
         for batch in batches(seed, device):
-            modes += made.dispatched(batch).mode.name[0]
-            logits = made.run(batch)
+            modes += manager.dispatched(batch).mode.name[0]
+            logits = manager.run(batch)
             expected = alone(batch)
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
             assert torch.equal(logits.argmax(-1), expected.argmax(-1))
             assert previous is None or not torch.equal(previous, logits[0])
             previous = logits[0].clone()
             tokens += logits.argmax(-1).tolist()
-    return captures, made.counters.replays - before, modes, tokens
+    return captures, manager.counters.replays - before, modes, tokens
 
 
 def every_mode(shard: Shard, compiler: str | None, device: str) -> dict[str, Any]:
     """What :func:`check_mode` found in each mode; one model for all."""
-    found = {}
+    results = {}
     alone = unsharded(device)
     model, config = model_of(shard, device, compiler)
     for mode in MODES:
-        made = manager_of(mode, model, config, device)
-        found[mode] = check_mode(made, alone, device)
-        made.release()
-    return found
+        manager = manager_of(mode, model, config, device)
+        results[mode] = check_mode(manager, alone, device)
+        manager.release()
+    return results
 
 
 def check_every_mode(first: dict[str, Any], second: dict[str, Any]) -> None:
@@ -313,33 +313,37 @@ def check_every_mode(first: dict[str, Any], second: dict[str, Any]) -> None:
         assert same == tokens
 
 
-def other_inputs(made: CudaGraphManager, rank: int, device: str) -> tuple[int, list[torch.Tensor]]:
+def other_inputs(
+    manager: CudaGraphManager, rank: int, device: str
+) -> tuple[int, list[torch.Tensor]]:
     """The number of graphs of a FULL step, and its results as only rank 1 changes its tokens."""
-    made.capture()
-    entries = made.wrappers[0].concrete_cudagraph_entries
+    manager.capture()
+    entries = manager.wrappers[0].concrete_cudagraph_entries
     (entry,) = [entry for key, entry in entries.items() if key.num_tokens == 16]
-    made.run(batches(0, device)[-1])
+    manager.run(batches(0, device)[-1])
     results = []
     for token in (3, 3, 4):
         if rank == 1:
-            made.inputs.buffers["input_ids"].fill_(token)
-        results.append(made.run_fullgraph(16).cpu().clone())
+            manager.inputs.buffers["input_ids"].fill_(token)
+        results.append(manager.run_fullgraph(16).cpu().clone())
     return entry.sequence.num_graphs, results
 
 
 def forced(shard: Shard, device: str, agreed: Agreement) -> str:
     """The error of a rank where one replays another size; the next steps are right."""
-    made = manager_of("FULL", *model_of(shard, device), device, agreed)
-    made.capture()
-    error = caught(lambda: made.run_fullgraph((8, 4)[shard.rank]))
+    manager = manager_of("FULL", *model_of(shard, device), device, agreed)
+    manager.capture()
+    error = caught(lambda: manager.run_fullgraph((8, 4)[shard.rank]))
     alone = unsharded(device)
     for batch in batches(0, device):
-        torch.testing.assert_close(made.run(batch), alone(batch), rtol=1e-4, atol=1e-4)
-    before = made.counters.replays
-    result = made.run(None if shard.rank else batches(0, device)[1])  # its collectives find padding
+        torch.testing.assert_close(manager.run(batch), alone(batch), rtol=1e-4, atol=1e-4)
+    before = manager.counters.replays
+    result = manager.run(
+        None if shard.rank else batches(0, device)[1]
+    )  # its collectives find padding
     assert (result is None) is (shard.rank == 1)
-    assert made.counters.replays == before + 1
-    made.release()
+    assert manager.counters.replays == before + 1
+    manager.release()
     return error
 
 

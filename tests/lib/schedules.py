@@ -115,12 +115,12 @@ def operators() -> torch.library.Library:
 
     def fresh(q, k, v, n):
         real, result = _attention(q, k, v)
-        made = torch.zeros(q.shape, device=q.device)
-        made[:real] = result / n
+        padded = torch.zeros(q.shape, device=q.device)
+        padded[:real] = result / n
         context = current_forward_context()
         if context is None or context.cudagraph_runtime_mode is not FULL:
-            Ambient.held.append(made)
-        return made
+            Ambient.held.append(padded)
+        return padded
 
     for key in ("CPU", "CUDA"):
         lib.impl("attend", attend, key)
@@ -184,13 +184,13 @@ class Batch(NamedTuple):
 
 def batches(modes: tuple[CUDAGraphMode, ...]) -> list[Batch]:
     """All that a schedule may ask for in these modes."""
-    found = []
+    menu = []
     for mode in modes:
         for size in SIZES:
             for num_reqs in dict.fromkeys((None, size, (size + 1) // 2)):
                 for extra in ((), ("heat", 0.5)):
-                    found.append(Batch(mode, size, num_reqs, extra))
-    return found
+                    menu.append(Batch(mode, size, num_reqs, extra))
+    return menu
 
 
 class Do(NamedTuple):
@@ -219,12 +219,12 @@ BETWEEN = {
 
 def things_to_do(slots: int, more: dict[str, int]) -> list[Do]:
     """Everything that a schedule may draw, each as often as it is to come."""
-    found = []
+    things = []
     for what, times in {**STEPS, **more}.items():
-        found += [Do(what, position % slots) for position in range(times)]
+        things += [Do(what, position % slots) for position in range(times)]
     for what, times in {**PLAIN, **BETWEEN}.items():
-        found += [Do(what)] * times
-    return found
+        things += [Do(what)] * times
+    return things
 
 
 # ------------------------------------------------------------------ what must happen
@@ -307,8 +307,8 @@ class Engine:
         self.strict = settings["strict"]
         self.model = Decoder().eval().to(device)
         op = SplittingOp(f"cgsched::{scenario.op}", support=scenario.support)
-        given = {"capture_device": "host", "compiler": "eager", "splitting_ops": (op,)}
-        config = CompilationConfig(**given, **scenario.settings, **settings)
+        defaults = {"capture_device": "host", "compiler": "eager", "splitting_ops": (op,)}
+        config = CompilationConfig(**defaults, **scenario.settings, **settings)
         self.warmups = config.num_warmups if scenario.driver != "breakable" else 0
         if scenario.driver == "breakable":
             self.call: Any = BreakableCUDAGraphWrapper(self.model, config, scenario.runtime_mode)
@@ -444,12 +444,12 @@ class Engine:
         """What a settled step must do; the state follows."""
         inference = self.inference is not (do.what == "inference")
         raises = do.what == "raises"
-        found = self._expected(do, batch, inference)
-        if found.kind == "plain":
-            if self.strict and found.why not in EXPECTED:
+        outcome = self._expected(do, batch, inference)
+        if outcome.kind == "plain":
+            if self.strict and outcome.why not in EXPECTED:
                 return Outcome("raise", DispatchError)
-            return Outcome("raise", Asked) if raises else found
-        return found
+            return Outcome("raise", Asked) if raises else outcome
+        return outcome
 
     def _without_graphs(self, do: Do, batch: Batch, mode: CUDAGraphMode) -> Outcome | None:
         """What happens where no graph is looked for."""
@@ -518,7 +518,7 @@ class Engine:
         expected = self.expected(do, batch)
         before = self._counters()
         perform = Performance(self, do, batch, inference, graph)
-        found, error = in_thread(perform.run) if do.what == "thread" else perform.run_here()
+        result, error = in_thread(perform.run) if do.what == "thread" else perform.run_here()
         done = self._counters()
         perform.end()
         if expected.kind == "raise":
@@ -529,7 +529,7 @@ class Engine:
         self.outcomes["steps"] += 1
         self.outcomes[expected.kind] += 1
         if error is None:
-            self._check_result(perform, found)
+            self._check_result(perform, result)
         del error
         return do, expected
 
@@ -543,30 +543,34 @@ class Engine:
 
     def _check_counters(self, expected: Outcome, before: Counters, after: Counters) -> None:
         names = ("captures", "replays", "failures")
-        found = {name: getattr(after, name) - getattr(before, name) for name in names}
+        counted = {name: getattr(after, name) - getattr(before, name) for name in names}
         plain = dict(after.plain - before.plain)
         singular = {"capture": "captures", "replay": "replays", "raise": "failures"}
         wanted = {name: int(name == singular.get(expected.kind)) for name in names}
         reasons = {expected.why: 1} if expected.kind == "plain" else {}
-        assert (found, plain) == (wanted, reasons), f"{expected} expected, counted {found}, {plain}"
+        assert (counted, plain) == (wanted, reasons), (
+            f"{expected} expected, counted {counted}, {plain}"
+        )
         assert after.calls == before.calls + 1
 
-    def _check_result(self, perform: "Performance", found: torch.Tensor) -> None:
+    def _check_result(self, perform: "Performance", result: torch.Tensor) -> None:
         real, wanted = perform.real, perform.wanted
-        assert found.shape == wanted.shape
-        assert_same(found[:real].detach(), wanted[:real].detach())
-        assert bool(found[:real].any())
+        assert result.shape == wanted.shape
+        assert_same(result[:real].detach(), wanted[:real].detach())
+        assert bool(result[:real].any())
         last = self.previous
         assert (
-            last is None or last.shape != found[:real].shape or not torch.equal(last, found[:real])
+            last is None
+            or last.shape != result[:real].shape
+            or not torch.equal(last, result[:real])
         )
         assert torch.equal(perform.x, perform.given), "the step has written its input"
         assert float(self.tally) == LAYERS, f"{float(self.tally)} attentions ran"
         if self.kept is not None:  # a caller without a context owns what it was given
             torch.testing.assert_close(*self.kept, rtol=0, atol=0, equal_nan=True)
-        self.previous = found[:real].detach().clone()
+        self.previous = result[:real].detach().clone()
         if self.scenario.driver == "auto":
-            self.kept = found, found.clone()
+            self.kept = result, result.clone()
 
 
 class Performance:

@@ -20,18 +20,18 @@ from cgcompile.reasons import Reason
 def split_of(model: nn.Module, *inputs: torch.Tensor, **settings) -> cgcompile.passes.SplitGraph:
     """The split of a model that cannot run here: compilation is stopped once it is printed."""
     backend = cgcompile.Backend(compiler="eager", **settings)
-    found = []
+    splits = []
 
     def stop(gm, example_inputs):
         compiled = backend(gm, example_inputs)
-        found.append(compiled.split)
+        splits.append(compiled.split)
         return gm.forward
 
-    for each in inputs:
-        torch._dynamo.mark_dynamic(each, 0)
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
     with torch.no_grad():
         torch.compile(model, backend=stop, fullgraph=True)(*inputs)
-    return found[0]
+    return splits[0]
 
 
 class Experts(nn.Module):
@@ -103,8 +103,8 @@ def test_collective_over_gloo_is_a_boundary(gloo) -> None:
     backend = cgcompile.Backend(compiler="eager")
     torch._dynamo.mark_dynamic(x, 0)
     with torch.no_grad():
-        found = torch.compile(Reduce(), backend=backend, fullgraph=True)(x)
-    torch.testing.assert_close(found, x.sin().cos())
+        result = torch.compile(Reduce(), backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(result, x.sin().cos())
     pieces = backend.graphs[0].split.pieces
     assert [piece.capture for piece in pieces] == [True, False, True]
     assert {why.reason for why in pieces[1].why} == {Reason.COLLECTIVE}

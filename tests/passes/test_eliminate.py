@@ -207,8 +207,8 @@ def test_dropout_that_is_off_aliases_as_in_eager() -> None:
         return view + 1, y
 
     for compiler in ("eager", "aot"):
-        found, _, _ = run(program, (t := x(),), compiler=compiler)
-        assert torch.equal(found[0], program(t)[0])
+        results, _, _ = run(program, (t := x(),), compiler=compiler)
+        assert torch.equal(results[0], program(t)[0])
 
 
 def test_views_of_what_went_are_known_to_share_its_memory() -> None:
@@ -234,8 +234,8 @@ def test_views_of_what_went_are_known_to_share_its_memory() -> None:
     assert gm is not None
     keys = {}
     for node in gm.graph.nodes:
-        found = node.meta.get("example_value")
-        parts = found if isinstance(found, (tuple, list)) else [found]
+        value = node.meta.get("example_value")
+        parts = value if isinstance(value, (tuple, list)) else [value]
         keys[node.name] = [p.untyped_storage()._cdata for p in parts if isinstance(p, torch.Tensor)]
     assert "dropped" not in keys
     assert "copy" not in keys
@@ -269,9 +269,9 @@ def test_parameters_and_gradients_keep_their_history() -> None:
     backend = cgcompile.Backend(compiler="eager")
     with torch.enable_grad():
         torch.compile(program, backend=backend)(t := x()).backward()
-        found, weight.grad = weight.grad, None
+        gradient, weight.grad = weight.grad, None
         program(t).backward()
-    assert torch.equal(found, weight.grad)
+    assert torch.equal(gradient, weight.grad)
 
 
 def test_functorch_regions_are_left_alone() -> None:
@@ -403,9 +403,9 @@ def test_a_copy_that_a_gradient_needs_stays() -> None:
     backend = cgcompile.Backend(compiler="eager")
     with torch.enable_grad():
         torch.compile(program, backend=backend)(t := x()).backward()
-        found, weight.grad = weight.grad, None
+        gradient, weight.grad = weight.grad, None
         program(t).backward()
-    assert torch.equal(found, weight.grad)
+    assert torch.equal(gradient, weight.grad)
 
 
 def test_a_copy_in_an_eager_region_or_declared_stays() -> None:
@@ -453,10 +453,10 @@ def test_replayed_steps_write_the_source_at_every_replay() -> None:
     with torch.inference_mode():
         for _ in range(4):
             t = x()
-            found = compiled(t)
-            assert torch.equal(found, program(t))
-            assert previous is None or not torch.equal(found, previous)
-            previous = found.clone()
+            result = compiled(t)
+            assert torch.equal(result, program(t))
+            assert previous is None or not torch.equal(result, previous)
+            previous = result.clone()
     assert backend.counters.replays == 2
 
 

@@ -27,8 +27,8 @@ class Program(nn.Module):
     def forward(self, x, y):
         values = [x, y, x * 2]
         for op, i, j in self.steps:
-            made = OPS[op](values[-1 - i % len(values)], values[-1 - j % len(values)])
-            values += [made] if isinstance(made, torch.Tensor) else made or []
+            result = OPS[op](values[-1 - i % len(values)], values[-1 - j % len(values)])
+            values += [result] if isinstance(result, torch.Tensor) else result or []
         return tuple(values[-1 - i % len(values)] for i in self.results)
 
 

@@ -40,7 +40,7 @@ def refused(*args, **kwargs) -> str:
     return str(error)
 
 
-def on_output(*calls, place: int = 0):
+def on_output(*calls, index: int = 0):
     """A pass that puts calls around one output."""
 
     def change(gm: fx.GraphModule) -> None:
@@ -48,7 +48,7 @@ def on_output(*calls, place: int = 0):
         results = list(output.args[0])
         with gm.graph.inserting_before(output):
             for function, *rest in calls:
-                results[place] = gm.graph.call_function(function, (results[place], *rest))
+                results[index] = gm.graph.call_function(function, (results[index], *rest))
         output.args = (tuple(results),)
 
     return change
@@ -57,7 +57,7 @@ def on_output(*calls, place: int = 0):
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
-    ("calls", "found"),
+    ("calls", "changed"),
     [
         ([(torch.sum,)], "f32[]"),
         ([(torch.Tensor.double,)], "f64[{n}, 4, 16]"),
@@ -66,11 +66,11 @@ def on_output(*calls, place: int = 0):
         ([(torch.flatten, 1)], "f32[{n}, 64]"),
     ],
 )
-def test_another_output_names_the_pass(where: str, dynamic: bool, calls, found: str) -> None:
+def test_another_output_names_the_pass(where: str, dynamic: bool, calls, changed: str) -> None:
     text = refused(Attention(), on_output(*calls), where, torch.randn(6, 4, D), dynamic=dynamic)
     size = "s0" if dynamic else "6"
     assert "pass 'mine' changed output 0 of " + ("graph" if where[0] == "g" else "piece_") in text
-    assert found.format(n=size) in text
+    assert changed.format(n=size) in text
     assert f"expected f32[{size}, 4, 16]" in text
 
 
@@ -99,9 +99,9 @@ def test_another_function_and_a_wrong_value_of_the_pass(where: str) -> None:
         output = gm.graph.output_node()
         (result,) = output.args[0]
         with gm.graph.inserting_before(output):
-            made = gm.graph.call_function(torch.sum, (result, 0))
-        made.meta = result.meta.copy()
-        output.args = ((made,),)
+            lie = gm.graph.call_function(torch.sum, (result, 0))
+        lie.meta = result.meta.copy()
+        output.args = ((lie,),)
 
     def model(x):
         return torch.cumsum(x, 0)
@@ -134,7 +134,7 @@ def test_the_output_that_changed_is_counted() -> None:
         return x.sin(), x.cos()
 
     text = refused(
-        model, on_output((torch.Tensor.half,), place=1), "graph_passes", torch.randn(6, 4)
+        model, on_output((torch.Tensor.half,), index=1), "graph_passes", torch.randn(6, 4)
     )
     assert "changed output 1 of graph: it is f16[s0, 4]" in text
 
@@ -152,14 +152,14 @@ def test_the_same_size_in_other_words_is_the_same(where: str) -> None:
             count = graph.call_function(operator.mul, (rows, 2))
             flat = graph.call_method("reshape", (result, count, -1))
             half = graph.call_function(operator.floordiv, (count, 2))
-            made = graph.call_method("reshape", (flat, half, 4, D))
-            more = graph.call_function(operator.add, (made, 1.0))
+            split = graph.call_method("reshape", (flat, half, 4, D))
+            more = graph.call_function(operator.add, (split, 1.0))
         output.args = ((more,),)
 
     x = torch.randn(6, 4, D)
     with torch.no_grad():
-        found = compiled(nn.Sequential(nn.Linear(D, D), nn.Sigmoid()), reshaped, where, x)
-    assert found.shape == x.shape
+        actual = compiled(nn.Sequential(nn.Linear(D, D), nn.Sigmoid()), reshaped, where, x)
+    assert actual.shape == x.shape
     model = nn.Linear(D, D)
     torch.testing.assert_close(compiled(model, reshaped, where, x), model(x) + 1)
 
@@ -175,12 +175,12 @@ def test_a_size_that_a_guard_makes_equal_is_the_same() -> None:
         output = gm.graph.output_node()
         x = next(n for n in gm.graph.find_nodes(op="placeholder") if "x" in n.name)
         with gm.graph.inserting_before(output):
-            made = gm.graph.call_function(torch.add, (x, 1))
-        output.args = ((made,),)
+            total = gm.graph.call_function(torch.add, (x, 1))
+        output.args = ((total,),)
 
     x = torch.randn(6, 4)
-    found = compiled(model, direct, "graph_passes", x, torch.randn(6))
-    torch.testing.assert_close(found, x + 1)
+    result = compiled(model, direct, "graph_passes", x, torch.randn(6))
+    torch.testing.assert_close(result, x + 1)
 
 
 def test_unbacked_sizes_and_results_that_are_no_tensors() -> None:
@@ -198,11 +198,11 @@ def test_unbacked_sizes_and_results_that_are_no_tensors() -> None:
 
     x = torch.randn(8)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        found = compiled(model, again, "graph_passes", x)
+        result = compiled(model, again, "graph_passes", x)
         kept = (x[x > 0] + 1).exp()
-        torch.testing.assert_close(found[0], kept)
-        torch.testing.assert_close(found[4], kept.cos())
-        assert found[1:4] == (8, 16, None)
+        torch.testing.assert_close(result[0], kept)
+        torch.testing.assert_close(result[4], kept.cos())
+        assert result[1:4] == (8, 16, None)
         text = refused(model, on_output((torch.Tensor.double,)), "graph_passes", torch.randn(8))
     assert "changed output 0 of graph: it is f64[" in text
 
@@ -223,9 +223,9 @@ def test_under_autocast_a_node_is_what_it_is_there() -> None:
 
     x = torch.randn(6, D)
     for where in WHERE:
-        found = compiled(model, relu_twice, where, x)
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found, model(x))
+        result = compiled(model, relu_twice, where, x)
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(result, model(x))
 
 
 def test_strides_stay_where_another_piece_takes_the_output() -> None:
@@ -242,10 +242,10 @@ def test_strides_stay_where_another_piece_takes_the_output() -> None:
     text = refused(Attention(), first_only, "piece_passes", x)
     assert "pass 'mine' changed output 0 of piece_0: it is f32[s0, 4, 16] on cpu, strides" in text
     # Only the caller has this one.
-    found = compiled(Attention(), last_only, "piece_passes", x)
-    torch.testing.assert_close(found, Attention()(x))
-    found = compiled(Attention(), turned, "graph_passes", x)
-    torch.testing.assert_close(found, Attention()(x))
+    result = compiled(Attention(), last_only, "piece_passes", x)
+    torch.testing.assert_close(result, Attention()(x))
+    result = compiled(Attention(), turned, "graph_passes", x)
+    torch.testing.assert_close(result, Attention()(x))
 
 
 def _identity(value: torch.Tensor) -> fx.GraphModule:
@@ -284,5 +284,5 @@ def test_the_next_good_pass_works_after_a_refused_one() -> None:
     x = torch.randn(6, 4, D)
     refused(Attention(), on_output((torch.sum,)), "graph_passes", x)
     torch._dynamo.reset()
-    found = compiled(Attention(), on_output((torch.neg,)), "graph_passes", x)
-    torch.testing.assert_close(found, -Attention()(x))
+    result = compiled(Attention(), on_output((torch.neg,)), "graph_passes", x)
+    torch.testing.assert_close(result, -Attention()(x))

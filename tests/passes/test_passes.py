@@ -21,8 +21,8 @@ def run(model: nn.Module, x: torch.Tensor, **settings) -> tuple[torch.Tensor, cg
     backend = cgcompile.Backend(compiler="eager", **settings)
     torch._dynamo.mark_dynamic(x, 0)
     with torch.no_grad():
-        found = torch.compile(model, backend=backend)(x)
-    return found, backend
+        result = torch.compile(model, backend=backend)(x)
+    return result, backend
 
 
 def replace_sin_by_cos(gm: fx.GraphModule) -> None:
@@ -47,9 +47,9 @@ def test_pass_over_the_whole_graph_runs_before_the_split() -> None:
         replace_sin_by_cos(gm)
 
     x = torch.randn(6, 4, D)
-    found, backend = run(SinAttention(), x, graph_passes=(FunctionPass("look", look),))
+    result, backend = run(SinAttention(), x, graph_passes=(FunctionPass("look", look),))
     expected = nn.functional.scaled_dot_product_attention(x.cos(), x, x).cos()
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
     assert len(seen) == 1
     assert any("scaled_dot_product_attention" in target for target in seen[0])
     assert [piece.capture for piece in backend.graphs[0].split.pieces] == [True, False, True]
@@ -72,9 +72,9 @@ def test_pass_over_pieces_runs_once_per_distinct_captured_piece() -> None:
 
 def test_a_piece_pass_changes_what_is_compiled_everywhere() -> None:
     x = torch.randn(6, 4, D)
-    found, _ = run(SinAttention(), x, piece_passes=(FunctionPass("cos", replace_sin_by_cos),))
+    result, _ = run(SinAttention(), x, piece_passes=(FunctionPass("cos", replace_sin_by_cos),))
     torch.testing.assert_close(
-        found, nn.functional.scaled_dot_product_attention(x.cos(), x, x).cos()
+        result, nn.functional.scaled_dot_product_attention(x.cos(), x, x).cos()
     )
 
 
@@ -85,8 +85,8 @@ def test_a_pass_may_return_another_graph() -> None:
         return fx.GraphModule(gm, graph)
 
     x = torch.randn(6, 4, D)
-    found, _ = run(SinAttention(), x, piece_passes=(FunctionPass("rebuilt", rebuilt),))
-    torch.testing.assert_close(found, SinAttention()(x))
+    result, _ = run(SinAttention(), x, piece_passes=(FunctionPass("rebuilt", rebuilt),))
+    torch.testing.assert_close(result, SinAttention()(x))
 
 
 def test_new_nodes_get_fake_values_before_the_split() -> None:
@@ -99,8 +99,8 @@ def test_new_nodes_get_fake_values_before_the_split() -> None:
         output.args = ((scaled,),)
 
     x = torch.randn(6, 4, D)
-    found, backend = run(SinAttention(), x, graph_passes=(FunctionPass("rows", add_row_count),))
-    torch.testing.assert_close(found, SinAttention()(x) * 6)
+    actual, backend = run(SinAttention(), x, graph_passes=(FunctionPass("rows", add_row_count),))
+    torch.testing.assert_close(actual, SinAttention()(x) * 6)
     last = backend.graphs[0].split.pieces[-1]
     assert not [name for name in last.outputs if name == "size"]  # no size leaves a piece
 
@@ -237,8 +237,8 @@ class NoOps(nn.Module):
 class Records(TestCase):
     def check(self, expected: str, **settings) -> None:
         _, backend = run(NoOps(), torch.randn(6, 4, D), **settings)
-        found = backend.graphs[0].split.passes_text(seconds=False)
-        self.assertExpectedInline(found, expected, skip=1)
+        text = backend.graphs[0].split.passes_text(seconds=False)
+        self.assertExpectedInline(text, expected, skip=1)
 
     def test_of_a_graph_and_its_pieces(self) -> None:
         cos = FunctionPass("cos", replace_sin_by_cos)
@@ -300,12 +300,12 @@ def test_records_are_logged_at_debug_level(caplog) -> None:
 def test_a_pass_can_be_left_out_by_name() -> None:
     x = torch.randn(6, 4, D)
     passes = (FunctionPass("cos", replace_sin_by_cos), FunctionPass("look", lambda gm: None))
-    found, backend = run(SinAttention(), x, graph_passes=passes, disabled_passes=("cos",))
-    torch.testing.assert_close(found, SinAttention()(x))
+    result, backend = run(SinAttention(), x, graph_passes=passes, disabled_passes=("cos",))
+    torch.testing.assert_close(result, SinAttention()(x))
     names = [record.name for record in backend.graphs[0].split.passes]
     assert names == ["look", *PIPELINE]
-    found, _ = run(SinAttention(), x, piece_passes=passes, disabled_passes="cos,look")
-    torch.testing.assert_close(found, SinAttention()(x))
+    result, _ = run(SinAttention(), x, piece_passes=passes, disabled_passes="cos,look")
+    torch.testing.assert_close(result, SinAttention()(x))
 
 
 def test_a_manager_leaves_disabled_passes_out() -> None:
@@ -340,8 +340,8 @@ def test_the_pipeline_knows_its_names() -> None:
 def pieces_of(name: str) -> tuple[cgcompile.passes.Piece, ...]:
     case = CASES[name]
     inputs = case.inputs(case.sizes[0])
-    for each in inputs:
-        torch._dynamo.mark_dynamic(each, 0)
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
     backend = cgcompile.Backend(compiler="eager", **case.settings)
     with torch.no_grad():
         torch.compile(build(case), backend=backend)(*inputs)
@@ -384,8 +384,8 @@ def test_hazards_that_cannot_be_sunk_are_left_uncompiled() -> None:
     expected_base = base.clone()
     with torch.no_grad():
         expected = TwoNames()(expected_base, expected_base[1:])
-        found = torch.compile(TwoNames(), backend=backend)(base, base[1:])
-    torch.testing.assert_close(found, expected)
+        result = torch.compile(TwoNames(), backend=backend)(base, base[1:])
+    torch.testing.assert_close(result, expected)
     torch.testing.assert_close(base, expected_base)
 
 

@@ -20,16 +20,16 @@ D = 32
 
 def fused(model, *inputs, dynamic=None, **kwargs) -> tuple[Fusions, torch.Tensor, torch.Tensor]:
     """Return what was fused, and the results of the fused graph and of eager."""
-    found = []
+    fusions = []
 
     def backend(gm, example_inputs):
-        found.append(fuse_small_linears(gm, lambda device: None))
+        fusions.append(fuse_small_linears(gm, lambda device: None))
         return gm.forward
 
     with torch.no_grad():
         expected = model(*inputs, **kwargs)
         result = torch.compile(model, backend=backend, dynamic=dynamic)(*inputs, **kwargs)
-    return found[0], result, expected
+    return fusions[0], result, expected
 
 
 def close(result: torch.Tensor, expected: torch.Tensor) -> None:
@@ -332,13 +332,13 @@ def test_two_dynamic_dims_need_the_name_of_the_batch(monkeypatch) -> None:
 
 
 def test_a_piece_in_which_nothing_is_fused_is_compiled_once() -> None:
-    found = []
+    sizes = []
     config = cgcompile.CompilationConfig(small_batch_kernels=True)
     x = torch.randn(4, D).bfloat16()
     split = cgcompile.explain(Block(), x, config=config, dynamic_dims={"x": {0: "n"}}).split
     for piece in split.distinct:
-        found += [variant.sizes for variant in size_ranges.Variants(split, config).of(piece)]
-    assert found == [None]
+        sizes += [variant.sizes for variant in size_ranges.Variants(split, config).of(piece)]
+    assert sizes == [None]
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])

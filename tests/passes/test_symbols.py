@@ -84,9 +84,9 @@ def test_a_range_refuses_a_size() -> None:
 
 def test_a_guard_that_the_compiler_adds_is_seen_too() -> None:
     def even_only(gm, fake_inputs):
-        for each in fake_inputs:
-            if isinstance(each, torch.SymInt):
-                assert each % 2 == 0
+        for value in fake_inputs:
+            if isinstance(value, torch.SymInt):
+                assert value % 2 == 0
         return gm.forward
 
     case = CASES["sdpa"]

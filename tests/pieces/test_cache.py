@@ -49,15 +49,15 @@ def run(first=6, **settings):
         compiled = torch.compile(step, backend=backend)
         inputs = [x, torch.cat([x, x]), x, x]  # the third is captured, the fourth replayed
         results = [compiled(each) for each in inputs]
-        for found, given in zip(results, inputs):
-            torch.testing.assert_close(found, step(given))
-    made = backend.graphs[-1].compilation
+        for result, value in zip(results, inputs):
+            torch.testing.assert_close(result, step(value))
+    compilation = backend.graphs[-1].compilation
     libraries = {str(p): p.stat().st_mtime_ns for p in pathlib.Path(folder).rglob("*.so")}
     return {
-        "how": [each.how for each in made.pieces],
-        "uncached": made.uncached,
-        "text": str(made),
-        "seconds": made.seconds,
+        "how": [each.how for each in compilation.pieces],
+        "uncached": compilation.uncached,
+        "text": str(compilation),
+        "seconds": compilation.seconds,
         "graphs": len(backend.graphs),
         "replays": backend.counters.replays,
         "results": [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in results],
@@ -162,13 +162,13 @@ def test_damaged_foreign_and_other_entries_are_compiled(cold, tmp_path: Path) ->
 
 def test_what_torch_cannot_save_runs_and_says_so() -> None:
     """The body of a higher-order op is one such thing, on some torch versions."""
-    found: list[tuple[bytes | None, str]] = []
+    outcomes: list[tuple[bytes | None, str]] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-        made, data, why = compat.compile_saveable(gm, fakes, {})
-        found.append((data, why))
-        return made
+        runnable, data, why = compat.compile_saveable(gm, fakes, {})
+        outcomes.append((data, why))
+        return runnable
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
@@ -177,7 +177,7 @@ def test_what_torch_cannot_save_runs_and_says_so() -> None:
         compiled = torch.compile(step, backend=backend)
         for x in (torch.ones(6), -torch.ones(6)):
             torch.testing.assert_close(compiled(x), step(x))
-    ((data, why),) = found
+    ((data, why),) = outcomes
     assert (data is None) == why.startswith("torch cannot save it")
 
 
@@ -236,7 +236,7 @@ class Asking:
 
 def made_for(size: int, cache: PieceCache, asking: Asking, kept: list[Any]) -> tuple[str, str, str]:
     """(how, key, guards of the graph afterwards) of one piece traced at a size."""
-    found: list[tuple[str, str, str]] = []
+    origins: list[tuple[str, str, str]] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -244,14 +244,14 @@ def made_for(size: int, cache: PieceCache, asking: Asking, kept: list[Any]) -> t
         kept.append(work.make(gm, fakes, "piece_0", "here"))
         (origin,) = work.result().pieces
         env = next(each for each in fakes if isinstance(each, torch.SymInt)).node.shape_env
-        found.append((origin.how, str(origin.key), str([each.expr for each in env.guards])))
+        origins.append((origin.how, str(origin.key), str([each.expr for each in env.guards])))
         return gm.forward
 
     torch._dynamo.reset()
     x = torch.ones(size, 4)
     torch._dynamo.maybe_mark_dynamic(x, 0)
     torch.compile(lambda x: x * 2, backend=backend)(x)
-    return found[0]
+    return origins[0]
 
 
 def test_guards_go_with_what_was_compiled_under_them() -> None:
@@ -321,7 +321,7 @@ def test_graphs_say_where_their_pieces_came_from() -> None:
     with torch.no_grad():
         kept = torch.compile(lambda x: x * 2, backend=backend)
         kept(torch.ones(3))
-    made = backend.graphs[0].compilation
-    assert [each.how for each in made.pieces] == ["compiled"]
-    assert made.uncached == {"piece_0": "caching is off"}
-    assert made.seconds > 0
+    compilation = backend.graphs[0].compilation
+    assert [each.how for each in compilation.pieces] == ["compiled"]
+    assert compilation.uncached == {"piece_0": "caching is off"}
+    assert compilation.seconds > 0

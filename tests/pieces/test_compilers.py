@@ -28,8 +28,8 @@ class Recorder:
 
 def run(model, *inputs: torch.Tensor, **settings) -> cgcompile.Backend:
     backend = cgcompile.Backend(**settings)
-    for each in inputs:
-        torch._dynamo.mark_dynamic(each, 0)
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
     with torch.no_grad():
         torch.compile(model, backend=backend)(*inputs)
     backend.keep_alive = model
@@ -71,11 +71,11 @@ def test_weights_of_another_tensor_class_are_not_shared() -> None:
     recorder = Recorder()
     with torch.no_grad():
         compiled = torch.compile(step, backend=cgcompile.Backend(compiler=recorder))
-        found = compiled(x, w, TwoTensor(u, u.clone()))
+        result = compiled(x, w, TwoTensor(u, u.clone()))
         expected = step(x, w, TwoTensor(u, u.clone()))
-    assert type(found[0]) is torch.Tensor
-    assert type(found[1]) is TwoTensor
-    torch.testing.assert_close(found[1].a, expected[1].a)
+    assert type(result[0]) is torch.Tensor
+    assert type(result[1]) is TwoTensor
+    torch.testing.assert_close(result[1].a, expected[1].a)
     targets = [{str(node.target) for node in gm.graph.nodes} for gm in recorder.pieces]
     assert len(targets) == 2
     assert "aten.mm.default" in targets[1] - targets[0]  # that of the parts of ``u``
@@ -108,7 +108,7 @@ def test_compiles_inside_the_backend_call_without_gradients() -> None:
     torch.compile(model, backend=backend)(x)  # grad mode is on
     assert recorder.grad_modes == [False, False]
     assert all(
-        isinstance(each, (torch.Tensor, torch.SymInt)) for row in recorder.inputs for each in row
+        isinstance(value, (torch.Tensor, torch.SymInt)) for row in recorder.inputs for value in row
     )
     assert any(isinstance(each, torch.SymInt) for each in recorder.inputs[0])
 
@@ -120,8 +120,8 @@ def test_compiled_pieces_are_what_runs() -> None:
     model = build(CASES["no_boundary"])
     x = torch.randn(6, 4, D)
     with torch.no_grad():
-        found = torch.compile(model, backend=cgcompile.Backend(compiler=doubling))(x)
-        torch.testing.assert_close(found, 2 * model(x))
+        result = torch.compile(model, backend=cgcompile.Backend(compiler=doubling))(x)
+        torch.testing.assert_close(result, 2 * model(x))
 
 
 def raised(model, *inputs: torch.Tensor, **settings) -> Exception:
@@ -141,10 +141,10 @@ def test_a_piece_whose_compiler_raises_may_run_uncompiled(caplog) -> None:
     backend = cgcompile.Backend(compiler=picky, on_compile_error="eager")
     with torch.no_grad(), caplog.at_level("WARNING", logger="cgcompile"):
         assert torch.equal(torch.compile(model, backend=backend)(x), model(x))
-    found = backend.graphs[0].compilation
-    assert (found.compiled, found.failed) == (1, 1)
-    assert [each.how for each in found.pieces] == ["failed", "compiled"]
-    assert "no kernel for this" in found.uncached["piece_0"]
+    compilation = backend.graphs[0].compilation
+    assert (compilation.compiled, compilation.failed) == (1, 1)
+    assert [each.how for each in compilation.pieces] == ["failed", "compiled"]
+    assert "no kernel for this" in compilation.uncached["piece_0"]
     assert "no kernel for this" in caplog.text
     assert "runs uncompiled" in caplog.text
 
@@ -181,18 +181,20 @@ def test_a_compiler_that_fixes_the_batch_size_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "found"),
+    ("wrong", "complaint"),
     [
         (lambda outputs: outputs[0], "no list"),
         (lambda outputs: [*outputs, *outputs], "of them"),
         (lambda outputs: 3, "no list"),
     ],
 )
-def test_results_of_a_users_compiler_are_counted(wrong, found: str) -> None:
+def test_results_of_a_users_compiler_are_counted(wrong, complaint: str) -> None:
     def compiler(gm, fake_inputs):
         return lambda *inputs: wrong(gm.forward(*inputs))
 
-    with pytest.raises(PieceCompileError, match=f"tuple or list of .* outputs; found .*{found}"):
+    with pytest.raises(
+        PieceCompileError, match=f"tuple or list of .* outputs; found .*{complaint}"
+    ):
         run(build(CASES["no_boundary"]), torch.randn(6, 4, D), compiler=compiler)
 
 
@@ -220,8 +222,8 @@ def test_a_graph_without_symbols_is_legal() -> None:
     model, x = build(CASES["sdpa"]), torch.randn(6, 4, D)
     backend = cgcompile.Backend(compiler="aot")
     with torch.no_grad():
-        found = torch.compile(model, backend=backend, dynamic=False)(x)
-        torch.testing.assert_close(found, model(x))
+        result = torch.compile(model, backend=backend, dynamic=False)(x)
+        torch.testing.assert_close(result, model(x))
     assert backend.graphs[0].split.symbols.dims == {}
 
 
@@ -244,8 +246,8 @@ def test_inductor_options_reach_inductor() -> None:
             torch.manual_seed(1)
             expected = model(x)
             torch.manual_seed(1)
-            found = torch.compile(model, backend=backend)(x)
-        same.append(torch.allclose(found, expected, rtol=1e-4, atol=1e-5))
+            result = torch.compile(model, backend=backend)(x)
+        same.append(torch.allclose(result, expected, rtol=1e-4, atol=1e-5))
     assert same == [True, False]
 
 

@@ -29,11 +29,11 @@ LAST, KERNELS = "post_grad_custom_post_pass", "_post_fusion_custom_pass"
 def traced(function: Callable[..., Any], *shapes: tuple[int, ...], device: str = "cuda") -> Any:
     """The ATen graph of a function, as if Inductor had made it, for fake tensors of these shapes."""
     with FakeTensorMode():
-        given = [torch.empty(shape, device=device) for shape in shapes]
-        made = make_fx(function)(*given)
-    for node in made.graph.nodes:
+        inputs = [torch.empty(shape, device=device) for shape in shapes]
+        gm = make_fx(function)(*inputs)
+    for node in gm.graph.nodes:
         node.meta.pop("seq_nr", None)
-    return made
+    return gm
 
 
 def ops(gm: fx.GraphModule) -> list[str]:
@@ -242,14 +242,14 @@ def test_kernels_are_tuned_at_the_first_call_but_with_the_cpp_wrapper() -> None:
 
 def test_settings_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = compilers.known_patches({})
-    assert found["combo_kernels"] is found["combo_kernels_pointwise_only"] is True
-    assert found[LAST].uuid() == unfused_residuals(None).uuid()
+    patches = compilers.known_patches({})
+    assert patches["combo_kernels"] is patches["combo_kernels_pointwise_only"] is True
+    assert patches[LAST].uuid() == unfused_residuals(None).uuid()
     own = Own("mine")
-    found = compilers.known_patches({"combo_kernels": False, LAST: own})
-    assert found["combo_kernels"] is False
-    assert "combo_kernels_pointwise_only" not in found
-    assert found[LAST].uuid() == unfused_residuals(own).uuid()
+    patches = compilers.known_patches({"combo_kernels": False, LAST: own})
+    assert patches["combo_kernels"] is False
+    assert "combo_kernels_pointwise_only" not in patches
+    assert patches[LAST].uuid() == unfused_residuals(own).uuid()
 
 
 def test_a_pass_of_the_user_over_kernels_runs_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_a_piece_that_cannot_be_combined_is_compiled_without(
 ) -> None:
     tried = []
 
-    def compile_standalone(gm: Any, inputs: Any, *, options: Any, **given: Any) -> str:
+    def compile_standalone(gm: Any, inputs: Any, *, options: Any, **more: Any) -> str:
         patches = options["config_patches"]
         tried.append(patches["combo_kernels"])
         assert (KERNELS in patches) is tried[-1]

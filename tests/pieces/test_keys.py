@@ -24,9 +24,9 @@ def compiled(function, *inputs, dynamic=True, **settings):
     """The backend of one function; rows are dynamic where there are 6 to 9 of them."""
     torch._dynamo.reset()
     backend = cgcompile.Backend(**{"compiler": "aot", **settings})
-    for each in inputs if dynamic else ():
-        if isinstance(each, torch.Tensor) and each.shape[0] in range(6, 10):
-            torch._dynamo.mark_dynamic(each, 0)
+    for value in inputs if dynamic else ():
+        if isinstance(value, torch.Tensor) and value.shape[0] in range(6, 10):
+            torch._dynamo.mark_dynamic(value, 0)
     with torch.no_grad():
         backend.keep_alive = torch.compile(function, backend=backend)
         backend.keep_alive(*inputs)
@@ -72,7 +72,7 @@ print(*(each.key for each in backend.graphs[0].compilation.pieces))
 
 
 def test_keys_are_the_same_in_every_process() -> None:
-    found = [
+    keys = [
         subprocess.run(
             [sys.executable, "-c", STABLE],
             env={**os.environ, "PYTHONHASHSEED": seed, "SOME_VARIABLE": seed},
@@ -83,8 +83,8 @@ def test_keys_are_the_same_in_every_process() -> None:
         ).stdout.split()
         for seed in ("1", "2")
     ]
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 3
+    assert keys[0] == keys[1]
+    assert len(set(keys[0])) == 3
 
 
 def test_names_and_hints_do_not_matter() -> None:
@@ -98,8 +98,8 @@ def test_names_and_hints_do_not_matter() -> None:
 
 
 def test_the_text_of_a_piece() -> None:
-    found = facts(base, X(), X(D, D))
-    assert found["graph"].splitlines() == [
+    texts = facts(base, X(), X(D, D))
+    assert texts["graph"].splitlines() == [
         "%0 = input size s0",
         "%1 = input f32[s0, 16] cpu strides (16, 1)",
         "%2 = input f32[16, 16] cpu strides (16, 1)",
@@ -109,7 +109,7 @@ def test_the_text_of_a_piece() -> None:
         "%6 = _operator.add(%5, 1) -> f32[s0, 16] cpu strides (16, 1)",
         "return (%6)",
     ]
-    assert found["sizes"].splitlines() == ["2 <= s0 <= int_oo"]
+    assert texts["sizes"].splitlines() == ["2 <= s0 <= int_oo"]
 
 
 # ---------------------------------------------------------------- different
@@ -140,10 +140,10 @@ VARIANTS = {
 
 
 def test_whatever_may_matter_makes_another_key() -> None:
-    found = {name: make() for name, make in VARIANTS.items()}
+    keys = {name: make() for name, make in VARIANTS.items()}
     same: dict[str, list[str]] = {}
-    for name, each in found.items():
-        same.setdefault(each, []).append(name)
+    for name, text in keys.items():
+        same.setdefault(text, []).append(name)
     assert [names for names in same.values() if len(names) > 1] == []
 
 
@@ -152,11 +152,11 @@ def test_inputs_that_share_memory_make_another_key() -> None:
         return x * 2 + y
 
     data = torch.ones(8, D)
-    found = {
+    keys = {
         key(step, X(4, D), torch.ones(8, D)[4:]),
         key(step, data[:4], data[4:]),
     }
-    assert len(found) == 2
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_all_settings_that_hold_passes_are_facts() -> None:
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
-    found = compat.compiler_settings({})
+    settings = compat.compiler_settings({})
     for kind, module in (("inductor", inductor_config), ("functorch", functorch_config)):
         names = {name for name in module._config if "custom_" in name and name.endswith("_pass")}
-        rows = {row.partition(" = ")[0] for row in found[kind].splitlines()}
+        rows = {row.partition(" = ")[0] for row in settings[kind].splitlines()}
         assert names
         assert names <= rows
 
@@ -205,16 +205,16 @@ def test_options_are_facts() -> None:
 
 
 def test_versions_and_machine_are_facts() -> None:
-    found = compat.versions()
-    assert torch.__version__ in found["torch"]
-    assert set(found) == {"torch", "triton", "runtime", "python"}
+    versions = compat.versions()
+    assert torch.__version__ in versions["torch"]
+    assert set(versions) == {"torch", "triton", "runtime", "python"}
     before = compat.machine([torch.device("cpu")])
     torch.set_num_threads(torch.get_num_threads() + 1)
     try:
         assert compat.machine([torch.device("cpu")]) != before
     finally:
         torch.set_num_threads(torch.get_num_threads() - 1)
-    assert key_of(found) != key_of({**found, "torch": "2.99"})
+    assert key_of(versions) != key_of({**versions, "torch": "2.99"})
 
 
 # ---------------------------------------------------------------- no key
@@ -252,8 +252,8 @@ def uncached(function, *inputs, **settings) -> str | None:
 
 def test_an_op_of_the_users_has_a_key_unless_its_code_is_compiled_in(ops) -> None:
     assert uncached(lambda x: ops.plain(x) + 1, X()) == "caching is off"
-    found = uncached(lambda x: ops.inside(x) + 1, X())
-    assert found == "cgc_keys::inside is decomposed into other ops, by code that may change"
+    reason = uncached(lambda x: ops.inside(x) + 1, X())
+    assert reason == "cgc_keys::inside is decomposed into other ops, by code that may change"
 
 
 def test_a_size_from_float_arithmetic_has_a_key() -> None:
@@ -268,8 +268,8 @@ def test_a_size_from_float_arithmetic_has_a_key() -> None:
 
 
 def test_a_function_of_the_users_has_no_key() -> None:
-    found = uncached(lambda x: users_own(x) + 1, X())
-    assert found == "it calls users_own, whose code is not torch's and may change"
+    reason = uncached(lambda x: users_own(x) + 1, X())
+    assert reason == "it calls users_own, whose code is not torch's and may change"
 
 
 def test_a_tensor_class_has_no_key() -> None:
@@ -279,8 +279,8 @@ def test_a_tensor_class_has_no_key() -> None:
     pair = TwoTensor(X(), X())
     assert uncached(lambda x: x * 2, pair, dynamic=False) == "caching is off"
     with torch.autocast("cpu", torch.bfloat16):
-        found = uncached(lambda x: x * 2, pair, dynamic=False)
-    assert found == "a TwoTensor is among its values"
+        reason = uncached(lambda x: x * 2, pair, dynamic=False)
+    assert reason == "a TwoTensor is among its values"
 
 
 def test_a_users_compiler_is_not_shared_or_kept() -> None:
@@ -324,8 +324,8 @@ def test_layers_of_a_decoder_share_between_models() -> None:
     torch._dynamo.mark_dynamic(x, 0)
     with torch.no_grad():
         for model in models:
-            found = torch.compile(model, backend=backend)(x)
-            torch.testing.assert_close(found, model(x))
+            result = torch.compile(model, backend=backend)(x)
+            torch.testing.assert_close(result, model(x))
     first, second = [graph.compilation for graph in backend.graphs]
     assert (first.compiled, first.shared) == (3, 0)
     assert (second.compiled, second.shared) == (0, 3)

@@ -95,8 +95,8 @@ def run(program: Program, compiler: str, first: int) -> tuple[int, int]:
         for size in (first, 3):
             inputs = (torch.randn(size, 4, D), torch.randn(size, 4, D))
             given_inputs = clone(inputs)
-            expected, found = program(*inputs), compiled(*given_inputs)
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            expected, result = program(*inputs), compiled(*given_inputs)
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(given_inputs, inputs, rtol=1e-5, atol=1e-6)
     pieces = [piece for graph in backend.graphs for piece in graph.split.pieces]
     captured = sum(piece.capture for piece in pieces)

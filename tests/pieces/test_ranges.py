@@ -25,10 +25,10 @@ pytestmark = pytest.mark.usefixtures("without_gradients")
 
 def label(fake_inputs, position: int = 0) -> str:
     """What a compiler can tell of the sizes that it compiles for, from one size input."""
-    found = fake_inputs[position]
-    if isinstance(found, int):
-        return str(found)
-    least, most = compat.Shapes(found.node.shape_env).bounds(found.node.expr)
+    size = fake_inputs[position]
+    if isinstance(size, int):
+        return str(size)
+    least, most = compat.Shapes(size.node.shape_env).bounds(size.node.expr)
     return f"{least}-{most if most.is_Integer else ''}"
 
 
@@ -51,8 +51,8 @@ class Labels:
         return run
 
     def taken(self) -> list[str]:
-        found, self.ran = list(dict.fromkeys(self.ran)), []
-        return found
+        names, self.ran = list(dict.fromkeys(self.ran)), []
+        return names
 
 
 class Sized(nn.Module):
@@ -120,8 +120,8 @@ def test_the_narrowest_artifact_that_holds_is_taken(
     sizes = [SizeRange(each, each) for each in sorted(single)]
     ranges = [each for k, each in enumerate(ranges_between(endpoints)) if k not in left_out]
     artifacts = [
-        Artifact(each, lambda n, each=each: each, None if k % 3 else lambda given: given[0] % 2)
-        for k, each in enumerate([*sizes, *ranges])
+        Artifact(span, lambda n, each=span: each, None if k % 3 else lambda given: given[0] % 2)
+        for k, span in enumerate([*sizes, *ranges])
     ]
     ranged = Ranged("piece_0", "s0", lambda given: given[0], artifacts, lambda n: None, "nothing")
     fitting = [a for a in artifacts if size in a.sizes and (a.holds is None or size % 2)]
@@ -275,7 +275,7 @@ def test_a_static_artifact_knows_its_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "each"),
+    ("settings", "count"),
     [
         ({"compile_sizes": (2, 5, 9)}, 4),
         ({"compile_ranges_endpoints": (8, 16)}, 3),
@@ -283,11 +283,11 @@ def test_a_static_artifact_knows_its_size() -> None:
         ({"compile_sizes": "cudagraph_capture_sizes", "cudagraph_capture_sizes": (2, 4, 6)}, 4),
     ],
 )
-def test_equal_pieces_are_compiled_once_for_each_size(settings: dict, each: int) -> None:
+def test_equal_pieces_are_compiled_once_for_each_size(settings: dict, count: int) -> None:
     labels = Labels()
     _, step, backend = compiled(Decoder(12), compiler=labels, **settings)
     step(marked(torch.randint(0, 32, (6, 4))))
-    assert len(labels.compiled) == 3 * each  # the first, the middle ones, the last
+    assert len(labels.compiled) == 3 * count  # the first, the middle ones, the last
     assert len(backend.graphs[0].artifacts.split("piece_")) == 4
 
 
@@ -406,8 +406,8 @@ def test_a_capture_takes_the_artifact_of_the_padded_size(mode: str) -> None:
                 batch_descriptor=BatchDescriptor(padded),
                 num_unpadded_tokens=real,
             ):
-                found = step(views[padded])[:real]
-            torch.testing.assert_close(found, model(views[padded])[:real])
+                result = step(views[padded])[:real]
+            torch.testing.assert_close(result, model(views[padded])[:real])
         replays_only = real in (4, 8)
         assert labels.taken() == ([] if replays_only else [str(padded)])
     assert backend.counters.captures == 2
@@ -438,15 +438,15 @@ def guards(backend: cgcompile.Backend) -> list[str]:
 
 @pytest.mark.parametrize("compiler", ["aot", "inductor"])
 def test_artifacts_of_some_sizes_add_no_guards_to_dynamo(compiler: str) -> None:
-    found = []
+    kept = []
     for sizes in ({}, {"compile_sizes": (2, 5)}, {"compile_ranges_endpoints": (8,)}):
         torch._dynamo.reset()
         _, step, backend = compiled(Sized(), compiler=compiler, **sizes)
         step(marked(batch(6)))
         assert backend.graphs[0].split.symbols.specialised() == {}
-        found.append(guards(backend))
-    assert found[1] == found[0]
-    assert set(found[2]) <= set(found[0])
+        kept.append(guards(backend))
+    assert kept[1] == kept[0]
+    assert set(kept[2]) <= set(kept[0])
 
 
 def test_what_a_compiler_assumes_of_its_range_is_checked_at_each_call() -> None:
@@ -594,9 +594,9 @@ def test_values_of_another_environment() -> None:
         base = torch.empty(s, 3 * D)
         values = [s, base[:, :D], base[:, D : 2 * D], torch.empty(2 * s, 3)[1:]]
     inputs = []
-    for k, made in enumerate(values):
+    for k, value in enumerate(values):
         inputs.append(graph.placeholder(f"i{k}"))
-        inputs[-1].meta["example_value"] = made
+        inputs[-1].meta["example_value"] = value
     graph.output((graph.call_function(torch.add, (inputs[1], inputs[0])),))
     gm = torch.fx.GraphModule({}, graph)
     for size, expected in ((4, 4), (compat.Span(20, 9, 30), "symbolic")):
@@ -625,8 +625,8 @@ def test_a_view_of_memory_of_unknown_size_is_not_made_again() -> None:
     with torch._subclasses.FakeTensorMode(shape_env=shape_env):
         base = torch.empty(t + s)
         values = [s, base[1 : s + 1]]
-    for k, made in enumerate(values):
-        graph.placeholder(f"i{k}").meta["example_value"] = made
+    for k, value in enumerate(values):
+        graph.placeholder(f"i{k}").meta["example_value"] = value
     graph.output(())
     gm = torch.fx.GraphModule({}, graph)
     known, other = s.node.expr, t.node.expr

@@ -80,11 +80,11 @@ def test_names_of_the_user_hide_nothing() -> None:
         return y * y.shape[0], y.shape[0] * 3
 
     inputs = [torch.randn(5, 4, D) for _ in range(7)]
-    for each in inputs:
-        torch._dynamo.mark_dynamic(each, 0)
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
     with torch.no_grad():
-        found = torch.compile(f, backend=cgcompile.Backend(compiler="eager"))(*inputs)
-        torch.testing.assert_close(found, f(*inputs))
+        result = torch.compile(f, backend=cgcompile.Backend(compiler="eager"))(*inputs)
+        torch.testing.assert_close(result, f(*inputs))
 
 
 def test_equal_graphs_have_equal_source() -> None:
@@ -96,13 +96,13 @@ def test_equal_graphs_have_equal_source() -> None:
 def test_intermediates_are_dropped_after_their_last_use() -> None:
     graph = compiled_graph("decoder")
     split, alive = graph.split, []
-    made: list[weakref.ref] = []
+    lives: list[weakref.ref] = []
 
     def watching(piece):
         def run(*inputs):
-            del_count = sum(ref() is not None for ref in made)
+            del_count = sum(ref() is not None for ref in lives)
             outputs = piece.module.forward(*inputs)
-            made.extend(weakref.ref(each) for each in outputs)
+            lives.extend(weakref.ref(each) for each in outputs)
             alive.append(del_count)
             return outputs
 
@@ -127,9 +127,9 @@ def _captured_inputs(model, ids):
     seen = []
 
     def keep(gm, inputs):
-        def run(*given):
-            seen.append(given)
-            return gm.forward(*given)
+        def run(*args):
+            seen.append(args)
+            return gm.forward(*args)
 
         return run
 
@@ -149,10 +149,10 @@ def test_no_module_call_in_the_path() -> None:
     ]
     inputs = _captured_inputs(graph.keep_alive, torch.randint(0, 32, (6, 4)))
     with torch.no_grad():
-        (found,) = graph(*inputs)
+        (result,) = graph(*inputs)
     for hook in hooks:
         hook.remove()
-    assert found.shape == (6, 4, 32)
+    assert result.shape == (6, 4, 32)
     assert not calls
 
 

@@ -15,9 +15,9 @@ from cgcompile import torch_compat as compat
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    found: list[bool] = []
-    monkeypatch.setattr(compat, "start_compile_workers", lambda: found.append(True))
-    return found
+    starts: list[bool] = []
+    monkeypatch.setattr(compat, "start_compile_workers", lambda: starts.append(True))
+    return starts
 
 
 class Model(nn.Module):

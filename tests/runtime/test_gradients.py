@@ -23,8 +23,8 @@ def test_step_with_gradients_is_differentiable_and_counted(compiler: str) -> Non
     compiled = torch.compile(model, backend=backend)
     x = torch.randn(6, 4, D)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    found = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
-    torch.testing.assert_close(found, expected)
+    grads = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
+    torch.testing.assert_close(grads, expected)
     (graph,) = backend.graphs
     assert graph.counters.calls == 1
     assert graph.counters.plain == {Reason.GRADIENTS: 1}
@@ -36,9 +36,9 @@ def test_step_without_gradients_runs_the_compiled_pieces(mode) -> None:
     compiled = torch.compile(model, backend=backend)
     x = torch.randn(6, 4, D)
     with mode():
-        found = compiled(x)
-    assert not found.requires_grad
-    torch.testing.assert_close(found, model(x).detach())
+        result = compiled(x)
+    assert not result.requires_grad
+    torch.testing.assert_close(result, model(x).detach())
     assert backend.graphs[0].counters.plain == {Reason.NO_DEVICE: 1}
 
 
@@ -64,8 +64,8 @@ def test_a_region_that_turns_gradients_on_stays_differentiable_inside() -> None:
     backend = cgcompile.Backend(compiler="aot")
     x = torch.randn(6, D)
     with torch.no_grad():
-        found = torch.compile(Force(), backend=backend)(x)
-    torch.testing.assert_close(found, Force()(x))
+        result = torch.compile(Force(), backend=backend)(x)
+    torch.testing.assert_close(result, Force()(x))
     pieces = backend.graphs[0].split.pieces
     assert [piece.capture for piece in pieces] == [True, False, True]
     assert pieces[1].why[0].reason is Reason.GRADIENTS
@@ -99,10 +99,10 @@ def test_a_forward_that_turns_gradients_off_runs_the_compiled_pieces() -> None:
         torch._dynamo.reset()
         model, backend = Decorated(), cgcompile.Backend(compiler="aot")
         x = torch.randn(6, 4, D)
-        found = torch.compile(model, backend=backend)(x)
-        torch.testing.assert_close(found, model(x))
-        assert not found.requires_grad
-        assert found.is_inference() is (decorate is torch.inference_mode)
+        result = torch.compile(model, backend=backend)(x)
+        torch.testing.assert_close(result, model(x))
+        assert not result.requires_grad
+        assert result.is_inference() is (decorate is torch.inference_mode)
         (graph,) = backend.graphs
         assert graph.counters.plain == {Reason.NO_DEVICE: 1}
         assert [piece.capture for piece in graph.split.pieces] == [True, False, True]
@@ -142,8 +142,8 @@ def test_nested_gradients_with_grad_mode_on() -> None:
     x = torch.randn(3, 4, D)
     for compiler in ("eager", "aot", "inductor"):
         torch._dynamo.reset()
-        found = torch.compile(step, backend=cgcompile.Backend(compiler=compiler))(x)
-        torch.testing.assert_close(found, step(x))
+        result = torch.compile(step, backend=cgcompile.Backend(compiler=compiler))(x)
+        torch.testing.assert_close(result, step(x))
 
 
 def test_constants_of_the_graph_that_require_gradients() -> None:
@@ -151,9 +151,9 @@ def test_constants_of_the_graph_that_require_gradients() -> None:
     x = torch.randn(6, 4, D)
     with torch._dynamo.config.patch(install_free_tensors=True):
         compiled = torch.compile(model, backend=backend)
-        found = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
+        grads = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
         expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(grads, expected)
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), model(x))
     assert len(backend.graphs[0].split.constants) == 4
@@ -230,8 +230,8 @@ def test_a_checkpointed_step_has_the_gradients_of_eager(name: str, entry: str) -
     )
     for _ in range(3):
         x = torch.randn(3, 4, D, requires_grad=True)
-        expected, found = gradients(model, model, x), gradients(compiled, model, x)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        expected, grads = gradients(model, model, x), gradients(compiled, model, x)
+        torch.testing.assert_close(grads, expected, rtol=0, atol=0)
     assert backend.counters.plain == ({} if entry == "uncompiled" else {Reason.GRADIENTS: 3})
     with torch.no_grad():
         assert compiled(x).shape == x.shape
@@ -241,8 +241,8 @@ def test_a_checkpoint_where_a_model_turns_gradients_on() -> None:
     model, backend = InARegion(), cgcompile.Backend(compiler="aot")
     compiled, x = torch.compile(model, backend=backend), torch.randn(3, 4, D)
     with torch.no_grad():
-        found, expected = gradients(compiled, model, x), gradients(model, model, x)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        grads, expected = gradients(compiled, model, x), gradients(model, model, x)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
 
 
 def pushed_forward(function, x: torch.Tensor) -> torch.Tensor | None:
@@ -267,9 +267,9 @@ def test_forward_gradients_are_not_lost_in_a_replay(guards: str, context: bool) 
             if step % 4 < 3:
                 torch.testing.assert_close(compiled(x), model(x))
             else:
-                found, expected = pushed_forward(compiled, x), pushed_forward(model, x)
+                tangents, expected = pushed_forward(compiled, x), pushed_forward(model, x)
                 assert expected is not None
-                torch.testing.assert_close(found, expected)
+                torch.testing.assert_close(tangents, expected)
     counters = compiled.backend.counters
     assert counters.plain[Reason.GRADIENTS] == 2, counters
     assert counters.replays >= 4, counters

@@ -27,8 +27,8 @@ def fresh() -> None:
 
 
 def built(model: nn.Module, entry_point: str, **settings: Any) -> tuple[Any, Backend]:
-    given = {"compiler": "eager", "capture_device": "host", "cache_dir": "off", **settings}
-    backend = Backend(**given)
+    options = {"compiler": "eager", "capture_device": "host", "cache_dir": "off", **settings}
+    backend = Backend(**options)
     if entry_point == "torch":
         return torch.compile(model, backend=backend), backend
     return cgcompile.compile(model, backend, guards=entry_point), backend
@@ -75,12 +75,12 @@ class Returns(Count):
         self.count += 1
         first = y.mul_(1.5)
         F.scaled_dot_product_attention(x[None], x[None], x[None])
-        made = F.scaled_dot_product_attention(x[None], y[None], x[None])[0]
-        found = {"made": self.inner(made) * self.count, "first": first, "y": y}
-        found |= {"again": y.add_(self.inner(made)), "count": self.count, "x": x}
-        found |= {"weight": self.inner.weight, "contiguous": x.contiguous(), "to": x.to(x.dtype)}
-        found |= {"view": y.view(N, N), "slice": y[:], "detached": y.detach()}
-        return found | {"x view": x.view(N, N), "x slice": x[:], "held": self.count.detach()}
+        attended = F.scaled_dot_product_attention(x[None], y[None], x[None])[0]
+        results = {"made": self.inner(attended) * self.count, "first": first, "y": y}
+        results |= {"again": y.add_(self.inner(attended)), "count": self.count, "x": x}
+        results |= {"weight": self.inner.weight, "contiguous": x.contiguous(), "to": x.to(x.dtype)}
+        results |= {"view": y.view(N, N), "slice": y[:], "detached": y.detach()}
+        return results | {"x view": x.view(N, N), "x slice": x[:], "held": self.count.detach()}
 
 
 def objects(model: Count, x: torch.Tensor, y: torch.Tensor, result: Any) -> dict[str, str]:
@@ -104,8 +104,8 @@ def test_a_buffer_that_is_changed_in_place_stays(
     for calls in range(1, 31):
         x.copy_(torch.randn(2, N))
         with context(mode):
-            made = compiled(x)
-        assert torch.allclose(made, eager(x), atol=1e-5)
+            result = compiled(x)
+        assert torch.allclose(result, eager(x), atol=1e-5)
         assert model.count is count
         assert model.count.item() == calls
     counters = backend.counters
@@ -135,14 +135,14 @@ def test_the_same_items_are_inputs_as_in_eager(
         x.copy_(torch.randn(N, N))
         other = x.clone(), y.clone()
         with context(mode):
-            made = compiled(x, y)
+            result = compiled(x, y)
         expected = eager(*other)
-        assert objects(model, x, y, made) == objects(eager, *other, expected), calls
-        assert list(objects(model, x, y, made).values()).count("another object") == 7
-        for name, value in made.items():
+        assert objects(model, x, y, result) == objects(eager, *other, expected), calls
+        assert list(objects(model, x, y, result).values()).count("another object") == 7
+        for name, value in result.items():
             assert torch.allclose(value, expected[name], atol=1e-5), (calls, name)
         for name in ("view", "slice", "detached", "x view", "x slice"):
-            made[name].unsqueeze_(0)  # not of what the caller gave, nor of a later result
+            result[name].unsqueeze_(0)  # not of what the caller gave, nor of a later result
     counters = backend.counters
     assert (counters.captures, counters.replays) == (1, 3), counters
 
@@ -156,11 +156,11 @@ def test_each_call_gets_its_own_argument(mode: CUDAGraphMode | None, device: str
     for _ in range(6):
         x, alike = torch.randn(N, N, device=device), y[:]
         with context(mode):
-            made = compiled(x, alike)
-        assert made["contiguous"] is made["to"] is x
-        assert made["first"] is made["again"] is alike
-        assert made["x view"] is not x
-        assert torch.equal(made["x view"], x)
+            result = compiled(x, alike)
+        assert result["contiguous"] is result["to"] is x
+        assert result["first"] is result["again"] is alike
+        assert result["x view"] is not x
+        assert torch.equal(result["x view"], x)
         seen.append(x)
     assert len(set(map(id, seen))) == 6
     assert backend.counters.replays == 4, backend.counters
@@ -205,11 +205,11 @@ def test_steps_in_other_modes_of_autograd(entry_point: str) -> None:
         for _ in range(4):
             x = torch.randn(2, N, requires_grad=mode is torch.enable_grad)
             with mode():
-                made = compiled(x)
+                result = compiled(x)
             calls += 1
             assert model.count is count
             assert count.item() == calls
-            assert torch.allclose(made, model.inner(x) * calls, atol=1e-5)
+            assert torch.allclose(result, model.inner(x) * calls, atol=1e-5)
     assert backend.counters.plain[Reason.GRADIENTS] == 4
     assert backend.counters.replays > 0
 
@@ -233,8 +233,8 @@ def test_looking_leaves_the_buffer_where_it_was(entry_point: str, look: str) -> 
     count, x = model.count, torch.randn(2, N)
     for _ in range(3):
         compiled(x)
-    found = getattr(cgcompile.debug, look)(compiled, x)
-    assert getattr(found, "ok", True)
+    result = getattr(cgcompile.debug, look)(compiled, x)
+    assert getattr(result, "ok", True)
     assert model.count is count
     assert count.item() == 3
     replays = backend.counters.replays
@@ -255,8 +255,8 @@ def test_a_buffer_that_is_replaced_is_said(entry_point: str, mode: CUDAGraphMode
     x = torch.randn(2, N)
     for _ in range(80):
         with context(mode):
-            made = compiled(x)
-        assert torch.allclose(made, eager(x), atol=1e-5)
+            result = compiled(x)
+        assert torch.allclose(result, eager(x), atol=1e-5)
     counters = backend.counters
     assert counters.captures == counters.replays == 0
     assert counters.plain[Reason.TOO_MANY_WEIGHT_SETS] >= 80 - 66, counters
@@ -289,7 +289,7 @@ def test_many_layers_that_share_a_graph_are_not_taken_for_it() -> None:
     compiled = [torch.compile(each, backend=backend) for each in layers]
     x = torch.randn(2, N)
     for _ in range(3):
-        for each, layer in zip(compiled, layers, strict=True):
+        for one, layer in zip(compiled, layers, strict=True):
             with context(FULL):
-                assert torch.allclose(each(x), layer(x), atol=1e-5)
+                assert torch.allclose(one(x), layer(x), atol=1e-5)
     assert (backend.counters.captures, backend.counters.replays) == (66, 66)

@@ -84,8 +84,8 @@ def check(
     with torch.inference_mode():
         for length in lengths:
             inputs = make(length, device)
-            found, expected = step(**inputs), model(**inputs)
-            leaves = [*zip(_tensors(found), _tensors(expected), strict=True)]
+            result, expected = step(**inputs), model(**inputs)
+            leaves = [*zip(_tensors(result), _tensors(expected), strict=True)]
             for one, other in leaves:
                 torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5, equal_nan=True)
                 assert one.dim() < 3 or one.stride() == other.stride()
@@ -317,10 +317,10 @@ def test_calls_with_gradients_are_not_padded(device: str) -> None:
         inputs = batch(length, device)
         model.zero_grad()
         step(**inputs).sum().backward()
-        found = model.qkv.weight.grad.clone()
+        gradient = model.qkv.weight.grad.clone()
         model.zero_grad()
         model(**inputs).sum().backward()
-        torch.testing.assert_close(found, model.qkv.weight.grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(gradient, model.qkv.weight.grad, atol=1e-5, rtol=1e-4)
     assert set(backend.counters.plain) == {Reason.GRADIENTS}
     assert not backend.counters.degraded
 
@@ -335,8 +335,8 @@ def test_a_forward_context_is_not_padded(device: str) -> None:
             with cgcompile.set_forward_context(
                 batch_descriptor=descriptor, cudagraph_runtime_mode=cgcompile.CUDAGraphMode.FULL
             ):
-                found, _ = step(**inputs)
-            torch.testing.assert_close(found, model(**inputs)[0], atol=1e-5, rtol=1e-5)
+                result, _ = step(**inputs)
+            torch.testing.assert_close(result, model(**inputs)[0], atol=1e-5, rtol=1e-5)
     assert backend.counters.replays == 1
 
 
@@ -383,9 +383,9 @@ def test_dropout_is_not_padded(device: str) -> None:
         for length in (5, 6, 7, 12):
             inputs = batch(length, device)
             torch.manual_seed(length)
-            found = step(**inputs)
+            result = step(**inputs)
             torch.manual_seed(length)
-            torch.testing.assert_close(found, model(**inputs))
+            torch.testing.assert_close(result, model(**inputs))
     assert "draws random numbers" in refused(backend.counters)
 
 
@@ -397,8 +397,8 @@ def test_little_padding_shows_little_in_16_bit(dtype: torch.dtype, device: str) 
     with torch.inference_mode():
         for length in (9, 31, 18, 20, 17):
             inputs = batch(length, device)
-            found, expected = step(**inputs), model(**inputs)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0.05 * expected.abs().max())
+            result, expected = step(**inputs), model(**inputs)
+            torch.testing.assert_close(result, expected, rtol=0, atol=0.05 * expected.abs().max())
     refused(backend.counters)
 
 
@@ -462,9 +462,9 @@ def test_a_result_in_memory_of_an_input_is_not_padded(device: str) -> None:
     with torch.inference_mode():
         for length in (9, 12, 10):
             inputs = batch(length, device)
-            first, found = step(**inputs)
+            first, result = step(**inputs)
             assert first.data_ptr() == inputs["input_ids"].data_ptr()
-            torch.testing.assert_close(found, model(**inputs)[1], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(result, model(**inputs)[1], atol=1e-5, rtol=1e-5)
     assert "memory of an input" in refused(backend.counters)
 
 

@@ -131,8 +131,8 @@ def test_results_writes_and_aliases_are_those_of_eager(
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     for size in (4, 4, 6):
         with torch.inference_mode() if inference else torch.no_grad():
-            given = [torch.randn(size, size) for _ in range(2)]
-            seen, wanted = ([each.clone() for each in given] for _ in range(2))
+            arguments = [torch.randn(size, size) for _ in range(2)]
+            seen, wanted = ([each.clone() for each in arguments] for _ in range(2))
             results, expected = compiled(*seen), function(*wanted)
         assert len(results) == len(expected)
         for result, one in zip(results, expected, strict=True):

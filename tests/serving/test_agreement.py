@@ -45,10 +45,12 @@ def work(rank: int, ranks: int) -> list[Any]:
     for batches, _ in STEPS:
         tokens, reqs, uniform = batches[rank]
         length = tokens // reqs if reqs else None
-        found = agreement.dispatch(tokens, reqs, length, uniform)
-        mode, descriptor, _ = found.dispatched
-        across = found.num_tokens_across_dp.tolist()
-        steps.append((mode.name, descriptor.num_tokens, descriptor.uniform, across, found.has_work))
+        agreed = agreement.dispatch(tokens, reqs, length, uniform)
+        mode, descriptor, _ = agreed.dispatched
+        across = agreed.num_tokens_across_dp.tolist()
+        steps.append(
+            (mode.name, descriptor.num_tokens, descriptor.uniform, across, agreed.has_work)
+        )
     # One rank forbids FULL: none takes it.
     modes = (NONE, PIECEWISE) if rank == 1 else None
     steps.append(agreement.dispatch(2, 2, 1, True, valid_modes=modes).dispatched.mode.name)
@@ -66,32 +68,32 @@ def work(rank: int, ranks: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     return run_ranks(work, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
-def test_ranks_take_the_same_graph(found: list[list[Any]]) -> None:
+def test_ranks_take_the_same_graph(answers: list[list[Any]]) -> None:
     for number, (batches, (mode, padded, uniform)) in enumerate(STEPS):
         for rank, (tokens, _, _) in enumerate(batches):
             across = [padded] * RANKS if padded else [each[0] for each in batches]
             work = any(each[0] for each in batches)
             expected = (mode, padded or tokens, uniform, across, work)
-            assert found[rank][number] == expected, (number, rank)
+            assert answers[rank][number] == expected, (number, rank)
 
 
-def test_what_one_rank_forbids(found: list[list[Any]]) -> None:
-    assert [each[len(STEPS)] for each in found] == ["PIECEWISE"] * RANKS
+def test_what_one_rank_forbids(answers: list[list[Any]]) -> None:
+    assert [each[len(STEPS)] for each in answers] == ["PIECEWISE"] * RANKS
 
 
-def test_requests_that_are_left_out(found: list[list[Any]]) -> None:
-    assert [each[len(STEPS) + 1] for each in found] == [(8, 4)] * RANKS
+def test_requests_that_are_left_out(answers: list[list[Any]]) -> None:
+    assert [each[len(STEPS) + 1] for each in answers] == [(8, 4)] * RANKS
 
 
-def test_the_rank_that_differs_is_named(found: list[list[Any]]) -> None:
+def test_the_rank_that_differs_is_named(answers: list[list[Any]]) -> None:
     text = "AgreementError: rank 2 is about to run FULL, 4 tokens, uniform; rank 0 FULL, 2 tokens, uniform."
-    assert [each[len(STEPS) + 2] for each in found] == [text] * RANKS
+    assert [each[len(STEPS) + 2] for each in answers] == [text] * RANKS
 
 
-def test_other_tables_are_named(found: list[list[Any]]) -> None:
+def test_other_tables_are_named(answers: list[list[Any]]) -> None:
     text = "AgreementError: the dispatchers of ranks 2 plan other graphs than that of rank 0."
-    assert [each[len(STEPS) + 3] for each in found] == [text] * RANKS
+    assert [each[len(STEPS) + 3] for each in answers] == [text] * RANKS

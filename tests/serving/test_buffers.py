@@ -24,7 +24,7 @@ SPECS = (
 
 def values(tokens: int, reqs: int, device: str) -> dict[str, torch.Tensor]:
     starts = torch.sort(torch.randint(0, tokens + 1, (reqs + 1,)))[0].to(torch.int32)
-    found = {
+    rows = {
         "ids": torch.randint(1, 99, (tokens,)),
         "slots": torch.randint(1, 99, (tokens,)),
         "mrope": torch.randint(10, 99, (3, tokens)),
@@ -32,7 +32,7 @@ def values(tokens: int, reqs: int, device: str) -> dict[str, torch.Tensor]:
         "starts": starts,
         "lengths": torch.randint(2, 99, (reqs,)).to(torch.int32),
     }
-    return {name: value.to(device) for name, value in found.items()}
+    return {name: value.to(device) for name, value in rows.items()}
 
 
 def steps() -> st.SearchStrategy:
@@ -57,9 +57,9 @@ def check_steps(device: str, taken) -> None:
     for real, more, from_host in taken:
         padded = (max(real[0], more[0]), max(real[1], more[1]))
         new = values(*real, "cpu" if from_host else device)
-        found = inputs.stage(new, real, padded)
+        staged = inputs.stage(new, real, padded)
         for spec in SPECS:
-            front = found[spec.name].movedim(spec.dim, 0)
+            front = staged[spec.name].movedim(spec.dim, 0)
             rows = spec.rows(*real)
             assert front.shape[0] == spec.rows(*padded)
             assert front.data_ptr() == inputs.buffers[spec.name].data_ptr()
@@ -68,15 +68,15 @@ def check_steps(device: str, taken) -> None:
             last = given_rows[-1] if spec.tail is None else torch.tensor(spec.tail)
             expected = last.cpu().to(spec.dtype).expand_as(front[rows:])
             assert torch.equal(front[rows:].cpu().nan_to_num(5), expected.nan_to_num(5))
-        before = known.setdefault(padded, found)
-        assert all(found[name] is before[name] for name in found)
+        before = known.setdefault(padded, staged)
+        assert all(staged[name] is before[name] for name in staged)
 
 
 def test_rows_that_are_in_the_buffer_already() -> None:
     inputs = StaticInputs(SPECS[:1], TOKENS, REQS, "cpu")
     inputs.buffers["ids"][:3] = torch.tensor([5, 6, 7])
-    found = inputs.stage({"ids": inputs.buffers["ids"][:3]}, (3, 1), (5, 1))
-    assert found["ids"].tolist() == [5, 6, 7, 0, 0]
+    staged = inputs.stage({"ids": inputs.buffers["ids"][:3]}, (3, 1), (5, 1))
+    assert staged["ids"].tolist() == [5, 6, 7, 0, 0]
 
 
 def test_what_is_left_out() -> None:
@@ -120,9 +120,9 @@ def test_data_that_cannot_be_leaves_all_as_it_was() -> None:
 
 
 def test_a_capture_would_record_the_copies(device: str) -> None:
-    found = capture_device(torch.device(device), "host")
-    assert found is not None
-    pool = GraphPool(found)
+    capturer = capture_device(torch.device(device), "host")
+    assert capturer is not None
+    pool = GraphPool(capturer)
     inputs = StaticInputs(SPECS[:1], TOKENS, REQS, device)
     rows = {"ids": torch.arange(1, 4)}
     with pytest.raises(CaptureError, match="staging inputs: operation not permitted"):

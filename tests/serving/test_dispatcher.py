@@ -71,8 +71,8 @@ def by_mode(batches: dict[str, Batch], restrictions: Any = None, **settings: Any
     columns = {mode.name: dispatcher(mode, **settings) for mode in EVERY_MODE}
     return {
         name: {
-            column: short(batch.through(found, **(restrictions or {})))
-            for column, found in columns.items()
+            column: short(batch.through(dispatch, **(restrictions or {})))
+            for column, dispatch in columns.items()
         }
         for name, batch in batches.items()
     }
@@ -82,13 +82,13 @@ def by_support() -> dict:
     rows = {}
     for mode in (PIECEWISE, FULL, DECODE_ONLY, Mode.FULL_AND_PIECEWISE):
         for support in AttentionCGSupport:
-            found = dispatcher(mode, query_lens=(1, 3), support=support)
+            dispatch = dispatcher(mode, query_lens=(1, 3), support=support)
             rows[f"{mode.name}, {support.name}"] = {
-                "mode": found.mode.name,
-                "decode 5 x 1": short(decode(5).through(found)),
-                "decode 5 x 3": short(decode(5, 3).through(found)),
-                "mixed 7": short(Batch(7).through(found)),
-                "lost": "; ".join(why.detail for why in found.degraded),
+                "mode": dispatch.mode.name,
+                "decode 5 x 1": short(decode(5).through(dispatch)),
+                "decode 5 x 3": short(decode(5, 3).through(dispatch)),
+                "mixed 7": short(Batch(7).through(dispatch)),
+                "lost": "; ".join(why.detail for why in dispatch.degraded),
             }
     return rows
 
@@ -111,16 +111,16 @@ def by_lora() -> dict:
 
 def by_axes() -> dict:
     axes = [Axis("kernel", ["a", "b"]), Axis("max_seqlen", [512, 4096], "pad_up")]
-    found = dispatcher(sizes=[8], axes=[*axes, Axis("step", rule="ignored")])
+    dispatch = dispatcher(sizes=[8], axes=[*axes, Axis("step", rule="ignored")])
     extras = [("a", 1, 7), ("a", 512, 7), ("b", 513, 8), ("b", 4097, 8), ("c", 1, 8)]
-    return {str(extra): {"graph": short(found.dispatch(5, extra=extra))} for extra in extras}
+    return {str(extra): {"graph": short(dispatch.dispatch(5, extra=extra))} for extra in extras}
 
 
 def by_axes_of_full_graphs() -> dict:
     """PIECEWISE graphs are not multiplied by an axis outside of pieces, and serve all values."""
     axes = [Axis("kernel", ["a", "b"], full_only=True), Axis("embeds", [False, True])]
-    found = dispatcher(sizes=[8], axes=axes)
-    assert [(mode.name, key.extra) for mode, key in found.plan()] == [
+    dispatch = dispatcher(sizes=[8], axes=axes)
+    assert [(mode.name, key.extra) for mode, key in dispatch.plan()] == [
         ("PIECEWISE", (None, True)),
         ("PIECEWISE", (None, False)),
         *(("FULL", (kernel, embeds)) for kernel in "ba" for embeds in (True, False)),
@@ -128,18 +128,18 @@ def by_axes_of_full_graphs() -> dict:
     rows = {}
     for extra in [("a", True), ("b", False), ("c", True), ("a", None), ("c", None)]:
         rows[str(extra)] = {
-            "decode": short(found.dispatch(5, 5, uniform_decode=True, extra=extra)),
-            "mixed": short(found.dispatch(5, 2, extra=extra)),
-            "oversize": short(found.dispatch(9, extra=extra)),
-            "no PIECEWISE": short(found.dispatch(5, extra=extra, invalid_modes=[PIECEWISE])),
+            "decode": short(dispatch.dispatch(5, 5, uniform_decode=True, extra=extra)),
+            "mixed": short(dispatch.dispatch(5, 2, extra=extra)),
+            "oversize": short(dispatch.dispatch(9, extra=extra)),
+            "no PIECEWISE": short(dispatch.dispatch(5, extra=extra, invalid_modes=[PIECEWISE])),
             "mode FULL": short(dispatcher(FULL, [8], axes=axes).dispatch(5, extra=extra)),
         }
     return rows
 
 
 def by_length() -> dict:
-    found = dispatcher(DECODE_ONLY, varlen_decode_sizes={4: [4, 16], 2: [4]})
-    return {name: {"graph": short(batch.through(found))} for name, batch in VARLEN.items()}
+    dispatch = dispatcher(DECODE_ONLY, varlen_decode_sizes={4: [4, 16], 2: [4]})
+    return {name: {"graph": short(batch.through(dispatch))} for name, batch in VARLEN.items()}
 
 
 TABLES: dict[str, Callable[[], dict]] = {
@@ -191,8 +191,8 @@ def test_lora_cases(cases: LoraCases, listed: tuple[int, ...]) -> None:
 
 def test_largest_first_and_of_one_size_the_most_demanding_first() -> None:
     lora = LoraCases((2,))
-    found = dispatcher(sizes=[4], max_num_reqs=4, query_lens=(1, 2), lora=lora).plan()
-    assert [(mode.name, key.num_reqs, key.num_active_loras) for mode, key in found] == [
+    plan = dispatcher(sizes=[4], max_num_reqs=4, query_lens=(1, 2), lora=lora).plan()
+    assert [(mode.name, key.num_reqs, key.num_active_loras) for mode, key in plan] == [
         ("PIECEWISE", None, 2),
         ("PIECEWISE", None, 0),
         ("FULL", 4, 2),
@@ -221,8 +221,8 @@ def test_largest_first_and_of_one_size_the_most_demanding_first() -> None:
     ],
 )  # fmt: skip
 def test_shapes_of_full_graphs(settings: dict[str, Any], expected: Any) -> None:
-    found = dispatcher(**{"mode": DECODE_ONLY, "sizes": [], **settings}).plan()
-    shapes = [(d.num_tokens, d.num_reqs, d.query_len or d.max_query_len) for _, d in found]
+    plan = dispatcher(**{"mode": DECODE_ONLY, "sizes": [], **settings}).plan()
+    shapes = [(d.num_tokens, d.num_reqs, d.query_len or d.max_query_len) for _, d in plan]
     assert shapes == expected
 
 
@@ -235,14 +235,14 @@ def test_decode_is_padded_no_further_than_by_sizes_in_tokens(
     sizes: list[int], query_len: int, max_num_reqs: int
 ) -> None:
     limits = {"max_num_reqs": max_num_reqs, "max_num_tokens": 64}
-    found = dispatcher(DECODE_ONLY, sizes, query_lens=(query_len,), **limits)
+    dispatch = dispatcher(DECODE_ONLY, sizes, query_lens=(query_len,), **limits)
     _, plain = get_cudagraph_sizes(sizes, max_num_reqs, 64, Mode.FULL, query_len, True)
     for reqs in range(1, max_num_reqs + 1):
-        mode, key, _ = found.dispatch(reqs * query_len, reqs, query_len, True)
+        mode, key, _ = dispatch.dispatch(reqs * query_len, reqs, query_len, True)
         assert mode is FULL  # the most requests always have a graph
         assert key.num_tokens >= reqs * query_len
         assert key.num_tokens <= plain.get(reqs * query_len, max_num_reqs * query_len)
-    assert len(found.plan()) <= len(set(plain.values())) + 1
+    assert len(dispatch.plan()) <= len(set(plain.values())) + 1
 
 
 # ---------------------------------------------------------------- single batches
@@ -277,9 +277,9 @@ BOUND = {"sizes": [16], "varlen_decode_sizes": {3: [8]}}
     ],
 )
 def test_the_graph_of_a_batch(settings: Any, batch: Batch, expected: str) -> None:
-    found = batch.through(dispatcher(**settings))
-    assert short(found) == expected
-    assert type(found.descriptor.num_tokens) is int
+    dispatched = batch.through(dispatcher(**settings))
+    assert short(dispatched) == expected
+    assert type(dispatched.descriptor.num_tokens) is int
 
 
 @pytest.mark.parametrize(
@@ -317,52 +317,52 @@ def test_modes_of_one_step(batch: Batch, restrictions: Any, expected: str) -> No
 
 
 def test_captured_graphs() -> None:
-    found = dispatcher(sizes=[8])
+    dispatch = dispatcher(sizes=[8])
     key = BatchDescriptor(8, 8, True)
-    assert short(decode(5).through(found)) == "FULL(8t,8r,u1)"  # lazily: the step captures it
-    found.only_captured = True
-    assert short(decode(5).through(found)) == "NONE(5t) not_captured"
-    found.captured(PIECEWISE, BatchDescriptor(8))
-    assert short(decode(5).through(found)) == "PW(8t) not_captured"
-    found.captured(FULL, key)
-    assert short(decode(5).through(found)) == "FULL(8t,8r,u1)"
-    assert found.is_captured(FULL, key)
-    found.forget()
-    assert not found.is_captured(FULL, key)
-    assert short(decode(5).through(found)) == "NONE(5t) not_captured"
+    assert short(decode(5).through(dispatch)) == "FULL(8t,8r,u1)"  # lazily: the step captures it
+    dispatch.only_captured = True
+    assert short(decode(5).through(dispatch)) == "NONE(5t) not_captured"
+    dispatch.captured(PIECEWISE, BatchDescriptor(8))
+    assert short(decode(5).through(dispatch)) == "PW(8t) not_captured"
+    dispatch.captured(FULL, key)
+    assert short(decode(5).through(dispatch)) == "FULL(8t,8r,u1)"
+    assert dispatch.is_captured(FULL, key)
+    dispatch.forget()
+    assert not dispatch.is_captured(FULL, key)
+    assert short(decode(5).through(dispatch)) == "NONE(5t) not_captured"
 
 
 @pytest.mark.parametrize("lazily", [False, True])
 def test_batches_skip_a_missing_graph_for_the_next_larger_one(lazily: bool) -> None:
-    found = dispatcher(sizes=[2, 4, 8], only_captured=not lazily)
-    for mode, key in found.plan():
-        found.captured(mode, key)
-    found.refused(FULL, BatchDescriptor(4, 4, True), "no room")
-    found.refused(PIECEWISE, BatchDescriptor(4), "no room")
-    assert short(decode(3).through(found)) == "FULL(8t,8r,u1)"
-    assert decode(3).through(found).why is None
-    assert short(Batch(3, 2).through(found)).startswith("PW(8t)")
-    found.refused(FULL, BatchDescriptor(8, 8, True), "no room either")
-    result = decode(3).through(found)
+    dispatch = dispatcher(sizes=[2, 4, 8], only_captured=not lazily)
+    for mode, key in dispatch.plan():
+        dispatch.captured(mode, key)
+    dispatch.refused(FULL, BatchDescriptor(4, 4, True), "no room")
+    dispatch.refused(PIECEWISE, BatchDescriptor(4), "no room")
+    assert short(decode(3).through(dispatch)) == "FULL(8t,8r,u1)"
+    assert decode(3).through(dispatch).why is None
+    assert short(Batch(3, 2).through(dispatch)).startswith("PW(8t)")
+    dispatch.refused(FULL, BatchDescriptor(8, 8, True), "no room either")
+    result = decode(3).through(dispatch)
     assert short(result) == "PW(8t) not_captured"
     assert result.why.detail.endswith("was refused: no room")  # of the size that fits best
-    found.captured(FULL, BatchDescriptor(4, 4, True))
-    assert short(decode(3).through(found)) == "FULL(4t,4r,u1)"
+    dispatch.captured(FULL, BatchDescriptor(4, 4, True))
+    assert short(decode(3).through(dispatch)) == "FULL(4t,4r,u1)"
 
 
 def test_a_missing_bounded_graph_leaves_one_of_a_wider_bound() -> None:
-    found = dispatcher(DECODE_ONLY, [8], varlen_decode_sizes={2: [8], 4: [8]})
+    dispatch = dispatcher(DECODE_ONLY, [8], varlen_decode_sizes={2: [8], 4: [8]})
     batch = Batch(8, 4, 2, False)
-    assert batch.through(found).descriptor.max_query_len == 2
-    found.refused(FULL, BatchDescriptor(8, 8, max_query_len=2), "no room")
-    assert batch.through(found).descriptor.max_query_len == 4
+    assert batch.through(dispatch).descriptor.max_query_len == 2
+    dispatch.refused(FULL, BatchDescriptor(8, 8, max_query_len=2), "no room")
+    assert batch.through(dispatch).descriptor.max_query_len == 4
 
 
 def test_planned_sizes() -> None:
-    found = dispatcher(FULL, [4, 8])
-    assert [found.planned_size(n) for n in (0, np.int64(3), 8, 9)] == [None, 4, 8, None]
+    dispatch = dispatcher(FULL, [4, 8])
+    assert [dispatch.planned_size(n) for n in (0, np.int64(3), 8, 9)] == [None, 4, 8, None]
     for bad in (-1, "3", 3.5, None, True):
-        for method in (found.planned_size, found.dispatch):
+        for method in (dispatch.planned_size, dispatch.dispatch):
             with pytest.raises(BatchError, match="num_tokens"):
                 method(bad)
 
@@ -371,9 +371,9 @@ def test_planned_sizes() -> None:
 
 
 def test_lesser_modes_have_reasons(caplog) -> None:
-    found = dispatcher(piecewise=False)
-    assert (found.mode, found.asked) == (DECODE_ONLY, Mode.FULL_AND_PIECEWISE)
-    assert [why.reason for why in found.degraded] == [Reason.NOT_PIECEWISE]
+    dispatch = dispatcher(piecewise=False)
+    assert (dispatch.mode, dispatch.asked) == (DECODE_ONLY, Mode.FULL_AND_PIECEWISE)
+    assert [why.reason for why in dispatch.degraded] == [Reason.NOT_PIECEWISE]
     uniform = dispatcher(FULL, piecewise=False, support=AttentionCGSupport.UNIFORM_BATCH)
     assert uniform.mode is DECODE_ONLY
     assert short(Batch(7).through(uniform)) == "NONE(7t) attention_support"
@@ -493,9 +493,9 @@ def calls_of(function, *args) -> int:
 
 def test_a_step_costs_the_same_on_any_ladder() -> None:
     def costs(ladder) -> list[int]:
-        found = dispatcher(sizes=ladder, max_num_reqs=4000)
+        dispatch = dispatcher(sizes=ladder, max_num_reqs=4000)
         batches = [(5, 5, 1, True), (7, 3, 4), (9000, 3, 4)]
-        return [calls_of(found.dispatch, *batch) for batch in batches]
+        return [calls_of(dispatch.dispatch, *batch) for batch in batches]
 
     few, many = costs([8, 4000]), costs(range(1, 4001))
     assert few == many
@@ -504,5 +504,5 @@ def test_a_step_costs_the_same_on_any_ladder() -> None:
 
 
 def test_a_hit_makes_no_object() -> None:
-    found = dispatcher()
-    assert decode(5).through(found) is decode(7).through(found)
+    dispatch = dispatcher()
+    assert decode(5).through(dispatch) is decode(7).through(dispatch)

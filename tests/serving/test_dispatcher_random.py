@@ -24,7 +24,7 @@ def dispatchers(draw) -> tuple[CudagraphDispatcher, LoraCases]:
         decode[query_len] = [count * query_len for count in counts]
     for bound in draw(st.sets(st.integers(1, 4), max_size=2)):
         varlen[bound] = draw(st.sets(st.integers(1, bound * most), min_size=1))
-    made = dispatcher(
+    dispatch = dispatcher(
         draw(st.sampled_from(GRAPHS)),
         draw(st.sets(NUMBERS, min_size=1)),
         max_num_reqs=most,
@@ -33,7 +33,7 @@ def dispatchers(draw) -> tuple[CudagraphDispatcher, LoraCases]:
         lora=lora,
         support=draw(st.sampled_from(AttentionCGSupport)),
     )
-    return made, lora
+    return dispatch, lora
 
 
 @st.composite
@@ -53,38 +53,38 @@ def batches(draw) -> Batch:
 
 @given(dispatchers(), batches(), st.data())
 def test_the_graph_that_a_search_finds(pair, batch, data) -> None:
-    made, lora = pair
-    every = list(made.plan())
+    dispatch, lora = pair
+    every = list(dispatch.plan())
     chosen = st.sets(st.sampled_from(every))
     captured, refused = data.draw(chosen), data.draw(chosen)
-    made.only_captured = data.draw(st.booleans())
+    dispatch.only_captured = data.draw(st.booleans())
     for mode, key in refused:
-        made.refused(mode, key, "no")
+        dispatch.refused(mode, key, "no")
     for mode, key in captured:
-        made.captured(mode, key)
+        dispatch.captured(mode, key)
     valid = data.draw(st.sampled_from([None, set(), {Mode.PIECEWISE}, {Mode.FULL, Mode.NONE}]))
     invalid = data.draw(st.sampled_from([None, set(), {Mode.FULL}, {Mode.PIECEWISE}]))
     before = [None if modes is None else set(modes) for modes in (valid, invalid)]
 
-    found = batch.through(made, valid_modes=valid, invalid_modes=invalid)
+    dispatched = batch.through(dispatch, valid_modes=valid, invalid_modes=invalid)
 
     def ready(mode: Mode, key: BatchDescriptor) -> bool:
-        if made.only_captured:
+        if dispatch.only_captured:
             return (mode, key) in captured
         return (mode, key) in captured or (mode, key) not in refused
 
     allowed = set(Mode if valid is None else valid) - (invalid or set())
-    assert found[:2] == reference(made, lora, batch, ready, allowed)
+    assert dispatched[:2] == reference(dispatch, lora, batch, ready, allowed)
     assert [valid, invalid] == before  # the caller's own sets
-    event(f"{found.mode.name}, why {found.why and found.why.reason.value}")
-    key = found.descriptor
-    if found.mode is Mode.NONE:
+    event(f"{dispatched.mode.name}, why {dispatched.why and dispatched.why.reason.value}")
+    key = dispatched.descriptor
+    if dispatched.mode is Mode.NONE:
         assert key == BatchDescriptor(batch.num_tokens)
-        assert found.why is not None
+        assert dispatched.why is not None
         return
-    assert (found.mode, key) in every
+    assert (dispatched.mode, key) in every
     assert key.num_tokens >= batch.num_tokens
-    if found.mode is Mode.PIECEWISE:
+    if dispatched.mode is Mode.PIECEWISE:
         assert (key.num_reqs, key.uniform, key.max_query_len) == (None, False, None)
     elif batch.num_reqs is not None:
         assert key.num_reqs >= batch.num_reqs
@@ -96,39 +96,39 @@ def test_the_graph_that_a_search_finds(pair, batch, data) -> None:
 @given(dispatchers())
 def test_every_planned_graph_is_reached_by_its_own_shape(pair) -> None:
     """Also where graphs of several kinds have one number of tokens."""
-    made, _ = pair
-    assert made.plan()
-    for mode, key in made.plan():
+    dispatch, _ = pair
+    assert dispatch.plan()
+    for mode, key in dispatch.plan():
         lora = {"has_lora": key.has_lora, "num_active_loras": key.num_active_loras}
         batch = Batch(key.num_tokens, key.num_reqs, key.max_query_len, key.uniform, **lora)
-        found = batch.through(made)
-        assert found[:2] == (mode, key)
-        assert found.why is None or mode is Mode.PIECEWISE  # there attention may be the reason
+        dispatched = batch.through(dispatch)
+        assert dispatched[:2] == (mode, key)
+        assert dispatched.why is None or mode is Mode.PIECEWISE  # there attention may be the reason
 
 
 @given(dispatchers())
 def test_plan_is_in_the_order_of_capture(pair) -> None:
-    made, _ = pair
-    modes = [mode is Mode.FULL for mode, _ in made.plan()]
+    dispatch, _ = pair
+    modes = [mode is Mode.FULL for mode, _ in dispatch.plan()]
     assert modes == sorted(modes)
-    assert len(set(made.plan())) == len(made.plan())
+    assert len(set(dispatch.plan())) == len(dispatch.plan())
     for wanted in (Mode.FULL, Mode.PIECEWISE):
-        sizes = [key.num_tokens for mode, key in made.plan() if mode is wanted]
+        sizes = [key.num_tokens for mode, key in dispatch.plan() if mode is wanted]
         assert sizes == sorted(sizes, reverse=True)
 
 
 @given(st.sampled_from(Mode), st.sampled_from(AttentionCGSupport), st.booleans())
 def test_a_mode_never_becomes_more_than_attention_allows(mode, support, piecewise) -> None:
     try:
-        made = dispatcher(mode, query_lens=(1, 3), support=support, piecewise=piecewise)
+        dispatch = dispatcher(mode, query_lens=(1, 3), support=support, piecewise=piecewise)
     except ConfigError:
         nothing = mode is Mode.PIECEWISE or support is AttentionCGSupport.NEVER
         assert nothing
         assert not piecewise
         return
-    assert (made.mode is Mode.NONE) is (mode is Mode.NONE)
-    assert made.degraded or made.mode is mode
-    for wanted, key in made.plan():
+    assert (dispatch.mode is Mode.NONE) is (mode is Mode.NONE)
+    assert dispatch.degraded or dispatch.mode is mode
+    for wanted, key in dispatch.plan():
         if wanted is Mode.PIECEWISE:
             assert piecewise
         elif key.uniform:

@@ -183,13 +183,13 @@ def batches(kind: str, draw: random.Random) -> Histogram:
     if kind == "small":  # most batches are
         power = draw.uniform(0.5, 1.5)
         return {n: int(1e5 * draw.random() / n**power) + 1 for n in range(1, largest + 1)}
-    found: Histogram = {}
+    histogram: Histogram = {}
     for _ in range(draw.randint(1, 4)):  # a load each
         middle, width = draw.uniform(1, largest), draw.uniform(0.5, 3) * largest**0.5
         for _ in range(1000):
             rows = min(max(1, round(draw.gauss(middle, width))), largest)
-            found[rows] = found.get(rows, 0) + 1
-    return found
+            histogram[rows] = histogram.get(rows, 0) + 1
+    return histogram
 
 
 @pytest.mark.parametrize("kind", ["random", "small", "loads"])
@@ -201,10 +201,10 @@ def test_close_to_the_exact_optimum(kind: str, budget: str) -> None:
         histogram = batches(kind, draw)
         top = max(histogram) + -max(histogram) % 8
         candidates = round_sizes(histogram, 8, top) if len(histogram) > 80 else tuple(histogram)
-        fixed, each = draw.uniform(0, 300), draw.randrange(3000)
+        fixed, slope = draw.uniform(0, 300), draw.randrange(3000)
         bytes_of = numbers(seed, 40)
         if budget != "any bytes":
-            bytes_of = lambda size, each=each: 100 + each * size // 1000  # noqa: E731
+            bytes_of = lambda size, each=slope: 100 + each * size // 1000  # noqa: E731
         total = sum(map(bytes_of, candidates))
         limit = max(bytes_of(max(candidates)), int(total * draw.uniform(0.05, 0.6)))
         limits = (draw.randint(2, 30), None) if budget == "graphs" else (None, limit)

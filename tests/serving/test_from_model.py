@@ -39,8 +39,8 @@ def settings(
 def built(device: str, config: Any = None, **more: Any) -> CudaGraphManager:
     library()
     model = Decoder().to(device).eval()
-    given = {"inputs": INPUTS, "metadata": metadata, **LIMITS, **more}
-    return CudaGraphManager.from_model(model, config=config, **given)
+    arguments = {"inputs": INPUTS, "metadata": metadata, **LIMITS, **more}
+    return CudaGraphManager.from_model(model, config=config, **arguments)
 
 
 def check_steps(manager: CudaGraphManager, device: str) -> None:
@@ -49,8 +49,8 @@ def check_steps(manager: CudaGraphManager, device: str) -> None:
     before = manager.counters.replays
     for lengths in ((1, 1, 1), (1,) * 8, (2, 1), (1, 1, 1)):
         batch = requests(*lengths, device=device, decode=max(lengths) == 1)
-        found = manager.run(batch)
-        torch.testing.assert_close(found, eager(inner(manager), batch), rtol=1e-5, atol=1e-5)
+        result = manager.run(batch)
+        torch.testing.assert_close(result, eager(inner(manager), batch), rtol=1e-5, atol=1e-5)
     assert manager.counters.replays - before == 4
 
 
@@ -134,9 +134,9 @@ def test_sizes_come_from_the_settings_the_arguments_or_the_limit() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_arguments_are_named(more: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"model": Decoder(), "inputs": INPUTS, **LIMITS, **more}
+    arguments: dict[str, Any] = {"model": Decoder(), "inputs": INPUTS, **LIMITS, **more}
     with pytest.raises(ConfigError) as caught:
-        CudaGraphManager.from_model(**given)
+        CudaGraphManager.from_model(**arguments)
     assert message in str(caught.value)
 
 
@@ -151,8 +151,8 @@ def test_a_function_with_a_device(device: str) -> None:
     manager = CudaGraphManager.from_model(double, rows, config=config, device=device, **LIMITS)
     assert not any(bulk.missing for bulk in manager.capture().values())
     x = torch.randn(3, 4, device=device)
-    found = manager.run(cgcompile.serving.Batch(3, 3, {"x": x}))
-    torch.testing.assert_close(found, x @ weight)
+    result = manager.run(cgcompile.serving.Batch(3, 3, {"x": x}))
+    torch.testing.assert_close(result, x @ weight)
     assert manager.counters.replays == 1
 
 
@@ -173,8 +173,8 @@ def test_ranks_that_agree() -> None:
 
 
 def check_equal(manager: CudaGraphManager, batch: Batch) -> None:
-    found = manager.run(batch)
-    torch.testing.assert_close(found, eager(inner(manager), batch), rtol=1e-5, atol=1e-5)
+    result = manager.run(batch)
+    torch.testing.assert_close(result, eager(inner(manager), batch), rtol=1e-5, atol=1e-5)
 
 
 def replace_weights(manager: CudaGraphManager, device: str) -> None:
@@ -224,9 +224,9 @@ def test_graphs_are_not_dropped_inside_of_a_step(
         def after_replay(self) -> None:
             drop("after")
 
-    def build(*given: Any) -> Any:
+    def build(*args: Any) -> Any:
         drop("metadata")
-        return metadata(*given)
+        return metadata(*args)
 
     manager = built(device, settings(device, cudagraph_mode=mode), hooks=[Hooks()], metadata=build)
     manager.capture()

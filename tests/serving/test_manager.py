@@ -64,56 +64,58 @@ BY_LETTER = {"N": NONE, "P": PIECEWISE, "F": FULL}
 @kinds
 @pytest.mark.parametrize("mode", MODES)
 def test_every_batch_equals_eager_in_its_mode(mode: str, kind: str, device: str) -> None:
-    made = manager(mode, kind, device)
-    assert made.needs_capture() is (mode != "NONE")
-    for bulk in made.capture().values():
+    graph_manager = manager(mode, kind, device)
+    assert graph_manager.needs_capture() is (mode != "NONE")
+    for bulk in graph_manager.capture().values():
         assert bulk.missing == ()
     modes: Counter[Any] = Counter()
-    before = made.counters.replays
+    before = graph_manager.counters.replays
     for _ in range(2):
         for lengths, decode, expected in BATCHES:
             first, second = (requests(*lengths, device=device, decode=decode) for _ in range(2))
-            assert not torch.equal(check(made, first).clone(), check(made, second))
+            assert not torch.equal(
+                check(graph_manager, first).clone(), check(graph_manager, second)
+            )
             modes[BY_LETTER[expected[MODES.index(mode)]]] += 2
-    assert made.counters.replays - before == modes[PIECEWISE] + modes[FULL]
+    assert graph_manager.counters.replays - before == modes[PIECEWISE] + modes[FULL]
     counted: Counter[Any] = Counter()
-    for cell in made.statistics.cells():
+    for cell in graph_manager.statistics.cells():
         counted[CUDAGraphMode[cell.mode]] += cell.hits
     assert counted == +modes
 
 
 def test_batches_without_rows_and_with_too_many() -> None:
-    made = manager()
-    made.capture()
+    graph_manager = manager()
+    graph_manager.capture()
     batch = requests(3)
     empty = {name: value[:0] for name, value in batch.inputs.items()}
     nothing = Batch(0, 0, {**empty, "query_start_loc": batch.inputs["query_start_loc"][:1]})
-    assert made.run(nothing).shape == (0, D)
-    assert made.run(Batch(0, 0, {})) is None  # no work, and not counted
-    assert made.run(None) is None
-    assert made.statistics.reasons() == {Reason.EMPTY_BATCH: 1}
+    assert graph_manager.run(nothing).shape == (0, D)
+    assert graph_manager.run(Batch(0, 0, {})) is None  # no work, and not counted
+    assert graph_manager.run(None) is None
+    assert graph_manager.statistics.reasons() == {Reason.EMPTY_BATCH: 1}
     with pytest.raises(BatchError, match="num_reqs = 0"):
-        made.run(Batch(3, 0, batch.inputs))
+        graph_manager.run(Batch(3, 0, batch.inputs))
     with pytest.raises(InputBufferError, match="room for 64"):
-        made.run(requests(65))
+        graph_manager.run(requests(65))
 
 
 def test_excluded_modes() -> None:
-    made = manager()
-    made.capture()
+    graph_manager = manager()
+    graph_manager.capture()
     batch = requests(1, 1, 1, decode=True)
-    check(made, batch, invalid_modes={FULL})
-    check(made, batch, valid_modes=[NONE])
-    counted = {cell.mode: cell.hits for cell in made.statistics.cells() if cell.hits}
+    check(graph_manager, batch, invalid_modes={FULL})
+    check(graph_manager, batch, valid_modes=[NONE])
+    counted = {cell.mode: cell.hits for cell in graph_manager.statistics.cells() if cell.hits}
     assert counted == {"PIECEWISE": 1, "NONE": 1}
 
 
 def test_each_reason_of_a_lesser_mode_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    made = manager("FULL")
-    made.capture()
+    graph_manager = manager("FULL")
+    graph_manager.capture()
     with caplog.at_level(logging.INFO, logger="cgcompile.serving"):
         for count in (20, 3, 21, 24):
-            made.run(requests(count))
+            graph_manager.run(requests(count))
     lines = [line for line in caplog.messages if line.startswith("a step")]
     why = "oversize: more than 16 tokens: no graph is as large"
     assert [line.partition(". Remedy")[0] for line in lines] == [
@@ -157,7 +159,7 @@ def test_a_graph_for_mixed_batches_is_captured_with_a_long_query() -> None:
 
 
 def test_garbage_is_collected_once_for_all_sets() -> None:
-    made = manager("FULL_AND_PIECEWISE", "compiled")
+    graph_manager = manager("FULL_AND_PIECEWISE", "compiled")
     collections: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -167,7 +169,7 @@ def test_garbage_is_collected_once_for_all_sets() -> None:
     gc.disable()
     gc.callbacks.append(note)
     try:
-        sets = made.capture()
+        sets = graph_manager.capture()
     finally:
         gc.callbacks.remove(note)
         gc.enable()
@@ -179,49 +181,53 @@ def test_garbage_is_collected_once_for_all_sets() -> None:
 def test_garbage_of_warm_ups_is_collected() -> None:
     """Tensors in cycles of objects would add up over all sizes of all sets."""
     enabled: dict[str, list[bool]] = {"warmup": [], "capture": []}
-    made = manager("FULL_AND_PIECEWISE", prepare=lambda key, phase: noted(key, phase))
+    graph_manager = manager("FULL_AND_PIECEWISE", prepare=lambda key, phase: noted(key, phase))
 
     def noted(key: BatchDescriptor, phase: str) -> Batch:
         enabled[phase].append(gc.isenabled())
-        return made.dummy_batch(key, phase)
+        return graph_manager.dummy_batch(key, phase)
 
-    made.capture()
+    graph_manager.capture()
     assert set(enabled["warmup"]) == {True}
     assert set(enabled["capture"]) == {False}
 
 
 def test_captures_that_are_refused() -> None:
-    made = manager("FULL", metadata=lambda batch, descriptor, buffers: Metadata())
+    graph_manager = manager("FULL", metadata=lambda batch, descriptor, buffers: Metadata())
     with pytest.raises(ManagerError, match="no attention metadata"):
-        made.capture()
-    made = manager("FULL")
+        graph_manager.capture()
+    graph_manager = manager("FULL")
     for mode in (NONE, "FULL"):
         with pytest.raises(ManagerError, match="expected PIECEWISE or FULL"):
-            made.capture_graph(mode, BatchDescriptor(4, 4))
+            graph_manager.capture_graph(mode, BatchDescriptor(4, 4))
     with pytest.raises(BatchError):
-        made.capture_graph(FULL, BatchDescriptor(5, 5))
-    assert made.counters.calls == 0
-    made.capture_graph(FULL, BatchDescriptor(4, 4))
-    for call in (lambda: made.capture_graph(FULL, BatchDescriptor(4, 4)), made.capture, made.plan):
+        graph_manager.capture_graph(FULL, BatchDescriptor(5, 5))
+    assert graph_manager.counters.calls == 0
+    graph_manager.capture_graph(FULL, BatchDescriptor(4, 4))
+    for call in (
+        lambda: graph_manager.capture_graph(FULL, BatchDescriptor(4, 4)),
+        graph_manager.capture,
+        graph_manager.plan,
+    ):
         with pytest.raises(ManagerError, match="captured already"):
             call()
-    check(made, requests(1, 2))
-    check(made, requests(7))
-    assert made.statistics.reasons() == {Reason.NOT_CAPTURED: 1}
-    made.release()
-    made.capture()
-    check(made, requests(7))
+    check(graph_manager, requests(1, 2))
+    check(graph_manager, requests(7))
+    assert graph_manager.statistics.reasons() == {Reason.NOT_CAPTURED: 1}
+    graph_manager.release()
+    graph_manager.capture()
+    check(graph_manager, requests(7))
 
 
 def test_one_size_that_fails(device: str) -> None:
-    made = manager("FULL", device=device, model=Picky(4))
-    (bulk,) = made.capture().values()
+    graph_manager = manager("FULL", device=device, model=Picky(4))
+    (bulk,) = graph_manager.capture().values()
     assert [key.num_tokens for key in bulk.captured] == [16, 8, 2, 1]
     assert [key.num_tokens for key, _ in bulk.missing] == [4]
     for lengths in ((3,), (2,), (7,)):
-        check(made, requests(*lengths, device=device))
-    assert not made.statistics.reasons()
-    assert made.get_cudagraph_size(3) == 8  # the next larger one
+        check(graph_manager, requests(*lengths, device=device))
+    assert not graph_manager.statistics.reasons()
+    assert graph_manager.get_cudagraph_size(3) == 8  # the next larger one
 
 
 @kinds
@@ -230,31 +236,36 @@ def test_lazily(kind: str, device: str) -> None:
 
     class Noting(GraphHooks):
         def before_full_capture(self) -> None:
-            announced.append(made.counters.captures)
+            announced.append(graph_manager.counters.captures)
 
-    made = manager("FULL_AND_PIECEWISE", kind, device, lazily=True, hooks=[Noting()])
+    graph_manager = manager("FULL_AND_PIECEWISE", kind, device, lazily=True, hooks=[Noting()])
     counted = []
     for step in range(5):
-        for wrapper in made.wrappers:
+        for wrapper in graph_manager.wrappers:
             wrapper.closed = step == 1  # a capture that does not begin is not announced
-        check(made, requests(1, 1, 1, device=device, decode=True))
-        counted.append((made.counters.captures, made.counters.replays, len(announced)))
+        check(graph_manager, requests(1, 1, 1, device=device, decode=True))
+        counted.append(
+            (graph_manager.counters.captures, graph_manager.counters.replays, len(announced))
+        )
     warm, closed, *others = counted
     assert warm == (0, 0, 0)
     assert closed[1:] == (0, 0)
     assert [(replays, calls) for _, replays, calls in others] == [(0, 1), (1, 1), (2, 1)]
-    captures, replays = made.counters.captures, made.counters.replays
+    captures, replays = graph_manager.counters.captures, graph_manager.counters.replays
     for _ in range(3):
-        check(made, requests(5, device=device))
-    assert (made.counters.captures, made.counters.replays) == (captures + 1, replays + 1)
+        check(graph_manager, requests(5, device=device))
+    assert (graph_manager.counters.captures, graph_manager.counters.replays) == (
+        captures + 1,
+        replays + 1,
+    )
     assert len(announced) == 1  # by piece: not announced
 
 
 def test_lazily_what_cannot_be_captured_runs_plain() -> None:
-    made = manager("FULL", model=Picky(*SIZES), lazily=True)
+    graph_manager = manager("FULL", model=Picky(*SIZES), lazily=True)
     for _ in range(4):
-        check(made, requests(16))
-    chosen = made.dispatched(requests(16))
+        check(graph_manager, requests(16))
+    chosen = graph_manager.dispatched(requests(16))
     assert chosen.mode is NONE
     assert "not permitted when stream is capturing" in chosen.why.detail
 
@@ -264,7 +275,7 @@ def test_hooks_and_contexts() -> None:
 
     class Noting(GraphHooks):
         def before_capture(self, pool: Any) -> None:
-            assert pool is made.pool
+            assert pool is graph_manager.pool
             calls.append("before_capture")
 
         def before_full_capture(self) -> None:
@@ -287,17 +298,17 @@ def test_hooks_and_contexts() -> None:
         def __exit__(self, *_: Any) -> None:
             calls.append("exit")
 
-    made = manager("FULL", hooks=[Noting()], graph_capture=Around)
-    made.capture_graph(FULL, BatchDescriptor(4, 4))
+    graph_manager = manager("FULL", hooks=[Noting()], graph_capture=Around)
+    graph_manager.capture_graph(FULL, BatchDescriptor(4, 4))
     capture = ["before_full_capture", "end_of_capture"]
     assert calls == ["before_capture", "enter", "end_of_capture", *capture, "exit"]
     del calls[:]
-    check(made, requests(3))
-    check(made, requests(20))
+    check(graph_manager, requests(3))
+    check(graph_manager, requests(20))
     assert calls == ["before_replay", "after_replay"]
-    made.release()
+    graph_manager.release()
     del calls[:]
-    assert sum(len(bulk.captured) for bulk in made.capture().values()) == len(SIZES)
+    assert sum(len(bulk.captured) for bulk in graph_manager.capture().values()) == len(SIZES)
     assert calls.count("before_full_capture") == len(SIZES)
 
 
@@ -322,11 +333,11 @@ def test_hooks_end_where_a_step_raises() -> None:
         (False, wrong, InputBufferError, ["before a", "before b", "after a", "after b"]),
         (True, batch, ValueError, ["before a", "after a"]),
     ):
-        made = manager("FULL", hooks=[Noting("a"), Noting("b", fails)])
-        made.capture()
+        graph_manager = manager("FULL", hooks=[Noting("a"), Noting("b", fails)])
+        graph_manager.capture()
         del calls[:]
         with pytest.raises(error):
-            made.run(step)
+            graph_manager.run(step)
         assert calls == expected
 
 
@@ -336,91 +347,101 @@ def test_hooks_end_where_a_step_raises() -> None:
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE", "NONE"])
 def test_sizes_before_and_after_capture(mode: str, lazily: bool) -> None:
-    made = manager(mode, lazily=lazily)
+    graph_manager = manager(mode, lazily=lazily)
     sizes = {n: min(size for size in SIZES if size >= n) for n in range(1, SIZES[-1] + 1)}
     decode = {n: size for n, size in sizes.items() if n <= MAX_REQS}
-    assert made.cudagraph_sizes == ({} if mode == "NONE" else sizes)
+    assert graph_manager.cudagraph_sizes == ({} if mode == "NONE" else sizes)
     own = mode == "FULL_AND_PIECEWISE"
-    assert made.uniform_decode_cudagraph_sizes == (decode if own else {})
+    assert graph_manager.uniform_decode_cudagraph_sizes == (decode if own else {})
     for captured in (False, True):
         if captured:
-            made.capture()
+            graph_manager.capture()
         for n in (0, 1, 3, 9, 16, 17):
-            assert made.get_cudagraph_size(n) == made.cudagraph_sizes.get(n)
+            assert graph_manager.get_cudagraph_size(n) == graph_manager.cudagraph_sizes.get(n)
         for n in (1, 5, 8):
-            expected = made.uniform_decode_cudagraph_sizes.get(n, made.cudagraph_sizes.get(n))
-            assert made.get_cudagraph_size(n, True) == expected
-    assert (made.pool is None) is (mode == "NONE")
+            expected = graph_manager.uniform_decode_cudagraph_sizes.get(
+                n, graph_manager.cudagraph_sizes.get(n)
+            )
+            assert graph_manager.get_cudagraph_size(n, True) == expected
+    assert (graph_manager.pool is None) is (mode == "NONE")
 
 
 def test_sizes_of_decode_with_drafts() -> None:
     dispatch = dispatcher("FULL_DECODE_ONLY", query_lens=(1, 3), decode_num_reqs=[2])
-    made = manager(dispatch=dispatch)
-    assert made.cudagraph_sizes == {}
+    graph_manager = manager(dispatch=dispatch)
+    assert graph_manager.cudagraph_sizes == {}
     expected = {n: 6 if n <= 6 else 24 for n in range(3, 25)}
-    assert made.uniform_decode_cudagraph_sizes == expected
+    assert graph_manager.uniform_decode_cudagraph_sizes == expected
 
 
 def test_which_graph_serves() -> None:
-    made = manager("FULL_DECODE_ONLY")
-    assert made.get_cudagraph_runtime_mode(3, 3, 1) == (NONE, None)
-    made.capture()
-    assert made.get_cudagraph_runtime_mode(3, 3, 1) == (FULL, 4)
-    assert made.get_cudagraph_runtime_mode(1, 3, 3) == (NONE, None)
-    assert made.get_cudagraph_runtime_mode(9, 9, 1) == (NONE, None)
-    assert (made.get_cudagraph_size(3, True), made.get_cudagraph_size(3)) == (4, None)
-    made = manager(dispatch=dispatcher("FULL", axes=(Axis("a", (1,)),), lora=LoraCases((2,))))
-    made.capture()
+    graph_manager = manager("FULL_DECODE_ONLY")
+    assert graph_manager.get_cudagraph_runtime_mode(3, 3, 1) == (NONE, None)
+    graph_manager.capture()
+    assert graph_manager.get_cudagraph_runtime_mode(3, 3, 1) == (FULL, 4)
+    assert graph_manager.get_cudagraph_runtime_mode(1, 3, 3) == (NONE, None)
+    assert graph_manager.get_cudagraph_runtime_mode(9, 9, 1) == (NONE, None)
+    assert (graph_manager.get_cudagraph_size(3, True), graph_manager.get_cudagraph_size(3)) == (
+        4,
+        None,
+    )
+    graph_manager = manager(
+        dispatch=dispatcher("FULL", axes=(Axis("a", (1,)),), lora=LoraCases((2,)))
+    )
+    graph_manager.capture()
     for extra, size in (((1,), 4), ((7,), None)):
         more = {"has_lora": True, "num_active_loras": 1, "extra": extra}
-        assert made.get_cudagraph_size(3, **more) == size
+        assert graph_manager.get_cudagraph_size(3, **more) == size
         mode = FULL if size else NONE
-        assert made.get_cudagraph_runtime_mode(1, 3, 3, **more) == (mode, size)
+        assert graph_manager.get_cudagraph_runtime_mode(1, 3, 3, **more) == (mode, size)
 
 
 def test_a_refused_size_is_skipped() -> None:
-    made = manager("FULL")
-    made.dispatcher.refused(FULL, BatchDescriptor(16, 8), "an op reads the host")
-    made.dispatcher.refused(FULL, BatchDescriptor(2, 2), "an op reads the host")
-    assert (made.get_cudagraph_size(9), made.get_cudagraph_size(8)) == (None, 8)
-    made.dispatcher.captured(FULL, BatchDescriptor(4, 4))
-    assert made.get_cudagraph_size(2) == 4
+    graph_manager = manager("FULL")
+    graph_manager.dispatcher.refused(FULL, BatchDescriptor(16, 8), "an op reads the host")
+    graph_manager.dispatcher.refused(FULL, BatchDescriptor(2, 2), "an op reads the host")
+    assert (graph_manager.get_cudagraph_size(9), graph_manager.get_cudagraph_size(8)) == (None, 8)
+    graph_manager.dispatcher.captured(FULL, BatchDescriptor(4, 4))
+    assert graph_manager.get_cudagraph_size(2) == 4
 
 
 @pytest.mark.parametrize("aux", [False, True])
 def test_run_fullgraph(aux: bool, device: str) -> None:
-    made = manager("FULL_AND_PIECEWISE", device=device, model=Decoder(aux))
+    graph_manager = manager("FULL_AND_PIECEWISE", device=device, model=Decoder(aux))
     with pytest.raises(ManagerError, match="No cudagraph for 4 tokens; captured FULL: none"):
-        made.run_fullgraph(4)
-    assert made.output_buffers is None
-    made.capture()
+        graph_manager.run_fullgraph(4)
+    assert graph_manager.output_buffers is None
+    graph_manager.capture()
     for size in (4, 8, 4):
         batch = requests(*[1] * size, device=device, decode=True)
-        made.inputs.stage(batch.inputs, (size, size), (size, size))
-        found, expected = made.run_fullgraph(size), eager(inner(made), batch)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        hidden = found[0] if aux else found
+        graph_manager.inputs.stage(batch.inputs, (size, size), (size, size))
+        result, expected = graph_manager.run_fullgraph(size), eager(inner(graph_manager), batch)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+        hidden = result[0] if aux else result
         assert hidden.shape == (size, D)
-    second, whole = made.run_fullgraph(4), made.output_buffers
+    second, whole = graph_manager.run_fullgraph(4), graph_manager.output_buffers
     assert (second[0] if aux else second).data_ptr() == hidden.data_ptr()
     assert (whole[0] if aux else whole).data_ptr() == hidden.data_ptr()
     assert (whole[0] if aux else whole).shape == (MAX_REQS, D)
     with pytest.raises(ManagerError, match="No cudagraph for 5 tokens; captured FULL: 1, 2, 4, 8"):
-        made.run_fullgraph(5)
-    made.release()
-    assert made.output_buffers is None
+        graph_manager.run_fullgraph(5)
+    graph_manager.release()
+    assert graph_manager.output_buffers is None
 
 
 def test_the_full_graph_of_a_variant() -> None:
     axes = [Axis("inputs_embeds", (False, True))]
-    made = manager(dispatch=dispatcher("FULL", axes=axes), inputs=(*INPUTS, EMBEDS))
-    made.capture()
+    graph_manager = manager(dispatch=dispatcher("FULL", axes=axes), inputs=(*INPUTS, EMBEDS))
+    graph_manager.capture()
     batch = requests(*[1] * 8, extra=(False,))
-    made.inputs.stage(batch.inputs, (8, 8), (8, 8))
-    found, expected = made.run_fullgraph(8, extra=(False,)), eager(made.model, batch)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    graph_manager.inputs.stage(batch.inputs, (8, 8), (8, 8))
+    result, expected = (
+        graph_manager.run_fullgraph(8, extra=(False,)),
+        eager(graph_manager.model, batch),
+    )
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ManagerError, match="No cudagraph for 8 tokens"):
-        made.run_fullgraph(8)
+        graph_manager.run_fullgraph(8)
 
 
 # ---------------------------------------------------------------- weights and modes of autograd
@@ -449,63 +470,63 @@ class Called:
 def test_weights(mode: str, kind: str, wrapped: Any, device: str) -> None:
     """Written in place: read by the graphs; replaced: an error. Also where no module is given."""
     model = Decoder().to(device).eval()
-    made = manager(mode, kind, device, model=model, wrapped=wrapped)
-    made.capture()
+    graph_manager = manager(mode, kind, device, model=model, wrapped=wrapped)
+    graph_manager.capture()
     batch = requests(1, 1, 1, device=device, decode=True)
-    first = made.run(batch).clone()
+    first = graph_manager.run(batch).clone()
     with torch.no_grad():
         model.places.weight.mul_(2)
-    found = made.run(batch)
-    assert not torch.equal(found, first)
-    torch.testing.assert_close(found, eager(model, batch), rtol=1e-5, atol=1e-5)
+    result = graph_manager.run(batch)
+    assert not torch.equal(result, first)
+    torch.testing.assert_close(result, eager(model, batch), rtol=1e-5, atol=1e-5)
     model.places.weight = nn.Parameter(torch.randn_like(model.places.weight))
     with pytest.raises(AddressChangedError, match=r"places\.weight"):
-        made.run(batch)
-    made.release()
-    made.capture()
-    torch.testing.assert_close(made.run(batch), eager(model, batch), rtol=1e-5, atol=1e-5)
+        graph_manager.run(batch)
+    graph_manager.release()
+    graph_manager.capture()
+    torch.testing.assert_close(graph_manager.run(batch), eager(model, batch), rtol=1e-5, atol=1e-5)
 
 
 def test_a_step_on_other_weights_is_no_hit() -> None:
-    made = manager("PIECEWISE", "compiled")
-    made.capture()
-    model = inner(made)
-    made.run(requests(3, 2))
+    graph_manager = manager("PIECEWISE", "compiled")
+    graph_manager.capture()
+    model = inner(graph_manager)
+    graph_manager.run(requests(3, 2))
     model.layers[0].qkv.weight = nn.Parameter(torch.randn_like(model.layers[0].qkv.weight))
-    check(made, requests(4, 2))
-    assert made.statistics.reasons() == {Reason.WARMING: 1}
+    check(graph_manager, requests(4, 2))
+    assert graph_manager.statistics.reasons() == {Reason.WARMING: 1}
 
 
 @kinds
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_where_gradients_are_due_a_step_runs_plain(mode: str, kind: str, device: str) -> None:
-    made = manager(mode, kind, device, inference_mode=False)
+    graph_manager = manager(mode, kind, device, inference_mode=False)
     with torch.no_grad():
-        made.capture()
-        check(made, requests(3, 2, device=device))
-    assert made.counters.replays == 1
-    result = made.run(requests(3, 2, device=device))
+        graph_manager.capture()
+        check(graph_manager, requests(3, 2, device=device))
+    assert graph_manager.counters.replays == 1
+    result = graph_manager.run(requests(3, 2, device=device))
     result.sum().backward()
-    assert inner(made).layers[0].out.weight.grad.abs().sum() > 0
-    assert made.counters.replays == 1
-    hits = {(row.mode, row.reason, row.ran) for row in made.statistics.rows() if row.hits}
+    assert inner(graph_manager).layers[0].out.weight.grad.abs().sum() > 0
+    assert graph_manager.counters.replays == 1
+    hits = {(row.mode, row.reason, row.ran) for row in graph_manager.statistics.rows() if row.hits}
     assert hits == {(mode, None, 8), ("NONE", Reason.GRADIENTS, 5)}
     if mode == "FULL":
         with pytest.raises(ManagerError, match="gradients are required"):
-            made.run_fullgraph(8)
+            graph_manager.run_fullgraph(8)
     with torch.no_grad():
-        check(made, requests(3, 2, device=device))
-    assert "2 of 3 steps on graphs" in str(cgcompile.coverage(made))
+        check(graph_manager, requests(3, 2, device=device))
+    assert "2 of 3 steps on graphs" in str(cgcompile.coverage(graph_manager))
 
 
 def test_another_autocast_mode_than_at_capture(device: str) -> None:
-    made = manager("FULL", device=device)
-    made.capture()
+    graph_manager = manager("FULL", device=device)
+    graph_manager.capture()
     batch = requests(2, 1, device=device)
-    check(made, batch)
-    before = made.counters.replays
+    check(graph_manager, batch)
+    before = graph_manager.counters.replays
     autocast = torch.autocast(device, torch.bfloat16)
     with autocast, pytest.raises(HostValueChangedError, match="autocast"):
-        made.run(batch)
-    assert made.counters.replays == before
-    check(made, batch)
+        graph_manager.run(batch)
+    assert graph_manager.counters.replays == before
+    check(graph_manager, batch)

@@ -47,8 +47,8 @@ def with_embeds(values: tuple[bool, ...], mode: str = "FULL_AND_PIECEWISE", **mo
 
 
 def test_inputs_that_do_not_fit() -> None:
-    made = manager()
-    made.capture()
+    graph_manager = manager()
+    graph_manager.capture()
     batch = requests(1, 1, 1, decode=True)
     for name, value in (
         ("input_ids", torch.zeros(4, dtype=torch.int64)),
@@ -57,39 +57,39 @@ def test_inputs_that_do_not_fit() -> None:
         ("other", torch.zeros(3)),
     ):
         with pytest.raises(InputBufferError, match=name):
-            made.run(with_inputs(batch, **{name: value}))
-        check(made, batch)
+            graph_manager.run(with_inputs(batch, **{name: value}))
+        check(graph_manager, batch)
     del batch.inputs["positions"]
     with pytest.raises(InputBufferError, match="'positions'"):
-        made.run(batch)
+        graph_manager.run(batch)
 
 
 @kinds
 def test_what_tails_hold_never_reaches_real_rows(kind: str, device: str) -> None:
     """A large batch, then a small one in the same buffers; and NaN in the padding rows."""
-    made = with_embeds((True,), kind=kind, device=device)
-    made.capture()
+    graph_manager = with_embeds((True,), kind=kind, device=device)
+    graph_manager.capture()
     for lengths, decode in (((16,), False), ((3, 2), False), ((1,) * 8, True), ((1,) * 5, True)):
         batch = requests(*lengths, device=device, decode=decode, extra=(True,))
         rows = torch.randn(batch.num_tokens, D, device=device)
-        assert check(made, with_inputs(batch, inputs_embeds=rows)).isfinite().all()
-    assert made.statistics.reasons() == {}
+        assert check(graph_manager, with_inputs(batch, inputs_embeds=rows)).isfinite().all()
+    assert graph_manager.statistics.reasons() == {}
 
 
 def test_optional_inputs_are_part_of_the_key() -> None:
-    made = with_embeds((False, True))
-    made.capture()
+    graph_manager = with_embeds((False, True))
+    graph_manager.capture()
     rows = torch.randn(3, D)
     present = with_inputs(requests(1, 1, 1, decode=True, extra=(True,)), inputs_embeds=rows)
-    check(made, present)
-    check(made, requests(1, 1, 1, decode=True, extra=(False,)))
+    check(graph_manager, present)
+    check(graph_manager, requests(1, 1, 1, decode=True, extra=(False,)))
     with pytest.raises(ManagerError, match="expected whether the input is given"):
-        made.run(Batch(3, 3, present.inputs, 1, True, extra=(False,)))
-    check(made, present)
-    assert made.run(Batch(0, 0, {})) is None  # whatever its axes
+        graph_manager.run(Batch(3, 3, present.inputs, 1, True, extra=(False,)))
+    check(graph_manager, present)
+    assert graph_manager.run(Batch(0, 0, {})) is None  # whatever its axes
     empty = {name: value[:0] for name, value in present.inputs.items()}
     empty["query_start_loc"] = present.inputs["query_start_loc"][:1]
-    assert made.run(Batch(0, 0, empty)).shape == (0, D)
+    assert graph_manager.run(Batch(0, 0, empty)).shape == (0, D)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_axes_that_cannot_tell_an_optional_input(axes: Any) -> None:
 
 
 def test_inputs_that_require_grad() -> None:
-    made = with_embeds((True,), "FULL", inference_mode=False)
+    graph_manager = with_embeds((True,), "FULL", inference_mode=False)
     rows = torch.randn(3, D, requires_grad=True)
     batch = with_inputs(requests(3, extra=(True,)), inputs_embeds=rows)
     with pytest.raises(InputBufferError, match="'inputs_embeds' requires grad"):
-        made.run(batch)
+        graph_manager.run(batch)
     with torch.no_grad():
-        made.run(batch)
-    assert not made.inputs.buffers["inputs_embeds"].requires_grad
+        graph_manager.run(batch)
+    assert not graph_manager.inputs.buffers["inputs_embeds"].requires_grad
 
 
 class Caching(Decoder):
@@ -131,21 +131,23 @@ class Caching(Decoder):
 def test_padding_never_reaches_the_cache(kind: str, device: str) -> None:
     """The slots of a large batch are behind the real rows of a small one in the same buffer."""
     slot_mapping = InputBuffer("slot_mapping", ("tokens",), torch.int64, 0)
-    made = manager(kind=kind, device=device, model=Caching(), inputs=(*INPUTS, slot_mapping))
-    made.capture()
-    cache = inner(made).cache
-    before = made.counters.replays
+    graph_manager = manager(
+        kind=kind, device=device, model=Caching(), inputs=(*INPUTS, slot_mapping)
+    )
+    graph_manager.capture()
+    cache = inner(graph_manager).cache
+    before = graph_manager.counters.replays
     for lengths, decode in (((16,), False), ((3, 2), False), ((1,) * 8, True), ((1,) * 5, True)):
         batch = requests(*lengths, device=device, decode=decode)
         slots = 1 + torch.randperm(SLOTS - 1, device=device)[: batch.num_tokens]
         batch = with_inputs(batch, slot_mapping=slots)
         cache.normal_()
         expected = cache.clone()
-        found = made.run(batch)
-        expected[slots] = found
+        result = graph_manager.run(batch)
+        expected[slots] = result
         assert torch.equal(cache[1:], expected[1:])
-        torch.testing.assert_close(found, eager(inner(made), batch), rtol=1e-5, atol=1e-5)
-    assert made.counters.replays == before + 4
+        torch.testing.assert_close(result, eager(inner(graph_manager), batch), rtol=1e-5, atol=1e-5)
+    assert graph_manager.counters.replays == before + 4
 
 
 @pytest.mark.parametrize("writer", ["model", "metadata"])
@@ -164,21 +166,21 @@ def test_tails_where_a_step_writes_into_its_inputs(
     slots = InputBuffer("slot_mapping", ("tokens",), torch.int64, -1)
     model = Caching(shifts=writer == "model")
     inputs = (*INPUTS, slots)
-    made = manager(mode, kind, device, inputs=inputs, model=model, metadata=shifting)
-    made.capture()
+    graph_manager = manager(mode, kind, device, inputs=inputs, model=model, metadata=shifting)
+    graph_manager.capture()
     model.cache.zero_()
     for _ in range(3):  # in the largest size, of which each step leaves the whole tail clean
         batch = requests(SIZES[-1] - 7, device=device)
-        made.run(with_inputs(batch, slot_mapping=torch.arange(20, 29, device=device)))
+        graph_manager.run(with_inputs(batch, slot_mapping=torch.arange(20, 29, device=device)))
         assert model.cache[21:30].any(1).all()
         assert not model.cache[1:21].any()
-    assert made.counters.replays >= 3
+    assert graph_manager.counters.replays >= 3
 
 
 def test_tails_where_the_engine_writes_itself(device: str) -> None:
-    made = manager("FULL", device=device)
-    made.capture()
-    buffers = made.inputs.buffers
+    graph_manager = manager("FULL", device=device)
+    graph_manager.capture()
+    buffers = graph_manager.inputs.buffers
 
     def written(count: int) -> Batch:
         batch = requests(count, device=device)
@@ -189,18 +191,18 @@ def test_tails_where_the_engine_writes_itself(device: str) -> None:
         return with_inputs(batch, **fronts)
 
     def tail(count: int) -> list[int]:
-        return made.inputs.views(16, 8)["positions"][count:].tolist()
+        return graph_manager.inputs.views(16, 8)["positions"][count:].tolist()
 
-    made.run(requests(9, device=device))
+    graph_manager.run(requests(9, device=device))
     with pytest.raises(InputBufferError):
-        made.run(with_inputs(written(16), input_ids=torch.zeros(3)))
-    made.run(requests(10, device=device))
+        graph_manager.run(with_inputs(written(16), input_ids=torch.zeros(3)))
+    graph_manager.run(requests(10, device=device))
     assert tail(10) == [0] * 6
-    made.run(written(11))
+    graph_manager.run(written(11))
     assert tail(11) == [0] * 5
     written(16)
-    made.run_fullgraph(16)
-    made.run(requests(12, device=device))
+    graph_manager.run_fullgraph(16)
+    graph_manager.run(requests(12, device=device))
     assert tail(12) == [0] * 4
 
 
@@ -212,11 +214,11 @@ def test_dummies_have_sequences_that_are_not_empty() -> None:
         return metadata(batch, descriptor, buffers)
 
     spec = InputBuffer("seq_lens", ("reqs",), torch.int32, argument=False, dummy_value="num_tokens")
-    made = manager("FULL", inputs=(*INPUTS, spec), metadata=noted)
-    made.capture()
+    graph_manager = manager("FULL", inputs=(*INPUTS, spec), metadata=noted)
+    graph_manager.capture()
     assert lengths[BatchDescriptor(4, 4)] == [4] * 4
     assert lengths[BatchDescriptor(16, 8)] == [16] * 8
-    made.run(with_inputs(requests(3), seq_lens=torch.tensor([3], dtype=torch.int32)))
+    graph_manager.run(with_inputs(requests(3), seq_lens=torch.tensor([3], dtype=torch.int32)))
     assert lengths[BatchDescriptor(4, 4)] == [3, 0, 0, 0]
     assert InputBuffer("s", ("reqs",), torch.int32, 1, dummy_value=7).dummy(4, 2).tolist() == [7, 7]
     for bad in ("tokens", 0.5, 2**40):
@@ -239,19 +241,21 @@ class Mrope(Decoder):
 
 @kinds
 def test_three_positions_a_token_and_several_hidden_states(kind: str, device: str) -> None:
-    made = manager(kind=kind, device=device, model=Mrope(), inputs=(INPUTS[0], MROPE, INPUTS[2]))
-    made.capture()
+    graph_manager = manager(
+        kind=kind, device=device, model=Mrope(), inputs=(INPUTS[0], MROPE, INPUTS[2])
+    )
+    graph_manager.capture()
     modes = []
     for lengths, decode in (((5, 2), False), ((1,) * 6, True), ((16,), False), ((1,) * 3, True)):
         batch = requests(*lengths, device=device, decode=decode)
         positions = torch.randint(1, 6, (3, batch.num_tokens), device=device)
         batch = with_inputs(batch, positions=positions)
-        modes.append(made.dispatched(batch).mode)
-        check(made, batch)
+        modes.append(graph_manager.dispatched(batch).mode)
+        check(graph_manager, batch)
     assert modes == [PIECEWISE, FULL, PIECEWISE, FULL]
-    views = made.inputs.views(4, 4)["positions"]
+    views = graph_manager.inputs.views(4, 4)["positions"]
     assert views.shape == (3, 4)
-    assert views.data_ptr() == made.inputs.buffers["positions"].data_ptr()
+    assert views.data_ptr() == graph_manager.inputs.buffers["positions"].data_ptr()
 
 
 def test_results_belong_to_the_caller(device: str) -> None:
@@ -259,13 +263,13 @@ def test_results_belong_to_the_caller(device: str) -> None:
         def forward(self, input_ids, positions, inputs_embeds=None):
             return {"hidden": super().forward(input_ids, positions)}
 
-    made = manager("FULL", device=device, model=Named())
-    made.capture()
+    graph_manager = manager("FULL", device=device, model=Named())
+    graph_manager.capture()
     for lengths in ((3, 1), (3, 1), (8,), (3, 1)):  # padded, padded, exact
-        found = check(made, requests(*lengths, device=device))
-        found["hidden"].unsqueeze_(0)
-        found["hidden"] = None
-        found["more"] = 1
+        result = check(graph_manager, requests(*lengths, device=device))
+        result["hidden"].unsqueeze_(0)
+        result["hidden"] = None
+        result["more"] = 1
 
 
 def test_outputs_by_request(device: str) -> None:
@@ -278,15 +282,15 @@ def test_outputs_by_request(device: str) -> None:
 
     starts = InputBuffer("query_start_loc", ("reqs+1",), torch.int32, None)
     settings = {"device": device, "model": Last(), "inputs": (*INPUTS[:2], starts)}
-    made = manager("FULL", outputs=("tokens", "reqs"), **settings)
-    made.capture()
+    graph_manager = manager("FULL", outputs=("tokens", "reqs"), **settings)
+    graph_manager.capture()
     for lengths in ((3, 2, 1), (4, 4), (1,) * 8):
         batch = requests(*lengths, device=device)
-        found = made.run(batch)
-        assert [result.shape[0] for result in found] == [batch.num_tokens, batch.num_reqs]
-        hidden = eager(Decoder.forward.__get__(inner(made)), batch)
+        results = graph_manager.run(batch)
+        assert [result.shape[0] for result in results] == [batch.num_tokens, batch.num_reqs]
+        hidden = eager(Decoder.forward.__get__(inner(graph_manager)), batch)
         ends = (batch.inputs["query_start_loc"][1:] - 1).long()
-        torch.testing.assert_close(found, (hidden, hidden[ends]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results, (hidden, hidden[ends]), rtol=1e-5, atol=1e-5)
     for outputs, message in (
         ("rows", "expected 'tokens'"),
         (("tokens",), "names 1"),
@@ -297,10 +301,10 @@ def test_outputs_by_request(device: str) -> None:
 
 
 def test_results_with_gradients_are_not_kept() -> None:
-    made = manager("FULL", inference_mode=False)
+    graph_manager = manager("FULL", inference_mode=False)
     with torch.no_grad():
-        made.capture()
-    results = [made.run(requests(3)) for _ in range(2)]
+        graph_manager.capture()
+    results = [graph_manager.run(requests(3)) for _ in range(2)]
     assert all(result.requires_grad for result in results)
     died = weakref.ref(results[0])
     del results
@@ -352,11 +356,11 @@ def test_metadata_of_another_step_is_never_read(
         kept.append(buffers["query_start_loc"].clone())
         return replace(Metadata(buffers["query_start_loc"]), **{field: held(kept[-1])})
 
-    made = manager("FULL", device=device, metadata=fresh)
-    made.capture()
+    graph_manager = manager("FULL", device=device, metadata=fresh)
+    graph_manager.capture()
     message = f"(?s){field}{path} is at .*check_metadata=False"
     with pytest.raises(AddressChangedError, match=message):
-        made.run(requests(3, device=device))
-    made = manager("FULL", device=device, metadata=fresh, check_metadata=False)
-    made.capture()
-    made.run(requests(3, device=device))
+        graph_manager.run(requests(3, device=device))
+    graph_manager = manager("FULL", device=device, metadata=fresh, check_metadata=False)
+    graph_manager.capture()
+    graph_manager.run(requests(3, device=device))

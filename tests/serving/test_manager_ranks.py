@@ -90,7 +90,7 @@ class Engine:
 
 
 def uneven(rank: int, ranks: int) -> Any:
-    found = []
+    counted = []
     for kind in ("plain", "compiled"):
         engine = Engine(kind)
         across: list[Any] = []
@@ -107,8 +107,8 @@ def uneven(rank: int, ranks: int) -> Any:
             engine.step(*batches[rank])
             plain = [seen[1].tolist() for seen in across if seen]
             steps.append((len(engine.steps) - before, engine.steps[-1], plain))
-        found.append((steps, engine.manager.counters.replays - replays))
-    return found
+        counted.append((steps, engine.manager.counters.replays - replays))
+    return counted
 
 
 def _across() -> Any:
@@ -120,11 +120,11 @@ def _across() -> Any:
 
 
 def test_every_rank_runs_what_was_agreed(tmp_path: Path) -> None:
-    found = run_ranks(uneven, 3, tmp_path)
+    answers = run_ranks(uneven, 3, tmp_path)
     graphs = sum(1 for _, runs in STEPS if runs[0] and runs[0][0] != "NONE")
     for kind in range(2):
         for rank in range(3):
-            steps, replays = found[rank][kind]
+            steps, replays = answers[rank][kind]
             assert replays == graphs
             for (batches, runs), (ran, noted, plain) in zip(STEPS, steps, strict=True):
                 if runs[rank] is None:
@@ -154,12 +154,12 @@ class Picky(Decoder):
         self.picky, self.broken = picky, broken
 
     def forward(self, input_ids, positions, inputs_embeds=None):
-        made = super().forward(input_ids, positions)
+        hidden = super().forward(input_ids, positions)
         if not self.picky or input_ids.shape[0] != 4:
-            return made
+            return hidden
         if self.broken:
             raise ValueError("of one rank alone")
-        return made * float(made.mean() * 0 + 1)  # reads the device
+        return hidden * float(hidden.mean() * 0 + 1)  # reads the device
 
 
 def refusing(rank: int, ranks: int) -> Any:
@@ -175,14 +175,14 @@ def refusing(rank: int, ranks: int) -> Any:
 
 
 def test_what_one_rank_cannot_capture_no_rank_has(tmp_path: Path) -> None:
-    found = run_ranks(refusing, 2, tmp_path)
-    assert found[0][0] == [(4, "rank 1 has not captured it")]
-    assert found[1][0] == [(4, "CaptureError")]
-    for _, runs, _ in found:
+    answers = run_ranks(refusing, 2, tmp_path)
+    assert answers[0][0] == [(4, "rank 1 has not captured it")]
+    assert answers[1][0] == [(4, "CaptureError")]
+    for _, runs, _ in answers:
         # The next larger one serves what the missing one would have.
         assert runs == {("FULL", 3, 8): 2, ("FULL", 7, 8): 1, ("FULL", 1, 1): 1}
     gave_up = "AgreementError: rank 1 raised an exception in plan() or in a capture."
-    assert [error for _, _, error in found] == [gave_up, "ValueError: of one rank alone"]
+    assert [error for _, _, error in answers] == [gave_up, "ValueError: of one rank alone"]
 
 
 def lazily(rank: int, ranks: int) -> Any:
@@ -207,13 +207,13 @@ def restricted(rank: int, ranks: int) -> Any:
     axes = (Axis("kernel", ("a", "b")), Axis("bound", (8, 16), "pad_up"))
     dispatch = dispatcher("FULL_AND_PIECEWISE", axes=axes, lora=LoraCases((1, 4)))
     agreement = Agreement(dispatch, check=True)
-    found = []
+    rows = []
 
     def dispatch(kernel: str, bound: int, loras: int, **more: Any) -> None:
         agreed = agreement.dispatch(2, 2, 1, True, loras > 0, loras, (kernel, bound), **more)
         mode, descriptor, why = agreed.dispatched
         key = (descriptor.num_active_loras, descriptor.extra)
-        found.append((mode.name, *key, why and why.reason.value))
+        rows.append((mode.name, *key, why and why.reason.value))
 
     dispatch("a", (5, 12)[rank], 0)
     dispatch("ab"[rank], 8, 0)
@@ -222,20 +222,20 @@ def restricted(rank: int, ranks: int) -> Any:
     dispatch("a", 8, 0, **({"valid_modes": (FULL,)} if rank else {"invalid_modes": (FULL,)}))
     dispatch("a", 8, 0, **({"valid_modes": (PIECEWISE, NONE)} if rank else {}))
     agreed = agreement.dispatch(0) if rank else agreement.dispatch(3, 3, 1, True, extra=("b", 9))
-    found.append((agreed.dispatched.mode.name, *agreed.dispatched.descriptor[4:]))
+    rows.append((agreed.dispatched.mode.name, *agreed.dispatched.descriptor[4:]))
     if rank == 0:
         with pytest.raises(BatchError):  # before the others count on it
             agreement.dispatch(2, 2, 1, True, extra=("a",))
     agreement.dispatch(1, extra=("a", 8))
     with pytest.raises(AgreementError, match="another dispatcher"):
         manager(agreement=agreement)
-    return found
+    return rows
 
 
 def test_ranks_agree_on_variants_and_restrictions(tmp_path: Path) -> None:
-    found = run_ranks(restricted, 2, tmp_path)
+    answers = run_ranks(restricted, 2, tmp_path)
     none = (0, ())
-    for rank, steps in enumerate(found):
+    for rank, steps in enumerate(answers):
         assert steps[0] == ("FULL", 0, ("a", 16), None)
         assert steps[1] == ("NONE", *none, "other_rank")
         assert steps[2] == ("FULL", 4, ("b", 8), None)
@@ -253,21 +253,21 @@ class Baking(Decoder):
         self.bakes = bakes
 
     def forward(self, input_ids, positions, inputs_embeds=None):
-        made = super().forward(input_ids, positions)
-        return made * (get_forward_context().num_unpadded_tokens if self.bakes else 1)
+        hidden = super().forward(input_ids, positions)
+        return hidden * (get_forward_context().num_unpadded_tokens if self.bakes else 1)
 
 
 def verifying(rank: int, ranks: int) -> Any:
-    made = Engine(mode="FULL_AND_PIECEWISE", model=Baking(rank == 1)).manager
-    made.capture()
+    graph_manager = Engine(mode="FULL_AND_PIECEWISE", model=Baking(rank == 1)).manager
+    graph_manager.capture()
     batches = [staged(*[1] * count, decode=True) for count in (2, 3)]
-    found = verify(made, *batches, rtol=1e-5, atol=1e-5)
-    if made.agreement.largest(len(found.differences)):
-        for mode, descriptor in made.dispatcher.plan():
+    verdict = verify(graph_manager, *batches, rtol=1e-5, atol=1e-5)
+    if graph_manager.agreement.largest(len(verdict.differences)):
+        for mode, descriptor in graph_manager.dispatcher.plan():
             if mode is FULL:
-                made.dispatcher.refused(mode, descriptor, "it differs from eager")
-    made.run(batches[0])
-    return len(found.differences), made.dispatched(batches[0]).mode.name
+                graph_manager.dispatcher.refused(mode, descriptor, "it differs from eager")
+    graph_manager.run(batches[0])
+    return len(verdict.differences), graph_manager.dispatched(batches[0]).mode.name
 
 
 def test_full_graphs_that_do_not_hold_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:
@@ -280,28 +280,30 @@ def test_full_graphs_that_do_not_hold_on_one_rank_are_refused_on_all(tmp_path: P
 def own_way(rank: int, ranks: int) -> Any:
     """One rank is without a graph, one replays another size; what each of all was told."""
     engine = Engine(mode="FULL")
-    made = engine.manager
-    made.capture()
+    graph_manager = engine.manager
+    graph_manager.capture()
     if rank == 1:
-        made.dispatcher.refused(FULL, BatchDescriptor(4, 4), "by this rank alone")
+        graph_manager.dispatcher.refused(FULL, BatchDescriptor(4, 4), "by this rank alone")
     lengths = (1,) if rank == 1 else (3,)
-    errors = [caught(lambda: made.run(staged(*lengths, decode=False)))]
-    errors.append(caught(lambda: made.run_fullgraph(8 if rank == 1 else 16)))
-    alone = (lambda: made.run_fullgraph(8)) if rank == 1 else (lambda: made.run(None))
+    errors = [caught(lambda: graph_manager.run(staged(*lengths, decode=False)))]
+    errors.append(caught(lambda: graph_manager.run_fullgraph(8 if rank == 1 else 16)))
+    alone = (
+        (lambda: graph_manager.run_fullgraph(8)) if rank == 1 else (lambda: graph_manager.run(None))
+    )
     errors.append(caught(alone))
     engine.step((7,), MIXED)
-    made.run_fullgraph(8)
+    graph_manager.run_fullgraph(8)
     return [error.removeprefix("AgreementError: ") for error in errors]
 
 
 def test_a_rank_that_goes_its_own_way_is_named(tmp_path: Path) -> None:
-    found = run_ranks(own_way, 3, tmp_path)
-    assert found[0] == [
+    answers = run_ranks(own_way, 3, tmp_path)
+    assert answers[0] == [
         "rank 1 is about to run FULL, 8 tokens; rank 0 FULL, 4 tokens.",
         "rank 1 is about to run FULL, 8 tokens; rank 0 FULL, 16 tokens.",
         "rank 1 is about to run a graph of its own choice; rank 0 requests the graph of a step.",
     ]
-    assert found == [found[0]] * 3
+    assert answers == [answers[0]] * 3
 
 
 def staying_away(rank: int, ranks: int, *, dies: bool) -> Any:
@@ -328,18 +330,18 @@ def sleeping(rank: int, ranks: int) -> Any:
 
 @pytest.mark.parametrize("work", [dying, sleeping])
 def test_a_rank_that_stays_away_is_named(work: Any, tmp_path: Path) -> None:
-    found = run_ranks(work, 3, tmp_path, seconds=4)
-    assert found[1] is None
+    answers = run_ranks(work, 3, tmp_path, seconds=4)
+    assert answers[1] is None
     for rank in (0, 2):
-        error, seconds = found[rank]
+        error, seconds = answers[rank]
         start = f"AgreementError: rank {rank} requests the graph of a step (step 2), and waited for all ranks in vain"
         assert error.startswith(f"{start}; not there: rank 1.")
         assert seconds < 8
 
 
 def test_without_work_and_without_other_ranks() -> None:
-    made = manager("FULL")
-    assert made.run(None) is None
-    assert made.counters.calls == 0
+    graph_manager = manager("FULL")
+    assert graph_manager.run(None) is None
+    assert graph_manager.counters.calls == 0
     with pytest.raises(ManagerError):
-        made.run_fullgraph(4)
+        graph_manager.run_fullgraph(4)

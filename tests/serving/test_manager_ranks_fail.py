@@ -35,27 +35,27 @@ class Preparing:
 
 def planning(rank: int, ranks: int) -> Any:
     dispatch, prepare = dispatcher("FULL"), Preparing()
-    made = manager(dispatch=dispatch, agreement=Agreement(dispatch), prepare=prepare)
-    prepare.made = made
+    graph_manager = manager(dispatch=dispatch, agreement=Agreement(dispatch), prepare=prepare)
+    prepare.made = graph_manager
     start = time.monotonic()
     errors = []
     for phase, error in (("warmup", OSError("no host memory")), ("capture", ManagerError("own"))):
         if rank == 1:
             prepare.errors[phase] = error
-        errors.append(caught(made.plan, ERRORS))
-    errors.append(caught(lambda: made.capture(1 if rank == 1 else 1 << 40), ERRORS)[:33])
-    found = made.capture(max_graph_bytes=1 << 40)  # ranks are in step again
-    return errors, time.monotonic() - start, [len(each.captured) for each in found.values()]
+        errors.append(caught(graph_manager.plan, ERRORS))
+    errors.append(caught(lambda: graph_manager.capture(1 if rank == 1 else 1 << 40), ERRORS)[:33])
+    bulks = graph_manager.capture(max_graph_bytes=1 << 40)  # ranks are in step again
+    return errors, time.monotonic() - start, [len(each.captured) for each in bulks.values()]
 
 
 def test_what_one_rank_refuses_while_it_plans_all_are_errors(tmp_path: Path) -> None:
-    found = run_ranks(planning, 2, tmp_path, seconds=SECONDS)
+    answers = run_ranks(planning, 2, tmp_path, seconds=SECONDS)
     gave_up = "AgreementError: rank 1 raised an exception in plan() or in a capture."
-    assert found[0][0] == [gave_up, gave_up, gave_up[:33]]
+    assert answers[0][0] == [gave_up, gave_up, gave_up[:33]]
     errors = ["OSError: no host memory", "ManagerError: own", "ManagerError: max_graph_bytes=1: "]
-    assert found[1][0] == errors
-    assert all(each[1] < SECONDS / 2 for each in found)
-    assert [each[2] for each in found] == [[5]] * 2
+    assert answers[1][0] == errors
+    assert all(each[1] < SECONDS / 2 for each in answers)
+    assert [each[2] for each in answers] == [[5]] * 2
 
 
 def stepping(rank: int, ranks: int) -> Any:
@@ -67,44 +67,46 @@ def stepping(rank: int, ranks: int) -> Any:
 
     dispatch = dispatcher("FULL")
     model = Decoder()
-    made = manager(
+    graph_manager = manager(
         dispatch=dispatch, model=model, agreement=Agreement(dispatch, check=True), metadata=building
     )
-    made.capture()
+    graph_manager.capture()
     errors = []
 
     def check(*lengths: int) -> None:
         batch = requests(*lengths)
         expected = eager(model, batch)
-        torch.testing.assert_close(made.run(batch), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(graph_manager.run(batch), expected, rtol=1e-5, atol=1e-5)
 
     # More requests than tokens on one rank: the graph has rows for all of them.
     steps = len(starts)
     check(*((1, 0, 1, 0, 1, 1) if rank == 1 else (2,)))
-    errors.append((made.dispatched(requests(1, 0, 1, 0, 1, 1))[:2], starts[steps]))
+    errors.append((graph_manager.dispatched(requests(1, 0, 1, 0, 1, 1))[:2], starts[steps]))
 
     # Wrong inputs and moved weights: refused before the exchange, so that this rank may come again.
     batch = requests(3)
     wrong = {**batch.inputs, "positions": batch.inputs["positions"].int()}
     weight = model.embed.weight
     if rank == 1:
-        errors.append(caught(lambda: made.run(replace(batch, inputs=wrong)), ERRORS))
-        errors.append(caught(lambda: made.run(requests(65)), ERRORS))
+        errors.append(caught(lambda: graph_manager.run(replace(batch, inputs=wrong)), ERRORS))
+        errors.append(caught(lambda: graph_manager.run(requests(65)), ERRORS))
         model.embed.weight = nn.Parameter(weight.detach().clone())
-        errors += [caught(lambda given=given: made.run(given), ERRORS) for given in (batch, None)]
-        errors.append(caught(lambda: made.run_fullgraph(4), ERRORS))
+        errors += [
+            caught(lambda step=step: graph_manager.run(step), ERRORS) for step in (batch, None)
+        ]
+        errors.append(caught(lambda: graph_manager.run_fullgraph(4), ERRORS))
         model.embed.weight = weight
     check(3)
-    made.run_fullgraph(4)
+    graph_manager.run_fullgraph(4)
     return errors
 
 
 def test_what_one_rank_refuses_at_a_step_no_rank_has_begun(tmp_path: Path) -> None:
-    found = run_ranks(stepping, 2, tmp_path, seconds=SECONDS)
-    (chosen, starts), *_ = found[1]
+    answers = run_ranks(stepping, 2, tmp_path, seconds=SECONDS)
+    (chosen, starts), *_ = answers[1]
     mode, descriptor = chosen
     assert (mode, descriptor.num_tokens, descriptor.num_reqs) == (FULL, 8, 8)  # alone
     assert starts == [0, 1, 1, 2, 2, 3, 4, 4, 4]
-    assert found[0][0][1] == [0, 2, *[2] * 7]
-    errors = [each.partition(":")[0] for each in found[1][1:]]
+    assert answers[0][0][1] == [0, 2, *[2] * 7]
+    errors = [each.partition(":")[0] for each in answers[1][1:]]
     assert errors == ["InputBufferError"] * 2 + ["AddressChangedError"] * 3

@@ -97,23 +97,23 @@ class FakeDriver:
         return 10**6 + math.ceil((taken + 777) / self.step) * self.step
 
 
-def check_total(planned: MemoryPlan, found: GraphMemory, made: CudaGraphManager) -> None:
+def check_total(planned: MemoryPlan, memory: GraphMemory, graph_manager: CudaGraphManager) -> None:
     """A driver of CUDA may take a few steps less or more, and its allocator a segment."""
-    device = made.pool.device
+    device = graph_manager.pool.device
     slack = 3 * device.graph_step if device.tensor_type == "cuda" else 0
-    assert abs(planned.total - found.total) <= slack, planned.against(found)
+    assert abs(planned.total - memory.total) <= slack, planned.against(memory)
 
 
-def check(made: CudaGraphManager) -> GraphMemory:
+def check(graph_manager: CudaGraphManager) -> GraphMemory:
     """Plan and capture; what was measured."""
-    planned = made.plan()
-    made.capture()
-    found = made.memory()
-    check_total(planned, found, made)
+    planned = graph_manager.plan()
+    graph_manager.capture()
+    memory = graph_manager.memory()
+    check_total(planned, memory, graph_manager)
     assert planned.fixed + sum(nbytes for _, _, nbytes in planned.graphs) == planned.total
-    assert found.total > 0
+    assert memory.total > 0
     assert not planned.missing
-    return found
+    return memory
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def check(made: CudaGraphManager) -> GraphMemory:
 )
 @pytest.mark.alone
 def test_the_plan_is_what_is_measured(device, name, mode, kind) -> None:
-    found = check(MODELS[name](mode, kind, device))
-    assert (found.outputs > 0) is (mode != "PIECEWISE")
+    memory = check(MODELS[name](mode, kind, device))
+    assert (memory.outputs > 0) is (mode != "PIECEWISE")
 
 
 @pytest.mark.parametrize(
@@ -152,32 +152,35 @@ def test_memory_of_the_driver_is_in_it(monkeypatch, name, mode, step) -> None:
 @pytest.mark.alone
 def test_planning_leaves_nothing_behind(device, monkeypatch, kind) -> None:
     driver = FakeDriver(monkeypatch, 1024)
-    made = MODELS["decoder"]("FULL_AND_PIECEWISE", kind, device)
-    refused = made.dispatcher.plan()[0]
-    made.dispatcher.refused(*refused, "by hand")
+    graph_manager = MODELS["decoder"]("FULL_AND_PIECEWISE", kind, device)
+    refused = graph_manager.dispatcher.plan()[0]
+    graph_manager.dispatcher.refused(*refused, "by hand")
     level = driver.level
-    made.plan()
+    graph_manager.plan()
     assert driver.level == level
     assert not driver.graphs
-    assert made.memory().pools == made.memory().outputs == 0
-    assert not made.bulk
-    assert not any(made.dispatcher.is_captured(*each) for each in made.dispatcher.plan())
+    assert graph_manager.memory().pools == graph_manager.memory().outputs == 0
+    assert not graph_manager.bulk
+    assert not any(
+        graph_manager.dispatcher.is_captured(*planned)
+        for planned in graph_manager.dispatcher.plan()
+    )
     batch = requests(3, 2, device=device)
-    assert "by hand" not in str(made.dispatched(batch).why)
-    assert made.dispatched(requests(56, device=device)).why.detail.endswith("by hand")
-    made.capture()
-    torch.testing.assert_close(made.run(batch), support.eager(made.model, batch))
-    made.release()
-    again = made.plan()
-    made.capture()
-    check_total(again, made.memory(), made)
+    assert "by hand" not in str(graph_manager.dispatched(batch).why)
+    assert graph_manager.dispatched(requests(56, device=device)).why.detail.endswith("by hand")
+    graph_manager.capture()
+    torch.testing.assert_close(graph_manager.run(batch), support.eager(graph_manager.model, batch))
+    graph_manager.release()
+    again = graph_manager.plan()
+    graph_manager.capture()
+    check_total(again, graph_manager.memory(), graph_manager)
 
 
 def test_planning_refuses_where_graphs_are(device) -> None:
-    made = MODELS["decoder"]("PIECEWISE", "plain", device)
-    made.capture()
+    graph_manager = MODELS["decoder"]("PIECEWISE", "plain", device)
+    graph_manager.capture()
     with pytest.raises(ManagerError, match="captured already"):
-        made.plan()
+        graph_manager.plan()
 
 
 def test_a_step_that_raises_leaves_nothing_behind(device) -> None:
@@ -186,20 +189,22 @@ def test_a_step_that_raises_leaves_nothing_behind(device) -> None:
     def prepare(descriptor: BatchDescriptor, phase: str) -> Any:
         if fails[0] and phase == "warmup" and descriptor.num_tokens == 1:
             raise RuntimeError("no such batch")
-        return made.dummy_batch(descriptor, phase)
+        return graph_manager.dummy_batch(descriptor, phase)
 
-    made = manager("PIECEWISE", device=device, dispatch=dispatcher("PIECEWISE"), prepare=prepare)
+    graph_manager = manager(
+        "PIECEWISE", device=device, dispatch=dispatcher("PIECEWISE"), prepare=prepare
+    )
     with pytest.raises(RuntimeError, match="no such batch"):
-        made.plan()
-    assert made.memory().total == 0
+        graph_manager.plan()
+    assert graph_manager.memory().total == 0
     fails[0] = False
-    made.capture()
+    graph_manager.capture()
 
 
 @pytest.mark.alone
 def test_where_captures_fail_all_are_tried(device) -> None:
     model = Perceptron()  # whose config asks for attention that it does not have
-    made = manager(
+    graph_manager = manager(
         "PIECEWISE",
         "plain",
         device,
@@ -208,41 +213,41 @@ def test_where_captures_fail_all_are_tried(device) -> None:
         inputs=(InputBuffer("x", ("tokens", 16), torch.float32, 0),),
         metadata=None,
     )
-    planned = made.plan()
+    planned = graph_manager.plan()
     assert len(planned.missing) == 5
     assert "not captured: CaptureError" in str(planned)
-    made.capture()
-    check_total(planned, made.memory(), made)
+    graph_manager.capture()
+    check_total(planned, graph_manager.memory(), graph_manager)
 
 
 def test_without_graphs_there_is_nothing_to_plan() -> None:
-    made = manager("NONE")
-    assert made.plan().total == 0
-    assert made.memory() == GraphMemory()
+    graph_manager = manager("NONE")
+    assert graph_manager.plan().total == 0
+    assert graph_manager.memory() == GraphMemory()
 
 
 # a budget
 
 
-def bytes_of(made: CudaGraphManager, some: Any) -> int:
+def bytes_of(graph_manager: CudaGraphManager, some: Any) -> int:
     """The least budget that has room for some graphs."""
-    for mode, key in made.dispatcher.plan():
+    for mode, key in graph_manager.dispatcher.plan():
         if (mode, key) in some:
-            made.capture_graph(mode, key)
-    found = made.memory().total
-    made.release()
-    return found + margin(made)
+            graph_manager.capture_graph(mode, key)
+    total = graph_manager.memory().total
+    graph_manager.release()
+    return total + margin(graph_manager)
 
 
-def margin(made: CudaGraphManager) -> int:
+def margin(graph_manager: CudaGraphManager) -> int:
     """What a budget keeps free: steps of the driver, if it has any."""
-    step = made.pool.device.graph_step
+    step = graph_manager.pool.device.graph_step
     return 2 * step if step > 1 else 0
 
 
-def captured(made: CudaGraphManager) -> list[tuple[str, int]]:
-    plan = made.dispatcher.plan()
-    return [(m.name, d.num_tokens) for m, d in plan if made.dispatcher.is_captured(m, d)]
+def captured(graph_manager: CudaGraphManager) -> list[tuple[str, int]]:
+    plan = graph_manager.dispatcher.plan()
+    return [(m.name, d.num_tokens) for m, d in plan if graph_manager.dispatcher.is_captured(m, d)]
 
 
 @pytest.mark.parametrize(
@@ -255,60 +260,62 @@ def captured(made: CudaGraphManager) -> list[tuple[str, int]]:
 )
 def test_a_budget_is_kept(monkeypatch, mode, share) -> None:
     FakeDriver(monkeypatch, 512, of_op=1000)
-    made = MODELS["decoder"](mode, "plain", "cpu")
-    planned = made.plan()
+    graph_manager = MODELS["decoder"](mode, "plain", "cpu")
+    planned = graph_manager.plan()
     kinds = {(m, d.uniform): (m, d) for m, d, _ in reversed(planned.graphs)}
-    least, most = bytes_of(made, kinds.values()), planned.total + margin(made)
+    least, most = bytes_of(graph_manager, kinds.values()), planned.total + margin(graph_manager)
     budget = int(least + share * (most - least))
-    made.capture(max_graph_bytes=budget)
-    assert made.memory().total <= budget
-    found = captured(made)
-    assert {(m.name, d.num_tokens) for m, d in kinds.values()} <= set(found)
-    assert (len(found) == len(planned.graphs)) is (share == 1.0)
+    graph_manager.capture(max_graph_bytes=budget)
+    assert graph_manager.memory().total <= budget
+    sizes = captured(graph_manager)
+    assert {(m.name, d.num_tokens) for m, d in kinds.values()} <= set(sizes)
+    assert (len(sizes) == len(planned.graphs)) is (share == 1.0)
     if share == 0.5:
-        assert len(kinds) < len(found)
+        assert len(kinds) < len(sizes)
     for tokens in (1, 3, 9, 33):
         batch = requests(tokens, device="cpu")
-        assert made.dispatched(batch).mode is not support.NONE
-        torch.testing.assert_close(made.run(batch), support.eager(made.model, batch))
-    made.release()
-    made.capture()
-    assert len(captured(made)) == len(planned.graphs)
+        assert graph_manager.dispatched(batch).mode is not support.NONE
+        torch.testing.assert_close(
+            graph_manager.run(batch), support.eager(graph_manager.model, batch)
+        )
+    graph_manager.release()
+    graph_manager.capture()
+    assert len(captured(graph_manager)) == len(planned.graphs)
 
 
 def test_what_has_no_room_says_so(monkeypatch) -> None:
     FakeDriver(monkeypatch, 512, of_op=1000)
-    made = MODELS["decoder"]("FULL_AND_PIECEWISE", "plain", "cpu")
-    planned = made.plan()
+    graph_manager = MODELS["decoder"]("FULL_AND_PIECEWISE", "plain", "cpu")
+    planned = graph_manager.plan()
     firsts = [next((m, d) for m, d, _ in planned.graphs if m is mode) for mode in (PIECEWISE, FULL)]
-    least = bytes_of(made, firsts)
+    least = bytes_of(graph_manager, firsts)
     with pytest.raises(ManagerError, match=f"may take {least} bytes"):
-        made.capture(max_graph_bytes=least - 1)
-    assert not captured(made)
-    made.capture(max_graph_bytes=least)
-    assert captured(made) == [("PIECEWISE", 56), ("FULL", 8)]
-    answer = made.dispatched(requests(1, 1, device="cpu", decode=True))
+        graph_manager.capture(max_graph_bytes=least - 1)
+    assert not captured(graph_manager)
+    graph_manager.capture(max_graph_bytes=least)
+    assert captured(graph_manager) == [("PIECEWISE", 56), ("FULL", 8)]
+    answer = graph_manager.dispatched(requests(1, 1, device="cpu", decode=True))
     assert answer[:2] == (FULL, BatchDescriptor(8, 8, True))
-    made.dispatcher.refused(FULL, answer.descriptor, "gone")
-    answer = made.dispatched(requests(1, 1, device="cpu", decode=True))
+    graph_manager.dispatcher.refused(FULL, answer.descriptor, "gone")
+    answer = graph_manager.dispatched(requests(1, 1, device="cpu", decode=True))
     assert f"max_graph_bytes={least} has no room" in str(answer.why)
 
 
 def test_frequent_sizes_come_first(monkeypatch) -> None:
     FakeDriver(monkeypatch, 1, of_op=1000)
-    made = MODELS["decoder"]("PIECEWISE", "plain", "cpu")
-    planned = made.plan()
+    graph_manager = MODELS["decoder"]("PIECEWISE", "plain", "cpu")
+    planned = graph_manager.plan()
     graphs = [(m, d) for m, d, _ in planned.graphs]
-    budget = bytes_of(made, graphs[:3])
-    made.capture(max_graph_bytes=budget, histogram={3: 100, 12: 50, 40: 1})
-    assert captured(made) == [("PIECEWISE", 56), ("PIECEWISE", 12), ("PIECEWISE", 4)]
+    budget = bytes_of(graph_manager, graphs[:3])
+    graph_manager.capture(max_graph_bytes=budget, histogram={3: 100, 12: 50, 40: 1})
+    assert captured(graph_manager) == [("PIECEWISE", 56), ("PIECEWISE", 12), ("PIECEWISE", 4)]
 
 
 def test_text_and_numbers_of_a_plan(device) -> None:
     planned = MODELS["decoder"]("PIECEWISE", "plain", device).plan()
-    found = planned.as_dict()
-    assert found["total"] == planned.total > 0
-    assert [each["bytes"] for each in found["graphs"]] == [each[2] for each in planned.graphs]
+    data = planned.as_dict()
+    assert data["total"] == planned.total > 0
+    assert [each["bytes"] for each in data["graphs"]] == [each[2] for each in planned.graphs]
     lines = str(planned).splitlines()
     assert len(lines) == len(planned.graphs) + 1
     assert lines[-1] == f"total {planned.total / 2**20:.2f} MiB"

@@ -79,10 +79,10 @@ def batch(size: int, device: str) -> Batch:
     return Batch(size, size, inputs, 1, True)
 
 
-def expected(made: Any, step: Batch) -> torch.Tensor:
-    model, given = made.model, step.inputs
+def expected(graph_manager: Any, step: Batch) -> torch.Tensor:
+    model, inputs = graph_manager.model, step.inputs
     with torch.inference_mode():
-        x = model.embed(given["input_ids"]) + given["positions"][:, None]
+        x = model.embed(inputs["input_ids"]) + inputs["positions"][:, None]
         for weight in model.offloader.weights:
             x = torch.tanh(x @ weight.to(x.device))
         return x
@@ -100,39 +100,41 @@ def offloaded(device: str, joins: bool = True) -> Any:
 
 
 def test_it_is_right_with_its_join(device: str) -> None:
-    made = offloaded(device)
-    bulk = made.capture()
+    graph_manager = offloaded(device)
+    bulk = graph_manager.capture()
     assert [each.missing for each in bulk.values()] == [()]
-    captured = made.model.offloader.joined
+    captured = graph_manager.model.offloader.joined
     assert captured >= len(bulk["Capturing CUDA graphs (decode, FULL)"].captured)
-    before = made.counters.replays
+    before = graph_manager.counters.replays
     for size in (8, 1, 3, 8):
         step = batch(size, device)
-        torch.testing.assert_close(made.run(step), expected(made, step), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            graph_manager.run(step), expected(graph_manager, step), rtol=1e-5, atol=1e-5
+        )
         with torch.no_grad():  # replays fetch what the host holds now
             if device == "cuda":
                 torch.cuda.synchronize()
-            for weight in made.model.offloader.weights:
+            for weight in graph_manager.model.offloader.weights:
                 weight.normal_()
         # What lies in the slots was fetched before: the next step begins with it.
         for layer in range(SLOTS):
-            made.model.offloader.fetch(layer)
-    assert made.counters.replays == before + 4
-    assert made.model.offloader.joined == captured  # of replays the graph does it
+            graph_manager.model.offloader.fetch(layer)
+    assert graph_manager.counters.replays == before + 4
+    assert graph_manager.model.offloader.joined == captured  # of replays the graph does it
 
 
 def test_it_fails_unjoined_without(device: str) -> None:
     if device == "cpu":
         pytest.skip("the host has no streams")
-    made = offloaded(device, joins=False)
-    (bulk,) = made.capture().values()
+    graph_manager = offloaded(device, joins=False)
+    (bulk,) = graph_manager.capture().values()
     assert bulk.missing
     assert not bulk.captured
     assert all("unjoined" in why for _, why in bulk.missing)
     step = batch(4, device)  # runs plain, for the reason that the capture gave
-    found = made.run(step)
+    result = graph_manager.run(step)
     torch.cuda.synchronize()
-    torch.testing.assert_close(found, expected(made, step), rtol=1e-5, atol=1e-5)
-    chosen = made.dispatched(step)
+    torch.testing.assert_close(result, expected(graph_manager, step), rtol=1e-5, atol=1e-5)
+    chosen = graph_manager.dispatched(step)
     assert chosen.mode is NONE
     assert "unjoined" in chosen.why.detail

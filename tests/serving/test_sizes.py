@@ -40,7 +40,7 @@ def is_ladder(sizes: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("result", "expected"),
     [
         # the usual ladder, with the exact maximum
         *((capture_sizes(n), tuple(range(1, n + 1))) for n in (1, 2, 3)),
@@ -86,8 +86,8 @@ def is_ladder(sizes: Any) -> bool:
         (max(get_cudagraph_sizes([1, 2, 4, 8], 7, 64, FULL, 1, True)[1]), 4),
     ],
 )  # fmt: skip
-def test_examples(found: Any, expected: Any) -> None:
-    assert found == expected
+def test_examples(result: Any, expected: Any) -> None:
+    assert result == expected
 
 
 def test_numbers_of_numpy_become_int() -> None:
@@ -228,7 +228,7 @@ def test_the_two_maps(
 ) -> None:
     assert get_cudagraph_sizes((), max_num_reqs, 9, mode, query_len, uniform) == ({}, {})
     assert get_cudagraph_sizes(None, max_num_reqs, 9, mode, query_len, uniform) == ({}, {})
-    found = get_cudagraph_sizes(
+    result = get_cudagraph_sizes(
         reversed(ladder),
         max_num_reqs,
         999,
@@ -237,8 +237,8 @@ def test_the_two_maps(
         uniform_decode_cudagraph=uniform,
     )
     if mode is CUDAGraphMode.NONE:
-        assert found == ({}, {})
+        assert result == ({}, {})
         return
     table = padding_table(ladder)
     served = range(query_len, max_num_reqs * query_len + 1) if uniform else ()
-    assert found == (table, {rows: size for rows, size in table.items() if size in served})
+    assert result == (table, {rows: size for rows, size in table.items() if size in served})

@@ -11,10 +11,10 @@ from cgcompile.reasons import Reason
 from cgcompile.serving.statistics import Cell, DispatchStatistics
 
 
-def recorded(found, batches, **settings) -> DispatchStatistics:
-    statistics = DispatchStatistics(found.plan(), **settings)
+def recorded(result, batches, **settings) -> DispatchStatistics:
+    statistics = DispatchStatistics(result.plan(), **settings)
     for batch in batches:
-        statistics.record(batch.num_tokens, batch.through(found))
+        statistics.record(batch.num_tokens, batch.through(result))
     return statistics
 
 
@@ -23,15 +23,15 @@ MANY += [Batch(7, 3, 4), Batch(11, 3, 9), Batch(40, 2, 39), Batch(30, 2, 29), Ba
 
 
 def test_coverage() -> None:
-    found = dispatcher(sizes=[1, 2, 4, 8, 16], query_lens=(1, 3))
-    found.refused(Mode.FULL, decode(1).through(found).descriptor, "an op reads the host")
-    assert_snapshot("dispatch/coverage", recorded(found, MANY).coverage())
+    dispatch = dispatcher(sizes=[1, 2, 4, 8, 16], query_lens=(1, 3))
+    dispatch.refused(Mode.FULL, decode(1).through(dispatch).descriptor, "an op reads the host")
+    assert_snapshot("dispatch/coverage", recorded(dispatch, MANY).coverage())
 
 
 def test_coverage_of_variants_and_of_nothing() -> None:
-    found = dispatcher(Mode.FULL, [4, 8], max_num_reqs=6, varlen_decode_sizes={2: [8]})
+    dispatch = dispatcher(Mode.FULL, [4, 8], max_num_reqs=6, varlen_decode_sizes={2: [8]})
     assert_expected_inline(
-        DispatchStatistics(found.plan()).coverage(),
+        DispatchStatistics(dispatch.plan()).coverage(),
         """\
 batches      mode  graph                     padding  hits  reason
 1..4 tokens  FULL  num_tokens=4, num_reqs=4  -        0
@@ -48,11 +48,11 @@ batches  mode  graph  padding  hits  reason
 
 def test_plain_data() -> None:
     statistics = recorded(dispatcher(sizes=[8]), [decode(5), decode(5), Batch(7), Batch(9)])
-    found = json.loads(json.dumps(statistics.as_dict()))
-    assert found["modes"] == {"FULL": 2, "PIECEWISE": 1, "NONE": 1}
-    assert (found["steps"], found["real_tokens"], found["padded_tokens"]) == (4, 26, 33)
-    assert found["padding_share"] == statistics.padding_share == 1 - 26 / 33
-    assert found["reasons"] == [
+    data = json.loads(json.dumps(statistics.as_dict()))
+    assert data["modes"] == {"FULL": 2, "PIECEWISE": 1, "NONE": 1}
+    assert (data["steps"], data["real_tokens"], data["padded_tokens"]) == (4, 26, 33)
+    assert data["padding_share"] == statistics.padding_share == 1 - 26 / 33
+    assert data["reasons"] == [
         {
             "mode": "NONE",
             "reason": "oversize",
@@ -63,7 +63,7 @@ def test_plain_data() -> None:
         }
     ]
     assert statistics.cells() == [Cell(5, 8, "FULL", 2), Cell(7, 8, "PIECEWISE", 1), Cell(9, 9, "NONE", 1)]  # fmt: skip
-    assert [Cell(**cell) for cell in found["cells"]] == statistics.cells()
+    assert [Cell(**cell) for cell in data["cells"]] == statistics.cells()
     statistics.clear()
     assert statistics.steps == 0
     assert statistics.reasons() == {}
@@ -71,9 +71,9 @@ def test_plain_data() -> None:
 
 
 def test_memory_is_bounded_and_totals_stay_exact() -> None:
-    found = dispatcher(sizes=[8])
+    dispatch = dispatcher(sizes=[8])
     batches = [Batch(n) for n in range(1, 1001)] * 2
-    statistics = recorded(found, batches, max_sizes=10)
+    statistics = recorded(dispatch, batches, max_sizes=10)
     assert statistics.steps == 2000
     assert statistics.reasons() == {Reason.OVERSIZE: 1984}
     cells = statistics.cells()
@@ -85,12 +85,12 @@ def test_memory_is_bounded_and_totals_stay_exact() -> None:
 
 
 def test_threads_lose_nothing() -> None:
-    found = dispatcher()
-    statistics = DispatchStatistics(found.plan())
+    dispatch = dispatcher()
+    statistics = DispatchStatistics(dispatch.plan())
 
     def serve() -> None:
         for n in range(1, 501):
-            statistics.record(n % 20 + 1, found.dispatch(n % 20 + 1))
+            statistics.record(n % 20 + 1, dispatch.dispatch(n % 20 + 1))
 
     threads = [threading.Thread(target=serve) for _ in range(4)]
     for thread in threads:

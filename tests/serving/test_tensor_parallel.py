@@ -45,9 +45,9 @@ def test_every_mode_gives_the_tokens_of_one_rank(work: Any, tmp_path: Path) -> N
 
 
 def inside(rank: int, ranks: int) -> Any:
-    made = manager_of("FULL", *model_of(Shard(rank, ranks), "cpu"), "cpu")
-    graphs, results = other_inputs(made, rank, "cpu")
-    entries = made.wrappers[0].concrete_cudagraph_entries.values()
+    manager = manager_of("FULL", *model_of(Shard(rank, ranks), "cpu"), "cpu")
+    graphs, results = other_inputs(manager, rank, "cpu")
+    entries = manager.wrappers[0].concrete_cudagraph_entries.values()
     ops = [[op for s in e.sequence.segments for op in s.graph.ops] for e in entries]
     split = manager_of("PIECEWISE", *model_of(Shard(rank, ranks), "cpu", "eager"), "cpu")
     split.run(batches(0, "cpu")[-1])

@@ -22,11 +22,11 @@ def layouts(device: str) -> list[Batch]:
 
 
 def test_graphs_that_hold(device: str) -> None:
-    made = manager("FULL", device=device)
-    made.capture()
-    found = verify(made, *layouts(device), rtol=1e-5, atol=1e-5)
-    assert (found.ok, found.replays) == (True, len(LAYOUTS))
-    assert made.dispatched(requests(3, device=device)).mode.name == "FULL"
+    graph_manager = manager("FULL", device=device)
+    graph_manager.capture()
+    verdict = verify(graph_manager, *layouts(device), rtol=1e-5, atol=1e-5)
+    assert (verdict.ok, verdict.replays) == (True, len(LAYOUTS))
+    assert graph_manager.dispatched(requests(3, device=device)).mode.name == "FULL"
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
@@ -44,34 +44,34 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
     monkeypatch.setattr("lib.manager.attend.__code__", baked.__code__)
 
     def told(batch: Batch, descriptor: Any, buffers: Any) -> Metadata:
-        found = metadata(batch, descriptor, buffers)
-        return Metadata(found.attn_metadata, additional={"max_query_len": batch.max_query_len})
+        usual = metadata(batch, descriptor, buffers)
+        return Metadata(usual.attn_metadata, additional={"max_query_len": batch.max_query_len})
 
-    made = manager(mode, device=device, metadata=told)
-    made.capture()
+    graph_manager = manager(mode, device=device, metadata=told)
+    graph_manager.capture()
     decode = [requests(*[1] * n, device=device, decode=True) for n in (1, 3, 8)]
-    assert verify(made, *decode, rtol=1e-5, atol=1e-5).ok is (mode != "FULL")
-    assert made.dispatched(decode[0]).mode.name != "NONE"
+    assert verify(graph_manager, *decode, rtol=1e-5, atol=1e-5).ok is (mode != "FULL")
+    assert graph_manager.dispatched(decode[0]).mode.name != "NONE"
     if mode == "FULL":
-        made.release()
-        made.capture()
-        found = verify(made, *layouts(device), rtol=1e-5, atol=1e-5)
+        graph_manager.release()
+        graph_manager.capture()
+        verdict = verify(graph_manager, *layouts(device), rtol=1e-5, atol=1e-5)
         # by check, exact sizes first; the graph of one token has frozen the right numbers
-        assert [each.inputs for each in found.differences] == [1, 2, 5, 0, 3]
-        first = next(each for each in found.differences if each.inputs == 0)
+        assert [each.inputs for each in verdict.differences] == [1, 2, 5, 0, 3]
+        first = next(each for each in verdict.differences if each.inputs == 0)
         assert first.rows[0] == 0
         assert first.largest > 0.01
-        for graph in made.dispatcher.plan():
-            made.dispatcher.refused(*graph, first.detail)
-        chosen = made.dispatched(requests(3, device=device))
+        for graph in graph_manager.dispatcher.plan():
+            graph_manager.dispatcher.refused(*graph, first.detail)
+        chosen = graph_manager.dispatched(requests(3, device=device))
         assert chosen.mode is NONE
         assert chosen.why is not None
         assert chosen.why.reason is Reason.NOT_CAPTURED
         assert "an op inside has baked in a number" in chosen.why.detail
     else:
-        assert made.dispatched(requests(3, device=device)).mode is PIECEWISE
+        assert graph_manager.dispatched(requests(3, device=device)).mode is PIECEWISE
     batch = requests(3, device=device)
-    again, plain = made.run(batch).clone(), made.run(batch, valid_modes=())
+    again, plain = graph_manager.run(batch).clone(), graph_manager.run(batch, valid_modes=())
     torch.testing.assert_close(again, plain)
 
 
@@ -83,23 +83,23 @@ def test_the_ops_inside_of_a_full_graph_are_named(monkeypatch: Any) -> None:
     def baked(q, k, v, out):
         out.copy_(v * len(get_forward_context().attn_metadata.tolist()))
 
-    made = manager("FULL", kind="compiled")
-    made.capture()
+    graph_manager = manager("FULL", kind="compiled")
+    graph_manager.capture()
     monkeypatch.setattr("lib.manager.attend.__code__", baked.__code__)
-    (exact,) = verify(made, requests(1, 3)).differences
+    (exact,) = verify(graph_manager, requests(1, 3)).differences
     assert "(cgserve::attend [ALWAYS] at manager.py:" in exact.detail
     assert "padding" not in exact.detail
 
 
 def test_what_never_replays_is_no_proof() -> None:
     """A lazy manager warms, captures, and only then replays."""
-    made = manager("FULL", lazily=True)
-    found = verify(made, *layouts("cpu"), rtol=1e-5, atol=1e-5)
-    assert (found.ok, found.replays) == (True, len(LAYOUTS))
-    assert made.counters.replays >= len(LAYOUTS)
-    found = verify(manager("FULL"), *layouts("cpu"))  # without a capture
-    assert (found.ok, found.replays, found.differences) == (False, 0, ())
-    (check,) = found.checks
+    graph_manager = manager("FULL", lazily=True)
+    verdict = verify(graph_manager, *layouts("cpu"), rtol=1e-5, atol=1e-5)
+    assert (verdict.ok, verdict.replays) == (True, len(LAYOUTS))
+    assert graph_manager.counters.replays >= len(LAYOUTS)
+    verdict = verify(manager("FULL"), *layouts("cpu"))  # without a capture
+    assert (verdict.ok, verdict.replays, verdict.differences) == (False, 0, ())
+    (check,) = verdict.checks
     assert check.missing.startswith("batch 0 has no graph: not_captured: FULL")
 
 
@@ -108,12 +108,12 @@ def test_results_of_one_dimension(monkeypatch: Any) -> None:
         def forward(self, input_ids, positions, inputs_embeds=None):
             return super().forward(input_ids, positions).argmax(-1)
 
-    made = manager("FULL", model=Ids())
-    made.capture()
-    assert verify(made, *layouts("cpu")).ok
-    run = made.run
-    monkeypatch.setattr(made, "run", lambda batch, **more: run(batch, **more) + (not more))
-    assert verify(made, *layouts("cpu")).differences[0].largest == 1
+    graph_manager = manager("FULL", model=Ids())
+    graph_manager.capture()
+    assert verify(graph_manager, *layouts("cpu")).ok
+    run = graph_manager.run
+    monkeypatch.setattr(graph_manager, "run", lambda batch, **more: run(batch, **more) + (not more))
+    assert verify(graph_manager, *layouts("cpu")).differences[0].largest == 1
 
 
 # ---------------------------------------------------------------- state of the model
@@ -142,7 +142,7 @@ class Cached(nn.Module):
 def test_caches_are_restored(is_buffer: bool, mode: str, device: str) -> None:
     """Requests that are served meanwhile keep their caches."""
     cache = torch.zeros(9, 4, device=device)
-    made = cgcompile.CudaGraphManager.from_model(
+    graph_manager = cgcompile.CudaGraphManager.from_model(
         Cached(cache, is_buffer),
         [
             InputBuffer("x", ("tokens", 4), torch.float32),
@@ -154,16 +154,16 @@ def test_caches_are_restored(is_buffer: bool, mode: str, device: str) -> None:
         device=device,
         config=settings(device, cudagraph_mode=mode),
     )
-    made.capture()
+    graph_manager.capture()
     cache.normal_()
     before, batches = cache.clone(), []
     for rows in (1, 3, 8):
         inputs = {"x": torch.randn(rows, 4), "slots": torch.arange(1, rows + 1)}
         batches.append(Batch(rows, rows, inputs))
-    found = verify(made, *batches)
-    assert (found.ok, found.replays) == (True, 3), found
+    verdict = verify(graph_manager, *batches)
+    assert (verdict.ok, verdict.replays) == (True, 3), verdict
     torch.testing.assert_close(cache, before, rtol=0, atol=0)
-    made.run(batches[-1])
+    graph_manager.run(batches[-1])
     assert not torch.equal(cache[1:], before[1:])
 
 
@@ -171,7 +171,7 @@ def test_attributes_are_restored(device: str) -> None:
     """A lazy manager runs Python until it replays."""
     cache = torch.zeros(9, 4, device=device)
     model = Cached(cache, True)
-    made = cgcompile.CudaGraphManager(
+    graph_manager = cgcompile.CudaGraphManager(
         model,
         CudagraphDispatcher(
             "FULL", [4], max_num_reqs=4, support=cgcompile.AttentionCGSupport.ALWAYS
@@ -186,5 +186,5 @@ def test_attributes_are_restored(device: str) -> None:
         lazily=True,
     )
     inputs = {"x": torch.randn(3, 4), "slots": torch.arange(1, 4)}
-    found = verify(made, Batch(3, 3, inputs))
-    assert (model.calls, cache.count_nonzero().item()) == (0, 0), found
+    verdict = verify(graph_manager, Batch(3, 3, inputs))
+    assert (model.calls, cache.count_nonzero().item()) == (0, 0), verdict

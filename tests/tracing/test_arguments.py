@@ -63,8 +63,8 @@ def test_values_are_compared_with_their_types(values: Any, guards: str) -> None:
     for _ in range(2):
         for value in values:
             x = rows(2)
-            found, seen = one(x, value)
-            assert torch.equal(found, x + 1)
+            result, seen = one(x, value)
+            assert torch.equal(result, x + 1)
             assert (type(seen), repr(seen)) in known
             assert (type(seen), repr(seen)) == (type(value), repr(value))
     assert len(one.traces) == len(known)
@@ -222,12 +222,12 @@ def test_results_are_what_the_function_builds() -> None:
     one = compiled(f, guards="none", dynamic_dims={"x": 0})
     for size in (1, 3, 5):
         x = rows(size)
-        found = one(x, 7)
-        assert torch.equal(found["pair"].a, x * 2)
-        assert type(found["pair"]) is Pair
-        assert found["same"] is x
-        assert found["list"] == [size, None, "text"]
-        assert found["pair"].b == 7
+        result = one(x, 7)
+        assert torch.equal(result["pair"].a, x * 2)
+        assert type(result["pair"]) is Pair
+        assert result["same"] is x
+        assert result["list"] == [size, None, "text"]
+        assert result["pair"].b == 7
     assert len(one.traces) == 1
 
 

@@ -46,9 +46,9 @@ def parameter(device: str) -> torch.Tensor:
 
 
 def static(device: str) -> torch.Tensor:
-    made = torch.randn(4, 4, device=device)
-    torch._dynamo.mark_static_address(made, guard=False)
-    return made
+    tensor = torch.randn(4, 4, device=device)
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    return tensor
 
 
 @pytest.mark.parametrize("model", [Product, LinearProduct])
@@ -71,8 +71,8 @@ class Unread(Linear):
     """What an argument is decides, and no graph reads it."""
 
     def forward(self, x: torch.Tensor, y: Any = None) -> torch.Tensor:
-        made = self.inner(x)
-        return made * 3 if self.kept is x or self.kept is y else made
+        hidden = self.inner(x)
+        return hidden * 3 if self.kept is x or self.kept is y else hidden
 
 
 @pytest.mark.parametrize("guards", ["none", "shape"])
@@ -95,8 +95,8 @@ def test_a_tensor_of_the_model_that_is_compared_alone(first: str, guards: str, d
 
 class Two(Linear):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        made = self.inner(x) + self.kept + y
-        return made * 2 if y is self.kept else made * 5 if x is y else made
+        hidden = self.inner(x) + self.kept + y
+        return hidden * 2 if y is self.kept else hidden * 5 if x is y else hidden
 
 
 def test_a_frozen_tensor_as_several_arguments(device: str) -> None:
@@ -116,9 +116,9 @@ def test_conjugate_and_negative_bits(guards: str, bits: Any) -> None:
     model = Double()
     runs = cgcompile.compile(model, compiler="eager", capture_device="host", guards=guards)
     x = torch.randn(3, 4, dtype=torch.complex64 if bits is torch.conj else torch.float32)
-    for each in [x] * 4 + [bits(x)] * 4 + [x]:
+    for value in [x] * 4 + [bits(x)] * 4 + [x]:
         with context():
-            assert_same([runs(each)], [model(each)])
+            assert_same([runs(value)], [model(value)])
     assert runs.backend.counters.replays >= 3
 
 
@@ -133,24 +133,24 @@ class Tells(Linear):
         self.register_buffer("empty", torch.empty(0, 4))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        made = self.inner(x) + y.sum() * 2 + self.kept.sum()
+        hidden = self.inner(x) + y.sum() * 2 + self.kept.sum()
         pairs = [(x, y), (x, z), (y, z)]
         own = (self.kept, self.empty, self.inner.weight)
         pairs += [(given, each) for given in (x, y, z) for each in own]
         for factor, (one, other) in enumerate(pairs, start=2):
             if one is other:
-                made = made * factor + factor
-        return made
+                hidden = hidden * factor + factor
+        return hidden
 
 
 def lying_alike(model: Tells) -> list[torch.Tensor]:
     """Tensors that are, or share memory and layout with, each other and those of the model."""
     kept, weight, device = model.kept, model.inner.weight, model.kept.device
     x, y = torch.randn(3, 4, device=device), torch.randn(3, 4, device=device)
-    found = [x, x[:], x[:2], x[1:], y, torch.empty(0, 4, device=device), model.empty]
-    found += [kept, kept[:], kept.detach(), weight, weight[:3], weight.t()[:3]]
-    found.append(nn.Parameter(x, requires_grad=False))
-    return [*found, torch.randn(3, 8, device=device)[:, ::2]]
+    tensors = [x, x[:], x[:2], x[1:], y, torch.empty(0, 4, device=device), model.empty]
+    tensors += [kept, kept[:], kept.detach(), weight, weight[:3], weight.t()[:3]]
+    tensors.append(nn.Parameter(x, requires_grad=False))
+    return [*tensors, torch.randn(3, 8, device=device)[:, ::2]]
 
 
 places = st.integers(0, 14)
@@ -176,8 +176,8 @@ def test_whatever_is_passed_in_whatever_order(
         tensors[0].copy_(torch.randn(3, 4))
         try:
             with context(mode, max(len(call[0]), 1)):
-                found = runs(*call)
+                result = runs(*call)
         except AddressChangedError:
             continue  # another one of that size, elsewhere
-        assert_same([found], [model(*call)])
+        assert_same([result], [model(*call)])
     assert runs.backend.counters.replays >= 2

@@ -417,5 +417,5 @@ def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     model, batch = entry.make(), entry.inputs(3)
     regions = repeated_layers(model)
     assert regions
-    found = traced(model, batch, entry.settings, regions)
-    assert found == traced(model, batch, entry.settings, {})
+    result = traced(model, batch, entry.settings, regions)
+    assert result == traced(model, batch, entry.settings, {})

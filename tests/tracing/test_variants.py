@@ -75,8 +75,8 @@ def test_a_replaced_weight_is_named_by_the_debug_setting() -> None:
 def test_tied_weights(guards: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    for each in (guards, "none"):
-        one = compiled(model, guards=each)
+    for chosen in (guards, "none"):
+        one = compiled(model, guards=chosen)
         for _ in range(2):
             check(one, model, rows(2))
             model[0].weight.add_(1)
@@ -250,9 +250,9 @@ def test_a_global_tensor_as_an_argument(guards: str) -> None:
     one = compiled(writes_global, guards=guards)
     for mine in (True, False, True, False):
         x, before = torch.randn(4), WEIGHT.clone()
-        found = one(WEIGHT if mine else x).clone()
+        result = one(WEIGHT if mine else x).clone()
         WEIGHT.copy_(before)
-        assert_same(found, writes_global(WEIGHT if mine else x))
+        assert_same(result, writes_global(WEIGHT if mine else x))
 
 
 # ------------------------------------------------------------------ data, breaks, exceptions
@@ -349,21 +349,21 @@ def test_a_size_that_a_frozen_model_would_trace_again() -> None:
 def test_first_calls_of_several_threads_at_once(guards: str) -> None:
     model = Scaling()
     one = compiled(model, guards=guards, dynamic_dims={"x": 0})
-    barrier, found = threading.Barrier(4), []
+    barrier, equal = threading.Barrier(4), []
 
     def run(size: int) -> None:
         with torch.no_grad():
             barrier.wait()
             for step in range(5):
                 x = rows(size + step % 2)
-                found.append(torch.equal(one(x), model(x)))
+                equal.append(torch.equal(one(x), model(x)))
 
     threads = [threading.Thread(target=run, args=(size,)) for size in (1, 2, 5, 33)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 20
+    assert equal == [True] * 20
     assert len(one.traces) == 1
 
 
@@ -403,8 +403,8 @@ def test_objects_as_arguments(monkeypatch: Any, caplog: Any) -> None:
 
     one = compiled(f, guards="none")
     things = [Things() for _ in range(5)]
-    for each in (*things, *things):
-        check(one, f, rows(2), each)
+    for thing in (*things, *things):
+        check(one, f, rows(2), thing)
     assert len(one.traces) == 5
     log = "cgcompile.tracing.trace_cache"
     said = [r.getMessage() for r in caplog.records if (r.levelname, r.name) == ("WARNING", log)]
@@ -412,5 +412,5 @@ def test_objects_as_arguments(monkeypatch: Any, caplog: Any) -> None:
     one.freeze()
     with pytest.raises(RecompileError, match="thing: Things"):
         one(rows(2), Things())
-    for each in things:
-        check(one, f, rows(2), each)
+    for thing in things:
+        check(one, f, rows(2), thing)

@@ -111,9 +111,9 @@ def by_layout(x: torch.Tensor) -> torch.Tensor:
     return x + 1 if x.is_contiguous() else x - 1
 
 
-def in_turns(called: Any, first: Any, second: Any, **given: Any) -> None:
+def in_turns(called: Any, first: Any, second: Any, **more: Any) -> None:
     """Two calls that differ, in turns: each has a trace of its own."""
-    one = compiled(called, guards="none", **given)
+    one = compiled(called, guards="none", **more)
     for args in (first, second, first, second):
         result, expected = one(*args), called(*args)
         assert torch.equal(torch.as_tensor(result), torch.as_tensor(expected))
