@@ -470,6 +470,9 @@ class CaptureError(CGCompileError, RuntimeError):
         A replay would not. Write tensors in place (copy_, mul_, ...), count in a tensor, or \
         rebind the field outside of the step or in a function under eager_break_during_capture.
         A number that no step reads may be kept in an object that is no module.""")
+    scripted = Template("""
+        {field} is a {found}: the fields of a module of TorchScript cannot be compared.
+        Use the module from which it was scripted or traced.""")
     math_attention = Template("""
         scaled_dot_product_attention takes its math kernel: under no_grad many ops, so no break.
         Call the model under torch.inference_mode(), where it arrives as one op; or put its caller \

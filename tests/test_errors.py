@@ -160,6 +160,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     },
     "AgreementError.out_of_step": {"found": "has captured a set", "first": "runs step 3"},
     "CaptureError.rebinds": {"before": "a tensor (2,)"},
+    "CaptureError.scripted": {"field": "self.encoder", "found": "RecursiveScriptModule"},
     "CaptureError.seeded": {"before": 1, "after": 2},
     "HostValueChangedError.changed": {"before": 2, "now": 3},
     "HostValueChangedError.cpu_scalar": {"before": 1.5, "now": 4.0},

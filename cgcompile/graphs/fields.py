@@ -13,7 +13,7 @@ while it is captured refuses the capture (:class:`Rebinding`):
 Opened are modules, dicts, lists, tuples, sets, plain objects and dataclasses, their ``__slots__``
 too, closures and defaults of functions and what a ``functools.partial`` holds. Closed are objects
 of torch and of Python's own libraries, and objects of C extensions; a guard compares those by
-identity.
+identity. Refused are modules of TorchScript, which have their fields in C++ and may change them.
 """
 
 from array import array
@@ -174,6 +174,8 @@ def _names_of_modules() -> frozenset[str]:
 def _holders(value: Any, path: str, longest: int = _LONG) -> Iterator[_Holder]:
     """Yield the holders of the fields of a value; none if it is compared as a whole."""
     is_module = isinstance(value, torch.nn.Module)
+    if isinstance(value, torch.jit.ScriptModule):
+        raise CaptureError.scripted(field=path, found=type(value).__name__)
     if is_module:
         attributes = value.__dict__
         for table in _TABLES:  # first, so that paths go through them and not through bound methods

@@ -483,7 +483,10 @@ class CUDAGraphWrapper(Transparent):
         if self._pool.aliases_results(compat.tree_tensors((args, kwargs))):
             return Fallback(Reason.UNSUPPORTED_INPUT, RESULT_AS_INPUT)
         if self._guarded:
-            fields = FieldsGuard.of(args, kwargs, self._pool.device.tensor_type)
+            try:
+                fields = FieldsGuard.of(args, kwargs, self._pool.device.tensor_type)
+            except CaptureError as error:
+                return Fallback(Reason.UNSUPPORTED_INPUT, str(error).splitlines()[0])
             if fields is not None and not fields.complete:
                 return Fallback(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS)
         return None

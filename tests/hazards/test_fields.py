@@ -324,6 +324,51 @@ def test_a_field_that_a_step_rebinds(name: str, device: str, kind: type[nn.Modul
         assert "rebinds self." in counters.details[Reason.CAPTURE_FAILED]
 
 
+class ScriptedCounter(nn.Module):
+    count: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x * self.count
+
+
+class Scripted(nn.Module):
+    """Holds a module of TorchScript that counts its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.script(ScriptedCounter())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_module_of_torchscript_runs_plain(name: str, device: str) -> None:
+    """Its fields are in C++: a graph would repeat the count of the capture."""
+    served = front_end(name, Scripted(), device)
+    with torch.inference_mode():
+        for count in range(1, 4):
+            x = torch.rand(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x), x * count)
+    counters = served.counters()
+    assert (counters.captures, counters.plain[Reason.CAPTURE_FAILED]) == (0, 3)
+    detail = counters.details[Reason.CAPTURE_FAILED]
+    assert detail.startswith("self.inner is a RecursiveScriptModule: the fields of a module of")
+
+    inner = Scripted().inner
+    argument = Called(name, device, inner, lambda x, *, options: options(x))
+    for count in range(1, 4):
+        torch.testing.assert_close(argument(), argument.x * count)
+    counters = argument.wrapper.counters
+    assert (counters.captures, counters.plain[Reason.UNSUPPORTED_INPUT]) == (0, 3)
+
+
 def fields(model: nn.Module) -> dict[str, Any]:
     own = {name: each for name, each in vars(model).items() if name.startswith(("count", "kept"))}
     if hasattr(model, "cache"):
