@@ -439,7 +439,7 @@ class EncoderGraphs:
                 )
         finally:
             self.wrapper.closed = True
-        if self._setup.check_weights and not self._weights:
+        if self._setup.check_weights and result.captured and not self._weights:
             kind = self._setup.device.type
             self._weights = [WeightsGuard(each, kind, _REMEDY) for each in self._modules]
         lacking = [(missing[batch], why) for batch, why in result.missing]

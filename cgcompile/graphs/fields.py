@@ -174,9 +174,9 @@ def _names_of_modules() -> frozenset[str]:
 def _holders(value: Any, path: str, longest: int = _LONG) -> Iterator[_Holder]:
     """Yield the holders of the fields of a value; none if it is compared as a whole."""
     is_module = isinstance(value, torch.nn.Module)
-    if isinstance(value, torch.jit.ScriptModule):
-        raise CaptureError.scripted(field=path, found=type(value).__name__)
     if is_module:
+        if isinstance(value, torch.jit.ScriptModule):
+            raise CaptureError.scripted(field=path, found=type(value).__name__)
         attributes = value.__dict__
         for table in _TABLES:  # first, so that paths go through them and not through bound methods
             yield _Holder(path, ".{}", attributes.get(table, {}), of_module=True)

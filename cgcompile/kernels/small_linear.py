@@ -37,13 +37,12 @@ _SCHEMA = (
 
 
 class Tile(NamedTuple):
-    """How a product is computed: columns and depth of a tile, stages, warps, sums, prefetches."""
+    """How a product is computed: columns and depth of a tile, stages, parts, lines to prefetch."""
 
     columns: int
     depth: int
     stages: int
-    warps: int
-    parts: int  # of the depth of a tile, each with a sum of its own
+    parts: int  # of the depth of a tile, each with a warp and a sum of its own
     lines: int  # of 128 bytes of each row of a weight, loaded into the L2 cache before the inputs
 
 
@@ -75,7 +74,7 @@ def tile_for(
             break
     parts = min(parts, tile // 16)
     stages = 1 + min(7, -(-depth // tile), buffers)  # 7 buffers are enough
-    return Tile(width, tile, stages, parts, parts, 4 if gated else 8)
+    return Tile(width, tile, stages, parts, 4 if gated else 8)
 
 
 def rows_of_tile(rows: int) -> int:
@@ -258,6 +257,6 @@ def launch(
         LINES=tile.lines if depth >= 64 * tile.lines else 0,
         EVEN=depth % tile.depth == 0 and all(count % tile.columns == 0 for count in columns),
         WIDE=max(columns) * depth >= 2**31, OFFSET=offset != 0,
-        DEPENDENT=dependent, num_warps=tile.warps, **({"launch_pdl": True} if dependent else {}),
+        DEPENDENT=dependent, num_warps=tile.parts, **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
     return outputs

@@ -66,7 +66,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def section_of(file: Path) -> str:
-    """The Markdown for a file; a line that names it where there is none."""
+    """Return the Markdown of a file of results; :data:`NOTHING` without the file."""
     return section(json.loads(file.read_text())) if file.exists() else NOTHING
 
 
