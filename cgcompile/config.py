@@ -126,9 +126,11 @@ class CompilationConfig:
             from capture: ``raise``, ``recapture`` (bounded by ``max_captured_shapes``) or run
             ``eager``. ``copy``: inputs that are only read are copied, from any address; compiled
             models only.
-        check_metadata: compare where the tensors of the forward context are with where they were at
-            capture, if a captured op has read it, as ops of FULL graphs may: all of them, down to
-            four levels of objects, because which ones it has read is unknown.
+        check_metadata: compare address, shape, strides and dtype of the tensors of the forward
+            context with those of the capture, if a captured op has read the context, as ops of FULL
+            graphs may: all of them, down to four levels of objects, because which ones it has read
+            is unknown. False is right for metadata that no captured op reads, or that a captured op
+            reads by its address alone, whatever its size.
         poison: fill the memory of graphs with NaN before each replay, so that stale reads show; of
             a shared pool, only what neither results nor other tensors hold; slow.
         debug: raise where a result is touched whose memory a later step has overwritten; slow.

@@ -628,6 +628,11 @@ class HostValueChangedError(GuardError):
         {what}, {batch}: the 0-dim CPU tensor {path!r} is {now}, was {before} when captured.
         A CUDA graph repeats the value that its kernels were launched with. Move the tensor to the \
         device of the model; a graph reads it there at each replay.""")
+    metadata = Template("""
+        {what}, {batch}: metadata {path} is {now}, was {before} when captured.
+        A graph that reads the forward context repeats the layout of its tensors. Pass the whole \
+        buffer at each step (a block table with all columns), and sizes in use in a tensor; or, if \
+        the graph does not depend on the layout, set check_metadata=False.""")
     other_arguments = Template("""
         {what}, {batch}: called with {now}; it was {before} when captured.
         Pass arguments as at capture, by position or name, in containers of equal structure.""")

@@ -164,6 +164,10 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "CaptureError.seeded": {"before": 1, "after": 2},
     "HostValueChangedError.changed": {"before": 2, "now": 3},
     "HostValueChangedError.cpu_scalar": {"before": 1.5, "now": 4.0},
+    "HostValueChangedError.metadata": {
+        "before": "a tensor (8, 4) with strides (16, 1) of torch.int32",
+        "now": "a tensor (8, 5) with strides (16, 1) of torch.int32",
+    },
     "HostValueChangedError.other_arguments": {"before": "1 argument", "now": "0 arguments"},
     "ManagerError.output": {"found": "[8, 16]", "rows": "tokens"},
     "ManagerError.presence": {"found": True},

@@ -279,8 +279,8 @@ class GraphFastPath:
         }
         before = ""
         if recording.context is not None:
-            self.names["moved"] = recording.context.moved
-            before += "if moved(context):\n    return not_served\n"
+            self.names["metadata_differs"] = recording.context.differs
+            before += "if metadata_differs(context):\n    return not_served\n"
         for index, check in enumerate(weight_checks):
             own[f"differ_{index}"] = check
             before += f"if differ_{index}(inputs):\n    return not_served\n"
@@ -356,8 +356,8 @@ class _CallLines:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {**checks.names, **graph.names}
         self.one_graph = graph.recording.one_graph
-        if "moved" in self.names:
-            self._unless("moved(context)")
+        if "metadata_differs" in self.names:
+            self._unless("metadata_differs(context)")
         if self.one_graph is not None:
             self.names |= self.one_graph.names_of_one()
         self._graph, self._recording, self._checks = graph, graph.recording, checks

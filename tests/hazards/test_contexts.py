@@ -25,7 +25,12 @@ from torch import nn
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
 from cgcompile.context import ForwardContext, override_forward_context
-from cgcompile.errors import AddressChangedError, DispatchError, ForwardContextError
+from cgcompile.errors import (
+    AddressChangedError,
+    DispatchError,
+    ForwardContextError,
+    HostValueChangedError,
+)
 from cgcompile.reasons import Reason
 from cgcompile.serving import Batch, InputBuffer, Metadata
 
@@ -214,6 +219,41 @@ def test_moved_metadata_of_a_full_graph_is_an_error(name: str, device: str) -> N
     step(own)
     step(nested(factor))
     assert served.counters().replays == replays + 2
+
+
+LAYOUTS = {
+    "columns in use": lambda table: table[:, :5],
+    "rows": lambda table: table[:1, :2],
+    "strides": lambda table: table.as_strided((2, 2), (2, 1)),
+    "dtype": lambda table: table[:, :2].view(torch.int32),
+    "dimensions": lambda table: table[:, :2][None],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", COMPILED + WRAPPERS)
+def test_metadata_of_another_layout_is_an_error(name: str, layout: str, device: str) -> None:
+    """A graph repeats the shape, the strides and the dtype, such as the columns of a block table."""
+    served, step = reading(name, device)
+    factor, table = new_factor(device), torch.zeros(2, 8, dtype=torch.float32, device=device)
+    for _ in range(5):
+        step({"factor": factor.normal_(), "table": table[:, :2]})  # new views of one buffer
+    assert served.counters().replays >= 3
+    other = LAYOUTS[layout](table)
+    assert other.data_ptr() == table.data_ptr()
+    with pytest.raises(HostValueChangedError, match=r"(?s)metadata .*\['table'\] is a tensor \("):
+        step({"factor": factor, "table": other})
+    step({"factor": factor.normal_(), "table": table[:, :2]})
+
+
+def test_bits_of_metadata_are_compared(device: str) -> None:
+    served, step = reading("CUDAGraphWrapper", device)
+    factor, phases = new_factor(device), torch.ones(2, dtype=torch.complex64, device=device)
+    for _ in range(3):
+        step({"factor": factor.normal_(), "phases": phases})
+    assert served.counters().replays == 2
+    with pytest.raises(HostValueChangedError, match="is a conjugate tensor"):
+        step({"factor": factor, "phases": phases.conj()})
 
 
 @pytest.mark.parametrize("name", COMPILED + WRAPPERS)
