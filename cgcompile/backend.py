@@ -20,10 +20,9 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, UnmetOps
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.errors import ConfigError, PassError
+from cgcompile.errors import ConfigError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.passes import check_disabled
-from cgcompile.passes.inline import has_regions, inline_regions
 from cgcompile.passes.numbers import numbers_to_tensors, take_number_results
 from cgcompile.passes.printer import count
 from cgcompile.passes.split import split_data
@@ -142,11 +141,15 @@ class Backend(Registry):
         if self.config.splitting == "breakable":
             raise ConfigError.breakable_needs_no_trace()
         compat.watch_recompile_limit()
+        try:
+            compat.guard_repeated_regions(gm)
+        except compat.CannotRepeat as error:
+            raise TraceError.region(problem=str(error)) from error
         shape_env = compat.current_shape_env()
         if shape_env is not None:
             self._shape_envs.add(shape_env)
         with without_garbage_collection():
-            result = self.compile_graph(_with_regions_inlined(gm), example_inputs)
+            result = self.compile_graph(gm, example_inputs)
         graph = result
         while isinstance(graph, (UnwrappedGraph, WithNumberResults, PaddedGraph)):
             graph = graph.graph
@@ -203,19 +206,6 @@ class Backend(Registry):
         if self._unmet is not None:
             self._unmet.discard_met(gm)
         return self._unmet
-
-
-def _with_regions_inlined(gm: fx.GraphModule) -> fx.GraphModule:
-    """Inline the functions that users marked by ``torch.compiler.nested_compile_region``."""
-    if not has_regions(gm):
-        return gm
-    inlined = compat.copied(gm)
-    try:
-        compat.repeat_guards_of_current_trace(inline_regions(inlined))
-    except (PassError, compat.CannotRepeat) as error:
-        log.info("regions stay calls of one op each: %s", error)
-        return gm
-    return inlined
 
 
 def _build(

@@ -7,6 +7,7 @@ dimensions are marked, and a user chooses what is checked at each call.
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ def compile(
     guards: str | None = None,
     check_guards: bool = False,
     dynamic_shapes: str = "backed_size_oblivious",
-    trace_layers_once: bool = False,
+    trace_layers_once: bool | None = None,
     **settings: Any,
 ) -> Any:
     """Compile a module, a bound method or a function; also as a decorator.
@@ -64,8 +65,7 @@ def compile(
             least 1, and not 1 where your code compares with 1 or squeezes the dimension.
             ``"unbacked"``: nothing, but that it is not 1 where your code squeezes the dimension;
             code that branches on a size does not trace.
-        trace_layers_once: with torch 2.15 or later, trace one of four or more equal layers; leave
-            it off if layers read, beside arguments and attributes, what differs between them.
+        trace_layers_once: deprecated, has no effect.
         **settings: single settings; they beat ``config``.
 
     Returns:
@@ -84,9 +84,20 @@ def compile(
         settings |= {"dynamic_shapes": dynamic_shapes, "trace_layers_once": trace_layers_once}
         return functools.partial(compile, config=config, **settings)
     check_compilable(model, "compile")
+    _warn_of_removed(trace_layers_once)
     backend = _backend(config, settings)
-    rules = _rules(backend.config, guards, check_guards, dynamic_shapes, trace_layers_once)
+    rules = _rules(backend.config, guards, check_guards, dynamic_shapes)
     return CompiledModel(model, backend, dynamic_dims, rules)
+
+
+def _warn_of_removed(trace_layers_once: bool | None) -> None:
+    if trace_layers_once is not None:
+        warnings.warn(
+            "trace_layers_once has no effect and will be removed: leave it out. To trace repeated "
+            "layers once, mark their forward with torch.compiler.nested_compile_region",
+            FutureWarning,
+            stacklevel=4,
+        )
 
 
 def check_compilable(model: Any, function: str) -> None:
@@ -104,13 +115,7 @@ def _backend(config: CompilationConfig | Backend | None, settings: dict[str, Any
     return config
 
 
-def _rules(
-    config: CompilationConfig,
-    guards: str | None,
-    check_guards: bool,
-    shapes: str,
-    layers_once: bool,
-) -> Rules:
+def _rules(config: CompilationConfig, guards: str | None, check_guards: bool, shapes: str) -> Rules:
     once = config.mode is CompilationMode.DYNAMO_TRACE_ONCE
     chosen = guards or ("none" if once else "keep")
     for name, value, choices in (("guards", chosen, GUARDS), ("dynamic_shapes", shapes, SHAPES)):
@@ -124,7 +129,7 @@ def _rules(
             because="it traces once and drops them",
             instead="Use mode STOCK_TORCH_COMPILE, or guards='none'.",
         )
-    return Rules(chosen, check_guards, shapes, layers_once)
+    return Rules(chosen, check_guards, shapes)
 
 
 class CompiledModel(Transparent):

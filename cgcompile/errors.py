@@ -303,9 +303,6 @@ class PassError(CGCompileError, RuntimeError):
     raised = Template("""
         pass {name!r} raised {error:error}
         Mend the pass, or leave it out; dump_passes writes the graph that it was given.""")
-    region = Template("""
-        node {name!r} of a region that is traced once has {problem}.
-        Leave out torch.compiler.nested_compile_region for it.""")
     not_a_pass = Template("""
         a pass must have a name, uuid() and __call__(gm) -> gm; found {found:shown}.
         Wrap a plain function: cgcompile.passes.FunctionPass(name, function).""")
@@ -369,6 +366,9 @@ class TraceError(CGCompileError, RuntimeError):
     writes_globals = Template("""
         {name} assigns to global names: {names}; a compiled call would not.
         Keep that state in an object, or take torch.compile(model, backend='cgcompile').""")
+    region = Template("""
+        torch repeats the trace of a region for a call that it does not fit: {problem}.
+        Leave out torch.compiler.nested_compile_region for it.""")
 
 
 class ArgumentsError(CGCompileError, TypeError):

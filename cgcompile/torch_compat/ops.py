@@ -361,6 +361,10 @@ class DispatchMode(TorchDispatchMode):
             return NotImplemented  # the subclass, such as DTensor, calls ops on its plain tensors
         if any(type(mode) is FakeTensorMode for mode in _get_current_dispatch_mode_stack()):
             return func(*args, **(kwargs or {}))  # it computes shapes, such as those of a DTensor
+        if is_named(func, "invoke_subgraph"):  # its kernel refuses to run under a mode
+            body, _, *operands = args
+            with self:
+                return body(*operands)
         # Torch switches autocast off for a mode; a kernel that calls other ops would miss it.
         kinds = _kinds_of_autocast(func)
         state = _autocast_of_caller(kinds) if kinds else {}

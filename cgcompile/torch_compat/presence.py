@@ -20,7 +20,6 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
     "functorch.compile": "make_boxed_func",  # page "Custom Backends"
     "torch._dynamo": "config lookup_backend mark_dynamic",  # "Custom Backends", "Dynamic Shapes"
     "torch._dynamo.backends.common": "aot_autograd",  # "Custom Backends"
-    "torch._dynamo.comptime": "comptime",  # "the public comptime interface", its first line
     # Page "Troubleshooting GuardOnDataDependentSymNode Errors"; that error is below.
     "torch._dynamo.decorators": "mark_unbacked",
     "torch._functorch": "config",  # page "torch.compiler.config"
@@ -57,7 +56,6 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.pgo": "get_code_state",
     "torch._dynamo.source": "ConstantSource",
     "torch._dynamo.symbolic_convert": "TensorifyState tls",
-    "torch._dynamo.variables.invoke_subgraph": "build_input_fingerprint",
     "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_compilation_metrics "
     "get_metrics_context",
     "torch._guards": "CompileContext TracingContext tracing",
@@ -93,7 +91,6 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
     "a graph module of Dynamo": "_param_name_to_source",
     "a module": "_forward_hooks _forward_pre_hooks",
     "a module of torch.compile": "_orig_mod",
-    "the context of comptime": "_i_will_not_complain_if_bc_breaks_InstructionTranslator",
     "the metrics context of Dynamo": "_metrics",
     "inspect, of Python": "_shadowed_dict_from_mro_tuple",
 }
@@ -101,7 +98,6 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
 # Read by features that are off in older versions of torch.
 SINCE: Mapping[str, str] = {
     "torch._inductor.custom_graph_pass.CustomSchedulerPass": "2.13",
-    "torch._dynamo.variables.invoke_subgraph.build_input_fingerprint": "2.13",
 }
 
 

@@ -31,7 +31,7 @@ from cgcompile.torch_compat.dynamo import (
     size_conditions,
     squeeze_conditions,
 )
-from cgcompile.torch_compat.regions import RegionGuards, regions_marked
+from cgcompile.torch_compat.regions import guard_repeated_regions
 
 
 @contextmanager
@@ -121,8 +121,6 @@ class TracedPython:
     code: types.CodeType  # takes the arguments of the function, and calls the graph
     modules: Mapping[str, str]  # names of modules, by the globals that refer to them
     graph: str | None  # the global name of the graph; None without a graph
-    live: tuple[int, ...] | None = None  # the inputs that the graph takes; None: all
-    reads: frozenset[str] = frozenset()  # names on the paths of those that it does not take
 
     def function(
         self, original: types.FunctionType, compiled: Callable[..., Any] | None
@@ -134,7 +132,7 @@ class TracedPython:
         names.update((n, v) for n, v in original.__globals__.items() if _INSTALLED.match(n))
         names.update((alias, _module(n)) for alias, n in self.modules.items())
         if self.graph is not None:
-            names[self.graph] = compiled if self.live is None else self._picking(compiled)
+            names[self.graph] = compiled
         if _globals_read(self.code) <= names.keys():
             names = dict(names)  # no globals of the user: Python caches lookups in a plain dict
         closure = original.__closure__ if self.code.co_freevars else None
@@ -144,10 +142,6 @@ class TracedPython:
         function.__kwdefaults__ = original.__kwdefaults__
         return function
 
-    def _picking(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
-        live = self.live or ()
-        return lambda *inputs: compiled(*[inputs[n] for n in live])  # type: ignore[misc]
-
     @property
     def is_plain(self) -> bool:
         """Whether it only reads its arguments, their sizes and the graph, and has no effects."""
@@ -155,7 +149,6 @@ class TracedPython:
         for step in dis.get_instructions(self.code):
             name = step.argval if step.opname in _NAMED else None
             plain = name in known or name in _PLAIN_NAMES or name in (None, self.graph)
-            plain = plain or name in self.reads
             if step.opname not in _PLAIN_STEPS or not plain:
                 return False
         return self.graph is not None
@@ -217,10 +210,9 @@ class CannotTrace(Exception):
     line: tuple[str, str] | None = None  # of the user: ("model.py:41 in forward", "y = ...")
 
 
-# Inlines the regions of a graph; returns, for each later call, which inputs stand for each other.
-Inline = Callable[[fx.GraphModule], list[list[tuple[fx.Node, fx.Node]]]]
+class CannotBind(Exception):
+    """torch cannot bind the tensors that a trace reads; the text is the reason."""
 
-_ROOT = re.compile(r"([LG])\['(\w+)'\]")  # of a path
 
 # A tensor that is no argument, with its path, a Python expression over ``L`` (locals) and ``G``.
 FrozenTensor = tuple[str, torch.Tensor]
@@ -231,52 +223,19 @@ class Trace:
 
     # ``inputs`` are what the graph was traced with, the ``frozen`` tensors last.
 
-    def __init__(
-        self,
-        function: types.FunctionType,
-        output: Any,
-        regions: Collection[type[torch.nn.Module]] = (),
-        inline: Inline | None = None,
-    ) -> None:
+    def __init__(self, function: types.FunctionType, output: Any) -> None:
         self.original = function  # a bound object is its first argument
         self._output = output  # of Dynamo
         traced = output.backend_input
         self.graph: fx.GraphModule | None = None if traced is None else traced.graph_module
         self.inputs: list[Any] = [] if traced is None else list(traced.example_inputs)
         self.frozen: tuple[FrozenTensor, ...] = ()
-        self._live: tuple[int, ...] | None = None  # positions of the inputs that are not frozen
         self._squeezes: list[tuple[str, tuple[str, ...]]] = []
         if self.graph is not None:
-            if regions and inline is not None:
-                guards = RegionGuards(self._graph_output, regions)
-                guards.drop_marks(output.graph_capture_output.bytecode)
-                guards.repeat(inline(self.graph))
+            guard_repeated_regions(self.graph, self._graph_output)
             self._squeezes = squeeze_conditions(self.graph.graph)
             self.frozen = _lift(self.graph)
             self.inputs += [tensor for _, tensor in self.frozen]
-
-    def freeze(self, scope: Mapping[str, Any], arguments: Collection[str]) -> None:
-        """Bind the inputs that are no ``arguments`` of the call, as ``freeze`` of trace_call does.
-
-        ``scope`` has the locals ``L`` and globals ``G`` of the call.
-        """
-        if self.graph is None:
-            return
-        nodes = self.graph.graph.find_nodes(op="placeholder")
-        bound: dict[int, str] = {}
-        for position, (node, value) in enumerate(zip(nodes, self.inputs, strict=True)):
-            path = str(node._dynamo_source.name)
-            root = _ROOT.match(path)
-            of_caller = root is not None and root[1] == "L" and root[2] in arguments
-            if isinstance(value, torch.Tensor) and not of_caller:
-                bound[position] = path
-        self._live = tuple(n for n in range(len(nodes)) if n not in bound)
-        for position in bound:
-            nodes[-1].append(nodes[position])
-            nodes.append(nodes[position])
-        self.frozen = tuple((path, eval(path, dict(scope))) for path in bound.values())
-        self.inputs = [self.inputs[n] for n in self._live] + [tensor for _, tensor in self.frozen]
-        self.graph.recompile()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -303,9 +262,7 @@ class Trace:
         """The Python around the graph."""
         capture, traced = self._output.graph_capture_output, self._output.backend_input
         graph = getattr(traced, "backend_id", None)
-        reads = {name for path, _ in self.frozen for name in re.findall(r"\w+", path)}
-        modules = dict(capture.import_sources)
-        return TracedPython(capture.bytecode, modules, graph, self._live, frozenset(reads))
+        return TracedPython(capture.bytecode, dict(capture.import_sources), graph)
 
     @property
     def sizes(self) -> dict[str, tuple[int | str, ...]]:
@@ -515,21 +472,18 @@ def trace_call(
     kwargs: Mapping[str, Any],
     *,
     freeze: bool,
-    regions: Mapping[type[torch.nn.Module], int] | None = None,
-    inline: Inline | None = None,
     varying: Collection[str] = (),
 ) -> Trace:
     """Trace a call without running it; raises CannotTrace if it does not become one graph."""
     # The numbers at the paths ``varying`` become inputs. ``freeze``: bind the current tensors of
-    # modules, globals and closures, instead of looking them up at each call. With ``regions``, the
-    # classes of repeated layers and how often each may be traced, it is :meth:`Trace.freeze` that
-    # does so: torch fails to repeat what binds tensors.
+    # modules, globals and closures, instead of looking them up at each call; raises CannotBind
+    # where torch does not.
     from torch._dynamo import config, convert_frame
 
     patches = {
         "automatic_dynamic_shapes": bool(varying),
         "assume_static_by_default": True,
-        "install_free_tensors": freeze and not regions,
+        "install_free_tensors": freeze,
         "capture_scalar_outputs": True,
         "capture_dynamic_output_shape_ops": True,
         "skip_nnmodule_hook_guards": False,
@@ -544,11 +498,12 @@ def trace_call(
         before = set(function.__globals__)
         with new_sources() as sources:
             try:
-                with regions_marked(regions or {}):
-                    output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
-                trace = Trace(function, output, regions or (), inline)
-            except BaseException:
+                output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
+                trace = Trace(function, output)
+            except BaseException as error:
                 drop_globals(function.__globals__, _installed_since(before, function))
+                if isinstance(error, AssertionError) and "Freevar has no source" in str(error):
+                    raise CannotBind(str(error)) from error  # read in a region of the user
                 raise
         new = _installed_since(before, function)
     code = trace.python.code
@@ -586,13 +541,6 @@ def _varying(paths: Collection[str]) -> Iterator[None]:
 
 def _installed_since(before: set[str], function: types.FunctionType) -> set[str]:
     return {name for name in function.__globals__.keys() - before if is_of_one_trace(name)}
-
-
-def trace_lock() -> Any:
-    """Return the lock that a thread holds while it traces, and while it marks layers."""
-    from torch._dynamo import convert_frame
-
-    return convert_frame.compile_lock
 
 
 def drop_globals(names: dict[str, Any], dropped: Iterable[str]) -> None:

@@ -23,7 +23,6 @@ from cgcompile.errors import AddressChangedError, RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
 from cgcompile.graphs.guards import same_memory
 from cgcompile.locks import new_lock
-from cgcompile.passes.inline import Repeated, inline_regions
 from cgcompile.reasons import VARYING, Fallback, varying_number
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths
@@ -38,7 +37,6 @@ from cgcompile.tracing.dynamic_dims import (
     parameter_kinds,
     with_two_rows,
 )
-from cgcompile.tracing.repeated_layers import check_tensors, repeated_layers
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +67,6 @@ class Rules:
     guards: str = "keep"  # which of Dynamo's guards are kept
     check_guards: bool = False  # check dropped guards as well, and raise where one fails
     shapes: str = "backed_size_oblivious"  # what a trace may assume of a dynamic size
-    layers_once: bool = False  # whether a repeated layer is traced once
 
 
 class CompiledTrace:
@@ -197,7 +194,6 @@ class Traces:
         self._lock = new_lock()
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces tensors of its own
-        self._repeats_layers = rules.layers_once and compat.repeats_regions()  # until it fails
 
     @property
     def _arguments(self) -> list[str]:
@@ -238,8 +234,7 @@ class Traces:
                 trace.add_fast_path(args, kwargs, self._bound, self._hooks)
             return result
         with self._lock:
-            with compat.trace_lock():  # else guards may see layers that another thread has marked
-                trace = self._bound_as_now(self._find(args, kwargs), args, kwargs)
+            trace = self._bound_as_now(self._find(args, kwargs), args, kwargs)
             fallback = self._varying(args, kwargs) if trace is None else None
             if fallback is None or self._run_plain is None:
                 return self._first(trace or self._trace(args, kwargs), args, kwargs)
@@ -544,7 +539,16 @@ class Traces:
         freezes = self._rules.guards == "none" and not self._unfrozen
         called = self._function if self._bound is not None else self._called
         start = time.perf_counter()
-        with closing(self._traced(called, args, kwargs, freezes)) as trace:
+        varying = self._varied - self._constant
+        try:
+            traced_call = compat.trace_call(called, args, kwargs, freeze=freezes, varying=varying)
+        except compat.CannotBind as error:
+            log.info("%s: tensors of the model are looked up at each call: %s", self.name, error)
+            self._unfrozen = True
+            return self._compiled_trace(args, kwargs, dims)
+        except compat.CannotRepeat as error:
+            raise TraceError.region(problem=str(error)) from error
+        with closing(traced_call) as trace:
             if trace.written_globals:
                 names = ", ".join(trace.written_globals)
                 raise TraceError.writes_globals(name=self.name, names=names)
@@ -564,39 +568,6 @@ class Traces:
             compiling = time.perf_counter() - traced
             took = f"traced in {traced - start:.2f} s, compiled in {compiling:.2f} s"
             return CompiledTrace(trace, compiled, fits, self._rules, took, freezes)
-
-    def _traced(
-        self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any], freezes: bool
-    ) -> compat.Trace:
-        """Trace a call; repeated layers once, if torch accepts that."""
-        repeated = repeated_layers(self._called) if self._repeats_layers else {}
-        varying = self._varied - self._constant
-        if repeated:
-            scope = self._scope(args, kwargs)
-            guarded = self._rules.guards != "none" or self._rules.check_guards or not freezes
-
-            def inline(graph: fx.GraphModule) -> list[list[Repeated]]:
-                calls = inline_regions(graph)
-                check_tensors(self._called, repeated, calls, scope)
-                return calls if guarded else []
-
-            try:
-                trace = compat.trace_call(
-                    called,
-                    args,
-                    kwargs,
-                    freeze=freezes,
-                    regions=repeated,
-                    inline=inline,
-                    varying=varying,
-                )
-                if freezes:
-                    trace.freeze(scope, self._arguments)
-                return trace
-            except Exception as error:  # whatever the reason, the plain trace decides
-                log.info("%s: each layer is traced on its own: %s", self.name, error)
-                self._repeats_layers = False
-        return compat.trace_call(called, args, kwargs, freeze=freezes, varying=varying)
 
     def _fits(
         self,
