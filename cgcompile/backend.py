@@ -30,6 +30,7 @@ from cgcompile.passes.subclasses import unwrap_subclasses
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_by_config
+from cgcompile.reasons import Fallback
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.number_results import WithNumberResults
@@ -80,6 +81,7 @@ class Backend(Registry):
         self._pieces = PieceCache(self.config)
         self._floats: dict[Any, float] = {}  # of callers, see :func:`compat.varied_floats`
         self._unmet: UnmetOps | None = None
+        self._differences: dict[int, list[Fallback]] = {}  # by Dynamo's frame: why not to pad
 
     def __reduce__(self) -> Any:
         return type(self), (self.config,)  # a copy has compiled nothing yet
@@ -109,6 +111,7 @@ class Backend(Registry):
             return
         self._forget()
         self._floats.clear()
+        self._differences.clear()
         for shape_env in tuple(self._shape_envs):
             compat.drop_fakes(shape_env)
         self._shape_envs.clear()
@@ -149,7 +152,9 @@ class Backend(Registry):
         if shape_env is not None:
             self._shape_envs.add(shape_env)
         with without_garbage_collection():
-            result = self.compile_graph(gm, example_inputs)
+            frame = compat.current_frame()
+            differences = [] if frame is None else self._differences.setdefault(frame, [])
+            result = self.compile_graph(gm, example_inputs, differences=differences)
         graph = result
         while isinstance(graph, (UnwrappedGraph, WithNumberResults, PaddedGraph)):
             graph = graph.graph
@@ -158,7 +163,12 @@ class Backend(Registry):
         return result
 
     def compile_graph(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        frozen: int = 0,
+        differences: list[Fallback] | None = None,
     ) -> Callable[..., Any]:
         """Compile one pre-grad graph of Dynamo in the mode of the settings.
 
@@ -167,6 +177,7 @@ class Backend(Registry):
             example_inputs: what it was traced with.
             frozen: how many of the last inputs keep their identity and address in all calls, so
                 that no guard checks them.
+            differences: shared by all traces of a function; filled with why none is padded.
         """
         config = self.config
         if config.cudagraph_mode is CUDAGraphMode.NONE:
@@ -193,7 +204,7 @@ class Backend(Registry):
                 unmet.discard_met(piece.module)
             graph.before_capture = unmet.warn_once
         self._register(graph)
-        called = with_padding(graph, config.pad_lengths)
+        called = with_padding(graph, config.pad_lengths, [] if differences is None else differences)
         if unwrapped is not None:
             original = compat.with_checkpoints(gm).forward
             return UnwrappedGraph(called, unwrapped, original, self.run_plain)

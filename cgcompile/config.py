@@ -107,8 +107,9 @@ class CompilationConfig:
         pad_lengths: lengths to which a call without a forward context is padded, so that varying
             lengths share graphs: the last size of each mask ``[rows, length]``, an input whose name
             ends in "mask" and is 0 at padding. Other inputs of that size are padded too, with
-            zeros; results are cut. Calls with more padding than before are compared with unpadded
-            ones; if they differ, nothing is padded, counted as ``padding_refused``.
+            zeros; results are cut. Calls 1, 2, 4, 8 and so on of a padded shape, and those with
+            more padding than before, are compared with unpadded ones; if one differs, nothing is
+            padded from then on, counted as ``padding_refused``.
         small_batch_kernels: compute linear layers of at most 16 rows, with the RMS norm before and
             the activation or residual after them, by a kernel of cgcompile, on NVIDIA H100 and
             newer data-centre GPUs. If one dimension is dynamic, or ``capture_dim`` names that of

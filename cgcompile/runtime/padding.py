@@ -4,10 +4,13 @@ A length is the last size of a mask ``[rows, length]``: an input of that rank wh
 "mask". Every input dimension of this size is padded with zeros to the next of ``pad_lengths``, and
 results are cut to the length of the call. Zeros in the mask exclude the padding. The rule: a call
 is padded only if one of the same padded sizes, with two thirds of its padding or more, had the
-results of the unpadded call, whatever the inputs had in the padding.
+results of the unpadded call, whatever the inputs had in the padding. Calls 1, 2, 4, 8 and so on of
+the same padded sizes are compared, so that a model whose results depend on the padding for some
+contents alone is found; a difference ends the padding of all traces of the function.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import sympy
@@ -24,27 +27,41 @@ from cgcompile.runtime.compiled_graph import CompiledGraph
 
 _Numbers = dict[sympy.Symbol, int]  # the sizes of a call
 
+# Makes a padded input, whose begin is overwritten: (its position, the tensor, the padded shape).
+_Fill = Callable[[int, torch.Tensor, Sequence[int]], torch.Tensor]
+
 
 class _CannotPad(Exception):
     """Calls of a graph cannot be padded; the text is the reason."""
 
 
 def with_padding(
-    graph: CompiledGraph, lengths: Sequence[int] | None
+    graph: CompiledGraph, lengths: Sequence[int] | None, differences: list[Fallback]
 ) -> "CompiledGraph | PaddedGraph":
-    """Return what Dynamo calls; the graph itself where no size varies or nothing is padded."""
-    return graph if lengths is None or not [*graph.split.symbols] else PaddedGraph(graph, lengths)
+    """Return what Dynamo calls; the graph itself where no size varies or nothing is padded.
+
+    ``differences`` is shared by all traces of a function.
+    """
+    if lengths is None or not [*graph.split.symbols]:
+        return graph
+    return PaddedGraph(graph, lengths, differences)
 
 
 class PaddedGraph:
     """What Dynamo calls in place of a compiled graph whose lengths are padded."""
 
-    def __init__(self, graph: CompiledGraph, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, graph: CompiledGraph, lengths: Sequence[int], differences: list[Fallback]
+    ) -> None:
         self.graph, self.split = graph, graph.split
         self._lengths = lengths
+        self._calls: dict[tuple[int, ...], int] = {}  # how many were padded, by padded sizes
+        self._next: dict[tuple[int, ...], int] = {}  # the number of the call to compare next
         self._compared: dict[tuple[int, ...], int] = {}  # the most padding, by padded sizes
+        self._values: dict[int, torch.Tensor] = {}  # of integer inputs that were compared
         self._refused: dict[tuple[int, ...], Fallback] = {}  # why not to pad to some sizes
-        self._never: Fallback | None = None  # why not to pad at all
+        self._differences = differences  # why not to pad any trace of the function
+        self._never: Fallback | None = None  # why not to pad this trace
         try:
             self._plan = _Plan(graph.split)
         except _CannotPad as error:
@@ -59,7 +76,7 @@ class PaddedGraph:
         # Under a forward context the caller pads; without a graph, padding gains nothing.
         if callers_context() is not None or self.graph.why_without(inputs) is not None:
             return self.graph(*inputs)
-        fallback = self._never
+        fallback = self._never_padded()
         if fallback is None:
             plan = self._plan
             real = {symbol: inputs[position] for symbol, position in plan.numbers.items()}
@@ -73,13 +90,17 @@ class PaddedGraph:
                     if plan.is_constant(inputs):  # as in a warm-up; it would show nothing
                         return self.graph(*inputs)
                     self._compare(inputs, real, sizes)
-                fallback = self._never or self._refused.get(plan.key(sizes))
+                fallback = self._never_padded() or self._refused.get(plan.key(sizes))
                 if fallback is None:
                     return plan.cut(self.graph(*plan.pad(inputs, sizes)), real)
         if self.graph.strict:
             raise DispatchError.strict(what="padding of the compiled step", why=fallback)
         self.graph.timeline.degraded(fallback)
         return self.graph(*inputs)
+
+    def _never_padded(self) -> Fallback | None:
+        """Return why no call of this trace is padded; None if calls are."""
+        return self._differences[0] if self._differences else self._never
 
     def _why_over(self, real: _Numbers) -> Fallback:
         """Return the fallback of a length above the last one of the setting."""
@@ -89,15 +110,17 @@ class PaddedGraph:
         )
 
     def _is_due(self, real: _Numbers, sizes: _Numbers) -> bool:
-        """Return whether a call must be compared: it has more padding than those that were."""
+        """Count a call; return whether to compare it: by its number, or it has more padding."""
         # Half as much again: an error that grows with the padding shows before it is much larger.
         key = self._plan.key(sizes)
         if key in self._refused:
             return False
-        return 2 * self._plan.added(real, sizes) > 3 * self._compared.get(key, 0)
+        calls = self._calls[key] = self._calls.get(key, 0) + 1
+        more = 2 * self._plan.added(real, sizes) > 3 * self._compared.get(key, 0)
+        return more or calls >= self._next.get(key, 1)
 
     def _compare(self, inputs: tuple[Any, ...], real: _Numbers, sizes: _Numbers) -> None:
-        """Run a call as it is and padded, with zeros and with other values; refuse differences."""
+        """Run a call as it is, and padded with several contents; refuse differences."""
         plan, key = self._plan, self._plan.key(sizes)
         refusal = plan.refusal(sizes)
         if refusal is not None:
@@ -112,23 +135,32 @@ class PaddedGraph:
                 name = _name(self.split.result[shared])
                 self._never = _refused(f"the result {name} is memory of an input")
                 return
-            for repeats in (False, True):
-                try:
-                    padded = plan.pad(inputs, sizes, repeats)
+            try:
+                for padded in self._fillings(inputs, sizes):
                     results = plan.cut(self.graph.run_uncounted(padded), real)
-                except Exception as error:
-                    text = f"{type(error).__name__}: {error}".splitlines()[0]
-                    self._refused[key] = _refused(f"padded from {change} it raises {text}")
-                    return
-                close = list(map(_is_close, expected, results))
-                if not all(close):
-                    name = _name(self.split.result[close.index(False)])
-                    self._never = _refused(
-                        f"the result {name} differs where the length is padded from {change}: "
-                        "something reads the padding, or draws random numbers"
-                    )
-                    return
-        self._compared[key] = plan.added(real, sizes)
+                    close = list(map(_is_close, expected, results))
+                    if not all(close):
+                        name = _name(self.split.result[close.index(False)])
+                        self._differences.append(_difference(name, change))
+                        return
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._refused[key] = _refused(f"padded from {change} it raises {text}")
+                return
+        self._compared[key] = max(plan.added(real, sizes), self._compared.get(key, 0))
+        self._next[key] = 2 * self._calls[key]
+
+    def _fillings(self, inputs: tuple[Any, ...], sizes: _Numbers) -> Iterator[tuple[Any, ...]]:
+        """Yield padded inputs: zeros, tokens of the same row, tokens of other rows and calls."""
+        plan = self._plan
+        yield plan.pad(inputs, sizes)
+        yield plan.pad(inputs, sizes, lambda _, tensor, shape: _repeated(tensor, shape))
+        for position, tensor in plan.integers(inputs):
+            met = self._values.get(position, tensor.new_empty(0))
+            self._values[position] = torch.unique(torch.cat([met, tensor.flatten()]))
+        # A generator of its own: the model draws the numbers that it would draw without padding.
+        generator = torch.Generator().manual_seed(sum(self._calls.values()))
+        yield plan.pad(inputs, sizes, partial(_foreign, self._values, generator))
 
 
 class _Plan:
@@ -234,24 +266,30 @@ class _Plan:
             f"{symbols.pretty(broken[0])} does not hold for lengths {lengths}" if broken else None
         )
 
+    def integers(self, inputs: tuple[Any, ...]) -> list[tuple[int, torch.Tensor]]:
+        """Return the padded inputs of integers, without masks."""
+        padded = [(position, inputs[position]) for position, _ in self._inputs]
+        return [
+            (position, x)
+            for position, x in padded
+            if position not in self._masks and not (x.is_floating_point() or x.is_complex())
+        ]
+
     def pad(
-        self, inputs: tuple[Any, ...], sizes: _Numbers, repeats: bool = False
+        self, inputs: tuple[Any, ...], sizes: _Numbers, fill: _Fill | None = None
     ) -> tuple[Any, ...]:
-        """Return the inputs at other sizes: zeros added, or where that ``repeats``, their begin."""
+        """Return the inputs at other sizes, with zeros in the padding, or what ``fill`` returns."""
         result = list(inputs)
         for position, symbol in self._sizes:
             result[position] = sizes[symbol]
         for position, dims in self._inputs:
             tensor, amounts = inputs[position], []
-            if repeats and position not in self._masks:
-                for dim, symbol in dims.items():
-                    index = torch.arange(sizes[symbol], device=tensor.device) % tensor.shape[dim]
-                    tensor = tensor.index_select(dim, index)
-                result[position] = tensor
-                continue
             for dim in reversed(range(tensor.dim())):
                 amounts += [0, sizes[dims[dim]] - tensor.shape[dim] if dim in dims else 0]
-            result[position] = pad(tensor, amounts)
+            result[position] = padded = pad(tensor, amounts)
+            if fill is not None and position not in self._masks:
+                result[position] = fill(position, tensor, padded.shape)
+                result[position][tuple(map(slice, tensor.shape))] = tensor
         return tuple(result)
 
     def cut(self, results: Sequence[Any], real: _Numbers) -> tuple[Any, ...]:
@@ -267,6 +305,37 @@ class _Plan:
 
 def _refused(detail: str) -> Fallback:
     return Fallback(Reason.PADDING_REFUSED, detail)
+
+
+def _difference(name: str, change: str) -> Fallback:
+    return _refused(
+        f"the result {name} differs where the length is padded from {change}: "
+        "something reads the padding, or draws random numbers"
+    )
+
+
+def _repeated(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor that is repeated up to a shape."""
+    for dim, size in enumerate(shape):
+        index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
+        tensor = tensor.index_select(dim, index)
+    return tensor
+
+
+def _foreign(
+    values: dict[int, torch.Tensor],
+    generator: torch.Generator,
+    position: int,
+    tensor: torch.Tensor,
+    shape: Sequence[int],
+) -> torch.Tensor:
+    """Return random values: integers that calls had, or floats out of range of this call."""
+    if position in values:
+        index = torch.randint(len(values[position]), tuple(shape), generator=generator)
+        return values[position][index.to(tensor.device)]
+    signs = 2 * torch.randint(2, tuple(shape), generator=generator).to(tensor.device) - 1
+    largest = tensor.abs().nan_to_num(0, 0, 0).max()
+    return (signs * 2 * largest).to(tensor.dtype)
 
 
 def _is_tensor(value: Value) -> bool:

@@ -39,6 +39,12 @@ def current_compile_id() -> Any:
     return CompileContext.current_compile_id()
 
 
+def current_frame() -> int | None:
+    """Return the number of the function that Dynamo compiles in this thread, or None."""
+    frame: int | None = getattr(current_compile_id(), "frame_id", None)
+    return frame
+
+
 def is_profiling() -> bool:
     """Return whether a profiler of torch, or ``emit_nvtx``, runs in any thread of the process."""
     return profiler._is_profiler_enabled

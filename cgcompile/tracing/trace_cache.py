@@ -189,6 +189,7 @@ class Traces:
         self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers
         self._varied: set[str] = set()  # the paths of numbers that had several values
         self._constant: set[str] = set()  # the paths of numbers that graphs cannot take as inputs
+        self.differences: list[Fallback] = []  # why calls are not padded, of all traces
         self._rules = rules
         self._count = 0  # of traces since the last invalidation
         self._lock = new_lock()
@@ -353,6 +354,7 @@ class Traces:
             self._refused.clear()
             self._varied.clear()
             self._constant.clear()
+            self.differences.clear()
             self._count, self._unfrozen = 0, False
             compat.drop_trace_caches()
 

@@ -178,6 +178,144 @@ def test_results_that_mix_positions_are_not_padded(
     assert [row.reason for row in lesser] == ["padding_refused"]
 
 
+class Tokens(nn.Module):
+    """Embedded tokens, or embeddings, and ``pool`` of them. Token 0 has large numbers."""
+
+    def __init__(self, pool: Callable[..., Any]) -> None:
+        super().__init__()
+        self.embed, self.pool = nn.Embedding(VOCABULARY, WIDTH), pool
+        self.embed.weight.data[0] = 1.0
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, doubled: bool = False
+    ) -> torch.Tensor:
+        hidden = input_ids if input_ids.is_floating_point() else self.embed(input_ids)
+        mean = masked_mean(hidden, attention_mask)
+        return mean + self.pool(2 * hidden if doubled else hidden, attention_mask)
+
+
+def smallest(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return -plain_max(-hidden, mask)
+
+
+def second(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return hidden.sort(1, descending=True).values[:, 1]
+
+
+def rolled(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return masked_mean(hidden.roll(1, 1), mask)
+
+
+def weakly_masked(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    best = (hidden.sum(-1) - 0.1 * (1 - mask)).argmax(1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), best]
+
+
+def tokens(call: tuple[bool, int], device: str, rows: int = 2) -> dict[str, torch.Tensor]:
+    """Return rows without token 0, or with it where zeros and repeated tokens show nothing."""
+    harmless, length = call
+    ids = torch.randint(1, VOCABULARY, (rows, length))
+    if harmless:
+        ids[:, [0, 1, 2, 4]] = 0
+    return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
+
+
+def embeddings(call: tuple[bool, int], device: str) -> dict[str, torch.Tensor]:
+    """Return embeddings that are below 0; with ``harmless`` at most 0."""
+    harmless, length = call
+    rows = -torch.rand(2, length, WIDTH)
+    if harmless:
+        rows[:, ::2] = 0
+    mask = torch.ones(2, length, dtype=torch.long)
+    return {"input_ids": rows.to(device), "attention_mask": mask.to(device)}
+
+
+@pytest.mark.parametrize(
+    ("pool", "make", "by_contents"),
+    [
+        (plain_max, tokens, True),
+        (smallest, tokens, True),
+        (second, tokens, True),
+        (rolled, tokens, True),
+        (weakly_masked, tokens, False),
+        (plain_max, embeddings, True),
+    ],
+)
+def test_padding_that_matters_for_some_contents(
+    pool: Any, make: Any, by_contents: bool, device: str
+) -> None:
+    """Zeros and repeated tokens change nothing in the first call; later ones have no such token."""
+    torch.manual_seed(0)
+    model = Tokens(pool).to(device).eval()
+    step, backend = compiled("cgcompile.compile", model, device)
+    calls = [(True, 5), *[(False, 5)] * 4]
+    check(step, model, device, calls, make)
+    assert "differs where the length is padded from 5 to 8" in refused(backend.counters)
+    # Other contents of the padding show it in the first call; else the second one is compared.
+    assert backend.counters.degraded[Reason.PADDING_REFUSED] == len(calls) - (not by_contents)
+    assert backend.counters.replays > 0
+
+
+def test_later_calls_are_compared(device: str) -> None:
+    """One row, so that the first call has no tokens of others; calls 1, 2, 4 and 8 are compared."""
+    for harmless in (1, 3, 7):
+        torch.manual_seed(harmless)
+        model = Tokens(weakly_masked).to(device).eval()
+        step, backend = compiled("cgcompile.compile", model, device)
+        calls = [*[(True, 5)] * harmless, *[(False, 5)] * 4]
+        check(step, model, device, calls, lambda call, device: tokens(call, device, rows=1))
+        refused(backend.counters)
+        assert backend.counters.degraded[Reason.PADDING_REFUSED] == 4
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_difference_holds_for_all_traces(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = Tokens(plain_max).to(device).eval()
+    step, backend = compiled(name, model, device)
+    check(step, model, device, [(False, length) for length in (5, 6, 7, 6, 6, 6)], tokens)
+    before = backend.counters.degraded[Reason.PADDING_REFUSED]
+    assert before > 0
+    traces = backend.num_compilations
+
+    def doubled(call: tuple[bool, int], device: str) -> dict[str, Any]:
+        return {**tokens(call, device), "doubled": True}
+
+    check(step, model, device, [(True, 5), (True, 6), *[(False, 5)] * 4], doubled)
+    assert backend.num_compilations > traces
+    # With torch.compile the first trace has no length that varies.
+    after = backend.counters.degraded[Reason.PADDING_REFUSED]
+    assert after >= before + 5
+
+
+def test_comparisons_become_rare(device: str) -> None:
+    """Of 64 calls 1, 2, 4 and so on up to 64 are compared, each by four more runs."""
+    runs = []
+    with torch.library._scoped_library("padded", "FRAGMENT") as library:
+        library.define("seen(Tensor x) -> Tensor")
+        library.impl("seen", lambda x: runs.append(1) or x.clone(), "CPU")
+        library.impl("seen", lambda x: runs.append(1) or x.clone(), "CUDA")
+        library.impl("seen", lambda x: torch.empty_like(x), "Meta")
+        model = Tokens(lambda x, mask: masked_mean(torch.ops.padded.seen(x), mask)).to(device)
+        step, backend = compiled(
+            "cgcompile.compile", model.eval(), device, splitting_ops=("padded::seen",)
+        )
+        calls, inside = [9, *[10, 11, 12, 13, 14, 15, 16] * 9], []
+        with torch.inference_mode():
+            for length in calls:
+                inputs = tokens((False, length), device)
+                before = len(runs)
+                result = step(**inputs)
+                inside.append(len(runs) - before)
+                torch.testing.assert_close(result, model(**inputs), atol=1e-5, rtol=1e-5)
+    padded = [count for count, length in zip(inside, calls, strict=True) if length != 16]
+    compared = [number for number, count in enumerate(padded, 1) if count == 5]
+    assert compared == [1, 2, 4, 8, 16, 32]
+    assert sum(inside) == len(calls) + 4 * len(compared)
+    assert not backend.counters.degraded
+    assert backend.counters.replays == len(calls) - 2
+
+
 def test_strict_raises(device: str) -> None:
     model = build(device, plain_mean)
     step, _ = compiled("cgcompile.compile", model, device, strict=True)
