@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from lib.patience import PATIENCE
 
 # pytest 9.2 and later give their handlers to every logger that does not propagate. torch takes any
 # handler of this one for the wish to trace: each graph, guard and fake tensor would be written down
 # as JSON, which costs a sixth of the time of tests that compile.
 logging.getLogger("torch.__trace").propagate = True
+
+# An example may take as long as a busy machine makes it.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
@@ -161,9 +167,17 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def patient() -> Iterator[None]:
+    """A capture waits for that of another thread, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cgcompile.graphs.capture._PATIENCE", PATIENCE)
+        yield
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait half a second, not five, for a capture in another thread; not for tests of the wait."""
+    """For tests of a wait for a capture in another thread that ends after the test: half a second."""
     monkeypatch.setattr("cgcompile.graphs.capture._PATIENCE", 0.5)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from lib.encoders import patches
+from lib.patience import PATIENCE
 from torch import fx, nn
 
 import cgcompile
@@ -29,7 +30,6 @@ from cgcompile.errors import CGCompileError
 
 ROOT = Path(cgcompile.__file__).resolve().parents[1]
 OURS = (str(ROOT / "cgcompile"), str(ROOT / "passes"))
-SECONDS = 5.0  # a call that has not returned by then hangs
 
 FULL = CUDAGraphMode.FULL
 CONFIG = CompilationConfig(capture_device="host", compiler="eager", cache_dir="off")
@@ -536,7 +536,7 @@ def complaint(
 ) -> str | None:
     """What is wrong with how a call fails; None if nothing."""
     signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     try:
         called(function, arguments)
     except HangsError:

@@ -31,6 +31,7 @@ from lib.entry import (
     made,
     marked,
 )
+from lib.patience import PATIENCE
 from torch import nn
 
 import cgcompile
@@ -782,6 +783,7 @@ def test_a_step_inside_of_its_own_replay_is_refused(device: str, hook: Any) -> N
 INSIDE_ITS_OWN_CAPTURE = """
 import sys, torch
 from lib.entry import Hook, Hooked, batch, compiled_model, marked
+from lib.patience import PATIENCE
 
 torch.set_grad_enabled(False)
 device, usual, calls = sys.argv[1], Hook.function, []
@@ -806,7 +808,7 @@ def test_a_step_inside_of_its_own_capture_becomes_part_of_it(device: str) -> Non
     command = [sys.executable, "-c", INSIDE_ITS_OWN_CAPTURE, device]  # a lock may hang: apart
     tests = Path(__file__).parent
     paths = {**os.environ, "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
-    ran = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=PATIENCE)
     assert "calls 3: captures 1, replays 0, preparing 2, plain 0, failures 0" in ran.stdout, (
         ran.stderr[-2000:]
     )

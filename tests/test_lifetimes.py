@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from lib.breakable import FULL, PIECEWISE, Asked, churn, in_thread, operators, step
 from lib.cases import D, library
 from lib.entry import Hooked, assert_same, backend_for, made
+from lib.patience import PATIENCE
 from torch import nn
 
 import cgcompile
@@ -338,7 +339,7 @@ def allocating(device: str) -> Iterator[threading.Thread]:
         yield thread
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not thread.is_alive()
     assert not errors
     assert rounds

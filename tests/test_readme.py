@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from lib.pages import ROOT, blocks, section
+from lib.patience import PATIENCE
 from rivals.budget import budget
 from rivals.report import step_table
 
@@ -41,7 +42,7 @@ def pasted(path: Path, **environment: str) -> str:
         capture_output=True,
         text=True,
         env=settings | environment,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,9 @@
 """Files around the code: what they name exists, and versions agree."""
 
+import ast
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,31 @@ def test_the_guide_names_what_exists() -> None:
     ):
         there = ROOT / (f"cgcompile/{path}" if path.startswith("torch_compat") else path)
         assert there.exists(), path
+
+
+def readings_of_time(tree: ast.AST) -> Iterator[str]:
+    """Each clock that is read, and each wait whose bound is a number of this test alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            clocks = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+            if node.value.id == "time" and node.attr.removesuffix("_ns") in clocks:
+                yield f"line {node.lineno}: time.{node.attr}"
+        elif isinstance(node, ast.Call):
+            waits = isinstance(node.func, ast.Attribute) and node.func.attr in ("join", "wait")
+            bounds = [*node.args[:1]] if waits else []
+            bounds += [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
+            for bound in bounds:
+                value = bound.value if isinstance(bound, ast.Constant) else None
+                if isinstance(value, (int, float)) and value >= 1:
+                    yield f"line {node.lineno}: waits for {value} seconds"
+
+
+def test_no_test_depends_on_the_time() -> None:
+    """Clocks are replaced where a test needs one; a wait that may hang ends after PATIENCE."""
+    programs = {"fuzz/__main__.py", "fuzz/soak.py"}  # which run for as long as they are told
+    for path in sorted((ROOT / "tests").glob("**/*.py")):
+        if str(path.relative_to(ROOT / "tests")) not in programs:
+            assert not [*readings_of_time(ast.parse(path.read_text()))], path
 
 
 def test_security_names_the_checks_of_the_cache() -> None:

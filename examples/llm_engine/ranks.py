@@ -56,7 +56,7 @@ class Ranks:
         replica: the number of this rank's replica.
     """
 
-    def __init__(self, tensor: int, data: int, device: str, seconds: float = 60) -> None:
+    def __init__(self, tensor: int, data: int, device: str, seconds: float = 600) -> None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size != tensor * data:
             raise RanksError(

@@ -11,6 +11,7 @@ import torch
 from lib.command_line import Page
 from lib.debug import Decoder, Reads, inputs
 from lib.manager import manager, requests
+from lib.patience import PATIENCE
 
 import cgcompile
 
@@ -45,7 +46,7 @@ def browse(page: Path, tmp_path: Path, *words: str) -> "subprocess.CompletedProc
     quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
     told = ("--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}")
     command = [BROWSER, *quiet, *told, *words, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     return done
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lib.debug import by_line, examine, kinds, marker
+from lib.patience import PATIENCE
 from torch import nn
 
 import cgcompile
@@ -257,14 +258,14 @@ def test_the_switch_is_restored_by_the_last_of_two_threads() -> None:
 
     def read(x):
         entered.set()
-        assert inside.wait(60)
+        assert inside.wait(PATIENCE)
         return x * 2
 
     def second() -> None:
-        assert entered.wait(60)
+        assert entered.wait(PATIENCE)
         with compat.uncompiled():
             inside.set()
-            assert done.wait(60)
+            assert done.wait(PATIENCE)
         left.set()
 
     helper = torch.compile(read, backend=ours)
@@ -273,6 +274,6 @@ def test_the_switch_is_restored_by_the_last_of_two_threads() -> None:
     examine(lambda x: helper(x), torch.ones(2))
     assert ours.graphs == 0
     done.set()
-    other.join(60)
+    other.join(PATIENCE)
     assert left.is_set()
     assert_compiles()

@@ -4,7 +4,6 @@ import asyncio
 import contextvars
 import gc
 import json
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -101,16 +100,23 @@ def test_every_batch_and_every_step_is_counted(device: str) -> None:
 
 def test_a_slow_break_shows(hook: Callable[[Any], None]) -> None:
     _, compiled, _, x = ready()
+    now = [0]
 
     def slow(x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.3)  # longer than what a busy machine adds to the others
+        now[0] += 3000
         return torch.softmax(x, -1)
 
+    def clock() -> int:
+        now[0] += 1000
+        return now[0]
+
     hook(slow)
-    with profile(compiled) as measured:
+    measured = Profile(compiled, clock=clock)
+    with observing(measured.around):
         compiled(x)
     first, middle, last = measured.segments
-    assert middle.share == measured.break_share > first.share + last.share
+    assert middle.share == measured.break_share == 4 / 6
+    assert first.share == last.share == 1 / 6
 
 
 def test_replays_outside_of_the_context_are_not_touched() -> None:

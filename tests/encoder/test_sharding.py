@@ -143,7 +143,7 @@ def said(
     gpus = torch.cuda.device_count() if request.param == "cuda" else 0
     work = on_host if request.param == "cpu" else on_devices
     folder: Path = tmp_path_factory.mktemp("ranks")
-    return lib.ranks.run_ranks(work, gpus if gpus > 1 else RANKS, folder, 120, nccl=gpus > 1)
+    return lib.ranks.run_ranks(work, gpus if gpus > 1 else RANKS, folder, nccl=gpus > 1)
 
 
 def test_every_rank_has_all_results(said: list[dict[str, Any]]) -> None:

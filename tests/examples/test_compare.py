@@ -15,6 +15,7 @@ import figures_table
 import pytest
 import torch
 from lib.examples import run
+from lib.patience import PATIENCE
 from rivals import report
 from rivals.budget import budget
 from rivals.bytecode import bytecode_in
@@ -40,6 +41,7 @@ def setup(without_gradients: None) -> Setup:
 def test_compare_measures_cgcompile_on_a_cpu(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--layers", "2", "--models", "main", "--rounds", "1"]
     arguments += ["--repeats", "2", "--batches", "4", "2", "--out", str(tmp_path)]
+    arguments += ["--seconds", str(2 * PATIENCE)]  # a process is ended that has had half of it
     names = ["cgcompile piecewise", "cgcompile FULL", "reduce-overhead"]
     printed = run("benchmarks/compare.py", *arguments, "--only", *names)
     results = json.loads((tmp_path / "compare.json").read_text())

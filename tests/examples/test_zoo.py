@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import select
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lib.examples import EXAMPLES, load
+from lib.patience import PATIENCE
 from lib.snapshots import assert_snapshot
 from model_zoo import table
 from model_zoo.catalogue import CATALOGUE, ENTRIES, LIBRARIES
@@ -215,39 +217,68 @@ def test_infinities_must_be_at_the_same_places() -> None:
 
 WORKER = """
 import json, os, sys, time
+from pathlib import Path
 for line in sys.stdin:
     name, way = json.loads(line)
     if name == "dies":
         sys.stderr.write("bus error\\n")
         os._exit(3)
     if name == "hangs":
-        time.sleep(60)
+        Path(sys.argv[1], "hangs").touch()
+        time.sleep(3600)
     row = {"name": name, "way": way, "outcome": "right", "pid": os.getpid(), "replayed": 1.0}
     row |= {"splitting": "fx", "calls": 10, "graphs": 1, "captures": 5, "breaks": 0, "detail": ""}
     print(json.dumps(row | {"difference": 0.0, "seconds": 1.0}), flush=True)
 """
 
 
-def test_a_crash_and_a_time_out_are_rows() -> None:
+class Waits:
+    """Clock and ``select`` of the workers: time passes only while one hangs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.now, self.hangs = 0.0, folder / "hangs"
+        monkeypatch.setattr("model_zoo.pool.time", self)
+        monkeypatch.setattr("model_zoo.pool.select", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def select(self, read: Any, write: Any, errors: Any, seconds: float) -> Any:
+        while not (ready := select.select(read, write, errors, 0.02))[0]:
+            if self.hangs.exists():
+                self.hangs.unlink()
+                self.now += seconds
+                break
+        return ready
+
+
+def test_a_crash_and_a_time_out_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Waits(monkeypatch, tmp_path)
     names = ["a", "dies", "b", "hangs", "c"]
-    command = [sys.executable, "-c", WORKER]
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
     rows = list(measured([(name, "compile") for name in names], 1, command, limit=2.0))
     assert [row["name"] for row in rows] == names
     assert [row["outcome"] for row in rows] == ["right", "crash", "right", "time-out", "right"]
     assert rows[1]["detail"] == "exit 3: bus error"
-    assert rows[3]["detail"] == "after 2 s"
+    assert (rows[3]["detail"], rows[3]["seconds"]) == ("after 2 s", 2)
     assert len({rows[index]["pid"] for index in (0, 2, 4)}) == 3
 
 
-def test_workers_take_turns_at_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_take_turns_at_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zoo = load("benchmarks/zoo.py")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert zoo.places_of(zoo.arguments(["--device", "cpu"])) == [{}]
     places = zoo.places_of(zoo.arguments(["--device", "cuda"]))
     reporting = WORKER.replace('"detail": ""', '"detail": os.environ["CUDA_VISIBLE_DEVICES"]')
-    slow = reporting.replace("    name, way", "    time.sleep(0.5)\n    name, way")
-    command = [sys.executable, "-c", slow]
-    rows = list(measured([(str(n), "compile") for n in range(6)], 3, command, 9.0, 60.0, places))
+    # Each waits at its first row until all three are there.
+    meeting = """
+    Path(sys.argv[1], str(os.getpid())).touch()
+    while len(list(Path(sys.argv[1]).iterdir())) < 3:
+        time.sleep(0.02)
+    name, way"""
+    command = [sys.executable, "-c", reporting.replace("\n    name, way", meeting), str(tmp_path)]
+    tasks = [(str(number), "compile") for number in range(6)]
+    rows = list(measured(tasks, 3, command, PATIENCE, places=places))
     gpus = {row["pid"]: row["detail"] for row in rows}
     assert sorted(gpus.values()) == ["2", "2", "5"]
 
@@ -255,6 +286,7 @@ def test_workers_take_turns_at_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_run_that_is_out_of_time_keeps_what_it_has(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    Waits(monkeypatch, tmp_path)
     zoo, output = load("benchmarks/zoo.py"), tmp_path / "new" / "zoo.json"
     last_time = [("llama", "compile", 9), ("llama", "traced", 8), ("vit", "compile", 7)]
     rows = [{"name": name, "way": way, "seconds": took} for name, way, took in last_time]
@@ -263,7 +295,7 @@ def test_a_run_that_is_out_of_time_keeps_what_it_has(
     arguments = ["--device", "cpu", "--models", "llama", "vit", "--ways", "compile", "traced"]
     arguments += ["--workers", "1", "--seconds", "4", "--output", str(output)]
     hanging = WORKER.replace('name == "hangs"', '(name, way) == ("vit", "compile")')
-    result = zoo.run(zoo.arguments(arguments), [sys.executable, "-c", hanging])
+    result = zoo.run(zoo.arguments(arguments), [sys.executable, "-c", hanging, str(tmp_path)])
     assert [(row["name"], row["way"]) for row in result["rows"]] == [
         ("llama", "compile"),
         ("llama", "traced"),

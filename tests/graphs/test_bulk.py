@@ -32,6 +32,7 @@ from lib.entry import (
     compiled_model,
     marked,
 )
+from lib.patience import PATIENCE
 
 from cgcompile import (
     BatchDescriptor,
@@ -525,11 +526,11 @@ def test_collection_stays_off_until_the_last_one_is_done(automatic) -> None:
     def trace() -> None:
         with without_garbage_collection():
             inside.set()
-            assert done.wait(10)
+            assert done.wait(PATIENCE)
 
     thread = threading.Thread(target=trace)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(PATIENCE)
     with without_garbage_collection():
         done.set()
         thread.join()

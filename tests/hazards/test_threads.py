@@ -23,6 +23,7 @@ from lib.front_ends import (
     front_end,
     settings,
 )
+from lib.patience import PATIENCE
 from torch import nn
 
 import cgcompile
@@ -68,7 +69,7 @@ class Captures:
 
     def __enter__(self) -> "Captures":
         self.thread, self.results = run_in_thread(self.capture)
-        assert self.inside.wait(30)
+        assert self.inside.wait(PATIENCE)
         assert captured_elsewhere()
         return self
 
@@ -77,12 +78,12 @@ class Captures:
         with BreakableCUDAGraphCapture(device=self.device):
             y = x * 2
             self.inside.set()
-            self.go_on.wait(30)
+            self.go_on.wait(PATIENCE)
             return y + 1
 
     def __exit__(self, *error: object) -> None:
         self.go_on.set()
-        self.thread.join(30)
+        self.thread.join(PATIENCE)
         assert isinstance(self.results[0], torch.Tensor)
 
 
@@ -108,17 +109,17 @@ def test_a_capture_waits_for_that_of_another_thread(name: str, device: str) -> N
     assert counters.replays >= 2
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("name", COMPILED + WRAPPERS)
 def test_a_wait_for_a_capture_that_does_not_end_is_bounded(name: str, device: str) -> None:
     skip_uncompiled(name, device)
     served = front_end(name, model, device)
     calls = 2 if name in COMPILED else 1  # the first call of a compiled model warms up
     inputs = [torch.rand(ROWS, WIDTH, device=device) for _ in range(calls)]
-    with torch.inference_mode(), Captures(device):
+    with torch.inference_mode(), Captures(device) as other:
         for x in inputs:
-            start = time.monotonic()
             torch.testing.assert_close(served.step(x), model(x))
-            assert time.monotonic() - start < 20
+        assert not other.go_on.is_set()
     counters = served.counters()
     assert (counters.captures, counters.plain[Reason.CAPTURE_BUSY]) == (0, 1)
     check(served.step, model, device, steps=3)
@@ -134,7 +135,7 @@ def test_an_eager_break_that_waits_for_another_thread_that_captures(device: str)
     @cgcompile.eager_break_during_capture
     def attend(x: torch.Tensor) -> torch.Tensor:
         thread, result = run_in_thread(lambda: inner.step(ones))
-        thread.join(30)
+        thread.join(PATIENCE)
         results.extend(result)
         return x * 2
 
@@ -199,12 +200,11 @@ def test_a_capture_that_waits_does_not_block_replays(name: str, device: str) -> 
         time.sleep(0.3)
         assert thread.is_alive()
         for x in inputs:
-            start = time.monotonic()
             torch.testing.assert_close(step(known.copy_(x)), model(x))
-            assert time.monotonic() - start < 2
+        assert not other.go_on.is_set()
         assert thread.is_alive()
         other.go_on.set()
-        thread.join(30)
+        thread.join(PATIENCE)
     torch.testing.assert_close(results[0], model(new))
     counters = wrapper.counters
     assert (counters.captures, counters.replays) == (2, 3)
@@ -224,7 +224,7 @@ class Slow(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.inside.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(PATIENCE)
         return x + 1
 
 
@@ -238,7 +238,7 @@ def test_a_manager_refuses_a_second_thread(device: str) -> None:
         slow.inside.clear()
         slow.go_on.clear()
         thread, results = run_in_thread(lambda: served.step(large))
-        if not slow.inside.wait(5):
+        if not slow.inside.wait(PATIENCE):
             pytest.fail("the step of the other thread did not begin")
         for call in (
             lambda: served.step(x),
@@ -248,10 +248,10 @@ def test_a_manager_refuses_a_second_thread(device: str) -> None:
             with pytest.raises(ManagerError, match="another thread is inside of a call"):
                 call()
         slow.go_on.set()
-        thread.join(30)
+        thread.join(PATIENCE)
         assert results[0].shape == large.shape
         thread, results = run_in_thread(lambda: served.step(x).clone())  # one after the other
-        thread.join(30)
+        thread.join(PATIENCE)
         torch.testing.assert_close(results[0], x + 1)
         torch.testing.assert_close(served.step(x), x + 1)
     assert served.counters().replays >= 3
@@ -276,7 +276,7 @@ def test_managers_of_one_model_release_at_once(device: str) -> None:
 
     running = [run_in_thread(partial(release, manager)) for manager in managers]
     for thread, results in running:
-        thread.join(60)
+        thread.join(PATIENCE)
         assert results == [300]
 
 
@@ -288,6 +288,7 @@ import os, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
 import gc, torch, torch._inductor.compile_fx
 from lib.front_ends import ROWS, WIDTH, check, front_end
+from lib.patience import PATIENCE
 from cgcompile.locks import _locks
 
 def model(x):
@@ -304,13 +305,13 @@ def status_of_fork(name):
         for lock in locks:
             lock.acquire()
         held.set()
-        threading.Event().wait(60)
+        threading.Event().wait(PATIENCE)
 
     threading.Thread(target=hold, daemon=True).start()
-    held.wait(30)
+    held.wait(PATIENCE)
     if pid := os.fork():
         return os.waitpid(pid, 0)[1]
-    signal.alarm(20)  # ends a child that hangs
+    signal.alarm(int(PATIENCE))  # ends a child that hangs
     check(served.step, model, "cpu")
     os._exit(0)
 
@@ -331,7 +332,7 @@ def test_a_fork_while_another_thread_holds_the_locks_of_a_step() -> None:
         [sys.executable, "-c", FORKS, str(tests), *FRONT_ENDS],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         env={**os.environ, "PYTHONPATH": str(tests.parent)},
     )
     expected = [f"{name} 0" for name in FRONT_ENDS]

@@ -15,6 +15,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from lib.cases import CASES, Case, library
+from lib.patience import PATIENCE
 
 
 def build(case: Case, device: str = "cpu") -> nn.Module:
@@ -216,14 +217,14 @@ def compiling_elsewhere() -> Iterator[None]:
 
     def slow(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         begun.set()
-        assert finish.wait(60)
+        assert finish.wait(PATIENCE)
         return graph.forward
 
     compiled = torch.compile(lambda x: x + 1, backend=slow)
     thread = threading.Thread(target=compiled, args=(torch.ones(2),))
     thread.start()
     try:
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE)
         yield
     finally:
         finish.set()

@@ -20,6 +20,8 @@ from llm_engine.runner import Limits, Runner, configuration
 from llm_engine.scheduler import BlockAllocator, Request, Scheduler
 from llm_engine.workload import Workload, scarce_blocks
 
+from lib.patience import PATIENCE
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -29,7 +31,9 @@ def outside(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]"
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CGCOMPILE_CACHE_DIR": "off"}
     environment["PYTHONPATH"] = str(EXAMPLES.parent)
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=PATIENCE
+    )
 
 
 def call(module: ModuleType, *arguments: str) -> "subprocess.CompletedProcess[str]":

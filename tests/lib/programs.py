@@ -9,6 +9,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from lib.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # A process that has imported torch, cgcompile and what torch imports at its first compilation,
@@ -50,13 +52,13 @@ def _server() -> "subprocess.Popen[str]":
     return server
 
 
-def run_program(file: Path, seconds: int = 300) -> tuple[int, str]:
+def run_program(file: Path) -> tuple[int, str]:
     """Run a file in its folder and in this environment; return (exit code, all that it printed)."""
     output = file.with_suffix(".txt")
     stdin, stdout = _server().stdin, _server().stdout
     assert stdin is not None
     assert stdout is not None
-    stdin.write(json.dumps([str(file), dict(os.environ), str(output), seconds]) + "\n")
+    stdin.write(json.dumps([str(file), dict(os.environ), str(output), int(PATIENCE)]) + "\n")
     stdin.flush()
     code = int(stdout.readline())
     ended = "the time is up\n" if code == -signal.SIGALRM else ""

@@ -2,9 +2,9 @@
 
 import datetime
 import faulthandler
+import fcntl
 import gc
 import os
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from cgcompile.serving.batch import Batch
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.ranks import Agreement
 from lib.manager import INPUTS, VOCABULARY, dispatcher, eager, metadata, requests
+from lib.patience import PATIENCE
 
 Work = Callable[[int, int], Any]
 
@@ -52,17 +53,20 @@ def _run_rank(rank: int, work: Work, ranks: int, folder: str, seconds: float, nc
     return result
 
 
-def _main(rank: int, deadline: float, *arguments: Any) -> None:
+def _main(rank: int, *arguments: Any) -> None:
     _, ranks, folder, _, nccl = arguments
     # Collectives in a graph have no timeout: a hang ends here, with a traceback.
-    faulthandler.dump_traceback_later(deadline, exit=True)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
     torch.set_num_threads(1)
     gc.freeze()
+    at_work = [open(os.path.join(folder, f"at_work_{other}"), "w") for other in range(ranks)]  # noqa: SIM115
+    fcntl.flock(at_work[rank], fcntl.LOCK_EX)  # until this rank is done or its process ends
     try:
         torch.save(_run_rank(rank, *arguments), os.path.join(folder, f"result.{rank}"))
-        until = time.monotonic() + 2  # what was sent must arrive before the connections end
-        while len([*Path(folder).glob("*.?")]) < ranks and time.monotonic() < until:
-            time.sleep(0.02)
+        fcntl.flock(at_work[rank], fcntl.LOCK_UN)
+        for file in at_work:  # what was sent must arrive before the connections end
+            fcntl.flock(file, fcntl.LOCK_SH)
+            fcntl.flock(file, fcntl.LOCK_UN)
         if nccl:  # graphs must not outlive the communicator
             torch.cuda.synchronize()
             dist.destroy_process_group()
@@ -76,9 +80,8 @@ def run_ranks(
     work: Work,
     ranks: int,
     folder: Path,
-    seconds: float = 30,
     *,
-    deadline: float = 120,
+    seconds: float = 2 * PATIENCE,
     nccl: bool = False,
 ) -> list[Any]:
     """Return what ``work(rank, ranks)`` returned in each process; None of one that ended before.
@@ -87,8 +90,7 @@ def run_ranks(
         work: a function of a module, which the processes import.
         ranks: how many.
         folder: empty.
-        seconds: the timeout of the group.
-        deadline: seconds after which a process ends in any case.
+        seconds: the timeout of the group; as it is, a process that waits for it ends before.
         nccl: one CUDA device for each rank; else gloo.
 
     Raises:
@@ -99,7 +101,7 @@ def run_ranks(
         # A server that has imported torch, and nothing else, forks them: a second instead of ten.
         method = "forkserver"
         mp.get_context(method).set_forkserver_preload(["torch._dynamo", "lib.manager"])
-    arguments = (deadline, work, ranks, str(folder), seconds, nccl)
+    arguments = (work, ranks, str(folder), seconds, nccl)
     try:
         mp.start_processes(_main, arguments, nprocs=ranks, start_method=method)
     except mp.ProcessExitedException as error:

@@ -276,7 +276,7 @@ def test_a_record_is_a_value() -> None:
     assert (record.ops_before, record.ops_after) == (7, 4)
     gone = {"contiguous": -1, "float": -1, "torch.nn.functional.dropout": -1}
     assert record.difference == gone
-    assert 0 < record.seconds < 10
+    assert record.seconds > 0
     assert str(record) == record.text()
     assert f"{record.seconds * 1e3:.2f} ms" in split.passes_text()
     assert record == dataclasses.replace(record, seconds=1.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lib.patience import PATIENCE
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -91,5 +92,5 @@ def test_torchs_own_pool_is_started_once(monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("triton")
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.split() == ["0", "1", "True"]

@@ -15,6 +15,7 @@ import torch
 from lib.asserts import watched
 from lib.entry import Hook, assert_same
 from lib.fast_paths import FULL, NONE, PIECEWISE, ROWS, Deep, Engine, Linear, compiled, context
+from lib.patience import PATIENCE
 from lib.snapshots import assert_snapshot
 from torch import nn
 
@@ -438,7 +439,7 @@ def test_one_step_at_a_time(cleared: bool) -> None:
         assert thread.is_alive()
         assert not results
         engine.graph.pool.generation += cleared  # as clear_graphs() of a wrapper
-    thread.join(20)
+    thread.join(PATIENCE)
     assert engine.paths.replays == before + (not cleared)
     assert_same(results, [engine.model(engine.x)])
 
@@ -449,7 +450,7 @@ def test_a_trace_of_another_thread_delays_nothing() -> None:
     def compiler(gm: Any, inputs: Any) -> Any:
         if inputs[-1].dtype is torch.float64:
             begun.set()
-            assert done.wait(20)
+            assert done.wait(PATIENCE)
         return gm.forward
 
     runs = cgcompile.compile(nn.ReLU(), compiler=compiler, guards="none", capture_device="host")
@@ -458,13 +459,13 @@ def test_a_trace_of_another_thread_delays_nothing() -> None:
         with context():
             runs(x)
     tracing = run_in_thread(lambda: runs(x.double()))
-    assert begun.wait(20)
+    assert begun.wait(PATIENCE)
     with context(PIECEWISE):  # the full path
         thread = run_in_thread(lambda: runs(x))
-        thread.join(20)
+        thread.join(PATIENCE)
     assert not thread.is_alive()
     done.set()
-    tracing.join(20)
+    tracing.join(PATIENCE)
     assert len(runs.traces) == 2
 
 
@@ -490,7 +491,7 @@ def test_a_call_inside_of_a_step_that_runs_plain(hook: Any) -> None:
 
     hook(function)
     thread = run_in_thread(call)
-    thread.join(20)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert inside[1].requires_grad
 
@@ -500,7 +501,7 @@ def test_a_context_copied_to_another_thread() -> None:
     before = engine.paths.replays
     with engine.context:
         run = contextvars.copy_context().run
-        run_in_thread(lambda: run(engine.compiled, engine.x)).join(10)
+        run_in_thread(lambda: run(engine.compiled, engine.x)).join(PATIENCE)
         assert engine.paths.replays == before
         engine.compiled(engine.x)
     assert engine.paths.replays == before + 1

@@ -1,6 +1,5 @@
 """What one rank alone refuses: the others learn of it at once, or have not counted on it."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ from torch import nn
 from cgcompile.errors import AddressChangedError, AgreementError, InputBufferError, ManagerError
 from cgcompile.serving.batch import Batch, Metadata
 from cgcompile.serving.ranks import Agreement
-
-SECONDS = 20.0  # the timeout of the group: nobody waits so long
-
 
 ERRORS = (AddressChangedError, AgreementError, InputBufferError, ManagerError, OSError)
 
@@ -37,7 +33,6 @@ def planning(rank: int, ranks: int) -> Any:
     dispatch, prepare = dispatcher("FULL"), Preparing()
     graph_manager = manager(dispatch=dispatch, agreement=Agreement(dispatch), prepare=prepare)
     prepare.made = graph_manager
-    start = time.monotonic()
     errors = []
     for phase, error in (("warmup", OSError("no host memory")), ("capture", ManagerError("own"))):
         if rank == 1:
@@ -45,17 +40,16 @@ def planning(rank: int, ranks: int) -> Any:
         errors.append(caught(graph_manager.plan, ERRORS))
     errors.append(caught(lambda: graph_manager.capture(1 if rank == 1 else 1 << 40), ERRORS)[:33])
     bulks = graph_manager.capture(max_graph_bytes=1 << 40)  # ranks are in step again
-    return errors, time.monotonic() - start, [len(each.captured) for each in bulks.values()]
+    return errors, [len(bulk.captured) for bulk in bulks.values()]
 
 
 def test_what_one_rank_refuses_while_it_plans_all_are_errors(tmp_path: Path) -> None:
-    answers = run_ranks(planning, 2, tmp_path, seconds=SECONDS)
+    answers = run_ranks(planning, 2, tmp_path)
     gave_up = "AgreementError: rank 1 raised an exception in plan() or in a capture."
     assert answers[0][0] == [gave_up, gave_up, gave_up[:33]]
     errors = ["OSError: no host memory", "ManagerError: own", "ManagerError: max_graph_bytes=1: "]
     assert answers[1][0] == errors
-    assert all(each[1] < SECONDS / 2 for each in answers)
-    assert [each[2] for each in answers] == [[5]] * 2
+    assert [answer[1] for answer in answers] == [[5]] * 2
 
 
 def stepping(rank: int, ranks: int) -> Any:
@@ -102,7 +96,7 @@ def stepping(rank: int, ranks: int) -> Any:
 
 
 def test_what_one_rank_refuses_at_a_step_no_rank_has_begun(tmp_path: Path) -> None:
-    answers = run_ranks(stepping, 2, tmp_path, seconds=SECONDS)
+    answers = run_ranks(stepping, 2, tmp_path)
     (chosen, starts), *_ = answers[1]
     mode, descriptor = chosen
     assert (mode, descriptor.num_tokens, descriptor.num_reqs) == (FULL, 8, 8)  # alone
