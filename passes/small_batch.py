@@ -24,6 +24,7 @@ from cgcompile.kernels.small_linear import DTYPES, ROWS, op, why_unsupported
 from cgcompile.passes.nodes import (
     COMPUTING,
     is_torchs,
+    layout_of,
     short_name,
     storages,
     tensors,
@@ -207,6 +208,8 @@ class _Fuser:
             own.dtype,
             own.device,
         )
+        # The sum has the layout of its first summand where that is dense; the fused op has its own.
+        same = same and layout_of(value(end)) == layout_of(own)
         return (end, others[0]) if same else (linear.node, None)
 
     def _replace(

@@ -142,6 +142,10 @@ def _residual_of_another_shape(x, w, v):
     return F.linear(x, w) + v[0]
 
 
+def _transposed_residual(x, w, v):
+    return x.t().contiguous().t() + F.linear(x, w)
+
+
 def _twice_the_layer(x, w, v):
     y = F.linear(x, w)
     return y + y
@@ -289,6 +293,7 @@ def test_what_looks_alike_keeps_its_result(case, rows, dtype) -> None:
     pairs = zip(result, expected, strict=True) if type(result) is tuple else [(result, expected)]
     for one, other in [*pairs, *zip(inputs, (x, w, v), strict=True)]:
         close(one, other)
+        assert one.stride() == other.stride()
     if rows > 16 or dtype is torch.float32:
         assert not any(found.fused for found in fusions)
     elif dtype is torch.bfloat16:
