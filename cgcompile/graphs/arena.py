@@ -162,6 +162,20 @@ def span(tensor: torch.Tensor) -> int:
     )
 
 
+def dense_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the dimensions, outermost first, of a layout without gaps or overlaps, else None."""
+    dims = range(len(shape))
+    order = sorted((dim for dim in dims if shape[dim] != 1), key=strides.__getitem__, reverse=True)
+    expected = 1
+    for dim in reversed(order):
+        if strides[dim] != expected:
+            return None
+        expected *= max(shape[dim], 1)
+    if order == sorted(order):
+        return tuple(dims)
+    return (*(dim for dim in dims if shape[dim] == 1), *order)
+
+
 def stretch(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
     """Return the first and last byte that tensors reach, counted from where their memory begins."""
     starts = [t.storage_offset() * t.element_size() for t in tensors]
@@ -206,9 +220,9 @@ def rows_apart(tensor: torch.Tensor) -> bool:
 class OwnedCopy:
     """A buffer with the layout of one tensor, at a fixed address, refilled from others."""
 
-    # What is not contiguous is copied as the stretch of memory that it reaches over.
+    # What has gaps or overlaps is copied as the stretch of memory that it reaches over.
 
-    __slots__ = ("_contiguous", "_flat", "block", "tensor")
+    __slots__ = ("_flat", "_is_dense", "block", "takes_any_layout", "tensor")
 
     def __init__(
         self,
@@ -226,13 +240,17 @@ class OwnedCopy:
             self._flat = block.view(template.dtype, (size,), (1,), start)
             strided = self._flat.as_strided(template.size(), template.stride())
             self.tensor = compat.with_bits(strided, *_bits(template))
-        self._contiguous = template.is_contiguous() and not any(_bits(template))
+        order = dense_order(template.shape, template.stride())
+        has_bits = any(_bits(template))
+        self._is_dense = order is not None and not has_bits
+        repeats = 0 in template.stride() or not rows_apart(template)
+        self.takes_any_layout = self._is_dense or not (has_bits or repeats)
 
     def fill(self, source: torch.Tensor) -> None:
-        """Copy ``source``, on the current stream; its layout must be that of the buffer."""
+        """Copy ``source``, on the current stream; of the same layout, unless it takes any."""
         if source.requires_grad:
             source = source.detach()
-        if self._contiguous:
+        if self._is_dense or (self.takes_any_layout and source.stride() != self.tensor.stride()):
             self.tensor.copy_(source, non_blocking=True)
         else:
             memory = compat.physical(source).as_strided(self._flat.shape, (1,))

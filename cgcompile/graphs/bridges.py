@@ -1,10 +1,10 @@
 """How results of an eager segment reach the graph segments that read them.
 
 A graph reads the address of the capture. A fresh tensor is copied into a block of the arena, the
-bridge; several that share memory cross together, so that they still share it; a tensor in memory at
-a fixed address must have that address; a value that is no tensor must be the same, and so must a
-CPU tensor in a graph of another device, if captured code reads it. A *crossing* is called with the
-list of results and replaces those that have a bridge.
+bridge, whose layout it gets; several that share memory cross together, so that they still share it;
+a tensor in memory at a fixed address must have that address; a value that is no tensor must be the
+same, and so must a CPU tensor in a graph of another device, if captured code reads it. A *crossing*
+is called with the list of results and replaces those that have a bridge.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,7 +14,14 @@ import torch
 
 from cgcompile.errors import AddressChangedError, GuardError
 from cgcompile.graphs.arena import Block, Frame, OwnedCopy, address, numbers_as_bytes, stretch
-from cgcompile.graphs.guards import Change, Placed, layout_text, same_layout, same_value
+from cgcompile.graphs.guards import (
+    Change,
+    Placed,
+    layout_text,
+    same_layout,
+    same_numbers,
+    same_value,
+)
 from cgcompile.graphs.sequence import Crossing
 
 
@@ -91,7 +98,8 @@ def _bridge(
 
     def cross(results: list[Any]) -> None:
         value = results[position.item]
-        position.check_layout(value, buffer.tensor)
+        if not (buffer.takes_any_layout and same_numbers(value, buffer.tensor)):
+            position.check_layout(value, buffer.tensor)
         buffer.fill(value)
         results[position.item] = buffer.tensor
 

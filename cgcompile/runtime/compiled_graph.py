@@ -59,6 +59,7 @@ from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.runtime.dispatch import Dispatch
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths, GraphFastPath
 from cgcompile.runtime.inputs import BoundTensors, Overlaps, Roles, why_never
+from cgcompile.runtime.layouts import returning_traced_layouts
 from cgcompile.runtime.program import (
     Program,
     copying_cpu_scalars,
@@ -114,7 +115,7 @@ class CompiledGraph:
         self._replay_override: ReplayOverride | None = None
         self._frozen = BoundTensors(frozen)
         self._overlaps = Overlaps(split)
-        runnables = copying_cpu_scalars(split, runnables)
+        runnables = returning_traced_layouts(split, copying_cpu_scalars(split, runnables))
         runnables = list(map(not_reading_context, split.pieces, runnables))
         self._run = self._run_compared = step.bind(runnables)
         self._run_differentiable = step.bind(uncompiled(split))

@@ -31,6 +31,7 @@ from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step
 from cgcompile.runtime.inputs import BoundTensors
+from cgcompile.runtime.layouts import Layouts, traced_layouts
 from cgcompile.runtime.returns import returned_names
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -61,7 +62,11 @@ class EagerCall(NamedTuple):
 
 
 def _eager_call(
-    piece: Piece, plain: Runnable, boundaries: Boundaries, device: torch.device
+    piece: Piece,
+    plain: Runnable,
+    boundaries: Boundaries,
+    device: torch.device,
+    read_by_eager: bool,  # compiled, eager pieces read a result, so that its layout counts
 ) -> EagerCall:
     """Return what runs for an eager piece, where ``plain`` is its own code."""
     if piece.compiled:
@@ -73,7 +78,7 @@ def _eager_call(
         and (entry := boundaries.match_call(node.target)) is not None
         and (function := entry.impl_for(device.type)) is not None
     }
-    node = _single_op(piece.module)
+    node = None if read_by_eager else _single_op(piece.module)
     if node is None:
         return EagerCall.of_all(piece, _with_functions(piece.module, own) if own else plain)
     names = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
@@ -308,11 +313,24 @@ class Program:
     def calls(self) -> dict[int, EagerCall]:
         """What runs for each eager piece at replay, by index."""
         device, runnables = self.split.device, self.runnables
+        eager = [piece for piece in self.split.pieces if not piece.capture]
+        # Graphs get a copy in the right layout over a bridge.
+        read = {name for piece in eager if piece.compiled for name in piece.inputs}
         return {
-            piece.index: _eager_call(piece, runnables[piece.index], self.boundaries, device)
-            for piece in self.split.pieces
-            if not piece.capture
+            piece.index: _eager_call(
+                piece,
+                runnables[piece.index],
+                self.boundaries,
+                device,
+                not read.isdisjoint(piece.outputs),
+            )
+            for piece in eager
         }
+
+    @cached_property
+    def layouts(self) -> dict[int, Layouts]:
+        """The layouts in which compiled pieces expect the results of others, by piece."""
+        return traced_layouts(self.split)
 
     @cached_property
     def traced(self) -> TracedOutputs:

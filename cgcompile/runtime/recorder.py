@@ -36,6 +36,7 @@ from cgcompile.passes.nodes import raised_at, tensors
 from cgcompile.passes.split import Piece
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.reasons import Fallback, Reason
+from cgcompile.runtime.layouts import in_traced_layouts
 from cgcompile.runtime.program import EagerCall, Program
 from cgcompile.runtime.recording import Recording
 from cgcompile.runtime.returns import returned_names
@@ -329,6 +330,7 @@ class _Recorder:
     def _eager(self, piece: Piece) -> Runnable:
         plain = self._program.runnables[piece.index]
         call = self._program.calls[piece.index]
+        layouts = self._program.layouts.get(piece.index, {})
         where = f"{piece.name} ({piece.where})", self._batch
         places = [Place(*where, item, name) for item, name in enumerate(piece.outputs)]
 
@@ -337,6 +339,7 @@ class _Recorder:
                 return plain(*inputs)
             values = dict(zip(piece.inputs, inputs, strict=True))
             outputs = call.results(call.function(*call.arguments(values.__getitem__)))
+            outputs = list(in_traced_layouts(outputs, layouts))  # bridges get these layouts
             frame, uses = self._recording.frame, self._uses
             aliases = self._aliases_of_inputs(piece, outputs)
             read = uses.read - (aliases - uses.captured)
