@@ -252,6 +252,7 @@ def test_a_module_that_imports_lazily(run: Any, tmp_path: Path) -> None:
     assert (status, "has no function" in errors) == (2, True)
 
 
+@pytest.mark.slow
 def test_as_a_program(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom helper import width\n"

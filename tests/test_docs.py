@@ -59,6 +59,7 @@ def test_the_pages_have_code() -> None:
     assert len(WITH_CODE) >= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_as_a_program(page: Path, tmp_path: Path) -> None:
     for module in re.findall(

@@ -804,6 +804,7 @@ print(graph.counters)
 """
 
 
+@pytest.mark.slow
 def test_a_step_inside_of_its_own_capture_becomes_part_of_it(device: str) -> None:
     command = [sys.executable, "-c", INSIDE_ITS_OWN_CAPTURE, device]  # a lock may hang: apart
     tests = Path(__file__).parent

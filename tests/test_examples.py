@@ -62,6 +62,7 @@ for script in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_each_example_starts_as_a_program() -> None:
     scripts = [*EXAMPLES.glob("benchmarks/*.py"), *EXAMPLES.glob("*.py")]
     done = outside(STARTED, *map(str, scripts))

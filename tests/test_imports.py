@@ -189,6 +189,7 @@ def test_variables_say_what_they_are() -> None:
     assert not vague
 
 
+@pytest.mark.slow
 def test_importing_changes_nothing() -> None:
     """No registration, no settings, no handlers: definitions only."""
     code = (

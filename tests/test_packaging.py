@@ -88,6 +88,7 @@ def test_wheel_holds_everything(tree: Path) -> None:
     assert [name for name in names if name.endswith("licenses/LICENSE")]
 
 
+@pytest.mark.slow
 def test_sdist_holds_everything(tree: Path) -> None:
     import tarfile
 
@@ -98,6 +99,7 @@ def test_sdist_holds_everything(tree: Path) -> None:
     assert [name for name in names if name.endswith("/LICENSE")]
 
 
+@pytest.mark.slow
 def test_wheel_and_editable_install_import(tree: Path, tmp_path: Path) -> None:
     """Import ``cgcompile.passes`` from elsewhere, from a wheel and from an editable wheel."""
     pytest.importorskip("setuptools", minversion="77")
@@ -138,6 +140,7 @@ def test_wheel_and_editable_install_import(tree: Path, tmp_path: Path) -> None:
         assert where.startswith(expected), where
 
 
+@pytest.mark.slow
 def test_name_works_without_importing_the_package() -> None:
     code = (
         "import sys, torch\n"

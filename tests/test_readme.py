@@ -60,6 +60,7 @@ def test_the_readme_is_two_screens() -> None:
     assert len(README.splitlines()) <= 220
 
 
+@pytest.mark.slow
 def test_the_code_runs_as_pasted_and_prints_what_is_shown(tmp_path: Path) -> None:
     shown = re.findall(r"^```text\n(.*?)^```", USE, re.DOTALL | re.MULTILINE)
     assert len(shown) == 2
@@ -76,6 +77,7 @@ def test_the_code_runs_as_pasted_and_prints_what_is_shown(tmp_path: Path) -> Non
     assert "# one tensor for each image: [4, 32] and [16, 32]\n" in README
 
 
+@pytest.mark.slow
 def test_the_code_runs_without_a_capture_device(tmp_path: Path) -> None:
     printed = pasted(tmp_path)
     assert printed.startswith("calls 5: captures 0, replays 0, plain 5")

@@ -435,7 +435,9 @@ class WritesOneReadsAnother(nn.Module):
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["auto", "context"])
-@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_arguments_that_overlap_later_were_compiled_as_apart(
     compiler: str, own: bool, device: str
 ) -> None:

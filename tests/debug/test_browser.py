@@ -18,9 +18,10 @@ import cgcompile
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="no chromium, chromium-browser or google-chrome"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome"),
+]
 LIGHT, DARK = (), ("--blink-settings=preferredColorScheme=0",)
 
 

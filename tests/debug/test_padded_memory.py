@@ -62,7 +62,7 @@ def built(compiler: Any, module: nn.Module | None = None) -> Any:
     return cgcompile.compile(module or model(), config, dynamic_dims={"input": 0})
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_scratch_slot_is_no_difference(compiler: str) -> None:
     compiled, x = built(compiler), torch.randn(ROWS, WIDTH)
     with torch.inference_mode(), context():

@@ -99,6 +99,7 @@ def of_file(path: Path) -> dict[str, list[Artifact]]:
     return trace.found
 
 
+@pytest.mark.slow
 def test_a_process_with_a_trace_writes_what_was_split_and_captured(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -38,6 +38,7 @@ def setup(without_gradients: None) -> Setup:
     return Setup(dims, "cpu", torch.float32, "eager", (2, 4), (4, 2))
 
 
+@pytest.mark.slow
 def test_compare_measures_cgcompile_on_a_cpu(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--layers", "2", "--models", "main", "--rounds", "1"]
     arguments += ["--repeats", "2", "--batches", "4", "2", "--out", str(tmp_path)]
@@ -342,6 +343,7 @@ def test_the_section_is_written_between_the_comments(
         figures_table.between(around + around)
 
 
+@pytest.mark.slow
 def test_processes_find_bytecode_that_was_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ import pytest
 from lib.examples import EXAMPLES, run
 from lib.patience import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--device", "cpu", "--layers", "1", "--sizes", "8", "32"]
 RANKS = [*SMALL, "--tensor-parallel", "2", "--data-parallel", "2"]
 

@@ -252,6 +252,7 @@ class Waits:
         return ready
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_time_out_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Waits(monkeypatch, tmp_path)
     names = ["a", "dies", "b", "hangs", "c"]
@@ -264,6 +265,7 @@ def test_a_crash_and_a_time_out_are_rows(tmp_path: Path, monkeypatch: pytest.Mon
     assert len({rows[index]["pid"] for index in (0, 2, 4)}) == 3
 
 
+@pytest.mark.slow
 def test_workers_take_turns_at_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zoo = load("benchmarks/zoo.py")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
@@ -283,6 +285,7 @@ def test_workers_take_turns_at_the_gpus(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(gpus.values()) == ["2", "2", "5"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_out_of_time_keeps_what_it_has(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_the_raw_form_breaks_too(device: str) -> None:
         assert same(out, x.sin() * 2 + 1)
 
 
+@pytest.mark.slow
 def test_it_is_imported_by_nobody_here() -> None:
     code = "import sys, cgcompile; print('piecewise_cuda_graphs' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -94,7 +94,9 @@ def test_a_computed_size_is_right_at_each_replay(name: str, kind: str, device: s
     assert counters.replays == 5, counters
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_pyramid_that_reads_the_sizes_of_its_levels(
     name: str, compiler: str, device: str

@@ -346,7 +346,7 @@ def test_a_break_may_change_a_cpu_tensor_that_another_break_reads() -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_sees_new_values(name: str, mode: str, compiler: str, device: str) -> None:
     if device == "cpu" and compiler == "inductor":
         pytest.skip("the rule does not depend on the compiler; C++ takes long")

@@ -90,6 +90,7 @@ def test_a_graph_is_not_split_at_a_kernel_that_does_not(name: str, device: str) 
     assert served.counters().replays >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inv", "matrix_exp", "eigh"])
 def test_inductor_calls_the_same_kernels(name: str, device: str) -> None:
     step = around(READS[name])

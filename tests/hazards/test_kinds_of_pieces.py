@@ -97,7 +97,9 @@ KINDS = [
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("step", KINDS)
 def test_a_piece_of_any_kind_is_right_over_changing_inputs(
     step: Callable[..., Any], compiler: str, mode: str, dynamic: bool, device: str

@@ -167,6 +167,7 @@ def test_under_a_forward_context(name: str, kind: type, mode: CUDAGraphMode, dev
     assert served.counters().replays >= 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_pieces(kind: type, device: str) -> None:
     model = Attends().to(device).requires_grad_(False)

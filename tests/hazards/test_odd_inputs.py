@@ -58,7 +58,9 @@ def test_a_step_of_meta_tensors_alone(name: str, device: str) -> None:
     assert served.counters().plain == {Reason.NO_DEVICE: 3}
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_the_list_of_compiled_autograd(compiler: str, device: str) -> None:
     model = nn.Linear(WIDTH, WIDTH, bias=False).to(device)
     backend = cgcompile.Backend(settings(device, compiler=compiler))

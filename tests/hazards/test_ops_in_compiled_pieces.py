@@ -113,7 +113,9 @@ def built(kind: str, compiler: str) -> tuple[nn.Module, Any]:
     return module, cgcompile.compile(module, config)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["fresh", "several", "listed", "in_place", "cached"])
 def test_replays_hold_what_the_body_read_at_capture(kind: str, compiler: str) -> None:
     module, compiled = built(kind, compiler)
@@ -142,7 +144,9 @@ def test_replays_hold_what_the_body_read_at_capture(kind: str, compiler: str) ->
     assert compiled.backend.counters.replays == 3
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["fresh", "cached"])
 def test_verify_finds_it_under_other_metadata(kind: str, compiler: str) -> None:
     _, compiled = built(kind, compiler)
@@ -161,7 +165,9 @@ def reads(x: Tensor) -> Tensor:
 reads.register_fake(torch.empty_like)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_a_read_on_the_host_in_a_body_is_refused(compiler: str) -> None:
     config = cgcompile.CompilationConfig(capture_device="host", compiler=compiler)
     compiled = cgcompile.compile(lambda x: torch.ops.opaque.reads(x.sin()) + 1, config)
@@ -172,7 +178,9 @@ def test_a_read_on_the_host_in_a_body_is_refused(compiler: str) -> None:
     assert compiled.backend.counters.captures == 0
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_a_freed_tensor_that_a_body_read_is_named(compiler: str) -> None:
     _, compiled = built("fresh", compiler)
     with torch.inference_mode():

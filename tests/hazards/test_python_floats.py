@@ -60,7 +60,7 @@ def check(model: nn.Module, compiled: Any, device: str) -> None:
             before = expected
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_floats_take_one_trace(device: str, compiler: str) -> None:
     model = Floats().to(device).eval()
     backend = cgcompile.Backend(compiler=compiler, capture_device=CAPTURES[device])

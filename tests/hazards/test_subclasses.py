@@ -139,7 +139,7 @@ def replayed(served: Any, replays: int, reasons: Iterable[Reason] = (Reason.WARM
 
 
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_weights(name: str, compiler: str, device: str) -> None:
     net = quantized(device)
     served = compiled(name, net, settings(device, compiler=compiler))
@@ -475,6 +475,7 @@ def parallel(rank: int, ranks: int) -> Any:
     return results, dict(served.counters().plain), served.counters().replays, pieces
 
 
+@pytest.mark.slow
 def test_dtensor_weights(tmp_path: Path) -> None:
     for results, plain, replays, pieces in run_ranks(parallel, 2, tmp_path):
         for got, expected in results:
@@ -499,6 +500,7 @@ def uncompiled(rank: int, ranks: int) -> Any:
     return results, wrapper.counters.captures, wrapper.counters.replays
 
 
+@pytest.mark.slow
 def test_dtensor_weights_of_a_model_that_is_not_compiled(tmp_path: Path) -> None:
     """What is recorded are the ops on plain tensors, without those that compute shapes."""
     for results, captures, replays in run_ranks(uncompiled, 2, tmp_path):

@@ -325,6 +325,7 @@ for name in sys.argv[2:]:  # each in a process that knows no other
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_fork_while_another_thread_holds_the_locks_of_a_step() -> None:
     tests = Path(__file__).parents[1]

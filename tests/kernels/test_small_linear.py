@@ -66,6 +66,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_computes_the_definition_for_tails_biases_and_halves() -> None:
     pytest.importorskip("triton")
     environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}

@@ -35,6 +35,7 @@ def test_equals_eager_with_aot(name: str) -> None:
     assert backend.graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_equals_eager_with_inductor(name: str) -> None:
     backend = check_against_eager(CASES[name], "inductor")

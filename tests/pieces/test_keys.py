@@ -71,6 +71,7 @@ print(*(each.key for each in backend.graphs[0].compilation.pieces))
 """
 
 
+@pytest.mark.slow
 def test_keys_are_the_same_in_every_process() -> None:
     keys = [
         subprocess.run(

@@ -18,6 +18,8 @@ from torch import nn
 
 import cgcompile
 
+pytestmark = pytest.mark.slow
+
 Step = tuple[str, int, int]
 
 

@@ -192,7 +192,9 @@ def test_which_artifact_runs(case) -> None:
     assert len(backend.graphs) == 1
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_results_are_those_of_eager(compiler: str) -> None:
     sizes = {"compile_sizes": (1, 2, 5), "compile_ranges_endpoints": (8,)}
     model, step, backend = compiled(Sized(), compiler=compiler, **sizes)
@@ -436,7 +438,7 @@ def guards(backend: cgcompile.Backend) -> list[str]:
     return [str(guard) for guard, _ in backend.graphs[0].split.symbols.guards()]
 
 
-@pytest.mark.parametrize("compiler", ["aot", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_artifacts_of_some_sizes_add_no_guards_to_dynamo(compiler: str) -> None:
     kept = []
     for sizes in ({}, {"compile_sizes": (2, 5)}, {"compile_ranges_endpoints": (8,)}):
@@ -504,7 +506,7 @@ def test_a_size_that_torch_itself_fixes(sizes: dict, caplog) -> None:
             torch.testing.assert_close(step(x, w), model(x, w), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("compiler", ["aot", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_in_inference_mode(compiler: str) -> None:
     def writes(x):
         x.mul_(2)

@@ -187,6 +187,7 @@ for _ in range(300):
 """
 
 
+@pytest.mark.slow
 def test_processes_that_write_one_key_at_once(store: Store) -> None:
     running = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(store.folder), name])

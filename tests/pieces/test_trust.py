@@ -107,6 +107,7 @@ def test_other_owners(store: Store, what: str, caplog: pytest.LogCaptureFixture)
     assert path_of(store).exists()
 
 
+@pytest.mark.slow
 @needs_root
 def test_what_root_owns_serves_other_users() -> None:
     """A shared cache that only an administrator writes, read by a process of another user."""
@@ -426,6 +427,7 @@ def test_a_compiler_on_a_full_disk_is_run_again_elsewhere(
     assert caplog.text.count("cannot write to the cache folder") == 1
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("size", ["4k", "16k", "128k"])
 def test_full_disks(tmp_path: Path, size: str) -> None:

@@ -88,6 +88,7 @@ print(refused, pools(), AsyncCompile.process_pool() is first)
 """
 
 
+@pytest.mark.slow
 def test_torchs_own_pool_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")

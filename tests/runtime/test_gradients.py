@@ -17,7 +17,9 @@ import cgcompile
 from cgcompile.reasons import Reason
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_step_with_gradients_is_differentiable_and_counted(compiler: str) -> None:
     model, backend = build(CASES["sdpa"]), cgcompile.Backend(compiler=compiler)
     compiled = torch.compile(model, backend=backend)

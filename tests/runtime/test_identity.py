@@ -119,7 +119,7 @@ def test_a_buffer_that_is_changed_in_place_stays(
         *(("eager", entry_point) for entry_point in ENTRY_POINTS),
         ("aot", "torch"),
         ("aot", "none"),
-        ("inductor", "none"),
+        pytest.param("inductor", "none", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_items_are_inputs_as_in_eager(

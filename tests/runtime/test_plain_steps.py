@@ -27,6 +27,7 @@ class Steps(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_each_range_of_sizes_runs_its_own_artifact() -> None:
     backend = cgcompile.Backend(compiler="inductor", compile_sizes=[2, 3])
     model = Steps().eval()
@@ -40,6 +41,7 @@ def test_each_range_of_sizes_runs_its_own_artifact() -> None:
     assert sum(piece.compiled for piece in graph.split.pieces) == 3
 
 
+@pytest.mark.slow
 def test_a_step_that_switches_grad_mode_between_its_pieces() -> None:
     class Switching(Steps):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ from cgcompile.modes import AttentionCGSupport
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.ranks import Agreement
 
+pytestmark = pytest.mark.slow
+
 RANKS = 3
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 

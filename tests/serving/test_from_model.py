@@ -61,7 +61,7 @@ def check_steps(manager: CudaGraphManager, device: str) -> None:
         {"splitting": "breakable"},
         {"cudagraph_mode": "FULL"},
         {"cudagraph_mode": "PIECEWISE"},
-        {"compiler": "inductor"},
+        pytest.param({"compiler": "inductor"}, marks=pytest.mark.slow),
         {"cudagraph_capture_sizes": SIZES},
     ],
     ids=str,

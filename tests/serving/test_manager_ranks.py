@@ -121,6 +121,7 @@ def _across() -> Any:
     return context.num_tokens, context.num_tokens_across_dp
 
 
+@pytest.mark.slow
 def test_every_rank_runs_what_was_agreed(tmp_path: Path) -> None:
     answers = run_ranks(uneven, 3, tmp_path)
     graphs = sum(1 for _, runs in STEPS if runs[0] and runs[0][0] != "NONE")
@@ -176,6 +177,7 @@ def refusing(rank: int, ranks: int) -> Any:
     return missing, runs, caught(engine.manager.capture, (AgreementError, ValueError))
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_capture_no_rank_has(tmp_path: Path) -> None:
     answers = run_ranks(refusing, 2, tmp_path)
     assert answers[0][0] == [(4, "rank 1 has not captured it")]
@@ -198,6 +200,7 @@ def lazily(rank: int, ranks: int) -> Any:
     return counters.captures, counters.replays
 
 
+@pytest.mark.slow
 def test_an_idle_rank_captures_lazily(tmp_path: Path) -> None:
     assert run_ranks(lazily, 2, tmp_path) == [(1, 4)] * 2
 
@@ -234,6 +237,7 @@ def restricted(rank: int, ranks: int) -> Any:
     return rows
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_variants_and_restrictions(tmp_path: Path) -> None:
     answers = run_ranks(restricted, 2, tmp_path)
     none = (0, ())
@@ -272,6 +276,7 @@ def verifying(rank: int, ranks: int) -> Any:
     return len(verdict.differences), graph_manager.dispatched(batches[0]).mode.name
 
 
+@pytest.mark.slow
 def test_full_graphs_that_do_not_hold_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:
     assert run_ranks(verifying, 2, tmp_path) == [(0, "PIECEWISE"), (1, "PIECEWISE")]
 
@@ -298,6 +303,7 @@ def own_way(rank: int, ranks: int) -> Any:
     return [error.removeprefix("AgreementError: ") for error in errors]
 
 
+@pytest.mark.slow
 def test_a_rank_that_goes_its_own_way_is_named(tmp_path: Path) -> None:
     answers = run_ranks(own_way, 3, tmp_path)
     assert answers[0] == [
@@ -333,6 +339,7 @@ def busy(rank: int, ranks: int) -> Any:
     return staying_away(rank, ranks, dies=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [dying, busy])
 def test_a_rank_that_stays_away_is_named(work: Any, tmp_path: Path) -> None:
     answers = run_ranks(work, 3, tmp_path)

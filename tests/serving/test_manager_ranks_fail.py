@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lib.manager import FULL, Decoder, dispatcher, eager, manager, metadata, requests
 from lib.ranks import caught, run_ranks
@@ -12,6 +13,8 @@ from torch import nn
 from cgcompile.errors import AddressChangedError, AgreementError, InputBufferError, ManagerError
 from cgcompile.serving.batch import Batch, Metadata
 from cgcompile.serving.ranks import Agreement
+
+pytestmark = pytest.mark.slow
 
 ERRORS = (AddressChangedError, AgreementError, InputBufferError, ManagerError, OSError)
 

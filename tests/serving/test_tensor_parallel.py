@@ -22,6 +22,8 @@ from lib.ranks import (
 from cgcompile.reasons import Reason
 from cgcompile.serving.ranks import Agreement
 
+pytestmark = pytest.mark.slow
+
 
 def plain(rank: int, ranks: int) -> Any:
     return every_mode(Shard(rank, ranks), None, "cpu")
