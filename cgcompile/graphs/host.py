@@ -338,6 +338,7 @@ class HostGraph:
         self._recorder: _Recorder | None = None
         self._recorded = False
         self._pool: HostPool | None = None  # keeps the memory of the steps
+        self._default_dtype = torch.get_default_dtype()  # at the capture; steps run under it
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -363,6 +364,7 @@ class HostGraph:
             self.reset()
             raise recorder.refused
         self._recorded = True
+        self._default_dtype = torch.get_default_dtype()
 
     def abandon(self) -> None:
         if self._recorder is not None:
@@ -382,8 +384,13 @@ class HostGraph:
             raise CaptureError.nested(what="replay()")
         off = compat.autocast_off()
         with torch.inference_mode(False), torch.no_grad(), off, compat.without_modes():
-            for step in self._steps:
-                step.run()
+            dtype = torch.get_default_dtype()
+            torch.set_default_dtype(self._default_dtype)
+            try:
+                for step in self._steps:
+                    step.run()
+            finally:
+                torch.set_default_dtype(dtype)
 
 
 class _Recorder(compat.DispatchMode):

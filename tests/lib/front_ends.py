@@ -37,6 +37,14 @@ WRAPPERS = ("CUDAGraphWrapper", "BreakableCUDAGraphWrapper")
 MANAGERS = ("CudaGraphManager", "EncoderCudaGraphManager")
 FRONT_ENDS = COMPILED + WRAPPERS + MANAGERS
 
+# The columns of the table of hazards: each way to put a model behind CUDA graphs. Of the compiled
+# ones, each without and with a forward context; "keep", "shape" and "none" are the guards of
+# cgcompile.compile, and "breakable" is its splitting.
+TRACED = ("torch.compile", "keep", "shape", "none")
+WITHOUT_CONTEXT = (*TRACED, "breakable")
+WITH_CONTEXT = tuple(f"{name}, context" for name in WITHOUT_CONTEXT)
+COLUMNS = WITHOUT_CONTEXT + WITH_CONTEXT + WRAPPERS + MANAGERS
+
 
 @dataclass
 class FrontEnd:
@@ -56,9 +64,12 @@ def settings(device: str, **more: Any) -> CompilationConfig:
     return CompilationConfig(**{"capture_device": capture_device, "compiler": "eager", **more})
 
 
-def context(rows: int = ROWS, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> Any:
+def context(
+    rows: int = ROWS, mode: CUDAGraphMode = CUDAGraphMode.FULL, metadata: Any = None
+) -> Any:
     """Set the forward context of a batch of ``rows`` tokens."""
-    return set_forward_context(cudagraph_runtime_mode=mode, batch_descriptor=BatchDescriptor(rows))
+    descriptor = BatchDescriptor(rows)
+    return set_forward_context(metadata, cudagraph_runtime_mode=mode, batch_descriptor=descriptor)
 
 
 def layers(device: str, seed: int = 0) -> nn.Module:
@@ -104,16 +115,58 @@ def compiled(name: str, model: Any, config: Any, dynamic: bool | None = None) ->
     return FrontEnd(name, step, backend)
 
 
-def wrapped(name: str, model: Any, config: CompilationConfig) -> FrontEnd:
-    wrapper = getattr(cgcompile, name)(model, config, CUDAGraphMode.FULL)
+def under_context(
+    call: Callable[..., Any], metadata: Callable[[], Any] = lambda: None
+) -> Callable[[torch.Tensor], Any]:
+    """Return a step that copies its input into a buffer and calls under a forward context."""
     inputs: dict[int, torch.Tensor] = {}
 
     def step(x: torch.Tensor) -> Any:
-        with context(len(x)):
-            static = inputs.setdefault(len(x), torch.empty_like(x))
-            return wrapper(static.copy_(x))
+        with context(len(x), metadata=metadata()):
+            if len(x) not in inputs:
+                with torch.inference_mode(False):  # calls may be in any mode
+                    inputs[len(x)] = torch.empty_like(x)
+            return call(inputs[len(x)].copy_(x))
 
-    return FrontEnd(name, step, wrapper)
+    return step
+
+
+def wrapped(
+    name: str,
+    model: Any,
+    config: CompilationConfig,
+    metadata: Callable[[], Any] = lambda: None,
+) -> FrontEnd:
+    wrapper = getattr(cgcompile, name)(model, config, CUDAGraphMode.FULL)
+    return FrontEnd(name, under_context(wrapper, metadata), wrapper)
+
+
+def column(
+    name: str,
+    model: Any,
+    device: str,
+    metadata: Callable[[], Any] = dict,
+    **more: Any,
+) -> FrontEnd:
+    """Put ``model`` behind a column of the table; ``metadata`` makes that of a forward context."""
+    config = settings(device, **more)
+    if name in WRAPPERS:
+        return wrapped(name, model, config, metadata)
+    if name == "CudaGraphManager":
+        return managed(model, device, config, lambda *_: Metadata(metadata()))
+    if name == "EncoderCudaGraphManager":
+        return encoder(model, device, config)
+    kind = name.removesuffix(", context")
+    if kind == "breakable":
+        config = settings(device, splitting="breakable", **more)
+    backend = cgcompile.Backend(config)
+    if kind == "torch.compile":
+        call = torch.compile(model, backend=backend)
+    else:
+        traced = {"guards": kind, "dynamic_dims": {"x": 0}} if kind in TRACED else {}
+        call = cgcompile.compile(model, backend, **traced)
+    step = under_context(call, metadata) if name in WITH_CONTEXT else call
+    return FrontEnd(name, step, backend)
 
 
 def capture_first(manager: Any, run: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
@@ -139,7 +192,12 @@ class Named(nn.Module):
         return self.model(x)
 
 
-def managed(model: nn.Module, device: str, config: CompilationConfig) -> FrontEnd:
+def managed(
+    model: Any,
+    device: str,
+    config: CompilationConfig,
+    metadata: Callable[..., Any] = lambda *_: Metadata({}),
+) -> FrontEnd:
     dispatcher = CudagraphDispatcher(
         CUDAGraphMode.FULL, [ROWS], max_num_reqs=ROWS, support=AttentionCGSupport.ALWAYS
     )
@@ -149,7 +207,7 @@ def managed(model: nn.Module, device: str, config: CompilationConfig) -> FrontEn
         [InputBuffer("x", ("tokens", WIDTH), torch.float32)],
         device=device,
         config=config,
-        metadata=lambda *_: Metadata({}),
+        metadata=metadata,
     )
     step = capture_first(manager, lambda x: manager.run(Batch(len(x), len(x), {"x": x})))
     return FrontEnd("CudaGraphManager", step, manager)

@@ -1,0 +1,682 @@
+"""The table of hazards: what a program may change between a capture and a replay.
+
+Each row builds a model whose result depends on something that Python reads, changes it after the
+graphs were captured, and names the outcome of each front end (``lib.front_ends.COLUMNS``) that is
+not ``RIGHT``. A new hazard is a row here. ``Contract(error)`` is a cell that is stale today.
+
+``python -m tests.hazards`` prints the observed table.
+"""
+
+import types
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lib.front_ends import MANAGERS, TRACED, WIDTH, WITH_CONTEXT, WRAPPERS
+from lib.hazards import ABSENT, DOCUMENTED, RIGHT, Contract, Row, Scene, in_another_thread
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import cgcompile
+from cgcompile.errors import (
+    AddressChangedError,
+    CaptureError,
+    GuardError,
+    HostValueChangedError,
+)
+from cgcompile.reasons import Reason
+
+KEEP = ("keep", "keep, context")
+UNTRACED = (*WRAPPERS, *MANAGERS, "breakable, context")  # capture Python as it runs
+TRACES = (*TRACED, *(f"{name}, context" for name in TRACED))
+NONE = ("none", "none, context")
+SHAPE = ("shape", "shape, context")
+TORCH = ("torch.compile", "torch.compile, context")
+GUARDED = TORCH + KEEP
+UNGUARDED = SHAPE + NONE  # traces without the guards of Dynamo on the model
+ENCODER = ("EncoderCudaGraphManager",)
+
+# State that Python reads: Dynamo's guards see it, dropped guards are a documented exception, and
+# what captures Python as it runs must compare it.
+OF_STATE = {UNGUARDED: DOCUMENTED, UNTRACED: Contract(HostValueChangedError)}
+# Hooks that are added below a model, and function modes that are entered after the trace, are not
+# compared by torch.compile itself.
+OF_STATE_NOT_IN_TORCH = {**OF_STATE, TORCH: DOCUMENTED}
+# What chooses a kernel is baked into every graph.
+OF_KERNELS = {TRACES: Contract(RIGHT), UNTRACED: Contract(GuardError)}
+OF_WEIGHTS = {NONE: DOCUMENTED, UNTRACED: AddressChangedError}
+
+READ_CONTEXT = (*WITH_CONTEXT, *WRAPPERS, "CudaGraphManager")
+
+# A forward context is never passed to an encoder, and a front end without one has no metadata.
+NO_METADATA = {("torch.compile", "keep", "shape", "none", "breakable", *ENCODER): ABSENT}
+
+NUMBERS: dict[str, Any] = {}  # globals that models read
+
+
+class Model(nn.Module):
+    """A frozen linear layer whose result ``read`` scales; subclasses say what that reads."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, device=device).requires_grad_(False)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(self.linear(x))
+
+
+# ------------------------------------------------------------------ plain values of the model
+
+
+class Attributes(Model):
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.number, self.flag, self.kind = 2.0, True, "double"
+        self.table, self.items = {"k": 2.0}, [2.0, 3.0]
+        self.helper = types.SimpleNamespace(scale=2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x) * self.number * self.table["k"] * self.items[0] * self.helper.scale
+        x = x + 1 if self.flag else x - 1
+        return x * 2 if self.kind == "double" else x / 2
+
+
+def _attribute(change: Callable[[Attributes], None]) -> Callable[[str], Scene]:
+    def build(device: str) -> Scene:
+        model = Attributes(device)
+        return Scene(model, lambda: change(model))
+
+    return build
+
+
+def _set(name: str, value: Any) -> Callable[[str], Scene]:
+    return _attribute(lambda model: setattr(model, name, value))
+
+
+def _hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 3
+
+
+def hook_added(device: str) -> Scene:
+    model = Model(device)
+    return Scene(model, lambda: model.linear.register_forward_hook(_hook) and None)
+
+
+def hook_removed(device: str) -> Scene:
+    model = Model(device)
+    handle = model.linear.register_forward_hook(_hook)
+    return Scene(model, handle.remove)
+
+
+def hook_of_the_model(device: str) -> Scene:
+    model = Model(device)
+    return Scene(model, lambda: model.register_forward_hook(_hook) and None)
+
+
+def forward_replaced(device: str) -> Scene:
+    model = Model(device)
+    before = model.forward
+    return Scene(model, lambda: setattr(model, "forward", lambda x: 3 * before(x)))
+
+
+def forward_of_a_layer_replaced(device: str) -> Scene:
+    model = Model(device)
+    before = model.linear.forward
+    return Scene(model, lambda: setattr(model.linear, "forward", lambda x: 3 * before(x)))
+
+
+def training_mode(device: str) -> Scene:
+    class Mode(Model):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if self.training else x * 3
+
+    model = Mode(device).eval()
+    return Scene(model, lambda: model.train() and None)
+
+
+def closure_cell(device: str) -> Scene:
+    model, scale = Model(device), 2.0
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    def change() -> None:
+        nonlocal scale
+        scale = 3.0
+
+    model.read = scaled
+    return Scene(model, change)
+
+
+def global_number(device: str) -> Scene:
+    class Global(Model):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * NUMBERS["scale"]
+
+    NUMBERS["scale"] = 2.0
+    return Scene(Global(device), lambda: NUMBERS.update(scale=3.0), NUMBERS.clear)
+
+
+# ------------------------------------------------------------------ settings of the process
+
+
+class RunsKernel(Model):
+    """Runs an op that chooses its kernel by what ``NUMBERS["chosen"]`` reads, as SDPA does."""
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.hazards.kernel(x)
+
+
+def _kernel(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if NUMBERS["chosen"]() else x * 3
+
+
+def _setting(
+    read: Callable[[], bool], put: Callable[[bool], None], before: bool, now: bool
+) -> Callable[[str], Scene]:
+    """Make a row of a setting that the model reads; ``put`` sets it."""
+
+    def build(device: str) -> Scene:
+        previous = read()
+        put(before)
+        NUMBERS["chosen"] = read
+        return Scene(RunsKernel(device), lambda: put(now), lambda: put(previous))
+
+    return build
+
+
+def default_dtype(device: str) -> Scene:
+    class Makes(Model):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.full((WIDTH,), 2.0, device=x.device)
+
+    previous = torch.get_default_dtype()
+    change = lambda: torch.set_default_dtype(torch.float64)  # noqa: E731
+    return Scene(Makes(device), change, lambda: torch.set_default_dtype(previous))
+
+
+def default_device(device: str) -> Scene:
+    class Reads(Model):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if torch.ones(1).device.type == "meta" else x * 3
+
+    change = lambda: torch.set_default_device("meta")  # noqa: E731
+    return Scene(Reads(device), change, lambda: torch.set_default_device(None))
+
+
+class Doubling(TorchFunctionMode):
+    """Doubles what ``relu`` returns."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is F.relu else result
+
+
+def _around(enter: Callable[[], Any], model: Callable[[str], nn.Module]) -> Callable[[str], Scene]:
+    """Make a row of a context manager that is around each call after the change."""
+
+    def build(device: str) -> Scene:
+        changed = []
+
+        @contextmanager
+        def around() -> Any:
+            with ExitStack() as stack:
+                if changed:
+                    stack.enter_context(enter())
+                yield
+
+        return Scene(model(device), lambda: changed.append(True), around=around)
+
+    return build
+
+
+class Relu(Model):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x)
+
+
+def _autocast(device: str) -> Scene:
+    return _around(lambda: torch.autocast(device, torch.bfloat16), Model)(device)
+
+
+def sdpa_kernel(device: str) -> Scene:
+    NUMBERS["chosen"] = torch.backends.cuda.flash_sdp_enabled
+    math = torch.nn.attention.SDPBackend.MATH
+    return _around(lambda: torch.nn.attention.sdpa_kernel(math), RunsKernel)(device)
+
+
+# ------------------------------------------------------------------ tensors behind the model
+
+
+class Holder:
+    """A plain object that holds a tensor, and a method that reads it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.tensor
+
+
+def _clear(kept: list[torch.Tensor]) -> None:
+    kept.clear()
+    NUMBERS.clear()
+
+
+def _tensor(holder_kind: str, alive: bool) -> Callable[[str], Scene]:
+    """Make a row of a tensor that is replaced; the old one stays alive, or is freed."""
+
+    def build(device: str) -> Scene:
+        model = Model(device)
+        scale = torch.rand(WIDTH, device=device) + 1
+        kept = [scale] if alive else []
+        fresh = lambda: torch.full((WIDTH,), 5.0, device=device)  # noqa: E731
+        undo = lambda: _clear(kept)  # noqa: E731
+
+        if holder_kind == "list":
+            model.items = [scale]
+            model.read = lambda x: x * model.items[0]
+            change = lambda: model.items.__setitem__(0, fresh())  # noqa: E731
+        elif holder_kind == "dict":
+            model.table = {"scale": scale}
+            model.read = lambda x: x * model.table["scale"]
+            change = lambda: model.table.update(scale=fresh())  # noqa: E731
+        elif holder_kind == "plain object":
+            model.holder = Holder(scale)
+            model.read = lambda x: x * model.holder.tensor
+            change = lambda: setattr(model.holder, "tensor", fresh())  # noqa: E731
+        elif holder_kind == "owner of a bound method":
+            holder = Holder(scale)
+            model.read = holder.scaled
+            change = lambda: setattr(holder, "tensor", fresh())  # noqa: E731
+        elif holder_kind == "global":
+            NUMBERS["tensor"] = scale
+            model.read = lambda x: x * NUMBERS["tensor"]
+            change = lambda: NUMBERS.update(tensor=fresh())  # noqa: E731
+        else:
+            model.read, change = _closure(scale, fresh)
+        return Scene(model, change, undo)
+
+    return build
+
+
+def _closure(scale: torch.Tensor, fresh: Callable[[], torch.Tensor]) -> Any:
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    def change() -> None:
+        nonlocal scale
+        scale = fresh()
+
+    return scaled, change
+
+
+PLACES = ("list", "dict", "plain object", "owner of a bound method", "closure", "global")
+
+
+def cache_in_a_list(device: str) -> Scene:
+    """A new request has a new cache, which each step writes."""
+
+    class Decoder(Model):
+        def __init__(self, device: str) -> None:
+            super().__init__(device)
+            self.reset()
+
+        def reset(self) -> None:
+            self.caches = [torch.zeros(WIDTH, device=self.linear.weight.device)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.caches[0] += self.linear(x).sum(0)
+            return x + self.caches[0]
+
+    model = Decoder(device)
+    return Scene(model, model.reset, state=lambda: [model.caches[0].clone()])
+
+
+# ------------------------------------------------------------------ parameters and buffers
+
+
+def _weights(change: Callable[[Model], None]) -> Callable[[str], Scene]:
+    def build(device: str) -> Scene:
+        model = Model(device)
+        return Scene(model, lambda: change(model))
+
+    return build
+
+
+def _new_weight(model: Model) -> torch.Tensor:
+    return torch.full_like(model.linear.weight, 0.5)
+
+
+def weight_replaced(model: Model) -> None:
+    model.linear.weight = nn.Parameter(_new_weight(model), requires_grad=False)
+
+
+def weight_data(model: Model) -> None:
+    model.linear.weight.data = _new_weight(model)
+
+
+def weight_in_place(model: Model) -> None:
+    with torch.no_grad():
+        model.linear.weight.fill_(0.5)
+
+
+def layer_replaced(model: Model) -> None:
+    device = str(model.linear.weight.device)
+    model.linear = nn.Linear(WIDTH, WIDTH, device=device).requires_grad_(False)
+    with torch.no_grad():
+        model.linear.weight.fill_(0.5)
+        model.linear.bias.fill_(0.25)
+
+
+def data_in_the_step(device: str) -> Scene:
+    """The step assigns ``.data`` of its weight: no graph can hold that."""
+
+    class Decays(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.linear.weight.data = self.linear.weight * 0.5
+            return self.linear(x)
+
+    model = Decays(device)
+    return Scene(model, state=lambda: [model.linear.weight.clone()])
+
+
+def scalar_of_the_host(device: str) -> Scene:
+    """A tensor of the CPU without dimensions, changed in place."""
+    model = Model(device)
+    model.scale = torch.tensor(2.0)
+    model.read = lambda x: x * model.scale
+    return Scene(model, lambda: model.scale.fill_(3.0) and None)
+
+
+# ------------------------------------------------------------------ the forward context
+
+
+def take(metadata: Any) -> Any:
+    """Return what the op of a row reads."""
+    return NUMBERS["take"](metadata)
+
+
+def _scale(x: torch.Tensor) -> torch.Tensor:
+    return x * take(cgcompile.get_forward_context().attn_metadata)
+
+
+def library() -> torch.library.Library:
+    """Define the ops of these models; what keeps them alive is returned."""
+    lib = torch.library.Library("hazards", "FRAGMENT")
+    for name, function in (("scale", _scale), ("kernel", _kernel)):
+        lib.define(f"{name}(Tensor x) -> Tensor")
+        for key in ("CPU", "CUDA"):
+            lib.impl(name, function, key)
+        torch.library.register_fake(f"hazards::{name}", torch.empty_like, lib=lib)
+    return lib
+
+
+class ReadsContext(Model):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.hazards.scale(x)
+
+
+# The op is declared safe inside of a graph, which the rows then contradict.
+WITH_OP = {
+    "splitting_ops": (
+        cgcompile.SplittingOp("hazards::scale", support=cgcompile.AttentionCGSupport.ALWAYS),
+    )
+}
+
+
+def _metadata(
+    read: Callable[[Any], Any],
+    before: Callable[[torch.Tensor], Any],
+    now: Callable[[torch.Tensor], Any],
+) -> Callable[[str], Scene]:
+    """Make a row of metadata, which ``before`` and ``now`` make of one tensor, f32[WIDTH]."""
+
+    def build(device: str) -> Scene:
+        NUMBERS["take"] = read
+        tensor = torch.rand(WIDTH, device=device) + 1
+        current = [before(tensor)]
+
+        def change() -> None:
+            current[0] = now(tensor)
+
+        return Scene(ReadsContext(device), change, metadata=lambda: current[0])
+
+    return build
+
+
+def _nested(value: Any) -> dict[str, Any]:
+    for key in "edcba":
+        value = {key: value}
+    return value
+
+
+def _captured(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+# ------------------------------------------------------------------ inputs
+
+
+def _inputs(*strides: tuple[int, ...]) -> Callable[[str], Scene]:
+    """Make a row of inputs, f32[4, WIDTH], of these strides in turn; the last after the change."""
+
+    def build(device: str) -> Scene:
+        left = list(strides[:-1])
+
+        def inputs(device: str) -> torch.Tensor:
+            memory = torch.randn(1024, device=device)
+            return memory.as_strided((4, WIDTH), left.pop(0) if len(left) > 1 else left[0])
+
+        def change() -> None:
+            left[:] = strides[-1:]
+
+        return Scene(Model(device), change, inputs=inputs)
+
+    return build
+
+
+def input_moves(device: str) -> Scene:
+    """Each call has an input at another address, without a copy into a buffer."""
+    kept: list[torch.Tensor] = []
+
+    def inputs(device: str) -> torch.Tensor:
+        kept.append(torch.randn(4, WIDTH, device=device))
+        return kept[-1]
+
+    return Scene(Model(device), undo=kept.clear, inputs=inputs)
+
+
+def second_thread(device: str) -> Scene:
+    """Calls come from another thread after the change."""
+    changed: list[bool] = []
+
+    def call(step: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
+        return in_another_thread(step, x) if changed else step(x)
+
+    return Scene(Model(device), lambda: changed.append(True), call=call)
+
+
+def weights_need_gradients(device: str) -> Scene:
+    """Grad mode is on, and the weights need gradients after the change."""
+    model = Model(device)
+    return Scene(model, lambda: model.requires_grad_() and None)
+
+
+def _trained(device: str) -> nn.Module:
+    return Model(device).requires_grad_()
+
+
+# ------------------------------------------------------------------ the rows
+
+TABLE: tuple[Row, ...] = (
+    Row("float attribute", _set("number", 3.0), OF_STATE),
+    Row("bool attribute", _set("flag", False), OF_STATE),
+    Row("string attribute", _set("kind", "half"), OF_STATE),
+    Row("item of a dict", _attribute(lambda model: model.table.update(k=3.0)), OF_STATE),
+    Row(
+        "item of a list",
+        _attribute(lambda model: model.items.__setitem__(0, 3.0)),
+        OF_STATE,
+    ),
+    Row(
+        "field of a helper object",
+        _attribute(lambda model: setattr(model.helper, "scale", 3.0)),
+        OF_STATE,
+    ),
+    Row("hook added", hook_added, OF_STATE_NOT_IN_TORCH),
+    Row("hook removed", hook_removed, OF_STATE),
+    Row("hook of the model added", hook_of_the_model, {UNTRACED: Contract(HostValueChangedError)}),
+    Row("forward replaced", forward_replaced, {**OF_STATE, KEEP: Contract(RIGHT)}),
+    Row("forward of a layer replaced", forward_of_a_layer_replaced, OF_STATE),
+    Row("training mode", training_mode, OF_STATE),
+    Row("closure cell", closure_cell, OF_STATE),
+    Row("global", global_number, OF_STATE),
+    Row("default dtype", default_dtype, OF_STATE),
+    Row("default device", default_device, {**OF_STATE, KEEP: Contract(RIGHT)}),
+    Row(
+        "torch function mode",
+        _around(Doubling, Relu),
+        {**OF_STATE_NOT_IN_TORCH, KEEP: Contract(RIGHT)},
+    ),
+    Row("sdpa_kernel", sdpa_kernel, OF_KERNELS),
+    Row(
+        "deterministic mode",
+        _setting(
+            torch.are_deterministic_algorithms_enabled,
+            torch.use_deterministic_algorithms,
+            False,
+            True,
+        ),
+        {**OF_KERNELS, GUARDED: RIGHT},
+    ),
+    Row(
+        "TF32",
+        _setting(
+            lambda: torch.get_float32_matmul_precision() == "high",
+            lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
+            False,
+            True,
+        ),
+        {**OF_KERNELS, GUARDED: RIGHT},
+    ),
+    Row(
+        "cuDNN flags",
+        _setting(
+            lambda: torch.backends.cudnn.benchmark,
+            lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+            False,
+            True,
+        ),
+        OF_KERNELS,
+    ),
+    Row("autocast", _autocast, {UNTRACED: HostValueChangedError}),
+    *(
+        Row(
+            f"tensor of a {holder_kind}, old one {'alive' if alive else 'freed'}",
+            _tensor(holder_kind, alive),
+            {NONE: DOCUMENTED, UNTRACED: Contract(AddressChangedError)},
+            freed=not alive,
+        )
+        for holder_kind in PLACES
+        for alive in (True, False)
+    ),
+    Row(
+        "cache in a list replaced",
+        cache_in_a_list,
+        {NONE: DOCUMENTED, UNTRACED: Contract(AddressChangedError), MANAGERS: ABSENT},
+        freed=True,  # a manager warms up with batches that no eager model gets
+    ),
+    Row("weight replaced", _weights(weight_replaced), OF_WEIGHTS),
+    Row("weight.data assigned", _weights(weight_data), OF_WEIGHTS),
+    Row("weight written in place", _weights(weight_in_place)),
+    Row("layer replaced", _weights(layer_replaced), OF_WEIGHTS),
+    Row(
+        ".data assigned in the step",
+        data_in_the_step,
+        {
+            TRACES: Reason.TOO_MANY_WEIGHT_SETS,
+            NONE: Contract(Reason.TOO_MANY_WEIGHT_SETS),
+            UNTRACED: CaptureError,
+            MANAGERS: ABSENT,  # it warms up with batches that no eager model gets
+        },
+    ),
+    Row("0-dim tensor of the CPU", scalar_of_the_host),
+    Row(
+        "metadata moved",
+        _metadata(lambda m: m["k"], lambda t: {"k": t}, lambda t: {"k": t.clone()}),
+        {READ_CONTEXT: AddressChangedError, **NO_METADATA},
+        settings=WITH_OP,
+    ),
+    Row(
+        "shape of metadata at one address",
+        _metadata(lambda m: m.sum(), lambda t: t[:3], lambda t: t[:5]),
+        {READ_CONTEXT: HostValueChangedError, **NO_METADATA},
+        settings=WITH_OP,
+    ),
+    Row(
+        "stride of metadata at one address",
+        _metadata(lambda m: m.sum(), lambda t: t[:4], lambda t: t[::2]),
+        {READ_CONTEXT: HostValueChangedError, **NO_METADATA},
+        settings=WITH_OP,
+    ),
+    Row(
+        "number in metadata",
+        _metadata(lambda m: m["k"], lambda t: {"k": 2.0}, lambda t: {"k": 3.0}),
+        {READ_CONTEXT: Contract(HostValueChangedError), **NO_METADATA},
+        settings=WITH_OP,
+    ),
+    Row(
+        "metadata nested five deep",
+        _metadata(
+            lambda m: m["a"]["b"]["c"]["d"]["e"],
+            _nested,
+            lambda t: _nested(t + 1),
+        ),
+        {READ_CONTEXT: Contract(AddressChangedError), **NO_METADATA},
+        settings=WITH_OP,
+        freed=True,
+    ),
+    Row(
+        "metadata in a set",
+        _metadata(lambda m: next(iter(m)), lambda t: {t}, lambda t: {t + 1}),
+        {READ_CONTEXT: Contract(AddressChangedError), **NO_METADATA},
+        settings=WITH_OP,
+        freed=True,
+    ),
+    Row(
+        "metadata in a closure",
+        _metadata(lambda m: m(), _captured, lambda t: _captured(t + 1)),
+        {READ_CONTEXT: Contract(AddressChangedError), **NO_METADATA},
+        settings=WITH_OP,
+        freed=True,
+    ),
+    Row(
+        "strides that depend on each other",
+        _inputs((16, 1), (16, 2), (20, 2)),
+        {("none",): Contract(RIGHT)},
+    ),
+    Row("strides that become equal", _inputs((16, 2), (20, 2), (20, 1))),
+    Row("input moves", input_moves),
+    Row("second thread", second_thread),
+    Row(
+        "weights need gradients",
+        weights_need_gradients,
+        {TRACES: Reason.GRADIENTS, UNTRACED: Contract(Reason.GRADIENTS), MANAGERS: DOCUMENTED},
+        grad=torch.enable_grad,
+    ),
+    Row(
+        "grad mode turned on",
+        _around(torch.enable_grad, _trained),
+        {(*TRACES, *UNTRACED): Reason.GRADIENTS, MANAGERS: DOCUMENTED},
+        grad=torch.no_grad,
+    ),
+    Row("grad mode instead of inference mode", _around(lambda: torch.inference_mode(False), Model)),
+)
