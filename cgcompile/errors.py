@@ -1036,8 +1036,9 @@ class EncoderError(CGCompileError, ValueError):
         cannot be compared with an eager run.
         Add a smaller item to the examples, or leave this budget out: token_budgets=.""")
     derive_result = Template("""
-        items {items} of the examples on a budget of {budget} tokens, {tail} of them padding: \
-        results differ from eager by {found:.1e} of the largest number; allowed: {most:.0e}.
+        items {items} of the examples (all but the first with varied numbers) on a budget of \
+        {budget} tokens, {tail} of them padding: results differ from eager by {found:.1e} of the \
+        largest number; allowed: {most:.0e}.
         Padding or other items reach the rows of an item, calls depend on the number of rows, or \
         values are baked in. Attention over all rows needs offsets or a mask. Rounding alone: \
         tolerance=.""")

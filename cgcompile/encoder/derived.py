@@ -8,6 +8,7 @@ all that is derived is compared with eager runs before anything is captured, and
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from itertools import accumulate, chain, zip_longest
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ _LOWEST = 3e-2  # tolerance of bfloat16 and other dtypes
 _REMEMBERED = 512  # items whose host values are kept
 _LONGEST = 1024  # rows of a padding sequence
 _MOST = 16  # times the largest example: the largest budget
+_PACKED = 3  # items that are compared together on each budget
+_NEAR_ZERO = 100  # an item whose numbers are smaller by this than those of others is compared less
 
 Key = tuple[Any, ...]
 """The host inputs of one item."""
@@ -278,13 +281,42 @@ def _flattened(leaf: torch.Tensor, depth: int) -> torch.Tensor:
     return leaf.flatten(0, max(min(depth, leaf.dim() - 2), 0))
 
 
-def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest number."""
-    rows = actual[: len(expected)]
-    if rows.shape != expected.shape:
-        return math.inf
-    scale = expected.abs().max().clamp(min=1e-6)
-    return float(((rows - expected).abs().max() / scale).nan_to_num(nan=math.inf))
+def _difference(actual: torch.Tensor, expected: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference of an item, relative to the largest number of that item."""
+    # An item that is near 0 by chance differs by rounding: the others limit how small its scale is.
+    largest = torch.stack([rows.abs().max() for rows in expected])
+    scales = largest.maximum(largest.max() / _NEAR_ZERO).clamp(min=1e-6).unbind()
+    worst = 0.0
+    for rows, scale in zip(expected, scales, strict=True):
+        own, actual = actual[: len(rows)], actual[len(rows) :]
+        if own.shape != rows.shape:
+            return math.inf
+        worst = max(worst, float(((own - rows).abs().max() / scale).nan_to_num(nan=math.inf)))
+    return worst
+
+
+def _with_other_numbers(rows: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    """Return the rows of an item in another order, floats with other numbers in their range."""
+    # In their range, as a tower may index with them, or take a logarithm.
+    generator = torch.Generator().manual_seed(number)
+    order = torch.randperm(len(next(iter(rows.values()))), generator=generator)
+    return {
+        name: _other_floats(value, number, generator) if value.is_floating_point() else value
+        for name, value in ((name, value[order.to(value.device)]) for name, value in rows.items())
+    }
+
+
+def _other_floats(value: torch.Tensor, number: int, generator: torch.Generator) -> torch.Tensor:
+    """Return numbers that are nearer to 0, for an even ``number`` of the range turned round."""
+    factors = torch.rand(value.shape, generator=generator).to(value)
+    low, high = value.min(), value.max()
+    if low == high:  # zeros, or a mask of ones
+        return value + factors
+    nearest = torch.zeros_like(low).clamp(low, high)
+    if number % 2 == 0:
+        lowest, highest = value.aminmax(dim=0) if len(value) > 1 else (low, high)
+        value, factors = lowest + highest - value, 1 - factors / 2
+    return nearest + factors * (value - nearest)
 
 
 # ---------------------------------------------------------------- the encoder
@@ -324,7 +356,11 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         self._tolerance = tolerance
         with torch.inference_mode(False), torch.no_grad():
             alone = [self._moved(example) for example in examples]
-            orders = [tuple(range(len(alone))), (*reversed(range(len(alone))), 0)]
+            count = len(alone)
+            orders = [
+                tuple(range(count)),
+                (*reversed(range(count)), *[0] * max(1, _PACKED - count)),
+            ]
             self._derive(alone, orders)
             self._config = self._new_config(modality)
             self._check(alone, [*[(i,) for i in range(len(alone))], *orders])
@@ -492,39 +528,61 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
 
     def _check(self, alone: Sequence[dict[str, Any]], orders: Sequence[tuple[int, ...]]) -> None:
         """Compare buffers with and without padding with eager runs of items alone."""
-        results = [compat.tree_leaves(self.encoder_eager_forward(call)) for call in alone]
         for order in orders:
-            call = self._inputs.joined([alone[i] for i in order])
-            expected = [
-                torch.cat(leaves) for leaves in zip(*[results[i] for i in order], strict=True)
-            ]
+            calls, expected = self._eager([alone[i] for i in order])
+            tokens = sum(len(leaves[0]) for leaves in expected)
             for padding in (0, self._range[1] // _MOST):
-                size = len(expected[0]) + padding, len(order) + 1, self.device, self.dtype
-                self._compare(call, expected, size, order)
+                size = tokens + padding, len(order) + 1, self.device, self.dtype
+                self._compare(calls, expected, size, order)
 
     def _check_size(self, size: tuple[int, int, torch.device, torch.dtype]) -> None:
-        """Compare the smallest example on a budget with an eager run: calls may depend on rows."""
+        """Compare items on a budget with eager runs: calls of ops may depend on the rows."""
         with torch.inference_mode(False), torch.no_grad():
-            expected = compat.tree_leaves(self.encoder_eager_forward(self._example))
-            if size[0] < len(expected[0]) and not self._fixed:
-                raise EncoderError.derive_budget(budget=size[0], tokens=len(expected[0]))
-            self._compare(self._example, expected, size, (self._small,))
+            tokens = self._sizes([self._item.rows])[TOKENS][0]
+            if size[0] < tokens and not self._fixed:
+                raise EncoderError.derive_budget(budget=size[0], tokens=tokens)
+            count = max(1, min(size[0] // tokens, size[1], _PACKED))
+            calls, expected = self._eager([self._example] * count)
+            self._compare(calls, expected, size, (self._small,) * count)
+
+    def _eager(
+        self, calls: Sequence[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[list[torch.Tensor]]]:
+        """Return calls of one item each with different numbers, and eager results of each alone."""
+        # Equal items would hide what a tower computes across items, such as a scale of all rows.
+        varied, expected = [], []
+        for position, call in enumerate(calls):
+            first = 2 * position + position % 2
+            for number in (first, first ^ 1) if position else ():
+                other = call | _with_other_numbers(self._rows(call), number)
+                with suppress(Exception):  # the tower may refuse such numbers
+                    results = compat.tree_leaves(self.encoder_eager_forward(other))
+                    if all(bool(leaf.isfinite().all()) for leaf in results):
+                        break
+            else:
+                other, results = call, compat.tree_leaves(self.encoder_eager_forward(call))
+            varied.append(other)
+            expected.append(results)
+        return varied, expected
 
     def _compare(
         self,
-        call: dict[str, Any],
-        expected: Sequence[torch.Tensor],
+        calls: Sequence[dict[str, Any]],
+        expected: Sequence[Sequence[torch.Tensor]],
         size: tuple[int, int, torch.device, torch.dtype],
         items: Sequence[int],
     ) -> None:
         """Raise if buffers of a budget, for some items and padding, give other results."""
-        budget = size[0]
+        budget, call = size[0], self._inputs.joined(calls)
         inputs = GraphInputs(self._config, self._buffers(*size), budget)
         inputs.write(self.prepare_encoder_cudagraph_replay_buffers(call, size[1], 0), poison=True)
         results = compat.tree_leaves(self.encoder_cudagraph_forward(dict(inputs.values)))
-        worst = max(map(_difference, results, expected))
+        worst = max(map(_difference, results, zip(*expected, strict=True)))
         if not worst <= self._tolerance:
-            tail, most = max(budget - len(expected[0]), 0), self._tolerance
+            tail, most = (
+                max(budget - sum(len(leaves[0]) for leaves in expected), 0),
+                self._tolerance,
+            )
             raise EncoderError.derive_result(
                 items=items, budget=budget, tail=tail, found=worst, most=most
             )

@@ -321,9 +321,127 @@ def test_padding_and_other_items_that_reach_the_rows_of_an_item() -> None:
     changed(lambda x, grid: x - x.mean(0), r"items \(\d.*differ from eager by")
 
 
+class Applying(nn.Module):
+    """A layer, and a function of its rows that a test gives."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed, self.places, self.out = nn.Linear(C, D), nn.Embedding(8, D), nn.Linear(D, H)
+        self.function = function
+
+    def forward(self, pixel_values: torch.Tensor, **more: Any) -> torch.Tensor:
+        return self.out(self.function(self, self.embed(pixel_values), pixel_values, **more))
+
+
+MIXING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a scale of all rows": lambda x: x / x.abs().amax(),
+    "a scale of all rows behind a norm": lambda x: F.layer_norm(x, (D,)) / x.abs().amax(),
+    "quantised with one scale": lambda x: (x / x.abs().amax() * 7).round() / 7 * x.abs().amax(),
+    "the first row": lambda x: x + x[:1],
+}
+
+
+@pytest.mark.parametrize("example", [torch.randn, torch.zeros, torch.ones, torch.rand])
+@pytest.mark.parametrize("mix", MIXING)
+def test_one_example_that_is_packed_with_itself(mix: str, example: Any) -> None:
+    """Equal items would have equal results; an example may also be all zeros."""
+    torch.manual_seed(5)
+    tower = Applying(lambda _, x, rows: MIXING[mix](x))
+    for dtype in (torch.float32, torch.bfloat16):
+        refused(
+            r"items \(0, 0, 0\) of the examples \(all but the first with varied.*differ from eager",
+            tower.to(dtype),
+            [{"pixel_values": example(4, C)}],
+        )
+
+
+def test_examples_with_equal_numbers() -> None:
+    examples = [{**call(size), "pixel_values": torch.zeros(size[0] * size[1], C)} for size in SIZES]
+    for mix in MIXING:
+        refused(
+            r"items \(\d.*differ from eager",
+            Ending(lambda x, grid, mix=mix: MIXING[mix](x)),
+            examples,
+        )
+
+
+def test_items_that_are_mixed_on_large_budgets_alone() -> None:
+    tower = Applying(lambda _, x, rows: x / x.abs().amax() if len(x) > 40 else x)
+    example = {"pixel_values": torch.randn(4, C)}
+    derived(tower, examples=[example], token_budgets=[8, 40])
+    refused(
+        r"items \(0, 0, 0\) .* on a budget of 64",
+        tower,
+        [example],
+        token_budgets=[8, 64],
+    )
+
+
+SENSITIVE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "a logarithm of positive numbers": (
+        lambda own, x, rows: x + rows.log().mean(-1, True),
+        torch.rand,
+    ),
+    "an index that is a float": (
+        lambda own, x, rows: x + own.places(rows[:, 0].long()),
+        lambda *shape: torch.randint(0, 8, shape).float(),
+    ),
+    "a mask that adds infinity": (
+        lambda own, x, rows: (x + rows[:, :1].log()).softmax(-1).nan_to_num(),
+        lambda *shape: torch.randint(0, 2, shape).float(),
+    ),
+    "numbers that are nearly 0": (lambda own, x, rows: x * 1e-7, torch.randn),
+    "a difference of large numbers": (lambda own, x, rows: x + 1000 - 1000, torch.randn),
+    "the largest of a row": (
+        lambda own, x, rows: F.one_hot(x.argmax(-1), D).to(x) + x,
+        torch.randn,
+    ),
+    "a high power": (lambda own, x, rows: x**6, torch.randn),
+    "a scale for each row": (lambda own, x, rows: x / x.abs().amax(-1, True), torch.randn),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SENSITIVE)
+def test_towers_that_treat_rows_alone_are_served(
+    name: str, dtype: torch.dtype, device: str
+) -> None:
+    function, make = SENSITIVE[name]
+    torch.manual_seed(6)
+    tower = Applying(function).to(dtype)
+    inputs = lambda items: {"pixel_values": make(4 * items, C).to(device, dtype)}  # noqa: E731
+    encoder = derived(tower, device, [inputs(1)])
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    for items in (3, 1, 4):
+        mixed = inputs(items)
+        with torch.inference_mode():
+            expected = [tower(part) for part in mixed["pixel_values"].split(4)]
+        for result, other in zip(encoder.execute(mixed), expected, strict=True):
+            assert (result - other).abs().max() <= tolerance * other.abs().max()
+    assert (encoder.statistics.hits, encoder.statistics.misses) == (8, 0)
+
+
+def test_integer_rows_keep_their_range(device: str) -> None:
+    def function(own: Applying, x: torch.Tensor, rows: torch.Tensor, kind: Any) -> torch.Tensor:
+        return x + own.places(kind)
+
+    def inputs(items: int) -> dict[str, Any]:
+        rows = torch.randn(4 * items, C, device=device)
+        return {"pixel_values": rows, "kind": torch.randint(0, 8, (4 * items,), device=device)}
+
+    tower = Applying(function)
+    encoder = derived(tower, device, [inputs(1)])
+    mixed = inputs(4)
+    with torch.inference_mode():
+        expected = tower(**mixed).split(4)
+    torch.testing.assert_close(encoder.execute(mixed), list(expected), rtol=1e-4, atol=1e-4)
+    assert encoder.statistics.hits == 4
+
+
 def test_calls_that_depend_on_the_number_of_rows() -> None:
     """They are found at capture, on the budget that has as many."""
-    match = r"items \(0,\) of the examples on a budget of 128 tokens.*differ from eager by"
+    match = r"items \(0, 0, 0\) of the examples.* on a budget of 128 tokens.*differ from eager by"
     sizes = {"token_budgets": [32, 128, 256]}
     one = {"examples": [call((2, 2))], **sizes}
     ends: list[Callable[..., Any]] = [
