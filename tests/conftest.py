@@ -4,6 +4,9 @@ import gc
 import importlib
 import logging
 import os
+import resource
+import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -22,15 +25,56 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
-@pytest.hookimpl(wrapper=True, optionalhook=True)
-def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """One worker more than cores: some always wait, for a compiler, a process or a timeout.
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """How long a run of everything takes, and what it leaves out."""
+    lines = []
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        times = {"": "all tests: about 15", "not slow": "all tests but those marked slow: about 3"}
+        if about := times.get(config.option.markexpr):
+            lines.append(f"{about} minutes on two idle cores")
+    if not torch.cuda.is_available():
+        lines.append("no CUDA device: tests marked gpu are skipped")
+    return lines
 
-    Not beside a GPU, whose memory all workers share, nor where the environment says how many.
-    """
-    count = yield
-    asked = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")
-    return count if asked or torch.cuda.is_available() else count + 1
+
+def peak_memory() -> tuple[float, float]:
+    """GiB of this process at most, and of the largest process that it started."""
+    unit = 1 if sys.platform == "darwin" else 1 << 10
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    own, children = (resource.getrusage(kind).ru_maxrss * unit / 2**30 for kind in kinds)
+    return own, children
+
+
+PEAKS = pytest.StashKey[dict[str, tuple[float, float]]]()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak_memory"] = peak_memory()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a worker of xdist hands over at its end; one that died has nothing."""
+    if peak := getattr(node, "workeroutput", {}).get("peak_memory"):
+        node.config.stash.setdefault(PEAKS, {})[node.gateway.id] = peak
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The peak memory of each worker, and how many tests were skipped for which reason."""
+    peaks = config.stash.get(PEAKS, {}) or {"this process": peak_memory()}
+    text = ", ".join(
+        f"{name} {own:.1f} GiB (largest child {child:.1f})"
+        for name, (own, child) in sorted(peaks.items())
+    )
+    terminalreporter.write_line(f"peak memory: {text}")
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+    )
+    if reasons:
+        counts = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped: {counts}")
 
 
 @pytest.hookimpl(wrapper=True)
