@@ -557,6 +557,13 @@ class DispatchError(CGCompileError, RuntimeError):
     bad_mode = Template("""
         {where}(runtime_mode={mode}): a wrapper serves a runtime mode that has graphs.
         Take CUDAGraphMode.PIECEWISE or CUDAGraphMode.FULL.""")
+    other_thread = Template("""
+        {what}: a step under a forward context in thread {here!r}, after steps in thread \
+        {before!r}{ended:if , which has ended|}. Results are views of memory that each step \
+        overwrites.
+        Call a compiled model or a wrapper without a forward context: its results are the caller's \
+        then. Or lock the step and the reading of its results, and declare that once: \
+        allow_threads() of the Backend, wrapper or manager.""")
     no_such_rows = Template("""
         the compiled step, {batch}: no input has {rows} rows; shapes of the inputs: {shapes:list}.
         num_tokens is the number of rows that the model gets, padding included.""")
@@ -761,9 +768,6 @@ class ManagerError(CGCompileError, RuntimeError):
         run_fullgraph: FULL, {batch} cannot be replayed here: gradients are required, or a \
         capture or an eager region is open.
         Call it under no_grad() or inference_mode(), outside of captures and of eager_region().""")
-    other_thread = Template("""
-        {method}: another thread is inside of a call of this manager, whose buffers hold one step.
-        Call a manager from one thread at a time: lock the step and the reading of its results.""")
     capture_mode = Template("""
         cannot capture in mode {mode}; expected PIECEWISE or FULL.
         NONE has no graphs; pairs such as FULL_AND_PIECEWISE are captured one by one.""")

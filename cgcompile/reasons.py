@@ -130,6 +130,12 @@ class Reason(enum.Enum):
         "another thread is capturing",
         "capture all sizes before serving, in one thread",
     )
+    OTHER_THREAD = (
+        "other_thread",
+        "a replay would overwrite results of another thread, which called under forward contexts",
+        "call without a forward context in all threads, or lock steps and the reading of their "
+        "results, and declare it: `handle.allow_threads()`",
+    )
     CAPTURE_FORBIDDEN = (
         "capture_forbidden",
         "an unknown shape arrives while no capture is allowed",

@@ -46,7 +46,7 @@ class Registry:
         self._traces: weakref.WeakSet[Any] = weakref.WeakSet()
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_compilations = 0
-        self._capture_closed = False
+        self._capture_closed = self._threads_allowed = False
         self.timeline = Timeline(config.warn_fallbacks)  # of calls that reach no graph
 
     def remember(self, traces: Any) -> None:
@@ -67,6 +67,8 @@ class Registry:
         wrapper.closed = self._capture_closed
         wrapper.remedy = "backend.release()"
         wrapper.timeline.warned = self.timeline.warned
+        if self._threads_allowed:
+            wrapper.allow_threads()
         self.wrappers.add(wrapper)
 
     def _register(self, graph: CompiledGraph) -> None:
@@ -75,6 +77,8 @@ class Registry:
         graph.timeline.warned = self.timeline.warned
         if self._capture_closed:
             graph.close_capture()
+        if self._threads_allowed and graph.pool is not None:
+            graph.pool.thread.allow()
         freed = [timeline.counters for ref, timeline in self._graphs if ref() is None]
         self._ended = sum(freed, self._ended)
         self._graphs[:] = [pair for pair in self._graphs if pair[0]() is not None]
@@ -206,6 +210,26 @@ class Registry:
             graph.close_capture()
         for wrapper in tuple(self.wrappers):
             wrapper.closed = True
+
+    def allow_threads(self) -> None:
+        """Let several threads run steps under forward contexts: the program locks them.
+
+        Under a forward context results are views of memory of graphs, which the next step of the
+        compiled graph overwrites. So the first such step of a second thread is an error, unless the
+        program holds one lock around each step *and* the reading of its results, and declares so by
+        this call. It holds for all that is compiled later, too. Steps without a forward context
+        return copies, and need no lock and no declaration.
+
+        Example:
+            >>> model = cgcompile.compile(nn.Linear(8, 8))
+            >>> model.backend.allow_threads()
+        """
+        self._threads_allowed = True
+        for graph in self.graphs:
+            if graph.pool is not None:
+                graph.pool.thread.allow()
+        for wrapper in tuple(self.wrappers):
+            wrapper.allow_threads()
 
     def release(self) -> None:
         """Free all CUDA graphs and their memory, and allow captures again.

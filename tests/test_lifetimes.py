@@ -518,6 +518,7 @@ def test_random_numbers_advance_at_each_replay(device: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_another_thread_replays(device: str, way: str) -> None:
     subject = Subject(way, device)
+    subject.target.allow_threads()  # one thread waits for the other
     subject.capture()
     before = subject.counted
 

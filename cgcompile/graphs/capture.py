@@ -431,6 +431,11 @@ def bulk_capture() -> Iterator[None]:
         yield
 
 
+def prepares_graphs() -> bool:
+    """Return whether this thread or task is inside of a bulk capture, its warm-up included."""
+    return _in_bulk.get() is not None or capture_postponed()
+
+
 def bulk_memory() -> dict[Any, Any]:
     """Return what captures of this bulk capture keep for the next ones; empty outside of one."""
     bulk = _in_bulk.get()

@@ -15,6 +15,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.graphs.arena import Arena, PoolBytes, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph, DevicePool, chosen_device
 from cgcompile.graphs.stale import StaleResults
+from cgcompile.graphs.threads import StepThread
 from cgcompile.locks import new_lock
 
 RESULT_AS_INPUT = (
@@ -37,6 +38,7 @@ class GraphPool:
             caller's stream.
         arena: memory of the library for the steps that these graphs are part of.
         lock: held by owners that several threads call, until results are copied.
+        thread: which thread gets results that are views.
         stale: the results that callers may hold; with ``debug`` alone.
         stream_key: identifies the stream of the last replay; None before that.
         executables: what the driver allocated for its graphs, in bytes, as measured.
@@ -66,6 +68,7 @@ class GraphPool:
         self.arena = Arena()
         self.stale = StaleResults()
         self.lock = new_lock()
+        self.thread = StepThread()
         self._memory: DevicePool | None = None
         self.stream_key: int | None = None
         self.executables = 0
@@ -222,3 +225,4 @@ class GraphPool:
         self.executables = 0
         self.stale.clear()
         self.arena.clear()
+        self.thread.forget()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +39,7 @@ from cgcompile.graphs.capture import (
     Attempt,
     SameStorages,
     capture,
+    prepares_graphs,
     releasing,
     retry_while_busy,
     weight_name,
@@ -54,6 +56,7 @@ from cgcompile.graphs.outputs import ReusedResult, flatten, is_record, is_reusab
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
 from cgcompile.graphs.stale import check_debug
+from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
@@ -362,6 +365,7 @@ class CUDAGraphWrapper(Transparent):
         self._lock = new_lock()
         self._shares_pool = pool is not None
         self._pool, self._guarded = pool, guarded
+        self._thread = StepThread() if pool is None else pool.thread
         self._debug = self.config.debug and guarded
         check_debug(self._debug)
         if pool is not None:
@@ -378,7 +382,8 @@ class CUDAGraphWrapper(Transparent):
             call is one execution: its result is computed. Nothing synchronises.
 
         Raises:
-            DispatchError: the context has this mode and no descriptor; or ``strict``.
+            DispatchError: the context has this mode and no descriptor; another thread has run
+                steps, see :meth:`allow_threads`; or ``strict``.
             AddressChangedError: an input has another address than at the capture.
             HostValueChangedError: an input has another value, layout or structure.
             BaseException: what ``runnable`` raised, unchanged; no graph is kept then.
@@ -477,6 +482,7 @@ class CUDAGraphWrapper(Transparent):
             if device is None:
                 return no_device(devices[0])
             self._pool = GraphPool(device)
+            self._pool.thread = self._thread
             self._pool.add_user(self)
         if self.config.on_input_change == "copy":
             raise DispatchError.cannot_copy(what=self.name)
@@ -495,6 +501,7 @@ class CUDAGraphWrapper(Transparent):
         """Capture and run the step; it runs plain where a graph cannot repeat it."""
         assert self._pool is not None
         mode, descriptor = key
+        self._thread.admit(self.name, claim=False)
         if self._debug:
             self._expire(descriptor, args, kwargs)
         with self.timeline.record_capture(self._pool, self.name, mode, descriptor) as ended:
@@ -648,6 +655,8 @@ class CUDAGraphWrapper(Transparent):
         return entry.output
 
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._thread.ident != get_ident():
+            self._thread.admit(self.name, claim=not prepares_graphs())
         if self._debug:
             self._expire(entry.batch_descriptor, args, kwargs)
         result = entry.result(args, kwargs)  # first: raises where a graph would write freed memory
@@ -740,6 +749,19 @@ class CUDAGraphWrapper(Transparent):
     def counters(self) -> Counters:
         """What its calls did so far; a copy."""
         return self.timeline.counters
+
+    def allow_threads(self) -> None:
+        """Let several threads run steps under a forward context: the program locks them.
+
+        Results are views of pool memory, which the next step overwrites. So the first step of a
+        second thread is an error, unless the program holds one lock around each step *and* the
+        reading of its results, and declares so by this call. It holds for all wrappers of the pool.
+
+        Example:
+            >>> step = cgcompile.CUDAGraphWrapper(nn.Linear(8, 8))
+            >>> step.allow_threads()
+        """
+        self._thread.allow()
 
     # -------------------------------------------------------------- clear
 

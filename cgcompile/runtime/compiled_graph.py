@@ -41,6 +41,7 @@ from cgcompile.graphs.capture import (
     IN_REGION,
     INSIDE_CAPTURE,
     Attempt,
+    prepares_graphs,
     releasing,
     retry_while_busy,
 )
@@ -76,6 +77,10 @@ ReplayOverride = Callable[[Program, Recording, Sequence[Any], int | None], Any]
 """Runs a recorded step in place of its replay: (program, recording, inputs, real rows) -> result.
 
 It leaves what one execution of the step leaves, and returns what that returns."""
+
+OTHER_THREAD = Fallback(
+    Reason.OTHER_THREAD, "results of steps under a forward context in another thread may be in use"
+)
 
 _MOST_NAMED = 4  # inputs that tell a call without a graph from others
 _MOST_DROPPED = 8  # recordings of one step, until it runs plain where an input has moved
@@ -167,7 +172,8 @@ class CompiledGraph:
             with the same weights. A capturing call is one execution of the step.
 
         Raises:
-            DispatchError: the context requests a graph without a descriptor; or ``strict``, and the
+            DispatchError: the context requests a graph without a descriptor; another thread has run
+                steps under contexts, see :meth:`Registry.allow_threads`; or ``strict``, and the
                 step would run without a graph.
             AddressChangedError: under a context, an input has moved since capture.
             HostValueChangedError: under a context, a number that is baked into graphs differs.
@@ -263,7 +269,7 @@ class CompiledGraph:
                 if policy != "eager":
                     raise
                 return Fallback(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
-        fallback = recording.why_not_copied(inputs)
+        fallback = recording.why_not_copied(inputs) or self._why_other_thread(context)
         if fallback is not None:
             return fallback, None
         if self._replay_override is not None:
@@ -296,12 +302,28 @@ class CompiledGraph:
             if fallback.reason is Reason.CAPTURE_FORBIDDEN:
                 fallback = self._naming_grad_mode(fallback, weight_set, key)
             return fallback, None
+        fallback = self._why_other_thread(context, captures=True)
+        if fallback is not None:
+            return fallback, None
         if context is not None:
             self._dispatch.check_rows(batch.descriptor, inputs)
         if not weight_set.captured:
             mutated = self._dispatch.mutated if context is None else ()
             self._weight_sets.hold(weight_set, inputs, mutated)
         return self._capture(weight_set, key, batch, inputs)
+
+    def _why_other_thread(
+        self, context: ForwardContext | None, captures: bool = False
+    ) -> Fallback | None:
+        """Raise, or return a reason, where results of another thread would be overwritten."""
+        assert self.pool is not None
+        thread = self.pool.thread
+        if thread.ident == self.fast_paths.owner:
+            return None
+        if context is not None:
+            thread.admit("the compiled step", claim=not (captures or prepares_graphs()))
+            return None
+        return OTHER_THREAD if thread.is_other() else None
 
     def _naming_grad_mode(
         self, fallback: Fallback, weight_set: WeightSet, key: Hashable

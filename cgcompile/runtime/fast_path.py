@@ -176,6 +176,8 @@ _CONTEXT = (
 wanted = context.batch_descriptor
 if context.cudagraph_runtime_mode is not mode or wanted is not descriptor and wanted != descriptor:
     return {other}
+if step_thread.ident != thread and step_thread.ident:
+    return not_served
 if paths.owner == thread or grad_is_on() or capturing() or {forward}:
     return not_served
 """
@@ -260,6 +262,7 @@ class GraphFastPath:
             "forward_ad": compat.FORWARD_GRADIENTS[1],
             "capturing": pool.device.is_capturing,
             "pool": pool,
+            "step_thread": pool.thread,
             "generation": pool.generation,
             "paths": paths,
             "timeline": paths.timeline,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import signature
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
+from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock, owns_lock
 from cgcompile.modes import AttentionCGSupport
@@ -158,8 +160,9 @@ def _device_of(model: Any) -> torch.device:
 class CudaGraphManager:
     """The graphs of one model, and the buffers that they read and write.
 
-    One thread at a time: a call while another thread is inside of one is a :class:`ManagerError`.
-    Two models (a draft and a target) are two managers.
+    One thread runs steps: the first step of another one is a :class:`DispatchError`, unless the
+    program locks them, see :meth:`allow_threads`. Two models (a draft and a target) are two
+    managers.
 
     Args:
         model: called with the input buffers as keyword arguments. Compiled with the backend
@@ -256,8 +259,7 @@ class CudaGraphManager:
         self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
         self._optional = axes_of_optional(self.inputs.specs, dispatcher.axes)
         self._metadata, self._prepare = metadata, prepare or self.dummy_batch
-        self._graph_capture = graph_capture
-        self._inference_mode = inference_mode
+        self._graph_capture, self._inference_mode = graph_capture, inference_mode
         require_kind("backend", where, self.backend, Backend, maybe=True)
         require_items("hooks", where, hooks, GraphHooks)
         self._hooks = tuple(hooks)
@@ -269,6 +271,7 @@ class CudaGraphManager:
         check_debug(config.debug)
         recorder = capture_device(torch.device(device), config.capture_device) if plan else None
         self.pool = None if recorder is None else GraphPool(recorder)
+        self._thread = StepThread() if self.pool is None else self.pool.thread
         require(isinstance(outputs, (str, Sequence)), "outputs", where, outputs, "names of rows")
         rows = Outputs(outputs, largest(plan, FULL))
         weights_on = torch.device(device).type if check_weights else None
@@ -487,7 +490,7 @@ class CudaGraphManager:
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
         self._refuse_captured(self.dispatcher.plan())
-        with self._alone("plan"), together(self.agreement):
+        with self._capturing_alone("plan"), together(self.agreement):
             self._forget_weights()
             return plan_memory(self)
 
@@ -518,7 +521,7 @@ class CudaGraphManager:
         """
         planned = chosen = self.dispatcher.plan()
         self._refuse_captured(planned)
-        with self._alone("capture"), together(self.agreement):
+        with self._capturing_alone("capture"), together(self.agreement):
             self._forget_weights()
             if max_graph_bytes is not None and self.pool is not None and planned:
                 chosen = choose_graphs(self, max_graph_bytes, histogram)
@@ -545,7 +548,7 @@ class CudaGraphManager:
         if (mode, descriptor) not in self.dispatcher.plan():
             raise BatchError.not_planned(mode=mode.name, descriptor=str(descriptor))
         self._refuse_captured([(mode, descriptor)])
-        with self._alone("capture_graph"), together(self.agreement):
+        with self._capturing_alone("capture_graph"), together(self.agreement):
             self._capture_set(f"Capturing {mode.name}, {descriptor}", mode, [descriptor])
 
     def _refuse_captured(self, planned: Iterable[Planned]) -> None:
@@ -623,6 +626,20 @@ class CudaGraphManager:
         values = {spec.name: spec.dummy(tokens, reqs) for spec in self.inputs.specs}
         return padding_batch(descriptor, tokens, reqs, values, self._optional)
 
+    def allow_threads(self) -> None:
+        """Let several threads run steps: the program locks them.
+
+        The manager has one set of buffers, and results are views of it. So the first step of a
+        second thread is an error, unless the program holds one lock around each step *and* the
+        reading of its results, and declares so by this call. It holds for the handle of the
+        compiled model, too.
+        """
+        self._thread.allow()
+        for wrapper in self.wrappers:
+            wrapper.allow_threads()
+        if self.backend is not None:
+            self.backend.allow_threads()
+
     def release(self) -> None:
         """Drop all graphs and their memory, and the output buffers; :meth:`capture` works again.
 
@@ -634,8 +651,9 @@ class CudaGraphManager:
             CaptureError: called inside of a step or of a capture.
         """
         self.refuse_inside()
-        with self._alone("release"):
+        with self._lock:  # after the step of another thread
             self._drop_all()
+        self._thread.forget()
         if self.backend is not None:  # tells other managers too, whose locks must not be nested
             self.backend.release()  # and what its traces have bound is compared again
 
@@ -698,8 +716,8 @@ class CudaGraphManager:
             InputBufferError: inputs that do not fit the declarations, or more tokens or requests
                 than the buffers have; nothing ran.
             BatchError: numbers of the batch that contradict each other.
-            ManagerError: another thread is inside of a call of this manager.
-            DispatchError: ``strict``, and no graph serves the batch.
+            DispatchError: another thread has run steps; or ``strict``, and no graph serves the
+                batch.
             AddressChangedError: a weight was replaced, or one or a tensor of metadata moved, since
                 the capture.
             AgreementError: a rank stays away, ends in the middle of a step or, checked, runs
@@ -708,26 +726,21 @@ class CudaGraphManager:
         """
         if batch is not None and type(batch) is not Batch:
             require_kind("batch", "run", batch, Batch, maybe=True)
-        if not self._lock.acquire(False):
-            raise ManagerError.other_thread(method="run")
-        try:
+        if self._thread.ident != get_ident():
+            self._thread.admit("CudaGraphManager.run")
+        with self._lock:
             if self.agreement is not None:
                 return self._run_agreed(self.agreement, batch or NO_WORK, restrictions)
             if batch is None or not (batch.num_tokens or batch.inputs):
                 return None
             return self._run(batch, self._allowed(batch, restrictions))
-        finally:
-            self._lock.release()
 
     @contextmanager
-    def _alone(self, method: str) -> Iterator[None]:
-        """Raise if another thread is inside of a call of this manager."""
-        if not self._lock.acquire(False):
-            raise ManagerError.other_thread(method=method)
-        try:
+    def _capturing_alone(self, method: str) -> Iterator[None]:
+        """Raise if another thread has run steps, whose results a capture would overwrite."""
+        self._thread.admit(f"CudaGraphManager.{method}", claim=False)
+        with self._lock:
             yield
-        finally:
-            self._lock.release()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -923,14 +936,14 @@ class CudaGraphManager:
             What the model returns, all padded rows; views, valid until the next step.
 
         Raises:
-            ManagerError: there is no such graph, gradients are due, or another thread is inside of
-                a call of this manager.
+            ManagerError: there is no such graph, or gradients are due.
+            DispatchError: another thread has run steps.
             AddressChangedError: a weight was replaced or moved since the capture.
             AgreementError: checked, and another rank runs something else.
         """
-        if not self._lock.acquire(False):
-            raise ManagerError.other_thread(method="run_fullgraph")
-        try:
+        if self._thread.ident != get_ident():
+            self._thread.admit("CudaGraphManager.run_fullgraph")
+        with self._lock:
             full = self._full
             descriptor = full.find(num_tokens, uniform, num_active_loras, extra)
             full.check_weights(FULL, descriptor)
@@ -949,5 +962,3 @@ class CudaGraphManager:
             sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
             result = full.outputs.replayed(result, sizes, sizes)
             return full.track(result, descriptor) if self._config.debug else result
-        finally:
-            self._lock.release()

@@ -121,6 +121,7 @@ def test_other_thread_has_no_context(device, wrap) -> None:
 
 def test_other_thread_replays_in_its_own_context(device, wrap) -> None:
     wrapper, x = wrap(wave), torch.rand(4, 8, device=device)
+    wrapper.allow_threads()
     check(wrapper, wave, x)
     x.uniform_()
 

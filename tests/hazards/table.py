@@ -23,6 +23,7 @@ import cgcompile
 from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
+    DispatchError,
     GuardError,
     HostValueChangedError,
 )
@@ -665,7 +666,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("strides that become equal", _inputs((16, 2), (20, 2), (20, 1))),
     Row("input moves", input_moves),
-    Row("second thread", second_thread),
+    Row("second thread", second_thread, {READ_CONTEXT: DispatchError}),
     Row(
         "weights need gradients",
         weights_need_gradients,

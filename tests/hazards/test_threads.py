@@ -1,5 +1,6 @@
 """Several threads, captures inside of others, and a fork while another thread runs a step."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -18,23 +19,26 @@ from lib.front_ends import (
     ROWS,
     WIDTH,
     WRAPPERS,
+    FrontEnd,
     check,
     context,
     front_end,
     settings,
+    under_context,
 )
 from lib.patience import PATIENCE
 from torch import nn
 
 import cgcompile
 from cgcompile import CUDAGraphMode
-from cgcompile.errors import CaptureBusyError, ManagerError
+from cgcompile.errors import CaptureBusyError, DispatchError, ManagerError
 from cgcompile.graphs.breakable import (
     BreakableCUDAGraphCapture,
     BreakableCUDAGraphWrapper,
     eager_break_during_capture,
 )
 from cgcompile.graphs.capture import captured_elsewhere
+from cgcompile.graphs.capture_all import capture_all
 from cgcompile.reasons import Reason
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -188,6 +192,7 @@ def test_a_capture_that_waits_does_not_block_replays(name: str, device: str) -> 
     """Another buffer needs another capture: this call waits for the other capture, others replay."""
     config = settings(device, on_input_change="recapture")
     wrapper = getattr(cgcompile, name)(model, config, CUDAGraphMode.FULL)
+    wrapper.allow_threads()  # results are cloned at once, and there are two buffers
     known, new, *inputs = (torch.rand(ROWS, WIDTH, device=device) for _ in range(5))
 
     def step(x: torch.Tensor) -> Any:
@@ -211,7 +216,195 @@ def test_a_capture_that_waits_does_not_block_replays(name: str, device: str) -> 
     assert counters.plain[Reason.CAPTURE_BUSY] == 0
 
 
-# ---------------------------------------------------------------- one manager, two threads
+# ---------------------------------------------------------------- results that are views
+
+RETURN_VIEWS = (*COMPILED, *WRAPPERS, "CudaGraphManager")
+REFUSED = r"in thread '[^']+', after steps in thread '[^']+'.*\n.*allow_threads\(\)"
+
+
+class Model(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+
+def returning_views(name: str, device: str) -> FrontEnd:
+    """Put ``model`` behind a front end whose steps take any number of rows and return views."""
+    if name not in COMPILED:
+        return front_end(name, Model(), device)
+    backend = cgcompile.Backend(settings(device))
+    if name == "torch.compile":
+        compiled = torch.compile(Model(), backend=backend, dynamic=True)
+    else:
+        compiled = cgcompile.compile(Model(), backend, dynamic_dims={"x": 0})
+    return FrontEnd(name, under_context(compiled), backend)
+
+
+def release(served: FrontEnd) -> None:
+    served.target.clear_all_graphs() if served.name in WRAPPERS else served.target.release()
+
+
+def run_once(served: FrontEnd, device: str, steps: int = 1) -> None:
+    check(served.step, model, device, steps)
+
+
+@pytest.mark.parametrize("name", RETURN_VIEWS)
+def test_the_first_step_of_a_second_thread_is_an_error(name: str, device: str) -> None:
+    served = returning_views(name, device)
+    run_once(served, device, steps=4)
+    replays = served.counters().replays
+    assert replays >= 2
+    thread, results = run_in_thread(lambda: run_once(served, device))
+    thread.join(PATIENCE)
+    with pytest.raises(DispatchError, match=REFUSED):
+        raise results[0]
+    run_once(served, device)
+    assert served.counters().replays == replays + 1
+    release(served)
+    thread, results = run_in_thread(lambda: run_once(served, device, steps=4))
+    thread.join(PATIENCE)
+    assert results == [None]
+    with pytest.raises(DispatchError, match="which has ended"):
+        run_once(served, device, steps=4)
+
+
+@pytest.mark.parametrize("name", RETURN_VIEWS)
+def test_of_two_threads_that_begin_at_once_one_is_refused(name: str, device: str) -> None:
+    served = returning_views(name, device)
+    inputs = {rows: torch.rand(rows, WIDTH, device=device) for rows in (ROWS, 2)}
+    thread, results = run_in_thread(lambda: capture(served, inputs))
+    thread.join(PATIENCE)
+    assert results == [None]
+    barrier, refused = threading.Barrier(2), threading.Barrier(2)
+
+    def serve(x: torch.Tensor) -> list[str]:
+        outcomes = []
+        for _ in range(4):
+            barrier.wait(PATIENCE)
+            try:
+                result = served.step(x)
+                refused.wait(PATIENCE)  # the step of the other thread has ended
+                torch.testing.assert_close(result, model(x))
+                outcomes.append("right")
+            except DispatchError:
+                refused.wait(PATIENCE)
+                outcomes.append("refused")
+        return outcomes
+
+    running = [run_in_thread(partial(serve, x)) for x in inputs.values()]
+    for thread, _ in running:
+        thread.join(PATIENCE)
+    assert sorted(results[0] for _, results in running) == [["refused"] * 4, ["right"] * 4]
+
+
+def capture(served: FrontEnd, inputs: dict[int, torch.Tensor]) -> None:
+    """Capture all graphs in a bulk, and once more, where they are replayed."""
+    if served.name == "CudaGraphManager":
+        served.step(torch.empty(0, WIDTH, device=inputs[ROWS].device))  # captures, and runs plain
+        served.target.release()
+        assert served.target.capture()
+        return
+    for _ in range(2):
+        bulk = partial(capture_all, target=served.target)
+        bulk = getattr(served.target, "capture", bulk)
+        report = bulk(lambda rows: served.step(inputs[rows]), [*inputs])
+        assert sorted(report.captured) == sorted(inputs), report
+    assert served.counters().replays >= len(inputs)
+
+
+@pytest.mark.parametrize("name", RETURN_VIEWS)
+def test_threads_that_lock_their_steps_and_declare_it(name: str, device: str) -> None:
+    served = returning_views(name, device)
+    run_once(served, device, steps=4)
+    before, lock, barrier = served.counters(), threading.Lock(), threading.Barrier(3)
+    served.target.allow_threads()
+
+    def serve() -> None:
+        barrier.wait(PATIENCE)
+        for _ in range(20):
+            with lock:
+                run_once(served, device)
+
+    running = [run_in_thread(serve) for _ in range(3)]
+    for thread, results in running:
+        thread.join(PATIENCE)
+        assert results == [None]
+    after = served.counters()
+    assert (after.calls, after.replays) == (before.calls + 60, before.replays + 60)
+    release(served)  # what was declared stays
+    for _ in range(2):
+        thread, results = run_in_thread(lambda: run_once(served, device, steps=4))
+        thread.join(PATIENCE)
+        assert results == [None]
+
+
+@pytest.mark.parametrize("name", COMPILED + WRAPPERS)
+def test_a_thread_that_captures_while_another_one_serves_is_refused(name: str, device: str) -> None:
+    served = returning_views(name, device)
+    inputs = {rows: torch.rand(rows, WIDTH, device=device) for rows in (ROWS, 2)}
+    run_once(served, device, steps=4)
+    thread, results = run_in_thread(lambda: capture(served, inputs))
+    thread.join(PATIENCE)
+    with pytest.raises(DispatchError, match=REFUSED):
+        raise results[0]
+    run_once(served, device)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
+def test_a_step_without_a_context_leaves_the_results_of_another_thread(
+    name: str, mode: CUDAGraphMode, device: str
+) -> None:
+    """A replay would overwrite them: it runs plain, unless the program declares that it locks."""
+    served = front_end(name, Model(), device)
+    step = under_context(served.step, mode=mode)
+    x, *inputs = (torch.randn(ROWS, WIDTH, device=device) for _ in range(5))
+
+    def serve() -> None:
+        for x in inputs:
+            torch.testing.assert_close(served.step(x), model(x))
+
+    with torch.inference_mode():
+        for _ in range(4):
+            torch.testing.assert_close(served.step(x), model(x))
+            kept = step(x)
+        before = served.counters()
+        thread, results = run_in_thread(serve)
+        thread.join(PATIENCE)
+        assert results == [None]
+        torch.testing.assert_close(kept, model(x))
+    after = served.counters()
+    assert after.replays == before.replays > 2
+    assert after.plain - before.plain == {Reason.OTHER_THREAD: 4}
+    served.target.allow_threads()
+    thread, results = run_in_thread(serve)
+    thread.join(PATIENCE)
+    assert results == [None]
+    assert served.counters().replays == after.replays + 4
+
+
+def test_plain_steps_of_other_threads_and_tasks_of_one_thread(device: str) -> None:
+    served = front_end("cgcompile.compile", Model(), device)
+    step = under_context(served.step)
+
+    def plain() -> None:
+        with cgcompile.set_forward_context():
+            check(served.step, model, device)
+
+    async def serve() -> None:
+        for _ in range(3):
+            check(step, model, device)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        await asyncio.gather(serve(), serve())
+
+    check(step, model, device, steps=4)
+    replays = served.counters().replays
+    thread, results = run_in_thread(plain)
+    thread.join(PATIENCE)
+    assert results == [None]
+    asyncio.run(main())
+    assert served.counters().replays == replays + 6
 
 
 class Slow(nn.Module):
@@ -228,33 +421,41 @@ class Slow(nn.Module):
         return x + 1
 
 
-def test_a_manager_refuses_a_second_thread(device: str) -> None:
+def test_a_manager_refuses_a_second_thread_at_once_and_waits_to_release(device: str) -> None:
     """A step of rows without a graph runs plain, so Python is inside of the step."""
     slow = Slow()
     served = front_end("CudaGraphManager", slow, device)
     x, large = (torch.rand(rows, WIDTH, device=device) for rows in (ROWS, 0))
-    with torch.inference_mode():
+
+    def steps() -> torch.Tensor:
         torch.testing.assert_close(served.step(x), x + 1)
         slow.inside.clear()
         slow.go_on.clear()
-        thread, results = run_in_thread(lambda: served.step(large))
-        if not slow.inside.wait(PATIENCE):
-            pytest.fail("the step of the other thread did not begin")
+        ready.set()
+        return served.step(large)
+
+    ready = threading.Event()
+    thread, results = run_in_thread(steps)
+    assert ready.wait(PATIENCE)
+    assert slow.inside.wait(PATIENCE)
+    with torch.inference_mode():
         for call in (
             lambda: served.step(x),
             lambda: served.target.run_fullgraph(ROWS),
-            served.target.release,
+            served.target.capture,
         ):
-            with pytest.raises(ManagerError, match="another thread is inside of a call"):
+            with pytest.raises((DispatchError, ManagerError)):
                 call()
+        releasing, released = run_in_thread(served.target.release)
+        assert not released
         slow.go_on.set()
+        releasing.join(PATIENCE)
         thread.join(PATIENCE)
+        assert released == [None]
         assert results[0].shape == large.shape
-        thread, results = run_in_thread(lambda: served.step(x).clone())  # one after the other
-        thread.join(PATIENCE)
-        torch.testing.assert_close(results[0], x + 1)
+        served.target.capture()
         torch.testing.assert_close(served.step(x), x + 1)
-    assert served.counters().replays >= 3
+    assert served.counters().replays >= 2
 
 
 def test_managers_of_one_model_release_at_once(device: str) -> None:
@@ -266,12 +467,9 @@ def test_managers_of_one_model_release_at_once(device: str) -> None:
 
     def release(manager: Any) -> int:
         released = 0
-        while released < 300:
-            try:
-                manager.release()
-                released += 1
-            except ManagerError:  # the other one drops the graphs of this one just now
-                time.sleep(0)
+        for _ in range(300):
+            manager.release()
+            released += 1
         return released
 
     running = [run_in_thread(partial(release, manager)) for manager in managers]

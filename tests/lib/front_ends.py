@@ -116,13 +116,15 @@ def compiled(name: str, model: Any, config: Any, dynamic: bool | None = None) ->
 
 
 def under_context(
-    call: Callable[..., Any], metadata: Callable[[], Any] = lambda: None
+    call: Callable[..., Any],
+    metadata: Callable[[], Any] = lambda: None,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL,
 ) -> Callable[[torch.Tensor], Any]:
     """Return a step that copies its input into a buffer and calls under a forward context."""
     inputs: dict[int, torch.Tensor] = {}
 
     def step(x: torch.Tensor) -> Any:
-        with context(len(x), metadata=metadata()):
+        with context(len(x), mode, metadata()):
             if len(x) not in inputs:
                 with torch.inference_mode(False):  # calls may be in any mode
                     inputs[len(x)] = torch.empty_like(x)

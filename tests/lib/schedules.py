@@ -315,6 +315,7 @@ class Engine:
         else:
             self.backend = cgcompile.Backend(config)
             self.call = torch.compile(self.model, backend=self.backend, dynamic=True)
+        (self.call if scenario.driver == "breakable" else self.backend).allow_threads()
         self.graphs: list[Any] = []
         self.buffers = [torch.zeros(MOST, D, device=device) for _ in range(2)]
         self.scale, self.tally, self.other_tally = torch.zeros(3, device=device).unbind()

@@ -20,7 +20,7 @@ from lib.snapshots import assert_snapshot
 from torch import nn
 
 import cgcompile
-from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
+from cgcompile.errors import AddressChangedError, CaptureError, DispatchError, HostValueChangedError
 from cgcompile.graphs.profiling import observing
 from cgcompile.reasons import Reason
 from cgcompile.runtime.fast_path import NOT_SERVED
@@ -432,6 +432,7 @@ def run_in_thread(function: Callable[[], Any]) -> threading.Thread:
 @pytest.mark.parametrize("cleared", [False, True])
 def test_one_step_at_a_time(cleared: bool) -> None:
     engine, results = Engine(), []
+    engine.backend.allow_threads()
     before = engine.paths.replays
     with engine.paths.lock:  # as if another step ran
         thread = run_in_thread(lambda: results.append(engine.step().clone()))
@@ -442,6 +443,26 @@ def test_one_step_at_a_time(cleared: bool) -> None:
     thread.join(PATIENCE)
     assert engine.paths.replays == before + (not cleared)
     assert_same(results, [engine.model(engine.x)])
+
+
+def test_threads_take_the_fast_path_where_they_lock() -> None:
+    engine, errors, results = Engine(), [], []
+
+    def step() -> None:
+        try:
+            results.append(engine.step().clone())
+        except DispatchError as error:
+            errors.append(error)
+
+    run_in_thread(step).join(PATIENCE)
+    assert (len(errors), results) == (1, [])
+    engine.backend.allow_threads()
+    for _ in range(2):
+        before = engine.paths.replays
+        run_in_thread(step).join(PATIENCE)
+        step()
+        assert engine.paths.replays == before + 2
+    assert_same(results, [engine.model(engine.x)] * 4)
 
 
 def test_a_trace_of_another_thread_delays_nothing() -> None:
@@ -471,6 +492,7 @@ def test_a_trace_of_another_thread_delays_nothing() -> None:
 
 def test_a_call_inside_of_a_step_that_runs_plain(hook: Any) -> None:
     engine = Engine(mode=PIECEWISE)
+    engine.backend.allow_threads()
     model = Deep(1, True).eval()  # its weights require grad
     runs = cgcompile.compile(model, engine.backend, dynamic_dims={"x": 0}, guards="none")
     for _ in range(4):
