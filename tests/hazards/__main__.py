@@ -15,7 +15,7 @@ from lib.hazards import ABSENT, Contract, Row, cell, observe
 
 def observed(row: Row, name: str, device: str) -> str:
     """Return the outcome of a cell as text, and what is expected where it differs."""
-    expected = row.outcome(name)
+    expected = row.outcome(name, device)
     if expected is ABSENT or device not in row.devices:
         return ABSENT
     if device == "cuda" and row.freed and isinstance(expected, Contract):

@@ -609,7 +609,11 @@ TABLE: tuple[Row, ...] = (
             MANAGERS: ABSENT,  # it warms up with batches that no eager model gets
         },
     ),
-    Row("0-dim tensor of the CPU", scalar_of_the_host),
+    Row(
+        "0-dim tensor of the CPU",
+        scalar_of_the_host,
+        on_cuda={UNTRACED: HostValueChangedError},  # a host step reads it like any other tensor
+    ),
     Row(
         "metadata moved",
         _metadata(lambda m: m["k"], lambda t: {"k": t}, lambda t: {"k": t.clone()}),

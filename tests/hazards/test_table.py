@@ -19,10 +19,10 @@ def cells() -> Iterator[object]:
     for device in ("cpu", "cuda"):
         for row in TABLE:
             for name in COLUMNS:
-                if row.outcome(name) is ABSENT or device not in row.devices:
+                if row.outcome(name, device) is ABSENT or device not in row.devices:
                     continue
                 marks = [pytest.mark.gpu] if device == "cuda" else []
-                if isinstance(row.outcome(name), Contract):
+                if isinstance(row.outcome(name, device), Contract):
                     run = device == "cpu" or not row.freed
                     marks.append(pytest.mark.xfail(reason="contract", run=run, strict=True))
                 yield pytest.param(row, name, device, id=f"{row.name}-{name}-{device}", marks=marks)
@@ -31,7 +31,7 @@ def cells() -> Iterator[object]:
 @pytest.mark.parametrize(("row", "name", "device"), list(cells()))
 def test_hazard(row: Row, name: str, device: str) -> None:
     """Each call equals eager, or raises, or has a reason, as the row expects of the front end."""
-    expected = row.outcome(name)
+    expected = row.outcome(name, device)
     if isinstance(expected, Contract):
         expected = expected.then
     assert observe(row, name, device) == (STALE if expected is DOCUMENTED else expected)

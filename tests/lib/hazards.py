@@ -82,6 +82,7 @@ class Row:
         expect: the outcome of columns; RIGHT if left out. Keys are a column or a tuple of columns,
             and later ones override earlier ones. A step that no graph serves has its reason or
             error here as well.
+        on_cuda: outcomes that only CUDA has.
         grad: the mode of gradients of all calls.
         settings: fields of CompilationConfig.
         freed: whether the change frees memory that the graph reads; on CUDA a stale replay would
@@ -92,16 +93,18 @@ class Row:
     name: str
     build: Callable[[str], Scene]
     expect: Mapping[Any, Outcome] = field(default_factory=dict)
+    on_cuda: Mapping[Any, Outcome] = field(default_factory=dict)
     grad: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
     settings: Mapping[str, Any] = field(default_factory=dict)
     freed: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
 
-    def outcome(self, name: str) -> Outcome:
+    def outcome(self, name: str, device: str) -> Outcome:
         """Return the outcome that a column must have."""
         assert name in COLUMNS
         outcome: Outcome = RIGHT
-        for columns, value in self.expect.items():
+        expect = [*self.expect.items(), *(self.on_cuda.items() if device == "cuda" else ())]
+        for columns, value in expect:
             if name == columns or (isinstance(columns, tuple) and name in columns):
                 outcome = value
         if name == "breakable" and outcome is not ABSENT:
