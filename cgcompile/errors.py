@@ -617,6 +617,12 @@ class AddressChangedError(GuardError):
         A graph that reads the forward context reads its tensors where they were at capture. \
         Write new values into the same tensors (metadata() of a manager: return views of its \
         buffers), or, if the graph does not read this one, set check_metadata=False.""")
+    dropped = Template("""
+        {what}, {batch}: a tensor {layout} that captured ops read or write, and that is no \
+        argument, was replaced or dropped after the capture.
+        A CUDA graph uses the memory of its capture, which it keeps. Write new values into the \
+        same tensor, pass it as an argument, or drop the graphs and capture again: release(), or \
+        of a wrapper clear_graphs().""")
     weight = Template("""
         {what}, {batch}: weight {path!r} was replaced or moved after it was captured.
         A CUDA graph reads the weights where they were. Write new values in place \

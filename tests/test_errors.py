@@ -65,6 +65,7 @@ FIELDS: dict[str, Any] = {
     "has_handle": False,
     "largest": 496,
     "last": 0,
+    "layout": "(8, 4) torch.float32",
     "least": 1,
     "lengths": 3,
     "max_items": 256,

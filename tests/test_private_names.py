@@ -132,7 +132,8 @@ def test_private_attributes_are_read_in_compat_only(path: Path) -> None:
 
 def test_fewer_names_are_private_than_before() -> None:
     """Lower the numbers where a name goes; a new one needs a reason in review."""
-    assert len(listed_in(PRIVATE_NAMES)) <= 71
+    # 72: without the use count of a storage, a replay would not notice that the program dropped it.
+    assert len(listed_in(PRIVATE_NAMES)) <= 72
     assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 13
 
 

@@ -39,6 +39,7 @@ from cgcompile.graphs.breaks import (
     BreakMode,
     NewMemory,
     Original,
+    TouchedMemory,
     foreign_breaks,
     held,
     transform_around,
@@ -104,6 +105,7 @@ class SegmentRecorder(Breaker):
         self._graph: DeviceGraph | None = None
         self._failed: tuple[str, BaseException] | None = None
         self._bridges: list[Block] = []
+        self._touched = TouchedMemory(pool.device.tensor_type)
         self._copied: dict[int, tuple[list[compat.StorageLife], str]] = {}  # by bridge
         self._host_results: dict[int, list[SameOnHost]] = {}  # by address
         self._originals: list[Original] = []  # copied results, until the program drops them
@@ -162,7 +164,9 @@ class SegmentRecorder(Breaker):
             self.abandon()
             raise
         self._leave()
-        return GraphSequence(self._segments, pool=self.pool)
+        sequence = GraphSequence(self._segments, pool=self.pool)
+        sequence.hold(self._touched.outside(self.pool.holds))
+        return sequence
 
     def abandon(self) -> None:
         """End the recording after an exception; nothing of it is kept. Never raises."""
@@ -242,6 +246,7 @@ class SegmentRecorder(Breaker):
     # -------------------------------------------------------------- breaks
 
     def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._touched.note(args, kwargs)
         if self._left_behind or self._host_results:
             for leaf in compat.tree_tensors((args, kwargs)):
                 life, name = self._left_behind.get(address(leaf), (None, ""))
@@ -265,7 +270,8 @@ class SegmentRecorder(Breaker):
             raise CaptureError.inside_full(
                 op=entry.name, support=entry.support.name, batch=self._batch
             )
-        return op(*args, **kwargs)
+        with self._touched:
+            return op(*args, **kwargs)
 
     def run_eager(
         self,
@@ -622,12 +628,14 @@ class BreakableCUDAGraphCapture:
 
         Raises:
             CaptureError: nothing is recorded, or a capture runs in this thread.
+            AddressChangedError: the program dropped a tensor that the graphs read or write.
             HostValueChangedError: a break returned something of another layout or structure.
         """
         if self._sequence is None:
             raise CaptureError.empty()
         if inside_capture():
             raise CaptureError.nested(what="replay()")
+        self._sequence.check_held()
         self._sequence.replay()
 
 

@@ -14,7 +14,7 @@ keeps, such as a cache, exists twice; where either is written, the other is stal
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import Block, address, numbers_as_bytes
+from cgcompile.graphs.sequence import HeldMemory
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """By position, by name."""
@@ -245,21 +246,67 @@ class BreakMode(compat.DispatchMode):
         return known
 
 
-class NewMemory(compat.DispatchMode):
-    """Note the memory that ops allocate, to find what a break leaves behind; for debugging."""
+class _EachOp(compat.DispatchMode):
+    """Run each op; of one whose kernel is written in Python, pass the ops in its body too."""
 
     def __init__(self, tensor_type: str) -> None:
         super().__init__()
         self._tensor_type = tensor_type
+        self._kernels: dict[Any, Callable[..., Any] | None] = {}  # by op
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in self._kernels:
+            self._kernels[func] = compat.python_kernel(func, self._tensor_type)
+        kernel = self._kernels[func]
+        if kernel is None:
+            return func(*args, **kwargs)
+        with self:
+            return kernel(*args, **kwargs)
+
+
+class TouchedMemory(_EachOp):
+    """Note the memory that captured ops read and write, so that the recording can hold it."""
+
+    # Weakly: memory of the pool is used again inside of a capture. A Triton kernel that is launched
+    # without an op is not seen.
+
+    def __init__(self, tensor_type: str) -> None:
+        super().__init__(tensor_type)
+        # By identity, which is unique among storages that exist.
+        self._storages: MutableMapping[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._layouts: dict[int, str] = {}  # of the tensor that was seen first, for messages
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.note(args, kwargs)
+        return super().on_call(func, args, kwargs)
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the memory of the tensors among the arguments of an op."""
+        for leaf in _dense((args, kwargs)):
+            storage = leaf.untyped_storage()
+            key = compat.storage_identity(storage)
+            if key not in self._storages:
+                self._storages[key] = storage
+                self._layouts[key] = f"{tuple(leaf.shape)} {leaf.dtype}"
+
+    def outside(self, owns: Callable[[int], bool]) -> list[HeldMemory]:
+        """Return what is alive and not at an address that the pool ``owns``; after the capture."""
+        return [
+            HeldMemory(storage, self._layouts[key])
+            for key, storage in list(self._storages.items())
+            if storage.nbytes() and not owns(storage.data_ptr())
+        ]
+
+
+class NewMemory(_EachOp):
+    """Note the memory that ops allocate, to find what a break leaves behind; for debugging."""
+
+    def __init__(self, tensor_type: str) -> None:
+        super().__init__(tensor_type)
         self._lives: dict[int, compat.StorageLife] = {}
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kernel = compat.python_kernel(func, self._tensor_type)
-        if kernel is not None:
-            with self:
-                result = kernel(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
+        result = super().on_call(func, args, kwargs)
         known = {address(leaf) for leaf in _dense((args, kwargs))} | {0}
         for leaf in _dense(result):
             if address(leaf) not in known:

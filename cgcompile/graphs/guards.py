@@ -529,7 +529,7 @@ class ContextGuard:
 
     def __init__(self, context: Any, device_type: str) -> None:
         self._device_type = device_type
-        tensors = dict(_tensors_in(context, device_type))
+        tensors = dict(tensors_in_context(context, device_type))
         self._held = [tensor.untyped_storage() for tensor in tensors.values()]
         self._known = {path: Placed.of(tensor) for path, tensor in tensors.items()}
         self.differs = _ComparisonSource(device_type).function(context)
@@ -544,7 +544,7 @@ class ContextGuard:
         """Raise AddressChangedError or HostValueChangedError for a tensor that is another one."""
         if not self.differs(context):
             return
-        present = dict(_tensors_in(context, self._device_type))
+        present = dict(tensors_in_context(context, self._device_type))
         for path, before in self._known.items():
             now = Placed.of(present[path]) if path in present else None
             if now is None or now.address != before.address:
@@ -559,7 +559,7 @@ class ContextGuard:
                 )
 
 
-def _tensors_in(context: Any, device_type: str) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in_context(context: Any, device_type: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Return path and tensor of all tensors on a device; does not synchronise."""
     for name in _FIELDS:
         value = getattr(context, name)

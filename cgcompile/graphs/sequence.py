@@ -40,11 +40,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cgcompile.errors import AddressChangedError
 from cgcompile.graphs.arena import ScalarCopy
 from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.profiling import OBSERVERS, run_observed
-from cgcompile.torch_compat import PROFILING, is_profiling
+from cgcompile.torch_compat import (
+    PROFILING,
+    is_held_here_alone,
+    is_profiling,
+    storage_identity,
+)
 
 Crossing = Callable[[list[Any]], None]
 """Called with the results of an eager segment; copies or checks those that graphs after it read."""
@@ -132,6 +138,13 @@ class EagerSegment:
         return {arg.at for arg in self.args if isinstance(arg, Slot)}
 
 
+class HeldMemory(NamedTuple):
+    """Memory from outside of the pool that captured ops touched, and the layout of a tensor."""
+
+    storage: torch.UntypedStorage
+    layout: str
+
+
 Segment = GraphSegment | EagerSegment
 
 SegmentRunner = Callable[[int, Callable[[], Any]], Any]
@@ -176,6 +189,9 @@ class GraphSequence:
         prepare: called with the inputs before each replay, on its stream, to fill copies of inputs
             or to poison memory; None for nothing. May be set.
         replays: how many there were, without the capturing call.
+        held: memory from outside of the pool that captured ops touched, kept alive: a replay never
+            reads what was freed.
+        watched: the part of it that :meth:`check_held` compares.
         padding: padded rows of the capture and of replays whose caller passed how many are real.
 
     Example:
@@ -202,6 +218,8 @@ class GraphSequence:
         self.segments = tuple(segments)
         self.name, self.batch, self.rows = name, batch, rows
         self.prepare: Callable[[Sequence[Any]], None] | None = None
+        self.held: Sequence[HeldMemory] = ()
+        self.watched: Sequence[HeldMemory] = ()
         self.replays = self.padding = 0
         self._pool = pool
         self._stream_key = None if pool is None else pool.device.stream_key
@@ -217,6 +235,29 @@ class GraphSequence:
             tails = isinstance(segment, EagerSegment) and segment.tails
             padded_steps.append(self._step(segment, ends, True) if tails else steps[-1])
         self.steps, self._padded_steps = tuple(steps), tuple(padded_steps)
+
+    # -------------------------------------------------------------- memory from outside
+
+    def hold(
+        self, held: Sequence[HeldMemory], compared: Collection[torch.UntypedStorage] = ()
+    ) -> None:
+        """Keep memory alive that graphs touch; what is ``compared`` elsewhere is not watched."""
+        elsewhere = set(map(storage_identity, compared))
+        self.held = tuple(held)
+        self.watched = [row for row in held if storage_identity(row.storage) not in elsewhere]
+
+    def dropped(self) -> str | None:
+        """Return the layout of a watched tensor that the program has dropped; None without one."""
+        for storage, layout in self.watched:
+            if is_held_here_alone(storage):
+                return layout
+        return None
+
+    def check_held(self) -> None:
+        """Raise AddressChangedError for watched memory that the program has dropped."""
+        layout = self.dropped() if self.watched else None
+        if layout is not None:
+            raise AddressChangedError.dropped(what=self.name, batch=self.batch, layout=layout)
 
     # -------------------------------------------------------------- what it consists of
 

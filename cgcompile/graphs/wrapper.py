@@ -8,7 +8,7 @@ returns is built from these wrappers and does the copying; use one directly for 
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -34,6 +34,7 @@ from cgcompile.errors import (
     GuardError,
 )
 from cgcompile.graphs.arena import address
+from cgcompile.graphs.breaks import TouchedMemory
 from cgcompile.graphs.capture import (
     GRADIENTS,
     Attempt,
@@ -51,7 +52,13 @@ from cgcompile.graphs.capture import (
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
 from cgcompile.graphs.fields import FieldsGuard, Rebinding
-from cgcompile.graphs.guards import ArgumentGuard, ContextGuard, Transparent, WeightsGuard
+from cgcompile.graphs.guards import (
+    ArgumentGuard,
+    ContextGuard,
+    Transparent,
+    WeightsGuard,
+    tensors_in_context,
+)
 from cgcompile.graphs.outputs import ReusedResult, flatten, is_record, is_reusable, rebuilt
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
@@ -163,7 +170,7 @@ class CUDAGraphEntry:
         """Compare arguments and weights with those of the capture.
 
         Raises:
-            AddressChangedError: a tensor has another address.
+            AddressChangedError: a tensor has another address, or was dropped.
             HostValueChangedError: another value, layout or structure.
         """
         if self.guard is not None:
@@ -174,6 +181,7 @@ class CUDAGraphEntry:
             self.weights.check(what, self.batch_descriptor)
         if self.context is not None:
             self.context.check(callers_context(), what, self.batch_descriptor)
+        self.sequence.check_held()
 
     def result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return :attr:`output` of a replay, in objects that a caller may change.
@@ -239,6 +247,16 @@ def kept_output(result: Any, pool: GraphPool, weakly: bool) -> tuple[Any, list[i
 
     with compat.outside_inference_mode(), compat.below_autograd():  # once for all
         return compat.tree_map(keep, result), starts
+
+
+def _under(mode: AbstractContextManager[Any], step: Callable[[], Any]) -> Any:
+    with mode:
+        return step()
+
+
+def _storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return the memory of dense tensors."""
+    return [tensor.untyped_storage() for tensor in tensors if compat.is_plain_tensor(tensor)]
 
 
 # ---------------------------------------------------------------- what a call needs
@@ -556,9 +574,7 @@ class CUDAGraphWrapper(Transparent):
             tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
         step = partial(self.runnable, *args, **kwargs)
-        # Pieces cannot read the context.
-        reads = self._guarded or self.runtime_mode is CUDAGraphMode.FULL
-        with context_of_capture() if reads else nullcontext() as context:
+        with context_of_capture() if self._reads_more else nullcontext() as context:
             sequence, result, refused = self._record_step(step, shown, rebinding, storages, wait)
         if gradients_due(False, (result,), {}):
             if self._executes:
@@ -566,6 +582,7 @@ class CUDAGraphWrapper(Transparent):
             return None
         sequence.name, sequence.batch, sequence.rows = self.name, shown, descriptor.num_tokens
         sequence.prepare = self._poisoning()
+        self._hold(sequence, args, kwargs, context)
         output, starts = kept_output(result, self._pool, self.options.weak_ref_output)
         tensor_type, read = self._pool.device.tensor_type, None
         if self.config.check_metadata and context is not None and context.was_read:
@@ -588,6 +605,26 @@ class CUDAGraphWrapper(Transparent):
             )
         return Captured(entry, result, starts, self._executes, refused)
 
+    def _hold(
+        self,
+        sequence: GraphSequence,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: ForwardContext | None,
+    ) -> None:
+        """Let the sequence hold the memory that it touched, but for that of arguments."""
+        if not sequence.held:
+            return
+        assert self._pool is not None
+        # Before a replay, the addresses of arguments are compared with those of the capture.
+        identity = compat.storage_identity
+        arguments = {identity(x) for x in _storages_of(compat.tree_tensors((args, kwargs)))}
+        held = [row for row in sequence.held if identity(row.storage) not in arguments]
+        compared = weights_of(self.unwrap())
+        if context is not None:
+            compared += dict(tensors_in_context(context, self._pool.device.tensor_type)).values()
+        sequence.hold(held, _storages_of(compared))
+
     def _record_step(
         self,
         step: Callable[[], Any],
@@ -599,10 +636,11 @@ class CUDAGraphWrapper(Transparent):
         """Capture a step; return its sequence, its result, and why it must not be replayed."""
         pool = self._pool
         assert pool is not None
+        touched = TouchedMemory(pool.device.tensor_type)
         with pool.device.around(self.runnable):
             try:
                 graph, result = capture(
-                    step,
+                    partial(_under, touched, step) if self._reads_more else step,
                     pool,
                     f"{self.name} ({shown})",
                     collect=not self.options.gc_disable,
@@ -619,7 +657,14 @@ class CUDAGraphWrapper(Transparent):
             if error is not None:
                 rebinding.restore()
                 raise error
-        return GraphSequence((GraphSegment(self.name, graph),), pool=pool), result, None
+        sequence = GraphSequence((GraphSegment(self.name, graph),), pool=pool)
+        sequence.hold(touched.outside(pool.holds))
+        return sequence, result, None
+
+    @property
+    def _reads_more(self) -> bool:
+        """Whether a call may read more than its arguments, which pieces cannot."""
+        return self._guarded or self.runtime_mode is CUDAGraphMode.FULL
 
     @property
     def _may_run_compiled_code(self) -> bool:
@@ -645,11 +690,12 @@ class CUDAGraphWrapper(Transparent):
     ) -> Any:
         """Replay an entry whose inputs the caller has compared; return its ``output``.
 
-        Callers must not change that. ``poison`` leaves ``inputs`` alone. The autocast mode is
-        compared with that of the capture.
+        Callers must not change that. ``poison`` leaves ``inputs`` alone. Compared with the capture
+        are the autocast mode, and whether the program still has the tensors that are no arguments.
         """
         if entry.guard is not None:
             entry.guard.check_autocast(self.name, entry.batch_descriptor)
+        entry.sequence.check_held()
         entry.sequence.replay(inputs, None, runner)
         self.timeline.replayed()
         return entry.output

@@ -284,6 +284,9 @@ class GraphFastPath:
         if recording.context is not None:
             self.names["metadata_differs"] = recording.context.differs
             before += "if metadata_differs(context):\n    return not_served\n"
+        if recording.sequence.watched:
+            self.names["dropped"] = recording.sequence.dropped
+            before += "if dropped() is not None:\n    return not_served\n"
         for index, check in enumerate(weight_checks):
             own[f"differ_{index}"] = check
             before += f"if differ_{index}(inputs):\n    return not_served\n"
@@ -361,6 +364,8 @@ class _CallLines:
         self.one_graph = graph.recording.one_graph
         if "metadata_differs" in self.names:
             self._unless("metadata_differs(context)")
+        if "dropped" in self.names:
+            self._unless("dropped() is not None")
         if self.one_graph is not None:
             self.names |= self.one_graph.names_of_one()
         self._graph, self._recording, self._checks = graph, graph.recording, checks

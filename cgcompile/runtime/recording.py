@@ -130,6 +130,7 @@ class Recording:
                 raise Change(self.path(position), value, inputs[position]).error(what, batch)
         if self.context is not None:
             self.context.check(callers_context(), what, batch)
+        self.sequence.check_held()
 
     def path(self, position: int) -> str:
         """Return the name of an input, for messages."""

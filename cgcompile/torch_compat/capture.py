@@ -46,6 +46,11 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def is_held_here_alone(storage: torch.UntypedStorage) -> bool:
+    """Return whether no tensor has a storage any more, only Python objects of it."""
+    return torch._C._storage_Use_Count(storage._cdata) == 1
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as :func:`weak_tensor` does, but keep the memory alive."""
     return laid_over(tensor.untyped_storage(), tensor)

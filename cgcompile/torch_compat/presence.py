@@ -43,7 +43,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "_cuda_isCurrentStreamCapturing _cuda_memorySnapshot "
     "_cuda_releasePool _cuda_setStream _current_graph_task_id _dispatch_get_all_op_names "
     "_get_sdp_priority_order _host_emptyCache _set_grad_enabled "
-    "_set_storage_data_ptr_access_error_msg _tensors_data_ptrs_at_indices_equal",
+    "_set_storage_data_ptr_access_error_msg _storage_Use_Count _tensors_data_ptrs_at_indices_equal",
     "torch._C._dynamo.guards": "TensorGuards",
     "torch._C._functorch": "peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",

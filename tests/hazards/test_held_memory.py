@@ -1,0 +1,207 @@
+"""Tensors that captured ops touch and that are neither arguments nor weights: held by the graph.
+
+A program that replaces one after the capture gets an error, and no replay reads freed memory.
+"""
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lib.front_ends import MANAGERS, ROWS, WIDTH, WRAPPERS, check, context, front_end, settings
+from torch import nn
+
+import cgcompile
+from cgcompile import CUDAGraphMode
+from cgcompile import torch_compat as compat
+from cgcompile.errors import AddressChangedError
+
+FULL = CUDAGraphMode.FULL
+REPLACED = r"a tensor \(8,\) torch.float32 .* was replaced or dropped after the capture"
+GLOBAL: torch.Tensor = torch.empty(0)
+REGISTRY: dict[str, torch.Tensor] = {}
+
+
+@torch.library.custom_op("held_memory::add_table", mutates_args=())
+def add_table(x: torch.Tensor) -> torch.Tensor:
+    return x + REGISTRY["table"]
+
+
+add_table.register_fake(torch.empty_like)
+
+
+class Adds(nn.Module):
+    """Add a table, which a function reads from where it is held."""
+
+    def __init__(self, read: Callable[[Any], torch.Tensor], **fields: Any) -> None:
+        super().__init__()
+        vars(self).update(fields)
+        self._read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self._read(self)
+
+
+Replace = Callable[[torch.Tensor], None]
+
+
+def in_list(table: torch.Tensor) -> tuple[nn.Module, Replace]:
+    model = Adds(lambda model: model.tables[0], tables=[table])
+    return model, lambda other: model.tables.__setitem__(0, other)
+
+
+def in_dict(table: torch.Tensor) -> tuple[nn.Module, Replace]:
+    model = Adds(lambda model: model.tables["first"][0], tables={"first": (table,)})
+    return model, lambda other: model.tables.update(first=(other,))
+
+
+def in_object(table: torch.Tensor) -> tuple[nn.Module, Replace]:
+    model = Adds(lambda model: model.state.table, state=SimpleNamespace(table=table))
+    return model, lambda other: setattr(model.state, "table", other)
+
+
+def in_closure(table: torch.Tensor) -> tuple[nn.Module, Replace]:
+    def replace(other: torch.Tensor) -> None:
+        nonlocal table
+        table = other
+
+    return Adds(lambda _: table), replace
+
+
+def in_global(table: torch.Tensor) -> tuple[nn.Module, Replace]:
+    def replace(other: torch.Tensor) -> None:
+        global GLOBAL
+        GLOBAL = other
+
+    replace(table)
+    return Adds(lambda _: GLOBAL), replace
+
+
+class Owner:
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def read(self, _: Any) -> torch.Tensor:
+        return self.table
+
+
+def in_owner_of_a_method(table: torch.Tensor) -> tuple[nn.Module, Replace]:
+    owner = Owner(table)
+    return Adds(owner.read), lambda other: setattr(owner, "table", other)
+
+
+class CallsOp(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.held_memory.add_table(x)
+
+
+def in_custom_op(table: torch.Tensor) -> tuple[nn.Module, Replace]:
+    def replace(other: torch.Tensor) -> None:
+        REGISTRY["table"] = other
+
+    replace(table)
+    return CallsOp(), replace
+
+
+HOLDERS = (
+    in_list,
+    in_dict,
+    in_object,
+    in_closure,
+    in_global,
+    in_owner_of_a_method,
+    in_custom_op,
+)
+
+
+@pytest.mark.parametrize("build", HOLDERS)
+@pytest.mark.parametrize("name", WRAPPERS + MANAGERS)
+def test_a_replaced_tensor_is_an_error(name: str, build: Any, device: str) -> None:
+    """The graph keeps the old one: its memory is not used for other tensors meanwhile."""
+    table = torch.randn(WIDTH, device=device)
+    model, replace = build(table)
+    served = front_end(name, model, device)
+    check(served.step, model, device, steps=3)
+    assert served.counters().replays >= 2
+    life = compat.StorageLife(table)
+    del table
+    replace(torch.randn(WIDTH, device=device))
+    gc.collect()
+    x = torch.randn(ROWS, WIDTH, device=device)
+    for _ in range(2):
+        with torch.inference_mode(), pytest.raises(AddressChangedError, match=REPLACED):
+            served.step(x)
+    assert not life.ended
+
+
+@pytest.mark.parametrize("build", HOLDERS)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_replay_reads_old_values_and_never_freed_memory(
+    name: str, build: Any, device: str
+) -> None:
+    """Of a graph itself, beneath the check; new tensors would take memory that was freed."""
+    values = torch.randn(WIDTH, device=device)
+    model, replace = build(values.clone())
+    wrapper = getattr(cgcompile, name)(model, settings(device), FULL)
+    x = torch.empty(ROWS, WIDTH, device=device)
+    with torch.inference_mode(), context():
+        for _ in range(2):
+            torch.testing.assert_close(wrapper(x.normal_()), x + values)
+    replace(torch.randn(WIDTH, device=device))
+    gc.collect()
+    taken = [torch.full((WIDTH,), torch.nan, device=device) for _ in range(1000)]
+    (entry,) = wrapper.entries
+    x.normal_()
+    entry.sequence.replay()
+    torch.testing.assert_close(entry.output, x + values)
+    del taken
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_replaced_tensor_follows_on_input_change(name: str, device: str) -> None:
+    model, replace = in_list(torch.randn(WIDTH, device=device))
+    served = front_end(name, model, device, on_input_change="recapture")
+    for captures in (1, 2):
+        check(served.step, model, device, steps=3)
+        assert served.counters().captures == captures
+        assert served.counters().replays == 2 * captures
+        replace(torch.randn(WIDTH, device=device))
+        gc.collect()
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_memory_is_held_as_long_as_the_graphs(name: str, device: str) -> None:
+    """That of arguments is not: a replay compares their addresses with those of the call."""
+    model, replace = in_list(torch.randn(WIDTH, device=device))
+    wrapper = getattr(cgcompile, name)(model, settings(device), FULL)
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with torch.inference_mode(), context():
+        for _ in range(2):
+            torch.testing.assert_close(wrapper(x), model(x))
+    assert wrapper.counters.replays == 1
+    lives = compat.StorageLife(x), compat.StorageLife(model.tables[0])
+    del x
+    replace(torch.randn(WIDTH, device=device))
+    gc.collect()
+    assert [life.ended for life in lives] == [True, False]
+    wrapper.clear_graphs()
+    gc.collect()
+    assert lives[1].ended
+
+
+def test_a_raw_capture_holds_what_it_reads(device: str) -> None:
+    pool = cgcompile.GraphPool(device)
+    x, table = torch.randn(WIDTH, device=device), torch.randn(WIDTH, device=device)
+    capture = cgcompile.BreakableCUDAGraphCapture(pool)
+    with torch.no_grad(), capture:
+        y = x + table
+    for _ in range(2):
+        x.normal_()
+        capture.replay()
+        torch.testing.assert_close(y, x + table)
+    del table
+    gc.collect()
+    with pytest.raises(AddressChangedError, match=REPLACED):
+        capture.replay()
