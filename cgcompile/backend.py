@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from cgcompile.passes.subclasses import unwrap_subclasses
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_by_config
-from cgcompile.reasons import Fallback
+from cgcompile.reasons import Fallback, Reason
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.number_results import WithNumberResults
@@ -76,6 +77,8 @@ class Backend(Registry):
             self.config.disabled_passes, (*self.config.graph_passes, *self.config.piece_passes)
         )
         compat.warn_of_untested_torch()
+        if self.config.splitting == "fx":  # else nothing is traced
+            compat.watch_dynamo()
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # of Dynamo's traces
         self._pieces = PieceCache(self.config)
@@ -91,7 +94,9 @@ class Backend(Registry):
         compiled = f"{count(len(self.graphs), 'compiled graph')}, "
         compiled += count(len(self.wrappers), "wrapper")
         calls = f"{count(counts.calls, 'call')}, {count(counts.replays, 'replay')}"
-        return f"<Backend {mode.name if mode else ''}: {compiled}, {calls}>"
+        skipped = counts.degraded[Reason.NOT_COMPILED]
+        skips = f", Dynamo compiled nothing of {count(skipped, 'function')}" if skipped else ""
+        return f"<Backend {mode.name if mode else ''}: {compiled}, {calls}{skips}>"
 
     def anticipate(self, model: Any) -> None:
         """Start the processes that compile kernels for a GPU model or method; do not wait."""
@@ -143,7 +148,7 @@ class Backend(Registry):
             raise ConfigError.trace_once_needs_guards_dropped()
         if self.config.splitting == "breakable":
             raise ConfigError.breakable_needs_no_trace()
-        compat.watch_recompile_limit()
+        compat.watch_dynamo()
         try:
             compat.guard_repeated_regions(gm)
         except compat.CannotRepeat as error:
@@ -287,8 +292,24 @@ class NamedBackend:
         """Forward to the :class:`Backend` with the settings of this ``torch.compile`` call."""
         self.handle(mode, options).recompile_limit_reached(detail)
 
+    def nothing_compiled(
+        self, detail: str, mode: str | None, options: Mapping[str, Any] | None
+    ) -> None:
+        """Forward to the :class:`Backend` with the settings of this ``torch.compile`` call."""
+        self.handle(mode, options).nothing_compiled(detail)
 
-backend = NamedBackend()
+
+@cache
+def _named_backend() -> NamedBackend:
+    return NamedBackend()
+
+
+def __getattr__(name: str) -> Any:
+    """Return ``backend``, when ``torch.compile(backend="cgcompile")`` looks it up."""
+    if name != "backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    compat.watch_dynamo()  # Dynamo calls no backend for a function of which it compiles nothing
+    return _named_backend()
 
 
 def handle_of(model: Any) -> Backend | None:

@@ -28,6 +28,14 @@ from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import ForwardContextError
 from cgcompile.reasons import Fallback
 from cgcompile.settings import whole
+from cgcompile.torch_compat.dynamo import raised_while_tracing
+
+
+@raised_while_tracing
+def _refuse_traced(what: str) -> ForwardContextError:
+    """Raise for a call in code that torch.compile traces."""
+    return ForwardContextError.traced(what=what)
+
 
 _RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
@@ -226,7 +234,7 @@ class override_forward_context:
 
     def __init__(self, context: ForwardContext | None) -> None:
         if is_dynamo_compiling():
-            raise ForwardContextError.traced(what=type(self).__name__ + "()")
+            _refuse_traced(type(self).__name__ + "()")
         if context is not None and not isinstance(context, ForwardContext):
             raise ForwardContextError.no_context(found=context)
         self._context = context
@@ -344,7 +352,7 @@ class set_forward_context(override_forward_context):
         **additional: Any,
     ) -> None:
         if is_dynamo_compiling():
-            raise ForwardContextError.traced(what=type(self).__name__ + "()")
+            _refuse_traced(type(self).__name__ + "()")
         self._context = self._callers = ForwardContext(
             attn_metadata,
             cudagraph_runtime_mode=cudagraph_runtime_mode,
@@ -366,7 +374,7 @@ def is_forward_context_available() -> bool:
         ForwardContextError: called in code that torch.compile traces.
     """
     if is_dynamo_compiling():
-        raise ForwardContextError.traced(what="is_forward_context_available()")
+        _refuse_traced("is_forward_context_available()")
     context = current_forward_context()
     return context is not None and not context.is_synthetic
 
@@ -383,7 +391,7 @@ def get_forward_context() -> ForwardContext:
         'lengths'
     """
     if is_dynamo_compiling():
-        raise ForwardContextError.traced(what="get_forward_context()")
+        _refuse_traced("get_forward_context()")
     context = current_forward_context()
     if context is None or context.is_synthetic:
         raise ForwardContextError.missing()

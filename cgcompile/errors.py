@@ -258,15 +258,11 @@ class ForwardContextError(CGCompileError, RuntimeError):
         Declare the op as a splitting op (mode PIECEWISE, splitting_ops=...), with the support \
         that it has in FULL graphs; or pass what it reads as an argument.""")
 
-    @classmethod
-    def traced(cls, *, what: str) -> "ForwardContextError":  # Dynamo traces this, but no template
-        return cls(
-            f"{what} was called in code that torch.compile traces: its value would be frozen into "
-            "the graph or recompile it.\n"
-            "  Read the context inside an opaque custom op (torch.library), and set it around the "
-            "call of the compiled model."
-        )
-
+    traced = Template("""
+        {what} was called in code that torch.compile traces: its value would be frozen into the \
+        graph or recompile it.
+        Read the context inside an opaque custom op (torch.library), and set it around the call \
+        of the compiled model.""")
     runtime_mode = Template("""
         set_forward_context(cudagraph_runtime_mode={found:shown}): a step runs in one mode; \
         expected CUDAGraphMode.NONE, PIECEWISE or FULL.
@@ -351,8 +347,9 @@ class TraceError(CGCompileError, RuntimeError):
 
     refused = Template("""
         {name} does not become one graph: {why}
-        Change that line, put it into an op of your own, or take torch.compile(model, \
-        backend='cgcompile') (several graphs) or splitting='breakable' (no trace).""")
+        Change that line, put it into an op of your own, or take {several:if \
+        torch.compile(model, backend='cgcompile') (several graphs) or |}splitting='breakable' (no \
+        trace).""")
     sizes_differ = Template("""
         dynamic_dims: both are called {name!r}, but {one} and {other}.
         Dimensions of one name have one size; give them two names, or none.""")

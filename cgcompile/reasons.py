@@ -187,6 +187,12 @@ class Reason(enum.Enum):
         "Dynamo stopped compiling a function, whose calls bypass the backend",
         "find what recompiles with `TORCH_LOGS=recompiles`",
     )
+    NOT_COMPILED = (
+        "not_compiled",
+        "Dynamo failed to compile a function, whose calls bypass the backend",
+        "change the line that the detail names; `explain` shows it before a call, and "
+        "`TORCH_LOGS=graph_breaks` all such lines",
+    )
     VARYING_NUMBER = (
         "varying_number",
         "a number that is baked into graphs differs at each call",

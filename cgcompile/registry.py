@@ -26,6 +26,8 @@ from cgcompile.settings import checked
 
 log = logging.getLogger(__name__)
 
+_MOST_NAMED = 4  # functions of which Dynamo compiled nothing
+
 
 class Registry:
     """The handle over what was compiled with one set of settings, see :class:`cgcompile.Backend`.
@@ -47,6 +49,7 @@ class Registry:
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_compilations = 0
         self._capture_closed = self._threads_allowed = False
+        self._not_compiled: list[str] = []
         self.timeline = Timeline(config.warn_fallbacks)  # of calls that reach no graph
 
     def remember(self, traces: Any) -> None:
@@ -89,6 +92,7 @@ class Registry:
         """Drop the compiled graphs from the registry, with the counts of calls without a graph."""
         self._graphs.clear()
         self._ended = Counters()
+        self._not_compiled.clear()
         self.timeline = Timeline(self.config.warn_fallbacks)
 
     @property
@@ -269,6 +273,24 @@ class Registry:
             log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
             self.timeline.warned.add(fallback.reason)
         self.timeline.degraded(fallback)
+
+    def nothing_compiled(
+        self, detail: str, mode: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Count a function of which Dynamo compiled nothing; it calls this once for each."""
+        if detail not in self._not_compiled and len(self._not_compiled) < _MOST_NAMED:
+            self._not_compiled.append(detail)
+        text = f"Dynamo compiled nothing of {'; of '.join(self._not_compiled)}"
+        reason = Reason.NOT_COMPILED
+        if self.timeline.warned is not None and reason not in self.timeline.warned:
+            log.warning(
+                "%s. Its calls run without this backend, uncounted, also with strict=True. Remedy: "
+                "%s. (Logged once for a reason; warn_fallbacks=False turns it off.)",
+                text.removesuffix("."),
+                reason.remedy,
+            )
+            self.timeline.warned.add(reason)
+        self.timeline.degraded(Fallback(reason, text))
 
     def run_plain(self, name: str, fallback: Fallback, function: Callable[[], Any]) -> Any:
         """Run and count a call that no graph serves.

@@ -77,7 +77,7 @@ def words(text: str) -> set[str]:
 WRAPPERS = {"drop", "entries_of", "entry_of", "keep", "record", "replay_entry"}
 INTERNAL = {
     "Backend": words("""
-        adopt attach compile_graph recompile_limit_reached remember run_plain
+        adopt attach compile_graph nothing_compiled recompile_limit_reached remember run_plain
     """),
     "BreakableCUDAGraphWrapper": WRAPPERS,
     "CUDAGraphEntry": {"check", "result"},

@@ -111,6 +111,7 @@ FIELDS: dict[str, Any] = {
     "same_thread": True,
     "setting": "compile_sizes",
     "settings": "",
+    "several": True,
     "shape": "[4, 8]",
     "shapes": ["[8, 4]", "[8]"],
     "shares": "rank 1: ValueError: no",

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lib.asserts import compiling_elsewhere
 
+import cgcompile
 from cgcompile import (
     Backend,
     BatchDescriptor,
@@ -21,7 +22,7 @@ from cgcompile import (
     set_forward_context,
 )
 from cgcompile.context import is_forward_context_available, override_forward_context
-from cgcompile.errors import BatchError, ForwardContextError
+from cgcompile.errors import BatchError, ForwardContextError, TraceError
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
@@ -217,13 +218,50 @@ def test_a_new_task_starts_with_none() -> None:
 @pytest.mark.parametrize(
     "function", [get_forward_context, is_forward_context_available, set_forward_context]
 )
-def test_traced_code_is_told_what_to_do(function) -> None:
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("caught", [False, True])
+def test_traced_code_is_told_what_to_do(function, fullgraph: bool, caught: bool) -> None:
+    """Dynamo would skip a function that raises, and all its calls would bypass the backend."""
+
     def step(x):
-        function()
+        try:
+            function()
+        except RuntimeError:
+            if not caught:
+                raise
         return x + 1
 
-    with pytest.raises(Exception, match=r"torch\.library"):
-        torch.compile(step, backend="eager", fullgraph=True)(torch.ones(2))
+    backend = Backend(compiler="eager", capture_device="host")
+    compiled = torch.compile(step, backend=backend, fullgraph=fullgraph)
+    line = step.__code__.co_firstlineno + 2
+    text = rf"^{function.__name__}\(\) was called in code that torch.compile traces"
+    with set_forward_context("mine"):
+        for _ in range(2):
+            with pytest.raises(ForwardContextError, match=text) as error:
+                compiled(torch.ones(2))
+    assert "opaque custom op (torch.library)" in str(error.value)
+    assert f'test_forward_context.py", line {line}, in step' in str(error.value)
+    assert error.value.__notes__ == [
+        "See docs/reference/errors#cgcompile.errors.ForwardContextError"
+    ]
+    with pytest.raises(
+        TraceError, match=text.replace("^", "^.*step does not become one graph: ")
+    ) as error:
+        cgcompile.compile(step, backend)(torch.ones(2))
+    assert f'test_forward_context.py", line {line}' in str(error.value)
+    assert "opaque custom op (torch.library)" in str(error.value)
+    assert "torch.compile(model" not in str(error.value)  # which raises the same
+
+
+def test_traced_code_after_a_graph_break() -> None:
+    def step(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * get_forward_context().attn_metadata
+
+    compiled = torch.compile(step, backend=Backend(compiler="eager"))
+    with pytest.raises(ForwardContextError, match=r"torch\.compile traces"):
+        compiled(torch.ones(2))
 
 
 def test_a_compilation_in_another_thread_is_none_of_ours() -> None:

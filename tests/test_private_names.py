@@ -133,8 +133,11 @@ def test_private_attributes_are_read_in_compat_only(path: Path) -> None:
 def test_fewer_names_are_private_than_before() -> None:
     """Lower the numbers where a name goes; a new one needs a reason in review."""
     # 72: without the use count of a storage, a replay would not notice that the program dropped it.
-    assert len(listed_in(PRIVATE_NAMES)) <= 72
-    assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 13
+    # 73: without ShortenTraceback Dynamo runs a function eager that calls get_forward_context().
+    # 74: without callback_handler nothing tells that Dynamo compiled nothing of a function.
+    assert len(listed_in(PRIVATE_NAMES)) <= 74
+    # 14: _dynamo_marked_constant, for the error of get_forward_context().
+    assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 14
 
 
 def test_all_names_exist_in_a_tested_torch() -> None:

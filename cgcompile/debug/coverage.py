@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.debug.output import WIDTH, Result, table_lines, wrapped
-from cgcompile.debug.subject import counters_of, recorders_of
+from cgcompile.debug.subject import counters_of, not_compiled, recorders_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.printer import count
@@ -61,8 +60,8 @@ class Coverage(Result):
         graphs: of a model, how many graphs of Dynamo were compiled for it and exist; 0 otherwise.
         breaks: where Dynamo ended one of them early, each with its line. A model with breaks has
             more graphs than one, and so has one that Dynamo compiled again.
-        given_up: of a model without any graph or call, the functions of this process, of any model,
-            for which Dynamo lately called no backend, with the reason, such as ``nn.LSTM``.
+        given_up: the functions of which Dynamo compiled nothing, each with the reason, as one text.
+            Their calls bypass the backend, uncounted.
         counters: of the calls of the model.
         total: the sum of all hits.
         on_graphs: of these, on graphs.
@@ -125,7 +124,6 @@ class Coverage(Result):
             lines.append(f"{count(self.graphs, 'compiled graph')}, {breaks} of Dynamo")
             lines += [line for text in self.breaks for line in wrapped("", text, 10)]
         if self.given_up:
-            lines.append("no graph was compiled; in this process, for any model, Dynamo gave up:")
             lines += [line for text in self.given_up for line in wrapped("", text, 10)]
         return "\n".join(lines)
 
@@ -158,6 +156,7 @@ def coverage(model: Any) -> Coverage:
     recorders: Sequence[CompiledGraph | CUDAGraphWrapper] = ()
     lesser: list[CoverageRow] = []
     graphs: list[CompiledGraph] = []
+    given_up = ""
     if isinstance(model, CudaGraphManager):
         kind, counters = "manager", model.counters
         every = [*_of_manager(model)]
@@ -172,10 +171,11 @@ def coverage(model: Any) -> Coverage:
         counters = counters_of(model, "coverage")
         rows = _of_recorders(recorders, counters)
         rows += _reasons("NONE", counters.plain, counters)
-        lesser += _reasons("-", counters.degraded, counters)
-    breaks, given_up = [graph.graph_break for graph in graphs if graph.graph_break], list[str]()
-    if kind == "model" and not (recorders or counters.calls):
-        given_up = compat.given_up()  # Dynamo called no backend
+        given_up = not_compiled(counters, bool(recorders))
+        modes = counters.degraded.copy()
+        del modes[Reason.NOT_COMPILED]
+        lesser += _reasons("-", modes, counters)
+    breaks = [graph.graph_break for graph in graphs if graph.graph_break]
     return Coverage(
         version=VERSION,
         kind=kind,
@@ -184,7 +184,7 @@ def coverage(model: Any) -> Coverage:
         lesser=tuple(lesser),
         graphs=len(graphs),
         breaks=tuple(dict.fromkeys(breaks)),
-        given_up=tuple(dict.fromkeys(given_up)),
+        given_up=(given_up,) if given_up else (),
         counters=counters,
     )
 

@@ -23,7 +23,7 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphCapture
 from cgcompile.graphs.guards import layout_text
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.reasons import Counters
+from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph, ReplayOverride
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.tracing.dynamic_dims import bind_arguments
@@ -129,7 +129,8 @@ class Subject:
             after = self.counters
             if after.replays > before.replays and not after.plain - before.plain:
                 return ""
-        return "; ".join(after.why_plain(before)) or "no graph of it was called"
+        why = "; ".join(after.why_plain(before)) or not_compiled(after)
+        return why or "no graph of it was called"
 
     def observed(self, observer: Callable[[int], ReplayOverride]) -> AbstractContextManager[None]:
         """Let an observer run each recorded step; see :func:`observed`."""
@@ -143,6 +144,16 @@ class Subject:
     def recompiled(self, **settings: Any) -> "Subject":
         """Return the original model, compiled anew with other settings."""
         return Subject(self.original, replace(self.config, **settings))
+
+
+def not_compiled(counters: Counters, has_graphs: bool = False) -> str:
+    """Return of which functions Dynamo compiled nothing, with reasons; empty if of none."""
+    if Reason.NOT_COMPILED in counters.degraded:
+        return counters.details[Reason.NOT_COMPILED]
+    # Code that is compiled no more since a backend, or a handle, before this one.
+    others = [] if counters.calls or has_graphs else compat.given_up()
+    names = "; of ".join(dict.fromkeys(others))
+    return names and f"in this process, for any model, Dynamo compiled nothing of {names}"
 
 
 def name_of(model: Any) -> str:

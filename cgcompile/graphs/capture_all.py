@@ -17,7 +17,7 @@ from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import AddressChangedError, DispatchError, ManagerError
 from cgcompile.graphs.capture import bulk_capture, capture_postponed, postponed_capture
 from cgcompile.progress import progress
-from cgcompile.reasons import EXPECTED, LAST_CALL, Counters
+from cgcompile.reasons import EXPECTED, LAST_CALL, Counters, Reason
 from cgcompile.settings import checked_but, is_finite, require, require_callable
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def capture_all(
                 captured.append(batch)
                 degraded += [(batch, why) for why in after.why_degraded(before)]
                 continue
-            reason = "; ".join(after.why_plain(before)) or "the model was not called"
+            reason = "; ".join(after.why_plain(before)) or _why_not_called(after)
             if strict:
                 raise DispatchError.strict(what=f"batch {batch}", why=f"bulk capture: {reason}")
             missing.append((batch, reason))
@@ -171,6 +171,10 @@ def _check(step: Any, batches: Any, target: Any, size: Any) -> None:
     require(counts, "target", where, target, expected)
     if size is not None:
         require_callable("size", where, size)
+
+
+def _why_not_called(counters: Counters) -> str:
+    return counters.details.get(Reason.NOT_COMPILED, "the model was not called")
 
 
 def _size_of(batch: Any, size: Callable[[Any], int] | None) -> Any:

@@ -2,9 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import sympy
 import torch
@@ -63,21 +63,27 @@ def graph_break(gm: fx.GraphModule) -> str | None:
     return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
 
 
-def given_up() -> list[str]:
-    """Return the functions that Dynamo did not compile lately, for any backend, with reasons."""
-    # ``counters`` forgets a break where the whole function is skipped.
-    from torch._dynamo.utils import get_compilation_metrics
+def raised_while_tracing(error_of: Callable[..., Exception]) -> Callable[..., Any]:
+    """Return a function that raises ``error_of(...)`` to the caller of what Dynamo traces."""
+    # Dynamo traces neither it nor what it calls, and passes on errors of ``ShortenTraceback``. An
+    # error that traced code raises makes Dynamo run the function without any graph instead.
 
-    texts = []
-    for metrics in get_compilation_metrics():
-        if metrics.fail_type == "Unsupported" and metrics.fail_user_frame_filename:
-            what, *rest = map(str.strip, str(metrics.fail_reason).splitlines())
-            file = os.path.basename(metrics.fail_user_frame_filename)
-            hints = [line for line in rest if line.startswith("Hint: ")]
-            texts.append(
-                ". ".join([f"{what} ({file}:{metrics.fail_user_frame_lineno})", *hints[:1]])
-            )
-    return texts
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        from torch import _dynamo
+        from torch._dynamo.exc import ShortenTraceback
+
+        error = error_of(*args, **kwargs)
+        kind: Any = type(error)
+        kind = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+        passed_on = kind(str(error), first_useful_frame=sys._getframe())
+        others = error_of.__code__.co_filename, os.path.dirname(_dynamo.__file__)
+        stack = torch._guards.TracingContext.extract_stack()
+        users = [frame for frame in stack if not frame.filename.startswith(others)]
+        vars(passed_on).update(vars(error), explanation=str(error), real_stack=users)
+        raise passed_on
+
+    refuse._dynamo_marked_constant = True
+    return refuse
 
 
 def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:
@@ -190,45 +196,107 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     return result
 
 
-def watch_recompile_limit() -> None:
-    """Have Dynamo call ``recompile_limit_reached(text, mode, options)`` of a backend."""
-    # Called before a call runs eager because its function reached the recompile limit; the call
-    # raises what the method raises. Not called where torch raises an error itself, with
-    # ``fullgraph=True`` or ``fail_on_recompile_limit_hit``.
-    from torch._dynamo import utils
+def watch_dynamo() -> None:
+    """Have Dynamo call methods of a backend for functions whose calls will bypass it.
+
+    ``recompile_limit_reached(text, mode, options)``: before a call runs eager because its function
+    reached the recompile limit; the call raises what the method raises. Not called where torch
+    raises an error itself, with ``fullgraph=True`` or ``fail_on_recompile_limit_hit``.
+    ``nothing_compiled(text, mode, options)``: after Dynamo failed to compile any part of a
+    function. ``torch._dynamo.reset()`` ends these calls, until this is called again.
+    """
+    from torch._dynamo import callback_handler, utils
 
     if _look_at_limit not in (utils.get_hook_for_recompile_user_context() or ()):
         utils.register_hook_for_recompile_user_context(_look_at_limit)
+    if _look_at_failure not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_look_at_failure)
 
 
-def _look_at_limit() -> str:
-    """Compare with the limits before each compilation, from the locals of Dynamo's ``_compile``."""
-    from torch._dynamo import config, convert_frame
-    from torch._dynamo.cache_size import exceeds_recompile_limit
+def _compilation() -> tuple[Mapping[str, Any], Any, str | None, dict[str, Any] | None] | None:
+    """Return (locals, backend, mode, options) of the innermost compilation of Dynamo."""
+    from torch._dynamo import convert_frame
     from torch._dynamo.eval_frame import innermost_backend
-    from torch._dynamo.utils import get_metrics_context
 
-    # A nested compilation sets this metric a second time, which torch refuses.
-    get_metrics_context()._metrics.pop("recompile_user_contexts", None)
     frame: Any = sys._getframe()
     while frame.f_code.co_name != "_compile" or frame.f_globals is not vars(convert_frame):
         frame = frame.f_back
         if frame is None:
-            return ""
+            return None
     local = frame.f_locals
+    return local, *_of_torch_compile(innermost_backend(local["compiler_fn"]))
+
+
+def _look_at_limit() -> str:
+    """Compare with the limits before each compilation, from the locals of Dynamo's ``_compile``."""
+    from torch._dynamo import config
+    from torch._dynamo.cache_size import exceeds_recompile_limit
+    from torch._dynamo.utils import get_metrics_context
+
+    # A nested compilation sets this metric a second time, which torch refuses.
+    get_metrics_context()._metrics.pop("recompile_user_contexts", None)
+    compilation = _compilation()
+    if compilation is None:
+        return ""
+    local, backend, mode, options = compilation
     exceeded, limit = exceeds_recompile_limit(local["cache_size"], local["compile_id"])
     if not exceeded or local["one_graph"] or config.fail_on_recompile_limit_hit:
         return ""
-    backend, mode, options = _of_torch_compile(innermost_backend(local["compiler_fn"]))
     reached = getattr(backend, "recompile_limit_reached", None)
     if reached is not None:
-        code = local["code"]
         reasons = str(local.get("recompile_reason") or "").strip().splitlines()
-        file = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-        text = f"{code.co_name} ({file}) is compiled no more, and other calls run eager, "
+        text = f"{_name_of(local['code'])} is compiled no more, and other calls run eager, "
         text += f"uncounted: torch._dynamo.config.{limit} is {getattr(config, limit)}"
         reached(f"{text}; the last reason: {reasons[0]}" if reasons else text, mode, options)
     return ""
+
+
+def _look_at_failure(_: Any) -> None:
+    """Read the error, if any, with which a compilation ends."""
+    from torch._dynamo import config
+
+    # The backend was called if the function was compiled up to a graph break: that is no error.
+    error = sys.exc_info()[1]
+    soft = any(kind.__name__ in ("Unsupported", "UserError") for kind in type(error).__mro__)
+    compilation = _compilation() if error is not None else None
+    if compilation is None or not (soft or config.suppress_errors) or compilation[0]["one_graph"]:
+        return
+    local, backend, mode, options = compilation
+    nothing_compiled = getattr(backend, "nothing_compiled", None)
+    if nothing_compiled is not None:
+        stack = [frame for frame in getattr(error, "real_stack", None) or () if frame.filename]
+        at = [(last.filename, last.lineno) for last in stack[-1:]]
+        text = _failure(_name_of(local["code"]), error, *at)
+        nothing_compiled(text, mode, options)
+
+
+def given_up() -> list[str]:
+    """Return the functions that Dynamo did not compile lately, for any backend, with reasons."""
+    # Dynamo compiles code no more that it failed to compile, also for other backends.
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return [
+        _failure(
+            f"{metrics.co_name} ({os.path.basename(str(metrics.co_filename))}:"
+            f"{metrics.co_firstlineno})",
+            metrics.fail_reason,
+            (metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno),
+        )
+        for metrics in get_compilation_metrics()
+        if metrics.fail_type == "Unsupported" and metrics.fail_user_frame_filename
+    ]
+
+
+def _name_of(code: Any) -> str:
+    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def _failure(function: str, error: Any, at: tuple[Any, Any] | None = None) -> str:
+    """Return the function, the first line and the first hint of an error, and the user's line."""
+    what, *rest = [*map(str.strip, str(error).splitlines()), type(error).__name__]
+    line = "" if at is None else f" ({os.path.basename(str(at[0]))}:{at[1]})"
+    hints = [text for text in rest if text.startswith("Hint: ")]
+    return ". ".join([f"{function}: {what}{line}", *hints[:1]])
 
 
 def _of_torch_compile(wrapper: Any) -> tuple[Any, str | None, dict[str, Any] | None]:

@@ -47,11 +47,12 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._C._dynamo.guards": "TensorGuards",
     "torch._C._functorch": "peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
+    "torch._dynamo": "callback_handler",
     "torch._dynamo.cache_size": "exceeds_recompile_limit",
     "torch._dynamo.convert_frame": "get_traced_fn",
     "torch._dynamo.eval_frame": "innermost_backend",
-    "torch._dynamo.exc": "RestartAnalysis SkipFrame TensorifyScalarRestartAnalysis "
-    "TorchDynamoException",
+    "torch._dynamo.exc": "RestartAnalysis ShortenTraceback SkipFrame "
+    "TensorifyScalarRestartAnalysis TorchDynamoException",
     "torch._dynamo.guards": "CheckFunctionManager GuardManagerWrapper",
     "torch._dynamo.pgo": "get_code_state",
     "torch._dynamo.source": "ConstantSource",
@@ -88,6 +89,7 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
     "an op": "_schema _op_dk",
     "an op of torch.library.custom_op": "_opoverload",
     "a placeholder of Dynamo": "_dynamo_source",
+    "a function that Dynamo calls": "_dynamo_marked_constant",
     "a graph module of Dynamo": "_param_name_to_source",
     "a module": "_forward_hooks _forward_pre_hooks",
     "a module of torch.compile": "_orig_mod",

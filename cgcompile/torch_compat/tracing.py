@@ -205,6 +205,7 @@ class CannotTrace(Exception):
     """Dynamo cannot make one graph of a call; the text is the reason."""
 
     model_raises = False  # whether the reason is that the Python code of the model raises
+    becomes_several = True  # whether torch.compile makes several graphs of the call
     what = ""  # the reason in one line
     hints: tuple[str, ...] = ()  # torch's hints, a line each
     line: tuple[str, str] | None = None  # of the user: ("model.py:41 in forward", "y = ...")
@@ -570,14 +571,19 @@ def _as_cannot_trace() -> Iterator[None]:
 
 def _in_short(error: BaseException) -> CannotTrace:
     """Return the beginning of torch's explanation, and the user's line."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    explanation = getattr(error, "explanation", "")  # of :func:`raised_while_tracing`
+    lines = [line.strip() for line in (explanation or str(error)).splitlines() if line.strip()]
+    stack = [frame for frame in getattr(error, "real_stack", None) or () if frame.filename]
     hints = [line for line in lines if line.startswith(("Explanation:", "Hint:"))][:2]
-    frames = [line for line in lines if line.startswith('File "')]
+    if explanation:
+        hints, frames = lines[1:], [f'File "{at.filename}", line {at.lineno}' for at in stack]
+    else:
+        frames = [line for line in lines if line.startswith('File "')]
     text = "\n  ".join([*lines[:1], *hints, *frames[-1:]]) or type(error).__name__
     short = CannotTrace(text)
     short.model_raises = str(error).lstrip().startswith("Observed exception")
+    short.becomes_several = not explanation
     short.what, short.hints = text.splitlines()[0], tuple(hints)
-    stack = [frame for frame in getattr(error, "real_stack", None) or () if frame.filename]
     if stack:
         last = stack[-1]
         where = f"{os.path.basename(last.filename)}:{last.lineno} in {last.name}"

@@ -489,7 +489,8 @@ class Traces:
                 return self._trace_with(args, kwargs, dims)
             if error.model_raises:  # in Python, and its own type is lost here
                 self._function(*args, **kwargs)  # raises what the model raises
-            raise TraceError.refused(name=self.name, why=str(error)) from error
+            several = error.becomes_several
+            raise TraceError.refused(name=self.name, why=str(error), several=several) from error
 
     def _attempt(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[TensorDim]

@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -151,26 +152,65 @@ class Assigned(Recurrent):
 @pytest.mark.parametrize(
     ("kind", "graphs", "text"),
     [
-        (Recurrent, False, "Attempted to wrap RNN, GRU, or LSTM (test_coverage.py:"),
+        (Recurrent, False, ": Attempted to wrap RNN, GRU, or LSTM (test_coverage.py:"),
         (Assigned, True, "Dynamo cannot trace 'y, _ = self.rnn(x)' (test_coverage.py:"),
     ],
 )
-def test_what_dynamo_gives_up_is_named(kind: type[nn.Module], graphs: bool, text: str) -> None:
-    """Where no graph is left, from what Dynamo gave up in the process, with its hint."""
-    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+@pytest.mark.parametrize("named", [False, True])
+def test_what_dynamo_gives_up_is_named(
+    kind: type[nn.Module],
+    graphs: bool,
+    text: str,
+    named: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A count, one warning, and the reason with torch's hint, wherever calls are counted."""
+    options = {"compiler": "eager", "capture_device": "host", "max_captured_shapes": 37 + graphs}
     model = kind().eval()
-    compiled = torch.compile(model, backend=backend)
+    if named:  # as in a process that has not looked it up
+        monkeypatch.delitem(torch._dynamo.backends.registry._COMPILER_FNS, "cgcompile")
+        compiled = torch.compile(model, backend="cgcompile", options=options)
+    else:
+        compiled = torch.compile(model, backend=cgcompile.Backend(**options, strict=True))
     with torch.inference_mode():
         for _ in range(3):
             x = torch.randn(5, 3, 4)
             torch.testing.assert_close(compiled(x), model(x))
+    backend = cgcompile.runtime(compiled)
     summary = coverage(backend)
     assert bool(summary.graphs) is graphs
-    (row,) = [each for each in (*summary.breaks, *summary.given_up) if each.startswith(text)]
+    (row,) = [each for each in (*summary.breaks, *summary.given_up) if text in each]
     assert bool(summary.breaks) is graphs
     assert bool(summary.given_up) is not graphs
     assert ("Hint: Set torch._dynamo.config.allow_rnn=True" in row) is not graphs
-    assert ("Dynamo gave up:" in str(summary)) is not graphs
+    assert ("Dynamo compiled nothing of" in str(summary)) is not graphs
+    warnings = [text for text in caplog.messages if text.startswith("Dynamo compiled nothing of")]
+    assert backend.counters.degraded[Reason.NOT_COMPILED] == len(warnings) == (not graphs)
+    if graphs:
+        return
+    line = kind.forward.__code__.co_firstlineno
+    assert row.startswith(f"Dynamo compiled nothing of forward (test_coverage.py:{line}): Attemp")
+    assert row in warnings[0]
+    assert "not_compiled: " + row in str(backend.counters)
+    assert "Dynamo compiled nothing of 1 function" in repr(backend)
+    assert row in str(cgcompile.verify(compiled, x))
+    with pytest.raises(DispatchError) if not named else nullcontext() as error:
+        report = backend.capture(lambda _: compiled(x), [3])
+    assert row in (str(report) if error is None else str(error.value))
+
+
+def test_code_that_dynamo_gave_up_for_another_handle() -> None:
+    """Dynamo skips it for all backends then, without a callback."""
+    first, second = (cgcompile.Backend(compiler="eager", capture_device="host") for _ in range(2))
+    x = torch.randn(5, 3, 4)
+    for backend in (first, second):
+        torch.compile(Recurrent().eval(), backend=backend)(x)
+    assert second.counters.calls == 0
+    (text,) = coverage(second).given_up
+    assert text.startswith("in this process, for any model, Dynamo compiled nothing of forward (")
+    (text,) = coverage(first).given_up
+    assert text.startswith("Dynamo compiled nothing of forward (")
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
