@@ -191,6 +191,8 @@ class SegmentRecorder(Breaker):
         self.pool.retire(*graphs)
 
     def _leave(self) -> None:
+        # The recorder and its mode are a cycle, which must not hold tensors until it is collected.
+        self._rebinding = self._storages = None
         device = self.pool.device
         # Breaks may have run on the capture stream; other threads use it once the lock is free.
         with self._stack, device.on_stream(self._callers_stream):

@@ -583,8 +583,10 @@ TABLE: tuple[Row, ...] = (
         Row(
             f"tensor of a {holder_kind}, old one {'alive' if alive else 'freed'}",
             _tensor(holder_kind, alive),
-            {NONE: DOCUMENTED, UNTRACED: Contract(AddressChangedError)},
-            freed=not alive,
+            {
+                NONE: DOCUMENTED,
+                UNTRACED: Contract(AddressChangedError) if alive else AddressChangedError,
+            },
         )
         for holder_kind in PLACES
         for alive in (True, False)
@@ -592,8 +594,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "cache in a list replaced",
         cache_in_a_list,
-        {NONE: DOCUMENTED, UNTRACED: Contract(AddressChangedError), MANAGERS: ABSENT},
-        freed=True,  # a manager warms up with batches that no eager model gets
+        # A manager warms up with batches that no eager model gets.
+        {NONE: DOCUMENTED, UNTRACED: AddressChangedError, MANAGERS: ABSENT},
     ),
     Row("weight replaced", _weights(weight_replaced), OF_WEIGHTS),
     Row("weight.data assigned", _weights(weight_data), OF_WEIGHTS),
@@ -647,21 +649,18 @@ TABLE: tuple[Row, ...] = (
         ),
         {READ_CONTEXT: Contract(AddressChangedError), **NO_METADATA},
         settings=WITH_OP,
-        freed=True,
     ),
     Row(
         "metadata in a set",
         _metadata(lambda m: next(iter(m)), lambda t: {t}, lambda t: {t + 1}),
         {READ_CONTEXT: Contract(AddressChangedError), **NO_METADATA},
         settings=WITH_OP,
-        freed=True,
     ),
     Row(
         "metadata in a closure",
         _metadata(lambda m: m(), _captured, lambda t: _captured(t + 1)),
         {READ_CONTEXT: Contract(AddressChangedError), **NO_METADATA},
         settings=WITH_OP,
-        freed=True,
     ),
     Row(
         "strides that depend on each other",

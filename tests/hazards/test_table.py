@@ -23,8 +23,7 @@ def cells() -> Iterator[object]:
                     continue
                 marks = [pytest.mark.gpu] if device == "cuda" else []
                 if isinstance(row.outcome(name, device), Contract):
-                    run = device == "cpu" or not row.freed
-                    marks.append(pytest.mark.xfail(reason="contract", run=run, strict=True))
+                    marks.append(pytest.mark.xfail(reason="contract", strict=True))
                 yield pytest.param(row, name, device, id=f"{row.name}-{name}-{device}", marks=marks)
 
 

@@ -85,8 +85,6 @@ class Row:
         on_cuda: outcomes that only CUDA has.
         grad: the mode of gradients of all calls.
         settings: fields of CompilationConfig.
-        freed: whether the change frees memory that the graph reads; on CUDA a stale replay would
-            then read and write memory of others, and is not run.
         devices: where the row can run.
     """
 
@@ -96,7 +94,6 @@ class Row:
     on_cuda: Mapping[Any, Outcome] = field(default_factory=dict)
     grad: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
     settings: Mapping[str, Any] = field(default_factory=dict)
-    freed: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
 
     def outcome(self, name: str, device: str) -> Outcome:
