@@ -55,10 +55,10 @@ def compile(
         guards: what is checked at each call. ``"keep"`` (the default, but for DYNAMO_TRACE_ONCE):
             all that Dynamo assumed. ``"shape"``: the arguments (number, types, dtypes, devices,
             fixed sizes, which sizes are equal, layouts, values that are no tensors; objects must be
-            the same), autocast, and what it assumed of sizes. ``"none"``: the arguments and
-            autocast alone. Tensors of modules are bound, not looked up: changes in place are seen,
-            replaced ones need ``backend.release()`` or :meth:`CompiledModel.invalidate`; what else
-            the model reads, such as its attributes, stays as it was when traced.
+            the same), settings of torch such as autocast, and what it assumed of sizes. ``"none"``:
+            the arguments and these settings alone. Tensors of modules are bound, not looked up:
+            changes in place are seen, replaced ones need ``backend.release()`` or
+            :meth:`CompiledModel.invalidate`; attributes of the model stay as they were when traced.
         check_guards: for debugging: check dropped guards as well, and raise where one fails.
         dynamic_shapes: what a trace may assume of a dynamic size. ``"backed"``: at least 2, as in
             ``torch.compile``; 0 and 1 are traces of their own. ``"backed_size_oblivious"``: at

@@ -643,6 +643,11 @@ class HostValueChangedError(GuardError):
         A graph that reads the forward context repeats the layout of its tensors. Pass the whole \
         buffer at each step (a block table with all columns), and sizes in use in a tensor; or, if \
         the graph does not depend on the layout, set check_metadata=False.""")
+    setting = Template("""
+        {what}, {batch}: {name} is {now}, was {before} when captured.
+        A CUDA graph repeats the kernels and the host values of its capture. Replay it under the \
+        same setting; or use a batch descriptor for each (extra=...), or \
+        on_input_change="recapture".""")
     other_arguments = Template("""
         {what}, {batch}: called with {now}; it was {before} when captured.
         Pass arguments as at capture, by position or name, in containers of equal structure.""")

@@ -135,7 +135,8 @@ def test_fewer_names_are_private_than_before() -> None:
     # 72: without the use count of a storage, a replay would not notice that the program dropped it.
     # 73: without ShortenTraceback Dynamo runs a function eager that calls get_forward_context().
     # 74: without callback_handler nothing tells that Dynamo compiled nothing of a function.
-    assert len(listed_in(PRIVATE_NAMES)) <= 74
+    # 86: 12 read settings of torch before each replay; public names take 2 to 40 times as long.
+    assert len(listed_in(PRIVATE_NAMES)) <= 86
     # 14: _dynamo_marked_constant, for the error of get_forward_context().
     assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 14
 

@@ -424,21 +424,15 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _autocast(tensor_type: str) -> torch.dtype | None:
-    """Return the dtype to which ops are cast now, or None."""
-    on = torch.is_autocast_enabled(tensor_type)
-    return torch.get_autocast_dtype(tensor_type) if on else None
-
-
 class ArgumentGuard:
-    """The arguments of one captured call, opened in lists, tuples and dicts."""
+    """The arguments of one captured call, opened in containers, and the settings of torch."""
 
     def __init__(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], tensor_type: str = "cpu"
     ) -> None:
         self._count = len(args)
         self._tensor_type = tensor_type
-        self._autocast = _autocast(tensor_type)
+        self._kernels, self._traced = compat.kernel_settings(), compat.trace_settings()
         self._names = tuple(kwargs)
         pairs = [
             (top + path, leaf)
@@ -463,7 +457,7 @@ class ArgumentGuard:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str, batch: object
     ) -> None:
         """Raise AddressChangedError or HostValueChangedError where a call has other arguments."""
-        self.check_autocast(what, batch)
+        self.check_settings(what, batch)
         names = self._names
         if len(args) != self._count or len(kwargs) != len(names) or set(kwargs) != set(names):
             self._refuse_structure(args, kwargs, what, batch)
@@ -487,11 +481,16 @@ class ArgumentGuard:
             texts = layout_text(captured), layout_text(leaf)
             raise Change(self._paths[position], *texts).error(what, batch)
 
-    def check_autocast(self, what: str, batch: object) -> None:
-        """Raise HostValueChangedError under another autocast mode: for unchanged arguments."""
-        now = _autocast(self._tensor_type)
-        if now != self._autocast:
-            raise Change("autocast", self._autocast, now).error(what, batch)
+    def check_settings(self, what: str, batch: object) -> None:
+        """Raise HostValueChangedError under other settings of torch: for unchanged arguments."""
+        kernels, traced = compat.kernel_settings(), compat.trace_settings()
+        if kernels == self._kernels and traced == self._traced:
+            return
+        pair = (self._traced, traced) if kernels == self._kernels else (self._kernels, kernels)
+        name, before, now = compat.changed_setting(*pair)
+        raise HostValueChangedError.setting(
+            what=what, batch=str(batch), name=name, now=now, before=before
+        )
 
     def _refuse_structure(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, batch: object

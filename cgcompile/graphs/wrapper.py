@@ -311,8 +311,9 @@ class CUDAGraphWrapper(Transparent):
     runs ``runnable``. Attributes that the wrapper has not are those of ``runnable``; a copy or a
     pickle of a wrapper has no graphs.
 
-    Tensors and plain values among the arguments are compared before each replay, and so are the
-    fields of objects among them; an object that cannot be opened (of a C extension, a function)
+    Before each replay are compared: tensors and plain values among the arguments, the fields of
+    objects among them, and the settings of torch that choose kernels or dtypes (``sdpa_kernel``,
+    autocast, a default device, ...). An object that cannot be opened (of a C extension, a function)
     must be the same one. A step that rebinds a tensor in a field of the module, of an argument or
     of what is around a function runs plain, with a reason, and so does one that changes a number or
     another plain value that is an attribute of a module itself.
@@ -691,10 +692,10 @@ class CUDAGraphWrapper(Transparent):
         """Replay an entry whose inputs the caller has compared; return its ``output``.
 
         Callers must not change that. ``poison`` leaves ``inputs`` alone. Compared with the capture
-        are the autocast mode, and whether the program still has the tensors that are no arguments.
+        are the settings of torch, and whether the program still has tensors that are no arguments.
         """
         if entry.guard is not None:
-            entry.guard.check_autocast(self.name, entry.batch_descriptor)
+            entry.guard.check_settings(self.name, entry.batch_descriptor)
         entry.sequence.check_held()
         entry.sequence.replay(inputs, None, runner)
         self.timeline.replayed()

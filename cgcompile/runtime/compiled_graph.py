@@ -300,6 +300,7 @@ class CompiledGraph:
         fallback = self._dispatch.why_not_now(self._weight_sets, weight_set, key, batch, inputs)
         if fallback is not None:
             if fallback.reason is Reason.CAPTURE_FORBIDDEN:
+                fallback = self._naming_setting(fallback, weight_set, batch)
                 fallback = self._naming_grad_mode(fallback, weight_set, key)
             return fallback, None
         fallback = self._why_other_thread(context, captures=True)
@@ -324,6 +325,18 @@ class CompiledGraph:
             thread.admit("the compiled step", claim=not (captures or prepares_graphs()))
             return None
         return OTHER_THREAD if thread.is_other() else None
+
+    def _naming_setting(
+        self, fallback: Fallback, weight_set: WeightSet, batch: BatchKey
+    ) -> Fallback:
+        """Add to a fallback the setting of torch under which the step has a graph."""
+        now = compat.kernel_settings()
+        for recording in weight_set.recorded:
+            if recording.batch == batch and recording.settings != now:
+                name, before, after = compat.changed_setting(recording.settings, now)
+                detail = f"{fallback.detail}; it has one where {name} is {before}, now {after}"
+                return fallback._replace(detail=detail)
+        return fallback
 
     def _naming_grad_mode(
         self, fallback: Fallback, weight_set: WeightSet, key: Hashable

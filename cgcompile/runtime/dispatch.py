@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import BatchDescriptor, ForwardContext
 from cgcompile.descriptor import allows_full
@@ -109,6 +110,7 @@ class Dispatch:
         assert wanted is not None
         self.closed = False  # whether captures have ended
         self.growth = GrowingState(split)
+        self._settings: tuple[Any, ...] | None = None  # of torch, at the first step
         self._config, self._roles, self._timeline = config, roles, timeline
         self._inputs = split.inputs
         self._support = full_support(split)
@@ -166,15 +168,19 @@ class Dispatch:
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
     ) -> Hashable:
         """Return the key of a step within its weight set; numbers come last."""
-        if context is None:
-            return self._numbers(inputs)
-        key = (mode is FULL, context.batch_descriptor)
-        if self._config.on_input_change != "recapture":
+        key = self._numbers(inputs) if context is None else (mode is FULL, context.batch_descriptor)
+        if context is not None and self._config.on_input_change == "recapture":
+            roles = self._roles[mode]
+            addresses = (inputs[position].data_ptr() for position in (*roles.read, *roles.mutated))
+            numbers = (repr(inputs[position]) for position in roles.numbers)
+            key = (*key, *addresses, *numbers)
+        settings = compat.kernel_settings()
+        if settings == self._settings:  # nearly always
             return key
-        roles = self._roles[mode]
-        addresses = (inputs[position].data_ptr() for position in (*roles.read, *roles.mutated))
-        numbers = (repr(inputs[position]) for position in roles.numbers)
-        return (*key, *addresses, *numbers)
+        if self._settings is None:
+            self._settings = settings
+            return key
+        return (settings, *key)
 
     def batch(
         self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]

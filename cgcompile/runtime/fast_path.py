@@ -65,7 +65,7 @@ class ArgumentChecks(NamedTuple):
     leaves: list[list[str]]  # the lines about each positional argument
     others: list[str]  # the lines about keyword arguments
     objects: list[str]  # the lines that tell tensors from each other and from ``elsewhere``
-    autocast: list[str]  # the lines about autocast
+    settings: list[str]  # the lines about settings of torch
     names: dict[str, Any]  # what the lines refer to
     elsewhere: Iterable[torch.Tensor]  # tensors that the trace reads, and that no argument was
 
@@ -180,6 +180,8 @@ if step_thread.ident != thread and step_thread.ident:
     return not_served
 if paths.owner == thread or grad_is_on() or capturing() or {forward}:
     return not_served
+if kernel_settings() != settings:
+    return not_served
 """
 )
 
@@ -261,6 +263,8 @@ class GraphFastPath:
             "grad_is_on": torch.is_grad_enabled,
             "forward_ad": compat.FORWARD_GRADIENTS[1],
             "capturing": pool.device.is_capturing,
+            "kernel_settings": compat.kernel_settings,
+            "settings": recording.settings,
             "pool": pool,
             "step_thread": pool.thread,
             "generation": pool.generation,
@@ -408,7 +412,7 @@ class _CallLines:
             self.lines.append(f"({', '.join(checks.variables[bound:count])},) = args")
         lines = [line for leaf in checks.leaves[bound:] for line in leaf] + checks.others
         lines += [] if self._have_own_addresses(inputs) else checks.objects
-        lines += checks.autocast
+        lines += checks.settings
         self.lines += [line[4:].replace("return False", "return not_served") for line in lines]
 
     def layouts(self, inputs: Sequence[Any]) -> None:

@@ -64,6 +64,7 @@ class Recording:
     ) -> None:
         self.batch = batch
         self.roles = roles
+        self.settings = compat.kernel_settings()  # that its kernels were chosen under
         self.reserved = program.pool.reserved  # bytes, before there are buffers for this step
         self.owner = owner
         self.frame = program.pool.arena.frame(None if batch.own_context else owner)

@@ -21,4 +21,5 @@ from cgcompile.torch_compat.regions import *
 from cgcompile.torch_compat.shapes import *
 from cgcompile.torch_compat.structured_trace import *
 from cgcompile.torch_compat.subclasses import *
+from cgcompile.torch_compat.torch_settings import *
 from cgcompile.torch_compat.tracing import *

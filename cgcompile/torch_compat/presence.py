@@ -42,7 +42,11 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "_cuda_endAllocateToPool _cuda_getCurrentRawStream _cuda_getCurrentStream "
     "_cuda_isCurrentStreamCapturing _cuda_memorySnapshot "
     "_cuda_releasePool _cuda_setStream _current_graph_task_id _dispatch_get_all_op_names "
-    "_get_sdp_priority_order _host_emptyCache _set_grad_enabled "
+    "_get_cudnn_benchmark _get_cudnn_deterministic _get_cudnn_enabled _get_cudnn_sdp_enabled "
+    "_get_deterministic_algorithms _get_flash_sdp_enabled _get_fp32_precision_getter "
+    "_get_function_stack_at _get_math_sdp_enabled _get_mem_efficient_sdp_enabled "
+    "_get_sdp_priority_order _host_emptyCache "
+    "_is_any_autocast_enabled _len_torch_function_stack _set_grad_enabled "
     "_set_storage_data_ptr_access_error_msg _storage_Use_Count _tensors_data_ptrs_at_indices_equal",
     "torch._C._dynamo.guards": "TensorGuards",
     "torch._C._functorch": "peek_interpreter_stack",
@@ -79,6 +83,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.library": "_impls",
     "torch.ops._c10d_functional.wait_tensor": "default",
     "torch.utils": "_pytree",
+    "torch.utils._device": "DeviceContext",
     "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode_stack",
     "torch.utils._sympy.interp": "sympy_interp",
 }

@@ -3,7 +3,8 @@
 Dynamo's guards check the whole model and cost tens of microseconds. Where they are dropped, the
 arguments are still compared: their number and order, types, dtypes, devices, ranks, layouts,
 whether they require grad, the sizes that are not dynamic, which sizes are equal, plain values and
-containers of them; other objects by identity; and autocast::
+containers of them; other objects by identity; and settings of torch that traced code reads, such as
+autocast::
 
     def fits(args, kwargs):
         if len(args) != 2 or kwargs:
@@ -19,7 +20,7 @@ containers of them; other objects by identity; and autocast::
         if v0.shape[0] != v1.shape[0]:
             return False
         ...
-        if autocast():
+        if settings() != was:
             return False
         return True
 
@@ -120,7 +121,7 @@ class Fits:
         self._compare_usual()
         self._compare_sizes(conditions)
         objects = self._added(self._compare_objects)
-        autocast = self._added(self._compare_autocast)
+        settings = self._added(self._compare_settings)
 
         self.source = "\n".join(["def fits(args, kwargs):", *self._lines, "    return True"]) + "\n"
         namespace = dict(self._names)
@@ -132,7 +133,7 @@ class Fits:
             leaves=leaves,
             others=others,
             objects=objects,
-            autocast=autocast,
+            settings=settings,
             names=self._names,
             elsewhere=self._elsewhere,
         )
@@ -309,13 +310,9 @@ class Fits:
             objects = ", ".join(f"id({name})" for name in names)
             self._unless(f"len({{{objects}}}) != {len(names)}")
 
-    def _compare_autocast(self) -> None:
-        """Compare autocast: it determines the types that ops compute in."""
-        if not compat.any_autocast():
-            on = self._bound("a", torch.is_autocast_enabled)
-            self._unless(f"{on}('cuda') or {on}('cpu')")
-            return
-        now, was = self._bound("a", compat.autocast_state), compat.autocast_state()
+    def _compare_settings(self) -> None:
+        """Compare what Dynamo compares too: autocast, default dtype and device, determinism, ..."""
+        now, was = self._bound("a", compat.trace_settings), compat.trace_settings()
         self._unless(f"{now}() != {self._bound('c', was)}")
 
 

@@ -1,0 +1,87 @@
+"""The settings of torch that choose a kernel, or that traced code reads: what a capture bakes in.
+
+A graph repeats the kernels of its capture, whatever the settings are at a replay. Dynamo's guards
+compare those of :func:`trace_settings`; they do not compare those of :func:`kernel_settings`. Each
+is a tuple, read before every replay, so nothing here may allocate more or take longer than it must:
+together they take one microsecond.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+from cgcompile.torch_compat.ops import autocast_state
+
+# Functions of C: the public ones around them take twice the time, those of cuDNN 1 to 4 us each.
+_flash = torch._C._get_flash_sdp_enabled
+_memory_efficient = torch._C._get_mem_efficient_sdp_enabled
+_math = torch._C._get_math_sdp_enabled
+_cudnn_attention = torch._C._get_cudnn_sdp_enabled
+_priority = torch._C._get_sdp_priority_order
+_cudnn_is_on = torch._C._get_cudnn_enabled
+_benchmark = torch._C._get_cudnn_benchmark
+_cudnn_deterministic = torch._C._get_cudnn_deterministic
+_precision = torch._C._get_fp32_precision_getter  # the older getters may raise
+_is_deterministic = torch._C._get_deterministic_algorithms
+_any_autocast = torch._C._is_any_autocast_enabled
+_default_dtype = torch.get_default_dtype
+_count_function_modes = torch._C._len_torch_function_stack
+
+_KERNEL_SETTINGS = (
+    "flash attention (sdpa_kernel)",
+    "memory-efficient attention (sdpa_kernel)",
+    "math attention (sdpa_kernel)",
+    "cuDNN attention (sdpa_kernel)",
+    "the priority of attention kernels (sdpa_kernel)",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
+    "the precision of float32 in convolutions (torch.backends.cudnn.conv.fp32_precision)",
+)
+_TRACE_SETTINGS = (
+    "autocast",
+    "torch.use_deterministic_algorithms",
+    "the default dtype",
+    "the precision of float32 in products (torch.backends.cuda.matmul.fp32_precision)",
+    "torch function modes, which include the default device,",
+)
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Return the settings that choose kernels and that no guard of Dynamo compares."""
+    return (
+        _flash(),
+        _memory_efficient(),
+        _math(),
+        _cudnn_attention(),
+        tuple(_priority()),
+        _cudnn_is_on(),
+        _benchmark(),
+        _cudnn_deterministic(),
+        _precision("cuda", "conv"),
+    )
+
+
+def trace_settings() -> tuple[Any, ...]:
+    """Return the settings that a trace bakes in, and that Dynamo's guards compare."""
+    return (
+        autocast_state() if _any_autocast() else {},
+        _is_deterministic(),
+        _default_dtype(),
+        _precision("cuda", "matmul"),
+        _function_modes() if _count_function_modes() else (),
+    )
+
+
+def changed_setting(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, Any, Any]:
+    """Return (name, before, now) of a setting that differs between results of one function."""
+    names = _KERNEL_SETTINGS if len(before) == len(_KERNEL_SETTINGS) else _TRACE_SETTINGS
+    rows = zip(names, before, now, strict=True)
+    return next((name, old, new) for name, old, new in rows if old != new)
+
+
+def _function_modes() -> tuple[Any, ...]:
+    """Return the torch function modes that are on; a default device is equal to another object."""
+    stack = map(torch._C._get_function_stack_at, range(_count_function_modes()))
+    return tuple([mode.device if type(mode) is DeviceContext else mode for mode in stack])
