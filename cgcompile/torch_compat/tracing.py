@@ -279,6 +279,16 @@ class Trace:
             if fake.layout is torch.strided
         }
 
+    @property
+    def offsets(self) -> dict[str, str]:
+        """Likewise the offsets into memory that are dynamic."""
+        offsets = {
+            path: known_size(fake.storage_offset())
+            for path, fake in self._fakes()
+            if fake.layout is torch.strided
+        }
+        return {path: offset for path, offset in offsets.items() if isinstance(offset, str)}
+
     def _fakes(self) -> Iterator[tuple[str, torch.Tensor]]:
         for tracked in self._shape_env.tracked_fakes or ():
             if isinstance(tracked.fake, torch.Tensor):

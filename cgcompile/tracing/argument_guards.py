@@ -53,6 +53,10 @@ Shapes = Mapping[str, tuple[int | str, ...]]
 Conditions = Iterable[tuple[str, tuple[str, ...]]]
 
 
+# Of a stride or an offset: where it is read, its text, and the condition under which it is free.
+_Step = tuple[str, str, str]
+
+
 class LiveTensors:
     """Tensors, held weakly; ``ids`` has the identities of those that are alive."""
 
@@ -73,7 +77,8 @@ class Fits:
     """Generates ``function(args, kwargs)``: whether a trace of this call serves another call."""
 
     # ``paths`` are Dynamo's, by position or keyword; ``shapes`` and ``strides`` are by path, and so
-    # are the ``numbers`` that are inputs of the trace, which may have other values.
+    # are the ``offsets`` into memory, and the ``numbers`` that are inputs of the trace, which may
+    # have other values. ``alone``: no guards of Dynamo are checked beside these.
     # ``pinned`` tensors, which the model also reads in another way, must be the same objects. The
     # order of ``collected`` keywords counts. No argument may be one of the tensors ``elsewhere``,
     # which are not held. ``references`` are weak, to the objects that must be the same.
@@ -86,22 +91,24 @@ class Fits:
         *,
         shapes: Shapes,
         strides: Shapes,
+        offsets: Mapping[str, str],
         conditions: Conditions,
         numbers: Mapping[str, str],
         pinned: Collection[str] = (),
         collected: Collection[str] = (),
         elsewhere: Iterable[torch.Tensor] = (),
+        alone: bool = False,
     ) -> None:
         self.references: list[weakref.ref[Any]] = []
         self._lines: list[str] = []
         self._names: dict[str, Any] = {**compat.NAMES_IN_TEXT}
         self._elsewhere = LiveTensors(elsewhere)
         self._shapes, self._strides, self._pinned = shapes, strides, pinned
-        self._numbers = numbers
+        self._offsets, self._numbers, self._alone = offsets, numbers, alone
         self.varies = False  # whether an argument is such a number
         self._count = 0
         self._sizes: dict[str, list[str]] = {}  # by the name of a size: where it can be read
-        self._derived: list[tuple[str, tuple[str, ...]]] = []  # strides that follow from sizes
+        self._steps: list[_Step] = []  # of strides and offsets
         self._read: set[str] = set()  # the sizes that have a variable
         self._tensors: dict[int, str] = {}  # by identity: the variable that holds it
         self._same: dict[int, str] = {}  # likewise, of pinned tensors
@@ -177,6 +184,7 @@ class Fits:
         if isinstance(value, torch.Tensor) and path in self._pinned:
             self._object(name, value)
             self._same.setdefault(id(value), name)
+            self._places(name, value, path, f"{name}.shape")
         elif isinstance(value, torch.Tensor):
             self._tensor(name, kind, value, path)
         elif path in self._numbers and type(value) in (int, float):
@@ -236,9 +244,19 @@ class Fits:
             self._detailed += self._lines[start:]
             del self._lines[start:]
             shape = f"{name}.shape"
-        for dim, size in enumerate(sizes):
+        self._places(name, value, path, shape)
+
+    def _places(self, name: str, value: torch.Tensor, path: str, shape: str) -> None:
+        """Note where the symbols of a tensor are read; the variable ``shape`` has its sizes."""
+        for dim, size in enumerate(self._shapes.get(path, ())):
             if isinstance(size, str):
                 self._sizes.setdefault(size, []).append(f"{shape}[{dim}]")
+        if path in self._offsets:
+            self._steps.append((f"{name}.storage_offset()", self._offsets[path], "False"))
+        for dim, step in enumerate(self._strides.get(path, ())):
+            if isinstance(step, str):
+                free = "True" if value.is_contiguous() else f"{name}.shape[{dim}] <= 1"
+                self._steps.append((f"{name}.stride()[{dim}]", step, free))
 
     def _compare_usual(self) -> None:
         """Compare all tensors of usual layouts at once, and in detail where torch rejects them."""
@@ -263,9 +281,6 @@ class Fits:
         for dim, step in enumerate(strides):
             if isinstance(step, int) and sizes[dim] != 1:
                 self._unless(f"{shape}[{dim}] > 1 and {steps}[{dim}] != {step}")
-            elif isinstance(step, str):
-                fits = f"{shape}[{dim}] <= 1 or {steps}[{dim}] == ({step})"
-                self._derived.append((fits, _symbols(step)))
 
     def _object(self, name: str, value: Any) -> None:
         """Compare by identity: the trace may have read attributes of the object."""
@@ -285,16 +300,34 @@ class Fits:
                     self._lines.append(f"    {symbol} = {self._sizes[symbol][0]}")
                 self._read.update(symbols)
                 self._unless(f"not ({text})")
+            elif self._alone:  # what cannot be compared is traced again
+                self._lines.append(f"    return False  # {text}")
 
     def _compare_sizes(self, conditions: Conditions) -> None:
         """Check which sizes are equal, or depend on others, and what else was assumed of them."""
+        steps = list(self._steps_of_arguments())
         for places in self._sizes.values():
             for other in places[1:]:
                 self._unless(f"{places[0]} != {other}")
         derived = [text for text in self._sizes if not text.isidentifier()]
         for text in derived:
             self._conditions([(f"{self._sizes[text][0]} == ({text})", _symbols(text))])
-        self._conditions([*self._derived, *conditions])
+        self._conditions([*steps, *conditions])
+
+    def _steps_of_arguments(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the conditions on strides and offsets; those that are symbols are like sizes."""
+        # The stride of a dimension of size 1 is free where it follows from sizes. Another symbol is
+        # an input of the graph, which reads it from one of its places: all must agree.
+        sizes = set(self._sizes)
+        for read, text, free in self._steps:
+            symbols = _symbols(text)
+            if sizes.issuperset(symbols):
+                if free != "True":
+                    yield f"{free} or {read} == ({text})", symbols
+            elif text.isidentifier():
+                self._sizes.setdefault(text, []).append(read)
+            else:
+                yield f"{read} == ({text})", symbols
 
     def _compare_objects(self) -> None:
         """Check that no two tensors are one object, and that the trace reads none elsewhere."""

@@ -23,6 +23,7 @@ from cgcompile.errors import AddressChangedError, RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
 from cgcompile.graphs.guards import same_memory
 from cgcompile.locks import new_lock
+from cgcompile.passes.nodes import changes_layout
 from cgcompile.reasons import VARYING, Fallback, varying_number
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths
@@ -80,6 +81,7 @@ class CompiledTrace:
         rules: Rules,
         start: str,
         freezes: bool,
+        changes_layouts: bool,
     ) -> None:
         self.compiled = compiled
         self.fits = fits.function  # compares the arguments of a call, and autocast
@@ -102,7 +104,9 @@ class CompiledTrace:
         self.is_free = self.guards is None and self.dropped is None
         run: Callable[..., Any] | None = compiled
         if compiled is not None and trace.frozen:
-            run = _frozen(compiled, tuple(tensor for _, tensor in trace.frozen), self.held)
+            tensors = tuple(tensor for _, tensor in trace.frozen)
+            # An op that replaces the memory of a view of a weight would not reach the weight.
+            run = _frozen(compiled, tensors, tensors if changes_layouts else self.held)
         python = partial(trace.python.function, trace.original)  # the trace itself must go
         self.run = python(run)
         self.fast_paths: FastPaths | None = None
@@ -557,8 +561,9 @@ class Traces:
                 raise TraceError.writes_globals(name=self.name, names=names)
             check_dims(self.name, dims, trace.sizes)
             traced = time.perf_counter()
-            compiled = None
+            compiled, changes_layouts = None, False
             if trace.graph is not None:
+                changes_layouts = any(map(changes_layout, trace.graph.graph.nodes))
                 try:
                     with trace.compiling():
                         compiled = self._compile(trace.graph, trace.inputs, len(trace.frozen))
@@ -570,7 +575,7 @@ class Traces:
             fits = self._fits(trace, args, kwargs, dims)
             compiling = time.perf_counter() - traced
             took = f"traced in {traced - start:.2f} s, compiled in {compiling:.2f} s"
-            return CompiledTrace(trace, compiled, fits, self._rules, took, freezes)
+            return CompiledTrace(trace, compiled, fits, self._rules, took, freezes, changes_layouts)
 
     def _fits(
         self,
@@ -606,11 +611,13 @@ class Traces:
             paths,
             shapes=free_sizes(dims) | trace.sizes,
             strides=trace.strides,
+            offsets=trace.offsets,
             conditions=trace.size_conditions(),
             numbers=trace.numbers,
             pinned=pinned,
             collected=[name for name in kwargs if name not in self._signature.parameters],
             elsewhere=[x for x in elsewhere.values() if isinstance(x, torch.Tensor)],
+            alone=self._rules.guards == "none" and not self._unfrozen,
         )
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Any]]:

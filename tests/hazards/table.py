@@ -606,7 +606,6 @@ TABLE: tuple[Row, ...] = (
         data_in_the_step,
         {
             TRACES: Reason.TOO_MANY_WEIGHT_SETS,
-            NONE: Contract(Reason.TOO_MANY_WEIGHT_SETS),
             UNTRACED: CaptureError,
             MANAGERS: ABSENT,  # it warms up with batches that no eager model gets
         },
@@ -665,7 +664,6 @@ TABLE: tuple[Row, ...] = (
     Row(
         "strides that depend on each other",
         _inputs((16, 1), (16, 2), (20, 2)),
-        {("none",): Contract(RIGHT)},
     ),
     Row("strides that become equal", _inputs((16, 2), (20, 2), (20, 1))),
     Row("input moves", input_moves),

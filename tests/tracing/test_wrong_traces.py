@@ -9,6 +9,8 @@ from torch import nn
 
 import cgcompile
 
+SLOW = pytest.mark.slow
+
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
@@ -24,6 +26,89 @@ def test_strides_that_follow_from_sizes() -> None:
     ):
         assert torch.equal(one(x), step(x))
     assert len(one.traces) == 2
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    return torch.randn(400).as_strided(shape, strides, offset)
+
+
+LAYOUTS = {  # of a tensor [3, 4], and the traces that they need
+    "a stride follows from another": ([(8, 1), (8, 2), (8, 2), (10, 2), (12, 3)], 3),
+    "strides are equal": ([(7, 7), (7, 7), (9, 9), (9, 2), (7, 5)], 2),
+}
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("guards", GUARDS)
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=SLOW)])
+@pytest.mark.parametrize(("layouts", "traces"), LAYOUTS.values(), ids=LAYOUTS)
+def test_strides_that_depend_on_each_other(
+    layouts: Any, traces: int, compiler: str, guards: str, read: bool
+) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x @ weight
+        return y * (2 if x.stride(0) > 8 else 3) + x.stride(1) if read else y
+
+    weight = torch.randn(4, 4)
+    settings = {"compiler": compiler, "dynamic_dims": {"x": 0}, "capture_device": "host"}
+    one = compiled(step, guards=guards, **settings)
+    for strides in layouts:
+        for _ in range(4):
+            x = strided((3, 4), strides)
+            torch.testing.assert_close(one(x), step(x))
+    x = strided((5, 4), layouts[-1])
+    torch.testing.assert_close(one(x), step(x))
+    assert one.backend.counters.replays > 4
+    assert read or len(one.traces) == traces
+
+
+@pytest.mark.parametrize("guards", GUARDS)
+def test_strides_of_two_arguments(guards: str) -> None:
+    """Two strides that were equal when traced have one symbol."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * 2 + y
+
+    one = compiled(step, guards=guards, dynamic_dims={"x": 0, "y": 0})
+    for strides in ((8, 8), (9, 9), (9, 7), (7, 9), (6, 6)):
+        for rows in (3, 3, 5):
+            pair = [strided((rows, 4), (stride, 1)) for stride in strides]
+            torch.testing.assert_close(one(*pair), step(*pair))
+
+
+@pytest.mark.parametrize("guards", GUARDS)
+def test_an_offset_that_was_the_number_of_rows(guards: str) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * x.storage_offset()
+
+    one = compiled(step, guards=guards, dynamic_dims={"x": 0})
+    for rows, offset in ((3, 3), (3, 5), (5, 5), (4, 9)):
+        x = strided((rows, 4), (8, 1), offset)
+        torch.testing.assert_close(one(x), step(x))
+
+
+class Decaying(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.ones(4, 4)), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "in place":
+            self.weight.data *= 0.5
+        else:
+            self.weight.data = self.weight.data * 0.5
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot", pytest.param("inductor", marks=SLOW)])
+@pytest.mark.parametrize("how", ["in place", "anew"])
+def test_no_write_of_data_is_lost(how: str, compiler: str) -> None:
+    one = compiled(Decaying(how).eval(), guards="none", compiler=compiler, capture_device="host")
+    eager, x = Decaying(how).eval(), torch.randn(1, 4)
+    for _ in range(4):
+        torch.testing.assert_close(one(x), eager(x))
+        torch.testing.assert_close(one.weight, eager.weight)
+    assert one.backend.counters.plain.total() == 4  # no graph can hold such a step
 
 
 @pytest.mark.parametrize("guards", GUARDS)
