@@ -2,10 +2,11 @@
 
 What a piece depends on is a table of *facts*, named and in plain text; the key is their hash. Equal
 facts mean that one artifact may be used in place of another, in this process and in any other one
-(Note [Text of a graph]). A piece that is :class:`Unnameable` is compiled, and not kept. There are
-two levels: :class:`PieceCache`, of one backend, and :class:`Store`, a folder that backends and
-processes share. Guards on sizes that the compiler added are kept with an artifact and evaluated at
-each hit: where they do not hold, the piece is compiled as the next *variant* of its key.
+(Note [Text of a graph]). A piece that is :class:`Unnameable` is compiled, without the caches of
+torch, whose keys lack the same facts, and not kept. There are two levels: :class:`PieceCache`, of
+one backend, and :class:`Store`, a folder that backends and processes share. Guards on sizes that
+the compiler added are kept with an artifact and evaluated at each hit: where they do not hold, the
+piece is compiled as the next *variant* of its key.
 
 The rule: a store never fails its caller. What cannot be read is a miss, what cannot be written is
 not kept, a damaged file is removed, and the log has a warning.
@@ -490,6 +491,7 @@ class Compiling:
         self._cache = cache
         self._compiler = compiler
         self._patches = dict(config.inductor_options)
+        self._compiles_with_inductor = config.compiler == "inductor"
         self._began = time.perf_counter()
         self._origins: list[PieceOrigin] = []
         self._facts: Mapping[str, str] = {}
@@ -499,7 +501,7 @@ class Compiling:
         self._why_not_saved: str | None = None
         if cache.store is None:
             self._why_not_saved = "caching is off"
-        elif config.compiler == "inductor":
+        elif self._compiles_with_inductor:
             self._why_not_saved = compat.why_not_saved(self._patches)
         else:
             self._why_not_saved = "only Inductor saves"
@@ -539,7 +541,10 @@ class Compiling:
             self._note(piece, how, began, key, None)
             return run
         data = None
-        if facts is None or self._why_not_saved is not None:
+        if facts is None and self._compiles_with_inductor:
+            run = self._attempt(lambda: compat.compile_uncached(module, fake_inputs, self._patches))
+            uncached = self._why_not_saved or ""
+        elif facts is None or self._why_not_saved is not None:
             run = self._attempt(lambda: self._compiler(module, fake_inputs))
             uncached = self._why_not_saved or ""
         else:

@@ -43,6 +43,25 @@ def compile_inductor(
     return InductorCall(compile_standalone(gm, fake_inputs, patches))
 
 
+# Keyed by the graph before decompositions (functorch), or before lowerings (Inductor). What is
+# compiled from generated code, such as C++ libraries, is keyed by that code, and stays on.
+_INDUCTOR_CACHES = ("fx_graph_cache", "fx_graph_remote_cache")
+_FUNCTORCH_CACHES = ("enable_autograd_cache", "enable_remote_autograd_cache")
+
+
+def compile_uncached(
+    gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> InductorCall:
+    """Compile one piece with Inductor, whose code no key of torch's caches has."""
+    from torch._functorch import config
+
+    known = dict.fromkeys((name for name in _FUNCTORCH_CACHES if hasattr(config, name)), False)
+    with config.patch(known):
+        return compile_inductor(
+            gm, fake_inputs, {**patches, **dict.fromkeys(_INDUCTOR_CACHES, False)}
+        )
+
+
 def compile_saveable(
     gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], bytes | None, str]:

@@ -218,6 +218,34 @@ def test_switches_of_torch_count(options: dict[str, bool], why: str | None) -> N
     assert compat.why_not_saved(options) == why
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["on", "off"])
+def test_the_code_of_an_edited_op_is_compiled(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps a graph with an op that is decomposed, under a key without the code of the op."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    folder = str(tmp_path / "own") if cache == "on" else "off"
+    for factor in (2, 3):
+        torch._dynamo.reset()
+        with torch.library._scoped_library("cgc_edited", "DEF") as library:
+            library.define("scaled(Tensor x) -> Tensor")
+            library.impl("scaled", lambda x: x * factor, "CompositeImplicitAutograd")  # noqa: B023
+            backend = cgcompile.Backend(cache_dir=folder, capture_device="host")
+            step = torch.compile(lambda x: torch.ops.cgc_edited.scaled(x).tanh(), backend=backend)
+            with torch.inference_mode():
+                for _ in range(3):  # the second call is captured, the third replayed
+                    x = torch.randn(3, 4)
+                    torch.testing.assert_close(step(x), (x * factor).tanh())
+        assert backend.counters.replays == 1
+        (origin,) = backend.graphs[0].compilation.pieces
+        assert origin.how == "compiled"
+        assert "decomposed" in str(origin.uncached)
+    import torch._functorch.config as functorch_config
+
+    assert functorch_config.enable_autograd_cache  # for other pieces
+
+
 # ---------------------------------------------------------------- guards, in one process
 
 
