@@ -155,12 +155,14 @@ class Registry:
             step: ``step(batch)`` prepares inputs afresh and calls the compiled model once, in a
                 forward context or without one. It is called for each batch at least twice.
             batches: numbers of tokens, batch descriptors, or other arguments of ``step``.
-            size: the size of a batch; left out: the number itself, or its ``num_tokens``.
+            size: the size of a batch; left out: the number itself, or its ``num_tokens``, which
+                must be in the descriptor of the forward context that ``step`` sets, if it sets one.
 
         Returns:
             Which batches have graphs now, and why the others have none.
 
         Raises:
+            ConfigError: a batch has no tokens.
             DispatchError: with ``strict``, a batch has no graph.
             BaseException: what ``step`` raised.
         """

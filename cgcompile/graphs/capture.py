@@ -135,6 +135,7 @@ class _Bulk:
 
     def __init__(self) -> None:
         self.memory: dict[Any, Any] = {}  # what captures keep for the next ones
+        self.descriptors: list[BatchDescriptor] = []  # of callers, that were captured
         # By device: the pool of the first capture, and the driver's memory for graphs before it.
         self.levels: dict[torch.device, tuple[GraphPool, int]] = {}
 
@@ -434,6 +435,12 @@ def bulk_capture() -> Iterator[None]:
 def prepares_graphs() -> bool:
     """Return whether this thread or task is inside of a bulk capture, its warm-up included."""
     return _in_bulk.get() is not None or capture_postponed()
+
+
+def bulk_descriptors() -> list[BatchDescriptor]:
+    """Return what this bulk captured of the descriptors of callers; a new list outside of one."""
+    bulk = _in_bulk.get()
+    return [] if bulk is None else bulk.descriptors
 
 
 def bulk_memory() -> dict[Any, Any]:

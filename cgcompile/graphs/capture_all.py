@@ -8,17 +8,25 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.context import callers_context
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import AddressChangedError, DispatchError, ManagerError
-from cgcompile.graphs.capture import bulk_capture, capture_postponed, postponed_capture
+from cgcompile.graphs.capture import (
+    bulk_capture,
+    bulk_descriptors,
+    capture_postponed,
+    postponed_capture,
+)
+from cgcompile.graphs.profiling import observing
+from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.progress import progress
 from cgcompile.reasons import EXPECTED, LAST_CALL, Counters, Reason
-from cgcompile.settings import checked_but, is_finite, require, require_callable
+from cgcompile.settings import checked_but, is_finite, is_whole, require, require_callable
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +43,8 @@ class BulkCapture:
 
     Attributes:
         captured: the batches all of whose steps have graphs now, in the order of capture.
-        missing: the others, with the reason as text.
+        missing: the others, with the reason as text. A batch whose step captures or replays the
+            graph of another batch is one of them.
         passes: how often all batches ran plain before.
         warm_seconds: host time of that, and of collecting garbage once.
         capture_seconds: host time of the captures, each of which is one execution as well.
@@ -94,14 +103,15 @@ def capture_all(
             called for each batch several times.
         batches: numbers of tokens, batch descriptors, or whatever ``step`` takes.
         target: a backend, compiled model or wrapper, which counts the captures.
-        size: returns the size of a batch; left out: the number itself, or its ``num_tokens``.
+        size: returns the size of a batch; left out: the number itself, or its ``num_tokens``, which
+            must be in the descriptor of the forward context that ``step`` sets, if it sets one.
         settled: returns a value that stays equal once nothing compiles any more.
         warmups: how often each batch runs without a graph at least.
         strict: raise where a batch has no graph in the end.
         title: of the progress bar.
 
     Raises:
-        ConfigError: an argument is of another kind than above; nothing ran.
+        ConfigError: an argument is of another kind, or a batch has no tokens; nothing ran.
         DispatchError: ``strict``, and a batch has no graph.
         BaseException: what ``step`` raised.
 
@@ -115,21 +125,20 @@ def capture_all(
     start = time.perf_counter()
     _check(step, batches, target, size)
     ordered = sorted(batches, key=lambda batch: _size_of(batch, size), reverse=True)
-    passes = warm_all(step, ordered, settled, warmups, title)
+    graphs = _Graphs(step, compares=size is None)
+    passes = warm_all(graphs.warm, ordered, settled, warmups, title)
     captured, missing, degraded = list[Any](), list[tuple[Any, str]](), list[tuple[Any, str]]()
     with bulk_capture():
         warm = time.perf_counter()
         for batch in progress(ordered, f"{title}: capture"):
             before = target.counters
-            step(batch)
+            graphs.run(batch)
             after = target.counters
-            reasons = after.plain - before.plain
-            done = after.captures + after.replays > before.captures + before.replays
-            if done and EXPECTED.issuperset(reasons):
+            reason = graphs.why_missing(batch, before, after)
+            if not reason:
                 captured.append(batch)
                 degraded += [(batch, why) for why in after.why_degraded(before)]
                 continue
-            reason = "; ".join(after.why_plain(before)) or _why_not_called(after)
             if strict:
                 raise DispatchError.strict(what=f"batch {batch}", why=f"bulk capture: {reason}")
             missing.append((batch, reason))
@@ -137,6 +146,68 @@ def capture_all(
     capture = BulkCapture(tuple(captured), tuple(missing), passes, *seconds, tuple(degraded))
     log.info("%s", capture)
     return capture
+
+
+class _Graphs:
+    """Which graphs the steps of batches replay and capture."""
+
+    def __init__(self, step: Callable[[Any], Any], compares: bool) -> None:
+        self._step, self._compares = step, compares  # batches with descriptors
+        self._known: dict[int, set[GraphSequence]] = {}  # replayed by the warm-up, by id of a batch
+        self._owners: dict[frozenset[GraphSequence], Any] = {}  # the batch that replays these alone
+        self._replayed: set[GraphSequence] = set()  # by the last step
+        self._descriptors: list[BatchDescriptor] = []  # of its graphs, where it set a context
+
+    def run(self, batch: Any) -> None:
+        """Run the step of a batch, which may capture."""
+        captured = bulk_descriptors()
+        captured.clear()
+        self._replayed.clear()
+        replayed: list[BatchDescriptor] = []
+
+        def observer(sequence: GraphSequence, index: int | None) -> AbstractContextManager[Any]:
+            self._replayed.add(sequence)
+            context = callers_context()
+            if context is not None and context.batch_descriptor is not None:
+                replayed.append(context.batch_descriptor)
+            return nullcontext()
+
+        with observing(observer):
+            self._step(batch)
+        self._descriptors = captured + replayed
+
+    def warm(self, batch: Any) -> None:
+        """Run the step of a batch before anything is captured."""
+        self.run(batch)
+        self._known[id(batch)] = set(self._replayed)
+
+    def why_missing(self, batch: Any, before: Counters, after: Counters) -> str:
+        """Return why a batch has no graph after the last step, or ""."""
+        captured, replayed = after.captures > before.captures, after.replays > before.replays
+        if not (captured or replayed) or not EXPECTED.issuperset(after.plain - before.plain):
+            return "; ".join(after.why_plain(before)) or _why_not_called(after)
+        return self._other(batch, captured)
+
+    def _other(self, batch: Any, captured: bool) -> str:
+        """Return which graph of another batch the last step has captured or replayed, or ""."""
+        done = "captured" if captured else "replayed"
+        compared = self._compares and self._descriptors
+        if compared and not any(_is_of(batch, each) for each in self._descriptors):
+            return f"{done} the graph of {self._descriptors[0]}"
+        if captured or not self._replayed:
+            return ""
+        new = self._replayed - self._known[id(batch)]  # of a batch that was captured before it
+        owner = self._owners.setdefault(frozenset(self._replayed), batch)
+        if owner is not batch and str(owner) != str(batch):
+            new = self._replayed
+        return f"replayed the graph of {' and '.join(sorted({x.batch for x in new}))}" * bool(new)
+
+
+def _is_of(batch: Any, descriptor: BatchDescriptor) -> bool:
+    """Return whether a descriptor is that of a batch, as far as a batch tells."""
+    if isinstance(batch, BatchDescriptor):
+        return batch == descriptor
+    return not is_whole(batch) or batch in (*descriptor, *descriptor.extra)
 
 
 def warm_all(
@@ -181,6 +252,8 @@ def _size_of(batch: Any, size: Callable[[Any], int] | None) -> Any:
     number = getattr(batch, "num_tokens", batch) if size is None else size(batch)
     expected = "a number for each batch; give size= for batches that are none"
     require(is_finite(number), "size", "capture_all", number, expected)
+    expected = "batches of one token or more; give size= where they are not numbers of tokens"
+    require(size is not None or number > 0, "batches", "capture_all", batch, expected)
     return number
 
 

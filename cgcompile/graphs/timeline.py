@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.context import BatchDescriptor, callers_context
+from cgcompile.graphs.capture import bulk_descriptors
 from cgcompile.graphs.memory import measured
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
@@ -213,4 +214,6 @@ class Timeline:
             compat.trace_artifact("cgcompile_capture", record.to_dict, self._compile_id)
             if not isinstance(outcome, str):
                 self._by_sequence[outcome] = record
+                if callers_context() is not None:
+                    bulk_descriptors().append(batch)
                 compat.trace_artifact("cgcompile_sequence", lambda: text, self._compile_id)

@@ -43,7 +43,7 @@ from cgcompile import (
     set_forward_context,
 )
 from cgcompile.debug import Counters
-from cgcompile.errors import DispatchError
+from cgcompile.errors import ConfigError, DispatchError
 from cgcompile.graphs import BulkCapture
 from cgcompile.graphs.capture import (
     bulk_capture,
@@ -499,6 +499,61 @@ def test_descriptors_of_a_compiled_model(device: str, mode: Any) -> None:
         step(wanted)
     counters: Counters = backend.counters
     assert (counters.captures, counters.replays) == (3, 6)
+
+
+REPLAYED = "replayed the graph of num_tokens=8"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_ignores_its_size_has_one_graph(wrapped, again: bool) -> None:
+    def step(_: Any) -> None:
+        wrapped.step(8)
+
+    if again:
+        wrapped.capture([8, 4])
+    bulk = capture_all(step, [2, 8, 4], wrapped.wrapper)
+    assert (bulk.captured, bulk.missing) == ((8,), ((4, REPLAYED), (2, REPLAYED)))
+    bulk = capture_all(step, [16], wrapped.wrapper)
+    assert (bulk.captured, bulk.missing) == ((), ((16, REPLAYED),))
+    wrapped.wrapper.clear_all_graphs()
+    bulk = capture_all(step, [16], wrapped.wrapper)
+    assert (bulk.captured, bulk.missing) == ((), ((16, REPLAYED.replace("replay", "captur")),))
+    with pytest.raises(DispatchError, match=r"batch 4 .* replayed the graph of num_tokens=8"):
+        capture_all(step, [8, 4], wrapped.wrapper, strict=True)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_compiled_step_that_ignores_its_size_or_pads_it(device: str, again: bool) -> None:
+    """Without a forward context, only graphs tell batches from each other."""
+    model, compiled, backend = compiled_model(Hooked, device, dynamic=True)
+
+    def missing(step: Any, sizes: list[int]) -> list[tuple[int, str]]:
+        bulk = backend.capture(lambda size: compiled(batch(device, step(size))), sizes)
+        assert {*bulk.captured} == {*sizes} - {size for size, _ in bulk.missing}
+        return [(size, why.partition(",")[0]) for size, why in bulk.missing]
+
+    if again:
+        assert missing(lambda size: size, [8, 4]) == []
+    assert missing(lambda _: 8, [2, 8, 4]) == [(4, REPLAYED), (2, REPLAYED)]
+    padded = missing(lambda size: -(-size // 4) * 4, [3, 8, 4, 7, 8])
+    assert padded == [(7, REPLAYED), (3, REPLAYED.replace("8", "4"))]
+    x = batch(device, 8)
+    assert_same(compiled(x), model(x))
+
+
+def test_a_number_that_is_no_size_is_not_compared_with_the_context(wrapped) -> None:
+    sizes = {0: 8, 1: 4}
+    bulk = capture_all(
+        lambda index: wrapped.step(sizes[index]), [*sizes], wrapped.wrapper, size=sizes.__getitem__
+    )
+    assert (bulk.captured, bulk.missing) == ((0, 1), ())
+
+
+@pytest.mark.parametrize("batches", [[0, 16, 4], [-1], [BatchDescriptor(0), BatchDescriptor(4)]])
+def test_a_batch_without_tokens_is_refused(wrapped, batches: list[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)batches = .*expected batches of one token or more"):
+        wrapped.capture(batches)
+    assert wrapped.ran == []
 
 
 def test_a_closed_backend_has_reasons_for_all(device: str) -> None:
