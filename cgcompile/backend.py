@@ -24,7 +24,7 @@ from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import ConfigError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.passes import check_disabled
-from cgcompile.passes.numbers import numbers_to_tensors, take_number_results
+from cgcompile.passes.numbers import Numbers
 from cgcompile.passes.printer import count
 from cgcompile.passes.split import split_data
 from cgcompile.passes.subclasses import unwrap_subclasses
@@ -34,9 +34,9 @@ from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
-from cgcompile.runtime.number_results import WithNumberResults
+from cgcompile.runtime.host_numbers import WithHostNumbers
 from cgcompile.runtime.padding import PaddedGraph, with_padding
-from cgcompile.runtime.subclasses import UnwrappedGraph
+from cgcompile.runtime.subclasses import UnwrappedGraph, innermost
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +153,7 @@ class Backend(Registry):
             compat.guard_repeated_regions(gm)
         except compat.CannotRepeat as error:
             raise TraceError.region(problem=str(error)) from error
+        compat.guard_signs_of_zeros()
         shape_env = compat.current_shape_env()
         if shape_env is not None:
             self._shape_envs.add(shape_env)
@@ -160,10 +161,8 @@ class Backend(Registry):
             frame = compat.current_frame()
             differences = [] if frame is None else self._differences.setdefault(frame, [])
             result = self.compile_graph(gm, example_inputs, differences=differences)
-        graph = result
-        while isinstance(graph, (UnwrappedGraph, WithNumberResults, PaddedGraph)):
-            graph = graph.graph
-        if isinstance(graph, CompiledGraph):
+        graph = innermost(result)
+        if graph is not None:
             graph.graph_break = compat.graph_break(gm)
         return result
 
@@ -194,11 +193,15 @@ class Backend(Registry):
         unwrapped = unwrap_subclasses(gm)
         source = gm if unwrapped is None else unwrapped.graph
         floats = compat.varied_floats(source, self._floats)
-        numbers = take_number_results(gm, floats) if unwrapped is None else None
+        varying = Numbers(source, floats)
+        if config.mode is CompilationMode.PIECEWISE:
+            compat.make_floats_constant(source, but=varying.tensors)
+        numbers = varying.taken()
         if unwrapped is not None or numbers is not None or config.pad_lengths is not None:
             frozen = 0  # the caller of the wrapper passes all inputs at each call
         with compat.new_sources() as sources:
-            graph = _build(source, floats, config, self._pieces, frozen)
+            taken = source if numbers is None else numbers.graph
+            graph = _build(taken, floats, config, self._pieces, frozen)
         compat.drop_sources_with(graph, sources)
         compat.trace_artifact("cgcompile_code", lambda: graph.source)
         compat.trace_artifact(
@@ -209,11 +212,15 @@ class Backend(Registry):
                 unmet.discard_met(piece.module)
             graph.before_capture = unmet.warn_once
         self._register(graph)
+        called: CompiledGraph | PaddedGraph | WithHostNumbers
         called = with_padding(graph, config.pad_lengths, [] if differences is None else differences)
+        if numbers is not None:
+            original = compat.with_checkpoints(source).forward
+            called = WithHostNumbers(called, numbers, original, self.run_plain)
         if unwrapped is not None:
             original = compat.with_checkpoints(gm).forward
             return UnwrappedGraph(called, unwrapped, original, self.run_plain)
-        return called if numbers is None else WithNumberResults(called, numbers, gm)
+        return called
 
     def _unmet_ops(self, gm: fx.GraphModule) -> UnmetOps | None:
         """Note which declared splitting ops a graph has; None if none was declared."""
@@ -234,9 +241,6 @@ def _build(
     """Split a graph, check the sizes, compile the pieces, check again, build the compiled graph."""
     # In modes other than PIECEWISE the graph is one piece, for FULL graphs where its ops allow
     # them.
-    numbers_to_tensors(gm, floats)
-    if config.mode is CompilationMode.PIECEWISE:
-        compat.make_floats_constant(gm)
     split, boundaries = split_by_config(gm, config)
     log.info("split graph:\n%s", split)
     compat.trace_artifact("cgcompile_split", split.text)

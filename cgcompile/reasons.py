@@ -159,8 +159,8 @@ class Reason(enum.Enum):
     )
     UNSUPPORTED_INPUT = (
         "unsupported_input",
-        "an input is a tensor subclass or a sparse tensor",
-        "pass plain dense tensors",
+        "an input is a tensor subclass, a sparse tensor, or a number that no tensor holds",
+        "pass plain dense tensors, and numbers in the range of int64 and of the dtype",
     )
     UNLISTED_SIZE = (
         "unlisted_size",

@@ -3,17 +3,20 @@
 A CUDA graph repeats the numbers that its kernels were launched with. Dynamo passes a number that
 varies as a symbol (an int), or as a 0-dim CPU tensor that the graph reads with ``item`` (a float).
 An op that only computes with it takes a 0-dim tensor instead, int64 or float64 before the op casts
-it. A captured piece reads that tensor on the device, where it is filled before each replay, as any
-0-dim CPU tensor. The rule: a use is replaced only if fake values show the same dtype and layout,
-and the op then computes what eager computes with a Python number, in the same dtype.
+it: a new input of the graph. A captured piece reads that tensor on the device, where it is filled
+before each replay, as any 0-dim CPU tensor. Arithmetic on numbers stays arithmetic of Python, which
+the host does at each call, see :class:`HostNumbers`. The rule: a use is replaced only if fake
+values show the same dtype and layout, and the op then computes what eager computes with a Python
+number, in the same dtype.
 
 A float that has another use as well (an argument of attention, a size, a result) becomes a constant
 of the trace, see ``make_floats_constant``. An int with another use stays a number there. Sizes of
 tensors are never replaced.
 """
 
+import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ from cgcompile.passes.base import alike, run_on_fakes
 from cgcompile.passes.nodes import (
     COMPUTING,
     NUMBER,
+    bound_symbols,
     is_symbolic_number,
     short_name,
     symbols_of,
@@ -44,25 +48,33 @@ _REDUCED = (torch.float16, torch.bfloat16)
 _HOLD_FLOATS = {torch.bool, torch.bfloat16, torch.float32, torch.float64}
 _HOLD = {torch.int64: {torch.int64, *_HOLD_FLOATS}, torch.float64: _HOLD_FLOATS}
 
-# Arithmetic on Python numbers that tensors of int64 and float64 do with the same result.
-_ON_INTS = {operator.add, operator.sub, operator.mul, operator.neg}
-_ON_INTS |= {operator.floordiv, operator.mod, torch.sym_max, torch.sym_min}
-_ON_FLOATS = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg}
-_ON_FLOATS |= {torch.sym_float, torch.sym_max, torch.sym_min}
+# Arithmetic on Python numbers that the host does at each call.
+_ON_HOST = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow}
+_ON_HOST |= {operator.floordiv, operator.mod, torch.sym_max, torch.sym_min, torch.sym_float}
 
 # Adds an op, or runs it: (function or name of a method, *arguments, **keywords) -> its result.
 Emit = Callable[..., Any]
 
 
-def numbers_to_tensors(gm: fx.GraphModule, floats: Collection[fx.Node]) -> None:
-    """Replace the ints that ops of a graph compute with by 0-dim tensors, and these floats."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            _call_what_python_calls(module)
-            _fill_elements(module)
-    numbers = _Numbers(gm, floats)
-    if numbers.inputs:
-        numbers.replace()
+class HostNumber(NamedTuple):
+    """A number that the host computes at each call; the graph takes it as a 0-dim tensor."""
+
+    kind: Any  # int or float; of another one, Python computes otherwise than the trace
+    dtype: torch.dtype  # of the tensor
+    limit: float  # of floats: the largest finite magnitude that eager converts
+    of: str  # the numbers of the caller that it is made of, for people
+
+
+class HostNumbers(NamedTuple):
+    """A graph whose ops take numbers as tensors, and what the host computes for it at each call."""
+
+    graph: fx.GraphModule
+    inputs: tuple[int, ...]  # of the graph: positions among all inputs, and the added tensors
+    numbers: tuple[HostNumber, ...]  # those come first for which a tensor is made
+    num_added: int
+    sources: tuple[int, ...]  # positions of the inputs that the numbers are computed from
+    compute: Callable[..., tuple[Any, ...]]  # from these: the numbers, then the results
+    results: tuple[int, ...]  # positions, among all results, of those that numbers alone make
 
 
 # By operator: what Python calls for a number on the left of a tensor.
@@ -111,57 +123,26 @@ def _fill_elements(gm: fx.GraphModule) -> None:
         gm.recompile()
 
 
-class NumberResults(NamedTuple):
-    """Results that floats of the caller alone make, such as an attribute that a call assigns."""
-
-    positions: tuple[int, ...]  # among all results, in order
-    inputs: dict[fx.Node, fx.Node]  # of the graph, each with the node that reads its float
-    compute: Callable[..., tuple[torch.Tensor, ...]]  # from these inputs, on the host
-
-
-def take_number_results(gm: fx.GraphModule, floats: Collection[fx.Node]) -> NumberResults | None:
-    """Remove the results that floats of the caller alone make; None if there are none."""
-    # Dynamo returns each as a 0-dim tensor on the CPU.
-    output = gm.graph.output_node()
-    results = output.args[0]
-    if not isinstance(results, (tuple, list)):
-        return None
-    float_nodes = [_made_of_floats(node, floats) for node in results]
-    positions = tuple([position for position, nodes in enumerate(float_nodes) if nodes])
-    if not positions:
-        return None
-    needed = set[fx.Node]().union(*filter(None, float_nodes))
-    inputs = {n.args[0]: n for n in gm.graph.nodes if n in needed and _reads_float(n)}
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for source in inputs:
-        copies[source] = graph.node_copy(source)
-    for node in gm.graph.nodes:
-        if node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    numbers: list[Any] = [results[position] for position in positions]
-    graph.output(tuple([copies[node] for node in numbers]))
-    kept: list[Any] = [node for node, nodes in zip(results, float_nodes, strict=True) if not nodes]
-    output.args = (tuple(kept),)
-    for node in reversed(gm.graph.nodes):
-        if node in needed and not node.users:
-            gm.graph.erase_node(node)
-    gm.recompile()
-    return NumberResults(positions, inputs, fx.GraphModule(gm, graph).forward)
+def _made_of_floats(result: fx.Node, floats: Collection[fx.Node]) -> bool:
+    """Return whether floats of the caller alone make a result, at least one that varies."""
+    if result.target is not torch.scalar_tensor:
+        return False
+    nodes = _made_of(result)
+    numbers = (n for n in nodes if n is not result and n.op != "placeholder")
+    return not nodes.isdisjoint(floats) and all(
+        isinstance(value(n), torch.SymFloat) for n in numbers
+    )
 
 
-def _made_of_floats(result: Any, floats: Collection[fx.Node]) -> set[fx.Node] | None:
-    """Return the nodes that compute a result from floats of the caller alone; None of others."""
-    if not isinstance(result, fx.Node) or result.target is not torch.scalar_tensor:
-        return None
+def _made_of(result: fx.Node) -> set[fx.Node]:
+    """Return the nodes that a result is computed by, and itself, as far as reads of floats."""
     nodes, waiting = {result}, [*result.all_input_nodes]
     while waiting:
         node = waiting.pop()
         nodes.add(node)
-        if not isinstance(value(node), torch.SymFloat):
-            return None
         if not _reads_float(node):
             waiting += node.all_input_nodes
-    return None if nodes.isdisjoint(floats) else nodes
+    return nodes
 
 
 def _reads_float(node: fx.Node) -> bool:
@@ -178,51 +159,72 @@ class _Use(NamedTuple):
     run: Callable[..., Any]  # (emit, the arguments of the op with the tensor) -> result
 
 
-class _Numbers:
-    """The numbers of one graph that vary, and what computes with them."""
+class Numbers:
+    """The numbers of one graph that vary, and what computes with them.
+
+    Each float that varies becomes a tensor if it has no other use, and is a constant else; of each
+    int those uses are replaced that can be.
+    """
 
     def __init__(self, gm: fx.GraphModule, floats: Collection[fx.Node]) -> None:
+        for module in gm.modules():
+            if isinstance(module, fx.GraphModule):
+                _call_what_python_calls(module)
+                _fill_elements(module)
         self._gm = gm
+        self._bound = bound_symbols(gm)
         self._fakes = [value(node) for node in gm.graph.nodes]
         sizes = symbols_of(tensors(self._fakes))
-        self.inputs: dict[fx.Node, frozenset[fx.Node]] = {}  # of the graph, by numbers they make
+        self._inputs: dict[fx.Node, frozenset[fx.Node]] = {}  # of the graph, by numbers they make
         self._uses: dict[fx.Node, _Use] = {}
-        self._tensors: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self._results: dict[int, fx.Node] = {}  # that numbers alone make, such as an attribute
         self._constant: set[fx.Node] = set()  # inputs: floats that have another use
         for node in gm.graph.nodes:
             number = value(node)
             if node.op == "placeholder" and isinstance(number, torch.SymInt):
                 if number.node.expr.is_Symbol and sizes.isdisjoint(symbols_of(number)):
-                    self.inputs[node] = frozenset((node,))
+                    self._inputs[node] = frozenset((node,))
             elif node in floats:
-                self.inputs[node] = frozenset((node.args[0],))
-
-    def replace(self) -> None:
-        """Replace each float that has no other use, and of each int the uses that can be."""
+                self._inputs[node] = frozenset((node.args[0],))
+        output = gm.graph.output_node()
+        returned = output.args[0] if isinstance(output.args[0], (tuple, list)) else ()
+        # Dynamo returns a float as a 0-dim tensor on the CPU.
+        self._results = {
+            item: node
+            for item, node in enumerate(returned)
+            if isinstance(node, fx.Node)
+            and [*node.users] == [output]
+            and _made_of_floats(node, floats)
+        }
         users = self._users()
-        together = [_floats(inputs) for inputs in (*users.values(), *self.inputs.values())]
+        ints = ((item, node) for item, node in enumerate(returned) if node in self._inputs)
+        self._results = dict(sorted([*self._results.items(), *ints]))
+        together = [_floats(inputs) for inputs in (*users.values(), *self._inputs.values())]
         for _ in together:  # what is computed with a constant is one as well
-            for floats in together:
-                if not floats.isdisjoint(self._constant):
-                    self._constant |= floats
-        for node, use in self._uses.items():
-            if self._constant.isdisjoint(users[node]):
-                self._replace(node, use)
-        for node in reversed(self.inputs):
+            for one in together:
+                if not one.isdisjoint(self._constant):
+                    self._constant |= one
+        self._uses = {n: u for n, u in self._uses.items() if self._constant.isdisjoint(users[n])}
+        for node in reversed([*self._inputs]):
             if not node.users and node.op != "placeholder":
-                self._gm.graph.erase_node(node)
-        self._gm.recompile()
+                gm.graph.erase_node(node)
+                del self._inputs[node]
+
+    @property
+    def tensors(self) -> set[fx.Node]:
+        """The nodes whose floats are taken as tensors, or computed by the host."""
+        return {node for node, of in self._inputs.items() if of.isdisjoint(self._constant)}
 
     def _users(self) -> dict[fx.Node, frozenset[fx.Node]]:
         """Find what takes a number and makes none; return the inputs that each depends on."""
         in_regions = nodes_in_regions(self._gm)
         users: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self._gm.graph.nodes:
-            if node in self.inputs:
+            if node in self._inputs or node in self._results.values():
                 continue
-            dependencies = [self.inputs[n] for n in node.all_input_nodes if n in self.inputs]
+            dependencies = [self._inputs[n] for n in node.all_input_nodes if n in self._inputs]
             if dependencies and self._is_arithmetic(node):
-                self.inputs[node] = frozenset().union(*dependencies)
+                self._inputs[node] = frozenset().union(*dependencies)
             elif dependencies:
                 users[node] = frozenset().union(*dependencies)
                 use = None if node in in_regions else self._use(node)
@@ -233,17 +235,21 @@ class _Numbers:
         return users
 
     def _is_arithmetic(self, node: fx.Node) -> bool:
-        """Return whether tensors can do the arithmetic of a number, on numbers and sizes."""
-        number = value(node)
-        if node.op not in COMPUTING or node.kwargs or not is_symbolic_number(number):
+        """Return whether the host can compute a number from inputs of the graph."""
+        if node in self._inputs or _reads_float(node):
+            return True
+        number, operands = value(node), node.all_input_nodes
+        if isinstance(number, torch.SymInt) and not any(n in self._inputs for n in operands):
+            return symbols_of(number) <= self._bound.keys()  # of sizes
+        if node.target not in _ON_HOST or node.kwargs:
             return False
-        if isinstance(number, torch.SymInt):
-            return node.target in _ON_INTS
-        return isinstance(number, torch.SymFloat) and node.target in _ON_FLOATS
+        if not isinstance(number, (torch.SymInt, torch.SymFloat)):
+            return False
+        return all(map(self._is_arithmetic, operands))
 
     def _use(self, node: fx.Node) -> _Use | None:
         """Return how an op takes its number as a tensor; None if its result would be another."""
-        numbers = [n for n in node.all_input_nodes if n in self.inputs]
+        numbers = [n for n in node.all_input_nodes if n in self._inputs]
         if node.op not in COMPUTING or len(numbers) != 1:
             return None
         use = _binary(node, numbers[0]) or _filling(node, numbers[0])
@@ -259,7 +265,108 @@ class _Numbers:
             return None
         return use if alike([result], [value(node)]) else None
 
-    def _replace(self, node: fx.Node, use: _Use) -> None:
+    def taken(self) -> HostNumbers | None:
+        """Return a copy of the graph that takes the numbers as tensors; None if there are none."""
+        if not self._uses and not self._results:
+            return None
+        gm = compat.copied(self._gm)
+        copies = dict(zip(self._gm.graph.nodes, gm.graph.nodes, strict=True))
+        positions = {n: p for p, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        numbers = sorted(dict.fromkeys(use.number for use in self._uses.values()), key=_reads_float)
+        described, rewrite = [], _Rewrite(gm, self._fakes)
+        for at, number in enumerate(numbers):
+            sources = sorted((copies[n] for n in self._inputs[number]), key=positions.__getitem__)
+            described.append(self._described(number, sources))
+            added = rewrite.take(copies[number], sources[-1], described[-1])
+            if added is not None:
+                positions[added] = len(self._gm.graph.find_nodes(op="placeholder")) + at
+        for node, use in self._uses.items():
+            rewrite.replace(copies[node], use._replace(number=copies[use.number]))
+        output = gm.graph.output_node()
+        returned = output.args[0]
+        if self._results and isinstance(returned, (tuple, list)):
+            kept = [node for item, node in enumerate(returned) if item not in self._results]
+            output.args = (tuple(kept),)
+        removed = {copies[node] for node in self._inputs}
+        removed |= {copies[node] for of in self._inputs.values() for node in of}
+        removed.update(*(_made_of(copies[node]) for node in self._results.values()))
+        for node in reversed(gm.graph.nodes):
+            if node in removed and not node.users:
+                gm.graph.erase_node(node)
+        gm.graph.lint()
+        gm.recompile()
+        inputs = tuple([positions[node] for node in gm.graph.find_nodes(op="placeholder")])
+        computed = self._on_host([*numbers, *self._results.values()])
+        num_added = sum(not _reads_float(number) for number in numbers)
+        results = tuple(self._results)
+        return HostNumbers(gm, inputs, tuple(described), num_added, *computed, results)
+
+    def _described(self, number: fx.Node, sources: Sequence[fx.Node]) -> HostNumber:
+        dtypes = {use.dtype for use in self._uses.values() if use.number is number}
+        of = ", ".join([compat.source_name(source) or source.name for source in sources])
+        if _dtype_of(number) is torch.int64:
+            return HostNumber(int, torch.int64, math.inf, of)
+        limit = min([torch.finfo(d).max for d in dtypes if d.is_floating_point], default=math.inf)
+        return HostNumber(float, torch.float64, limit, of)
+
+    def _on_host(self, wanted: list[fx.Node]) -> tuple[tuple[int, ...], Callable[..., Any]]:
+        """Return what computes these nodes in Python: (positions of its inputs, function)."""
+        needed, waiting = set[fx.Node](), [*wanted]
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting += self._operands(node)
+        graph, copies = fx.Graph(), dict[fx.Node, Any]()
+        sources = []
+        for position, node in enumerate(self._gm.graph.find_nodes(op="placeholder")):
+            if node in needed:
+                copies[node] = graph.node_copy(node)
+                sources.append(position)
+        bound = {symbol: copies[n] for symbol, n in self._bound.items() if n in copies}
+        for node in self._gm.graph.nodes:
+            if node in needed and node not in copies:
+                if self._is_size(node):
+                    copies[node] = compat.expression_nodes(value(node).node.expr, bound)
+                else:
+                    copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple([copies[node] for node in wanted]))
+        return tuple(sources), fx.GraphModule(self._gm, graph).forward
+
+    def _operands(self, node: fx.Node) -> Iterable[fx.Node]:
+        """Return what the host computes a number from; of a size, the inputs with its symbols."""
+        if self._is_size(node):
+            return [self._bound[symbol] for symbol in symbols_of(value(node))]
+        return node.all_input_nodes
+
+    def _is_size(self, node: fx.Node) -> bool:
+        """Return whether a node makes an int of sizes alone."""
+        is_int = isinstance(value(node), torch.SymInt)
+        return is_int and node.op != "placeholder" and node not in self._inputs
+
+
+class _Rewrite:
+    """Lets the ops of a graph take numbers as tensors."""
+
+    def __init__(self, gm: fx.GraphModule, fakes: list[Any]) -> None:
+        self._gm, self._fakes = gm, fakes
+        self._tensors: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+
+    def take(self, number: fx.Node, source: fx.Node, described: HostNumber) -> fx.Node | None:
+        """Take a number as a 0-dim tensor; return the input that was added behind ``source``."""
+        if _reads_float(number):  # which is a tensor already
+            (taken,), added = number.all_input_nodes, None
+        else:
+            with self._gm.graph.inserting_after(source):
+                taken = added = self._gm.graph.placeholder(f"{number.name}_as_tensor")
+            with compat.fake_context(self._fakes):
+                taken.meta["example_value"] = torch.empty((), dtype=described.dtype)
+            compat.set_source_name(taken, described.of)
+        taken.meta[NUMBER] = True
+        self._tensors[number, described.dtype] = taken
+        return added
+
+    def replace(self, node: fx.Node, use: _Use) -> None:
         """Let an op take its number as a tensor."""
         graph, number = self._gm.graph, self._tensor(use.number, use.dtype)
         added: list[fx.Node] = []
@@ -275,6 +382,17 @@ class _Numbers:
         node.replace_all_uses_with(result)
         graph.erase_node(node)
 
+    def _tensor(self, number: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Return the node that has a number as a 0-dim tensor; each piece repeats a cast."""
+        key = number, dtype
+        if key not in self._tensors:
+            source = self._tensors[number, _dtype_of(number)]
+            last = self._gm.graph.find_nodes(op="placeholder")[-1]
+            with self._gm.graph.inserting_after(last):
+                self._tensors[key] = self._added(source, "to", (source, dtype), {})
+            self._tensors[key].meta[NUMBER] = True
+        return self._tensors[key]
+
     def _added(self, like: fx.Node, function: Any, args: Any, kwargs: Any) -> fx.Node:
         """Add a node at the place of insertion, with the line and the marks of another."""
         graph = self._gm.graph
@@ -287,67 +405,6 @@ class _Numbers:
         with torch.set_grad_enabled(grad), compat.fake_context(self._fakes):
             node.meta["example_value"] = run_on_fakes(self._gm, node)
         return node
-
-    # -------------------------------------------------------------- numbers as tensors
-
-    def _tensor(self, number: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Return the node that has a number as a 0-dim tensor; each piece repeats it."""
-        key = number, dtype
-        if key not in self._tensors:
-            own = _dtype_of(number)
-            if dtype is not own:
-                source = self._tensor(number, own)
-                self._tensors[key] = self._behind(source, "to", (source, dtype))
-            elif number.op == "placeholder":
-                kwargs = {"dtype": dtype}
-                self._tensors[key] = self._behind(number, torch.scalar_tensor, (number,), kwargs)
-            elif number.target == "item":
-                (self._tensors[key],) = self.inputs[number]
-                self._tensors[key].meta[NUMBER] = True
-            else:
-                self._tensors[key] = self._arithmetic(number, own)
-        return self._tensors[key]
-
-    def _arithmetic(self, number: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Return a node that computes as a tensor what a node computes from numbers."""
-        args = [self._operand(arg, dtype) for arg in number.args]
-        function = _FUNCTIONS.get(number.target)
-        if function is None:  # to a float, which the operand is by now
-            source: fx.Node = args[0]
-            return source
-        if number.target in _LIMITS and not all(arg in self.inputs for arg in number.args):
-            args.sort(key=lambda arg: not isinstance(_fake(arg), torch.Tensor))  # the tensor first
-            args, function = [*args[:1], *_LIMITS[number.target], args[1]], torch.clamp
-        return self._behind(number, function, args)
-
-    def _operand(self, operand: Any, dtype: torch.dtype) -> Any:
-        """Return an operand of arithmetic: a number of an input as a tensor, others as they are."""
-        return self._tensor(operand, dtype) if operand in self.inputs else operand
-
-    def _behind(self, node: fx.Node, function: Any, args: Any, kwargs: Any = None) -> fx.Node:
-        """Add a node behind another, and behind all inputs of the graph."""
-        last = self._gm.graph.find_nodes(op="placeholder")[-1]
-        with self._gm.graph.inserting_after(last if node.op == "placeholder" else node):
-            added = self._added(node, function, args, kwargs or {})
-        added.meta[NUMBER] = True
-        return added
-
-
-_FUNCTIONS: Mapping[Any, Any] = {
-    operator.add: torch.add,
-    operator.sub: torch.sub,
-    operator.mul: torch.mul,
-    operator.truediv: torch.div,
-    operator.floordiv: torch.floor_divide,
-    operator.mod: torch.remainder,
-    operator.neg: torch.neg,
-    torch.sym_max: torch.maximum,
-    torch.sym_min: torch.minimum,
-}
-
-
-# What ``clamp`` takes before a limit that is no tensor.
-_LIMITS: Mapping[Any, tuple[Any, ...]] = {torch.sym_max: (), torch.sym_min: (None,)}
 
 
 def _run(function: Any, *args: Any, **kwargs: Any) -> Any:

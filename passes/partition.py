@@ -14,7 +14,6 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
@@ -186,7 +185,7 @@ class _Cutter:
         first = placements[members[0]]
         outputs = [n for n in members if self._is_output(n, index)]
         state = self._before[index], self._after[index]
-        graph, inputs = self._graph(members, outputs, *state, first.capture)
+        graph, inputs = self._graph(members, outputs, *state)
         if first.capture:
             self._take_scalars_on_device(graph, inputs)
         key = (first.capture, first.compiled, GraphText(lasting=False).of(self._gm, graph))
@@ -226,10 +225,9 @@ class _Cutter:
         outputs: list[fx.Node],
         before: _State,
         after: _State,
-        capture: bool = False,
     ) -> tuple[fx.Graph, tuple[str, ...]]:
         """Return the graph of a piece, and the names of its inputs."""
-        foreign, floating, bodies = self._needs(members, outputs, capture)
+        foreign, floating, bodies = self._needs(members, outputs)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in foreign:
@@ -248,11 +246,7 @@ class _Cutter:
         if after.grad != self._grad_outside:
             graph.call_function(compat.SET_GRAD_ENABLED, (self._grad_outside,))
         graph.output(tuple(copies[node] for node in outputs))
-        return graph, tuple(self._input_name(node) for node in foreign)
-
-    def _input_name(self, node: fx.Node) -> str:
-        """Return the name of what a piece takes; a number, also where it takes it as a tensor."""
-        return self._names[node.all_input_nodes[0] if is_number_tensor(node) else node]
+        return graph, tuple(self._names[node] for node in foreign)
 
     def _take_scalars_on_device(self, graph: fx.Graph, inputs: tuple[str, ...]) -> None:
         """Let a captured piece take its 0-dim CPU tensors as tensors of the device."""
@@ -265,7 +259,7 @@ class _Cutter:
             node.meta["example_value"] = on_device(value(node), self._device, self._gm.graph)
 
     def _needs(
-        self, members: list[fx.Node], outputs: list[fx.Node], capture: bool
+        self, members: list[fx.Node], outputs: list[fx.Node]
     ) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
         """Return what a piece uses: values, floating numbers, bodies of higher-order ops."""
         inside = set(members)
@@ -276,8 +270,7 @@ class _Cutter:
         def use(node: fx.Node) -> None:
             if node in inside or node.target in compat.LEAVES:
                 return
-            repeated = is_size_arithmetic(node, self._bound.keys()) or is_number_tensor(node)
-            if repeated and not (capture and node.target is torch.scalar_tensor):
+            if is_size_arithmetic(node, self._bound.keys()) or is_number_tensor(node):
                 for argument in node.all_input_nodes:
                     use(argument)
                 floating[node] = None

@@ -136,7 +136,8 @@ def test_fewer_names_are_private_than_before() -> None:
     # 73: without ShortenTraceback Dynamo runs a function eager that calls get_forward_context().
     # 74: without callback_handler nothing tells that Dynamo compiled nothing of a function.
     # 86: 12 read settings of torch before each replay; public names take 2 to 40 times as long.
-    assert len(listed_in(PRIVATE_NAMES)) <= 86
+    # 89: without a guard on ``float.hex`` a trace of 0.0 would serve -0.0, which equals it.
+    assert len(listed_in(PRIVATE_NAMES)) <= 89
     # 14: _dynamo_marked_constant, for the error of get_forward_context().
     assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 14
 

@@ -258,28 +258,24 @@ class OwnedCopy:
 
 
 class ScalarCopy(OwnedCopy):
-    """A 0-dim tensor on a device, refilled from 0-dim CPU tensors or from ints."""
+    """A 0-dim tensor on a device, refilled from 0-dim CPU tensors."""
 
-    def __init__(self, template: torch.Tensor | int, frame: Frame, device: torch.device) -> None:
-        super().__init__(torch.empty((), dtype=_dtype(template), device="meta"), frame, device)
+    def __init__(self, template: torch.Tensor, frame: Frame, device: torch.device) -> None:
+        super().__init__(torch.empty((), dtype=template.dtype, device="meta"), frame, device)
 
-    def fill(self, source: torch.Tensor | int) -> None:
+    def fill(self, source: torch.Tensor) -> None:
         """Copy the value of ``source``, on the current stream: it needs no pinned memory."""
-        if isinstance(source, torch.Tensor) and source.requires_grad:
+        if source.requires_grad:
             source = source.detach()
         self.tensor.fill_(source)
 
 
-def moved(scalar: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    """Return a 0-dim CPU tensor or an int as a tensor on a device; unchanged if it is there."""
-    if isinstance(scalar, torch.Tensor) and scalar.device == device:
+def moved(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a 0-dim CPU tensor as a tensor on a device; unchanged if it is there."""
+    if scalar.device == device:
         return scalar
     with torch.no_grad():
-        return torch.empty((), dtype=_dtype(scalar), device=device).fill_(scalar)
-
-
-def _dtype(scalar: torch.Tensor | int) -> torch.dtype:
-    return scalar.dtype if isinstance(scalar, torch.Tensor) else torch.int64
+        return torch.empty((), dtype=scalar.dtype, device=device).fill_(scalar)
 
 
 class FreshCopies:

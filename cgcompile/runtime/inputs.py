@@ -11,7 +11,7 @@ parameter, buffer, constant         static: same object       static
 number                              key: by value             live: this call's
 0-dim CPU tensor in a graph of      copied to the device      live
 another device, or a number that    before each replay
-ops take as a tensor
+ops take as one
 tensor that is only read            read: see below           live
 tensor that is mutated, or aliases  mutated: bound by its     live
 one that is                         address
@@ -36,7 +36,7 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import span
 from cgcompile.graphs.device import no_device
 from cgcompile.passes.nodes import is_cpu_scalar, is_symbolic_number, storages, tensors
-from cgcompile.passes.split import SplitGraph, Value, tensor_inputs
+from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import EXPECTED, Fallback, Reason
 
 
@@ -95,8 +95,7 @@ class Roles:
         full = mode is CUDAGraphMode.FULL
         pieces = [piece.inputs for piece in split.pieces if piece.capture]
         inputs = [[value.name for value in split.inputs]] if full else pieces
-        scalars = split.cpu_scalars - _read_as_numbers(split, full)
-        names = {name for each in inputs for name in each} - scalars
+        names = {name for each in inputs for name in each} - split.cpu_scalars
         names -= {v.name for v in split.inputs if is_cpu_scalar(v.meta, split.device)}
         memory = storages([split.values[name].meta for name in names])
         roles: dict[str, list[int]] = {name: [] for name in cls.__annotations__}
@@ -108,23 +107,9 @@ class Roles:
                 tensor_role = "mutated" if value.mutated else "read"
                 is_tensor = isinstance(value.meta, torch.Tensor)
                 roles[tensor_role if is_tensor else "numbers"].append(position)
-            if full and value.name in scalars:
+            if full and value.name in split.cpu_scalars:
                 roles["scalars"].append(position)
         return cls(**{name: tuple(positions) for name, positions in roles.items()})
-
-
-def _read_as_numbers(split: SplitGraph, full: bool) -> set[str]:
-    """Return the names that graph segments read as numbers, whatever reads them as tensors."""
-    names: set[str] = set()
-    for piece in split.pieces:
-        if full or piece.capture:
-            as_tensors = tensor_inputs(piece)
-            names |= {name for p, name in enumerate(piece.inputs) if p not in as_tensors}
-    if full:
-        names |= set() if split.numbers is None else set(split.numbers.inputs)
-        results = [leaf for leaf in compat.tree_leaves(split.result) if isinstance(leaf, Value)]
-        names |= {result.name for result in results if is_symbolic_number(result.meta)}
-    return names
 
 
 def full_support(split: SplitGraph) -> AttentionCGSupport:

@@ -402,7 +402,7 @@ def cpu_scalars(split: SplitGraph) -> dict[int, tuple[int, ...]]:
 
 
 def copying_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> list[Runnable]:
-    """Return what runs each piece, with 0-dim CPU tensors and numbers copied to the device."""
+    """Return what runs each piece, with 0-dim CPU tensors copied to the device."""
     copying = list(runnables)
     for index, positions in cpu_scalars(split).items():
         copying[index] = _copying(runnables[index], positions, split.device)
@@ -410,14 +410,8 @@ def copying_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> lis
 
 
 def uncompiled(split: SplitGraph) -> list[Runnable]:
-    """Return the code of each piece, for tensors that may require grad, with numbers as tensors."""
-    modules = [compat.with_checkpoints(piece.module) for piece in split.pieces]
-    runnables: list[Runnable] = [module.forward for module in modules]
-    for index, positions in cpu_scalars(split).items():
-        values = {p: split.values[split.pieces[index].inputs[p]].meta for p in positions}
-        numbers = [p for p in positions if is_symbolic_number(values[p])]
-        runnables[index] = _copying(runnables[index], numbers, split.device)
-    return runnables
+    """Return the code of each piece, for tensors that may require grad."""
+    return [compat.with_checkpoints(piece.module).forward for piece in split.pieces]
 
 
 def _copying(run: Runnable, positions: Sequence[int], device: torch.device) -> Runnable:

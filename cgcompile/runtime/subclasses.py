@@ -16,10 +16,8 @@ from cgcompile.passes.nodes import is_symbolic_number
 from cgcompile.passes.subclasses import Input, Result, Unwrapped
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
+from cgcompile.runtime.host_numbers import RunPlain, WithHostNumbers
 from cgcompile.runtime.padding import PaddedGraph
-
-# Runs a call without a graph: (name, fallback, function) -> its result.
-RunPlain = Callable[[str, Fallback, Callable[[], Any]], Any]
 
 
 class UnwrappedGraph:
@@ -27,7 +25,7 @@ class UnwrappedGraph:
 
     def __init__(
         self,
-        graph: CompiledGraph | PaddedGraph,
+        graph: CompiledGraph | PaddedGraph | WithHostNumbers,
         unwrapped: Unwrapped,
         original: Callable[..., Any],
         run_plain: RunPlain,
@@ -106,6 +104,13 @@ class UnwrappedGraph:
             return int(number)
         numbers = {symbol: inputs[position] for symbol, position in self._symbols.items()}
         return int(compat.evaluated(number.node.expr, numbers))
+
+
+def innermost(compiled: Any) -> CompiledGraph | None:
+    """Return the compiled graph in what a backend returns; None if there is none."""
+    while isinstance(compiled, (UnwrappedGraph, WithHostNumbers, PaddedGraph)):
+        compiled = compiled.graph
+    return compiled if isinstance(compiled, CompiledGraph) else None
 
 
 def _require_grad(inputs: tuple[Any, ...]) -> bool:

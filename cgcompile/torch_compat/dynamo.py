@@ -346,20 +346,90 @@ def varied_floats(gm: fx.GraphModule, seen: dict[Any, float]) -> set[fx.Node]:
     return varied
 
 
-def make_floats_constant(gm: fx.GraphModule) -> None:
-    """Make the symbolic Python floats of a graph guarded constants; restart the trace if needed."""
+def make_floats_constant(gm: fx.GraphModule, but: Iterable[fx.Node] = ()) -> None:
+    """Make the symbolic Python floats of a graph guarded constants; restart the trace if needed.
+
+    Floats that ``but`` have stay symbolic.
+    """
     # With ``dynamic=True`` Dynamo passes a Python float as a CPU tensor and reads it with ``item``:
     # a host read inside of a piece, and a captured kernel would keep the first value.
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
 
+    kept = set[sympy.Symbol]().union(*map(_floats_of, but))
+    zeros = _make_zeros_constant(gm, kept)
     users = {node: floats for node in gm.graph.nodes if (floats := _floats_of(node))}
-    names = sorted({str(symbol) for floats in users.values() for symbol in floats})
+    users = {node: floats for node, floats in users.items() if kept.isdisjoint(floats)}
+    names = sorted({str(symbol) for floats in users.values() for symbol in floats - zeros})
     new = [name for name in names if not TensorifyState.should_specialize(name)]
-    for name in new:
+    for name in (*new, *map(str, zeros)):
         TensorifyState.specialize(name)  # else Inductor restarts the trace
-    if new and not _fold(gm, list(users)):
+    if users and not _fold(gm, list(users)) and new:
         raise TensorifyScalarRestartAnalysis
+
+
+def _make_zeros_constant(gm: fx.GraphModule, kept: set[sympy.Symbol]) -> set[sympy.Symbol]:
+    """Make floats of the caller that are zero constants, with their sign; return their symbols."""
+    # torch would lose the sign.
+    tracer = _tracer()
+    zeros = set[sympy.Symbol]()
+    for node in list(gm.graph.nodes) if tracer is not None else ():
+        symbols = _floats_of(node)
+        source = node.args[0] if node.target == "item" else None
+        if not isinstance(source, fx.Node) or not symbols or not symbols.isdisjoint(kept):
+            continue
+        known, argument = node.meta["example_value"], source.meta.get("grapharg")
+        if argument is None or known.node.hint != 0:
+            continue
+        number = _guard_sign(argument.source, tracer)
+        if number is None or float(known) != 0:  # guards the value, as well
+            continue
+        zeros |= symbols
+        node.replace_all_uses_with(number)
+        if tracer.graph is gm.graph:
+            tracer.remove_node(node)
+            if not source.users:
+                tracer.remove_node(source)
+        else:
+            gm.graph.erase_node(node)
+    if zeros:
+        gm.recompile()
+    return zeros
+
+
+def _tracer() -> Any:
+    """Return Dynamo's ``OutputGraph`` whose graph a backend compiles now; None without one."""
+    from torch._dynamo.symbolic_convert import tls
+
+    return getattr(getattr(tls, "current_tx", None), "output", None)
+
+
+def guard_signs_of_zeros(output: Any = None) -> None:
+    """Let a trace, by default the one that is compiled now, serve no zero of another sign.
+
+    Guards of torch compare by ``==``, for which 0.0 is -0.0.
+    """
+    output = _tracer() if output is None else output
+    for guard in [] if output is None else list(output.guards):
+        if guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH"):
+            _guard_sign(guard.originating_source, output)
+
+
+def _guard_sign(source: Any, output: Any) -> float | None:
+    """Guard the sign of the number at a source if it is a float zero; return the number."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
+
+    try:
+        number = eval(source.name, {"L": output.local_scope, "G": output.global_scope})
+    except (AttributeError, LookupError, NameError, SyntaxError, TypeError):
+        return None  # at a place that guards alone can read
+    if type(number) is not float:
+        return None
+    if number == 0:  # "0x0.0p+0" or "-0x0.0p+0"
+        text = CallFunctionNoArgsSource(AttrSource(source, "hex"))
+        output.guards.add(text.make_guard(GuardBuilder.EQUALS_MATCH))
+    return number
 
 
 def must_be_constant(number: torch.SymInt | torch.SymFloat) -> bool:
@@ -403,9 +473,7 @@ def _fold(gm: fx.GraphModule, computed: list[fx.Node]) -> bool:
     """Replace nodes that compute with floats alone by constants, and drop those inputs."""
     # Dynamo makes the call of the graph after the backend, from the inputs that are left. A second
     # trace, which gives the same graph, takes as long as the first.
-    from torch._dynamo.symbolic_convert import tls
-
-    dynamo = getattr(getattr(tls, "current_tx", None), "output", None)
+    dynamo = _tracer()
     items = [node for node in computed if node.target == "item"]
     inputs = dict.fromkeys(node for item in items for node in item.all_input_nodes)
     free = all(type(node.meta["example_value"]) is torch.SymFloat for node in computed)

@@ -57,9 +57,9 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.eval_frame": "innermost_backend",
     "torch._dynamo.exc": "RestartAnalysis ShortenTraceback SkipFrame "
     "TensorifyScalarRestartAnalysis TorchDynamoException",
-    "torch._dynamo.guards": "CheckFunctionManager GuardManagerWrapper",
+    "torch._dynamo.guards": "CheckFunctionManager GuardBuilder GuardManagerWrapper",
     "torch._dynamo.pgo": "get_code_state",
-    "torch._dynamo.source": "ConstantSource",
+    "torch._dynamo.source": "AttrSource CallFunctionNoArgsSource ConstantSource",
     "torch._dynamo.symbolic_convert": "TensorifyState tls",
     "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_compilation_metrics "
     "get_metrics_context",

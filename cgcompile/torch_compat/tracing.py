@@ -25,6 +25,7 @@ from torch import fx
 from torch.fx.graph_module import _loader
 
 from cgcompile.torch_compat.dynamo import (
+    guard_signs_of_zeros,
     known_size,
     must_be_constant,
     number_text,
@@ -359,6 +360,7 @@ class Trace:
         """Return Dynamo's guards; ``sizes_only``: those on sizes, and on tensors read elsewhere."""
         from torch._dynamo import config
 
+        guard_signs_of_zeros(self._graph_output)
         chosen = _sizes_only if sizes_only else None
         hooks_too = patched(config, {"skip_nnmodule_hook_guards": False})
         with measured(), _as_cannot_trace(), hooks_too:

@@ -28,6 +28,7 @@ from cgcompile.reasons import VARYING, Fallback, varying_number
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths
 from cgcompile.runtime.inputs import BoundTensors
+from cgcompile.runtime.subclasses import innermost
 from cgcompile.tracing.argument_guards import Fits, is_number, tensors_in, with_numbers
 from cgcompile.tracing.dynamic_dims import (
     DynamicDims,
@@ -84,6 +85,7 @@ class CompiledTrace:
         changes_layouts: bool,
     ) -> None:
         self.compiled = compiled
+        self.graph = innermost(compiled)
         self.fits = fits.function  # compares the arguments of a call, and autocast
         self.frozen = trace.frozen  # (path, tensor) of those that are bound, not looked up
         self.held = _held(tensor for _, tensor in trace.frozen)  # what it computes with
@@ -131,7 +133,7 @@ class CompiledTrace:
         """Whether it has served one call only; or a few, where numbers are inputs of it."""
         if not self.repeated or not self._varies:
             return not self.repeated
-        return isinstance(self.compiled, CompiledGraph) and self.compiled.counters.calls <= VARYING
+        return self.graph is not None and self.graph.counters.calls <= VARYING
 
     def replaced(self, scope: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
         """Return the path of the first frozen tensor that was replaced or moved, else None."""
@@ -290,7 +292,7 @@ class Traces:
         scope = {"L": names, "G": self._function.__globals__}
         arguments = tuple(f"L[{name!r}]" for name in self._arguments)
         for trace in self.traces:
-            path = trace.replaced(scope, arguments) if trace.compiled is compiled else None
+            path = trace.replaced(scope, arguments) if trace.graph is compiled else None
             if path is not None:
                 remedy = "backend.release(), and run the model before the capture"
                 raise AddressChangedError.weight(
@@ -510,8 +512,8 @@ class Traces:
         log.info("%s: %s", self.name, trace.start)
         trace.numbers = tuple(number for _, _, number in self._numbers(args, kwargs))
         self._set((trace, *(each for each in self.traces if each.is_alive)))
-        if trace.frozen and isinstance(trace.compiled, CompiledGraph):
-            trace.compiled.traces = weakref.ref(self)
+        if trace.frozen and trace.graph is not None:
+            trace.graph.traces = weakref.ref(self)
         self._count += 1
         trace.number = self._count
         if self._count == _MANY:

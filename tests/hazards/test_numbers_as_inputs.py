@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cgcompile
 from cgcompile import CUDAGraphMode
+from cgcompile import torch_compat as compat
 from cgcompile.errors import DispatchError
 from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import Reason
@@ -225,6 +226,110 @@ def test_a_number_that_overflows_is_refused_as_in_eager(
             for step in (served.step, function):
                 with pytest.raises(RuntimeError, match="overflow"):
                     step(x, 1 << 40)
+
+
+def outcome(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the bits of a result, or the class of the error."""
+    try:
+        result = function(*args)
+    except Exception as error:
+        return type(error)
+    return [repr(item.tolist()) for item in compat.tree_leaves(result)]
+
+
+EDGES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "a product of ints": (
+        lambda x, n: (x * (n * 3), x + (n + n), x * -n),
+        [2**62, 2**61, -(2**62)],
+    ),
+    "an int": (lambda x, n: (x * n, x + n // 3), [2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1]),
+    "an int as float": (lambda x, n: (x * (n / 3), x - n % 7), [2**53 + 1, 2**62 + 1, 2**64]),
+    "a quotient of ints": (lambda x, n: x + 7 / n, [0, 2**62]),
+    "a floor of ints": (lambda x, n: x + 7 // n, [0, -3]),
+    "a quotient of floats": (lambda x, n: (x + 0.1 / n, x * (n % 0.3)), [0.0, 1e-300, 1e308]),
+    "a product of floats": (lambda x, n: x * (n * n), [1e200, 1e-200]),
+    "a large float": (lambda x, n: torch.where(x > n, x, n), [1e308, -1e308, 3.4e38]),
+    "a large float that is written": (lambda x, n: x.masked_fill(x > 0, n), [1e39, 1e38]),
+    "a large bfloat16": (lambda x, n: x.bfloat16().masked_fill(x > 0, n), [3.4e38, 3e38]),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("case", EDGES)
+def test_a_number_at_the_edge_gives_the_result_or_the_error_of_eager(
+    name: str, case: str, device: str
+) -> None:
+    function, edges = EDGES[case]
+    kind = type(edges[0])
+    served = compiled(name, function, settings(device))
+    with torch.inference_mode():
+        for number in (2, 5, 3, -4, *edges, 7, 9, *edges, 11, 4):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            assert outcome(served.step, x, kind(number)) == outcome(function, x, kind(number))
+    assert served.counters().replays >= 5
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_number_that_no_tensor_holds_is_named(name: str, device: str) -> None:
+    served = compiled(name, lambda x, n: x * n, settings(device, strict=True))
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with torch.inference_mode():
+        for number in (2, 3, 4, 5):
+            served.step(x, number)
+        with pytest.raises(DispatchError, match=r"L\['n'\] is 9223372036854775808, beyond int64"):
+            served.step(x, 2**63)
+        torch.testing.assert_close(served.step(x, 6), x * 6)
+
+
+def test_what_eager_does_before_an_error_is_done(device: str) -> None:
+    def function(x: torch.Tensor, n: float) -> torch.Tensor:
+        x.add_(1)
+        return x * (1 / n)
+
+    served = compiled("torch.compile", function, settings(device))
+    x, other = torch.zeros(2, ROWS, device=device).unbind()
+    with torch.inference_mode():
+        for number in (2.0, 3.0, 4.0, 0.0, 5.0, 0.0, 6.0):
+            assert outcome(served.step, x, number) == outcome(function, other, number)
+            assert x.equal(other)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("first", [0.5, 0.0, -0.0])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: (x.new_full((2,), n).reciprocal(), (x + 1j) * n),
+        lambda x, n: (torch.copysign(x, n), x * int(n), (x + 1j) * n),  # needs another trace
+    ],
+)
+def test_a_constant_zero_is_guarded_with_its_sign(
+    name: str, first: float, function: Callable[..., Any], device: str
+) -> None:
+    served = compiled(name, function, settings(device))
+    with torch.inference_mode():
+        for number in (first, 1.5, 0.0, -0.0, 0.0, 0.0, 2.5, -0.0, -0.0):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            assert outcome(served.step, x, number) == outcome(function, x, number)
+    assert served.counters().replays >= 1
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_zero_of_a_model_is_guarded_with_its_sign(name: str, device: str) -> None:
+    class Signs(nn.Module):
+        sign = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.copysign(x, self.sign)
+
+    model = Signs()
+    served = compiled(name, model, settings(device))
+    with torch.inference_mode():
+        for sign in (0.0, 0.0, 0.0, -0.0, -0.0, -0.0, 0.0, -0.0):
+            model.sign = sign
+            x = torch.randn(ROWS, WIDTH, device=device)
+            assert served.step(x).equal(model(x))
+    assert (served.counters().captures, served.counters().replays) == (2, 4)
 
 
 def copy_sign(x: torch.Tensor, number: float) -> torch.Tensor:
@@ -493,6 +598,6 @@ def test_a_captured_piece_takes_a_number_as_a_tensor_of_its_device(kind: type) -
     split = split_of(lambda x, n: (x * (n + 1) - n).to(torch.bfloat16) * n, kind)
     (piece,) = split.pieces
     assert piece.capture
-    assert len(split.cpu_scalars) == 1
+    assert len(split.cpu_scalars) == 2  # the number, and the sum that the host computes
     fakes = [node.meta.get("example_value") for node in piece.module.graph.nodes]
     assert {fake.device.type for fake in fakes if isinstance(fake, torch.Tensor)} == {"meta"}
