@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fuzz import states
 from fuzz.running import Options, fuzz
 from fuzz.soak import soak
 
@@ -31,6 +32,19 @@ def test_random_programs_on_random_schedules_equal_eager(
     assert totals["refused"] <= 1, totals  # torch itself fixes a size that is to vary
     assert totals["captures"] >= seeds, totals
     assert totals["replays"] >= 0.4 * totals["graph_steps"] >= 10 * seeds, totals
+
+
+@pytest.mark.usefixtures("frozen")
+@pytest.mark.parametrize("kind", [states.StateProgram, states.MetadataProgram])
+def test_state_and_metadata_that_change_between_calls(kind: type, device: str) -> None:
+    seeds = 12
+    totals = sum(
+        (states.fuzz(kind, seed, Options(device, steps=20)) for seed in range(seeds)), Counter()
+    )
+    assert totals["replayed_programs"] == seeds, totals
+    assert totals["replays"] >= 0.6 * totals["steps"] > 0, totals
+    changes = totals["captures"] - seeds if kind is states.StateProgram else totals["guard_errors"]
+    assert changes > 0, totals
 
 
 def test_a_hundredth_of_the_soak_leaves_nothing_behind(device: str) -> None:
