@@ -58,6 +58,7 @@ _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, tor
 _CLOSED = (type, ModuleType, BuiltinFunctionType)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _MISSING = object()
+_NOTHING: Mapping[str, Any] = {}
 
 
 class Item(NamedTuple):
@@ -108,6 +109,9 @@ class _Holder:
     def name(self, key: Any) -> str:
         """Return the path of an item."""
         return self._path + self._form.format(getattr(key, "__name__", key))
+
+    def pairs(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self.keys, self.values, strict=True)
 
     def item(self, key: Any, value: Any) -> Item:
         """Return a value with its path and owner."""
@@ -340,29 +344,40 @@ def _identities(groups: Iterable[tuple[Any, list[dict[Any, Any]]]]) -> bytes | N
         return None
 
 
-def _alike(before: Any, after: Any, of_module: bool = False, depth: int = _MAX_DEPTH) -> bool:
+def _alike(before: Any, after: Any, of_module: bool = False) -> bool:
     """Return whether a graph that read one value may be replayed with the other."""
+    return _difference(before, after) is None
+
+
+def _difference(before: Any, after: Any, path: str = "", depth: int = _MAX_DEPTH) -> Change | None:
+    """Return the first field that differs between two values; None if a graph may read either."""
     if before is after:
-        return True
+        return None
+    differs = Change(path, before, after)
     if type(before) is not type(after) or not depth:
-        return False
+        return differs
     if isinstance(before, torch.Tensor):
-        return same_memory(before, after)
+        needs_grad = after.requires_grad and not before.requires_grad and torch.is_grad_enabled()
+        return differs if needs_grad or not same_memory(before, after) else None
     if is_plain_value(before):
-        return same_value(after, before)
+        return None if same_value(after, before) else differs
     if isinstance(before, frozenset):
-        return bool(before == after)
+        return None if before == after else differs
     if isinstance(before, (torch.nn.Module, FunctionType, MethodType, partial)):
-        return False
-    pairs = [*zip(_holders(before, ""), _holders(after, ""), strict=True)]
-    return bool(pairs) and all(
-        one.keys == other.keys
-        and all(
-            _alike(a, b, of_module, depth - 1)
-            for a, b in zip(one.values, other.values, strict=True)
-        )
-        for one, other in pairs
-    )
+        return differs
+    ours, theirs = [*_holders(before, path)], [*_holders(after, path)]
+    if not ours or len(ours) != len(theirs):
+        return differs
+    for one, other in zip(ours, theirs, strict=True):
+        values, now = dict(one.pairs()), dict(other.pairs())
+        for key in (*values, *(key for key in now if key not in values)):
+            a, b = values.get(key, _MISSING), now.get(key, _MISSING)
+            change = _difference(a, b, one.name(key), depth - 1)
+            if change is not None:
+                return change
+        if one.keys != other.keys:  # in another order
+            return differs
+    return None
 
 
 def _repeats(before: Any, after: Any, of_module: bool) -> bool:
@@ -401,11 +416,16 @@ class FieldsGuard(Fields):
         }
         return cls(roots, tensor_type) if roots else None
 
-    def check(self, what: str, batch: object) -> None:
-        """Raise AddressChangedError or HostValueChangedError where a field differs."""
+    def check(self, what: str, batch: object, made_anew: Mapping[str, Any] = _NOTHING) -> None:
+        """Raise AddressChangedError or HostValueChangedError where a field differs.
+
+        ``made_anew`` has, by path, the arguments that are other objects than those of the capture.
+        """
         same = self.same_objects()
         fields = () if same else self.changes(_alike)
-        change = next(chain(fields, self._changes_in_place()), None)
+        anew = (_difference(self._roots[path], value, path) for path, value in made_anew.items())
+        changes = chain(fields, self._changes_in_place(), filter(None, anew))
+        change = next(changes, None)
         if change is None:
             if not same:  # equal values in new objects, which are compared from now on
                 self.read()

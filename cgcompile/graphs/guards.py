@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dis import Instruction, get_instructions
 from functools import lru_cache, partial
+from inspect import Parameter, Signature, signature
 from itertools import chain
 from keyword import iskeyword
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -434,6 +435,8 @@ class ArgumentGuard:
         self._tensor_type = tensor_type
         self._kernels, self._traced = compat.kernel_settings(), compat.trace_settings()
         self._names = tuple(kwargs)
+        self._name_set = frozenset(kwargs)
+        self._signature: Signature | None = None  # of what is called, once a call has another form
         pairs = [
             (top + path, leaf)
             for top, tree in named_arguments(args, kwargs)
@@ -453,13 +456,53 @@ class ArgumentGuard:
         kind = self._tensor_type
         return [leaf.item() if _is_cpu_scalar(leaf, kind) else leaf for leaf in leaves]
 
+    def has_form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether as many arguments are passed by position, and the same ones by name."""
+        return len(args) == self._count and kwargs.keys() == self._name_set
+
+    def in_form(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call of ``function`` in the form of the captured one, or as it is.
+
+        An argument that the captured call left to its default may be passed with that value.
+        """
+        try:
+            if self._signature is None:
+                self._signature = _signature_of(function)
+            bound = self._signature.bind(*args, **kwargs)
+        except (TypeError, ValueError):  # no signature, or the call itself is wrong
+            return args, kwargs
+        bound.apply_defaults()
+        values = bound.arguments
+        parameters = self._signature.parameters
+        by_position = [name for name, row in parameters.items() if row.kind in _BY_POSITION]
+        first = by_position[: self._count]
+        passed = {*first, *self._names}
+        left = {name: value for name, value in values.items() if name not in passed}
+        are_defaults = all(
+            not value
+            if parameters[name].kind in _VARIABLE
+            else same_value(value, parameters[name].default)
+            for name, value in left.items()
+        )
+        if len(first) < self._count or not self._name_set <= values.keys() or not are_defaults:
+            return args, kwargs
+        by_name = {name: values[name] for name in self._names}
+        return tuple([values[name] for name in first]), by_name
+
     def check(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str, batch: object
-    ) -> None:
-        """Raise AddressChangedError or HostValueChangedError where a call has other arguments."""
+    ) -> dict[str, Any]:
+        """Raise AddressChangedError or HostValueChangedError where a call has other arguments.
+
+        Returns:
+            By path, the dataclasses that are other objects than those of the capture, whose fields
+            are still to be compared.
+        """
         self.check_settings(what, batch)
-        names = self._names
-        if len(args) != self._count or len(kwargs) != len(names) or set(kwargs) != set(names):
+        names, made_anew = self._names, {}
+        if not self.has_form(args, kwargs):
             self._refuse_structure(args, kwargs, what, batch)
         leaves: Sequence[Any] = (*args, *(kwargs[name] for name in names)) if kwargs else args
         if not self._flat:
@@ -478,8 +521,14 @@ class ArgumentGuard:
                     raise change.error(what, batch)
             elif same_value(leaf, captured):
                 continue
-            texts = layout_text(captured), layout_text(leaf)
-            raise Change(self._paths[position], *texts).error(what, batch)
+            elif type(leaf) is type(captured) and dataclasses.is_dataclass(leaf):
+                made_anew[self._paths[position]] = leaf
+                continue
+            before, now = layout_text(captured), layout_text(leaf)
+            if now == before:
+                now = f"another {type(leaf).__name__} object"
+            raise Change(self._paths[position], before, now).error(what, batch)
+        return made_anew
 
     def check_settings(self, what: str, batch: object) -> None:
         """Raise HostValueChangedError under other settings of torch: for unchanged arguments."""
@@ -501,6 +550,19 @@ class ArgumentGuard:
         raise HostValueChangedError.other_arguments(
             what=what, batch=str(batch), now=now, before=before
         )
+
+
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def _signature_of(function: Any) -> Signature:
+    """Return the signature by which arguments of a call can be bound."""
+    if not isinstance(function, torch.nn.Module):
+        return signature(function)
+    if any(compat.hooks_of(function)):
+        raise ValueError  # a hook sees which arguments are passed by position
+    return signature(function.forward)
 
 
 def _passed(count: int, names: Iterable[str]) -> str:

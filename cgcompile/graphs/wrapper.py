@@ -173,10 +173,11 @@ class CUDAGraphEntry:
             AddressChangedError: a tensor has another address, or was dropped.
             HostValueChangedError: another value, layout or structure.
         """
+        made_anew: Mapping[str, Any] = {}
         if self.guard is not None:
-            self.guard.check(args, kwargs, what, self.batch_descriptor)
+            made_anew = self.guard.check(args, kwargs, what, self.batch_descriptor)
         if self.fields is not None:
-            self.fields.check(what, self.batch_descriptor)
+            self.fields.check(what, self.batch_descriptor, made_anew)
         if self.weights is not None:
             self.weights.check(what, self.batch_descriptor)
         if self.context is not None:
@@ -311,12 +312,13 @@ class CUDAGraphWrapper(Transparent):
     runs ``runnable``. Attributes that the wrapper has not are those of ``runnable``; a copy or a
     pickle of a wrapper has no graphs.
 
-    Before each replay are compared: tensors and plain values among the arguments, the fields of
-    objects among them, and the settings of torch that choose kernels or dtypes (``sdpa_kernel``,
-    autocast, a default device, ...). An object that cannot be opened (of a C extension, a function)
-    must be the same one. A step that rebinds a tensor in a field of the module, of an argument or
-    of what is around a function runs plain, with a reason, and so does one that changes a number or
-    another plain value that is an attribute of a module itself.
+    Before each replay are compared: tensors and plain values among the arguments, passed by
+    position or by name, the fields of objects among them, and the settings of torch that choose
+    kernels or dtypes (``sdpa_kernel``, autocast, a default device, ...). A dataclass may be another
+    one with equal fields; any other object must be the same one. A step that rebinds a tensor in a
+    field of the module, of an argument or of what is around a function runs plain, with a reason,
+    and so does one that changes a number or another plain value that is an attribute of a module
+    itself.
 
     Args:
         runnable: what to capture; tensors in and out, nested in lists, tuples and dicts at will.
@@ -436,10 +438,19 @@ class CUDAGraphWrapper(Transparent):
             if gradients_due(entries[0].needs_grad, args, kwargs):
                 return GRADIENTS, None
             try:
-                entries[0].check(args, kwargs, self.name)
+                args, kwargs = self._compared(entries[0], args, kwargs)
             except GuardError as error:
                 return self._changed(error, key, args, kwargs)
             return None, self._replay(entries[0], args, kwargs)
+
+    def _compared(
+        self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, passed as at the capture; raise GuardError if they differ."""
+        if entry.guard is not None and not entry.guard.has_form(args, kwargs):
+            args, kwargs = entry.guard.in_form(self.unwrap(), args, kwargs)
+        entry.check(args, kwargs, self.name)
+        return args, kwargs
 
     def _plain(self, why: Fallback, run: Callable[[], Any]) -> Any:
         """Return ``run()``, a step without a graph, and count that; with ``strict`` raise."""
@@ -461,7 +472,7 @@ class CUDAGraphWrapper(Transparent):
         entries = self._entries[key]
         for index, entry in enumerate(entries):
             try:
-                entry.check(args, kwargs, self.name)
+                args, kwargs = self._compared(entry, args, kwargs)
             except GuardError:
                 continue
             entries.insert(0, entries.pop(index))

@@ -610,3 +610,57 @@ def test_a_bulk_capture_follows_what_changes_between_captures(name: str, device:
     counters = wrapper.counters
     assert (counters.captures, counters.plain[Reason.CAPTURE_FAILED]) == (4, 2)
     assert "rebinds self.cache.total" in counters.details[Reason.CAPTURE_FAILED]
+
+
+# ---------------------------------------------------------------- dataclasses that are made anew
+
+
+@dataclasses.dataclass
+class Stage:
+    """What one stage of a pipeline hands to the next."""
+
+    tensors: dict[str, torch.Tensor]
+    scale: float = 2.0
+
+
+def scaled_stage(stage: Stage) -> torch.Tensor:
+    return stage.tensors["hidden"] * stage.scale
+
+
+OTHER_STAGES = [
+    (lambda t: Stage({"hidden": t}, 3.0), r"input 0\.scale is 3\.0, was 2\.0"),
+    (lambda t: Stage({"hidden": t.clone()}), r"input 0\.tensors\['hidden'\] is at"),
+    (lambda t: Stage({"hidden": t[:2]}), r"input 0\.tensors\['hidden'\] is a tensor \(2, 8\)"),
+    (lambda t: Stage({"other": t}), r"input 0\.tensors\['hidden'\] is missing"),
+    (lambda t: Stage({"hidden": t, "other": t}), r"input 0\.tensors\['other'\] is a tensor"),
+]
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_dataclass_made_anew_with_the_same_tensors(name: str, device: str) -> None:
+    """Its fields are compared, and the first that differs is named."""
+    wrapper = getattr(cgcompile, name)(scaled_stage, settings(device), FULL)
+    hidden = torch.empty(ROWS, WIDTH, device=device)
+    for _ in range(4):
+        hidden.normal_()
+        with step(ROWS, FULL):
+            torch.testing.assert_close(wrapper(Stage({"hidden": hidden})), hidden * 2)
+    assert wrapper.counters.replays == 3
+    for other, path in OTHER_STAGES:
+        with step(ROWS, FULL), pytest.raises(GuardError, match=path):
+            wrapper(other(hidden))
+    assert wrapper.counters.replays == 3
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_another_object_that_is_no_dataclass_is_refused(name: str, device: str) -> None:
+    """It may have state that its attributes do not show."""
+    wrapper = getattr(cgcompile, name)(lambda plain: plain.t * plain.k, settings(device), FULL)
+    t = torch.randn(ROWS, WIDTH, device=device)
+    plain = Plain(t)
+    with step(ROWS, FULL):
+        for _ in range(2):
+            torch.testing.assert_close(wrapper(plain), t)
+        with pytest.raises(HostValueChangedError, match="is another Plain object, was a Plain"):
+            wrapper(Plain(t))
+    assert wrapper.counters.replays == 1
