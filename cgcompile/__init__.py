@@ -15,6 +15,7 @@ from cgcompile.context import (
     BatchDescriptor,
     ForwardContext,
     get_forward_context,
+    is_forward_context_available,
     set_forward_context,
 )
 from cgcompile.debug.coverage import coverage
@@ -64,6 +65,7 @@ __all__ = [
     "eager_region",
     "explain",
     "get_forward_context",
+    "is_forward_context_available",
     "runtime",
     "set_forward_context",
     "update_weights",

@@ -52,7 +52,7 @@ class Backend(Registry):
 
     Attributes:
         config: the settings.
-        wrappers: the live wrappers of untraced models.
+        untraced: the live wrappers of untraced models.
 
     Raises:
         ConfigError: unknown, malformed or impossible settings.
@@ -92,7 +92,7 @@ class Backend(Registry):
     def __repr__(self) -> str:
         mode, counts = self.config.cudagraph_mode, self.counters
         compiled = f"{count(len(self.graphs), 'compiled graph')}, "
-        compiled += count(len(self.wrappers), "wrapper")
+        compiled += count(len(self.untraced), "wrapper")
         calls = f"{count(counts.calls, 'call')}, {count(counts.replays, 'replay')}"
         skipped = counts.degraded[Reason.NOT_COMPILED]
         skips = f", Dynamo compiled nothing of {count(skipped, 'function')}" if skipped else ""

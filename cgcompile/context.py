@@ -11,6 +11,7 @@ ambient state of cgcompile.
 """
 
 import difflib
+import enum
 from asyncio import Task, _get_running_loop, current_task
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,18 @@ def _refuse_traced(what: str) -> ForwardContextError:
 _RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
+class _LeftOut(enum.Enum):  # Dynamo has no other objects as defaults
+    """The default of ``cudagraph_runtime_mode``: NONE, of which a step with a descriptor warns."""
+
+    MODE = 0
+
+    def __repr__(self) -> str:
+        return str(CUDAGraphMode.NONE)
+
+
+_LEFT_OUT: Any = _LeftOut.MODE
+
+
 class ForwardContext:
     """The metadata of the current step, for opaque ops, wrappers and eager segments.
 
@@ -61,6 +74,7 @@ class ForwardContext:
         "cudagraph_runtime_mode",
         "inputs_ready",
         "is_synthetic",
+        "lacks_mode",
         "num_tokens",
         "num_tokens_across_dp",
         "num_unpadded_tokens",
@@ -74,7 +88,7 @@ class ForwardContext:
         self,
         attn_metadata: Any = None,
         *,
-        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        cudagraph_runtime_mode: CUDAGraphMode = _LEFT_OUT,
         batch_descriptor: BatchDescriptor | None = None,
         num_tokens: int | None = None,
         num_unpadded_tokens: int | None = None,
@@ -83,7 +97,10 @@ class ForwardContext:
         inputs_ready: Any = None,
         **additional: Any,
     ) -> None:
-        if cudagraph_runtime_mode not in _RUNTIME_MODES:
+        left_out = cudagraph_runtime_mode is _LEFT_OUT
+        if left_out:
+            cudagraph_runtime_mode = CUDAGraphMode.NONE
+        elif cudagraph_runtime_mode not in _RUNTIME_MODES:
             cudagraph_runtime_mode = _runtime_mode(cudagraph_runtime_mode)
         if batch_descriptor is not None and not isinstance(batch_descriptor, BatchDescriptor):
             raise ForwardContextError.batch_descriptor(found=batch_descriptor)
@@ -101,6 +118,7 @@ class ForwardContext:
         self.inputs_ready = inputs_ready
         self.additional = additional
         self.is_synthetic = False
+        self.lacks_mode = left_out and batch_descriptor is not None  # by a slip
         self.captured_piece = ""  # that is being captured; its ops may not read the context
         self.ran_plain: Fallback | None = None
         self.origin: ForwardContext | None = None  # the caller's, of which this one is a copy
@@ -123,7 +141,15 @@ def _runtime_mode(name: Any) -> CUDAGraphMode:
 
 
 # Attributes that are no parameters.
-_STATE = ("additional", "captured_piece", "is_synthetic", "origin", "ran_plain", "was_read")
+_STATE = (
+    "additional",
+    "captured_piece",
+    "is_synthetic",
+    "lacks_mode",
+    "origin",
+    "ran_plain",
+    "was_read",
+)
 _PARAMETERS = tuple(name for name in ForwardContext.__slots__ if name not in _STATE)
 # Keywords of other engines and of our settings, with the parameter that they stand for.
 _MEANT = {
@@ -135,18 +161,32 @@ _MEANT = {
     "batch_size": "batch_descriptor=cgcompile.BatchDescriptor(num_tokens)",
     "num_actual_tokens": "num_unpadded_tokens",
     "num_input_tokens": "num_tokens",
+    "metadata": "attn_metadata",
+    "attention_metadata": "attn_metadata",
     "vllm_config": "",
 }
+_SHORTEST = 8  # characters of a name of that table that others may be similar to
 
 
 @lru_cache(maxsize=256)
 def _refuse_near_misses(*names: str) -> None:
     """Raise for additional keywords that stand for a parameter: they would be ignored."""
+    known = (*_PARAMETERS, *(name for name in _MEANT if len(name) >= _SHORTEST))
     for name in names:
-        near = difflib.get_close_matches(name, _PARAMETERS, n=1, cutoff=0.85)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        near += [parameter for parameter in known if _abbreviates(name, parameter)]
         meant = _MEANT.get(name, _MEANT.get(near[0], near[0]) if near else None)
         if meant is not None:
             raise ForwardContextError.near_miss(name=name, meant=meant)
+
+
+def _abbreviates(name: str, parameter: str) -> bool:
+    """Return whether each word of a name begins the word of a parameter: ``attn_meta``."""
+    words, whole_words = name.split("_"), parameter.split("_")
+    pairs = zip(words, whole_words, strict=False)
+    return len(words) == len(whole_words) > 1 and all(
+        len(word) > 2 and whole_word.startswith(word) for word, whole_word in pairs
+    )
 
 
 def _real_rows(value: Any, descriptor: BatchDescriptor | None, padded: int | None) -> int:
@@ -310,7 +350,8 @@ class set_forward_context(override_forward_context):
 
     Args:
         attn_metadata: metadata for the attention ops of the engine; opaque to cgcompile.
-        cudagraph_runtime_mode: NONE, PIECEWISE or FULL; or its name.
+        cudagraph_runtime_mode: NONE, PIECEWISE or FULL; or its name. Left out: NONE, which is
+            logged once where there is a descriptor.
         batch_descriptor: the key of the graphs to capture or replay.
         num_tokens: rows of the batch after padding.
         num_unpadded_tokens: rows that are real; not more than the descriptor has. Replays of a
@@ -342,7 +383,7 @@ class set_forward_context(override_forward_context):
         self,
         attn_metadata: Any = None,
         *,
-        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        cudagraph_runtime_mode: CUDAGraphMode = _LEFT_OUT,
         batch_descriptor: BatchDescriptor | None = None,
         num_tokens: int | None = None,
         num_unpadded_tokens: int | None = None,

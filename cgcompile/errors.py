@@ -268,9 +268,9 @@ class ForwardContextError(CGCompileError, RuntimeError):
         expected CUDAGraphMode.NONE, PIECEWISE or FULL.
         Of a combined mode take decode_mode() or mixed_mode().""")
     near_miss = Template("""
-        set_forward_context({name}=...): there is no such parameter; it would only be in \
-        ForwardContext.additional.
-        {meant:if Use {meant}|Leave it out}. Give your own data another name.""")
+        set_forward_context({name}=...): there is no such parameter; {meant:if use {meant}|leave \
+        it out}.
+        It would only be in ForwardContext.additional. Give your own data another name.""")
     batch_descriptor = Template("""
         set_forward_context(batch_descriptor={found:shown}): expected a \
         cgcompile.BatchDescriptor, or None.
@@ -744,6 +744,10 @@ class InputBufferError(CGCompileError, ValueError):
     twice = Template("""
         two input buffers are called {name!r}.
         Give each a name of its own.""")
+    no_parameter = Template("""
+        InputBuffer {name!r}: {model} has no parameter of that name.{known:close {name}}
+        Parameters: {known:list none}. Rename the buffer, or declare argument=False: metadata() \
+        gets it then, and not the model.""")
     unknown = Template("""
         no input buffer is called {name!r}; there are {known:list none}.
         Declare it with an InputBuffer, so that it has an address of its own.""")
@@ -782,6 +786,9 @@ class ManagerError(CGCompileError, RuntimeError):
     twice = Template("""
         {mode}, {batch}: captured already.
         release() drops all graphs, so that they can be captured again.""")
+    not_metadata = Template("""
+        metadata() returned {found:kind}; expected cgcompile.serving.Metadata(...).
+        Of a value for attention ops: return Metadata(value).""")
     no_metadata = Template("""
         FULL, {batch}: no attention metadata to capture with.
         A FULL graph records what attention reads: let metadata() return it for every FULL \

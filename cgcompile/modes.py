@@ -70,6 +70,14 @@ class CUDAGraphMode(enum.Enum):
         """Return whether a step can run in the runtime mode ``mode``."""
         return mode in (self.decode_mode(), self.mixed_mode())
 
+    def has_full_cudagraphs(self) -> bool:
+        """Return whether a step can run in mode FULL."""
+        return self.has_mode(CUDAGraphMode.FULL)
+
+    def has_piecewise_cudagraphs(self) -> bool:
+        """Return whether a step can run in mode PIECEWISE."""
+        return self.has_mode(CUDAGraphMode.PIECEWISE)
+
     def max_cudagraph_mode(self) -> "CUDAGraphMode":
         """Return the more demanding of the two runtime modes (NONE < PIECEWISE < FULL)."""
         return max(self.decode_mode(), self.mixed_mode(), key=lambda mode: int(mode.value))

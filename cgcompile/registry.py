@@ -37,12 +37,12 @@ class Registry:
 
     Attributes:
         config: the settings.
-        wrappers: the live wrappers of untraced models.
+        untraced: the live wrappers of untraced models.
     """
 
     def __init__(self, config: CompilationConfig) -> None:
         self.config = config
-        self.wrappers: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
+        self.untraced: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
         self._graphs: list[tuple[weakref.ref[CompiledGraph], Timeline]] = []
         self._ended = Counters()  # of graphs that were freed
         self._traces: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -72,7 +72,7 @@ class Registry:
         wrapper.timeline.warned = self.timeline.warned
         if self._threads_allowed:
             wrapper.allow_threads()
-        self.wrappers.add(wrapper)
+        self.untraced.add(wrapper)
 
     def _register(self, graph: CompiledGraph) -> None:
         """Register a new compiled graph."""
@@ -109,13 +109,22 @@ class Registry:
         return tuple(graph for ref, _ in self._graphs if (graph := ref()) is not None)
 
     @property
+    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
+        """The live wrappers of untraced models, then those of pieces and steps that were captured.
+
+        Those of compiled graphs are counted, and cleared, by their graphs.
+        """
+        captured = (wrapper for graph in self.graphs for wrapper in graph.wrappers)
+        return (*self.untraced, *captured)
+
+    @property
     def counters(self) -> Counters:
         """The sum of what all calls did: of graphs, of wrappers, and of calls with neither.
 
         Graphs that were dropped count as well.
         """
         counters = [self._ended, *(timeline.counters for _, timeline in self._graphs)]
-        counters += [wrapper.counters for wrapper in self.wrappers]
+        counters += [wrapper.counters for wrapper in self.untraced]
         return sum(counters, self.timeline.counters)
 
     def memory(self) -> GraphMemory:
@@ -135,7 +144,7 @@ class Registry:
             (True, 0)
         """
         managers = tuple(self._managers)
-        wrappers = [*self.wrappers]
+        wrappers = [*self.untraced]
         wrappers += [wrapper for manager in managers for wrapper in manager.wrappers]
         pools = [graph.pool for graph in self.graphs] + [wrapper.pool for wrapper in wrappers]
         outputs = sum(manager.meter.outputs.nbytes for manager in managers)
@@ -192,7 +201,7 @@ class Registry:
         managers = self._outside_of_steps()
         for graph in self.graphs:
             graph.invalidate(reason)
-        for wrapper in tuple(self.wrappers):
+        for wrapper in tuple(self.untraced):
             wrapper.clear_graphs()
         for traces in tuple(self._traces):
             traces.clear()
@@ -214,7 +223,7 @@ class Registry:
         self._capture_closed = True
         for graph in self.graphs:
             graph.close_capture()
-        for wrapper in tuple(self.wrappers):
+        for wrapper in tuple(self.untraced):
             wrapper.closed = True
 
     def allow_threads(self) -> None:
@@ -234,7 +243,7 @@ class Registry:
         for graph in self.graphs:
             if graph.pool is not None:
                 graph.pool.thread.allow()
-        for wrapper in tuple(self.wrappers):
+        for wrapper in tuple(self.untraced):
             wrapper.allow_threads()
 
     def release(self) -> None:
@@ -251,7 +260,7 @@ class Registry:
         self._capture_closed = False
         for graph in self.graphs:
             graph.release()
-        for wrapper in tuple(self.wrappers):
+        for wrapper in tuple(self.untraced):
             wrapper.clear_all_graphs()
             wrapper.closed = False
         self.compare_bound()

@@ -26,6 +26,7 @@ from lib.entry import (
     marked,
 )
 
+import cgcompile
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, set_forward_context
 from cgcompile.errors import AddressChangedError, DispatchError, HostValueChangedError
 from cgcompile.graphs.capture import allow_capture
@@ -376,3 +377,42 @@ def test_what_an_eager_op_raises_reaches_the_caller(device: str, hook: Any) -> N
         hook(usual)
     check_steps(compiled, model, buffers, PIECEWISE, steps=2)
     assert_counts(backend, 1, 3, {WARMING: 1}, failures=2)
+
+
+@pytest.mark.parametrize("entry", ["torch", "cgcompile"])
+def test_inputs_are_numbered_as_the_caller_passes_them(device: str, entry: str) -> None:
+    """Weights are inputs of the graph too, and come first."""
+    model, backend = torch.nn.Linear(D, D, device=device), backend_for()
+    compiled = (
+        torch.compile(model, backend=backend)
+        if entry == "torch"
+        else cgcompile.compile(model, backend)
+    )
+    x = torch.randn(6, D, device=device)
+    for _ in range(3):
+        with context(FULL):
+            compiled(x)
+    assert backend.counters.replays
+    with context(FULL), pytest.raises(AddressChangedError, match=r"input 0 [\"']"):
+        compiled(x.clone())
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+def test_a_handle_yields_the_wrappers_of_pieces(device: str, mode: Any) -> None:
+    kind = Hooked if mode is PIECEWISE else lambda: torch.nn.Linear(D, D)
+    _, compiled, backend = compiled_model(kind, device, **(HOOKED if mode is PIECEWISE else {}))
+    assert backend.wrappers == ()
+    x = marked(batch(device, 6))
+    for _ in range(3):
+        with context(mode):
+            compiled(x.normal_())
+    (graph,) = backend.graphs
+    pieces = [piece.name for piece in graph.split.pieces if piece.capture]
+    names = [wrapper.name for wrapper in backend.wrappers]
+    assert names == (["step"] if mode is FULL else pieces)
+    for wrapper in backend.wrappers:
+        assert [*wrapper.concrete_cudagraph_entries] == [BatchDescriptor(6)]
+    counters = backend.counters
+    assert (counters.calls, counters.replays) == (3, 1)  # once each, as before
+    backend.release()
+    assert backend.wrappers == ()

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import copy
+import inspect
 import pickle
 import threading
 
@@ -298,29 +299,47 @@ def test_opaque_op_reads_the_context_of_each_step() -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("cudagraph_mode", "Use cudagraph_runtime_mode\\."),
-        ("runtime_mode", "Use cudagraph_runtime_mode\\."),
-        ("mode", "Use cudagraph_runtime_mode\\."),
-        ("cudagraph_runtime_mod", "Use cudagraph_runtime_mode\\."),
-        ("batch_size", "Use batch_descriptor=cgcompile.BatchDescriptor"),
-        ("batch_descriptr", "Use batch_descriptor="),
-        ("num_token", "Use num_tokens\\."),
-        ("slot_mappings", "Use slot_mapping\\."),
-        ("num_actual_tokens", "Use num_unpadded_tokens\\."),
-        ("vllm_config", "Leave it out"),
+        ("cudagraph_mode", "use cudagraph_runtime_mode\\."),
+        ("runtime_mode", "use cudagraph_runtime_mode\\."),
+        ("mode", "use cudagraph_runtime_mode\\."),
+        ("cudagraph_runtime_mod", "use cudagraph_runtime_mode\\."),
+        ("batch_size", "use batch_descriptor=cgcompile.BatchDescriptor"),
+        ("batch_descriptr", "use batch_descriptor="),
+        ("num_token", "use num_tokens\\."),
+        ("slot_mappings", "use slot_mapping\\."),
+        ("num_actual_tokens", "use num_unpadded_tokens\\."),
+        ("vllm_config", "leave it out"),
+        ("metadata", "use attn_metadata\\."),
+        ("attention_metadata", "use attn_metadata\\."),
+        ("attention_metdata", "use attn_metadata\\."),
+        ("attn_meta", "use attn_metadata\\."),
+        ("attn_metdata", "use attn_metadata\\."),
+        ("batch_desc", "use batch_descriptor=cgcompile.BatchDescriptor"),
+        ("slot_map", "use slot_mapping\\."),
     ],
 )
 def test_a_near_miss_of_a_parameter_is_refused(name: str, meant: str) -> None:
     for _ in range(2):
         with pytest.raises(ForwardContextError, match=meant) as error:
             set_forward_context(**{"mine": 1, name: 2})
-        assert f"{name}=" in str(error.value)
+        first, _ = str(error.value).splitlines()
+        assert first.startswith(f"set_forward_context({name}=...): there is no such parameter; ")
     with pytest.raises(ForwardContextError, match=meant):
         ForwardContext(**{name: 2})
 
 
 def test_data_of_the_user_is_kept() -> None:
-    names = ("factor", "max_query_len", "forward_batch", "attention_layers", "ubatch_slices")
+    names = (
+        "factor",
+        "model",
+        "tokens",
+        "metadata_of_layers",
+        "attention",
+        "max_query_len",
+        "forward_batch",
+        "attention_layers",
+        "ubatch_slices",
+    )
     with set_forward_context(**dict.fromkeys(names, 1)) as context:
         assert context.additional == dict.fromkeys(names, 1)
 
@@ -329,3 +348,53 @@ def test_data_of_the_user_is_kept() -> None:
 def test_a_runtime_mode_may_be_text(name: str) -> None:
     with set_forward_context(cudagraph_runtime_mode=name) as context:
         assert context.cudagraph_runtime_mode is CUDAGraphMode[name.upper()]
+
+
+def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if "mode_none" in text]
+
+
+@pytest.mark.parametrize("kind", ["torch.compile", "wrapper"])
+def test_a_descriptor_without_a_mode_is_one_warning(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"compiler": "eager", "capture_device": "host"}
+    model = torch.nn.Linear(4, 4)
+    called = (
+        torch.compile(model, backend=Backend(**settings))
+        if kind == "torch.compile"
+        else cgcompile.CUDAGraphWrapper(model, cgcompile.CompilationConfig(**settings))
+    )
+    batch = BatchDescriptor(8)
+    with torch.inference_mode():
+        for arguments in ({}, {"batch_descriptor": batch, "cudagraph_runtime_mode": "NONE"}):
+            with set_forward_context(**arguments):
+                called(torch.randn(8, 4))
+        assert not _messages(caplog)  # no graph was requested
+        for _ in range(3):
+            x = torch.randn(8, 4)
+            with set_forward_context(batch_descriptor=batch) as context:
+                torch.testing.assert_close(called(x), model(x))
+            assert context.ran_plain.reason is cgcompile.Reason.MODE_NONE
+    (text,) = _messages(caplog)
+    assert "the forward context has a batch_descriptor, and no cudagraph_runtime_mode" in text
+    assert "pass `cudagraph_runtime_mode=`" in text
+
+
+def test_the_mode_that_is_left_out_is_none() -> None:
+    with set_forward_context() as context:
+        assert context.cudagraph_runtime_mode is CUDAGraphMode.NONE
+    assert ".CUDAGraphMode = CUDAGraphMode.NONE," in str(inspect.signature(set_forward_context))
+
+
+def test_what_engines_ask_of_a_mode() -> None:
+    full, both = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+    assert [mode.has_full_cudagraphs() for mode in CUDAGraphMode] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert [mode.has_piecewise_cudagraphs() for mode in (full, both)] == [False, True]
+    assert cgcompile.is_forward_context_available is is_forward_context_available

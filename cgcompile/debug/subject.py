@@ -235,7 +235,7 @@ def recorders_of(target: Any, function: str) -> list[CompiledGraph | CUDAGraphWr
         return [*target.wrappers, *compiled]
     handle = target if isinstance(target, Backend) else handle_of(target)
     if handle is not None:
-        return [*handle.graphs, *handle.wrappers]
+        return [*handle.graphs, *handle.untraced]
     wrapper = getattr(target, "wrapper", None)
     if isinstance(wrapper, CUDAGraphWrapper):
         return [wrapper]

@@ -224,7 +224,9 @@ def why_not_in(
         return IN_REGION if eager_region_is_open() else no_context
     mode = context.cudagraph_runtime_mode
     if mode is CUDAGraphMode.NONE:
-        return Fallback(Reason.MODE_NONE, "the forward context has runtime mode NONE")
+        lacks = "a batch_descriptor, and no cudagraph_runtime_mode"
+        detail = lacks if context.lacks_mode else "runtime mode NONE"
+        return Fallback(Reason.MODE_NONE, f"the forward context has {detail}")
     if mode not in modes:
         names = " and ".join(sorted({served.name for served in modes} - {"NONE"}))
         return Fallback(

@@ -142,11 +142,13 @@ class Timeline:
             call = call or context.batch_descriptor or ""
         if self._count(self.live.plain, why, 1, call):
             log.info("a step runs without graphs: %s", why)
-            self._warn(why, call)
+            lacks_mode = context is not None and context.lacks_mode
+            if why.reason not in EXPECTED or (why.reason is Reason.MODE_NONE and lacks_mode):
+                self._warn(why, call)
 
     def degraded(self, why: Fallback) -> None:
         """Count a call that takes a lesser mode than was requested."""
-        if self._count(self.live.degraded, why, 0):
+        if self._count(self.live.degraded, why, 0) and why.reason not in EXPECTED:
             self._warn(why, how="in a lesser mode than was requested")
 
     def _count(self, counts: Counter[Reason], why: Fallback, calls: int, call: _Call = "") -> bool:
@@ -169,7 +171,7 @@ class Timeline:
     def _warn(self, why: Fallback, call: _Call = "", how: str = "without a CUDA graph") -> None:
         """Warn of the first fallback of a reason that a user can avoid."""
         warned = self.warned
-        if warned is None or why.reason in warned or why.reason in EXPECTED:
+        if warned is None or why.reason in warned:
             return
         warned.add(why.reason)
         warn_of(f"a step ({_call_text(call)})" if call else "a step", why, how)

@@ -50,6 +50,7 @@ from cgcompile.graphs.device import any_capture, capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline
+from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.printer import count
 from cgcompile.passes.split import SplitGraph
 from cgcompile.pieces.cache import Compilation
@@ -510,6 +511,13 @@ class CompiledGraph:
     @property
     def weight_sets(self) -> tuple[WeightSet, ...]:
         return () if self.pool is None else tuple(self._weight_sets)
+
+    @property
+    def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
+        """The wrappers that have graphs of a piece, or of the whole step."""
+        captured = [weight_set for weight_set in self.weight_sets if weight_set.captured]
+        wrappers = [one for sets in captured for one in (*sets.wrappers.values(), sets.full)]
+        return tuple(wrapper for wrapper in wrappers if wrapper.entries)
 
     @property
     def recordings(self) -> tuple[Recording, ...]:

@@ -96,6 +96,12 @@ def _is_longer(split: SplitGraph, before: torch.Tensor, after: object) -> bool:
     return before.dtype is after.dtype and len(changed) == 1 and bool(changed[0].is_positive)
 
 
+def _dims_of_rows(meta: torch.Tensor) -> int:
+    """Return how many dimensions may count rows: the last one may be that of features."""
+    features = meta.dim() > 1 and meta.is_floating_point()
+    return meta.dim() - (features and not isinstance(meta.shape[-1], torch.SymInt))
+
+
 class Dispatch:
     """Dispatches the calls of one compiled graph, which has the ``roles`` by runtime mode."""
 
@@ -203,12 +209,14 @@ class Dispatch:
     def check_rows(self, descriptor: BatchDescriptor, inputs: tuple[Any, ...]) -> None:
         """Warn, or raise if ``strict``, where no input has the rows of a descriptor."""
         # Of the tokens, of the requests, or leading dimensions with that product ([2, 8] of 16).
-        shapes = [
-            tuple(inputs[position].shape)
+        values = [
+            (value.meta, tuple(inputs[position].shape))
             for position, value in enumerate(self._inputs)
             if isinstance(value.meta, torch.Tensor) and not value.static and value.meta.dim()
         ]
-        sizes = {size for shape in shapes for size in (*shape, *accumulate(shape, mul))}
+        shapes = [shape for _, shape in values]
+        sizes = {size for meta, shape in values for size in shape[: _dims_of_rows(meta)]}
+        sizes |= {size for shape in shapes for size in accumulate(shape, mul)}
         if not sizes or not sizes.isdisjoint((descriptor.num_tokens, descriptor.num_reqs)):
             return
         texts = [str(list(shape)) for shape in dict.fromkeys(shapes)]

@@ -205,8 +205,16 @@ class Overlaps:
         return near
 
     def _path(self, position: int) -> str:
-        value = self._inputs[position]
-        return f"input {position} {value.source or value.name!r}"
+        return input_name(self._inputs, position)
+
+
+def input_name(inputs: Sequence[Value], position: int) -> str:
+    """Return the name of an input, for messages; what the caller passes is numbered."""
+    value = inputs[position]
+    name = repr(value.source or value.name)
+    if value.static:
+        return name
+    return f"input {sum(not other.static for other in inputs[:position])} {name}"
 
 
 def _overlapping(ranges: list[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:

@@ -26,7 +26,7 @@ from cgcompile.graphs.sequence import GraphSequence, SegmentRunner, Slot
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.pieces.stitch import restoring_grad_mode
 from cgcompile.reasons import Fallback, Reason
-from cgcompile.runtime.inputs import Roles
+from cgcompile.runtime.inputs import Roles, input_name
 from cgcompile.runtime.program import Program
 from cgcompile.runtime.returns import Returns, StepInputs
 
@@ -135,8 +135,7 @@ class Recording:
 
     def path(self, position: int) -> str:
         """Return the name of an input, for messages."""
-        value = self._program.split.inputs[position]
-        return f"input {position} {value.source or value.name!r}"
+        return input_name(self._program.split.inputs, position)
 
     def why_not_copied(self, inputs: Sequence[Any]) -> Fallback | None:
         """Return why inputs must not be copied this time: one is memory that the step mutates."""

@@ -9,13 +9,15 @@ until the next one.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from inspect import signature
+from inspect import Parameter, signature
 from threading import get_ident
 from typing import Any
 
 import torch
 
+from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend, handle_of
+from cgcompile.compile import CompiledModel
 from cgcompile.compile import compile as compile_model
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.context import set_forward_context
@@ -26,6 +28,7 @@ from cgcompile.errors import (
     CaptureError,
     ConfigError,
     DispatchError,
+    InputBufferError,
     ManagerError,
 )
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
@@ -105,10 +108,30 @@ def _declared(inputs: Iterable[InputBuffer]) -> list[InputBuffer]:
     return declared
 
 
+def _arguments(model: Any, inputs: Iterable[InputBuffer]) -> list[str]:
+    """Return the names of the buffers that a model gets; raise where it has no such parameter."""
+    names = [spec.name for spec in inputs if spec.argument]
+    original = compat.original_of(model) or model
+    while isinstance(original, CompiledModel | CUDAGraphWrapper):
+        original = original.unwrap()
+    try:
+        parameters = signature(getattr(original, "forward", original)).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return names
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return names
+    for name in names:
+        if name not in parameters:
+            called = getattr(original, "__qualname__", None) or f"{type(original).__name__}.forward"
+            raise InputBufferError.no_parameter(name=name, model=called, known=list(parameters))
+    return names
+
+
 def _compiled(
     model: Any, inputs: Iterable[InputBuffer], config: CompilationConfig | None
 ) -> tuple[Any, CompilationConfig]:
     """Return the compiled model, or one that is captured without a trace, and its settings."""
+    _arguments(model, inputs)
     backend = handle_of(model)
     if backend is not None:
         if config is not None:
@@ -256,7 +279,7 @@ class CudaGraphManager:
         self.model, self.dispatcher, self.agreement = model, dispatcher, agreement
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
         self.backend = handle_of(model) if backend is None else backend
-        self._arguments = [spec.name for spec in self.inputs.specs if spec.argument]
+        self._arguments = _arguments(model, self.inputs.specs)
         self._optional = axes_of_optional(self.inputs.specs, dispatcher.axes)
         self._metadata, self._prepare = metadata, prepare or self.dummy_batch
         self._graph_capture, self._inference_mode = graph_capture, inference_mode
@@ -874,6 +897,8 @@ class CudaGraphManager:
         metadata = Metadata()
         if self._metadata is not None:
             metadata = self._metadata(batch, descriptor, buffers)
+            if not isinstance(metadata, Metadata):
+                raise ManagerError.not_metadata(found=metadata)
             if mode is FULL and metadata.attn_metadata is None:
                 raise ManagerError.no_metadata(batch=str(descriptor))
         entry = None

@@ -59,6 +59,7 @@ class DynamicDims:
         dims: Mapping[str, Any] | None,
         signature: inspect.Signature,
         function: Callable[..., Any],
+        is_bound: bool = False,  # its first parameter is no parameter of a call
     ) -> None:
         if dims is not None and not isinstance(dims, Mapping):
             raise ConfigError.bad_value(
@@ -72,7 +73,8 @@ class DynamicDims:
         takes_any = bool(parameter_kinds(signature)[2])
         for name, value in (dims or {}).items():
             if name not in known and not takes_any:
-                raise ConfigError.unknown_parameter(name=name, known=known)
+                listed = known[is_bound:]
+                raise ConfigError.unknown_parameter(name=name, known=listed)
             self.by_name[name] = _parsed(name, value)
 
     def of_call(self, arguments: Iterable[tuple[str, str, Any]]) -> list["TensorDim"]:

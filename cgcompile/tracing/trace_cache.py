@@ -189,7 +189,8 @@ class Traces:
         self._resolve_function()
         users_function = compat.users_function(called)
         self._users_signature = inspect.signature(users_function)  # behind decorators and hooks
-        self._dims = DynamicDims(dims, self._users_signature, users_function)
+        is_bound = self._bound is not None
+        self._dims = DynamicDims(dims, self._users_signature, users_function, is_bound)
         self._compile = compile_graph
         self._run_plain = run_plain
         self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers

@@ -383,15 +383,16 @@ def steps(served: FrontEnd, model: nn.Module, shape: tuple[int, ...], descriptor
 
 
 @pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("rows", [16, WIDTH])  # those of no input; the last dimension of one
 def test_rows_that_no_input_has_are_a_warning_once(
-    name: str, device: str, caplog: pytest.LogCaptureFixture
+    name: str, rows: int, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Coverage and padding would be counted in wrong rows."""
     model = nn.Linear(WIDTH, WIDTH, device=device)
     served = front_end(name, model, device)
     with caplog.at_level(logging.WARNING, "cgcompile"):
-        steps(served, model, (6, WIDTH), BatchDescriptor(16))
-    (text,) = [text for text in caplog.messages if "no input has 16 rows" in text]
+        steps(served, model, (6, WIDTH), BatchDescriptor(rows))
+    (text,) = [text for text in caplog.messages if f"no input has {rows} rows" in text]
     assert "[6, 8]" in text
     assert served.counters().replays >= 2
 

@@ -18,6 +18,7 @@ from cgcompile.errors import (
     CaptureError,
     ConfigError,
     InputBufferError,
+    ManagerError,
 )
 from cgcompile.reasons import Reason
 from cgcompile.serving import Agreement, Batch, GraphHooks, InputBuffer, capture_sizes
@@ -71,6 +72,29 @@ def test_each_way_to_capture_replays(more: dict[str, Any], device: str) -> None:
     assert (manager.backend is None) is ("splitting" in more)
     assert manager.dispatcher.mode.name == more.get("cudagraph_mode", "FULL_AND_PIECEWISE")
     check_steps(manager, device)
+
+
+@pytest.mark.parametrize("more", [{}, {"splitting": "breakable"}], ids=str)
+def test_a_buffer_that_is_no_parameter(more: dict[str, Any], device: str) -> None:
+    unknown = InputBuffer("y", ("tokens",), torch.int64)
+    with pytest.raises(InputBufferError, match=r"'y': Decoder\.forward has no parameter") as error:
+        built(device, settings(device, **more), inputs=[*INPUTS, unknown])
+    text = str(error.value)
+    assert "self" not in text
+    assert all(spec.name in text for spec in INPUTS if spec.argument)
+    assert "argument=False" in text
+    inputs = [*INPUTS, replace(unknown, argument=False)]
+    assert built(device, settings(device, **more), inputs=inputs).inputs.specs
+
+
+@pytest.mark.parametrize("returned", [None, {"a": 1}])
+def test_metadata_of_another_type(returned: object, device: str) -> None:
+    manager = built(device, settings(device), metadata=lambda *_: returned)
+    kind = "a dict" if returned else "a NoneType"
+    with pytest.raises(ManagerError, match=rf"metadata\(\) returned {kind}; expected .*Metadata"):
+        manager.capture()
+    with pytest.raises(ManagerError, match=rf"metadata\(\) returned {kind}; expected .*Metadata"):
+        manager.run(requests(1, 1, device=device, decode=True))
 
 
 def test_without_a_trace_only_full_graphs_exist(device: str) -> None:
