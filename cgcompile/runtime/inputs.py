@@ -36,7 +36,7 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import span
 from cgcompile.graphs.device import no_device
 from cgcompile.passes.nodes import is_cpu_scalar, is_symbolic_number, storages, tensors
-from cgcompile.passes.split import SplitGraph
+from cgcompile.passes.split import SplitGraph, Value
 from cgcompile.reasons import EXPECTED, Fallback, Reason
 
 
