@@ -442,3 +442,67 @@ def test_what_an_operator_raises_reaches_the_caller(hook: Any) -> None:
         check(one, model, x)
     assert one.backend.counters.failures == 2
     assert len(one.traces) == 1
+
+
+def replace_forward(model: Any, how: str) -> None:
+    before = model.forward
+    if how == "function":
+        model.forward = lambda x: 2 * before(x)
+    elif how == "partial":  # as hooks of accelerate do
+        model.forward = functools.update_wrapper(
+            functools.partial(lambda module, x: 3 * before(x), model), before
+        )
+    else:
+        type(model).forward = lambda self, x: 4 * self.linear(x)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("guards", GUARDS)
+@pytest.mark.parametrize("how", ["function", "partial", "class"])
+def test_forward_is_replaced(how: str, guards: str, first: bool) -> None:
+    """Before the model is compiled, or after it was replayed."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).tanh()
+
+    model, x = Model().eval(), torch.empty(3, 4)
+    if first:
+        replace_forward(model, how)
+    one = cgcompile.compile(model, guards=guards, compiler="eager", capture_device="host")
+    for change in (not first, False):
+        before = one.backend.counters.replays
+        for _ in range(5):
+            x.normal_()
+            with torch.inference_mode(), in_graphs(FULL, 3):
+                torch.testing.assert_close(one(x), model(x))
+        assert one.backend.counters.replays >= before + 3
+        if change:
+            replace_forward(model, how)
+
+
+def test_forward_becomes_the_compiled_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval()
+    eager = copy.deepcopy(model)
+    model.forward = cgcompile.compile(model, compiler="eager", capture_device="host")
+    with torch.inference_mode():
+        for _ in range(4):
+            x = torch.randn(3, 4)
+            torch.testing.assert_close(model(x), eager(x))
+    assert model.forward.backend.counters.replays == 2
+
+
+def test_a_forward_without_the_dimension_that_varies() -> None:
+    model = nn.Linear(4, 4)
+    one = cgcompile.compile(model, dynamic_dims={"input": 0}, compiler="eager")
+    before = model.forward
+    one(torch.randn(3, 4))
+    model.forward = lambda x: 2 * before(x)
+    with pytest.raises(ConfigError, match="no parameter 'input'"):
+        one(torch.randn(3, 4))
+    model.forward = before
+    one(torch.randn(3, 4))

@@ -142,6 +142,7 @@ class FastPaths:
         kwargs: dict[str, Any],
         bound: Any,  # the first of ``args`` where no caller passes it
         hooks: Sequence[Any],  # must stay empty
+        called: tuple[torch.nn.Module, Any] | None,  # a module, and its forward, which must stay
     ) -> None:
         """Generate the fast path of a call that just ran, if it replayed a recorded step."""
         graph, context = self.graph, callers_context()
@@ -157,7 +158,9 @@ class FastPaths:
             return
         self.attempts[key] = attempts + 1
         try:
-            source, names = _call_source(graph, checks, python, args, kwargs, bound, hooks)
+            lines = _CallLines(graph, checks, (*args, *(kwargs[name] for name in checks.keywords)))
+            lines.called(hooks, called)
+            source, names = _call_source(graph, lines, python, args, kwargs, bound)
         except (_NoFastPath, GuardError):
             return
         except Exception as error:  # the full path serves all calls
@@ -301,22 +304,16 @@ class GraphFastPath:
 
 def _call_source(
     graph: GraphFastPath,
-    checks: ArgumentChecks,
+    lines: "_CallLines",
     python: Callable[[Callable[..., Any]], Callable[..., Any]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     bound: Any,
-    hooks: Sequence[Any],
 ) -> tuple[str, dict[str, Any]]:
     """Return the source of the fast path of a call, and the names that it refers to."""
-    values = (*args, *(kwargs[name] for name in checks.keywords))
-    if any(isinstance(value, _CONTAINERS) for value in values):
-        raise _NoFastPath  # the next call may pass it with other items
     if graph.watches_weights:
         raise _NoFastPath  # the full path finds the graphs of other weights
     inputs, result = _around(graph, python, args, kwargs)
-    lines = _CallLines(graph, checks, values)
-    lines.hooks(hooks)
     lines.arguments(len(args), list(kwargs), 0 if bound is None else 1, inputs)
     lines.layouts(inputs)
     source = _source(
@@ -363,6 +360,8 @@ class _CallLines:
     """The generated lines about the arguments and the result of a call, and their names."""
 
     def __init__(self, graph: GraphFastPath, checks: ArgumentChecks, values: Sequence[Any]) -> None:
+        if any(isinstance(value, _CONTAINERS) for value in values):
+            raise _NoFastPath  # the next call may pass it with other items
         self.lines: list[str] = []
         self.names: dict[str, Any] = {**checks.names, **graph.names}
         self.one_graph = graph.recording.one_graph
@@ -384,10 +383,14 @@ class _CallLines:
         self.names[name] = value
         return name
 
-    def hooks(self, hooks: Sequence[Any]) -> None:
-        if hooks:
-            names = [self._bound(f"hooks_{index}", hook) for index, hook in enumerate(hooks)]
-            self._unless(" or ".join(names))
+    def called(self, hooks: Sequence[Any], called: tuple[torch.nn.Module, Any] | None) -> None:
+        """Add the checks of what runs: a module without hooks, and its ``forward``."""
+        conditions = [self._bound(f"hooks_{index}", hook) for index, hook in enumerate(hooks)]
+        if called is not None:
+            module, forward = self._bound("module", called[0]), self._bound("forward", called[1])
+            conditions.append(f"{module}.forward != {forward}")
+        if conditions:
+            self._unless(" or ".join(conditions))
 
     def _have_own_addresses(self, inputs: Sequence[Any]) -> bool:
         """Return whether :meth:`layouts` checks the address of each tensor, and all differ."""

@@ -464,12 +464,16 @@ def traced_function(called: Any) -> tuple[types.FunctionType, Any]:
     """Return (function, bound object or None) that Dynamo traces for a callable."""
     from torch._dynamo.convert_frame import get_traced_fn
 
-    return get_traced_fn(called)
+    forward = getattr(called, "forward", None) if isinstance(called, torch.nn.Module) else called
+    is_function = isinstance(forward, (types.FunctionType, types.MethodType))
+    return get_traced_fn(called if is_function else called.__call__)
 
 
 def users_function(called: Any) -> Any:
     """Return the function with the user's parameters: of a module with hooks its ``forward``."""
-    return traced_function(called.forward if isinstance(called, torch.nn.Module) else called)[0]
+    forward = called.forward if isinstance(called, torch.nn.Module) else called
+    is_method = isinstance(forward, types.MethodType)  # else it may be a functools.partial
+    return traced_function(forward)[0] if is_method else forward
 
 
 def hooks_of(called: Any) -> tuple[Any, ...]:

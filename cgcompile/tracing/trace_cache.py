@@ -186,11 +186,9 @@ class Traces:
     ) -> None:
         self._called = called
         self._hooks = compat.hooks_of(called)
+        self._module = called if isinstance(called, torch.nn.Module) else None
+        self._dims_by_name = dims
         self._resolve_function()
-        users_function = compat.users_function(called)
-        self._users_signature = inspect.signature(users_function)  # behind decorators and hooks
-        is_bound = self._bound is not None
-        self._dims = DynamicDims(dims, self._users_signature, users_function, is_bound)
         self._compile = compile_graph
         self._run_plain = run_plain
         self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers
@@ -214,9 +212,12 @@ class Traces:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the trace that serves this call; trace it if there is none."""
-        # Counting hooks is slower than checking that there are none.
-        if any(self._hooks) if not self._hooked else sum(map(len, self._hooks)) != self._hooked:
-            self._resolve_function()
+        module = self._module
+        if module is not None:
+            # Counting hooks is slower than checking that there are none.
+            hooked = sum(map(len, self._hooks)) if self._hooked else any(self._hooks)
+            if hooked != self._hooked or module.forward != self._forward:
+                self._resolve_function()
         if self.fast_paths.calls:
             fast_path = self.fast_paths.find_requested()
             result = NOT_SERVED if fast_path is None else fast_path(args, kwargs)
@@ -239,7 +240,8 @@ class Traces:
             trace.repeated = True  # fast paths begin after such a call
             result = trace.run(*args, **kwargs)
             if trace.fast_paths is not None and trace.fast_paths.graph is not None:
-                trace.add_fast_path(args, kwargs, self._bound, self._hooks)
+                called = None if module is None else (module, self._forward)
+                trace.add_fast_path(args, kwargs, self._bound, self._hooks, called)
             return result
         with self._lock:
             trace = self._bound_as_now(self._find(args, kwargs), args, kwargs)
@@ -250,9 +252,18 @@ class Traces:
 
     def _resolve_function(self) -> None:
         """Set the function to trace: with hooks, the one that runs them."""
-        self._hooked = sum(map(len, self._hooks))
-        self._function, self._bound = compat.traced_function(self._called)
+        forward = None if self._module is None else self._module.forward
+        if getattr(forward, "_traces", None) is self:  # the module now calls the compiled model
+            self._forward = forward
+            return
+        users_function = compat.users_function(self._called)
+        signature = inspect.signature(users_function)  # behind decorators and hooks
+        function, bound = compat.traced_function(self._called)
+        is_bound = bound is not None
+        self._dims = DynamicDims(self._dims_by_name, signature, users_function, is_bound)
+        self._users_signature, self._function, self._bound = signature, function, bound
         self._signature = inspect.signature(self._function, follow_wrapped=False)
+        self._hooked, self._forward = sum(map(len, self._hooks)), forward
         self._set(())
 
     def _set(self, traces: tuple[CompiledTrace, ...]) -> None:

@@ -535,7 +535,7 @@ TABLE: tuple[Row, ...] = (
     Row("hook added", hook_added, OF_STATE_NOT_IN_TORCH),
     Row("hook removed", hook_removed, OF_STATE),
     Row("hook of the model added", hook_of_the_model, {UNTRACED: Contract(HostValueChangedError)}),
-    Row("forward replaced", forward_replaced, {**OF_STATE, KEEP: Contract(RIGHT)}),
+    Row("forward replaced", forward_replaced, {UNTRACED: Contract(HostValueChangedError)}),
     Row("forward of a layer replaced", forward_of_a_layer_replaced, OF_STATE),
     Row("training mode", training_mode, OF_STATE),
     Row("closure cell", closure_cell, OF_STATE),
