@@ -110,6 +110,7 @@ def test_verify_finds_a_difference(run: Any, tmp_path: Path) -> None:
     assert [float(text) for text in row["largest"][1]] == [check["findings"][0]["largest"]]
 
 
+@pytest.mark.slow
 def test_report(run: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     status, out, _ = run("report", target("named"), *EAGER, "--html", str(page), "--calls", "5")

@@ -139,6 +139,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.usefixtures("without_gradients")
 def test_sizes_after_one_trace_in_each_mode(mode: str) -> None:
@@ -150,6 +151,7 @@ def test_sizes_after_one_trace_in_each_mode(mode: str) -> None:
     assert len(one.traces) == (0 if mode == "NONE" else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["STOCK_TORCH_COMPILE", "PIECEWISE"])
 @pytest.mark.usefixtures("without_gradients")
 def test_layouts_that_compiled_code_has_not_seen(mode: str) -> None:
@@ -215,6 +217,7 @@ def test_a_decorated_method_keeps_instances_apart(guards: str) -> None:
     assert len(Decorated.forward.traces) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", GUARDS)
 @pytest.mark.usefixtures("without_gradients")
 def test_layers_compiled_one_by_one(guards: str) -> None:

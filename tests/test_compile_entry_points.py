@@ -52,6 +52,7 @@ def check_steps(one: Any, model: Any, counted: Any, warm: int, exact: bool) -> N
     assert_counts(counted(), 2, 4, {WARMING: 2} if warm else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"])
 def test_a_full_graph_of_a_whole_model(mode: str) -> None:
     model = build(CASES["sdpa"])
@@ -78,6 +79,7 @@ def test_a_full_graph_through_torch_compile(mode: str) -> None:
     assert_counts(backend, 1, 2, {WARMING: 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry_point", ["compile", "torch.compile"])
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE"])
 def test_a_boundary_that_no_full_graph_may_hold(mode: str, entry_point: str) -> None:
@@ -116,6 +118,7 @@ class Breaking(nn.Module):
         return self.second(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_several_graphs_of_one_model(named: bool) -> None:
     model = Breaking().eval()

@@ -156,6 +156,7 @@ def test_unknown_arguments_and_wrong_objects() -> None:
             cgcompile.Backend(wrong)
 
 
+@pytest.mark.slow
 def test_options_that_cannot_be_hashed_work_through_the_name() -> None:
     options = {
         "inductor_options": {"cpp.max_horizontal_fusion_size": 4, "joint_custom_pre_pass": None}
@@ -349,6 +350,7 @@ def test_mode_none(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cgcompile.runtime(compiled).graphs == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_mode_stock_torch_compile(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
@@ -386,6 +388,7 @@ def test_mode_dynamo_trace_once_says_what_it_needs(
     assert "guard_filter_fn" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_advice_for_trace_once_works() -> None:
     model = Model().eval()
     compiled = torch.compile(
@@ -406,6 +409,7 @@ def test_name_is_listed() -> None:
     assert "cgcompile" in torch.compiler.list_backends()
 
 
+@pytest.mark.slow
 def test_name_without_settings_compiles_piecewise() -> None:
     model = Model().eval()
     compiled = torch.compile(model, backend="cgcompile")
@@ -413,6 +417,7 @@ def test_name_without_settings_compiles_piecewise() -> None:
     assert len(cgcompile.runtime(compiled).graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs", "default"])
 def test_modes_of_torch_compile(mode: str) -> None:
     model = Model().eval()

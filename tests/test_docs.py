@@ -95,6 +95,7 @@ def test_the_pictures_of_the_figures_are_those_of_the_results() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_pictures_of_a_model_are_of_one_that_ran() -> None:
     data = pictures.served()
     assert data["coverage"]["on_graphs"] == data["coverage"]["total"] > 20

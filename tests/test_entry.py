@@ -123,6 +123,7 @@ def test_inputs_of_any_layout(device: str, name: str, layout: Any, other: Any) -
     assert_counts(backend, 1, 3, {WARMING: 1})
 
 
+@pytest.mark.slow
 def test_inputs_whose_strides_vary(device: str) -> None:
     model, backend = build(CASES["sdpa"], device), backend_for()
     compiled = torch.compile(model, backend=backend, dynamic=True)
@@ -135,6 +136,7 @@ def test_inputs_whose_strides_vary(device: str) -> None:
     assert set(counters.plain) == {WARMING}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdpa", "op_packet"])
 def test_an_empty_batch_and_a_batch_of_one(device: str, name: str) -> None:
     model, compiled, backend = compiled_case(name, device)
@@ -627,6 +629,7 @@ def test_replaced_weights_are_another_binding(device: str) -> None:
     assert_counts(backend, 2, 3, {WARMING: 2})
 
 
+@pytest.mark.slow
 def test_layers_compiled_one_by_one(device: str) -> None:
     backend = backend_for()
     layers = nn.ModuleList(other_weights(made(DecoderLayer, device)) for _ in range(3))
@@ -658,6 +661,7 @@ def test_a_static_and_then_a_dynamic_compilation(device: str) -> None:
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("name", ["sdpa", "op_packet"])
 def test_captured_in_one_grad_mode_and_called_in_the_others(

@@ -279,6 +279,7 @@ def test_an_op_that_raises_without_gradients_leaves_grad_mode_on(
 # ------------------------------------------------------------------ many layers, much state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_each_of_twelve_equal_layers_is_captured(device: str, in_place: bool) -> None:
     backend = backend_for()
@@ -647,6 +648,7 @@ def test_conjugates_cross_a_bridge(device: str) -> None:
     assert backend.counters.replays == 3, backend.counters
 
 
+@pytest.mark.slow
 def test_seventy_layers_one_by_one_with_strict(device: str) -> None:
     backend = backend_for(strict=True)
     layers = [made(lambda: nn.Linear(D, D), device) for _ in range(70)]

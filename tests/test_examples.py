@@ -84,6 +84,7 @@ def script(
     return subprocess.CompletedProcess(arguments, int(end.value.code or 0), out.getvalue())
 
 
+@pytest.mark.slow
 @needs_weights
 def test_quickstart_compares_replays(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = script(monkeypatch, "quickstart.py", "--device", device)
@@ -96,6 +97,7 @@ def test_quickstart_compares_replays(device: str, monkeypatch: pytest.MonkeyPatc
     assert (" x faster" in rows[-1]) == (device == "cuda")
 
 
+@pytest.mark.slow
 @needs_weights
 def test_quickstart_fails_when_nothing_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_CUDAGRAPH_MODE", "NONE")
@@ -128,6 +130,7 @@ def wrong_at(call_number: int, function: Any, change: Any) -> Any:
 # ---------------------------------------------------------------- llama_decode
 
 
+@pytest.mark.slow
 def test_llama_decodes_the_same_tokens() -> None:
     rows = run("llama_decode.py", *EAGER)
     assert "5 pieces: 3 captured, 2 eager" in "\n".join(rows)
@@ -143,6 +146,7 @@ def test_llama_decodes_the_same_tokens() -> None:
     assert int(tokens.split()[2]) > 32  # a cache that lost its past would hardly vary so much
 
 
+@pytest.mark.slow
 def test_llama_fails_when_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled model runs second: change the last token that it picks."""
     llama = load("llama_decode.py")
@@ -169,6 +173,7 @@ def test_llama_fails_when_steps_miss_the_graphs(monkeypatch: pytest.MonkeyPatch)
     assert "BROKEN: 4 steps made 0 calls of compiled graphs" in done.stdout
 
 
+@pytest.mark.slow
 def test_llama_fails_when_steps_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_CUDAGRAPH_MODE", "NONE")
     done = call(load("llama_decode.py"), *SMALL, "--tokens", "12")
@@ -199,6 +204,7 @@ def silu_mul() -> ModuleType:
     return load("passes_silu_mul.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot"])
 def test_the_pass_fuses_every_layer(compiler: str, silu_mul: ModuleType) -> None:
     done = call(silu_mul, "--device", "cpu", "--layers", "3", "--compiler", compiler)
@@ -215,6 +221,7 @@ def test_the_pass_fuses_every_layer(compiler: str, silu_mul: ModuleType) -> None
         assert "largest difference: 0, allowed 0" in rows
 
 
+@pytest.mark.slow
 def test_the_pass_names_what_is_broken(
     silu_mul: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +276,7 @@ def test_breakable_decodes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 TWO_LAYERS = [*EAGER, "--layers", "2", "--hidden", "16"]
 
 
+@pytest.mark.slow
 def test_capture_time_captures_and_compares() -> None:
     more = ["--dtype", "float32", "--sizes", "2", "8", "4"]
     rows = run("benchmarks/capture_time.py", *TWO_LAYERS, *more)
@@ -277,6 +285,7 @@ def test_capture_time_captures_and_compares() -> None:
     assert rows[-1] == "captured and right: yes"
 
 
+@pytest.mark.slow
 def test_compile_time_reads_its_own_cache() -> None:
     small = ["--device", "cpu", "--dtype", "float32", "--layers", "1", "--hidden", "16"]
     small += ["--heads", "4", "--kv-heads", "2", "--intermediate", "24", "--vocabulary", "40"]
@@ -290,6 +299,7 @@ def test_compile_time_reads_its_own_cache() -> None:
     assert last == "right, and warm starts compile nothing: yes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "code"), [("100", 0), ("0", 1)])
 def test_host_time_measures_replays(limit: str, code: int) -> None:
     more = ["--bursts", "2", "--burst", "2", "--limit", limit]
@@ -310,6 +320,7 @@ def test_host_time_measures_replays(limit: str, code: int) -> None:
 # ---------------------------------------------------------------- encoders
 
 
+@pytest.mark.slow
 def test_images_on_graphs_keep_their_promises(tmp_path: Path) -> None:
     from PIL import Image
 
@@ -333,6 +344,7 @@ def test_images_are_compared_one_by_one() -> None:
     assert example.largest_difference([other, one], [one, other]) == float("inf")
 
 
+@pytest.mark.slow
 def test_images_name_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     example = load("encode_images.py")
     monkeypatch.setattr(example, "LEAST_HITS", 1.1)
@@ -346,6 +358,7 @@ def test_images_name_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "of the replayed tokens are padding" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "code"), [("1000", 0), ("0", 1)])
 def test_encode_time_measures_every_batch(limit: str, code: int) -> None:
     small = ["--device", "cpu", "--dtype", "float32", "--small", "--repeats", "1"]

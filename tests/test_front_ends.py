@@ -535,6 +535,7 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise AssertionError("a replay called what only a plain or a capturing step needs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixture_of_experts", "cache", "neighbours"])
 def test_a_replay_goes_through_no_code_of_pieces(device: str, name: str) -> None:
     with torch.no_grad():
@@ -554,6 +555,7 @@ def test_a_replay_goes_through_no_code_of_pieces(device: str, name: str) -> None
     assert_counts(ends.backend, 2, 2 * 4, {WARMING: 2})
 
 
+@pytest.mark.slow
 def test_dropped_graphs_of_one_front_end_leave_the_other(device: str) -> None:
     """Each has a pool of its own."""
     with torch.no_grad():
@@ -607,6 +609,7 @@ def check_whole(name: str, device: str, backend: str) -> None:
         assert sequence.num_graphs == len(model.breaks) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_breaks_in_what_aot_autograd_made(device: str, name: str) -> None:
     check_whole(name, device, "aot_eager")
@@ -618,6 +621,7 @@ def test_breaks_in_what_inductor_made(name: str) -> None:
     check_whole(name, "cuda", "inductor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attend", "op"), [(in_place, IN_PLACE), (fresh, FRESH)])
 def test_a_break_in_a_region_of_inductor_breaks_on_the_host(attend: Any, op: str) -> None:
     """The host recorder would see the region as one call: it runs uncompiled in a capture."""
@@ -645,6 +649,7 @@ class Waves(nn.Module):
         return (x.sin() * 2).cos() + x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_a_whole_model_of_inductor_replays_on_the_host(wrapped: bool) -> None:
     """The host recorder would see none of Inductor's kernels: it runs uncompiled in a capture."""

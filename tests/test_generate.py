@@ -43,6 +43,7 @@ def compiled_and_plain(
     return tokens, expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("name", MODELS)
@@ -60,6 +61,7 @@ def test_static_cache_gives_the_same_tokens(name: str, padded: int, device: str)
     assert set(total.plain) == {Reason.WARMING}, total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_transformers_default_mode(device: str) -> None:
     """Its ``CompileConfig`` has mode "reduce-overhead" by default."""
@@ -68,6 +70,7 @@ def test_transformers_default_mode(device: str) -> None:
     assert counters("reduce-overhead").replays >= NEW_TOKENS - 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_generate_has_a_cache_of_its_own(device: str) -> None:
     """A new cache is another weight set; graphs of a freed cache are dropped."""
@@ -84,6 +87,7 @@ def test_each_generate_has_a_cache_of_its_own(device: str) -> None:
     assert total.replays >= 3 * (NEW_TOKENS - 4), total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_dynamic_cache_names_the_static_one(device: str) -> None:
     model = build("llama", device)

@@ -629,6 +629,7 @@ def other_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.randn_like(each) for name, each in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @both_modes
 def test_weights_assigned_after_a_thousand_replays(device: str, mode: Any) -> None:
     model, backend, check = compiled_weights(device, mode)

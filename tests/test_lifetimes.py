@@ -176,6 +176,7 @@ def allocated(device: str) -> int:
 # ------------------------------------------------------------------ many replays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_random_order_churn_and_poison(device: str, way: str) -> None:
     subject = Subject(way, device, poison=True)
@@ -207,6 +208,7 @@ def test_poison_shows_in_what_was_returned(device: str, way: str) -> None:
 # ------------------------------------------------------------------ what breaks are given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", KINDS)
 def test_memory_does_not_grow_with_depth(way: str) -> None:
     """What makes the argument of a break gives its memory back to the layers after it."""
@@ -221,6 +223,7 @@ def test_memory_does_not_grow_with_depth(way: str) -> None:
     assert footprints[0][0][0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", KINDS)
 def test_smaller_sizes_add_no_memory(way: str) -> None:
     subject = Subject(way, "cpu")
@@ -232,6 +235,7 @@ def test_smaller_sizes_add_no_memory(way: str) -> None:
         subject.check(size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", KINDS)
 def test_nothing_lives_in_the_pool_between_steps(way: str) -> None:
     subject = Subject(way, "cpu")
@@ -244,6 +248,7 @@ def test_nothing_lives_in_the_pool_between_steps(way: str) -> None:
 # ------------------------------------------------------------------ release
 
 
+@pytest.mark.slow
 def test_release_and_capture_again_20_times(subject: Subject, memories: list[Any]) -> None:
     sizes, footprints = SIZES[:2], []
     for k in range(20):
@@ -345,6 +350,7 @@ def allocating(device: str) -> Iterator[threading.Thread]:
     assert rounds
 
 
+@pytest.mark.slow
 def test_another_thread_allocates_during_capture(subject: Subject) -> None:
     if subject.device == "cuda":
         subject.check(1)
@@ -427,6 +433,7 @@ def test_garbage_with_graphs_is_collected_inside_of_a_capture(way: str, hook) ->
 # ------------------------------------------------------------------ two models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", KINDS)
 def test_one_of_two_models_is_destroyed(device: str, way: str, memories: list[Any]) -> None:
     first, second = Subject(way, device), Subject(way, device)
@@ -515,6 +522,7 @@ def test_random_numbers_advance_at_each_replay(device: str, way: str) -> None:
 # ------------------------------------------------------------------ threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_another_thread_replays(device: str, way: str) -> None:
     subject = Subject(way, device)
@@ -538,6 +546,7 @@ def test_another_thread_replays(device: str, way: str) -> None:
     assert Reason.CAPTURE_BUSY not in subject.target.counters.plain
 
 
+@pytest.mark.slow
 def test_a_moved_input_is_refused_and_graphs_stay_usable(device: str) -> None:
     subject = Subject("piecewise", device)
     subject.capture()

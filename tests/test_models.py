@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[Callable[[str], Any], Callable[[int, str], tuple[torch.T
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
 def test_sizes_in_turn(name: str, device: str) -> None:
@@ -103,6 +104,7 @@ def bert() -> Any:
     return BertModel(config).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", ["keep", "none"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 @pytest.mark.usefixtures("without_gradients")

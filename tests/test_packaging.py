@@ -73,6 +73,7 @@ WANTED = ("cgcompile/__init__.py", "cgcompile/py.typed", "cgcompile/passes/split
 TEMPLATES = ROOT / "cgcompile" / "debug" / "templates"
 
 
+@pytest.mark.slow
 def test_wheel_holds_everything(tree: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     wheel = build(tree, "build_wheel")

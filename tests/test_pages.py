@@ -153,6 +153,7 @@ def test_the_boundaries_of_a_page_work(ran: Any, capsys: pytest.CaptureFixture[s
     assert "eager_region" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_tools_of_a_page_work(
     ran: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +184,7 @@ def test_the_engine_of_a_page_works(ran: Any, capsys: pytest.CaptureFixture[str]
     assert page["backend"].counters.replays == replays + 4
 
 
+@pytest.mark.slow
 def test_the_attention_op_of_a_page_works(ran: Any) -> None:
     page = ran("howto/attention_op.md")
     counters = page["backend"].counters
@@ -217,6 +219,7 @@ def test_the_breakable_model_of_a_page_works(ran: Any) -> None:
     assert (entry.sequence.num_graphs, entry.sequence.num_eager_breaks) == (2, 1)
 
 
+@pytest.mark.slow
 def test_the_encoder_of_a_page_works(ran: Any, capsys: pytest.CaptureFixture[str]) -> None:
     page = ran("howto/encoders.md")
     assert [list(each.shape) for each in page["features"]] == [
@@ -243,6 +246,7 @@ def test_the_encoder_of_a_page_works(ran: Any, capsys: pytest.CaptureFixture[str
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_printed_split_has_the_form_of_today(ran: Any) -> None:
     text = (DOCS / "start.md").read_text()
     shown = re.findall(r"```text\n(5 pieces.*?)```", text, re.DOTALL)[0].splitlines()

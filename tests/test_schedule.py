@@ -147,6 +147,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_schedules(device: str, name: str) -> None:
     totals: dict[str, int] = {}

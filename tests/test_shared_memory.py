@@ -100,6 +100,7 @@ def test_a_returned_view_of_a_bridge_stays(device: str) -> None:
     assert_counts(backend, 1, 3, {Reason.WARMING: 1})
 
 
+@pytest.mark.slow
 def test_results_of_a_step_whose_capture_failed_stay(device: str) -> None:
     def function(x):
         hooked = torch.ops.cgentry.hooked(x + 1)

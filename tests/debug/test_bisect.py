@@ -44,6 +44,7 @@ MAKES = "; this op makes the value"
 OVERWRITES = "; it was right before, and is overwritten; the piece begins at that line"
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.data())
 @settings(max_examples=60, deadline=None)
 def test_the_smallest_set_that_fails(count: int, data: Any) -> None:
@@ -245,6 +246,7 @@ def test_the_graph_of_several_is_named(device: str, hook: Any) -> None:
     assert_located(model, x, "replay", ("graph 1 piece_2",), ADD, MAKES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["graph_passes", "piece_passes"])
 def test_a_pass_that_is_wrong(device: str, where: str) -> None:
     chosen = config(**{where: (WrongPass(),)})

@@ -60,6 +60,7 @@ def served(lengths: tuple[int, ...], decode: bool) -> tuple[str, int]:
     return ("PIECEWISE", min(enough)) if enough else ("NONE", tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_a_manager_counts_what_ran(kind: str) -> None:
     graph_manager = ms.manager(kind=kind)

@@ -129,6 +129,7 @@ def test_nothing_worse_than_notes(device: str, make: Callable, settings: dict) -
         torch.testing.assert_close(model(*args), expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_clean_models_are_captured(device: str) -> None:
     """Models without findings really become graphs."""
     for make in (decoder, experts):

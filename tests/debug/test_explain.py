@@ -34,6 +34,7 @@ def reasons(explanation: Explanation) -> list[Reason]:
 # ------------------------------------------------------------------ pieces
 
 
+@pytest.mark.slow
 def test_text() -> None:
     explanation = explain(meta(lambda: Decoder(4)), inputs(), **DYNAMIC, sizes=[8, 1])
     assert_snapshot("explain_text", shown(str(explanation)))
@@ -171,6 +172,7 @@ def test_sizes_that_compiling_would_refuse() -> None:
 # ------------------------------------------------------------------ without memory, without devices
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_nowhere() -> None:
     model = meta(lambda: Decoder(8, 1 << 17))
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -251,6 +253,7 @@ def test_of_weights_on_meta_and_elsewhere_meta_is_the_target(first: str) -> None
 # ------------------------------------------------------------------ nothing is left
 
 
+@pytest.mark.slow
 def test_nothing_is_run_and_nothing_is_left() -> None:
     model, x = Decoder(), inputs()
     torch._dynamo.mark_dynamic(x, 1)

@@ -378,6 +378,7 @@ class Decodes(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.slow
 def test_a_dynamic_cache() -> None:
     from transformers import DynamicCache, LlamaConfig, StaticCache
 

@@ -97,6 +97,7 @@ def test_other_arguments_that_cannot_be() -> None:
     assert refused(ConfigError, lambda: Diagnosis.of_error(None)) == expected
 
 
+@pytest.mark.slow
 def test_sizes_may_be_one_number_or_text() -> None:
     for sizes in (8, "8", [8], (8,), range(8, 9)):
         explanation = cgcompile.explain(Model(), X, dynamic_dims={"x": 0}, sizes=sizes)
@@ -192,6 +193,7 @@ BOTH = {"x": 0, "more": 0}
 TWO = (X, torch.ones(6, D))
 
 
+@pytest.mark.slow
 def test_sizes_of_one_of_two_dimensions() -> None:
     look = lambda **more: cgcompile.explain(  # noqa: E731
         TwoSizes(), *TWO, dynamic_dims=BOTH, sizes=[8, 64], **more
@@ -225,6 +227,7 @@ def test_sizes_of_the_settings_are_not_called_those_of_the_user() -> None:
         cgcompile.explain(TwoSizes(), *TWO, dynamic_dims=BOTH, config=settings)
 
 
+@pytest.mark.slow
 def test_a_page_about_one_of_two_dimensions() -> None:
     model = cgcompile.compile(TwoSizes().eval(), CONFIG, dynamic_dims=BOTH)
     with torch.inference_mode():

@@ -117,6 +117,7 @@ TEXTS = {  # of a table: what stands in a column, of a row of the value
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_tables_are_those_of_the_value(page: Page, overview: Overview, name: str) -> None:
     (rows_of, fields), texts = NUMBERS[name], TEXTS[name.split("#")[0]]
@@ -339,6 +340,7 @@ def test_a_measured_speed_is_shown() -> None:
             cgcompile.debug.report(model, speed=speed)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_repeated_pieces_are_drawn_once() -> None:
     model = nn.Sequential(*[Attends() for _ in range(20)]).eval()
     explanation = cgcompile.explain(model, torch.randn(2, 4, 8))
@@ -428,6 +430,7 @@ def test_what_users_name_is_text(tmp_path: Path) -> None:
         assert Page(text).headings[0] == (1, name)
 
 
+@pytest.mark.slow
 def test_long_lists_are_folded() -> None:
     model = nn.Sequential(*[Attends() for _ in range(3)]).eval()
     compiled = compiled_and_run(model, dynamic_dims={"input": 0})

@@ -19,6 +19,7 @@ def where(device: str) -> torch.device:
     return torch.empty(0, device=device).device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "allocated"), [(0, 256), (1, 256), (256, 256), (257, 512), (5000, 5120)]
 )

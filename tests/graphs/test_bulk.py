@@ -269,6 +269,7 @@ def test_a_capture_of_its_own_collects_garbage(wrapped, collections) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_frozen")
 def test_collection_is_off_inside_and_as_before_after(device, automatic) -> None:
     wrapped, inside = Wrapped(device), []
@@ -283,6 +284,7 @@ def test_collection_is_off_inside_and_as_before_after(device, automatic) -> None
     assert not frozen()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.usefixtures("nothing_is_frozen")
 def test_one_bulk_capture_inside_of_another(automatic, fails) -> None:
@@ -372,6 +374,7 @@ def test_a_batch_that_the_device_refuses(device: str, hook, mode: str) -> None:
     assert (backend.counters.captures, backend.counters.replays) == (2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_frozen")
 def test_strict_raises_and_keeps_what_was_captured(device: str) -> None:
     model, compiled, backend = compiled_case("sdpa", device, strict=True)
@@ -390,6 +393,7 @@ def test_strict_raises_and_keeps_what_was_captured(device: str) -> None:
     assert backend.capture(lambda size: compiled(batch(device, size)), (3, 5, 8)).missing == ()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_frozen")
 def test_what_a_step_raises_is_raised(wrapped) -> None:
     wrapped.raises = 4

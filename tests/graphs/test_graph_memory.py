@@ -177,6 +177,7 @@ def test_a_device_that_cannot_be_read_hides_no_error(monkeypatch) -> None:
         several()
 
 
+@pytest.mark.slow
 def test_a_handle_and_a_manager_report_the_same(monkeypatch) -> None:
     Driver(monkeypatch)
     served = manager(kind="compiled")

@@ -416,6 +416,7 @@ def test_memory_that_a_caller_let_grow_is_not_written(wrap) -> None:
     assert_counters(wrapper, captures=1, replays=2, failures=1)
 
 
+@pytest.mark.slow
 def test_counters_are_summed_while_another_thread_counts() -> None:
     timelines, sums = [Timeline(warns=False)], 0
 

@@ -94,6 +94,7 @@ def test_a_computed_size_is_right_at_each_replay(name: str, kind: str, device: s
     assert counters.replays == 5, counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
 )

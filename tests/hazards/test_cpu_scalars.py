@@ -129,7 +129,7 @@ def test_ops_among_cpu_scalars_stay_on_the_cpu() -> None:
 class CopiesScalars(cgcompile.Backend):
     """A backend that copies all 0-dim tensors of captured pieces at each replay."""
 
-    def compile_graph(self, gm: Any, example_inputs: Any, *, frozen: int = 0) -> Any:
+    def compile_graph(self, gm: Any, example_inputs: Any, *, frozen: int = 0, **_: Any) -> Any:
         split, boundaries = split_by_config(gm, self.config)
         names = {name for piece in split.pieces if piece.capture for name in piece.inputs}
         scalars = [

@@ -53,6 +53,7 @@ def boundaries(name: str, step: Callable[..., Any], device: str, *ops: Any, **mo
     return sum(why.reason is Reason.SPLITTING_OP for piece in pieces for why in piece.why)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("call", CALLS)
 def test_every_spelling_of_an_op_is_the_op(

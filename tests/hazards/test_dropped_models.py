@@ -129,6 +129,7 @@ def sources_left() -> set[str]:
     return {name for name in linecache.cache if name.startswith("<eval_with_key>")}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("phase", ["invalidations", "models"])
 def test_a_trace_leaves_a_few_objects(phase: str, device: str) -> None:
@@ -140,6 +141,7 @@ def test_a_trace_leaves_a_few_objects(phase: str, device: str) -> None:
     assert len(names_left()) <= len(names) + 1  # torch reads sources of its own now and then
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("frozen")
 def test_reset_graphs_leave_no_source(device: str) -> None:
     soak = Soak(device)
@@ -163,6 +165,7 @@ class Scaled(nn.Module):
         return torch.tanh(self.scale(x))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("frozen")
 def test_traces_that_compare_a_freed_class_are_dropped(device: str) -> None:
     model = Scaled()

@@ -210,6 +210,7 @@ def test_an_array_of_the_host(name: str, device: str, kind: Any) -> None:
     assert subject.wrapper.counters.replays == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_too_many_fields_run_plain(name: str, device: str) -> None:
     subject = Called(name, device, Record(torch.rand(WIDTH, device=device)))

@@ -62,6 +62,7 @@ def check_sizes(compiled: Callable[..., torch.Tensor], eager: Callable[..., torc
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", ["backed", "backed_size_oblivious", "unbacked"])
 @pytest.mark.parametrize("guards", ["keep", "shape", "none"])
 def test_a_branch_on_a_small_size_through_compile(guards: str, shapes: str) -> None:
@@ -81,6 +82,7 @@ def test_a_branch_on_a_small_size_through_compile(guards: str, shapes: str) -> N
         assert not refused & {"squeeze(0)", "squeeze(dim=0)", "squeeze((0, 1))", "squeeze()"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_a_branch_on_a_small_size_through_torch_compile(dynamic: bool | None) -> None:
     for condition in CONDITIONS.values():

@@ -58,6 +58,7 @@ def test_a_step_of_meta_tensors_alone(name: str, device: str) -> None:
     assert served.counters().plain == {Reason.NO_DEVICE: 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
 )

@@ -124,6 +124,7 @@ def test_another_float_is_another_trace(device: str) -> None:
             assert len(traced) == traces
 
 
+@pytest.mark.slow
 def test_a_size_that_follows_from_a_float(device: str) -> None:
     """The trace is restarted, with the floats as constants."""
     model = Sized().to(device).eval()

@@ -99,6 +99,7 @@ class Counts(nn.Linear):
         return super().forward(x) * self.calls
 
 
+@pytest.mark.slow
 def test_a_number_of_the_model_has_few_traces(device: str) -> None:
     module = Counts(WIDTH, WIDTH).to(device).requires_grad_(False)
     module.calls = 0
@@ -163,6 +164,7 @@ def test_two_numbers_that_vary_in_turn(device: str) -> None:
     assert "options['scale']" in served.backend.counters.details[Reason.VARYING_NUMBER]
 
 
+@pytest.mark.slow
 def test_numbers_of_a_bulk_capture_and_new_shapes_are_no_reason(device: str) -> None:
     module = model(device)
     served = cgcompile.compile(module, settings(device, strict=True))

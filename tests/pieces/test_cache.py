@@ -108,6 +108,7 @@ def copied(cold: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
     return tmp_path / "cgcompile"
 
 
+@pytest.mark.slow
 def test_the_first_process_compiles(cold) -> None:
     folder, said = cold
     assert said["how"] == ["compiled", "compiled"]  # the pieces in the middle, the last one
@@ -119,6 +120,7 @@ def test_the_first_process_compiles(cold) -> None:
     assert said["libraries"]
 
 
+@pytest.mark.slow
 def test_a_warm_start_compiles_nothing(cold) -> None:
     folder, before = cold
     (said, other_size), _ = processed(folder, {}, {"first": 9})
@@ -133,6 +135,7 @@ def test_a_warm_start_compiles_nothing(cold) -> None:
     assert other_size["how"] == ["loaded", "loaded"]
 
 
+@pytest.mark.slow
 def test_damaged_foreign_and_other_entries_are_compiled(cold, tmp_path: Path) -> None:
     """One file is cut, the payload of the other is whole but not torch's; other settings are other
     keys. Where nothing can be written (a file stands where the folder should be) pieces run all the
@@ -160,6 +163,7 @@ def test_damaged_foreign_and_other_entries_are_compiled(cold, tmp_path: Path) ->
     assert unkept["results"] == cold[1]["results"]
 
 
+@pytest.mark.slow
 def test_what_torch_cannot_save_runs_and_says_so() -> None:
     """The body of a higher-order op is one such thing, on some torch versions."""
     outcomes: list[tuple[bytes | None, str]] = []

@@ -36,6 +36,7 @@ def run(model, *inputs: torch.Tensor, **settings) -> cgcompile.Backend:
     return backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [3, 12, 20])
 def test_equal_layers_are_compiled_once(layers: int) -> None:
     recorder = Recorder()
@@ -198,6 +199,7 @@ def test_results_of_a_users_compiler_are_counted(wrong, complaint: str) -> None:
         run(build(CASES["no_boundary"]), torch.randn(6, 4, D), compiler=compiler)
 
 
+@pytest.mark.slow
 def test_a_size_that_equals_one_of_another_input_reaches_inductor() -> None:
     """Its symbol stands for the other's by then, which the sizes of tensors are made of."""
 
@@ -235,6 +237,7 @@ def test_unknown_inductor_option() -> None:
     assert "'max_autotune'" in str(error)
 
 
+@pytest.mark.slow
 def test_inductor_options_reach_inductor() -> None:
     """Only with this setting does Inductor draw the random numbers that eager draws."""
     model, x = build(CASES["random"]), torch.randn(6, 4, D)
@@ -251,6 +254,7 @@ def test_inductor_options_reach_inductor() -> None:
     assert same == [True, False]
 
 
+@pytest.mark.slow
 def test_eager_pieces_are_not_compiled_but_flex_attention_is() -> None:
     recorder = Recorder()
     run(build(CASES["flex_attention"]), torch.randn(6, 16, D), compiler=recorder)

@@ -21,6 +21,7 @@ INDUCTOR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str) -> None:
     """Also without FULL graphs, so that every boundary runs between graphs."""
@@ -29,6 +30,7 @@ def test_equals_eager(name: str) -> None:
         assert backend.graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager_with_aot(name: str) -> None:
     backend = check_against_eager(CASES[name], "aot")

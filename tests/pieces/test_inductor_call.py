@@ -282,6 +282,7 @@ def test_the_wrappers_switch_grad_mode_off_where_it_is_on() -> None:
     assert known == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_the_wrappers_switch_autocast_off_where_it_is_on() -> None:
     inputs = pair()
     with torch.no_grad(), torch.autocast("cpu"):

@@ -89,6 +89,7 @@ def test_what_the_user_wrote_stays() -> None:
     assert ops(gm) == ["aten.addmm.default"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [2, -0.5])
 @pytest.mark.parametrize(("turned", "own"), [(False, False), (True, False), (False, True)])
 def test_a_factor_is_not_forgotten(alpha: float, turned: bool, own: bool) -> None:
@@ -160,6 +161,7 @@ def test_other_batches_stay(case: str) -> None:
     assert str(gm.graph) == before
 
 
+@pytest.mark.slow
 def test_each_weight_waits_for_the_product_before_its_own() -> None:
     order: list[str] = []  # buffers, as they are computed
     waits: dict[str, str] = {}
@@ -277,6 +279,7 @@ def test_a_pass_of_the_user_over_kernels_runs_after_ours(monkeypatch: pytest.Mon
     assert compilers.known_patches({KERNELS: len})[KERNELS] is len
 
 
+@pytest.mark.slow
 def test_inductor_caches_what_was_compiled_with_all_passes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

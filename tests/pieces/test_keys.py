@@ -88,6 +88,7 @@ def test_keys_are_the_same_in_every_process() -> None:
     assert len(set(keys[0])) == 3
 
 
+@pytest.mark.slow
 def test_names_and_hints_do_not_matter() -> None:
     def renamed(other, weight):
         product = other @ weight
@@ -140,6 +141,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_may_matter_makes_another_key() -> None:
     keys = {name: make() for name, make in VARIANTS.items()}
     same: dict[str, list[str]] = {}
@@ -318,6 +320,7 @@ def test_constants_are_told_by_their_bytes(size: int, why: str | None) -> None:
     assert told(0.0) != told(-0.0)
 
 
+@pytest.mark.slow
 def test_layers_of_a_decoder_share_between_models() -> None:
     backend = cgcompile.Backend(compiler="aot")
     models = [Decoder(3).eval(), Decoder(5).eval()]

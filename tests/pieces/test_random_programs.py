@@ -112,6 +112,7 @@ def first_size(steps: list[Step]) -> int:
     return 4 if len(steps) % 3 == 0 else 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot"])
 def test_random_programs_equal_eager(compiler: str) -> None:
     totals: Counter[str] = Counter()

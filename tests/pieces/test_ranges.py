@@ -192,6 +192,7 @@ def test_which_artifact_runs(case) -> None:
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
 )
@@ -223,6 +224,7 @@ piece_0 by s0 = x.size()[0]
     ]
 
 
+@pytest.mark.slow
 def test_inductor_takes_its_own_artifacts_from_its_caches() -> None:
     """The second time all is found by torch's caches, and what is found has the right bounds."""
     sizes = {"compile_sizes": (5,), "compile_ranges_endpoints": (8,)}
@@ -276,6 +278,7 @@ def test_a_static_artifact_knows_its_size() -> None:
 # ---------------------------------------------------------------- how often
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "count"),
     [
@@ -384,6 +387,7 @@ def test_reading_a_symbol() -> None:
 # ---------------------------------------------------------------- graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 def test_a_capture_takes_the_artifact_of_the_padded_size(mode: str) -> None:
     labels = Labels()
@@ -438,6 +442,7 @@ def guards(backend: cgcompile.Backend) -> list[str]:
     return [str(guard) for guard, _ in backend.graphs[0].split.symbols.guards()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["aot", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_artifacts_of_some_sizes_add_no_guards_to_dynamo(compiler: str) -> None:
     kept = []
@@ -451,6 +456,7 @@ def test_artifacts_of_some_sizes_add_no_guards_to_dynamo(compiler: str) -> None:
     assert set(kept[2]) <= set(kept[0])
 
 
+@pytest.mark.slow
 def test_what_a_compiler_assumes_of_its_range_is_checked_at_each_call() -> None:
     ran = []
 
@@ -470,6 +476,7 @@ def test_what_a_compiler_assumes_of_its_range_is_checked_at_each_call() -> None:
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_bound_decides_comparisons_without_a_guard() -> None:
     decided = {}
 
@@ -486,6 +493,7 @@ def test_a_bound_decides_comparisons_without_a_guard() -> None:
 NAMED = {"capture_dim": "x.size()[0]"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [{}, {"compile_sizes": (2,), **NAMED}, {"compile_ranges_endpoints": (2,), **NAMED}],
@@ -506,6 +514,7 @@ def test_a_size_that_torch_itself_fixes(sizes: dict, caplog) -> None:
             torch.testing.assert_close(step(x, w), model(x, w), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["aot", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_in_inference_mode(compiler: str) -> None:
     def writes(x):
@@ -552,6 +561,7 @@ def test_two_dimensions_that_a_guard_relates() -> None:
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.slow
 def test_unbacked_sizes() -> None:
     labels = Labels()
     sizes = {"compile_sizes": (1, 5), "compile_ranges_endpoints": (8,)}
@@ -570,6 +580,7 @@ def test_unbacked_sizes() -> None:
 # ---------------------------------------------------------------- inputs of any kind
 
 
+@pytest.mark.slow
 def test_inputs_that_share_memory_share_it_in_every_artifact() -> None:
     def writes(x, base):
         head, tail = base[: x.shape[0]], base[1:]
@@ -667,6 +678,7 @@ HARD += (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HARD)
 def test_pieces_of_every_kind(name: str) -> None:
     case = CASES[name]
@@ -676,6 +688,7 @@ def test_pieces_of_every_kind(name: str) -> None:
     assert any(f"\n  size {case.sizes[0]}\n  sizes " in text for text in texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["autocast", "no_grad", "inference_mode"])
 def test_state_that_pieces_switch(name: str) -> None:
     states = {
@@ -712,6 +725,7 @@ def raised(model, *inputs: torch.Tensor, **settings) -> Exception:
     return caught.value.inner_exception
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failing", "where"), [("5", "piece_0, size 5"), ("9-", "piece_0, sizes 9 and more")]
 )

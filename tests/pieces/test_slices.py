@@ -23,6 +23,7 @@ def write(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [read, read_two, write])
 def test_open_slices(step: Callable[..., torch.Tensor], device: str) -> None:
     backend = cgcompile.Backend(settings(device, compiler="inductor", cache_dir="off"))

@@ -87,12 +87,14 @@ def test_names_of_the_user_hide_nothing() -> None:
         torch.testing.assert_close(result, f(*inputs))
 
 
+@pytest.mark.slow
 def test_equal_graphs_have_equal_source() -> None:
     first = compiled_graph("decoder").source
     torch._dynamo.reset()
     assert compiled_graph("decoder").source == first
 
 
+@pytest.mark.slow
 def test_intermediates_are_dropped_after_their_last_use() -> None:
     graph = compiled_graph("decoder")
     split, alive = graph.split, []
@@ -139,6 +141,7 @@ def _captured_inputs(model, ids):
     return seen[0]
 
 
+@pytest.mark.slow
 def test_no_module_call_in_the_path() -> None:
     """Neither pieces nor the step go through ``nn.Module.__call__``."""
     graph = compiled_graph("decoder")
@@ -156,6 +159,7 @@ def test_no_module_call_in_the_path() -> None:
     assert not calls
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes are of Python 3.11")
 @pytest.mark.parametrize("width", [1, 40])
 def test_an_error_names_the_piece(width: int) -> None:

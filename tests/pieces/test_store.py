@@ -83,6 +83,7 @@ def test_kinds_are_names(store: Store, kind: str) -> None:
 names = st.text(min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(names, st.text(max_size=20), max_size=6), st.randoms())
 def test_keys_depend_on_every_fact_and_on_no_order(facts: dict[str, str], random) -> None:
     pairs = list(facts.items())
@@ -112,6 +113,7 @@ DAMAGE = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=300,

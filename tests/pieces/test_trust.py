@@ -343,6 +343,7 @@ def test_texts_that_are_no_guards(text: str) -> None:
             require_guards(text)
 
 
+@pytest.mark.slow
 def test_guards_of_an_entry_are_not_evaluated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -405,6 +406,7 @@ def compiled_on(folder: Path) -> tuple[torch.Tensor, Any]:
     return x, backend.graphs[-1].compilation
 
 
+@pytest.mark.slow
 def test_a_compiler_on_a_full_disk_is_run_again_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

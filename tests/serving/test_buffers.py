@@ -40,6 +40,7 @@ def steps() -> st.SearchStrategy:
     return st.lists(st.tuples(sizes, sizes, st.booleans()), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(steps())
 def test_fronts_and_tails_after_any_steps(taken) -> None:

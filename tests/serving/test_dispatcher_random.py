@@ -1,5 +1,6 @@
 """Random ladders and batches: the tables give what a search through all planned graphs gives."""
 
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from lib.oracles import ALWAYS, Batch, Mode, dispatcher, reference
@@ -51,6 +52,7 @@ def batches(draw) -> Batch:
     return Batch(tokens, reqs if with_reqs else None, longest if with_longest else None, **more)
 
 
+@pytest.mark.slow
 @given(dispatchers(), batches(), st.data())
 def test_the_graph_that_a_search_finds(pair, batch, data) -> None:
     dispatch, lora = pair

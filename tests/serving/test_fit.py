@@ -115,6 +115,7 @@ def test_a_maximum_is_covered_and_ends_the_ladder(
         assert fitted.cost == best
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     HISTOGRAM,

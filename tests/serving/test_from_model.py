@@ -55,6 +55,7 @@ def check_steps(manager: CudaGraphManager, device: str) -> None:
     assert manager.counters.replays - before == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -124,6 +125,7 @@ def test_support_is_that_of_the_least_capable_boundary() -> None:
     assert never.dispatcher.mode is CUDAGraphMode.PIECEWISE
 
 
+@pytest.mark.slow
 def test_declarations_may_come_from_an_iterator() -> None:
     manager = built("cpu", settings("cpu"), inputs=iter(INPUTS))
     assert manager.inputs.specs == INPUTS
@@ -180,6 +182,7 @@ def test_a_function_with_a_device(device: str) -> None:
     assert manager.counters.replays == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_agree() -> None:
     """An agreement needs the dispatcher, which is constructed inside: pass what constructs it."""
     store = dist.HashStore()
@@ -205,6 +208,7 @@ def replace_weights(manager: CudaGraphManager, device: str) -> None:
     inner(manager).load_state_dict(Decoder().to(device).state_dict(), assign=True)
 
 
+@pytest.mark.slow
 def test_what_the_handle_drops_is_dispatched_no_more(device: str) -> None:
     """FULL graphs too; nothing is captured while serving, and all of it is still counted."""
     manager = built(device, settings(device))
@@ -228,6 +232,7 @@ def test_what_the_handle_drops_is_dispatched_no_more(device: str) -> None:
         assert manager.dispatched(mixed).mode is CUDAGraphMode.PIECEWISE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("what", ["manager", "release", "invalidate"])
 @pytest.mark.parametrize("where", ["before", "metadata", "after"])
@@ -271,6 +276,7 @@ def test_graphs_are_not_dropped_inside_of_a_step(
     assert manager.counters.replays == before + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["plan", "run", "capture_graph", "model"])
 def test_weights_replaced_before_the_capture(first: str, device: str) -> None:
     """A trace may be older than the weights: a capture compares what it has bound."""
@@ -295,6 +301,7 @@ def test_weights_replaced_before_the_capture(first: str, device: str) -> None:
         check_equal(manager, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["run", "run, lazily", "capture_graph"])
 def test_weights_replaced_before_the_manager(first: str, device: str) -> None:
     """A trace that served calls is older than the weights: the first step compares them."""
@@ -328,6 +335,7 @@ def test_a_step_without_a_graph_checks_bound_weights(device: str) -> None:
     check_equal(manager, mixed)
 
 
+@pytest.mark.slow
 def test_check_weights_may_be_left_out(device: str) -> None:
     manager = built(device, settings(device), check_weights=False)
     manager.capture()
@@ -352,6 +360,7 @@ def test_dispatched_refuses_what_run_refuses(device: str) -> None:
                 call(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest", [None, 3])
 def test_uneven_queries_are_no_uniform_decode(longest: int | None) -> None:
     manager = built("cpu", settings("cpu"), query_lens=[1, 2])

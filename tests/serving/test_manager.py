@@ -158,6 +158,7 @@ def test_a_graph_for_mixed_batches_is_captured_with_a_long_query() -> None:
     assert seen[BatchDescriptor(12, 4, True)] == (4, 3, [0, 3, 6, 9, 12])
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_once_for_all_sets() -> None:
     graph_manager = manager("FULL_AND_PIECEWISE", "compiled")
     collections: list[int] = []
@@ -487,6 +488,7 @@ def test_weights(mode: str, kind: str, wrapped: Any, device: str) -> None:
     torch.testing.assert_close(graph_manager.run(batch), eager(model, batch), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_on_other_weights_is_no_hit() -> None:
     graph_manager = manager("PIECEWISE", "compiled")
     graph_manager.capture()

@@ -239,6 +239,7 @@ class Mrope(Decoder):
         return super().forward(input_ids, positions[0] + positions[1] * positions[2] % 3)
 
 
+@pytest.mark.slow
 @kinds
 def test_three_positions_a_token_and_several_hidden_states(kind: str, device: str) -> None:
     graph_manager = manager(

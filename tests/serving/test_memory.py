@@ -116,6 +116,7 @@ def check(graph_manager: CudaGraphManager) -> GraphMemory:
     return memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode", "kind"),  # each model, mode and kind with each of the others
     [
@@ -148,6 +149,7 @@ def test_memory_of_the_driver_is_in_it(monkeypatch, name, mode, step) -> None:
     assert check(MODELS[name](mode, "plain", "cpu")).executables > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 @pytest.mark.alone
 def test_planning_leaves_nothing_behind(device, monkeypatch, kind) -> None:
@@ -250,6 +252,7 @@ def captured(graph_manager: CudaGraphManager) -> list[tuple[str, int]]:
     return [(m.name, d.num_tokens) for m, d in plan if graph_manager.dispatcher.is_captured(m, d)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "share"),
     [
@@ -283,6 +286,7 @@ def test_a_budget_is_kept(monkeypatch, mode, share) -> None:
     assert len(captured(graph_manager)) == len(planned.graphs)
 
 
+@pytest.mark.slow
 def test_what_has_no_room_says_so(monkeypatch) -> None:
     FakeDriver(monkeypatch, 512, of_op=1000)
     graph_manager = MODELS["decoder"]("FULL_AND_PIECEWISE", "plain", "cpu")
@@ -301,6 +305,7 @@ def test_what_has_no_room_says_so(monkeypatch) -> None:
     assert f"max_graph_bytes={least} has no room" in str(answer.why)
 
 
+@pytest.mark.slow
 def test_frequent_sizes_come_first(monkeypatch) -> None:
     FakeDriver(monkeypatch, 1, of_op=1000)
     graph_manager = MODELS["decoder"]("PIECEWISE", "plain", "cpu")

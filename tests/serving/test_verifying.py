@@ -75,6 +75,7 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
     torch.testing.assert_close(again, plain)
 
 
+@pytest.mark.slow
 def test_the_ops_inside_of_a_full_graph_are_named(monkeypatch: Any) -> None:
     from lib.manager import library
 
