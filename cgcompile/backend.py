@@ -158,21 +158,17 @@ class Backend(Registry):
         if shape_env is not None:
             self._shape_envs.add(shape_env)
         with without_garbage_collection():
-            frame = compat.current_frame()
-            differences = [] if frame is None else self._differences.setdefault(frame, [])
-            result = self.compile_graph(gm, example_inputs, differences=differences)
+            result = self.compile_graph(gm, example_inputs)
         graph = innermost(result)
         if graph is not None:
             graph.graph_break = compat.graph_break(gm)
+            frame = compat.current_frame()
+            if frame is not None:
+                graph.differences = self._differences.setdefault(frame, graph.differences)
         return result
 
     def compile_graph(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        *,
-        frozen: int = 0,
-        differences: list[Fallback] | None = None,
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0
     ) -> Callable[..., Any]:
         """Compile one pre-grad graph of Dynamo in the mode of the settings.
 
@@ -181,7 +177,6 @@ class Backend(Registry):
             example_inputs: what it was traced with.
             frozen: how many of the last inputs keep their identity and address in all calls, so
                 that no guard checks them.
-            differences: shared by all traces of a function; filled with why none is padded.
         """
         config = self.config
         if config.cudagraph_mode is CUDAGraphMode.NONE:
@@ -213,7 +208,7 @@ class Backend(Registry):
             graph.before_capture = unmet.warn_once
         self._register(graph)
         called: CompiledGraph | PaddedGraph | WithHostNumbers
-        called = with_padding(graph, config.pad_lengths, [] if differences is None else differences)
+        called = with_padding(graph, config.pad_lengths)
         if numbers is not None:
             original = compat.with_checkpoints(source).forward
             called = WithHostNumbers(called, numbers, original, self.run_plain)

@@ -242,9 +242,7 @@ class CompiledModel(Transparent):
         self.backend.invalidate(reason)
 
     def _compile(self, graph: fx.GraphModule, inputs: list[Any], frozen: int) -> Callable[..., Any]:
-        assert self._traces is not None
-        differences = self._traces.differences
-        return self.backend.compile_graph(graph, inputs, frozen=frozen, differences=differences)
+        return self.backend.compile_graph(graph, inputs, frozen=frozen)
 
 
 def _untraced(model: Any, config: CompilationConfig) -> Callable[..., Any] | None:

@@ -36,23 +36,16 @@ class _CannotPad(Exception):
 
 
 def with_padding(
-    graph: CompiledGraph, lengths: Sequence[int] | None, differences: list[Fallback]
+    graph: CompiledGraph, lengths: Sequence[int] | None
 ) -> "CompiledGraph | PaddedGraph":
-    """Return what Dynamo calls; the graph itself where no size varies or nothing is padded.
-
-    ``differences`` is shared by all traces of a function.
-    """
-    if lengths is None or not [*graph.split.symbols]:
-        return graph
-    return PaddedGraph(graph, lengths, differences)
+    """Return what Dynamo calls; the graph itself where no size varies or nothing is padded."""
+    return graph if lengths is None or not [*graph.split.symbols] else PaddedGraph(graph, lengths)
 
 
 class PaddedGraph:
     """What Dynamo calls in place of a compiled graph whose lengths are padded."""
 
-    def __init__(
-        self, graph: CompiledGraph, lengths: Sequence[int], differences: list[Fallback]
-    ) -> None:
+    def __init__(self, graph: CompiledGraph, lengths: Sequence[int]) -> None:
         self.graph, self.split = graph, graph.split
         self._lengths = lengths
         self._calls: dict[tuple[int, ...], int] = {}  # how many were padded, by padded sizes
@@ -60,7 +53,6 @@ class PaddedGraph:
         self._compared: dict[tuple[int, ...], int] = {}  # the most padding, by padded sizes
         self._values: dict[int, torch.Tensor] = {}  # of integer inputs that were compared
         self._refused: dict[tuple[int, ...], Fallback] = {}  # why not to pad to some sizes
-        self._differences = differences  # why not to pad any trace of the function
         self._never: Fallback | None = None  # why not to pad this trace
         try:
             self._plan = _Plan(graph.split)
@@ -100,7 +92,8 @@ class PaddedGraph:
 
     def _never_padded(self) -> Fallback | None:
         """Return why no call of this trace is padded; None if calls are."""
-        return self._differences[0] if self._differences else self._never
+        differences = self.graph.differences
+        return differences[0] if differences else self._never
 
     def _why_over(self, real: _Numbers) -> Fallback:
         """Return the fallback of a length above the last one of the setting."""
@@ -141,7 +134,7 @@ class PaddedGraph:
                     close = list(map(_is_close, expected, results))
                     if not all(close):
                         name = _name(self.split.result[close.index(False)])
-                        self._differences.append(_difference(name, change))
+                        self.graph.differences.append(_difference(name, change))
                         return
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -523,7 +523,8 @@ class CudaGraphManager:
     ) -> dict[str, BulkCapture]:
         """Warm up and capture what the dispatcher plans: PIECEWISE, then FULL, the largest first.
 
-        What could not be captured is not dispatched; its reason is in the result.
+        What could not be captured is not dispatched; its reason is in the result. Where graphs
+        exist already, those that are missing are captured.
 
         Args:
             max_graph_bytes: what all graphs may take of the device. If given, graphs are captured
@@ -533,25 +534,29 @@ class CudaGraphManager:
                 sizes are equally frequent.
 
         Returns:
-            How each set went, by its title.
+            How each set went, by its title; the last time, if it was captured several times.
 
         Raises:
-            ManagerError: a graph exists already, FULL has no metadata, or the budget is too small
-                for the largest graphs.
+            ManagerError: ``max_graph_bytes``, and a graph exists already, or the budget is too
+                small for the largest graphs; or FULL has no metadata.
             DispatchError: ``strict``, and a graph could not be captured.
             AgreementError: another rank stays away, or raised an exception.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
-        planned = chosen = self.dispatcher.plan()
-        self._refuse_captured(planned)
+        planned = self.dispatcher.plan()
+        if max_graph_bytes is not None:
+            self._refuse_captured(planned)
+        missing = [entry for entry in planned if not self.dispatcher.is_captured(*entry)]
+        chosen: Sequence[Planned] = missing
         with self._capturing_alone("capture"), together(self.agreement):
-            self._forget_weights()
+            if len(missing) == len(planned):
+                self._forget_weights()
             if max_graph_bytes is not None and self.pool is not None and planned:
                 chosen = choose_graphs(self, max_graph_bytes, histogram)
             with bulk_captures():  # warm-ups in between leave garbage with large tensors
                 for title, mode, descriptors in sets_of(chosen):
                     self._capture_set(title, mode, descriptors)
-        for mode, descriptor in planned:
+        for mode, descriptor in missing:
             if (mode, descriptor) not in chosen:
                 reason = f"max_graph_bytes={max_graph_bytes} has no room for it"
                 self.dispatcher.refused(mode, descriptor, reason)

@@ -194,7 +194,7 @@ class Traces:
         self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers
         self._varied: set[str] = set()  # the paths of numbers that had several values
         self._constant: set[str] = set()  # the paths of numbers that graphs cannot take as inputs
-        self.differences: list[Fallback] = []  # why calls are not padded, of all traces
+        self._differences: list[Fallback] = []  # why calls are not padded, of all traces
         self._rules = rules
         self._count = 0  # of traces since the last invalidation
         self._lock = new_lock()
@@ -372,7 +372,7 @@ class Traces:
             self._refused.clear()
             self._varied.clear()
             self._constant.clear()
-            self.differences.clear()
+            self._differences.clear()
             self._count, self._unfrozen = 0, False
             compat.drop_trace_caches()
 
@@ -524,8 +524,10 @@ class Traces:
         log.info("%s: %s", self.name, trace.start)
         trace.numbers = tuple(number for _, _, number in self._numbers(args, kwargs))
         self._set((trace, *(each for each in self.traces if each.is_alive)))
-        if trace.frozen and trace.graph is not None:
-            trace.graph.traces = weakref.ref(self)
+        if trace.graph is not None:
+            trace.graph.differences = self._differences
+            if trace.frozen:
+                trace.graph.traces = weakref.ref(self)
         self._count += 1
         trace.number = self._count
         if self._count == _MANY:

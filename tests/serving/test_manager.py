@@ -207,7 +207,7 @@ def test_captures_that_are_refused() -> None:
     graph_manager.capture_graph(FULL, BatchDescriptor(4, 4))
     for call in (
         lambda: graph_manager.capture_graph(FULL, BatchDescriptor(4, 4)),
-        graph_manager.capture,
+        lambda: graph_manager.capture(max_graph_bytes=1 << 30),
         graph_manager.plan,
     ):
         with pytest.raises(ManagerError, match="captured already"):
@@ -218,6 +218,31 @@ def test_captures_that_are_refused() -> None:
     graph_manager.release()
     graph_manager.capture()
     check(graph_manager, requests(7))
+
+
+def test_a_second_capture_captures_what_is_missing(device: str) -> None:
+    model = Picky(4)
+    graph_manager = manager("FULL", device=device, model=model)
+    (bulk,) = graph_manager.capture().values()
+    assert [key.num_tokens for key, _ in bulk.missing] == [4]
+    check(graph_manager, requests(3, device=device))  # on the next larger one
+    captures = graph_manager.counters.captures
+    model.sizes = ()
+    (bulk,) = graph_manager.capture().values()
+    assert ([key.num_tokens for key in bulk.captured], bulk.missing) == ([4], ())
+    assert graph_manager.counters.captures == captures + 1
+    assert graph_manager.get_cudagraph_size(3) == 4
+    replays = graph_manager.counters.replays
+    for lengths in ((3,), (2,), (7,), (4,)):
+        check(graph_manager, requests(*lengths, device=device))
+    assert graph_manager.counters.replays == replays + 4
+    assert not graph_manager.statistics.reasons()
+    graph_manager.capture()  # nothing is missing
+    assert graph_manager.counters.captures == captures + 1
+    with torch.no_grad():
+        model.embed.weight = torch.nn.Parameter(model.embed.weight * 2)
+    with pytest.raises(AddressChangedError):  # the weights of the graphs that exist are guarded
+        graph_manager.run(requests(3, device=device))
 
 
 def test_one_size_that_fails(device: str) -> None:
