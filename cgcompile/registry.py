@@ -20,7 +20,7 @@ from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.memory import GraphMemory, memory_of
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.reasons import Counters, Fallback, Reason
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.settings import checked
 
@@ -70,6 +70,8 @@ class Registry:
         wrapper.closed = self._capture_closed
         wrapper.remedy = "backend.release()"
         wrapper.timeline.warned = self.timeline.warned
+        # An engine calls a wrapper of its own without a forward context on purpose.
+        wrapper.timeline.expected = EXPECTED - {Reason.NO_CONTEXT}
         if self._threads_allowed:
             wrapper.allow_threads()
         self.untraced.add(wrapper)

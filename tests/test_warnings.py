@@ -10,6 +10,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, set_forward_context
+from cgcompile.errors import DispatchError
 from cgcompile.reasons import Reason
 from cgcompile.serving import InputBuffer
 
@@ -112,6 +113,23 @@ def test_what_is_expected_is_no_warning(caplog: pytest.LogCaptureFixture) -> Non
             model(torch.randn(2, 4))
     assert model.backend.counters.plain == {Reason.WARMING: 1, Reason.MODE_NONE: 1}
     assert warned(caplog) == []
+
+
+@pytest.mark.parametrize("settings", [{"splitting": "breakable"}, {"mode": "NONE"}])
+def test_a_model_without_a_trace_needs_a_context(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    net, x = nn.Linear(4, 4), torch.randn(2, 4)
+    settings = {"cudagraph_mode": "FULL", "capture_device": "host", **settings}
+    model = cgcompile.compile(net, **settings)
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.testing.assert_close(model(x.normal_()), net(x))
+        assert warned(caplog) == ["no_forward_context"]
+        assert model.backend.counters.plain == {Reason.NO_CONTEXT: 3}
+        strict = cgcompile.compile(net, strict=True, **settings)
+        with pytest.raises(DispatchError, match="no_forward_context"):
+            strict(x)
 
 
 def test_the_setting_turns_all_of_them_off(caplog: pytest.LogCaptureFixture) -> None:

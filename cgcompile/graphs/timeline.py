@@ -7,7 +7,7 @@ trace as well, where one is written: ``TORCH_TRACE=folder``, to be read with tlp
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -93,6 +93,7 @@ class Timeline:
     def __init__(self, warns: bool = True) -> None:
         # Reasons that were warned of; a handle shares them among its graphs. None: no warnings.
         self.warned: set[Reason] | None = set() if warns else None
+        self.expected: Collection[Reason] = EXPECTED  # no warning of these; an owner may set it
         self.live = Counters()  # grows with each call
         self.fast_replays = 0  # by fast paths; counted under their lock
         self.last_failure = ""  # the type and the message of the error
@@ -143,12 +144,12 @@ class Timeline:
         if self._count(self.live.plain, why, 1, call):
             log.info("a step runs without graphs: %s", why)
             lacks_mode = context is not None and context.lacks_mode
-            if why.reason not in EXPECTED or (why.reason is Reason.MODE_NONE and lacks_mode):
+            if why.reason not in self.expected or (why.reason is Reason.MODE_NONE and lacks_mode):
                 self._warn(why, call)
 
     def degraded(self, why: Fallback) -> None:
         """Count a call that takes a lesser mode than was requested."""
-        if self._count(self.live.degraded, why, 0) and why.reason not in EXPECTED:
+        if self._count(self.live.degraded, why, 0) and why.reason not in self.expected:
             self._warn(why, how="in a lesser mode than was requested")
 
     def _count(self, counts: Counter[Reason], why: Fallback, calls: int, call: _Call = "") -> bool:

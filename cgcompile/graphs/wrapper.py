@@ -66,7 +66,7 @@ from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
-from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
+from cgcompile.reasons import Counters, Fallback, Reason
 from cgcompile.settings import checked_but, require_callable, require_fields
 
 log = logging.getLogger(__name__)
@@ -454,7 +454,7 @@ class CUDAGraphWrapper(Transparent):
 
     def _plain(self, why: Fallback, run: Callable[[], Any]) -> Any:
         """Return ``run()``, a step without a graph, and count that; with ``strict`` raise."""
-        if self.config.strict and why.reason not in EXPECTED:
+        if self.config.strict and why.reason not in self.timeline.expected:
             raise DispatchError.strict(what=self.name, why=why)
         result = run()
         self.timeline.plain(why)
