@@ -1040,8 +1040,9 @@ class EncoderError(CGCompileError, ValueError):
         of PatchEncoder without such a branch or loop.""")
     derive_run = Template("""
         the tower fails on the rows of the smallest example with the host values of {found}: {error}
-        Its device code reads numbers that depend on sizes: pass them as tensors, or give examples \
-        of one size.""")
+        Its device code reads numbers that depend on sizes: pass them as tensors, made by \
+        torch.as_tensor where they are numpy's (torch.from_numpy is not seen), or give examples of \
+        one size.""")
     derive_read = Template("""
         {where}() reads a tensor {found} on the host, which a graph cannot do.
         If that is attention which splits sequences by length: choose an implementation that takes \

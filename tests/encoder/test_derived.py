@@ -422,6 +422,23 @@ def test_towers_that_treat_rows_alone_are_served(
     assert (encoder.statistics.hits, encoder.statistics.misses) == (8, 0)
 
 
+def test_tables_made_by_numpy() -> None:
+    """No mode of torch sees ``torch.from_numpy``."""
+
+    def columns(grid: torch.Tensor) -> np.ndarray:
+        tables = [np.tile(np.arange(w, dtype=np.float32), h) for h, w in grid.tolist()]
+        return np.concatenate(tables)[:, None]
+
+    for make in (torch.tensor, torch.as_tensor):
+        tower = Ending(lambda x, grid, make=make: x + make(columns(grid)))
+        encoder = derived(tower, token_budgets=[16, 64])
+        for grids in MIXES:
+            check(encoder, tower, *grids)
+        assert (encoder.statistics.hits, encoder.statistics.misses) == (9, 0)
+    tower = Ending(lambda x, grid: x + torch.from_numpy(columns(grid)))
+    refused(r"torch\.as_tensor where they are numpy's", tower)
+
+
 def test_integer_rows_keep_their_range(device: str) -> None:
     def function(own: Applying, x: torch.Tensor, rows: torch.Tensor, kind: Any) -> torch.Tensor:
         return x + own.places(kind)
