@@ -37,7 +37,8 @@ class UnwrappedGraph:
         self._checked = [(n, each) for n, each in self._wrapped if not each.static]
         self._parts = _reader([(n, each) for n, each in self._wrapped])
         self._inputs = _inputs_reader(unwrapped.inputs)
-        self._alike: Callable[..., bool] | None = None  # compares the parts with those seen before
+        # Compares the parts with those seen before.
+        self._alike: Callable[..., bool] | None = None if self._wrapped else lambda: True
         results = unwrapped.results
         builds = any(each.wrapper or each.input is not None for each in results)
         self._results: Sequence[Result] = results if builds else ()
@@ -47,8 +48,7 @@ class UnwrappedGraph:
         """Run one step on the plain tensors inside of the inputs; see :class:`CompiledGraph`."""
         fallback = self._why_not(inputs)
         if fallback is not None:
-            name = self.graph.split.inputs[0].source or "a step"
-            return self._run_plain(name, fallback, lambda: self._original(*inputs))
+            return self._run_plain("a step", fallback, lambda: self._original(*inputs))
         result = self.graph(*self._inputs(*inputs))
         return self._built(result, inputs) if self._results else result
 
@@ -153,5 +153,6 @@ def _paths(spec: Input) -> tuple[str, ...]:
 
 def _function(items: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
     """Return a function of ``g``, the inputs, that returns what expressions read."""
-    function: Callable[..., tuple[Any, ...]] = eval(f"lambda *g: ({', '.join(items)},)")
+    text = "".join([f"{item}, " for item in items])
+    function: Callable[..., tuple[Any, ...]] = eval(f"lambda *g: ({text})")
     return function

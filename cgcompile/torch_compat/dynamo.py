@@ -411,8 +411,13 @@ def guard_signs_of_zeros(output: Any = None) -> None:
     """
     output = _tracer() if output is None else output
     for guard in [] if output is None else list(output.guards):
-        if guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH"):
+        if is_constant(guard):
             _guard_sign(guard.originating_source, output)
+
+
+def is_constant(guard: Any) -> bool:
+    """Return whether a guard of Dynamo compares a value that is part of the trace."""
+    return guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH")
 
 
 def _guard_sign(source: Any, output: Any) -> float | None:

@@ -26,6 +26,7 @@ from torch.fx.graph_module import _loader
 
 from cgcompile.torch_compat.dynamo import (
     guard_signs_of_zeros,
+    is_constant,
     known_size,
     must_be_constant,
     number_text,
@@ -329,6 +330,12 @@ class Trace:
             if other is not None:
                 pairs.append((str(guard.name), str(other.name)))
         return pairs
+
+    @property
+    def constants(self) -> list[str]:
+        """The paths of the values that are part of the trace."""
+        guards = self._graph_output.guards
+        return [str(guard.name) for guard in guards if is_constant(guard)]
 
     @property
     def global_tensors(self) -> list[torch.Tensor]:

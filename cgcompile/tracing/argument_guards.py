@@ -2,7 +2,8 @@
 
 Dynamo's guards check the whole model and cost tens of microseconds. Where they are dropped, the
 arguments are still compared: their number and order, types, dtypes, devices, ranks, layouts,
-whether they require grad, the sizes that are not dynamic, which sizes are equal, plain values and
+whether they require grad, the sizes that are not dynamic, which sizes are equal, how tensor
+subclasses are built and what is inside of them, plain values, also in attributes of tensors, and
 containers of them; other objects by identity; and settings of torch that traced code reads, such as
 autocast::
 
@@ -81,7 +82,8 @@ class Fits:
     # have other values. ``alone``: no guards of Dynamo are checked beside these.
     # ``pinned`` tensors, which the model also reads in another way, must be the same objects. The
     # order of ``collected`` keywords counts. No argument may be one of the tensors ``elsewhere``,
-    # which are not held. ``references`` are weak, to the objects that must be the same.
+    # which are not held. ``references`` are weak, to the objects that must be the same. The values
+    # at the paths ``constants``, attributes of the arguments, are part of the trace.
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class Fits:
         collected: Collection[str] = (),
         elsewhere: Iterable[torch.Tensor] = (),
         alone: bool = False,
+        constants: Collection[str] = (),
     ) -> None:
         self.references: list[weakref.ref[Any]] = []
         self._lines: list[str] = []
@@ -105,6 +108,7 @@ class Fits:
         self._elsewhere = LiveTensors(elsewhere)
         self._shapes, self._strides, self._pinned = shapes, strides, pinned
         self._offsets, self._numbers, self._alone = offsets, numbers, alone
+        self._attributes = _attributes(constants, shapes)
         self.varies = False  # whether an argument is such a number
         self._count = 0
         self._sizes: dict[str, list[str]] = {}  # by the name of a size: where it can be read
@@ -131,9 +135,7 @@ class Fits:
         settings = self._added(self._compare_settings)
 
         self.source = "\n".join(["def fits(args, kwargs):", *self._lines, "    return True"]) + "\n"
-        namespace = dict(self._names)
-        exec(compile(self.source, "<cgcompile fits>", "exec"), namespace)
-        self.function: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
+        self.function = self._generated()
         self.checks = ArgumentChecks(
             variables=[*variables, *names],
             keywords=list(kwargs),
@@ -144,6 +146,12 @@ class Fits:
             names=self._names,
             elsewhere=self._elsewhere,
         )
+
+    def _generated(self) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+        namespace = dict(self._names)
+        exec(compile(self.source, "<cgcompile fits>", "exec"), namespace)
+        function: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
+        return function
 
     def _added(self, compare: Callable[..., None], *args: Any) -> list[str]:
         """Return the lines that a method adds."""
@@ -245,6 +253,9 @@ class Fits:
             del self._lines[start:]
             shape = f"{name}.shape"
         self._places(name, value, path, shape)
+        self._inside(name, value, path)
+        for text in self._attributes.get(path, ()):
+            self._attribute(name, value, text, path)
 
     def _places(self, name: str, value: torch.Tensor, path: str, shape: str) -> None:
         """Note where the symbols of a tensor are read; the variable ``shape`` has its sizes."""
@@ -257,6 +268,38 @@ class Fits:
             if isinstance(step, str):
                 free = "True" if value.is_contiguous() else f"{name}.shape[{dim}] <= 1"
                 self._steps.append((f"{name}.stride()[{dim}]", step, free))
+
+    def _inside(self, name: str, value: torch.Tensor, path: str) -> None:
+        """Compare how a tensor subclass is built, and each tensor inside of it as an argument."""
+        try:
+            wrapper = compat.Wrapper.of(value) if compat.is_wrapper(value) else None
+        except compat.CannotUnwrap:
+            return
+        if wrapper is None:
+            return
+        self._unless(f"not {self._bound('b', wrapper.fits)}({name})")
+        for inner in wrapper.names:
+            if isinstance(part := getattr(value, inner), torch.Tensor):
+                variable = self._fresh("v")
+                self._lines.append(f"    {variable} = {name}.{inner}")
+                self._leaf(variable, part, f"{path}.{inner}")
+
+    def _attribute(self, name: str, value: torch.Tensor, text: str, path: str) -> None:
+        """Compare a plain value that the trace read from a Python attribute of a tensor."""
+        try:
+            known = eval(f"value{text}", {"value": value})
+        except (AttributeError, LookupError, NameError, SyntaxError, TypeError):
+            return  # at a place that guards of torch alone can read
+        if not isinstance(known, (*_PLAIN, *_SEALED, float, complex)):
+            return
+        variable = self._fresh("v")
+        self._lines += [
+            "    try:",
+            f"        {variable} = {name}{text}",
+            "    except (AttributeError, LookupError, TypeError):",
+            "        return False",
+        ]
+        self._leaf(variable, known, f"{path}{text}")
 
     def _compare_usual(self) -> None:
         """Compare all tensors of usual layouts at once, and in detail where torch rejects them."""
@@ -347,6 +390,16 @@ class Fits:
         """Compare what Dynamo compares too: autocast, default dtype and device, determinism, ..."""
         now, was = self._bound("a", compat.trace_settings), compat.trace_settings()
         self._unless(f"{now}() != {self._bound('c', was)}")
+
+
+def _attributes(paths: Iterable[str], owners: Iterable[str]) -> dict[str, list[str]]:
+    """Return what follows the path of a tensor in other paths, such as ``.scale``, by that path."""
+    attributes: dict[str, list[str]] = {}
+    for path in paths:
+        for owner in owners:
+            if path.startswith((f"{owner}.", f"{owner}[")):
+                attributes.setdefault(owner, []).append(path.removeprefix(owner))
+    return attributes
 
 
 def _symbols(text: str) -> tuple[str, ...]:

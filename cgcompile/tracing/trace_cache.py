@@ -634,6 +634,7 @@ class Traces:
             collected=[name for name in kwargs if name not in self._signature.parameters],
             elsewhere=[x for x in elsewhere.values() if isinstance(x, torch.Tensor)],
             alone=self._rules.guards == "none" and not self._unfrozen,
+            constants=trace.constants,
         )
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, Any]]:

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lib.breakable import FULL, step
-from lib.front_ends import COMPILED, ROWS, WIDTH, FrontEnd, compiled, settings
+from lib.front_ends import COMPILED, ROWS, TRACED, WIDTH, FrontEnd, compiled, settings
 from lib.ranks import run_ranks
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 import cgcompile
@@ -309,6 +310,104 @@ def test_results_of_varying_size(rows: tuple[int, ...], device: str) -> None:
             assert (type(got), got.shape) == (Pair, (count, WIDTH))
             assert torch.equal(got.first, expected.first)
             assert torch.equal(got.second, expected.second)
+    replayed(served, 3)
+
+
+def equal(results: Any, expected: Any) -> bool:
+    """Return whether results are equal, what is inside of subclasses included."""
+    pairs = zip(pytree.tree_leaves(results), pytree.tree_leaves(expected), strict=True)
+    return all(
+        type(one) is type(other)
+        and (
+            all(equal(getattr(one, name), getattr(other, name)) for name in one.names)
+            if isinstance(one, Wrapping)
+            else torch.equal(one, other)
+        )
+        for one, other in pairs
+    )
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_tensors_inside_of_arguments_are_told_apart(name: str, device: str) -> None:
+    def function(pair: Any, x: torch.Tensor) -> Any:
+        return pair.sin() + 1, x * 2, pair.second + x
+
+    served = compiled(name, function, settings(device))
+    with torch.no_grad():
+        for _ in range(4):
+            one, other, last = torch.randn(3, ROWS, WIDTH, device=device).unbind()
+            calls = [
+                (Pair.of(one, one), other),
+                (Pair.of(one, other), last),
+                (Pair.of(one, other), one),
+                (Pair.of(one, other), other),
+                (Pair.of(Pair.of(one, other), Pair.of(last, one)), last),
+                (Pair.of(Pair.of(one, one), Pair.of(last, one)), last),
+            ]
+            for pair, x in calls:
+                assert equal(served.step(pair, x), function(pair, x))
+    assert served.counters().replays >= 4
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_attributes_of_arguments_that_python_reads(name: str, device: str) -> None:
+    def function(pair: Any, x: torch.Tensor) -> Any:
+        y = x * pair.factor if pair.context > 1 else x
+        return pair.first + y + x.shift, x * pair.options["scale"]
+
+    served = compiled(name, function, settings(device))
+    with torch.no_grad():
+        for factor, shift in ((1, 5), (2, 5), (2, 6), (1.0, 6), (0.0, 6), (-0.0, 6)) * 4:
+            one, other, x = torch.randn(3, ROWS, WIDTH, device=device).unbind()
+            pair = Pair.of(one, other, 2.0)
+            pair.factor, pair.options, x.shift = factor, {"scale": factor}, shift
+            assert equal(served.step(pair, x), function(pair, x))
+    assert served.counters().replays >= 6
+
+
+class Unflatten(nn.Module):
+    """A parametrization that makes a weight from plain ones, as torchao and AOTInductor do."""
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> Any:
+        return TwoTensor(first, second)
+
+    def right_inverse(self, weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return weight.a.detach().clone(), weight.b.detach().clone()
+
+
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = TwoTensor(torch.randn(WIDTH), torch.randn(WIDTH))
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        nn.utils.parametrize.register_parametrization(self, "weight", Unflatten(), unsafe=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        return (weight * x).sin().a + (weight + x).b
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_subclass_that_the_model_makes(name: str, device: str) -> None:
+    """No argument and no weight is a subclass."""
+    model = Parametrized().to(device)
+    served = compiled(name, model, settings(device))
+    check(served, model, device)
+    replayed(served, 2)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_subclass_that_is_made_and_returned(name: str, device: str) -> None:
+    def function(x: torch.Tensor) -> Any:
+        return TwoTensor(x, x * 2) + 1
+
+    served = compiled(name, function, settings(device))
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            result, expected = served.step(x), function(x)
+            assert result.a.equal(expected.a)
+            assert result.b.equal(expected.b)
     replayed(served, 3)
 
 

@@ -106,12 +106,12 @@ def front_end(name: str, model: nn.Module, device: str, **more: Any) -> FrontEnd
 
 
 def compiled(name: str, model: Any, config: Any, dynamic: bool | None = None) -> FrontEnd:
-    """Compile with one backend; ``config`` may be a Backend."""
+    """Compile by one of ``COMPILED`` or ``TRACED``; ``config`` may be a Backend."""
     backend = config if isinstance(config, cgcompile.Backend) else cgcompile.Backend(config)
     if name == "torch.compile":
         step = torch.compile(model, backend=backend, dynamic=dynamic)
     else:
-        step = cgcompile.compile(model, backend)
+        step = cgcompile.compile(model, backend, guards=name if name in TRACED else "keep")
     return FrontEnd(name, step, backend)
 
 
