@@ -37,13 +37,13 @@ _KERNEL_SETTINGS = (
     "torch.backends.cudnn.enabled",
     "torch.backends.cudnn.benchmark",
     "torch.backends.cudnn.deterministic",
-    "the precision of float32 in convolutions (torch.backends.cudnn.conv.fp32_precision)",
+    "TF32 of convolutions (torch.backends.cudnn.conv.fp32_precision)",
 )
 _TRACE_SETTINGS = (
     "autocast",
     "torch.use_deterministic_algorithms",
     "the default dtype",
-    "the precision of float32 in products (torch.backends.cuda.matmul.fp32_precision)",
+    "TF32 of products (torch.backends.cuda.matmul.fp32_precision)",
     "torch function modes, which include the default device,",
 )
 
@@ -59,7 +59,7 @@ def kernel_settings() -> tuple[Any, ...]:
         _cudnn_is_on(),
         _benchmark(),
         _cudnn_deterministic(),
-        _precision("cuda", "conv"),
+        _precision("cuda", "conv") == "tf32",  # "none" and "ieee" are equal
     )
 
 
@@ -69,7 +69,7 @@ def trace_settings() -> tuple[Any, ...]:
         autocast_state() if _any_autocast() else {},
         _is_deterministic(),
         _default_dtype(),
-        _precision("cuda", "matmul"),
+        _precision("cuda", "matmul") == "tf32",
         _function_modes() if _count_function_modes() else (),
     )
 

@@ -24,7 +24,6 @@ from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
     DispatchError,
-    GuardError,
     HostValueChangedError,
 )
 from cgcompile.reasons import Reason
@@ -45,8 +44,8 @@ OF_STATE = {UNGUARDED: DOCUMENTED, UNTRACED: Contract(HostValueChangedError)}
 # Hooks that are added below a model, and function modes that are entered after the trace, are not
 # compared by torch.compile itself.
 OF_STATE_NOT_IN_TORCH = {**OF_STATE, TORCH: DOCUMENTED}
-# What chooses a kernel is baked into every graph.
-OF_KERNELS = {TRACES: Contract(RIGHT), UNTRACED: Contract(GuardError)}
+# What chooses a kernel, or is a default of torch, is baked into every graph.
+OF_SETTINGS = {UNTRACED: HostValueChangedError}
 OF_WEIGHTS = {NONE: DOCUMENTED, UNTRACED: AddressChangedError}
 
 READ_CONTEXT = (*WITH_CONTEXT, *WRAPPERS, "CudaGraphManager")
@@ -251,6 +250,16 @@ def sdpa_kernel(device: str) -> Scene:
     NUMBERS["chosen"] = torch.backends.cuda.flash_sdp_enabled
     math = torch.nn.attention.SDPBackend.MATH
     return _around(lambda: torch.nn.attention.sdpa_kernel(math), RunsKernel)(device)
+
+
+def priority_of_kernels(device: str) -> Scene:
+    """All kernels stay enabled; another one is the first choice."""
+    kinds = torch.nn.attention.SDPBackend
+    order = [kinds.MATH, kinds.FLASH_ATTENTION, kinds.EFFICIENT_ATTENTION, kinds.CUDNN_ATTENTION]
+    usual = torch._C._get_sdp_priority_order()
+    NUMBERS["chosen"] = lambda: torch._C._get_sdp_priority_order() == usual
+    enter = lambda: torch.nn.attention.sdpa_kernel(order, set_priority=True)  # noqa: E731
+    return _around(enter, RunsKernel)(device)
 
 
 # ------------------------------------------------------------------ tensors behind the model
@@ -540,14 +549,14 @@ TABLE: tuple[Row, ...] = (
     Row("training mode", training_mode, OF_STATE),
     Row("closure cell", closure_cell, OF_STATE),
     Row("global", global_number, OF_STATE),
-    Row("default dtype", default_dtype, OF_STATE),
-    Row("default device", default_device, {**OF_STATE, KEEP: Contract(RIGHT)}),
+    Row("default dtype", default_dtype, OF_SETTINGS),
+    Row("default device", default_device, {**OF_SETTINGS, KEEP: Contract(RIGHT)}),
     Row(
         "torch function mode",
         _around(Doubling, Relu),
-        {**OF_STATE_NOT_IN_TORCH, KEEP: Contract(RIGHT)},
+        {**OF_SETTINGS, TORCH: DOCUMENTED, KEEP: Contract(RIGHT)},
     ),
-    Row("sdpa_kernel", sdpa_kernel, OF_KERNELS),
+    Row("sdpa_kernel", sdpa_kernel, OF_SETTINGS),
     Row(
         "deterministic mode",
         _setting(
@@ -556,7 +565,7 @@ TABLE: tuple[Row, ...] = (
             False,
             True,
         ),
-        {**OF_KERNELS, GUARDED: RIGHT},
+        OF_SETTINGS,
     ),
     Row(
         "TF32",
@@ -566,7 +575,7 @@ TABLE: tuple[Row, ...] = (
             False,
             True,
         ),
-        {**OF_KERNELS, GUARDED: RIGHT},
+        OF_SETTINGS,
     ),
     Row(
         "cuDNN flags",
@@ -576,9 +585,35 @@ TABLE: tuple[Row, ...] = (
             False,
             True,
         ),
-        OF_KERNELS,
+        OF_SETTINGS,
     ),
-    Row("autocast", _autocast, {UNTRACED: HostValueChangedError}),
+    *(
+        Row(
+            f"cuDNN {name}",
+            _setting(
+                lambda name=name: getattr(torch.backends.cudnn, name),
+                lambda on, name=name: setattr(torch.backends.cudnn, name, on),
+                name == "enabled",
+                name != "enabled",
+            ),
+            OF_SETTINGS,
+        )
+        for name in ("enabled", "deterministic")
+    ),
+    Row(
+        "TF32 of convolutions",
+        _setting(
+            lambda: torch.backends.cudnn.conv.fp32_precision == "tf32",
+            lambda on: setattr(
+                torch.backends.cudnn.conv, "fp32_precision", "tf32" if on else "ieee"
+            ),
+            False,
+            True,
+        ),
+        OF_SETTINGS,
+    ),
+    Row("priority of sdpa_kernel", priority_of_kernels, OF_SETTINGS),
+    Row("autocast", _autocast, OF_SETTINGS),
     *(
         Row(
             f"tensor of a {holder_kind}, old one {'alive' if alive else 'freed'}",
