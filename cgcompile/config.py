@@ -36,12 +36,10 @@ from cgcompile.settings import (
 )
 
 # What a setting may need to have an effect, with the reason and the advice where that is absent.
-_SIZES = "cudagraph_capture_sizes, compile_sizes, compile_ranges_endpoints or small_batch_kernels"
 _NEEDS = {
     "pieces": ("only mode PIECEWISE splits the graph and compiles pieces", "use mode PIECEWISE"),
     "trace": ("breakable capture traces nothing", "use splitting 'fx'"),
     "graphs": ("nothing is captured", "set cudagraph_mode, for example to FULL"),
-    "sizes": (f"no dimension is chosen without {_SIZES}", "give sizes (explain() takes both)"),
     "inductor": ("nothing there is compiled by Inductor", "use compiler 'inductor'"),
     "split": (
         "piecewise graphs need a split graph",
@@ -102,8 +100,8 @@ class CompilationConfig:
         compile_ranges_endpoints: where the batch dimension is cut into ranges that are compiled
             separately: 32, 512 for 1 to 32, 33 to 512, and 513 and more. A size of
             ``compile_sizes`` beats its range.
-        capture_dim: the input dimension of these sizes, such as ``x.size()[0]``; needed if several
-            vary.
+        capture_dim: the input dimension of these sizes and of padding rows, such as
+            ``x.size()[0]``; needed if several vary.
         pad_lengths: lengths to which a call without a forward context is padded, so that varying
             lengths share graphs: the last size of each mask ``[rows, length]``, an input whose name
             ends in "mask" and is 0 at padding. Other inputs of that size are padded too, with
@@ -172,7 +170,7 @@ class CompilationConfig:
     compile_ranges_endpoints: tuple[int, ...] | None = setting(
         None, optional(parse_endpoints), "trace"
     )
-    capture_dim: str | None = setting(None, optional(parse_text), "sizes")
+    capture_dim: str | None = setting(None, optional(parse_text), "trace")
     pad_lengths: tuple[int, ...] | None = setting(None, optional(parse_sizes), "trace")
     small_batch_kernels: bool = setting(False, parse_bool, "inductor")
     dump_passes: str | None = setting(None, optional(parse_text), "trace")
@@ -251,12 +249,6 @@ class CompilationConfig:
 
     def _missing(self, needs: str | None) -> str | None:
         """Return which of ``_NEEDS`` a setting with such needs lacks, or None."""
-        if needs == "sizes":
-            sizes = (self.cudagraph_capture_sizes, self.compile_sizes)
-            if not self._splits:
-                return "pieces"
-            others = (self.compile_ranges_endpoints, self.small_batch_kernels or None)
-            return None if (*sizes, *others) != (None,) * 4 else needs
         if needs == "trace" and not self._splits:
             return "pieces"
         present = {

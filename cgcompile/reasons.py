@@ -211,6 +211,14 @@ class Reason(enum.Enum):
         "exclude what it masks, in pooling too; or leave `pad_lengths` out",
     )
 
+    PADDING_ROWS = (
+        "padding_rows",
+        "`num_unpadded_tokens` is less than the rows of the batch, and which dimension of the "
+        "results of eager pieces has rows is not known: they are not zeroed",
+        "make the rows a dynamic dimension (`mark_dynamic`, `dynamic_dims`), name it with "
+        "`capture_dim`, or let the op zero the rows that it skips",
+    )
+
     # Of a batch: decided by the dispatcher, before the step runs.
     EMPTY_BATCH = (
         "empty_batch",
@@ -350,7 +358,8 @@ class Counters:
         plain: calls that ran without graphs, by the reason they had. As text those that prepare
             graphs, ``warming`` and ``inside_capture``, are counted apart.
         degraded: how often a lesser mode was taken than requested: at each call of a batch that
-            a FULL graph may not serve, and once where the capture of a FULL graph was refused.
+            a FULL graph may not serve, and once where the capture of a FULL graph was refused; and
+            how often padding rows were not zeroed (``padding_rows``).
         details: the last detail of each reason, and the call that it is of: its batch descriptor,
             or the shapes of its inputs without a forward context.
 

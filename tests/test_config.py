@@ -111,13 +111,11 @@ def test_bad_values_name_setting_and_expectation(name: str, value: object) -> No
         CompilationConfig(**{name: value})
 
 
-def test_capture_dim_needs_sizes() -> None:
-    with pytest.raises(ConfigError, match=r"capture_dim = .* without cudagraph_capture_sizes"):
-        CompilationConfig(capture_dim="x.size()[0]")
-    config = CompilationConfig(capture_dim="x.size()[0]", cudagraph_capture_sizes="1,2")
-    assert config.capture_dim == "x.size()[0]"
-    assert CompilationConfig(capture_dim="x.size()[0]", compile_sizes=2).capture_dim
-    assert CompilationConfig(capture_dim="x.size()[0]", compile_ranges_endpoints=2).capture_dim
+def test_capture_dim_needs_a_trace() -> None:
+    """Without sizes it names the dimension of padding rows."""
+    assert CompilationConfig(capture_dim="x.size()[0]").capture_dim == "x.size()[0]"
+    with pytest.raises(ConfigError, match=r"capture_dim = .* breakable capture traces nothing"):
+        CompilationConfig(capture_dim="x.size()[0]", splitting="breakable")
 
 
 def test_compile_sizes_may_be_the_capture_sizes() -> None:

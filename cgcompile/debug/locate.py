@@ -28,9 +28,10 @@ from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, us
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.runtime.compiled_graph import ReplayOverride
-from cgcompile.runtime.program import Program, mutated_inputs
+from cgcompile.runtime.program import Program
 from cgcompile.runtime.recording import Recording
 from cgcompile.runtime.returns import returned_names
+from cgcompile.runtime.rows import mutated_inputs
 
 After = Callable[[Piece, Mapping[str, Any]], None]
 """Called with a piece and what it left, not copied: its outputs and the inputs that it writes."""
@@ -115,7 +116,9 @@ class _MixedRun:
     def _disturb(self, results: Mapping[str, Any], real: int | None) -> None:
         """Fill the padding rows of what a piece made with random numbers; not memory of inputs."""
         known = {address(tensor) for tensor in compat.tree_tensors(list(self.inputs))}
-        for name in self.program.of_batch.intersection(results):
+        rows = self.recording.batch.descriptor.num_tokens
+        with_rows = self.program.rows.of_batch(rows, self.inputs) or frozenset()
+        for name in with_rows.intersection(results):
             tensor = results[name]
             if tensor.is_floating_point() and address(tensor) not in known and rows_apart(tensor):
                 tail = tensor[real:]

@@ -188,6 +188,8 @@ class GraphSequence:
         slots: the values of the present step; empty between steps.
         prepare: called with the inputs before each replay, on its stream, to fill copies of inputs
             or to poison memory; None for nothing. May be set.
+        not_zeroed: called at each padded replay where which results have rows is unknown; may be
+            set.
         replays: how many there were, without the capturing call.
         held: memory from outside of the pool that captured ops touched, kept alive: a replay never
             reads what was freed.
@@ -227,6 +229,7 @@ class GraphSequence:
         self._empty = [None] * slots
         self._inputs = tuple((slot.at, position) for slot, position in inputs)
         self.positions = {position for _, position in inputs}
+        self.not_zeroed: Callable[[], None] | None = None
         self._real = [0]  # how many rows are real in the present step
         done = self._done_after({slot.at for slot in kept})
         steps, padded_steps = [], []
@@ -329,6 +332,8 @@ class GraphSequence:
         if real is not None and real < self.rows:
             padding = self.rows - real
             self._real[0], steps = real, self._padded_steps
+            if self.not_zeroed is not None:
+                self.not_zeroed()
         try:
             if runner is not None:
                 for index, step in enumerate(steps):

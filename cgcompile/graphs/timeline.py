@@ -152,6 +152,11 @@ class Timeline:
         if self._count(self.live.degraded, why, 0) and why.reason not in self.expected:
             self._warn(why, how="in a lesser mode than was requested")
 
+    def not_zeroed(self, why: Fallback) -> None:
+        """Count a padded step whose padding rows are not zeroed."""
+        if self._count(self.live.degraded, why, 0):
+            self._warn(why, how="with padding rows as eager pieces leave them")
+
     def _count(self, counts: Counter[Reason], why: Fallback, calls: int, call: _Call = "") -> bool:
         """Count a fallback; trace it, and return True, where its detail is new."""
         with self._lock:

@@ -70,6 +70,7 @@ from cgcompile.runtime.program import (
 )
 from cgcompile.runtime.recorder import record
 from cgcompile.runtime.recording import BatchKey, Recording
+from cgcompile.runtime.rows import BatchRows, unknown_rows, zeroing
 from cgcompile.runtime.weight_sets import WeightSet, WeightSets
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,15 @@ _MOST_NAMED = 4  # inputs that tell a call without a graph from others
 _MOST_DROPPED = 8  # recordings of one step, until it runs plain where an input has moved
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+
+def _named_inputs(split: SplitGraph) -> list[tuple[int, str]]:
+    """Return (position, name) of the first inputs whose shapes name a step."""
+    return [
+        (position, value.source or value.name)
+        for position, value in enumerate(split.inputs)
+        if isinstance(value.meta, torch.Tensor) and value.meta.dim() and not value.static
+    ][:_MOST_NAMED]
 
 
 class CompiledGraph:
@@ -122,15 +132,12 @@ class CompiledGraph:
         self._replay_override: ReplayOverride | None = None
         self._frozen = BoundTensors(frozen)
         self._overlaps = Overlaps(split)
+        self._rows = BatchRows(split, config.capture_dim)
         runnables = returning_traced_layouts(split, copying_cpu_scalars(split, runnables))
-        runnables = list(map(not_reading_context, split.pieces, runnables))
+        runnables = self._runnables = list(map(not_reading_context, split.pieces, runnables))
         self._run = self._run_compared = step.bind(runnables)
         self._run_differentiable = step.bind(uncompiled(split))
-        self._named = [
-            (position, value.source or value.name)
-            for position, value in enumerate(split.inputs)
-            if isinstance(value.meta, torch.Tensor) and value.meta.dim() and not value.static
-        ][:_MOST_NAMED]
+        self._named = _named_inputs(split)
         constants = split.constants.values() if split.differentiable else ()
         self._constants = tuple(x for x in constants if isinstance(x, torch.Tensor))
         self._may_require_grad = tuple(
@@ -147,9 +154,8 @@ class CompiledGraph:
             return
         check_debug(config.debug)
         self._is_capturing = self.pool.device.is_capturing
-        self._program = Program(
-            split, step, runnables, boundaries, self.pool, config, self.timeline, self._frozen
-        )
+        more = (self.pool, config, self.timeline, self._frozen, self._rows)
+        self._program = Program(split, step, runnables, boundaries, *more)
         self._run_compared = self._program.traced.comparing_step(step, runnables, self._run)
         clear, static = self.fast_paths.clear, self._roles[FULL].static
         self._weight_sets = WeightSets(self._program, self._run_compared, clear, static)
@@ -426,6 +432,8 @@ class CompiledGraph:
         run = self._run_compared if reason is Reason.WARMING else self._run
         if overlap is not None or reason in (Reason.GRADIENTS, Reason.EAGER_REGION):
             run = self._run_differentiable
+        elif context is not None and reason is not Reason.INSIDE_CAPTURE:
+            run = self._zeroing_rows(run, context, inputs)
         if context is None and reason is not Reason.INSIDE_CAPTURE:
             with override_forward_context(ForwardContext.synthetic(NONE, None)):
                 result = run(*inputs)
@@ -436,6 +444,27 @@ class CompiledGraph:
         if context is not None and self.pool is not None:
             self._weight_sets.ran_plain(inputs, result)
         return self._frozen.restore(result)
+
+    def _zeroing_rows(
+        self, run: Callable[..., Any], context: ForwardContext, inputs: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        """Return ``run``, or what zeroes padding rows after each eager piece, as replays do."""
+        batch, real = context.batch_descriptor, context.num_unpadded_tokens
+        rows = context.num_tokens if batch is None else batch.num_tokens
+        if real is None or rows is None or real >= rows:
+            return run
+        left = self._rows.left(rows, inputs)
+        if left is None:
+            self.timeline.not_zeroed(unknown_rows(rows))
+            return run
+        pairs = zip(self.split.pieces, self._runnables, strict=True)
+        runnables = [
+            zeroing(piece, plain, left.get(piece.index, ()), real) for piece, plain in pairs
+        ]
+        zeroed = self._step.bind(runnables)
+        if run is self._run:
+            return zeroed
+        return self._program.traced.comparing_step(self._step, runnables, zeroed)
 
     def run_uncounted(self, inputs: tuple[Any, ...]) -> Any:
         """Run a step without a graph, beside the counted calls: to compare its results."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import sympy
 import torch
 from torch import fx
 
@@ -25,7 +24,7 @@ from cgcompile.graphs.arena import moved
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
-from cgcompile.passes.nodes import is_symbolic_number, storages, value, written_storages
+from cgcompile.passes.nodes import is_symbolic_number, storages
 from cgcompile.passes.split import Piece, SplitGraph, tensor_inputs
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.compilers import Runnable
@@ -33,6 +32,7 @@ from cgcompile.pieces.stitch import Step
 from cgcompile.runtime.inputs import BoundTensors
 from cgcompile.runtime.layouts import Layouts, traced_layouts
 from cgcompile.runtime.returns import returned_names
+from cgcompile.runtime.rows import BatchRows
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _NAMESPACES_OF_TORCH = ("aten", "prims", "prim")
@@ -118,13 +118,6 @@ def _nothing(_: Any) -> list[Any]:
 
 def _one(result: Any) -> list[Any]:
     return [result]
-
-
-def mutated_inputs(piece: Piece) -> list[str]:
-    """Return the names of the inputs whose memory a piece mutates, as far as its graph tells."""
-    memory = written_storages(piece.module)  # through views as well
-    names = zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True)
-    return [name for name, node in names if not memory.isdisjoint(storages(value(node)))]
 
 
 def not_reading_context(piece: Piece, run: Runnable) -> Runnable:
@@ -304,6 +297,7 @@ class Program:
     config: CompilationConfig
     timeline: Timeline
     frozen: BoundTensors
+    rows: BatchRows  # which values have rows of the batch
 
     def is_frozen(self, position: int) -> bool:
         """Return whether an input is the same object in all calls, which the trace keeps."""
@@ -352,12 +346,6 @@ class Program:
         return cpu_scalars(self.split)
 
     @cached_property
-    def mutated(self) -> dict[int, list[str]]:
-        """The names of the inputs that eager pieces mutate, by index."""
-        pieces = self.split.pieces
-        return {piece.index: mutated_inputs(piece) for piece in pieces if not piece.capture}
-
-    @cached_property
     def mutated_positions(self) -> tuple[int, ...]:
         """The positions of the inputs that some piece mutates."""
         return tuple(p for p, value in enumerate(self.split.inputs) if value.mutated)
@@ -366,29 +354,6 @@ class Program:
     def uses(self) -> tuple[Uses, Uses]:
         """The uses of each value: with a context of the caller, with an own one."""
         return Uses(self.split, False), Uses(self.split, True)
-
-    @cached_property
-    def of_batch(self) -> frozenset[str]:
-        """The values which have a row for each row of the batch."""
-        split, wanted = self.split, self.config.capture_dim
-        dims = [name for name, dim in split.symbols.dims.items() if wanted in (None, dim)]
-        inputs = [value.meta for value in split.inputs if value.name in dims]
-        if len(dims) != 1 or not inputs:
-            return frozenset()
-        rows: sympy.Expr = split.symbols.number(inputs[0])
-        return frozenset(
-            name
-            for name, value in split.values.items()
-            if isinstance(value.meta, torch.Tensor)
-            and any(split.symbols.number(size) == rows for size in value.meta.shape[:1])
-        )
-
-    @cached_property
-    def with_rows(self) -> frozenset[str]:
-        """Of these, the values that eager pieces leave."""
-        eager = [piece for piece in self.split.pieces if not piece.capture]
-        left = [name for piece in eager for name in (*piece.outputs, *self.mutated[piece.index])]
-        return self.of_batch.intersection(left)
 
 
 def cpu_scalars(split: SplitGraph) -> dict[int, tuple[int, ...]]:

@@ -12,6 +12,7 @@ entries, and between them the eager pieces, bound to what the graphs before them
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from cgcompile.runtime.layouts import in_traced_layouts
 from cgcompile.runtime.program import EagerCall, Program
 from cgcompile.runtime.recording import Recording
 from cgcompile.runtime.returns import returned_names
+from cgcompile.runtime.rows import unknown_rows
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +154,9 @@ class _Recorder:
         self._starts: dict[str, int] = {}  # the addresses of results, by name
         self._batch = str(recording.batch.descriptor)
         self._pool_memory: set[int] = set()
+        # The values with rows that eager pieces leave, by piece; None where that is not known.
+        rows, own = recording.batch.descriptor.num_tokens, recording.batch.own_context
+        self._rows_left = {} if own else program.rows.left(rows, inputs)
         roles, starts = recording.roles, recording.starts
         lasting = {starts[p] for p in (*roles.static, *roles.read, *roles.mutated)}
         constants = tensors(list(program.split.constants.values()))
@@ -197,6 +202,13 @@ class _Recorder:
             pool=self._program.pool,
             rows=recording.batch.descriptor.num_tokens,
         )
+        if self._rows_left is None:
+            rows, timeline = recording.batch.descriptor.num_tokens, self._program.timeline
+            sequence.not_zeroed = partial(timeline.not_zeroed, unknown_rows(rows))
+            context = callers_context()
+            real = None if context is None else context.num_unpadded_tokens
+            if real is not None and real < rows:
+                sequence.not_zeroed()
         outputs = self._uses.outputs
         known = {name: source for name, source in self._sources.items() if name in outputs}
         recording.kept = self._kept
@@ -410,12 +422,12 @@ class _Recorder:
 
     def _tails(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Return what an eager piece leaves for graphs to read, if it has a row per batch row."""
-        with_rows = self._program.with_rows
-        if not with_rows or self._recording.batch.own_context:
+        with_rows = (self._rows_left or {}).get(piece.index)
+        if not with_rows:
             return ()
         sources, pool = self._sources, self._program.pool
         names = [name for name in piece.outputs if isinstance(sources.get(name), torch.Tensor)]
-        for name in self._program.mutated.get(piece.index, ()):
+        for name in self._program.rows.mutated.get(piece.index, ()):
             start = self._starts.get(name, 0)
             if start in self._pool_memory or (start and pool.arena.owns(start)):
                 names.append(name)

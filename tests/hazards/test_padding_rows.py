@@ -1,6 +1,6 @@
 """What an eager break leaves in padding rows, on the front ends that break.
 
-A trace knows which dimension is that of the batch, so replays of a compiled model zero its padding
+A trace knows which dimension is that of the batch, so steps of a compiled model zero its padding
 rows behind each break. Breakable capture knows sizes alone, and as many heads as tokens would look
 the same: there the rows stay as in eager code, and the break itself zeroes them.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, set_forward_context
+from cgcompile.reasons import Reason
 
 FX, BREAKABLE, WRAPPER = "fx", "breakable", "BreakableCUDAGraphWrapper"
 
@@ -51,11 +52,19 @@ def heads(x: Tensor) -> Tensor:
     return x * torch.arange(1.0, ROWS + 1, device=x.device)[:, None, None]
 
 
+@torch.library.custom_op("padrows::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
 garbage.register_fake(torch.empty_like)
+doubled.register_fake(torch.empty_like)
 garbage_into.register_fake(lambda x, out: None)
 cleared.register_fake(torch.empty_like)
 heads.register_fake(lambda x: x.new_empty(ROWS, *x.shape))
-OPS = tuple(f"padrows::{name}" for name in ("garbage", "garbage_into", "cleared", "heads"))
+OPS = tuple(
+    f"padrows::{name}" for name in ("garbage", "garbage_into", "cleared", "doubled", "heads")
+)
 
 
 class Total(nn.Module):
@@ -135,6 +144,112 @@ def test_another_dimension_as_long_as_the_batch_is_left_alone(front_end: str, de
     total = Total(torch.ops.padrows.heads)(torch.ones(ROWS, WIDTH, device=device))
     result = totals(front_end, torch.ops.padrows.heads, device, STEPS)
     assert_same(result, [total] * len(STEPS))
+
+
+# ---------------------------------------------------------------- where the trace has which rows
+
+
+class Widened(nn.Module):
+    """A boundary that leaves garbage in padding rows, and a piece that mixes rows."""
+
+    def __init__(self, op: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.op, self.linear = op, nn.Linear(10, 10)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        mixed = self.op(self.linear(x) if y is None else x + y[:1, : x.shape[1]])
+        return mixed + mixed.sum(0)
+
+
+def allocated(x: Tensor) -> Tensor:
+    out = torch.empty(*x.shape, device=x.device)
+    torch.ops.padrows.garbage_into(x, out)
+    return out
+
+
+def padded(rows: int, real: int, mode: str = "PIECEWISE") -> Any:
+    return set_forward_context(
+        cudagraph_runtime_mode=mode,
+        batch_descriptor=BatchDescriptor(rows) if mode != "NONE" else None,
+        num_tokens=rows,
+        num_unpadded_tokens=real,
+    )
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "NONE"])
+@pytest.mark.parametrize("op", [torch.ops.padrows.garbage, in_place, allocated])
+@pytest.mark.parametrize("trace", ["static", "one size", "two sizes", "named"])
+def test_all_steps_zero_padding_rows(trace: str, op: Any, mode: str, device: str) -> None:
+    torch.manual_seed(0)
+    model, rows = Widened(op).to(device).eval(), ROWS + 2
+    more = {"capture_dim": "x.size()[0]"} if trace == "named" else {}
+    backend = cgcompile.Backend(settings(device, splitting_ops=OPS, **more))
+    step = torch.compile(model, backend=backend)
+    x, arguments = torch.empty(rows, 10, device=device), []
+    if trace != "static":
+        torch._dynamo.mark_dynamic(x, 0)
+    if trace == "two sizes":  # one of them is no leading dimension
+        arguments = [torch.zeros(1, 12, device=device)]
+        torch._dynamo.mark_dynamic(arguments[0], 1)
+    if trace == "named":  # two leading ones of one size
+        arguments = [torch.zeros(rows, 10, device=device)]
+        torch._dynamo.mark_dynamic(arguments[0], 0)
+    with torch.inference_mode():
+        for call in range(6):
+            real = 1 + call % 3
+            x.normal_()
+            with set_forward_context(num_tokens=real):
+                expected = model(x[:real], *arguments)
+            with padded(rows, real, mode):
+                result = step(x, *arguments)
+            torch.testing.assert_close(result[:real], expected)
+    counters = backend.counters
+    assert (counters.replays, counters.plain.total()) == ((4, 1) if mode == "PIECEWISE" else (0, 6))
+    assert not counters.degraded
+
+
+class Heads(nn.Module):
+    """Leaves a value f32[heads, WIDTH] that was summed over rows."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = torch.ops.padrows.cleared(x).sum(0).repeat(self.heads)
+        left = torch.ops.padrows.doubled(pooled.view(self.heads, -1))
+        return x + left.sum(0)
+
+
+def test_a_static_value_that_is_as_long_by_chance_is_left_alone(device: str) -> None:
+    """Nothing between the rows and the value has rows as its leading dimension."""
+    model, rows, real = Heads(ROWS + 2), ROWS + 2, 2
+    backend = cgcompile.Backend(settings(device, splitting_ops=OPS))
+    step = torch.compile(model, backend=backend)
+    x = torch.empty(rows, WIDTH, device=device)
+    for _ in range(4):
+        x.normal_()
+        with torch.inference_mode(), padded(rows, real):
+            torch.testing.assert_close(step(x), model(x))
+    assert backend.counters.replays == 2
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "NONE"])
+def test_unknown_rows_are_counted_and_logged_once(mode: str, device: str, caplog: Any) -> None:
+    """As many rows as columns: a transposed value would have the same size."""
+    model = Widened(torch.ops.padrows.garbage).to(device).eval()
+    backend = cgcompile.Backend(settings(device, splitting_ops=OPS))
+    step = torch.compile(model, backend=backend)
+    x = torch.zeros(10, 10, device=device)
+    with torch.inference_mode():
+        for _ in range(4):
+            with padded(10, 3, mode):
+                assert step(x).isnan().any()
+            with padded(10, 10, mode):
+                assert not step(x).isnan().any()
+    assert backend.counters.degraded == {Reason.PADDING_ROWS: 4}
+    assert "10 rows" in backend.counters.details[Reason.PADDING_ROWS]
+    assert sum("padding_rows" in record.message for record in caplog.records) == 1
 
 
 # ---------------------------------------------------------------- rows that share memory
