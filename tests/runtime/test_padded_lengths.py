@@ -119,8 +119,11 @@ def test_lengths_share_graphs(name: str, pool: Any, device: str) -> None:
     assert not counters.degraded, counters
     assert set(counters.plain) == {Reason.WARMING}
     assert counters.captures == len(LENGTHS), counters
-    # With torch.compile the first length has a graph of its own, which is called once.
-    assert counters.replays == len(MANY) - 2 * len(LENGTHS) - (name == "torch.compile")
+    # With torch.compile the first length has a graph of its own, which is called once; unless
+    # Dynamo remembers the lengths of an earlier test.
+    static = backend.num_compilations - 1
+    assert static <= (name == "torch.compile")
+    assert counters.replays == len(MANY) - 2 * len(LENGTHS) - static
 
 
 def test_without_the_setting_they_do_not(device: str) -> None:
