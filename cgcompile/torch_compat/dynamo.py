@@ -272,10 +272,12 @@ def _look_at_failure(_: Any) -> None:
 
 def given_up() -> list[str]:
     """Return the functions that Dynamo did not compile lately, for any backend, with reasons."""
-    # Dynamo compiles code no more that it failed to compile, also for other backends.
-    from torch._dynamo.utils import get_compilation_metrics
+    # Dynamo compiles code no more that it failed to compile, also for other backends. From torch
+    # 2.15 on a function of which nothing is left but a break, such as that around a bare LSTM, is
+    # no failure; the break is counted.
+    from torch._dynamo.utils import counters, get_compilation_metrics
 
-    return [
+    failures = [
         _failure(
             f"{metrics.co_name} ({os.path.basename(str(metrics.co_filename))}:"
             f"{metrics.co_firstlineno})",
@@ -285,6 +287,7 @@ def given_up() -> list[str]:
         for metrics in get_compilation_metrics()
         if metrics.fail_type == "Unsupported" and metrics.fail_user_frame_filename
     ]
+    return failures or [_failure("a function", text) for text in counters["graph_break"]]
 
 
 def _name_of(code: Any) -> str:
@@ -292,10 +295,11 @@ def _name_of(code: Any) -> str:
 
 
 def _failure(function: str, error: Any, at: tuple[Any, Any] | None = None) -> str:
-    """Return the function, the first line and the first hint of an error, and the user's line."""
+    """Return the function, the first line and first hint of an error, and the user's line."""
     what, *rest = [*map(str.strip, str(error).splitlines()), type(error).__name__]
     line = "" if at is None else f" ({os.path.basename(str(at[0]))}:{at[1]})"
     hints = [text for text in rest if text.startswith("Hint: ")]
+    hints = hints or [text for text in rest if text.startswith("Explanation: ")]
     return ". ".join([f"{function}: {what}{line}", *hints[:1]])
 
 

@@ -170,7 +170,8 @@ def test_what_dynamo_gives_up_is_named(
     options = {"compiler": "eager", "capture_device": "host", "max_captured_shapes": 37 + graphs}
     model = kind().eval()
     if named:  # as in a process that has not looked it up
-        monkeypatch.delitem(torch._dynamo.backends.registry._COMPILER_FNS, "cgcompile")
+        known = torch._dynamo.backends.registry._COMPILER_FNS
+        monkeypatch.delitem(known, "cgcompile", raising=False)
         compiled = torch.compile(model, backend="cgcompile", options=options)
     else:
         compiled = torch.compile(model, backend=cgcompile.Backend(**options, strict=True))
@@ -212,6 +213,20 @@ def test_code_that_dynamo_gave_up_for_another_handle() -> None:
     assert text.startswith("in this process, for any model, Dynamo compiled nothing of forward (")
     (text,) = coverage(first).given_up
     assert text.startswith("Dynamo compiled nothing of forward (")
+
+
+def test_a_function_that_is_nothing_but_a_break() -> None:
+    """From torch 2.15 on no failure of a compilation, such as a bare LSTM."""
+    torch._dynamo.utils.clear_compilation_metrics()
+    torch._dynamo.utils.counters.clear()
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    assert not coverage(backend).given_up
+    text = "Unsupported call\n  Explanation: Dynamo does not support LSTM\n\n  context"
+    torch._dynamo.utils.counters["graph_break"][text] = 1
+    (row,) = coverage(backend).given_up
+    assert row.endswith(
+        "of a function: Unsupported call. Explanation: Dynamo does not support LSTM"
+    )
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
