@@ -1163,12 +1163,15 @@ class CommandError(CGCompileError, ValueError):
         Name one with --dir, or unset CGCOMPILE_CACHE_DIR.""")
 
 
-def stale_result(item: int, what: str, step: int) -> str:
-    """The text of a ``RuntimeError`` of torch, where a result is touched that is overwritten."""
+def stale_result(item: int, what: str, step: int, released: bool) -> str:
+    """Return the text of a ``RuntimeError`` of torch: a result is touched and no longer valid."""
+    cause = "a later step has overwritten its memory"
+    if released:
+        cause = "the graphs whose memory it is were released"
     return (
-        f"result {item} of {what} (step {step} with graphs) is stale: a later step has overwritten "
-        "its memory.\n  Under a forward context results are views of graph memory, valid until the "
-        "next step. Clone what must live longer: result.clone()."
+        f"result {item} of {what} (step {step} with graphs) is stale: {cause}.\n  Under a forward "
+        "context results are views of graph memory, valid until the next step or the release of "
+        "the graphs. Clone what must live longer: result.clone()."
     )
 
 

@@ -6,6 +6,7 @@ result share its storage, and raise as well. Graphs and eager segments read thro
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,15 +27,16 @@ def check_debug(debug: bool) -> None:
         )
 
 
+_Result = tuple[torch.UntypedStorage, torch.UntypedStorage, Callable[..., str]]
+
+
 class StaleResults:
     """The results that callers may hold, by the owner of their memory."""
 
     def __init__(self) -> None:
         # By owner: the storage of a result, which does not keep the memory; that of the step's
-        # result, which keeps it after a capture; the text of the error where it is touched.
-        self._results: dict[
-            Hashable, list[tuple[torch.UntypedStorage, torch.UntypedStorage, str]]
-        ] = {}
+        # result, which keeps it after a capture; what makes the text of the error of a touch.
+        self._results: dict[Hashable, list[_Result]] = {}
         self._steps = 0
 
     def track(
@@ -51,13 +53,13 @@ class StaleResults:
             start, nbytes = address(leaf), leaf.untyped_storage().nbytes()
             if start not in known:
                 known[start] = compat.weak_storage(start, nbytes, leaf.device)
-                text = stale_result(item, what, self._steps)
+                text = partial(stale_result, item, what, self._steps)
                 results.append((known[start], leaf.untyped_storage(), text))
             return compat.laid_over(known[start], leaf)
 
         return [own(item, leaf) for item, leaf in enumerate(leaves)]
 
-    def expire(self, owner: Hashable, inputs: Iterable[Any] = ()) -> None:
+    def expire(self, owner: Hashable, inputs: Iterable[Any] = (), released: bool = False) -> None:
         """Make the results of an owner raise, except ``inputs`` of its step that runs next."""
         tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
         read = {compat.storage_identity(tensor.untyped_storage()) for tensor in tensors}
@@ -67,12 +69,12 @@ class StaleResults:
             if compat.storage_identity(storage) in read:
                 self._results[owner].append(result)
             else:
-                compat.expire_storage(storage, text)
+                compat.expire_storage(storage, text(released=released))
 
     def clear(self) -> None:
         """Make all results raise: their memory is released."""
         for owner in [*self._results]:
-            self.expire(owner)
+            self.expire(owner, released=True)
         self._results.clear()
 
     def origin(self, identity: int) -> int:

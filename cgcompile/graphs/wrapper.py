@@ -830,6 +830,8 @@ class CUDAGraphWrapper(Transparent):
             self._refused.clear()
             if self._pool is not None:
                 self._pool.generation += 1
+                if not self._shares_pool:
+                    self._pool.stale.clear()
 
     def drop(self, entry: CUDAGraphEntry) -> None:
         """Drop one entry, if it was kept: its step was not finished."""

@@ -194,6 +194,7 @@ def test_a_break_that_raises_closes_its_ranges(hook: Callable[[Any], None], log:
 
 def test_only_the_thread_that_asked_is_seen(log: Log) -> None:
     wrapper = CUDAGraphWrapper(torch.sin, CONFIG)
+    wrapper.allow_threads()
     x = torch.rand(4)
 
     def replay() -> torch.Tensor:

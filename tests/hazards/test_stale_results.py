@@ -10,6 +10,7 @@ from lib.front_ends import (
     FRONT_ENDS,
     ROWS,
     WIDTH,
+    WRAPPERS,
     FrontEnd,
     compiled,
     front_end,
@@ -125,8 +126,37 @@ def test_the_text_names_step_and_result_and_what_to_do(device: str) -> None:
     assert str(caught.value).startswith(
         "result 1 of the compiled step, num_tokens=4 (step 2 with graphs) is stale: a later step "
         "has overwritten its memory.\n  Under a forward context results are views of graph memory, "
-        "valid until the next step. Clone what must live longer: result.clone()."
+        "valid until the next step or the release of the graphs. Clone what must live longer: "
+        "result.clone()."
     )
+
+
+RELEASES: list[tuple[str, Any]] = [
+    *[(name, "release") for name in (*COMPILED, "CudaGraphManager")],
+    *[(name, "clear_all_graphs") for name in WRAPPERS],
+    *[(name, "clear_graphs") for name in WRAPPERS],
+]
+
+
+@pytest.mark.parametrize(("name", "release"), RELEASES)
+def test_a_result_that_is_read_after_the_release_of_its_graphs(
+    name: str, release: str, device: str
+) -> None:
+    model = Model().to(device).requires_grad_(False)
+    if name in COMPILED:
+        served = in_context(name, model, device, "FULL")
+    else:
+        served = front_end(name, model, device, debug=True)
+    with torch.inference_mode():
+        for _ in range(4):
+            x = new(device)
+            result = served.step(x)
+            torch.testing.assert_close(result, model(x))
+        assert served.counters().replays >= 2
+        getattr(served.target, release)()
+        with pytest.raises(RuntimeError, match=r"is stale: the graphs .* were released") as caught:
+            result.clone()
+        assert "a later step" not in str(caught.value)
 
 
 def test_results_of_one_memory_share_it_and_expire_together(device: str) -> None:
