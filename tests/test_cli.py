@@ -51,6 +51,7 @@ def page_of(path: Path) -> Page:
 # ---------------------------------------------------------------- commands on a model
 
 
+@pytest.mark.slow
 def test_explain(run: Any, tmp_path: Path) -> None:
     status, out, _ = run("explain", target("pair"), "--set", "splitting_ops=aten::relu")
     assert status == 0
@@ -137,6 +138,7 @@ page: PAGE""",
     assert data["speedup"] == data["speed"][0] / data["speed"][1] > 0
 
 
+@pytest.mark.slow
 def test_bisect(run: Any) -> None:
     status, out, _ = run("bisect", target("triple"), *EAGER, "--sets", "1")
     assert status == 0

@@ -80,6 +80,7 @@ def test_steps_under_a_forward_context(mode: CUDAGraphMode, guards: str) -> None
     assert {each.batch.mode for each in graph.recordings} == {mode}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_gradients")
 def test_weights_in_graphs() -> None:
     model = build(CASES["sdpa"])
@@ -261,6 +262,7 @@ def test_layers_with_one_backend_share_what_is_compiled() -> None:
         cgcompile.compile(Doubling(), backend, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_gradients")
 def test_bound_methods_and_functions_of_classes() -> None:
     class Plain:

@@ -157,6 +157,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_regional_compilation_compiles_one_layer_once() -> None:
     torch.manual_seed(0)
     seen = []

@@ -270,6 +270,7 @@ def test_release_and_capture_again_20_times(subject: Subject, memories: list[Any
     assert [pool.arena.nbytes for pool in subject.pools] == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", KINDS)
 @pytest.mark.parametrize("stage", ["kernel", "step"])
 def test_a_failure_in_the_middle_of_a_bulk_capture(

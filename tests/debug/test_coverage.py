@@ -540,6 +540,7 @@ def test_what_has_no_coverage() -> None:
 # ------------------------------------------------------------------ strict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_strict_managers_refuse_what_no_graph_serves(kind: str) -> None:
     graph_manager = ms.manager(kind=kind, strict=True)

@@ -69,6 +69,7 @@ def test_a_piece_and_its_values() -> None:
     assert (totals.static.traced, totals.crossing.traced) == (weights, crossing)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_real_tensors() -> None:
     sizes: list[int] = []
 
@@ -97,6 +98,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_the_split_that_compiling_makes(name: str) -> None:
     model_type, make, dims, shapes = MODELS[name]
@@ -138,6 +140,7 @@ REMARKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REMARKS)
 def test_pieces_whose_compilation_is_unusual_are_remarked(name: str, tmp_path: Path) -> None:
     case, (index, remark) = lib.cases.CASES[name], REMARKS[name]
@@ -188,6 +191,7 @@ def test_a_model_that_fits_nowhere() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["meta", "fake", "cpu"])
 @pytest.mark.parametrize("argument", ["meta", "fake", "cpu"])
 def test_weights_and_arguments_may_be_anywhere(weights: str, argument: str) -> None:
@@ -412,6 +416,7 @@ def settings_of(model: Any, **more: Any) -> dict[str, tuple[Any, str]]:
     return {name: rest for name, *rest in explain(model, inputs(), **more).settings}
 
 
+@pytest.mark.slow
 def test_where_settings_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_NUM_WARMUPS", "3")
     settings = settings_of(Decoder(1))

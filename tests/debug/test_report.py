@@ -166,6 +166,7 @@ def test_drawings_are_those_of_the_value(page: Page, overview: Overview) -> None
     ]
 
 
+@pytest.mark.slow
 def test_measured_steps_are_drawn_in_order() -> None:
     model = compiled_and_run(Attends().eval(), cudagraph_mode="PIECEWISE")
     with torch.inference_mode(), cgcompile.debug.profile(model) as measured:
@@ -418,6 +419,7 @@ def test_the_page_is_accessible(page: Page) -> None:
     assert dict(page.tags)["html"]["lang"] == "en"
 
 
+@pytest.mark.slow
 def test_what_users_name_is_text(tmp_path: Path) -> None:
     name = "<script>alert(1)</script>"
     model = type(name, (Attends,), {})().eval()

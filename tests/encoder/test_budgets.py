@@ -21,6 +21,7 @@ from cgcompile.errors import EncoderError, SizesError
 POSITIVE = st.integers(1, 5000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -89,6 +89,7 @@ def settings(device: str) -> dict[str, Any]:
     return {"config": config(device, poison=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PATCHES)
 def test_towers_of_patches(kind: str, device: str) -> None:
     """Images and videos of any size; the tower computes what depends on grids itself."""
@@ -116,6 +117,7 @@ def test_towers_of_patches(kind: str, device: str) -> None:
     assert encoder.statistics.reasons() == {Reason.OVERSIZE: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PATCHES)
 def test_attention_that_splits_by_length(kind: str, device: str) -> None:
     """It reads offsets on the host: refused for several sizes, served for one."""

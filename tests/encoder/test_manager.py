@@ -609,6 +609,7 @@ def test_bytes_that_count() -> None:
     assert pool.nbytes == 0
 
 
+@pytest.mark.slow
 def test_all_are_captured_where_there_is_room(device: str) -> None:
     model = patches(device)
     encoder = manager(model, device, captured=False)

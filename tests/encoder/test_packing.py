@@ -174,6 +174,7 @@ def test_two_paths_are_weighed_together() -> None:
 # --- any call ---
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(calls())
 def test_each_item_once_and_no_limit_broken(call: tuple[list[Need], Capacity, Costs]) -> None:
@@ -196,6 +197,7 @@ def test_each_item_once_and_no_limit_broken(call: tuple[list[Need], Capacity, Co
                 assert tokens <= capacity.budgets[path][-1]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(calls())
 def test_never_above_simple_rules(call: tuple[list[Need], Capacity, Costs]) -> None:
@@ -208,6 +210,7 @@ def test_never_above_simple_rules(call: tuple[list[Need], Capacity, Costs]) -> N
         assert cost <= cost_of(groups, needs, capacity, costs) + SLACK
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(calls(), st.randoms(use_true_random=False))
 def test_the_order_of_the_items_changes_nothing(

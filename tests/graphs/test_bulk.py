@@ -299,6 +299,7 @@ def test_one_bulk_capture_inside_of_another(automatic, fails) -> None:
     assert not frozen()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.usefixtures("frozen_are_counted")
 def test_frozen_objects_of_the_program_stay_frozen(automatic, fails) -> None:
@@ -445,6 +446,7 @@ def test_each_batch_runs_plain_as_often_as_is_asked(wrapped, warmups) -> None:
     assert wrapped.ran == [3, 2] * (bulk.passes + 1)
 
 
+@pytest.mark.slow
 def test_passes_repeat_until_nothing_compiles(device: str) -> None:
     """A static graph, then a dynamic one, then one for a batch of one."""
     model, compiled, backend = compiled_case("sdpa", device)

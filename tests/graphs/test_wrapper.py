@@ -470,6 +470,7 @@ def test_keywords_in_another_order_are_the_same_call(device, wrap) -> None:
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weak", [True, False])
 @pytest.mark.parametrize("calling", MODES)
 @pytest.mark.parametrize("capturing", MODES)

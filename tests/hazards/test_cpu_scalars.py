@@ -211,6 +211,7 @@ def test_scalars_are_copied_at_each_replay(
     assert graph.counters.replays >= 4
 
 
+@pytest.mark.slow
 def test_pieces_that_run_plain_fill_the_copies_of_later_ones() -> None:
     model = Scaled("cpu")
     served = compiled("torch.compile", model, CopiesScalars(settings("cpu")))

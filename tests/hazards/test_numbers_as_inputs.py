@@ -537,6 +537,7 @@ class Window:
         return self.keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_cache_that_counts_past_its_window(name: str, device: str) -> None:
     if name == "cgcompile.compile" and TorchVersion(torch.__version__) < "2.12":

@@ -60,6 +60,7 @@ def test_strict_refuses_it(name: str, device: str) -> None:
                 served.step(x, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", ["keep", "shape", "none"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_float_has_few_traces(guards: str, strict: bool, device: str) -> None:
@@ -118,6 +119,7 @@ def test_a_number_of_the_model_has_few_traces(device: str) -> None:
     assert served.backend.counters.replays == 1
 
 
+@pytest.mark.slow
 def test_strict_refuses_a_number_of_the_model(device: str) -> None:
     module = Counts(WIDTH, WIDTH).to(device).requires_grad_(False)
     module.calls = 0
@@ -150,6 +152,7 @@ def test_numbers_inside_of_arguments_are_named(device: str) -> None:
     assert "the number 'sizes.1' differs" in served.backend.counters.details[Reason.VARYING_NUMBER]
 
 
+@pytest.mark.slow
 def test_two_numbers_that_vary_in_turn(device: str) -> None:
     module = Options()
     served = cgcompile.compile(module, settings(device))
@@ -180,6 +183,7 @@ def test_numbers_of_a_bulk_capture_and_new_shapes_are_no_reason(device: str) -> 
     assert served.backend.counters.replays == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_new_sizes_are_no_varying_number(name: str, device: str) -> None:
     module = layers(device)

@@ -150,6 +150,7 @@ def test_a_sum_that_is_written_is_a_copy() -> None:
     assert noops(last_use) == {"_operator.add": -1}
 
 
+@pytest.mark.slow
 def test_the_object_that_the_caller_gets_stays() -> None:
     """``t[:]`` is another tensor object than ``t``, and ``h.view(...)`` than ``h``."""
     assert noops(lambda t: t[:]) == {}
@@ -195,6 +196,7 @@ def test_a_view_of_an_input_is_returned_through_dropout(views) -> None:
     removed(lambda t: (views(t), t.sin()), x)  # compares what is one object
 
 
+@pytest.mark.slow
 def test_dropout_that_is_off_aliases_as_in_eager() -> None:
     """torch's own compiler makes a copy of it, and would miss the write."""
 
@@ -211,6 +213,7 @@ def test_dropout_that_is_off_aliases_as_in_eager() -> None:
         assert torch.equal(results[0], program(t)[0])
 
 
+@pytest.mark.slow
 def test_views_of_what_went_are_known_to_share_its_memory() -> None:
     """Else no later pass would see the hazard of a write to the one and a read of the other."""
     gm = None
@@ -274,6 +277,7 @@ def test_parameters_and_gradients_keep_their_history() -> None:
     assert torch.equal(gradient, weight.grad)
 
 
+@pytest.mark.slow
 def test_functorch_regions_are_left_alone() -> None:
     def program(t):
         return torch.func.vmap(lambda row: row.view(row.shape)[:] * 2)(t)
@@ -296,6 +300,7 @@ def test_a_declared_boundary_stays() -> None:
 # ---------------------------------------------------------------- copies
 
 
+@pytest.mark.slow
 def test_an_in_place_boundary_writes_the_source_of_a_clone() -> None:
     def program(t):
         h = (t * 2).clone()
@@ -317,6 +322,7 @@ COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COPIES)
 def test_every_form_of_a_copy(name: str) -> None:
     copy = COPIES[name]
@@ -340,6 +346,7 @@ def test_every_form_of_a_copy(name: str) -> None:
     assert sum(clones(used_later).values()) == (-1 if name == "of_a_clone" else 0)
 
 
+@pytest.mark.slow
 def test_a_copy_without_writes_is_removed() -> None:
     assert clones(lambda t: (h := t * 2) + h.clone()) == {"clone": -1}
     assert clones(lambda t: ((h := t * 2).clone() + 1, h.view(-1))) == {"clone": -1}
@@ -379,6 +386,7 @@ def test_a_copy_that_is_needed_stays(name: str) -> None:
     assert clones(NEEDED[name]) == {}
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_parameter_or_buffer_stays() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -420,6 +428,7 @@ def test_a_copy_in_an_eager_region_or_declared_stays() -> None:
     assert clones(lambda t: (t * 2).clone().mul_(2), splitting_ops=(clone,)) == {}
 
 
+@pytest.mark.slow
 def test_attention_into_a_clone() -> None:
     def program(t):
         out = (t * 2).clone()

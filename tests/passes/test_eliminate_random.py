@@ -6,6 +6,7 @@ bit by bit with eager. The programs must lose enough ops for that to mean someth
 
 from collections import Counter
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
@@ -100,6 +101,7 @@ def random_programs(steps: list[Step], results: list[int]) -> None:
         TOTALS[name] -= sum(difference.values())
 
 
+@pytest.mark.slow
 def test_random_programs_are_the_same_without_what_went() -> None:
     random_programs()
     assert TOTALS["programs"] >= 20, TOTALS

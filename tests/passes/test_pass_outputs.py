@@ -164,6 +164,7 @@ def test_the_same_size_in_other_words_is_the_same(where: str) -> None:
     torch.testing.assert_close(compiled(model, reshaped, where, x), model(x) + 1)
 
 
+@pytest.mark.slow
 def test_a_size_that_a_guard_makes_equal_is_the_same() -> None:
     """2 * (n // 2) is n where n is even, which only a guard tells."""
 

@@ -55,6 +55,7 @@ def test_pass_over_the_whole_graph_runs_before_the_split() -> None:
     assert [piece.capture for piece in backend.graphs[0].split.pieces] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_pass_over_pieces_runs_once_per_distinct_captured_piece() -> None:
     seen = []
 

@@ -50,6 +50,7 @@ def language_model(family: str) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])
 def test_all_layers_of_models_of_transformers_are_fused(family) -> None:
     model = language_model(family)
@@ -308,6 +309,7 @@ def test_a_size_without_bound_is_not_fused() -> None:
     assert {text.partition(": ")[2] for text in fusions.unfused} == {"it may get more than 16 rows"}
 
 
+@pytest.mark.slow
 def test_explain_shows_what_is_fused_for_which_sizes(monkeypatch) -> None:
     x = torch.randn(4, D).bfloat16()
     config = cgcompile.CompilationConfig(small_batch_kernels=True)
@@ -323,6 +325,7 @@ def test_explain_shows_what_is_fused_for_which_sizes(monkeypatch) -> None:
     assert_snapshot("small_batch/explain", "\n".join(notes))
 
 
+@pytest.mark.slow
 def test_two_dynamic_dims_need_the_name_of_the_batch(monkeypatch) -> None:
     on_gpu = partial(fuse_small_linears, unsupported=lambda device: None)
     monkeypatch.setattr(size_ranges, "fuse_small_linears", on_gpu)
@@ -336,6 +339,7 @@ def test_two_dynamic_dims_need_the_name_of_the_batch(monkeypatch) -> None:
         assert any("fused norm" in note for note in notes) == (capture_dim is not None)
 
 
+@pytest.mark.slow
 def test_a_piece_in_which_nothing_is_fused_is_compiled_once() -> None:
     sizes = []
     config = cgcompile.CompilationConfig(small_batch_kernels=True)
@@ -346,6 +350,7 @@ def test_a_piece_in_which_nothing_is_fused_is_compiled_once() -> None:
     assert sizes == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 @pytest.mark.parametrize("entry_point", ["named", "typed"])
 def test_replays_of_all_sizes_equal_eager(entry_point, mode, monkeypatch) -> None:

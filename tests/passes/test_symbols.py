@@ -38,6 +38,7 @@ def decoder() -> cgcompile.passes.SplitGraph:
     return compiled_graph("decoder").split
 
 
+@pytest.mark.slow
 @given(n=st.integers(2, 4096))
 @settings(max_examples=25, deadline=None)
 def test_tabulated_bytes_are_those_of_real_tensors(decoder, n: int) -> None:
@@ -98,6 +99,7 @@ def test_a_guard_that_the_compiler_adds_is_seen_too() -> None:
     assert "size 5" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_sizes_must_name_their_dimension_if_several_vary() -> None:
     error = refused("two_symbols", cudagraph_capture_sizes=(4,))
     assert isinstance(error, ConfigError)

@@ -173,6 +173,7 @@ SERVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SERVED.values(), ids=SERVED)
 def test_which_artifact_runs(case) -> None:
     model, settings, (first, artifacts), expected = case

@@ -70,6 +70,7 @@ def without_graphs(engine: Engine) -> None:
         engine.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 6])
 def test_calls_of_a_full_step(layers: int) -> None:
     engine = Engine(layers)
@@ -283,6 +284,7 @@ def test_an_input_that_moved_or_of_another_size() -> None:
     assert engine.is_fast()
 
 
+@pytest.mark.slow
 def test_a_hook_that_is_added() -> None:
     engine = Engine()
     handle = engine.model.register_forward_hook(lambda module, args, result: result + 1)
@@ -292,6 +294,7 @@ def test_a_hook_that_is_added() -> None:
     assert_same([engine.step()], [engine.model(engine.x)])
 
 
+@pytest.mark.slow
 def test_invalidated_and_released_steps_come_back() -> None:
     engine = Engine()
     engine.model.layers[0].after = nn.Linear(*engine.model.layers[0].after.weight.shape)

@@ -44,6 +44,7 @@ def test_step_without_gradients_runs_the_compiled_pieces(mode) -> None:
     assert backend.graphs[0].counters.plain == {Reason.NO_DEVICE: 1}
 
 
+@pytest.mark.slow
 def test_grad_mode_without_inputs_that_require_it() -> None:
     model, backend = build(CASES["sdpa"]).requires_grad_(False), cgcompile.Backend(compiler="aot")
     compiled, x = torch.compile(model, backend=backend), torch.randn(6, 4, D)
@@ -136,6 +137,7 @@ def test_grad_mode_is_restored_where_an_op_raises() -> None:
     torch.testing.assert_close(compiled(x, torch.tensor(0)), x.sin().cos())  # the next call works
 
 
+@pytest.mark.slow
 def test_nested_gradients_with_grad_mode_on() -> None:
     def step(x):
         g = torch.func.grad(lambda t: (t.sin() ** 2).sum())(x)

@@ -196,6 +196,7 @@ def test_a_step_whose_capture_fails(entry_point: str, monkeypatch: pytest.Monkey
     assert backend.counters.plain[Reason.CAPTURE_FAILED] > 0, backend.counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry_point", ["torch", "none"])
 def test_steps_in_other_modes_of_autograd(entry_point: str) -> None:
     model = Count()
@@ -214,6 +215,7 @@ def test_steps_in_other_modes_of_autograd(entry_point: str) -> None:
     assert backend.counters.replays > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"compiler": "eager"}, {"mode": "STOCK_TORCH_COMPILE"}])
 def test_without_graphs(settings: dict[str, Any]) -> None:
     model, backend = Count(), Backend(cudagraph_mode="NONE", cache_dir="off", **settings)

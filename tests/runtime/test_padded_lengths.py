@@ -109,6 +109,7 @@ def refused(counters: Counters) -> str:
 MANY = [5, 9, 3, 31, 12, 7, 20, 16, 2, 28, 11, 6, 25, 14, 8, 4, 32, 17, 10, 13, 30]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [None, masked_mean])
 @pytest.mark.parametrize("name", COMPILED)
 def test_lengths_share_graphs(name: str, pool: Any, device: str) -> None:
@@ -126,6 +127,7 @@ def test_lengths_share_graphs(name: str, pool: Any, device: str) -> None:
     assert counters.replays == len(MANY) - 2 * len(LENGTHS) - static
 
 
+@pytest.mark.slow
 def test_without_the_setting_they_do_not(device: str) -> None:
     model = build(device)
     step, backend = compiled("torch.compile", model, device, pad_lengths=None)
@@ -133,6 +135,7 @@ def test_without_the_setting_they_do_not(device: str) -> None:
     assert backend.counters.replays == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", ["shape", "none"])
 def test_dropped_guards(guards: str, device: str) -> None:
     model = build(device)
@@ -147,6 +150,7 @@ def test_dropped_guards(guards: str, device: str) -> None:
     assert backend.counters.replays == len(MANY) + 2 - 2 * len(LENGTHS)
 
 
+@pytest.mark.slow
 def test_the_default_compiler(device: str) -> None:
     model = build(device, masked_mean)
     step, backend = compiled("torch.compile", model, device, compiler="inductor")
@@ -155,6 +159,7 @@ def test_the_default_compiler(device: str) -> None:
     assert not backend.counters.degraded
 
 
+@pytest.mark.slow
 def test_varying_rows_too(device: str) -> None:
     model = build(device)
     step, backend = compiled("torch.compile", model, device)
@@ -165,6 +170,7 @@ def test_varying_rows_too(device: str) -> None:
     assert not backend.counters.degraded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [plain_mean, plain_max])
 @pytest.mark.parametrize("name", COMPILED)
 def test_results_that_mix_positions_are_not_padded(
@@ -259,6 +265,7 @@ def test_padding_that_matters_for_some_contents(
     assert backend.counters.replays > 0
 
 
+@pytest.mark.slow
 def test_later_calls_are_compared(device: str) -> None:
     """One row, so that the first call has no tokens of others; calls 1, 2, 4 and 8 are compared."""
     numbers = iter(range(1, VOCABULARY))
@@ -326,6 +333,7 @@ def test_comparisons_become_rare(device: str) -> None:
     assert backend.counters.replays == len(calls) - 2
 
 
+@pytest.mark.slow
 def test_strict_raises(device: str) -> None:
     model = build(device, plain_mean)
     step, _ = compiled("cgcompile.compile", model, device, strict=True)
@@ -337,6 +345,7 @@ def test_strict_raises(device: str) -> None:
     assert backend.counters.replays == 2
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_other_kind_is_refused(device: str) -> None:
     """True where a position is ignored, as ``key_padding_mask`` of torch."""
 
@@ -356,6 +365,7 @@ def test_a_mask_of_the_other_kind_is_refused(device: str) -> None:
     assert "something reads the padding" in refused(backend.counters)
 
 
+@pytest.mark.slow
 def test_without_a_mask(device: str) -> None:
     class NoMask(Encoder):
         def forward(self, input_ids: torch.Tensor) -> Any:
@@ -372,6 +382,7 @@ def test_without_a_mask(device: str) -> None:
     assert "ends in 'mask'" in refused(backend.counters)
 
 
+@pytest.mark.slow
 def test_lengths_above_the_last(device: str) -> None:
     model = build(device)
     step, backend = compiled("torch.compile", model, device)
@@ -382,6 +393,7 @@ def test_lengths_above_the_last(device: str) -> None:
     assert counters.replays == 2
 
 
+@pytest.mark.slow
 def test_lengths_that_the_model_does_not_take(device: str) -> None:
     """The table of positions ends at 40; 64 would read behind it."""
     model = build(device)
@@ -392,6 +404,7 @@ def test_lengths_that_the_model_does_not_take(device: str) -> None:
     assert backend.counters.replays == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_writes_is_not_padded(device: str) -> None:
     class Counting(Encoder):
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
@@ -408,6 +421,7 @@ def test_a_model_that_writes_is_not_padded(device: str) -> None:
     assert "calls" in refused(backend.counters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(0, 2, 1), (1, 0, 2)])
 def test_results_with_the_length_in_any_dimension(dims: tuple[int, ...], device: str) -> None:
     model = build(device, lambda hidden, mask: hidden.permute(dims))
@@ -417,6 +431,7 @@ def test_results_with_the_length_in_any_dimension(dims: tuple[int, ...], device:
     assert not backend.counters.degraded
 
 
+@pytest.mark.slow
 def test_results_of_another_size_are_not_cut(device: str) -> None:
     model = build(device, lambda hidden, mask: hidden.flatten(0, 1))
     step, backend = compiled("torch.compile", model, device)
@@ -424,6 +439,7 @@ def test_results_of_another_size_are_not_cut(device: str) -> None:
     assert "has the size 3*s0, which is no length itself" in refused(backend.counters)
 
 
+@pytest.mark.slow
 def test_a_length_that_is_the_width(device: str) -> None:
     """The pooled result has the width of the padded length, and is not cut."""
     assert WIDTH in LENGTHS
@@ -433,6 +449,7 @@ def test_a_length_that_is_the_width(device: str) -> None:
     assert backend.counters.replays == 3
 
 
+@pytest.mark.slow
 def test_two_masks_of_different_lengths(device: str) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -458,6 +475,7 @@ def test_two_masks_of_different_lengths(device: str) -> None:
     assert not backend.counters.degraded
 
 
+@pytest.mark.slow
 def test_calls_with_gradients_are_not_padded(device: str) -> None:
     model = build(device, masked_mean)
     step, backend = compiled("torch.compile", model, device)
@@ -488,6 +506,7 @@ def test_a_forward_context_is_not_padded(device: str) -> None:
     assert backend.counters.replays == 1
 
 
+@pytest.mark.slow
 def test_results_belong_to_the_caller(device: str) -> None:
     model = build(device)
     step, backend = compiled("torch.compile", model, device)
@@ -501,6 +520,7 @@ def test_results_belong_to_the_caller(device: str) -> None:
     assert backend.counters.replays > 4
 
 
+@pytest.mark.slow
 def test_numbers_beside_the_lengths(device: str) -> None:
     """A number that differs at each call makes no shape of its own."""
 
@@ -523,6 +543,7 @@ def test_numbers_beside_the_lengths(device: str) -> None:
     assert not backend.counters.degraded
 
 
+@pytest.mark.slow
 def test_dropout_is_not_padded(device: str) -> None:
     """The comparison leaves the random state as it was."""
     model = build(device, lambda hidden, mask: F.dropout(hidden, 0.5, training=True))
@@ -537,6 +558,7 @@ def test_dropout_is_not_padded(device: str) -> None:
     assert "draws random numbers" in refused(backend.counters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_little_padding_shows_little_in_16_bit(dtype: torch.dtype, device: str) -> None:
     """The first call has one position of padding, the next one many."""
@@ -550,6 +572,7 @@ def test_little_padding_shows_little_in_16_bit(dtype: torch.dtype, device: str) 
     refused(backend.counters)
 
 
+@pytest.mark.slow
 def test_a_column_of_large_numbers_hides_no_difference(device: str) -> None:
     large = torch.zeros(WIDTH, device=device)
     large[0] = 1e5
@@ -600,6 +623,7 @@ def test_a_length_at_which_the_model_raises(device: str) -> None:
     assert backend.counters.replays > 0
 
 
+@pytest.mark.slow
 def test_a_result_in_memory_of_an_input_is_not_padded(device: str) -> None:
     class First(Encoder):
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
@@ -616,6 +640,7 @@ def test_a_result_in_memory_of_an_input_is_not_padded(device: str) -> None:
     assert "memory of an input" in refused(backend.counters)
 
 
+@pytest.mark.slow
 def test_no_padding_where_nothing_is_captured() -> None:
     model = build("cpu")
     backend = cgcompile.Backend(compiler="eager", pad_lengths="8,16,32")
@@ -627,6 +652,7 @@ def test_no_padding_where_nothing_is_captured() -> None:
     assert set(backend.counters.plain) == {Reason.NO_DEVICE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooled", [False, True])
 def test_encoders_of_transformers(pooled: bool, device: str) -> None:
     from transformers import BertConfig, BertForSequenceClassification, BertModel

@@ -112,6 +112,7 @@ def op() -> Any:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize(
     "function",

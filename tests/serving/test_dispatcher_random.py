@@ -95,6 +95,7 @@ def test_the_graph_that_a_search_finds(pair, batch, data) -> None:
         assert key.num_reqs * (batch.num_tokens // batch.num_reqs) == key.num_tokens
 
 
+@pytest.mark.slow
 @given(dispatchers())
 def test_every_planned_graph_is_reached_by_its_own_shape(pair) -> None:
     """Also where graphs of several kinds have one number of tokens."""
@@ -108,6 +109,7 @@ def test_every_planned_graph_is_reached_by_its_own_shape(pair) -> None:
         assert dispatched.why is None or mode is Mode.PIECEWISE  # there attention may be the reason
 
 
+@pytest.mark.slow
 @given(dispatchers())
 def test_plan_is_in_the_order_of_capture(pair) -> None:
     dispatch, _ = pair

@@ -104,6 +104,7 @@ def test_without_a_trace_only_full_graphs_exist(device: str) -> None:
     assert {mode for mode, _ in manager.dispatcher.plan()} == {CUDAGraphMode.FULL}
 
 
+@pytest.mark.slow
 def test_a_compiled_model_keeps_its_settings(device: str) -> None:
     library()
     config = settings(device, cudagraph_mode="PIECEWISE")
@@ -324,6 +325,7 @@ def test_weights_replaced_before_the_manager(first: str, device: str) -> None:
     assert (manager.counters.replays > 0) is (first != "run")
 
 
+@pytest.mark.slow
 def test_a_step_without_a_graph_checks_bound_weights(device: str) -> None:
     manager = built(device, settings(device))
     mixed = requests(2, 1, device=device)
@@ -350,6 +352,7 @@ def test_check_weights_may_be_left_out(device: str) -> None:
 # ---------------------------------------------------------------- what dispatched() refuses
 
 
+@pytest.mark.slow
 def test_dispatched_refuses_what_run_refuses(device: str) -> None:
     manager = built(device, settings(device))
     manager.capture()
@@ -374,6 +377,7 @@ def test_uneven_queries_are_no_uniform_decode(longest: int | None) -> None:
     check_equal(manager, even)
 
 
+@pytest.mark.slow
 def test_verify_is_no_serving(device: str) -> None:
     manager = built(device, settings(device))
     manager.capture()

@@ -524,6 +524,7 @@ def test_a_step_on_other_weights_is_no_hit() -> None:
     assert graph_manager.statistics.reasons() == {Reason.WARMING: 1}
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_where_gradients_are_due_a_step_runs_plain(mode: str, kind: str, device: str) -> None:

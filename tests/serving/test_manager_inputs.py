@@ -64,6 +64,7 @@ def test_inputs_that_do_not_fit() -> None:
         graph_manager.run(batch)
 
 
+@pytest.mark.slow
 @kinds
 def test_what_tails_hold_never_reaches_real_rows(kind: str, device: str) -> None:
     """A large batch, then a small one in the same buffers; and NaN in the padding rows."""
@@ -127,6 +128,7 @@ class Caching(Decoder):
         return hidden
 
 
+@pytest.mark.slow
 @kinds
 def test_padding_never_reaches_the_cache(kind: str, device: str) -> None:
     """The slots of a large batch are behind the real rows of a small one in the same buffer."""

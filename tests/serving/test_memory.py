@@ -136,6 +136,7 @@ def test_the_plan_is_what_is_measured(device, name, mode, kind) -> None:
     assert (memory.outputs > 0) is (mode != "PIECEWISE")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode", "step"),
     [

@@ -157,6 +157,7 @@ places = st.integers(0, 14)
 calls_of_three = st.lists(st.tuples(places, places, places), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("guards", "mode"), [("none", FULL), ("none", PIECEWISE), ("shape", FULL)])
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
