@@ -165,6 +165,8 @@ class Backend(Registry):
             frame = compat.current_frame()
             if frame is not None:
                 graph.differences = self._differences.setdefault(frame, graph.differences)
+        if compat.has_traced_function_modes():
+            return compat.without_function_modes_in(result)
         return result
 
     def compile_graph(

@@ -137,7 +137,8 @@ def test_fewer_names_are_private_than_before() -> None:
     # 74: without callback_handler nothing tells that Dynamo compiled nothing of a function.
     # 86: 12 read settings of torch before each replay; public names take 2 to 40 times as long.
     # 89: without a guard on ``float.hex`` a trace of 0.0 would serve -0.0, which equals it.
-    assert len(listed_in(PRIVATE_NAMES)) <= 89
+    # 92: pieces run without the torch function modes that their graph was traced under.
+    assert len(listed_in(PRIVATE_NAMES)) <= 92
     # 14: _dynamo_marked_constant, for the error of get_forward_context().
     assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 14
 

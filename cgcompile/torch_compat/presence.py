@@ -46,7 +46,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "_get_deterministic_algorithms _get_flash_sdp_enabled _get_fp32_precision_getter "
     "_get_function_stack_at _get_math_sdp_enabled _get_mem_efficient_sdp_enabled "
     "_get_sdp_priority_order _host_emptyCache "
-    "_is_any_autocast_enabled _len_torch_function_stack _set_grad_enabled "
+    "_is_any_autocast_enabled _len_torch_function_stack _pop_torch_function_stack "
+    "_push_on_torch_function_stack _set_grad_enabled "
     "_set_storage_data_ptr_access_error_msg _storage_Use_Count _tensors_data_ptrs_at_indices_equal",
     "torch._C._dynamo.guards": "TensorGuards",
     "torch._C._functorch": "peek_interpreter_stack",
@@ -61,6 +62,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.pgo": "get_code_state",
     "torch._dynamo.source": "AttrSource CallFunctionNoArgsSource ConstantSource",
     "torch._dynamo.symbolic_convert": "TensorifyState tls",
+    "torch._dynamo.variables.torch_function": "torch_function_mode_stack_state_mgr",
     "torch._dynamo.utils": "CleanupHook counters dynamo_timed get_compilation_metrics "
     "get_metrics_context",
     "torch._guards": "CompileContext TracingContext tracing",

@@ -6,6 +6,8 @@ is a tuple, read before every replay, so nothing here may allocate more or take 
 together they take one microsecond.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -79,6 +81,41 @@ def changed_setting(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str,
     names = _KERNEL_SETTINGS if len(before) == len(_KERNEL_SETTINGS) else _TRACE_SETTINGS
     rows = zip(names, before, now, strict=True)
     return next((name, old, new) for name, old, new in rows if old != new)
+
+
+def traced_function_modes() -> AbstractContextManager[Any]:
+    """Return the context in which Dynamo traces torch function modes, instead of running them."""
+    from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+
+    return torch_function_mode_stack_state_mgr
+
+
+def has_traced_function_modes() -> bool:
+    """Return whether the graph that a backend compiles now has the effects of such modes."""
+    from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+
+    return bool(torch_function_mode_stack_state_mgr.stack)
+
+
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Switch torch function modes off in this thread."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(_count_function_modes())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def without_function_modes_in(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs without torch function modes: its graph has their effects."""
+
+    def without(*inputs: Any) -> Any:
+        with without_function_modes():
+            return run(*inputs)
+
+    return without
 
 
 def _function_modes() -> tuple[Any, ...]:

@@ -34,6 +34,11 @@ from cgcompile.torch_compat.dynamo import (
     squeeze_conditions,
 )
 from cgcompile.torch_compat.regions import guard_repeated_regions
+from cgcompile.torch_compat.torch_settings import (
+    has_traced_function_modes,
+    traced_function_modes,
+    without_function_modes,
+)
 
 
 @contextmanager
@@ -228,6 +233,7 @@ class Trace:
 
     def __init__(self, function: types.FunctionType, output: Any) -> None:
         self.original = function  # a bound object is its first argument
+        self.function_modes = has_traced_function_modes()  # whether the graph has their effects
         self._output = output  # of Dynamo
         traced = output.backend_input
         self.graph: fx.GraphModule | None = None if traced is None else traced.graph_module
@@ -248,7 +254,7 @@ class Trace:
         traced = self._output.backend_input
         context = TracingContext(traced.fake_mode)
         context.tensor_to_context = traced.tensor_to_context
-        with measured(), tracing(context):
+        with measured(), tracing(context), without_function_modes():
             yield
 
     def close(self) -> None:
@@ -519,6 +525,7 @@ def trace_call(
         stack.enter_context(patched(config, patches))
         stack.enter_context(_varying(varying))
         stack.enter_context(measured())
+        stack.enter_context(traced_function_modes())
         before = set(function.__globals__)
         with new_sources() as sources:
             try:

@@ -109,11 +109,14 @@ class CompiledTrace:
             tensors = tuple(tensor for _, tensor in trace.frozen)
             # An op that replaces the memory of a view of a weight would not reach the weight.
             run = _frozen(compiled, tensors, tensors if changes_layouts else self.held)
+        if run is not None and trace.function_modes:
+            run = compat.without_function_modes_in(run)
         python = partial(trace.python.function, trace.original)  # the trace itself must go
         self.run = python(run)
         self.fast_paths: FastPaths | None = None
         self.add_fast_path: Callable[..., None]  # of the fast paths, if there are any
         plain = self.is_free and trace.python.is_plain and not fits.varies
+        plain = plain and not trace.function_modes
         if isinstance(compiled, CompiledGraph) and plain:
             self.fast_paths = compiled.fast_paths
             self.add_fast_path = partial(compiled.fast_paths.add, fits.checks, python)

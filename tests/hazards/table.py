@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lib.front_ends import MANAGERS, TRACED, WIDTH, WITH_CONTEXT, WRAPPERS
-from lib.hazards import ABSENT, DOCUMENTED, RIGHT, Contract, Row, Scene, in_another_thread
+from lib.hazards import ABSENT, DOCUMENTED, Contract, Row, Scene, in_another_thread
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -41,8 +41,7 @@ ENCODER = ("EncoderCudaGraphManager",)
 # State that Python reads: Dynamo's guards see it, dropped guards are a documented exception, and
 # what captures Python as it runs must compare it.
 OF_STATE = {UNGUARDED: DOCUMENTED, UNTRACED: Contract(HostValueChangedError)}
-# Hooks that are added below a model, and function modes that are entered after the trace, are not
-# compared by torch.compile itself.
+# Hooks that are added below a model are not compared by torch.compile itself.
 OF_STATE_NOT_IN_TORCH = {**OF_STATE, TORCH: DOCUMENTED}
 # What chooses a kernel, or is a default of torch, is baked into every graph.
 OF_SETTINGS = {UNTRACED: HostValueChangedError}
@@ -553,13 +552,11 @@ TABLE: tuple[Row, ...] = (
     Row("closure cell", closure_cell, OF_STATE if CLOSURES else {**OF_STATE, GUARDED: DOCUMENTED}),
     Row("global", global_number, OF_STATE),
     Row("default dtype", default_dtype, OF_SETTINGS),
-    Row("default device", default_device, {**OF_SETTINGS, KEEP: Contract(RIGHT)}),
+    Row("default device", default_device, OF_SETTINGS),
     Row(
         "torch function mode",
         _around(Doubling, Relu),
-        {**OF_SETTINGS, TORCH: DOCUMENTED, KEEP: Contract(RIGHT)},
-        # A mode is in the trace with torch 2.11, and pieces run under it again.
-        on_cuda={UNGUARDED: Contract(RIGHT)},
+        OF_SETTINGS,
     ),
     Row("sdpa_kernel", sdpa_kernel, OF_SETTINGS),
     Row(

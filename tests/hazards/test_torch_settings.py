@@ -1,7 +1,8 @@
 """Settings of torch that a graph bakes in; ``table.py`` has them for all front ends."""
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import cgcompile
-from cgcompile.errors import HostValueChangedError
+from cgcompile.errors import HostValueChangedError, TraceError
 from cgcompile.reasons import Reason
 
 
@@ -175,3 +176,47 @@ def test_recapture_keeps_a_graph_for_each_setting(device: str) -> None:
         with torch.inference_mode(), sdpa_kernel(kernels):
             torch.testing.assert_close(served.step(x).clone(), model(x), rtol=1e-3, atol=1e-3)
     assert (served.counters().captures, served.counters().replays) == (2, 4)
+
+
+class Logging(TorchFunctionMode):
+    """Does what Dynamo cannot trace."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with open(os.devnull, "a", encoding="utf-8") as file:
+            file.write(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("guards", ["keep", "shape", "none", ""])
+def test_function_modes_have_their_effect_once(guards: str, compiler: str, device: str) -> None:
+    """A graph has the effects of the modes that were on when it was traced; pieces run without."""
+    model, config = Net(device), settings(device, compiler=compiler)
+    backend = cgcompile.Backend(config)
+    if guards:
+        step = cgcompile.compile(model, backend, guards=guards)
+    else:
+        step = torch.compile(model, backend=backend)
+    with torch.inference_mode():
+        for modes in ([doubling], [doubling, torch.device(device)], [], [Doubling(), Doubling()]):
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                replays = backend.counters.replays
+                for _ in range(4):
+                    x = torch.randn(ROWS, WIDTH, device=device)
+                    torch.testing.assert_close(step(x), model(x), rtol=1e-3, atol=1e-3)
+                assert backend.counters.replays >= replays + 2
+                assert torch._C._len_torch_function_stack() == len(modes)
+
+
+@pytest.mark.parametrize("guards", ["keep", "shape", "none"])
+def test_a_function_mode_that_cannot_be_traced_is_refused(guards: str) -> None:
+    step, x = (
+        cgcompile.compile(Net("cpu"), settings("cpu"), guards=guards),
+        torch.randn(ROWS, WIDTH),
+    )
+    with torch.inference_mode():
+        with Logging(), pytest.raises(TraceError, match="does not become one graph"):
+            step(x)
+        torch.testing.assert_close(step(x), Net("cpu")(x))
