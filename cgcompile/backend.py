@@ -142,7 +142,7 @@ class Backend(Registry):
             ConfigError: ``mode`` or ``options`` of ``torch.compile``; or a mode that traces in
                 another way.
         """
-        if mode is not None or options:
+        if mode is not None or not (options is None or options == {}):
             raise ConfigError.settings_are_fixed()
         if self.config.mode is CompilationMode.DYNAMO_TRACE_ONCE:
             raise ConfigError.trace_once_needs_guards_dropped()

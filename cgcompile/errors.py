@@ -375,6 +375,9 @@ class ArgumentsError(CGCompileError, TypeError):
         {name} takes {signature}, and cannot be called with these inputs: {why}.
         {settings:if Settings go into config=, such as config={{{settings}: ...}}.|Give the inputs \
         of one call of the model, as it takes them.}""")
+    no_end = Template("""
+        a container among the inputs or results holds itself, or too many others in each other.
+        Pass lists, tuples and dicts of tensors that do not hold each other.""")
 
 
 class RecompileError(CGCompileError, RuntimeError):

@@ -60,7 +60,7 @@ def require_items(name: str, where: str, value: object, kind: type | None = None
     """Like :func:`require`, for an iterable other than text, with items of ``kind`` if given."""
     what = "items" if kind is None else f"{kind.__name__} objects"
     several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
-    several = several and not hasattr(value, "data_ptr")  # a tensor is one item
+    several = several and not _is_one_item(value)
     holds = several and (kind is None or all(isinstance(item, kind) for item in value))  # type: ignore[attr-defined]
     require(holds, name, where, value, f"a sequence of {what}")
 
@@ -207,8 +207,13 @@ def _matches(value: Any, hint: Any) -> bool:
 _NUMBERS: dict[Any, Callable[[object], bool]] = {int: is_whole, float: is_finite, bool: is_flag}
 
 
+def _is_one_item(value: object) -> bool:
+    """Return whether a value that can be iterated is no list of items: a tensor, an op of torch."""
+    return hasattr(value, "data_ptr") or hasattr(value, "overloads")
+
+
 def _matches_container(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
-    if isinstance(value, (str, bytes)) or hasattr(value, "data_ptr"):
+    if isinstance(value, (str, bytes)) or _is_one_item(value):
         return False  # not a list of items
     if not isinstance(value, Sequence if origin in (tuple, list) else origin):
         return False

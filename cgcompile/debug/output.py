@@ -15,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cgcompile.errors import ConfigError
 from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked, require, require_whole
 
@@ -48,8 +49,14 @@ def written(path: str | PathLike[str], where: str, text: Callable[[], str]) -> P
     """Write a file, and create missing folders."""
     require("\0" not in str(path), "path", where, path, "a path without null bytes")
     target, content = Path(path), text()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(content, encoding="utf-8")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(content, encoding="utf-8")
+    except OSError as error:
+        expected = f"a file that can be written ({error.strerror})"
+        raise ConfigError.bad_value(
+            name="path", where=where, value=path, expected=expected
+        ) from error
     return target
 
 

@@ -78,7 +78,7 @@ def smallest_budget(budgets: Sequence[int], tokens: int) -> int | None:
     """
     try:
         index = bisect_left(budgets, tokens)
-    except (RuntimeError, TypeError):
+    except (LookupError, RuntimeError, TypeError):
         values, hints = {"budgets": budgets, "tokens": tokens}, {"budgets": Sequence[int]}
         require_arguments("smallest_budget", values, {**hints, "tokens": int})
         raise

@@ -171,9 +171,10 @@ def pack(needs: Sequence[Need], capacity: Capacity, costs: Costs) -> list[Group]
     try:
         limits = _limits(capacity, costs)
         _check_needs(needs, len(capacity.budgets))
+        _ = needs[:1]  # a mapping has none
     except EncoderError:
         raise
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         values = {"needs": needs, "capacity": capacity, "costs": costs}
         hints = {"needs": Sequence[Need], "capacity": Capacity, "costs": Costs}
         require_arguments("pack", values, hints)

@@ -258,8 +258,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         """
         name = self._inputs_of(mm_kwargs)[1]
         rows = _input(mm_kwargs, name)
-        if isinstance(rows, torch.Tensor):
-            rows = rows.tolist()
+        rows = _on_host(rows)
         if not isinstance(rows, Iterable):
             raise EncoderError.grid(name=name, item=0, found=rows, merge=self._merge)
         return [self._grid(name, item, grid) for item, grid in enumerate(rows)]
@@ -271,7 +270,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         return known if isinstance(known, _CheckedGrids) else self.grids(mm_kwargs)
 
     def _grid(self, name: str, item: int, grid: Any) -> Grid:
-        numbers = grid.tolist() if isinstance(grid, torch.Tensor) else grid
+        numbers = _on_host(grid)
         sizes = [whole(size) for size in numbers] if isinstance(numbers, Iterable) else []
         valid = [size for size in sizes if size is not None and size >= 0]
         if len(sizes) == len(valid) == 3:
@@ -461,6 +460,12 @@ def _check_entries(key: str, spec: PatchOffsets, entries: int, grids: Sequence[G
     else:
         return
     raise EncoderError.offset_count(key=key, found=entries, expected=expected)
+
+
+def _on_host(value: Any) -> Any:
+    """Return the numbers of a tensor, nested in lists; anything else, without numbers, as it is."""
+    has_numbers = isinstance(value, torch.Tensor) and value.device.type != "meta"
+    return value.tolist() if has_numbers else value
 
 
 def _input(mm_kwargs: Mapping[str, Any], name: str) -> Any:

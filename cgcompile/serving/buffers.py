@@ -276,6 +276,10 @@ class StaticInputs:
                 raise InputBufferError.twice(name=name)
         self._most = (max_num_tokens, max_num_reqs)
         where = device_named(device, "StaticInputs")
+        count = torch.cuda.device_count()
+        there = where.type != "cuda" or (where.index or 0) < count
+        expected = f"a device that is there; torch finds {count} CUDA devices"
+        require(there, "device", "StaticInputs", device, expected)
         require_whole("max_num_tokens", "StaticInputs", max_num_tokens, 1, LARGEST_ROWS)
         require_whole("max_num_reqs", "StaticInputs", max_num_reqs, 1, LARGEST_ROWS)
         self._held = {

@@ -73,6 +73,7 @@ from cgcompile.settings import (
     require_items,
     require_kind,
     require_whole,
+    whole,
 )
 
 Prepare = Callable[[BatchDescriptor, str], Batch]
@@ -180,6 +181,23 @@ def _device_of(model: Any) -> torch.device:
     raise ConfigError.bad_value(name="device", where=_FROM_MODEL, value=None, expected=expected)
 
 
+def _agreement_of(
+    agreement: Agreement | Callable[[CudagraphDispatcher], Agreement] | None,
+    dispatcher: CudagraphDispatcher,
+) -> Agreement | None:
+    """Return the agreement that a manager is constructed with."""
+    if agreement is None:
+        return None
+    if not isinstance(agreement, Agreement):
+        agreement = agreement(dispatcher)
+    expected = "an Agreement, or a function that returns one for a dispatcher"
+    is_one = isinstance(agreement, Agreement)
+    require(is_one, "agreement", "CudaGraphManager", agreement, expected)
+    if agreement.dispatcher is not dispatcher:
+        raise AgreementError.other_dispatcher()
+    return agreement
+
+
 class CudaGraphManager:
     """The graphs of one model, and the buffers that they read and write.
 
@@ -272,10 +290,7 @@ class CudaGraphManager:
         where, limits, plan = "CudaGraphManager", dispatcher.limits, dispatcher.plan()
         require_callable("model", where, model)
         require_items("inputs", where, inputs)
-        if agreement is not None and not isinstance(agreement, Agreement):
-            agreement = agreement(dispatcher)
-        if agreement is not None and agreement.dispatcher is not dispatcher:
-            raise AgreementError.other_dispatcher()
+        agreement = _agreement_of(agreement, dispatcher)
         self.model, self.dispatcher, self.agreement = model, dispatcher, agreement
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
         self.backend = handle_of(model) if backend is None else backend
@@ -759,7 +774,7 @@ class CudaGraphManager:
         with self._lock:
             if self.agreement is not None:
                 return self._run_agreed(self.agreement, batch or NO_WORK, restrictions)
-            if batch is None or not (batch.num_tokens or batch.inputs):
+            if batch is None or (whole(batch.num_tokens) == 0 and not batch.inputs):
                 return None
             return self._run(batch, self._allowed(batch, restrictions))
 

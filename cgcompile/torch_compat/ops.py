@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from cgcompile.errors import ArgumentsError
 from cgcompile.locks import new_lock
 
 # Both are types of public objects; torch has no public name for them.
@@ -32,7 +33,10 @@ _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, ty
 def tree_leaves(value: Any) -> list[Any]:
     """Return the leaves of a tree, in order."""
     leaves: list[Any] = []
-    _gather(value, leaves)
+    try:
+        _gather(value, leaves)
+    except RecursionError:
+        raise ArgumentsError.no_end() from None
     return leaves
 
 
@@ -59,7 +63,10 @@ def tree_paths(tree: Any) -> list[tuple[str, Any]]:
     """Return (path such as ``[0]['k']``, leaf) of each leaf, in the order of ``tree_leaves``."""
     if type(tree) in _LEAVES:
         return [("", tree)]
-    rows, _ = _pytree.tree_flatten_with_path(tree)
+    try:
+        rows, _ = _pytree.tree_flatten_with_path(tree)
+    except RecursionError:
+        raise ArgumentsError.no_end() from None
     return [(_pytree.keystr(path), leaf) for path, leaf in rows]
 
 

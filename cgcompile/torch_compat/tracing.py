@@ -597,6 +597,10 @@ def _as_cannot_trace() -> Iterator[None]:
         yield
     except (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode) as error:
         raise _in_short(error) from error
+    except NotImplementedError as error:  # torch.fx takes no such value as the argument of an op
+        if not str(error).startswith("argument of type"):
+            raise
+        raise _in_short(error) from error
 
 
 def _in_short(error: BaseException) -> CannotTrace:
