@@ -88,3 +88,48 @@ def test_kernels_are_tuned_by_the_call_before_the_capture(mode) -> None:
             for result, expected in zip(call(x, y), function(x, y), strict=True):
                 torch.testing.assert_close(result, expected)
     assert (backend.counters.captures, backend.counters.replays) == (1, 2)
+
+
+class Standardised(nn.Conv2d):
+    """A convolution that assigns the data of its weight in each step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, dims = self.weight, (1, 2, 3)
+        deviation = weight.std(dims, keepdim=True) + 1e-5
+        self.weight.data = (weight - weight.mean(dims, keepdim=True)) / deviation
+        return super().forward(x)
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = Standardised(3, 8, 3, padding=1), nn.ReLU(), Standardised(8, 8, 3, padding=1)
+    return nn.Sequential(*layers).cuda().eval().requires_grad_(False)
+
+
+def steps_until_an_error(backend: object, memory_format: torch.memory_format) -> str:
+    """Compare steps with eager; return the name of the class of the first error, or ``right``."""
+    torch._dynamo.reset()
+    model, eager = convolutions(), convolutions()
+    step = torch.compile(model, backend=backend)
+    with torch.inference_mode():
+        for _ in range(5):
+            x = torch.randn(2, 3, 16, 16, device="cuda").to(memory_format=memory_format)
+            expected = eager(x)
+            try:
+                result = step(x)
+            except Exception as error:
+                return type(error).__name__
+            torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
+            weights = zip(model.parameters(), eager.parameters(), strict=True)
+            for one, other in weights:
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    return "right"
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_convolutions_that_assign_their_weight_are_right_or_fail_as_in_torch(
+    memory_format: torch.memory_format,
+) -> None:
+    """Inductor may prefer another layout of the new weight than the one that it has traced."""
+    ours = steps_until_an_error(cgcompile.Backend(), memory_format)
+    assert ours in ("right", steps_until_an_error("inductor", memory_format))
