@@ -87,7 +87,7 @@ INTERNAL = {
     "GraphPool": words("""
         add_keeper add_owner add_user captured_since captures_into holds aliases_results owns poison retire
     """),
-    "GraphSequence": {"fill", "hold", "replay"},
+    "GraphSequence": {"fill", "replay", "watch"},
     "MemoryPlan": {"against"},
     "Profile": {"around"},
     "Axis": {"value_for"},

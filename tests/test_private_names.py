@@ -138,7 +138,8 @@ def test_fewer_names_are_private_than_before() -> None:
     # 86: 12 read settings of torch before each replay; public names take 2 to 40 times as long.
     # 89: without a guard on ``float.hex`` a trace of 0.0 would serve -0.0, which equals it.
     # 92: pieces run without the torch function modes that their graph was traced under.
-    assert len(listed_in(PRIVATE_NAMES)) <= 92
+    # 93: without _new_with_weak_ptr a graph could not hold what its capture saw by weak pointers.
+    assert len(listed_in(PRIVATE_NAMES)) <= 93
     # 14: _dynamo_marked_constant, for the error of get_forward_context().
     assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 14
 

@@ -165,7 +165,7 @@ class SegmentRecorder(Breaker):
             raise
         self._leave()
         sequence = GraphSequence(self._segments, pool=self.pool)
-        sequence.hold(self._touched.outside(self.pool.holds))
+        sequence.held = self._touched.outside(self.pool.holds)
         return sequence
 
     def abandon(self) -> None:
@@ -630,14 +630,12 @@ class BreakableCUDAGraphCapture:
 
         Raises:
             CaptureError: nothing is recorded, or a capture runs in this thread.
-            AddressChangedError: the program dropped a tensor that the graphs read or write.
             HostValueChangedError: a break returned something of another layout or structure.
         """
         if self._sequence is None:
             raise CaptureError.empty()
         if inside_capture():
             raise CaptureError.nested(what="replay()")
-        self._sequence.check_held()
         self._sequence.replay()
 
 

@@ -14,7 +14,7 @@ keeps, such as a cache, exists twice; where either is written, the other is stal
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -272,9 +272,7 @@ class TouchedMemory(_EachOp):
 
     def __init__(self, tensor_type: str) -> None:
         super().__init__(tensor_type)
-        # By identity, which is unique among storages that exist.
-        self._storages: MutableMapping[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
-        self._layouts: dict[int, str] = {}  # of the tensor that was seen first, for messages
+        self._lives: dict[int, tuple[compat.StorageLife, str]] = {}  # by storage, with a layout
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.note(args, kwargs)
@@ -283,18 +281,17 @@ class TouchedMemory(_EachOp):
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the memory of the tensors among the arguments of an op."""
         for leaf in _dense((args, kwargs)):
-            storage = leaf.untyped_storage()
-            key = compat.storage_identity(storage)
-            if key not in self._storages:
-                self._storages[key] = storage
-                self._layouts[key] = f"{tuple(leaf.shape)} {leaf.dtype}"
+            key = compat.storage_identity(leaf.untyped_storage())
+            if key not in self._lives and leaf.numel():  # else no byte of it is touched
+                self._lives[key] = compat.StorageLife(leaf), f"{tuple(leaf.shape)} {leaf.dtype}"
 
     def outside(self, owns: Callable[[int], bool]) -> list[HeldMemory]:
         """Return what is alive and not at an address that the pool ``owns``; after the capture."""
+        rows = [(life.storage(), layout) for life, layout in self._lives.values()]
         return [
-            HeldMemory(storage, self._layouts[key])
-            for key, storage in list(self._storages.items())
-            if storage.nbytes() and not owns(storage.data_ptr())
+            HeldMemory(storage, layout)
+            for storage, layout in rows
+            if storage is not None and storage.nbytes() and not owns(storage.data_ptr())
         ]
 
 

@@ -192,7 +192,7 @@ class GraphSequence:
             set.
         replays: how many there were, without the capturing call.
         held: memory from outside of the pool that captured ops touched, kept alive: a replay never
-            reads what was freed.
+            reads what was freed. May be set.
         watched: the part of it that :meth:`check_held` compares.
         padding: padded rows of the capture and of replays whose caller passed how many are real.
 
@@ -241,13 +241,10 @@ class GraphSequence:
 
     # -------------------------------------------------------------- memory from outside
 
-    def hold(
-        self, held: Sequence[HeldMemory], compared: Collection[torch.UntypedStorage] = ()
-    ) -> None:
-        """Keep memory alive that graphs touch; what is ``compared`` elsewhere is not watched."""
+    def watch(self, compared: Collection[torch.UntypedStorage]) -> None:
+        """Watch the memory that is held, but for what is ``compared`` elsewhere."""
         elsewhere = set(map(storage_identity, compared))
-        self.held = tuple(held)
-        self.watched = [row for row in held if storage_identity(row.storage) not in elsewhere]
+        self.watched = [row for row in self.held if storage_identity(row.storage) not in elsewhere]
 
     def dropped(self) -> str | None:
         """Return the layout of a watched tensor that the program has dropped; None without one."""

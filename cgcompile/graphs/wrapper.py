@@ -631,11 +631,11 @@ class CUDAGraphWrapper(Transparent):
         # Before a replay, the addresses of arguments are compared with those of the capture.
         identity = compat.storage_identity
         arguments = {identity(x) for x in _storages_of(compat.tree_tensors((args, kwargs)))}
-        held = [row for row in sequence.held if identity(row.storage) not in arguments]
+        sequence.held = [row for row in sequence.held if identity(row.storage) not in arguments]
         compared = weights_of(self.unwrap())
         if context is not None:
             compared += dict(tensors_in_context(context, self._pool.device.tensor_type)).values()
-        sequence.hold(held, _storages_of(compared))
+        sequence.watch(_storages_of(compared))
 
     def _record_step(
         self,
@@ -670,7 +670,7 @@ class CUDAGraphWrapper(Transparent):
                 rebinding.restore()
                 raise error
         sequence = GraphSequence((GraphSegment(self.name, graph),), pool=pool)
-        sequence.hold(touched.outside(pool.holds))
+        sequence.held = touched.outside(pool.holds)
         return sequence, result, None
 
     @property

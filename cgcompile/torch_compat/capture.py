@@ -99,6 +99,9 @@ def with_bits(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Te
 class StorageLife:
     """A weak reference to the storage of a tensor; ``ended`` is whether it was freed."""
 
+    # In C++: a weak reference of Python to a storage is not. While it exists, no other storage has
+    # the identity of this one.
+
     __slots__ = ("_weak",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -109,6 +112,10 @@ class StorageLife:
     @property
     def ended(self) -> bool:
         return self._weak.expired()
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the storage, unless it was freed."""
+        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:

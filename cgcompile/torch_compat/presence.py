@@ -37,6 +37,7 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
 # some builds without CUDA.
 PRIVATE_NAMES: Mapping[str, str] = {
     "torch": "_neg_view",
+    "torch.UntypedStorage": "_new_with_weak_ptr",
     "torch._C": "DispatchKey _AutoDispatchBelowAutograd _RestorePythonTLSSnapshot "
     "_construct_storage_from_data_pointer _cuda_clearCublasWorkspaces "
     "_cuda_endAllocateToPool _cuda_getCurrentRawStream _cuda_getCurrentStream "
