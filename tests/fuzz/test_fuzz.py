@@ -11,6 +11,8 @@ from fuzz import states
 from fuzz.running import Options, fuzz
 from fuzz.soak import soak
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def frozen() -> Iterator[None]:
