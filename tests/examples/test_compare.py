@@ -70,6 +70,7 @@ def test_compare_measures_cgcompile_on_a_cpu(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- variants
 
 
+@pytest.mark.slow
 def test_every_way_of_ours_is_right_and_has_a_floor(setup: Setup) -> None:
     eager = Plain(setup, "eager")
     ran = []

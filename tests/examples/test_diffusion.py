@@ -13,6 +13,7 @@ import cgcompile
 STEPS = 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(4))
 def test_a_loop_is_right_and_replayed(index: int, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("diffusers")
@@ -22,6 +23,7 @@ def test_a_loop_is_right_and_replayed(index: int, capsys: pytest.CaptureFixture[
     assert "largest difference 0.0e+00" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [0.0, 0.5])
 def test_a_loop_that_differs_or_is_not_replayed_is_named(
     error: float, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,7 @@ def test_old_spellings_of_a_configuration(tmp_path: Path) -> None:
     assert_same_logits(tmp_path, model, list(range(1, 30)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_served_tokens_are_those_of_transformers(drafts: int, tmp_path: Path, device: str) -> None:
     """Greedy, through prefill in chunks, preemption and graphs; ended by a token at times."""

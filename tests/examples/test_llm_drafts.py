@@ -47,6 +47,7 @@ def test_random_drafts_depend_on_request_and_place_alone() -> None:
     assert not torch.equal(RandomDraft(100, 3).propose(requests, 4)[0], tokens[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_draft_with_the_weights_of_the_target_is_always_right(
     k: int, device: str, monkeypatch: pytest.MonkeyPatch
@@ -74,6 +75,7 @@ def test_a_draft_with_the_weights_of_the_target_is_always_right(
     assert draft.replays == draft.tally.steps
 
 
+@pytest.mark.slow
 def test_drafts_and_draft_tokens_go_together() -> None:
     with pytest.raises(ValueError, match="go together"):
         serve(tiny_llama("cpu"), workload(), draft=NgramDraft(), k=0)

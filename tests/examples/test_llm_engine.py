@@ -20,6 +20,7 @@ from cgcompile.serving import capture_sizes
 DRAFTS = {"none": None, "random": RandomDraft(VOCABULARY, 0), "ngram": NgramDraft()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_every_request_gets_what_it_gets_alone(kind: str, device: str) -> None:
     model = tiny_llama(device)
@@ -36,11 +37,13 @@ def test_every_request_gets_what_it_gets_alone(kind: str, device: str) -> None:
     assert len({token for output in served.output for token in output}) > 15
 
 
+@pytest.mark.slow
 def test_a_prompt_that_repeats_itself_is_guessed() -> None:
     served = serve(tiny_llama("cpu"), workload(), draft=NgramDraft(), k=3)
     assert 0 < served.engine.drafted.accepted < served.engine.drafted.proposed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_a_decode_step_without_a_scheduler(query_len: int, device: str) -> None:
     """A graph and the plain step see the same context; unwritten memory is NaN."""
@@ -133,6 +136,7 @@ def test_what_is_not_promised() -> None:
     assert broken_promises(almost, "NONE", scarce=True, close=0.0) == []
 
 
+@pytest.mark.slow
 def test_where_runs_part_and_how_close_it_was() -> None:
     model = tiny_llama("cpu")
     expected, requests = (serve(model, workload()).requests for _ in range(2))

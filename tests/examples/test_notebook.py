@@ -50,6 +50,7 @@ def test_links_of_a_notebook_lead_to_files(notebook: dict[str, Any]) -> None:
     assert all((EXAMPLES / link).is_file() for link in links)
 
 
+@pytest.mark.slow
 def test_the_notebook_compiles_and_verifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,8 @@ from llm_engine import runner
 
 from cgcompile import AttentionCGSupport
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--device", "cpu", "--layers", "1", "--hidden", "32", "--intermediate", "32"]
 TINY += ["--requests", "6", "--max-reqs", "4", "--budget", "16", "--draft-tokens", "2"]
 

@@ -26,6 +26,7 @@ QUICK = Settings(sizes=(1, 3, 4), rounds=5)
 RESULTS = EXAMPLES / "benchmarks" / "results" / "zoo.json"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -67,6 +68,7 @@ def quick(**more: Any) -> Settings:
     return Changed(**dataclasses.asdict(QUICK))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["compile", "traced"])
 def test_a_pass_that_changes_a_result_is_wrong(way: str) -> None:
     passes = (cgcompile.passes.FunctionPass("scale", scale),)
@@ -109,6 +111,7 @@ def writing(model: Any, entry: Any, backend: Any) -> Any:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiled", "sizes", "message"),
     [
