@@ -178,7 +178,7 @@ class Dispatch:
         if context is not None and self._config.on_input_change == "recapture":
             roles = self._roles[mode]
             addresses = (inputs[position].data_ptr() for position in (*roles.read, *roles.mutated))
-            numbers = (repr(inputs[position]) for position in roles.numbers)
+            numbers = (repr(inputs[position]) for position in (*roles.strides, *roles.numbers))
             key = (*key, *addresses, *numbers)
         settings = compat.kernel_settings()
         if settings == self._settings:  # nearly always
@@ -249,6 +249,7 @@ class Dispatch:
         warming = None
         if warmed < max(self._config.num_warmups, weight_set.unsettled):
             detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
+            detail += self._what_is_new(weight_set, batch) if warmed == 0 else ""
             warming = (
                 self._why_moving(sets, weight_set)
                 or self._why_varying(weight_set, batch)
@@ -323,6 +324,21 @@ class Dispatch:
             f"{first.source or first.name!r}{more} {how} at every call. Write into one that "
             "stays (copy_, add_), or pass it as an argument"
         )
+
+    def _what_is_new(self, weight_set: WeightSet, batch: BatchKey) -> str:
+        """Return which size, stride or other number differs from the call before, in words."""
+        numbers = self._roles[batch.mode].numbers
+        in_key = batch.own_context or self._config.on_input_change == "recapture"
+        keys: list[Any] = list(weight_set.seen)[-2:]  # the last one is of this call
+        if not (numbers and in_key and len(keys) == 2):
+            return ""
+        before, now = (key[-len(numbers) :] for key in keys)
+        texts = [
+            f"{self._inputs[p].source or self._inputs[p].name} is {new}, was {old}"
+            for p, old, new in zip(numbers, before, now, strict=True)
+            if new != old
+        ]
+        return f": {', '.join(texts)}" if texts else ""
 
     def _why_varying(self, weight_set: WeightSet, batch: BatchKey) -> Fallback | None:
         """Return why no key repeats: a number that is not a size differs at each call."""

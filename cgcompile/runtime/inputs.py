@@ -9,6 +9,7 @@ input                               read by a graph segment   read by eager piec
 =================================== ========================= ===================================
 parameter, buffer, constant         static: same object       static
 number                              key: by value             live: this call's
+stride or offset of copied inputs   that of the buffer        live
 0-dim CPU tensor in a graph of      copied to the device      live
 another device, or a number that    before each replay
 ops take as one
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 
 from cgcompile import torch_compat as compat
@@ -35,7 +37,14 @@ from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import span
 from cgcompile.graphs.device import no_device
-from cgcompile.passes.nodes import is_cpu_scalar, is_symbolic_number, storages, tensors
+from cgcompile.passes.nodes import (
+    is_cpu_scalar,
+    is_symbolic_number,
+    storages,
+    symbols_of,
+    tensors,
+)
+from cgcompile.passes.nodes import value as value_of
 from cgcompile.passes.split import SplitGraph, Value
 from cgcompile.reasons import EXPECTED, Fallback, Reason
 
@@ -82,6 +91,8 @@ class Roles:
 
     static: tuple[int, ...]  # parameters, buffers and module attributes
     numbers: tuple[int, ...]  # integers that a graph segment reads
+    strides: tuple[int, ...]  # other integers: strides and offsets of ``read`` tensors alone
+    restrided: tuple[int, ...]  # these tensors
     scalars: tuple[int, ...]  # 0-dim CPU tensors of a FULL graph; some are ``static`` as well
     read: tuple[int, ...]  # tensors that graph segments only read
     mutated: tuple[int, ...]  # mutated tensors, and their aliases, that a graph segment uses
@@ -109,7 +120,29 @@ class Roles:
                 roles[tensor_role if is_tensor else "numbers"].append(position)
             if full and value.name in split.cpu_scalars:
                 roles["scalars"].append(position)
+        free = _of_layouts_alone(split, roles["numbers"], roles["read"])
+        symbols = {p: symbols_of(value.meta) for p, value in enumerate(split.inputs) if free}
+        roles["strides"] = [p for p in roles["numbers"] if free and symbols[p] <= free]
+        roles["numbers"] = [p for p in roles["numbers"] if p not in roles["strides"]]
+        roles["restrided"] = [p for p in roles["read"] if free and symbols[p] & free]
         return cls(**{name: tuple(positions) for name, positions in roles.items()})
+
+
+def _of_layouts_alone(
+    split: SplitGraph, numbers: Sequence[int], read: Sequence[int]
+) -> set[sympy.Symbol]:
+    """Return the symbols among numbers that are strides or offsets of ``read`` tensors alone."""
+    # A graph repeats the layouts of its copies of these tensors, whatever those of a call are.
+    symbols = symbols_of([split.inputs[position].meta for position in numbers])
+    names = {split.inputs[position].name for position in numbers}
+    copied = {split.inputs[position].name for position in read}
+    for name, known in split.values.items() if symbols else ():
+        if name not in names:
+            symbols -= symbols_of([*known.meta.shape] if name in copied else known.meta)
+    for node in (node for piece in split.pieces for node in piece.module.graph.nodes):
+        if symbols and (node.users or node.op != "placeholder") and not tensors(value_of(node)):
+            symbols -= symbols_of(value_of(node))  # an op computes with it
+    return symbols
 
 
 def full_support(split: SplitGraph) -> AttentionCGSupport:
