@@ -287,8 +287,8 @@ class Numbers:
         if self._results and isinstance(returned, (tuple, list)):
             kept = [node for item, node in enumerate(returned) if item not in self._results]
             output.args = (tuple(kept),)
-        removed = {copies[node] for node in self._inputs}
-        removed |= {copies[node] for of in self._inputs.values() for node in of}
+        of_numbers = {*self._inputs, *frozenset().union(*self._inputs.values())}
+        removed = {copies[node] for node in of_numbers if node in copies}  # others are constants
         removed.update(*(_made_of(copies[node]) for node in self._results.values()))
         for node in reversed(gm.graph.nodes):
             if node in removed and not node.users:

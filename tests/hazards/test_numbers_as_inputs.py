@@ -507,6 +507,19 @@ def test_a_number_that_also_decides_a_size_is_a_varying_number(device: str) -> N
             served.step(x, 10)
 
 
+def test_one_number_is_a_constant_and_an_operand_beside_a_tensor(device: str) -> None:
+    def function(x: torch.Tensor, one: float, number: int) -> torch.Tensor:
+        return x.new_full((WIDTH,), 2.5 * one) - (-one * x.shape[0]) * x + number * 3
+
+    served = compiled("torch.compile", function, settings(device))
+    with torch.inference_mode():
+        for step in range(9):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            args = x, 0.5 + step // 3, step
+            torch.testing.assert_close(served.step(*args), function(*args))
+    assert served.counters().replays >= 1
+
+
 def test_a_float_that_is_returned_is_a_constant(device: str) -> None:
     def function(x: torch.Tensor, one: float, other: float) -> Any:
         return x * one, x * other, other * 3
