@@ -5,18 +5,40 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
+from fuzz.number_programs import fuzz as fuzz_numbers
 from fuzz.programs import FEATURES
-from fuzz.running import Options, outcome
+from fuzz.running import Options, fuzz, outcome
+from fuzz.states import fuzz_metadata, fuzz_state
+from fuzz.subclass_programs import fuzz as fuzz_subclasses
 
-LEAST_REPLAYED = 0.4  # of the steps of programs that may have graphs
-MOST_REFUSED = 0.05  # of the programs: torch fixes a size that is to vary
+
+class Kind(NamedTuple):
+    """A kind of random programs, and what a run of many must reach."""
+
+    fuzz: Callable[[int, Options], Counter[str]]
+    steps: int  # of a program, by default
+    replayed: float  # the least part of the steps of programs that may have graphs
+    refused: float = 0.05  # the largest part of the programs: torch alone differs from eager too
+
+
+KINDS = {
+    "modules": Kind(fuzz, 300, 0.4),  # refused: torch fixes a size that is to vary
+    "numbers": Kind(fuzz_numbers, 20, 0.15, refused=0.2),
+    "subclasses": Kind(fuzz_subclasses, 20, 0.3, refused=0.2),
+    "state": Kind(fuzz_state, 20, 0.4),
+    "metadata": Kind(fuzz_metadata, 20, 0.4),
+}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m fuzz", description=__doc__)
+    parser.add_argument("--kind", choices=tuple(KINDS), default="modules", help="of programs")
+    parser.add_argument("--programs", type=int, help="how many, in place of --steps")
     parser.add_argument("--steps", type=int, default=10_000, help="in all")
-    parser.add_argument("--each", type=int, default=300, help="steps of a program")
+    parser.add_argument("--each", type=int, help="steps of a program")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compiler", choices=("eager", "aot", "inductor"), default="eager")
     parser.add_argument("--features", nargs="+", choices=tuple(FEATURES), default=tuple(FEATURES))
@@ -29,14 +51,16 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    options = Options(args.device, args.compiler, tuple(args.features), args.each)
-    seeds = range(args.seed, args.seed + -(-args.steps // args.each))
+    kind = KINDS[args.kind]
+    steps = args.each or kind.steps
+    options = Options(args.device, args.compiler, tuple(args.features), steps)
+    seeds = range(args.seed, args.seed + (args.programs or -(-args.steps // steps)))
     if args.reproduce is not None:
         seeds = range(args.reproduce, args.reproduce + 1)
     start, totals, failed = time.monotonic(), Counter[str](), 0
     context = multiprocessing.get_context("spawn")
     with context.Pool(args.workers, maxtasksperchild=50) as pool:
-        pending = [pool.apply_async(outcome, (seed, options)) for seed in seeds]
+        pending = [pool.apply_async(outcome, (seed, options, kind.fuzz)) for seed in seeds]
         for waited in pending:
             left = args.seconds - (time.monotonic() - start)
             if left <= 0:
@@ -54,9 +78,9 @@ def main() -> int:
     print(
         f"{dict(totals)}, {failed} failed, {share:.0%} replayed, {time.monotonic() - start:.0f} s"
     )
-    refused = totals["refused"] > max(1, MOST_REFUSED * totals["programs"])
+    refused = totals["refused"] > max(1, kind.refused * totals["programs"])
     idle = totals["graph_steps"] == 0 and not totals["refused"]
-    low = totals["graph_steps"] > 0 and share < LEAST_REPLAYED
+    low = totals["graph_steps"] > 0 and share < kind.replayed
     return int(failed > 0 or refused or idle or low)
 
 

@@ -425,12 +425,14 @@ def torch_fixes_a_size(seed: int, options: Options) -> bool:
     return False
 
 
-def outcome(seed: int, options: Options) -> tuple[int, Counter[str], str]:
-    """Return (seed, counts of :func:`fuzz`, what failed); for a process of its own."""
+def outcome(
+    seed: int, options: Options, run: Callable[[int, Options], Counter[str]] = fuzz
+) -> tuple[int, Counter[str], str]:
+    """Return (seed, counts of a run, what failed); for a process of its own."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # a capture collects garbage: older objects need not be searched
     try:
-        return seed, fuzz(seed, options), ""
+        return seed, run(seed, options), ""
     except AssertionError as error:
         return seed, Counter(), str(error)

@@ -3,13 +3,15 @@
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from fuzz import states
+from fuzz.number_programs import fuzz as fuzz_numbers
 from fuzz.running import Options, fuzz
 from fuzz.soak import soak
+from fuzz.subclass_programs import fuzz as fuzz_subclasses
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +49,18 @@ def test_state_and_metadata_that_change_between_calls(kind: type, device: str) -
     assert totals["replays"] >= 0.6 * totals["steps"] > 0, totals
     changes = totals["captures"] - seeds if kind is states.StateProgram else totals["guard_errors"]
     assert changes > 0, totals
+
+
+@pytest.mark.usefixtures("frozen")
+@pytest.mark.parametrize(("run", "seeds"), [(fuzz_numbers, 10), (fuzz_subclasses, 10)])
+def test_numbers_and_subclasses_that_change_between_calls(
+    run: Callable[[int, Options], Counter[str]], seeds: int, device: str
+) -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(seeds):
+        totals += run(seed, Options(device, steps=20))
+    assert totals["refused"] <= seeds // 2, totals  # torch alone differs from eager
+    assert totals["replays"] >= 0.15 * totals["steps"] > 0, totals
 
 
 def test_a_hundredth_of_the_soak_leaves_nothing_behind(device: str) -> None:
