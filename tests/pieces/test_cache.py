@@ -225,7 +225,7 @@ def test_switches_of_torch_count(options: dict[str, bool], why: str | None) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["on", "off"])
 def test_the_code_of_an_edited_op_is_compiled(
-    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch keeps a graph with an op that is decomposed, under a key without the code of the op."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
@@ -248,6 +248,7 @@ def test_the_code_of_an_edited_op_is_compiled(
     import torch._functorch.config as functorch_config
 
     assert functorch_config.enable_autograd_cache  # for other pieces
+    assert "cannot save" not in caplog.text
 
 
 # ---------------------------------------------------------------- guards, in one process
