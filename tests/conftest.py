@@ -140,6 +140,23 @@ def nothing_kept() -> Iterator[None]:
         yield
 
 
+# Rooms whose tests run with ``debug=True``: a result that is read too late raises. No step takes a
+# fast path then, so other rooms, the table of hazards and slow tests run without it, as users do.
+_WITH_DEBUG = ("graphs", "hazards", "serving")
+
+
+@pytest.fixture(autouse=True)
+def stale_results_raise(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set ``CGCOMPILE_DEBUG`` for a test, unless it is one of those that run without it."""
+    from cgcompile import torch_compat as compat
+
+    path, slow = request.path, request.node.get_closest_marker("slow")
+    if path.parent.name not in _WITH_DEBUG or path.name == "test_table.py" or slow is not None:
+        return
+    if compat.can_expire_storages():
+        monkeypatch.setenv("CGCOMPILE_DEBUG", "1")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def guards_are_not_timed() -> Iterator[None]:
     """Dynamo empties the processor's caches to time the guards of each graph, for its log.

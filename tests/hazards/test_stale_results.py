@@ -232,6 +232,7 @@ def test_a_result_that_outlives_other_sizes_expires_with_its_own(device: str) ->
 
 def test_a_build_of_torch_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "can_expire_storages", lambda: False)
+    monkeypatch.delenv("CGCOMPILE_DEBUG")
     CUDAGraphWrapper(Model(), CompilationConfig())  # debug is off by default
     with pytest.raises(ConfigError, match="built without the function that makes a result raise"):
         CUDAGraphWrapper(Model(), CompilationConfig(debug=True))
