@@ -82,6 +82,7 @@ def test_doctor(run: Any, tmp_path: Path) -> None:
     assert row["times"] == (str(finding["count"]), [str(finding["count"])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["pair", "triple", "named"])
 def test_verify(run: Any, function: str, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
@@ -150,6 +151,7 @@ def test_bisect(run: Any) -> None:
     assert run("bisect", target("miscompiled"), "--atol", "100", "--sets", "1")[0] == 0
 
 
+@pytest.mark.slow
 def test_coverage(run: Any) -> None:
     status, out, _ = run("coverage", target("named"), *EAGER, "--calls", "3", "--json")
     data = json.loads(out)
@@ -159,6 +161,7 @@ def test_coverage(run: Any) -> None:
     assert run("coverage", target("pair"), *EAGER, "--calls", "1")[0] == 1
 
 
+@pytest.mark.slow
 def test_timeline(run: Any, tmp_path: Path) -> None:
     trace = tmp_path / "deep" / "trace.json"
     status, out, _ = run("timeline", target("pair"), *EAGER, "--trace", str(trace))

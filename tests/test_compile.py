@@ -42,6 +42,7 @@ def in_graphs(mode: CUDAGraphMode, size: int) -> Any:
 # ------------------------------------------------------------------ graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("guards", GUARDS)
 @pytest.mark.usefixtures("without_gradients")
@@ -62,6 +63,7 @@ def test_steps_are_captured_and_replayed(guards: str, shapes: str) -> None:
     assert len(one.backend.graphs) == len(one.traces) == (2 if own else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", GUARDS)
 @pytest.mark.parametrize("mode", [FULL, PIECEWISE])
 @pytest.mark.usefixtures("without_gradients")
@@ -245,6 +247,7 @@ def test_layers_compiled_one_by_one(guards: str) -> None:
     check(copied, lambda x: functools.reduce(lambda x, layer: layer.plain(x), copied, x), rows(2))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_gradients")
 def test_layers_with_one_backend_share_what_is_compiled() -> None:
     backend = cgcompile.Backend(compiler="aot")

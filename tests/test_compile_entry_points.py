@@ -68,6 +68,7 @@ def test_a_full_graph_of_a_whole_model(mode: str) -> None:
         assert len(one.traces) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE"])
 def test_a_full_graph_through_torch_compile(mode: str) -> None:
     model = build(CASES["sdpa"])
@@ -137,6 +138,7 @@ def test_several_graphs_of_one_model(named: bool) -> None:
         whole(batch("cpu"))
 
 
+@pytest.mark.slow
 def test_torch_compile_of_the_forward() -> None:
     model, backend = build(CASES["sdpa"]), backend_for()
     one = torch.compile(model.forward, backend=backend, dynamic=True)

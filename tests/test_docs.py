@@ -162,6 +162,7 @@ def public() -> Iterator[tuple[str, str, Any]]:
                 yield room, name, value
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_name() -> None:
     rooms = {
         f"cgcompile.{path.parent.name}"
@@ -310,6 +311,7 @@ def results() -> Iterator[Any]:
         yield from debug.timeline(model)
 
 
+@pytest.mark.slow
 def test_json_is_as_its_schema() -> None:
     text, checked = "\n".join(tables.schemas()), set()
     for result in results():

@@ -98,6 +98,7 @@ def test_number_of_warming_calls(device: str, warmups: int) -> None:
     assert_counts(backend, 1, 2, {WARMING: warmups} if warmups else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "other"),
     [
@@ -151,6 +152,7 @@ def test_an_empty_batch_and_a_batch_of_one(device: str, name: str) -> None:
 # ------------------------------------------------------------------ what is not captured
 
 
+@pytest.mark.slow
 def test_no_more_shapes_than_allowed_are_captured(device: str) -> None:
     model, compiled, backend = compiled_case("sdpa", device, max_captured_shapes=2)
     start(compiled, model, device)
@@ -202,6 +204,7 @@ def test_closed_capture_replays_what_is_known(device: str) -> None:
     assert_counts(backend, 1, 3, {WARMING: 1, Reason.CAPTURE_FORBIDDEN: 3})
 
 
+@pytest.mark.slow
 def test_a_closed_backend_captures_no_later_graph_until_released(device: str) -> None:
     backend = backend_for()
     backend.close_capture()
@@ -265,6 +268,7 @@ def test_strict_raises_where_no_graph_is_possible(device: str) -> None:
     assert_counts(backend, 0, 0, {}, failures=1)
 
 
+@pytest.mark.slow
 def test_tensors_of_the_cpu_are_not_captured_unasked() -> None:
     model, compiled, backend = compiled_case("sdpa", "cpu", capture_device="auto")
     start(compiled, model, "cpu")
@@ -537,6 +541,7 @@ def test_a_number_that_pieces_read_is_part_of_the_shape(device: str) -> None:
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("support", [AttentionCGSupport.NEVER, AttentionCGSupport.ALWAYS])
 def test_a_number_that_a_boundary_alone_reads_may_change_at_every_step(
     device: str, support: AttentionCGSupport
@@ -562,6 +567,7 @@ def other_weights(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdpa", "op_packet"])
 def test_two_models_of_one_class_keep_their_weights_apart(device: str, name: str) -> None:
     backend = backend_for(**CASES[name].settings)
@@ -586,6 +592,7 @@ class ReturnsItsBias(nn.Module):
         return F.scaled_dot_product_attention(self.linear(x), x, x), self.linear.bias[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [CASES["sdpa"].build, CASES["op_packet"].build, ReturnsItsBias])
 def test_a_dead_model_takes_its_graphs_along(device: str, kind: Any) -> None:
     backend = backend_for(**EAGER_ATTEND)
@@ -617,6 +624,7 @@ def test_weights_changed_in_place_are_seen_by_a_replay(device: str) -> None:
     assert_counts(backend, 1, 8, {WARMING: 1})
 
 
+@pytest.mark.slow
 def test_replaced_weights_are_another_binding(device: str) -> None:
     model, compiled, backend = compiled_case("sdpa", device)
     start(compiled, model, device)
@@ -645,6 +653,7 @@ def test_layers_compiled_one_by_one(device: str) -> None:
     assert len(graph.weight_sets) == 3
 
 
+@pytest.mark.slow
 def test_a_static_and_then_a_dynamic_compilation(device: str) -> None:
     model, compiled, backend = compiled_case("sdpa", device)
     for size in (6, 6, 6, 3, 3, 3, 4, 4, 4, 6, 6, 6):
@@ -700,6 +709,7 @@ class CountingHooked(Hooked):
         return super().forward(y) + self.count
 
 
+@pytest.mark.slow
 def test_a_capture_that_fails_runs_plain_and_spares_other_shapes(device: str, hook: Any) -> None:
     hook(reads_on_the_host_if_large)
     eager = made(CountingHooked, device)
@@ -733,6 +743,7 @@ def test_strict_raises_where_a_capture_fails(device: str, hook: Any, setting: st
     assert_counts(backend, 1, 1, {WARMING: 2}, failures=2)
 
 
+@pytest.mark.slow
 def test_a_failed_capture_leaves_other_models_alone(device: str, hook: Any) -> None:
     backend = backend_for()
     hook(reads_on_the_host_if_large)

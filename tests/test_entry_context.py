@@ -80,6 +80,7 @@ def recorded(backend: Any) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
 # ------------------------------------------------------------------ warming, capture, replay
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"), [("sdpa", FULL), ("sdpa", PIECEWISE), ("op_packet", PIECEWISE)]
 )
@@ -115,6 +116,7 @@ def test_graphs_read_and_write_the_buffers_of_the_caller(device: str, mode: Any)
     assert_counts(backend, 1, 3, {WARMING: 1}, failures=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), [("sdpa", FULL), ("op_packet", PIECEWISE)])
 def test_prefixes_of_one_buffer_in_any_order(device: str, name: str, mode: Any) -> None:
     model, compiled, backend = compiled_case(name, device)
@@ -129,6 +131,7 @@ def test_prefixes_of_one_buffer_in_any_order(device: str, name: str, mode: Any) 
     assert recorded(backend) == [(mode, BatchDescriptor(size)) for size in sizes]
 
 
+@pytest.mark.slow
 def test_one_descriptor_in_both_modes(device: str) -> None:
     model, compiled, backend = compiled_case("sdpa", device)
     buffers = Buffers(device)
@@ -140,6 +143,7 @@ def test_one_descriptor_in_both_modes(device: str) -> None:
     assert recorded(backend) == [(FULL, BatchDescriptor(6)), (PIECEWISE, BatchDescriptor(6))]
 
 
+@pytest.mark.slow
 def test_extra_axes_are_other_graphs(device: str) -> None:
     settings = by_context_settings(device, AttentionCGSupport.ALWAYS)
     model, compiled, backend = compiled_model(ByContext, device, **settings)
@@ -153,6 +157,7 @@ def test_extra_axes_are_other_graphs(device: str) -> None:
     assert extras == [("scale", 0.25), ("scale", 4.0)]
 
 
+@pytest.mark.slow
 def test_steps_with_and_without_a_context_share_a_model(device: str) -> None:
     model, compiled, backend = compiled_case("op_packet", device)
     buffers = Buffers(device)
@@ -180,6 +185,7 @@ def test_two_models_of_one_class_under_one_descriptor(device: str) -> None:
 # ------------------------------------------------------------------ refused steps
 
 
+@pytest.mark.slow
 def test_another_size_under_one_descriptor_is_an_error(device: str) -> None:
     model, compiled, backend = compiled_case("sdpa", device)
     buffers = Buffers(device)
@@ -190,6 +196,7 @@ def test_another_size_under_one_descriptor_is_an_error(device: str) -> None:
     assert_counts(backend, 1, 2, {WARMING: 1}, failures=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [FULL, PIECEWISE])
 def test_a_context_without_a_descriptor_is_an_error(device: str, mode: Any) -> None:
     model, compiled, backend = compiled_case("sdpa", device)
@@ -282,6 +289,7 @@ def test_strict_refuses_full_with_a_boundary_that_forbids_it(device: str) -> Non
     assert_counts(backend, 1, 1, {WARMING: 1}, failures=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("support", "decode", "uniform", "mixed"),
     [

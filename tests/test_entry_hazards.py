@@ -296,6 +296,7 @@ def test_each_of_twelve_equal_layers_is_captured(device: str, in_place: bool) ->
     assert_counts(backend, 12, 12 * 2, {WARMING: 12})
 
 
+@pytest.mark.slow
 def test_each_request_has_a_fresh_cache_and_none_is_kept(device: str) -> None:
     model, compiled, backend = compiled_model(WithCache, device)
     dead = []

@@ -254,7 +254,6 @@ def _uses(tree: ast.Module) -> Iterator[tuple[str, ast.Call | None]]:
             yield ast.unparse(node), calls.get(id(node))
 
 
-@pytest.mark.slow
 def test_every_call_in_the_library_gives_the_fields_of_its_message() -> None:
     constructors, used = _constructors(), set()
     for path in (*ROOT.glob("cgcompile/**/*.py"), *ROOT.glob("passes/*.py")):

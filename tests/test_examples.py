@@ -259,6 +259,7 @@ def test_the_pass_fuses_only_what_is_safe(silu_mul: ModuleType) -> None:
 # ---------------------------------------------------------------- benchmarks
 
 
+@pytest.mark.slow
 def test_breakable_decodes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("breakable.py", "--device", "cpu", "--layers", "2", "--tokens", "8")
     assert [row.split()[0] for row in rows[:5]] == ["graph", "eager", "graph", "eager", "graph"]

@@ -192,6 +192,7 @@ def test_random_order_churn_and_poison(device: str, way: str) -> None:
     assert subject.counted == (captures, before + 200 + len(SIZES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_poison_shows_in_what_was_returned(device: str, way: str) -> None:
     """The test above looks at something: memory of the graphs is overwritten."""
@@ -364,6 +365,7 @@ def test_another_thread_allocates_during_capture(subject: Subject) -> None:
     assert subject.counted[0] == len(SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["full", "whole"])
 def test_another_thread_allocates_inside_of_a_captured_kernel(device: str, way: str, hook) -> None:
     def allocates(x):
@@ -380,6 +382,7 @@ def test_another_thread_allocates_inside_of_a_captured_kernel(device: str, way: 
     assert subject.counted[0] == len(SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", KINDS)
 def test_garbage_is_collected_inside_of_a_capture(device: str, way: str, hook) -> None:
     dead: list[Any] = []
@@ -404,6 +407,7 @@ def test_garbage_is_collected_inside_of_a_capture(device: str, way: str, hook) -
     assert subject.counted == (4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["full", "whole", "breakable"])
 def test_garbage_with_graphs_is_collected_inside_of_a_capture(way: str, hook) -> None:
     """Of the host alone: a program that does so on CUDA ends its own capture."""

@@ -171,6 +171,7 @@ def test_the_tools_of_a_page_work(
     assert "</html>" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_engine_of_a_page_works(ran: Any, capsys: pytest.CaptureFixture[str]) -> None:
     page = ran("howto/engine.md")
     assert "7 batches captured" in capsys.readouterr().out
@@ -198,6 +199,7 @@ def test_the_attention_op_of_a_page_works(ran: Any) -> None:
     assert [difference.stage for difference in wrong.differences] == ["replay"] * 3
 
 
+@pytest.mark.slow
 def test_the_traced_model_of_a_page_works(ran: Any, capsys: pytest.CaptureFixture[str]) -> None:
     page = ran("howto/traced_once.md")
     torch.testing.assert_close(page["y"], page["module"](page["x"]))

@@ -45,6 +45,7 @@ def encode() -> None:
     assert encoders.manager(encoders.patches()).budget_graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "titles"),
     [

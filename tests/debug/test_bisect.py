@@ -136,6 +136,7 @@ def assert_located(
 BOTH = ("piece_0", "piece_2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "compiler", "hook_with", "stage", "pieces", "location", "detail"),
     [
@@ -236,6 +237,7 @@ class Broken(nn.Module):
         return self.stale(x)
 
 
+@pytest.mark.slow
 def test_the_graph_of_several_is_named(device: str, hook: Any) -> None:
     factor = 1.0
     hook(lambda x: softmax(x) * factor)
@@ -269,6 +271,7 @@ class Attribute(Good):
         return super().forward(x) * self.scale
 
 
+@pytest.mark.slow
 def test_an_attribute_that_is_baked_into_the_trace(device: str) -> None:
     model = built(Attribute, device)
     compiled = cgcompile.compile(model, config(), guards="none")

@@ -229,6 +229,7 @@ def test_a_function_that_is_nothing_but_a_break() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_modules_that_dynamo_may_trace_are_captured(kind: type[nn.Module]) -> None:
     model = kind(4, 4).eval()
@@ -268,6 +269,7 @@ def test_a_reason_names_the_call() -> None:
     assert forbidden.detail == "no graph for num_tokens=6, and capture is closed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["torch", "cgcompile"])
 def test_a_forbidden_capture_names_the_mode_that_has_a_graph(entry: str) -> None:
     backend = cgcompile.Backend(capture_device="host", compiler="eager")

@@ -114,6 +114,7 @@ def nested(device: str) -> tuple[Callable, tuple]:
 MODELS = [llama, bert, decoder, convolutions, recurrent, transformer, experts, nested]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("settings", [{}, {"splitting": "breakable"}], ids=["fx", "breakable"])
 def test_nothing_worse_than_notes(device: str, make: Callable, settings: dict) -> None:

@@ -123,6 +123,7 @@ CASE_REASONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASE_REASONS)
 def test_it_is_the_split_of_torch_compile(name: str) -> None:
     case = lib.cases.CASES[name]
@@ -282,6 +283,7 @@ def test_nothing_is_run_and_nothing_is_left() -> None:
     assert backend.num_compilations == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [{}, {"stats": {"unique_graphs": 7}}])
 def test_counters_of_dynamo_are_left(before: dict[str, dict[str, int]]) -> None:
     counters = torch._dynamo.utils.counters

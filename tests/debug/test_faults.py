@@ -79,6 +79,7 @@ class AttendsRows(nn.Module):
         return out.cos()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tails", ["random", "nan"])
 @pytest.mark.parametrize(
     ("wrong", "right", "op", "mark"),
@@ -255,6 +256,7 @@ def maps_nothing(x):
     return attention(x.cos()[:, None]).sin()
 
 
+@pytest.mark.slow
 def test_a_vmap_region_with_a_boundary() -> None:
     x = rows("cpu")
     for splitting, severity in (("fx", "note"), ("breakable", "error")):
@@ -266,6 +268,7 @@ def test_a_vmap_region_with_a_boundary() -> None:
     assert eager_pieces(maps_nothing, x)[0][0] == {boundary}
 
 
+@pytest.mark.slow
 def test_a_vmap_region_without_a_boundary_is_captured() -> None:
     def alone(x):
         return torch.vmap(torch.sin)(x)  # <alone>

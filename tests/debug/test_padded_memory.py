@@ -62,6 +62,7 @@ def built(compiler: Any, module: nn.Module | None = None) -> Any:
     return cgcompile.compile(module or model(), config, dynamic_dims={"input": 0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_scratch_slot_is_no_difference(compiler: str) -> None:
     compiled, x = built(compiler), torch.randn(ROWS, WIDTH)
@@ -90,6 +91,7 @@ def with_fault(gm: Any, fake_inputs: Any, row: int) -> Any:
     return gm.forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", range(ROWS))
 def test_a_fault_in_a_cache_is_found_in_real_rows_alone(row: int) -> None:
     compiled, x = built(partial(with_fault, row=row)), torch.randn(ROWS, WIDTH)
@@ -139,6 +141,7 @@ SLOTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [None, 0])
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("kind", SCALES)
@@ -162,6 +165,7 @@ class Mixes(Layer):
         return x + x.mean(0)
 
 
+@pytest.mark.slow
 def test_padding_that_reaches_real_rows_is_no_change_of_the_trace() -> None:
     torch.manual_seed(0)
     mixes = nn.Sequential(Mixes(), Mixes()).eval().requires_grad_(False)

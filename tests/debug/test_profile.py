@@ -177,6 +177,7 @@ def test_wrappers_and_raw_captures(device: str) -> None:
     assert names == ["cgcompile/piece_0", "cgcompile/break_1 soft", "cgcompile/piece_2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_managers(kind: str) -> None:
     graph_manager = manager("FULL", kind)

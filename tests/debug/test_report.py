@@ -295,6 +295,7 @@ def test_verdicts(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_verdict_names_lesser_modes_and_errors() -> None:
     """They are no steps without a graph, and a reader of the first screen has to see them."""
     config = cgcompile.CompilationConfig(
@@ -329,6 +330,7 @@ def test_the_verdict_names_lesser_modes_and_errors() -> None:
     assert "Nothing ran without its graph." not in read(report).text
 
 
+@pytest.mark.slow
 def test_a_measured_speed_is_shown() -> None:
     model = compiled_and_run(Attends().eval())
     report = cgcompile.debug.report(model, speed=(0.006, 0.0015))
@@ -464,6 +466,7 @@ def read(overview: Overview) -> Page:
     return Page(render("overview", overview.to_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["torch.compile", "compile", "breakable", "backend"])
 def test_every_door(door: str) -> None:
     """A model warms up, is captured and replays twice."""
@@ -508,6 +511,7 @@ def test_an_encoder_manager() -> None:
     assert [exact(row, "items") for row in page.rows("coverage")] == hits
 
 
+@pytest.mark.slow
 def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_NUM_WARMUPS", "0")
     options = {"compiler": "eager", "capture_device": "host"}
@@ -548,6 +552,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         cgcompile.debug.report(model, tmp_path / "file" / "page.html")
 
 
+@pytest.mark.slow
 def test_representations_are_short() -> None:
     """In a notebook the text of a result is shown; its ``repr`` is the first line of that."""
     model = type("A<b>", (Attends,), {})().eval()

@@ -158,6 +158,7 @@ def test_of_a_wrapper_that_is_wrong() -> None:
 # ---------------------------------------------------------------- what cannot be compared
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compared_is_listed(tmp_path: Path) -> None:
     model, x = returning(lambda y: {"y": y, "it": Empty()})
     verdict = verify(model, x, config=config(), sets=2)

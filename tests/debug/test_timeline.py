@@ -146,6 +146,7 @@ def test_a_refused_capture_names_the_descriptor_of_a_forward_context() -> None:
         assert detail.endswith("; last call: num_tokens=6")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_managers(kind: str) -> None:
     graph_manager = manager("FULL", kind)

@@ -30,6 +30,7 @@ from cgcompile.errors import ConfigError
 # ---------------------------------------------------------------- good models
 
 
+@pytest.mark.slow
 def test_text() -> None:
     verdict = verify(built(Good, "cpu"), rows("cpu"), config=config(), padded_sizes=(8,))
     assert_expected_inline(
@@ -42,6 +43,7 @@ padded to 8 against exact  3       3        by dtype   equal""",
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 @pytest.mark.parametrize("form", ["plain", "torch.compile", "cgcompile.compile"])
 def test_a_good_model(device: str, mode: str, form: str) -> None:
@@ -73,6 +75,7 @@ def test_a_good_wrapper(device: str, kind: Any) -> None:
     assert verdict.replays == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "kind"), [("FULL", "plain"), ("PIECEWISE", "compiled")])
 def test_a_good_manager(device: str, mode: str, kind: str) -> None:
     graph_manager = manager(mode, kind, device)
@@ -177,6 +180,7 @@ class Layouts(nn.Module):
         return y.transpose(0, 1) + 1, y.to(torch.float8_e5m2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot"])  # compared bitwise, and by dtype
 def test_rows_in_another_dimension_and_narrow_numbers(compiler: str) -> None:
     settings = config(compiler=compiler)
@@ -192,6 +196,7 @@ def test_nothing_replayed_is_not_ok() -> None:
     assert verify(manager()).checks[0].missing == "there are no batches"
 
 
+@pytest.mark.slow
 def test_a_padded_size_needs_fewer_rows_and_no_context(tmp_path: Path) -> None:
     model = built(Good, "cpu")
     verdict = verify(model, rows("cpu"), config=config(), padded_sizes=(6,))
@@ -341,6 +346,7 @@ def test_progress_is_shown_on_a_terminal_alone(kind: Any, monkeypatch: pytest.Mo
     assert bars == [kind is Terminal] * 2, shown.getvalue()
 
 
+@pytest.mark.slow
 def test_progress_is_shown_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     shown = io.StringIO()

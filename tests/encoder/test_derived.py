@@ -495,6 +495,7 @@ def test_budgets_below_the_smallest_example() -> None:
     derived(Tower(), examples=examples, token_budgets=[4, 32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.2), (torch.float16, 0.08)])
 def test_tolerances_of_16_bit(dtype: torch.dtype, share: float) -> None:
     tower = Ending(lambda x, grid: x * (1 + share / len(x))).to(dtype)  # 4 % and 1.6 %
@@ -503,6 +504,7 @@ def test_tolerances_of_16_bit(dtype: torch.dtype, share: float) -> None:
     derived(Tower().to(dtype))
 
 
+@pytest.mark.slow
 def test_results_that_are_no_rows() -> None:
     class Several(Tower):
         def forward(self, *args: Any, **named: Any) -> Any:
@@ -612,6 +614,7 @@ def test_calls_that_do_not_fit_the_examples() -> None:
     check(encoder, encoder.model.tower, (2, 2), (4, 4))
 
 
+@pytest.mark.slow
 def test_new_sizes_that_behave_differently() -> None:
     """A branch that no example took is found when an item takes it."""
     tower = Tower(lambda x, grid: x.tanh() if grid.max() > 10 else x)
@@ -723,6 +726,7 @@ def test_the_same_host_value_twice_or_two() -> None:
         encoder.execute(call((2, 12)))
 
 
+@pytest.mark.slow
 def test_host_values_that_are_no_arguments_of_a_module() -> None:
     """They are lifted where an op inside of the module reads them."""
     shared: dict[str, torch.Tensor] = {}

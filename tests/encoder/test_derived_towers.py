@@ -161,6 +161,7 @@ def pixtral(device: str) -> Any:
     return randomised(tower, device), {"pixel_values": (3, 16, 12)}, 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [siglip, clip, whisper, pixtral])
 def test_items_of_one_size(build: Callable[..., Any], device: str) -> None:
     tower, shapes, tokens = build(device)

@@ -177,6 +177,7 @@ def encoder_of_rows() -> Any:
     return manager(model), model
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls=st.lists(st.lists(st.integers(0, 70), max_size=12), min_size=1, max_size=4))
 def test_any_calls_equal_eager(encoder_of_rows: Any, calls: list[list[int]]) -> None:
@@ -652,6 +653,7 @@ def test_items_of_a_graph_without_room_take_the_next_larger_one() -> None:
     assert encoder.statistics.misses == 0
 
 
+@pytest.mark.slow
 def test_with_no_room_for_the_largest_everything_runs_eager() -> None:
     model = patches()
     encoder, budgets, missing = limited(model, bytes_of(64) - 1)
@@ -665,6 +667,7 @@ def test_with_no_room_for_the_largest_everything_runs_eager() -> None:
     assert "max_graph_bytes" not in encoder.coverage()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["all", "one", "none"])
 def test_two_managers_share_a_pool_and_its_limit(more: str) -> None:
     alone, graph = bytes_of(*BUDGETS), bytes_of(64, model=Rows())

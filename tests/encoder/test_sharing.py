@@ -36,6 +36,7 @@ def replace_weight(tower: Any) -> None:
     tower.merge.weight = torch.nn.Parameter(torch.randn_like(tower.merge.weight))
 
 
+@pytest.mark.slow
 def test_new_values_of_weights_are_read_and_new_weights_refused(device: str) -> None:
     model = patches(device)
     encoder = manager(model, device)
@@ -147,6 +148,7 @@ def test_a_shared_pool_is_smaller_than_two() -> None:
     assert pool.memory.reserved < 1.5 * alone.memory.reserved
 
 
+@pytest.mark.slow
 def test_the_pools_of_encoder_and_decoder_are_separate(device: str) -> None:
     decoder = lib.manager.manager(device=device)
     decoder.capture()

@@ -153,6 +153,7 @@ def test_a_check_finds_a_fault(fault: dict[str, Any], message: str, setup: Setup
         check(setup, Wrong(setup, **fault), 4)
 
 
+@pytest.mark.slow
 def test_a_check_counts_replays(setup: Setup) -> None:
     variant = Ours(setup, "pieces", CUDAGraphMode.PIECEWISE)
     variant.prepare()

@@ -50,6 +50,7 @@ def embed(model: Any, batch: Batch) -> torch.Tensor:
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
+@pytest.mark.slow
 def test_embeddings_are_right_and_replayed(device: str) -> None:
     from transformers import AutoModel, AutoTokenizer
 

@@ -16,6 +16,7 @@ TINY = ["--device", "cpu", "--layers", "1", "--hidden", "32", "--intermediate", 
 TINY += ["--requests", "6", "--max-reqs", "4", "--budget", "16", "--draft-tokens", "2"]
 
 
+@pytest.mark.slow
 def test_the_engine_serves_the_same_tokens_in_all_modes() -> None:
     rows = run("serve_llm.py", "--device", "cpu", "--coverage")
     assert "tokens identical: yes" in rows
@@ -43,6 +44,7 @@ def test_the_engine_serves_the_same_tokens_in_all_modes() -> None:
     assert int(tokens.split()[6]) > 32
 
 
+@pytest.mark.slow
 def test_the_engine_fails_when_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second mode gets one token wrong."""
     serve_llm = load("serve_llm.py")
@@ -68,6 +70,7 @@ def test_the_engine_fails_when_a_token_differs(monkeypatch: pytest.MonkeyPatch) 
     assert "BROKEN: breakable: tokens differ from those of NONE: request 2 from" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_engine_fails_when_decoding_misses_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention that may not go into FULL graphs: right tokens are not enough."""
     monkeypatch.setattr(runner, "SUPPORT", AttentionCGSupport.NEVER)
@@ -77,6 +80,7 @@ def test_the_engine_fails_when_decoding_misses_its_graphs(monkeypatch: pytest.Mo
     assert "BROKEN: breakable, target: only 0 of " in done.stdout
 
 
+@pytest.mark.slow
 def test_the_engine_fails_where_nothing_is_shown() -> None:
     """So few requests never fill the cache; the size of one's own cache is no promise."""
     serve_llm = load("serve_llm.py")
@@ -88,6 +92,7 @@ def test_the_engine_fails_where_nothing_is_shown() -> None:
     assert call(serve_llm, *arguments, "--blocks", "40").returncode == 0
 
 
+@pytest.mark.slow
 def test_the_engine_serves_a_checkpoint(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

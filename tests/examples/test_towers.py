@@ -168,6 +168,7 @@ def test_what_is_too_large_runs_eager(kind: str, device: str) -> None:
     assert encoder.statistics.reasons() == {Reason.OVERSIZE: 2}
 
 
+@pytest.mark.slow
 @kinds
 def test_every_grid_has_room_for_its_windows(kind: str, device: str) -> None:
     """One budget, filled by each grid that fills it: the most windows are those of narrow ones."""

@@ -127,6 +127,7 @@ def test_faults_of_replays_are_wrong(compiled: Any, sizes: tuple[int, ...], mess
     assert message in row.detail
 
 
+@pytest.mark.slow
 def test_a_model_that_is_never_replayed_is_refused_with_its_reason() -> None:
     row = measure(CATALOGUE["distilbert"], "compile", quick(cudagraph_mode="NONE"))
     assert (row.outcome, row.replayed, row.calls) == ("refused", 0.0, 3)

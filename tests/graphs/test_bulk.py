@@ -180,6 +180,7 @@ def test_the_largest_comes_first_whatever_the_order(wrapped, batches, settings, 
     assert wrapped.ran == sizes * 2
 
 
+@pytest.mark.slow
 def test_the_largest_of_a_compiled_model_comes_first(device: str, hook) -> None:
     seen: list[int] = []
 
@@ -320,6 +321,7 @@ def test_frozen_objects_of_the_program_stay_frozen(automatic, fails) -> None:
     assert gc.isenabled() is automatic
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("frozen_are_counted")
 def test_frozen_objects_stay_frozen_in_a_real_capture(wrapped) -> None:
     wrapped.capture((4,))

@@ -87,6 +87,7 @@ total            144.50
     assert memory.total == sum(memory.parts.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 def test_a_handle_reports_pools_and_captures(mode: str) -> None:
     model, x = compiled(mode), torch.randn(max(SIZES), 8)
@@ -106,6 +107,7 @@ def test_a_handle_reports_pools_and_captures(mode: str) -> None:
     assert model.backend.memory().captures == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 @pytest.mark.parametrize("in_context", [False, True])
 def test_smaller_sizes_use_the_memory_of_the_largest(mode: str, in_context: bool) -> None:
@@ -127,6 +129,7 @@ def test_smaller_sizes_use_the_memory_of_the_largest(mode: str, in_context: bool
     assert [nbytes for _, nbytes in memory.captures] == [alone.total, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_parts_agree_with_the_pools_on_each_device(device) -> None:
     config = {"capture_device": "auto" if device == "cuda" else "host", "compiler": "eager"}
     model = cgcompile.compile(Attends().to(device), dynamic_dims={"x": 0}, **config)

@@ -45,6 +45,7 @@ def wrapped(model: Any, **settings: Any) -> BreakableCUDAGraphWrapper:
     return BreakableCUDAGraphWrapper(model, CompilationConfig(capture_device="host", **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "said"),
     [

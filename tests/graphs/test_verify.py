@@ -266,6 +266,7 @@ def test_what_a_graph_has_frozen_is_named(device: str, hook, mode: str) -> None:
     assert 0 < differing.largest <= 2.1
 
 
+@pytest.mark.slow
 def test_only_the_graph_that_differs_is_named(device: str, hook) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -229,6 +229,7 @@ def test_pieces_that_run_plain_fill_the_copies_of_later_ones() -> None:
     assert len(calls) == 3
 
 
+@pytest.mark.slow
 def test_a_scalar_that_a_piece_writes_is_copied_again() -> None:
     def function(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         y = x * s

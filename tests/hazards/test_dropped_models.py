@@ -65,6 +65,7 @@ def serve(name: str, device: str) -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FRONT_ENDS)
 def test_dropped_models_leave_no_object(name: str, device: str) -> None:
     for _ in range(2):  # objects that a process makes once
@@ -79,6 +80,7 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x) * 2 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", ["keep", "shape", "none"])
 def test_invalidated_traces_leave_no_object(guards: str, device: str) -> None:
     model = cgcompile.compile(scaled, settings(device), dynamic_dims={"x": 0}, guards=guards)

@@ -112,6 +112,7 @@ def test_a_callee_with_a_graph_break(device: str) -> None:
     assert counters.plain[Reason.EAGER_REGION] == counters.calls == 10
 
 
+@pytest.mark.slow
 def test_a_callee_that_is_also_called_elsewhere(device: str) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return callee(x) + region_around_a_break(x)

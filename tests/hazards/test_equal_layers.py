@@ -128,6 +128,7 @@ def test_results_of_eager_pieces_stay_until_the_next_call_of_their_layer(
     assert chain.replays() == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", GRAPHS)
 @pytest.mark.parametrize("kind", [Layer, EndsEager])
 def test_layers_that_come_after_the_first_was_captured_leave_its_results_alone(
@@ -216,6 +217,7 @@ def test_the_only_weight_set_shares_the_memory_of_its_results(device: str) -> No
     assert graph.pool.arena.nbytes == 0  # results are not copied
 
 
+@pytest.mark.slow
 def test_memory_of_earlier_weight_sets_is_given_back(device: str) -> None:
     """Layers come and go, at times with others and at times alone: what graphs hold stays."""
     held = []

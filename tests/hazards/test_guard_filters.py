@@ -42,6 +42,7 @@ def steps(model: nn.Module, call: Any, device: str, dtype: torch.dtype = torch.f
             torch.testing.assert_close(call(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("name", [None, "skip_guard_on_all_nn_modules_unsafe"])
 def test_without_guards_on_modules(name: str | None, named: bool, device: str) -> None:
@@ -68,6 +69,7 @@ def test_without_guards_on_modules(name: str | None, named: bool, device: str) -
         assert len(backend.graphs) == 1
 
 
+@pytest.mark.slow
 def test_tensor_guards_alone_still_see_another_dtype(device: str) -> None:
     model = Scaled().to(device).eval()
     call = compiled(model, device, "keep_tensor_guards_unsafe", named=True)

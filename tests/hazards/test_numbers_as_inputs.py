@@ -106,6 +106,7 @@ def check(step: Callable[..., Any], eager: Callable[..., Any], kind: type, devic
     assert not any(one.equal(other) for one, other in pairwise(results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
@@ -192,6 +193,7 @@ def test_a_branch_is_compared_whatever_the_guards(guards: str, device: str) -> N
     assert len(served.traces) <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_exponents(name: str, device: str) -> None:
     """The kernel that eager runs depends on their value, and so do results at zero and infinity."""
@@ -402,6 +404,7 @@ class Scales(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("entry", COMPILED)
 def test_a_float_that_is_a_result(entry: str, dynamic: bool | None, device: str) -> None:
@@ -440,6 +443,7 @@ def test_weights_that_move_beside_a_float_that_is_a_result(guards: str, device: 
     assert backend.counters.replays >= 8
 
 
+@pytest.mark.slow
 def test_values_that_no_trace_serves(device: str) -> None:
     """Dynamo makes them constants."""
     served = compiled("cgcompile.compile", Bodies.written, settings(device))
@@ -450,6 +454,7 @@ def test_values_that_no_trace_serves(device: str) -> None:
             torch.testing.assert_close(result, expected, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind: type, device: str) -> None:
     model = Attends().to(device)

@@ -75,6 +75,7 @@ def test_floats_take_one_trace(device: str, compiler: str) -> None:
         assert (backend.counters.captures, backend.counters.replays) == (3, 3)
 
 
+@pytest.mark.slow
 def test_a_model_after_another_takes_one_trace(device: str) -> None:
     """Dynamo has made the first of its floats a constant already, for the model before."""
 
@@ -113,6 +114,7 @@ def test_a_float_that_is_returned(device: str) -> None:
     assert len(traced) == 2
 
 
+@pytest.mark.slow
 def test_another_float_is_another_trace(device: str) -> None:
     model = Floats().to(device).eval()
     compiles, traced = counting(cgcompile.Backend(compiler="eager"))
@@ -137,6 +139,7 @@ def test_a_size_that_follows_from_a_float(device: str) -> None:
     assert 2 <= len(traced) <= 4
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_graph_is_traced_again(device: str) -> None:
     """Dynamo calls the copy with the inputs of its own graph, so none may be dropped."""
     model = Floats().to(device).eval()

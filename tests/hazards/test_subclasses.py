@@ -253,6 +253,7 @@ def chunks(weight: Any, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, one).sum(1, keepdim=True) + F.linear(x, two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("step", [views, chunks])
 @pytest.mark.parametrize("kind", [Int8, Pair])
@@ -272,6 +273,7 @@ def test_views(name: str, step: Any, kind: Any, device: str) -> None:
     replayed(served, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_inputs_and_results(name: str, device: str) -> None:
     """A subclass of the caller is copied as its plain tensors, and results are built from such."""

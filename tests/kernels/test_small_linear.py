@@ -92,6 +92,7 @@ KINDS = {
 TOGETHER = {"many columns": (4, 3, 2), "gate and up": (3, 3, 3), "large gate and up": (4, 4, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8, 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_compiles_for_hopper(kind, rows) -> None:

@@ -61,6 +61,7 @@ class MixedIndex(nn.Module):
         return x.sin()[rows].cos()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "model", "inputs"),
     [

@@ -125,6 +125,7 @@ def test_negative_zero_and_nan_keep_their_bits() -> None:
         assert torch.equal(results[0].view(torch.int32), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_arithmetic_of_whole_numbers_that_changes_nothing(dtype: torch.dtype) -> None:
     def program(t):
@@ -134,6 +135,7 @@ def test_arithmetic_of_whole_numbers_that_changes_nothing(dtype: torch.dtype) ->
     assert noops(program) == {"_operator.add": -1, "_operator.mul": -1, "_operator.sub": -1}
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_written_is_a_copy() -> None:
     def both_used(t):
         rows = torch.arange(t.shape[0])
@@ -164,6 +166,7 @@ def test_the_object_that_the_caller_gets_stays() -> None:
     assert noops(lambda t: ((h := t.sin()[:]), h)) == {"_operator.getitem": -1}
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_changed_itself_stays() -> None:
     def turned(t):
         h = t * 2
@@ -246,6 +249,7 @@ def test_views_of_what_went_are_known_to_share_its_memory() -> None:
     assert keys["half"] == keys["add"]
 
 
+@pytest.mark.slow
 def test_no_guard_comes_of_comparing_sizes() -> None:
     def program(t):
         h = (t * 2).view(-1, t.shape[1], D)[: t.shape[0]].expand(t.shape)
@@ -285,6 +289,7 @@ def test_functorch_regions_are_left_alone() -> None:
     assert noops(program) == {}
 
 
+@pytest.mark.slow
 def test_a_declared_boundary_stays() -> None:
     attend = cgcompile.SplittingOp(predicate=lambda node: node.target == "contiguous", name="mine")
 
@@ -416,6 +421,7 @@ def test_a_copy_that_a_gradient_needs_stays() -> None:
     assert torch.equal(gradient, weight.grad)
 
 
+@pytest.mark.slow
 def test_a_copy_in_an_eager_region_or_declared_stays() -> None:
     clone = cgcompile.SplittingOp(predicate=lambda node: node.target == "clone", name="mine")
 
@@ -439,6 +445,7 @@ def test_attention_into_a_clone() -> None:
     assert clones(lambda t: attended(t, (t * 2).clone()).sin()) == {"clone": -1}
 
 
+@pytest.mark.slow
 def test_size_that_only_data_tells_is_left_alone() -> None:
     def program(t):
         rows = torch.nonzero(t[:, 0, 0] > 0).squeeze(-1)
@@ -469,6 +476,7 @@ def test_replayed_steps_write_the_source_at_every_replay() -> None:
     assert backend.counters.replays == 2
 
 
+@pytest.mark.slow
 def test_nothing_goes_from_a_graph_without_such_ops() -> None:
     records = {r.name: r for r in compiled_graph("sdpa").split.passes}
     assert records["eliminate_noops"].difference == {}

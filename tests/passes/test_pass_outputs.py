@@ -139,6 +139,7 @@ def test_the_output_that_changed_is_counted() -> None:
     assert "changed output 1 of graph: it is f16[s0, 4]" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 def test_the_same_size_in_other_words_is_the_same(where: str) -> None:
     """Rows go in and out of a flattened form, whose first size is an expression of its own."""
@@ -229,6 +230,7 @@ def test_under_autocast_a_node_is_what_it_is_there() -> None:
         torch.testing.assert_close(result, model(x))
 
 
+@pytest.mark.slow
 def test_strides_stay_where_another_piece_takes_the_output() -> None:
     def first_only(gm: fx.GraphModule) -> None:
         if gm.graph.find_nodes(op="call_method", target="sin"):

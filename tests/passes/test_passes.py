@@ -349,6 +349,7 @@ def pieces_of(name: str) -> tuple[cgcompile.passes.Piece, ...]:
     return backend.graphs[0].split.pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdpa", "size_crosses", "size_returned", "decoder"])
 def test_no_size_leaves_a_captured_piece(name: str) -> None:
     for piece in pieces_of(name):
@@ -357,6 +358,7 @@ def test_no_size_leaves_a_captured_piece(name: str) -> None:
             assert all(isinstance(o.meta["example_value"], torch.Tensor) for o in outputs)
 
 
+@pytest.mark.slow
 def test_pieces_return_tuples_also_of_one_or_none() -> None:
     for name in ("op_packet", "no_boundary"):
         for piece in pieces_of(name):

@@ -7,11 +7,13 @@ from lib.cases import CASES
 from lib.snapshots import assert_snapshot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_split_of(name: str) -> None:
     assert_snapshot(f"splits/{name}", split_texts(CASES[name]))
 
 
+@pytest.mark.slow
 def test_a_graph_break_is_reported_with_its_cause_and_line() -> None:
     case = CASES["nonzero_graph_break"]
     backend = backend_for(case, "eager")

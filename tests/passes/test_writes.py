@@ -103,6 +103,7 @@ def test_functions_that_only_have_the_name_of_an_op(function: Callable[..., Any]
     assert written(EMPTY, node) == node.all_input_nodes
 
 
+@pytest.mark.slow
 def test_a_dual_tensor_is_not_its_argument() -> None:
     def slope(x: torch.Tensor, tangent: torch.Tensor) -> Any:
         with forward_ad.dual_level():

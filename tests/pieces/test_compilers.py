@@ -48,6 +48,7 @@ def test_equal_layers_are_compiled_once(layers: int) -> None:
     assert len(recorder.pieces) == 3  # the first, the middle ones, the last
 
 
+@pytest.mark.slow
 def test_layers_that_differ_in_a_constant_are_not_shared() -> None:
     def scaled(x):
         for scale in (1.0, 2.0, 2.0, -0.0, 0.0):
@@ -100,6 +101,7 @@ def test_pieces_whose_inputs_alias_differently_are_not_shared() -> None:
     assert len(recorder.pieces) == 2
 
 
+@pytest.mark.slow
 def test_compiles_inside_the_backend_call_without_gradients() -> None:
     recorder = Recorder()
     model = build(CASES["sdpa"])
@@ -220,6 +222,7 @@ def test_a_size_that_equals_one_of_another_input_reaches_inductor() -> None:
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_graph_without_symbols_is_legal() -> None:
     model, x = build(CASES["sdpa"]), torch.randn(6, 4, D)
     backend = cgcompile.Backend(compiler="aot")

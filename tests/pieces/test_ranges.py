@@ -93,6 +93,7 @@ def check(model, step, *sizes: int, **tolerance) -> None:
 # ---------------------------------------------------------------- ranges
 
 
+@pytest.mark.slow
 def test_ranges_between() -> None:
     assert [str(each) for each in ranges_between((32, 512))] == [
         "sizes 1 to 32",
@@ -297,6 +298,7 @@ def test_equal_pieces_are_compiled_once_for_each_size(settings: dict, count: int
     assert len(backend.graphs[0].artifacts.split("piece_")) == 4
 
 
+@pytest.mark.slow
 def test_a_piece_without_the_dimension_has_one_artifact() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -335,6 +337,7 @@ class TwoDims(nn.Module):
         return (h.view(-1, D).repeat(2, 1) + y.sum(0)) * x.shape[0]
 
 
+@pytest.mark.slow
 def test_the_named_dimension_decides_not_the_first_number() -> None:
     labels = Labels(position=1)
     settings = {"compile_sizes": (5,), "compile_ranges_endpoints": (8,)}
@@ -421,6 +424,7 @@ def test_a_capture_takes_the_artifact_of_the_padded_size(mode: str) -> None:
     assert backend.counters.replays == 8
 
 
+@pytest.mark.slow
 def test_auto_dispatch_takes_the_artifact_of_the_size_it_captures() -> None:
     labels = Labels()
     model, step, backend = compiled(
@@ -533,6 +537,7 @@ def test_compiled_in_inference_mode(compiler: str) -> None:
     assert backend.graphs[0].artifacts.count("size 5") == 2
 
 
+@pytest.mark.slow
 def test_two_dimensions_that_a_guard_relates() -> None:
     """The other dimension is compiled with a number that the model allows beside the size."""
 
@@ -767,6 +772,7 @@ def test_a_piece_that_cannot_be_traced_at_a_size() -> None:
     lib._destroy()
 
 
+@pytest.mark.slow
 def test_a_users_compiler_may_not_fix_a_size_of_a_range() -> None:
     def narrow(gm, fake_inputs):
         if label(fake_inputs) == "9-":

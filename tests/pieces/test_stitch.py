@@ -73,6 +73,7 @@ def test_lines_break_where_python_allows_it(length: int) -> None:
         torch.testing.assert_close(torch.compile(Long(), backend=backend)(x), Long()(x))
 
 
+@pytest.mark.slow
 def test_names_of_the_user_hide_nothing() -> None:
     def f(step, piece_0, piece_1, returned_sizes, s0, len, class_):
         piece_2 = step.sin() + piece_0 + piece_1 + returned_sizes + s0 + len + class_

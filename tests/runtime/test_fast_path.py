@@ -101,6 +101,7 @@ def test_calls_of_another_step_than_the_last() -> None:
     assert calls_of(lambda: engine.step(views[1], contexts[1]))[0] == same
 
 
+@pytest.mark.slow
 def test_calls_of_a_break() -> None:
     counts = []
     for layers in (1, 6):
@@ -242,6 +243,7 @@ def test_a_result_of_other_weights_that_moves() -> None:
     assert graph.counters.plain[Reason.INPUT_CHANGED] == 1
 
 
+@pytest.mark.slow
 def test_gradients() -> None:
     engine = Engine()
     with torch.enable_grad():
@@ -495,6 +497,7 @@ def test_a_trace_of_another_thread_delays_nothing() -> None:
     assert len(runs.traces) == 2
 
 
+@pytest.mark.slow
 def test_a_call_inside_of_a_step_that_runs_plain(hook: Any) -> None:
     engine = Engine(mode=PIECEWISE)
     engine.backend.allow_threads()

@@ -17,6 +17,7 @@ import cgcompile
 from cgcompile.reasons import Reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
 )
@@ -32,6 +33,7 @@ def test_step_with_gradients_is_differentiable_and_counted(compiler: str) -> Non
     assert graph.counters.plain == {Reason.GRADIENTS: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_step_without_gradients_runs_the_compiled_pieces(mode) -> None:
     model, backend = build(CASES["sdpa"]), cgcompile.Backend(compiler="aot")
@@ -74,6 +76,7 @@ def test_a_region_that_turns_gradients_on_stays_differentiable_inside() -> None:
     assert pieces[1].why[0].reason is Reason.GRADIENTS
 
 
+@pytest.mark.slow
 def test_grad_mode_is_what_it_was_after_every_step() -> None:
     model, backend = (
         build(CASES["grad_mode"]).requires_grad_(False),
@@ -86,6 +89,7 @@ def test_grad_mode_is_what_it_was_after_every_step() -> None:
             assert torch.is_grad_enabled() is enabled
 
 
+@pytest.mark.slow
 def test_a_forward_that_turns_gradients_off_runs_the_compiled_pieces() -> None:
     for decorate in (torch.no_grad, torch.inference_mode):
 
@@ -150,6 +154,7 @@ def test_nested_gradients_with_grad_mode_on() -> None:
         torch.testing.assert_close(result, step(x))
 
 
+@pytest.mark.slow
 def test_constants_of_the_graph_that_require_gradients() -> None:
     model, backend = build(CASES["sdpa"]), cgcompile.Backend(compiler="aot")
     x = torch.randn(6, 4, D)
@@ -220,6 +225,7 @@ def gradients(step, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tenso
     return [result.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTED)
 @pytest.mark.parametrize("entry", ["torch.compile", "cgcompile.compile", "uncompiled"])
 def test_a_checkpointed_step_has_the_gradients_of_eager(name: str, entry: str) -> None:

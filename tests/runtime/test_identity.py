@@ -112,6 +112,7 @@ def test_a_buffer_that_is_changed_in_place_stays(
     assert (counters.captures, counters.replays) == (1, 28), counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [None, FULL, PIECEWISE], ids=str)
 @pytest.mark.parametrize(
     ("compiler", "entry_point"),
@@ -227,6 +228,7 @@ def test_without_graphs(settings: dict[str, Any]) -> None:
         assert count.item() == calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", ["verify", "bisect", "doctor", "explain"])
 @pytest.mark.parametrize("entry_point", ["torch", "none"])
 def test_looking_leaves_the_buffer_where_it_was(entry_point: str, look: str) -> None:
@@ -248,6 +250,7 @@ def test_looking_leaves_the_buffer_where_it_was(entry_point: str, look: str) -> 
 # ---------------------------------------------------------------- what cannot stay
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [None, FULL], ids=str)
 @pytest.mark.parametrize("entry_point", ["torch", "none"])
 def test_a_buffer_that_is_replaced_is_said(entry_point: str, mode: CUDAGraphMode | None) -> None:
@@ -268,6 +271,7 @@ def test_a_buffer_that_is_replaced_is_said(entry_point: str, mode: CUDAGraphMode
     assert "argument" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [None, FULL], ids=str)
 def test_strict_does_not_run_it_for_ever(mode: CUDAGraphMode | None) -> None:
     model = Replaced()
@@ -283,6 +287,7 @@ def test_strict_does_not_run_it_for_ever(mode: CUDAGraphMode | None) -> None:
     assert backend.counters.failures == 1
 
 
+@pytest.mark.slow
 def test_many_layers_that_share_a_graph_are_not_taken_for_it() -> None:
     """Each has weights of its own, which stay: they warm up and get graphs."""
     layers = [nn.Linear(N, N).requires_grad_(False) for _ in range(66)]

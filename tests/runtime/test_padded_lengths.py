@@ -285,6 +285,7 @@ def test_later_calls_are_compared(device: str) -> None:
         assert backend.counters.degraded[Reason.PADDING_REFUSED] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_difference_holds_for_all_traces(name: str, device: str) -> None:
     torch.manual_seed(0)
@@ -491,6 +492,7 @@ def test_calls_with_gradients_are_not_padded(device: str) -> None:
     assert not backend.counters.degraded
 
 
+@pytest.mark.slow
 def test_a_forward_context_is_not_padded(device: str) -> None:
     model = build(device)
     step, backend = compiled("cgcompile.compile", model, device, cudagraph_mode="FULL")
@@ -607,6 +609,7 @@ def test_calls_of_equal_tokens_show_nothing(device: str) -> None:
     refused(backend.counters)
 
 
+@pytest.mark.slow
 def test_a_length_at_which_the_model_raises(device: str) -> None:
     if device != "cpu":
         pytest.skip("an index out of range ends the use of the device")

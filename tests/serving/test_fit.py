@@ -95,6 +95,7 @@ def test_bytes_are_in_the_result_without_a_budget_of_them() -> None:
     assert fit_sizes({4: 3, 2: 1}, 2, bytes_of=lambda size: 10 * size).nbytes == 60
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(HISTOGRAM, st.integers(1, 45), COUNT)
 def test_a_maximum_is_covered_and_ends_the_ladder(

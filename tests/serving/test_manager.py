@@ -61,6 +61,7 @@ BATCHES = (
 BY_LETTER = {"N": NONE, "P": PIECEWISE, "F": FULL}
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("mode", MODES)
 def test_every_batch_equals_eager_in_its_mode(mode: str, kind: str, device: str) -> None:
@@ -141,6 +142,7 @@ def test_each_phase_gets_fresh_inputs() -> None:
     assert len({id(batch) for _, _, batch in seen}) == 10
 
 
+@pytest.mark.slow
 def test_a_graph_for_mixed_batches_is_captured_with_a_long_query() -> None:
     seen: dict[BatchDescriptor, Any] = {}
 
@@ -338,6 +340,7 @@ def test_hooks_and_contexts() -> None:
     assert calls.count("before_full_capture") == len(SIZES)
 
 
+@pytest.mark.slow
 def test_hooks_end_where_a_step_raises() -> None:
     calls: list[str] = []
 
@@ -400,6 +403,7 @@ def test_sizes_of_decode_with_drafts() -> None:
     assert graph_manager.uniform_decode_cudagraph_sizes == expected
 
 
+@pytest.mark.slow
 def test_which_graph_serves() -> None:
     graph_manager = manager("FULL_DECODE_ONLY")
     assert graph_manager.get_cudagraph_runtime_mode(3, 3, 1) == (NONE, None)
@@ -456,6 +460,7 @@ def test_run_fullgraph(aux: bool, device: str) -> None:
     assert graph_manager.output_buffers is None
 
 
+@pytest.mark.slow
 def test_the_full_graph_of_a_variant() -> None:
     axes = [Axis("inputs_embeds", (False, True))]
     graph_manager = manager(dispatch=dispatcher("FULL", axes=axes), inputs=(*INPUTS, EMBEDS))
@@ -482,6 +487,7 @@ class Called:
         return self._model(**arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kind", "wrapped"),
     [

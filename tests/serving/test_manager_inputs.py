@@ -77,6 +77,7 @@ def test_what_tails_hold_never_reaches_real_rows(kind: str, device: str) -> None
     assert graph_manager.statistics.reasons() == {}
 
 
+@pytest.mark.slow
 def test_optional_inputs_are_part_of_the_key() -> None:
     graph_manager = with_embeds((False, True))
     graph_manager.capture()
@@ -152,6 +153,7 @@ def test_padding_never_reaches_the_cache(kind: str, device: str) -> None:
     assert graph_manager.counters.replays == before + 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["model", "metadata"])
 @kinds
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
@@ -338,6 +340,7 @@ class Added(Fields):
         self.starts = starts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "held", "path"),
     [

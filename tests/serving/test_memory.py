@@ -317,6 +317,7 @@ def test_frequent_sizes_come_first(monkeypatch) -> None:
     assert captured(graph_manager) == [("PIECEWISE", 56), ("PIECEWISE", 12), ("PIECEWISE", 4)]
 
 
+@pytest.mark.slow
 def test_text_and_numbers_of_a_plan(device) -> None:
     planned = MODELS["decoder"]("PIECEWISE", "plain", device).plan()
     data = planned.as_dict()

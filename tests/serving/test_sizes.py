@@ -164,6 +164,7 @@ def test_every_batch_is_covered(maximum: int, dense: int, multiple: int) -> None
         assert size - rows < (8 if rows <= 248 else 16) + multiple
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(LADDER, st.lists(MULTIPLE, min_size=1, max_size=2), st.integers(1, 400))
 def test_rounding_never_loses_a_batch(ladder: Any, multiples: list[int], maximum: int) -> None:
@@ -209,6 +210,7 @@ def test_every_decode_batch_that_fits_is_covered(
         assert padded_size(ladder, count * query_len) == min(before, most) * query_len
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(LADDER, HISTOGRAM)
 def test_padding(ladder: tuple[int, ...], histogram: dict[int, int]) -> None:

@@ -85,6 +85,7 @@ def test_an_equal_value_made_anew_is_no_new_trace(guards: str) -> None:
     assert len(one.traces) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", GUARDS)
 def test_ways_to_pass_an_argument(guards: str) -> None:
     def f(x, /, y=2, *rest, scale=3.0, **more):
@@ -122,6 +123,7 @@ def test_the_order_of_keys_and_keywords(guards: str) -> None:
     assert (len(one.traces), len(other.traces)) == (2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", GUARDS)
 def test_tensors_that_differ(guards: str) -> None:
     def f(x):

@@ -108,6 +108,7 @@ def test_a_layer_that_differs(change: str, front_end: str) -> None:
     check(compiled(model, front_end), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front_end", ["torch.compile", "keep"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_later_layer_that_changes(change: str, front_end: str) -> None:

@@ -167,6 +167,7 @@ def test_what_a_call_does_to_python_objects() -> None:
     assert (count, CALLS) == (3, [1, 2, 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("guards", GUARDS)
 def test_hooks(guards: str, inner: bool) -> None:
@@ -288,6 +289,7 @@ class OwnError(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_what_the_model_raises_keeps_its_type() -> None:
     def f(x, n):
         if n > 3:
