@@ -106,6 +106,9 @@ def schedule_of(scenario: Scenario, device: str, totals: dict[str, int]) -> type
                 scenario, device, menu, inference=inference, strict=strict, poison=poison
             )
 
+            if "raises" in scenario.more:
+                self.do(do=Do("raises", 0))  # by chance all others may come after the captures
+
         @rule(do=st.sampled_from(things_to_do(SLOTS, scenario.more)))
         def do(self, do: Do) -> None:
             if hasattr(self.engine, f"_{do.what}"):
