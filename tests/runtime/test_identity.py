@@ -100,9 +100,9 @@ def test_a_buffer_that_is_changed_in_place_stays(
     model, eager = Count().to(device), Count().to(device)
     eager.load_state_dict(model.state_dict())
     compiled, backend = built(model, entry_point, strict=True, capture_device=recorder(device))
-    count, x = model.count, torch.empty(2, N, device=device)
+    count, x = model.count, torch.empty(4, N, device=device)
     for calls in range(1, 31):
-        x.copy_(torch.randn(2, N))
+        x.copy_(torch.randn(4, N))
         with context(mode):
             result = compiled(x)
         assert torch.allclose(result, eager(x), atol=1e-5)
@@ -294,7 +294,7 @@ def test_many_layers_that_share_a_graph_are_not_taken_for_it() -> None:
     settings = {"compiler": "eager", "capture_device": "host", "cache_dir": "off"}
     backend = Backend(**settings, strict=True, max_weight_sets=66)
     compiled = [torch.compile(each, backend=backend) for each in layers]
-    x = torch.randn(2, N)
+    x = torch.randn(4, N)
     for _ in range(3):
         for one, layer in zip(compiled, layers, strict=True):
             with context(FULL):
