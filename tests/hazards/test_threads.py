@@ -138,7 +138,7 @@ def test_an_eager_break_that_waits_for_another_thread_that_captures(device: str)
 
     @cgcompile.eager_break_during_capture
     def attend(x: torch.Tensor) -> torch.Tensor:
-        thread, result = run_in_thread(lambda: inner.step(ones))
+        thread, result = run_in_thread(lambda: inner.step(ones).clone())
         thread.join(PATIENCE)
         results.extend(result)
         return x * 2
