@@ -7,7 +7,7 @@ together they take one microsecond.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,11 +83,23 @@ def changed_setting(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str,
     return next((name, old, new) for name, old, new in rows if old != new)
 
 
-def traced_function_modes() -> AbstractContextManager[Any]:
-    """Return the context in which Dynamo traces torch function modes, instead of running them."""
+def function_mode_stack() -> list[Any]:
+    """Return the torch function modes that are on, which may be a default device."""
+    return [torch._C._get_function_stack_at(at) for at in range(_count_function_modes())]
+
+
+@contextmanager
+def traced_function_modes(modes: list[Any]) -> Iterator[None]:
+    """Let Dynamo trace the ``modes`` that are on, instead of running them; restore them after."""
     from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 
-    return torch_function_mode_stack_state_mgr
+    try:
+        with torch_function_mode_stack_state_mgr:
+            yield
+    finally:
+        if _count_function_modes() < len(modes):  # 2.11 loses those of a nested use
+            for mode in modes[_count_function_modes() :]:
+                torch._C._push_on_torch_function_stack(mode)
 
 
 def has_traced_function_modes() -> bool:

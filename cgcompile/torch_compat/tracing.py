@@ -35,7 +35,7 @@ from cgcompile.torch_compat.dynamo import (
 )
 from cgcompile.torch_compat.regions import guard_repeated_regions
 from cgcompile.torch_compat.torch_settings import (
-    has_traced_function_modes,
+    function_mode_stack,
     traced_function_modes,
     without_function_modes,
 )
@@ -233,8 +233,9 @@ class Trace:
 
     def __init__(self, function: types.FunctionType, output: Any) -> None:
         self.original = function  # a bound object is its first argument
-        self.function_modes = has_traced_function_modes()  # whether the graph has their effects
         self._output = output  # of Dynamo
+        # Whether the graph has the effects of torch function modes.
+        self.function_modes = bool(self._graph_output.torch_function_mode_stack)
         traced = output.backend_input
         self.graph: fx.GraphModule | None = None if traced is None else traced.graph_module
         self.inputs: list[Any] = [] if traced is None else list(traced.example_inputs)
@@ -525,11 +526,10 @@ def trace_call(
         stack.enter_context(patched(config, patches))
         stack.enter_context(_varying(varying))
         stack.enter_context(measured())
-        stack.enter_context(traced_function_modes())
         before = set(function.__globals__)
         with new_sources() as sources:
             try:
-                output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
+                output = _captured(called, args, kwargs)
                 trace = Trace(function, output)
             except BaseException as error:
                 drop_globals(function.__globals__, _installed_since(before, function))
@@ -541,6 +541,19 @@ def trace_call(
     drop_sources_with(code, sources)
     weakref.finalize(code, drop_globals, function.__globals__, new).atexit = False
     return trace
+
+
+def _captured(called: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what Dynamo makes of a call; torch function modes are traced."""
+    from torch._dynamo.convert_frame import fullgraph_capture
+
+    modes = function_mode_stack()
+    if modes:
+        with traced_function_modes(modes):
+            output = fullgraph_capture(called, args, dict(kwargs))
+        if list(output.graph_capture_output.output_graph.torch_function_mode_stack) == modes:
+            return output  # else Dynamo takes them by itself, as 2.11 does
+    return fullgraph_capture(called, args, dict(kwargs))
 
 
 @contextmanager
