@@ -102,7 +102,6 @@ def listed_in(*tables: Mapping[str, str]) -> list[str]:
     return [f"{owner}.{name}" for owner, names in rows for name in names.split()]
 
 
-@pytest.mark.slow
 def test_each_private_name_is_in_the_table() -> None:
     read = set().union(*map(names_read, parsed(COMPAT)))
     listed = listed_in(DOCUMENTED_NAMES, PRIVATE_NAMES)
