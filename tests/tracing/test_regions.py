@@ -130,6 +130,9 @@ def test_other_code_in_a_later_layer_is_refused(change: str, front_end: str) -> 
         linear.register_forward_hook(lambda module, args, output: output * 3)
     else:
         linear.forward = lambda x: x * 5
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+        check(compiled(model, front_end), model)  # each call is traced there
+        return
     with pytest.raises(Exception, match="another class, forward or hook") as raised:
         compiled(model, front_end)(torch.randn(3, 8))
     chain = [raised.value, raised.value.__cause__, getattr(raised.value, "inner_exception", None)]
