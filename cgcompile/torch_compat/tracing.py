@@ -545,15 +545,15 @@ def trace_call(
 
 def _captured(called: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return what Dynamo makes of a call; torch function modes are traced."""
-    from torch._dynamo.convert_frame import fullgraph_capture
+    from torch._dynamo import convert_frame
 
     modes = function_mode_stack()
     if modes:
         with traced_function_modes(modes):
-            output = fullgraph_capture(called, args, dict(kwargs))
+            output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
         if list(output.graph_capture_output.output_graph.torch_function_mode_stack) == modes:
             return output  # else Dynamo takes them by itself, as 2.11 does
-    return fullgraph_capture(called, args, dict(kwargs))
+    return convert_frame.fullgraph_capture(called, args, dict(kwargs))
 
 
 @contextmanager
