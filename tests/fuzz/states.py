@@ -10,6 +10,7 @@ import random
 from collections import Counter, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,8 +219,9 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     return x + len(tensors)
 
 
+@cache
 def library() -> torch.library.Library:
-    """Define the op that reads metadata; what keeps it alive is returned."""
+    """Define the op that reads metadata, once: ``torch.ops`` keeps it for the whole process."""
     lib = torch.library.Library("cgstates", "FRAGMENT")
     lib.define("mixed(Tensor x) -> Tensor")
     for key in ("CPU", "CUDA"):
@@ -366,7 +368,7 @@ def fuzz(kind: type[StateProgram | MetadataProgram], seed: int, options: Any) ->
     Raises:
         AssertionError: a result differs, or an error is due to nothing.
     """
-    kept = library()
+    library()
     torch._dynamo.reset()
     torch.manual_seed(seed)
     program = kind(seed, options)
@@ -391,7 +393,6 @@ def fuzz(kind: type[StateProgram | MetadataProgram], seed: int, options: Any) ->
         raise AssertionError(f"{command}\nstep {step} of {program}\n{error}") from error
     finally:
         program.close()
-        del kept
     counters = program.front.counters()
     replayable = 1 if counters.replays else 0
     return Counter(

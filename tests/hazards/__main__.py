@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("rows", nargs="*", help="parts of the names of rows")
     options = parser.parse_args()
-    kept = library()
+    library()
     torch.set_num_threads(1)
     for row in TABLE:
         if options.rows and not any(part in row.name for part in options.rows):
@@ -44,7 +44,6 @@ def main() -> None:
             columns.setdefault(observed(row, name, options.device), []).append(name)
         for text, names in sorted(columns.items()):
             print(f"  {text:34} {'; '.join(names)}", flush=True)
-    del kept
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ not ``RIGHT``. A new hazard is a row here. ``Contract(error)`` is a cell that is
 import types
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -420,8 +421,9 @@ def _scale(x: torch.Tensor) -> torch.Tensor:
     return x * take(cgcompile.get_forward_context().attn_metadata)
 
 
+@cache
 def library() -> torch.library.Library:
-    """Define the ops of these models; what keeps them alive is returned."""
+    """Define the ops of these models, once: ``torch.ops`` keeps them for the whole process."""
     lib = torch.library.Library("hazards", "FRAGMENT")
     for name, function in (("scale", _scale), ("kernel", _kernel)):
         lib.define(f"{name}(Tensor x) -> Tensor")

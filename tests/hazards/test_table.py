@@ -9,10 +9,8 @@ from lib.hazards import ABSENT, DOCUMENTED, STALE, Contract, Row, observe
 
 
 @pytest.fixture(autouse=True, scope="module")
-def ops() -> Iterator[None]:
-    kept = library()
-    yield
-    del kept
+def ops() -> None:
+    library()
 
 
 def cells() -> Iterator[object]:
