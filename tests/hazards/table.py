@@ -7,6 +7,7 @@ not ``RIGHT``. A new hazard is a row here. ``Contract(error)`` is a cell that is
 ``python -m tests.hazards`` prints the observed table.
 """
 
+import dataclasses
 import types
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lib.front_ends import MANAGERS, TRACED, WIDTH, WITH_CONTEXT, WRAPPERS
-from lib.hazards import ABSENT, DOCUMENTED, Contract, Row, Scene, in_another_thread
+from lib.hazards import (
+    ABSENT,
+    DOCUMENTED,
+    RIGHT,
+    Contract,
+    Row,
+    Scene,
+    in_another_thread,
+    in_threads,
+)
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -38,6 +48,8 @@ TORCH = ("torch.compile", "torch.compile, context")
 GUARDED = TORCH + KEEP
 UNGUARDED = SHAPE + NONE  # traces without the guards of Dynamo on the model
 ENCODER = ("EncoderCudaGraphManager",)
+# Capture no step in mode FULL whose boundary no FULL graph may hold.
+BREAK_FULL = ("breakable, context", "BreakableCUDAGraphWrapper", "CudaGraphManager")
 
 # State that Python reads: Dynamo's guards see it, dropped guards are a documented exception, and
 # what captures Python as it runs must compare it.
@@ -46,6 +58,11 @@ OF_STATE = {UNGUARDED: DOCUMENTED, UNTRACED: Contract(HostValueChangedError)}
 OF_STATE_NOT_IN_TORCH = {**OF_STATE, TORCH: DOCUMENTED}
 # What chooses a kernel, or is a default of torch, is baked into every graph.
 OF_SETTINGS = {UNTRACED: HostValueChangedError}
+# Which modules and tensors a model has.
+OF_STRUCTURE = {UNGUARDED: DOCUMENTED, UNTRACED: AddressChangedError}
+# A manager passes no other arguments than its buffers.
+OF_TENSORS = {UNTRACED: AddressChangedError, MANAGERS: ABSENT}  # of arguments
+OF_ARGUMENTS = {UNTRACED: HostValueChangedError, MANAGERS: ABSENT}
 OF_WEIGHTS = {NONE: DOCUMENTED, UNTRACED: AddressChangedError}
 
 READ_CONTEXT = (*WITH_CONTEXT, *WRAPPERS, "CudaGraphManager")
@@ -245,8 +262,19 @@ class Relu(Model):
         return F.relu(x)
 
 
-def _autocast(device: str) -> Scene:
-    return _around(lambda: torch.autocast(device, torch.bfloat16), Model)(device)
+def _autocast(now: torch.dtype | None, before: torch.dtype | None = None) -> Callable[[str], Scene]:
+    """Make a row of autocast, which is off where there is no dtype."""
+
+    def build(device: str) -> Scene:
+        changed: list[bool] = []
+
+        def around() -> Any:
+            dtype = now if changed else before
+            return torch.autocast(device, dtype, enabled=dtype is not None)
+
+        return Scene(Model(device), lambda: changed.append(True), around=around)
+
+    return build
 
 
 def sdpa_kernel(device: str) -> Scene:
@@ -389,6 +417,94 @@ def layer_replaced(model: Model) -> None:
         model.linear.bias.fill_(0.25)
 
 
+def last_weight_data(model: Model) -> None:
+    model.linear.bias.data = torch.full_like(model.linear.bias, 0.5)
+
+
+def weights_assigned(model: Model) -> None:
+    state = {name: torch.full_like(weight, 0.5) for name, weight in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    model.requires_grad_(False)
+
+
+def weights_updated(model: Model) -> None:
+    state = {name: weight * 0.5 for name, weight in model.state_dict().items()}
+    cgcompile.update_weights(model, state)
+
+
+def bias_removed(model: Model) -> None:
+    model.linear.bias = None
+
+
+class Doubled(nn.Linear):
+    """A linear layer of another class, over the same weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def layer_of_another_class(model: Model) -> None:
+    before = model.linear
+    model.linear = Doubled(WIDTH, WIDTH, device=before.weight.device)
+    model.linear.weight, model.linear.bias = before.weight, before.bias
+
+
+class Casts(Model):
+    """Computes in the dtype of its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)
+
+
+def module_of_another_dtype(device: str) -> Scene:
+    model = Casts(device)
+    return Scene(model, lambda: model.to(torch.bfloat16) and None)
+
+
+class WithBuffer(Model):
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0, device=device))
+        self.register_buffer("shift", None)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale if self.shift is None else x * self.scale + self.shift
+
+
+def _buffer(name: str) -> Callable[[str], Scene]:
+    def build(device: str) -> Scene:
+        model = WithBuffer(device)
+        return Scene(model, lambda: setattr(model, name, torch.full_like(model.scale, 5.0)))
+
+    return build
+
+
+class AroundBoundary(nn.Module):
+    """Reads one weight before a boundary, and another one after it."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH, device=device)
+        self.after = nn.Linear(WIDTH, WIDTH, device=device)
+        self.requires_grad_(False)
+        NUMBERS["chosen"] = lambda: True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(torch.ops.hazards.kernel(self.before(x)))
+
+
+def _around_boundary(change: Callable[[torch.Tensor], None], layer: str) -> Callable[[str], Scene]:
+    def build(device: str) -> Scene:
+        model = AroundBoundary(device)
+        return Scene(model, lambda: change(getattr(model, layer).weight))
+
+    return build
+
+
+def _new_data(weight: torch.Tensor) -> None:
+    weight.data = torch.full_like(weight, 0.5)
+
+
 def data_in_the_step(device: str) -> Scene:
     """The step assigns ``.data`` of its weight: no graph can hold that."""
 
@@ -407,6 +523,26 @@ def scalar_of_the_host(device: str) -> Scene:
     model.scale = torch.tensor(2.0)
     model.read = lambda x: x * model.scale
     return Scene(model, lambda: model.scale.fill_(3.0) and None)
+
+
+def parameter_of_the_host(device: str) -> Scene:
+    """A parameter of the CPU without dimensions, changed in place."""
+    model = Model(device)
+    model.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+    model.read = lambda x: x * model.scale
+    return Scene(model, lambda: model.scale.fill_(3.0) and None)
+
+
+def made_in_the_first_step(device: str) -> Scene:
+    """The first step makes what all steps read."""
+
+    class Lazy(Model):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "table"):
+                self.table = torch.arange(WIDTH, dtype=x.dtype, device=x.device)
+            return x + self.table
+
+    return Scene(Lazy(device))
 
 
 # ------------------------------------------------------------------ the forward context
@@ -497,6 +633,66 @@ def _inputs(*strides: tuple[int, ...]) -> Callable[[str], Scene]:
     return build
 
 
+@dataclasses.dataclass
+class Options:
+    scale: Any
+    flag: bool = True
+
+
+class Takes(Model):
+    """Takes a second argument, of which ``take`` makes a factor."""
+
+    def __init__(self, device: str, take: Callable[[Any], Any]) -> None:
+        super().__init__(device)
+        self.take = take
+
+    def forward(self, x: torch.Tensor, argument: Any) -> torch.Tensor:
+        return self.linear(x) * self.take(argument)
+
+
+def _argument(
+    before: Callable[[torch.Tensor], Any],
+    now: Callable[[torch.Tensor], Any],
+    read: Callable[[Any], Any] = lambda argument: argument,
+) -> Callable[[str], Scene]:
+    """Make a row of an argument, which ``before`` and ``now`` make of one tensor, f32[WIDTH]."""
+
+    def build(device: str) -> Scene:
+        tensor, make = torch.rand(WIDTH, device=device) + 1, [before]
+
+        def call(step: Callable[..., Any], x: torch.Tensor) -> Any:
+            return step(x, make[0](tensor))
+
+        return Scene(Takes(device, read), lambda: make.insert(0, now), call=call)
+
+    return build
+
+
+def argument_needs_gradients(device: str) -> Scene:
+    """Grad mode is on, and an argument needs gradients after the change."""
+    scale = torch.rand(WIDTH, device=device)
+
+    def call(step: Callable[..., Any], x: torch.Tensor) -> Any:
+        return step(x, scale)
+
+    model = Takes(device, lambda argument: argument)
+    return Scene(model, lambda: scale.requires_grad_() is None, call=call)
+
+
+def field_of_an_argument(name: str, value: Any) -> Callable[[str], Scene]:
+    """Make a row of an object that is passed to each call, and changed."""
+
+    def build(device: str) -> Scene:
+        options = Options(torch.full((WIDTH,), 2.0, device=device))
+        return Scene(
+            Takes(device, lambda options: options.scale if options.flag else options.scale * 3),
+            lambda: setattr(options, name, value(options)),
+            call=lambda step, x: step(x, options),
+        )
+
+    return build
+
+
 def input_moves(device: str) -> Scene:
     """Each call has an input at another address, without a copy into a buffer."""
     kept: list[torch.Tensor] = []
@@ -514,6 +710,18 @@ def second_thread(device: str) -> Scene:
 
     def call(step: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
         return in_another_thread(step, x) if changed else step(x)
+
+    return Scene(Model(device), lambda: changed.append(True), call=call)
+
+
+def threads_at_once(device: str) -> Scene:
+    """Two threads call at once after the change."""
+    changed: list[bool] = []
+
+    def call(step: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
+        if not changed:
+            return step(x)
+        return torch.cat(in_threads([lambda: step(x), lambda: step(x * 2)]))
 
     return Scene(Model(device), lambda: changed.append(True), call=call)
 
@@ -617,7 +825,9 @@ TABLE: tuple[Row, ...] = (
         OF_SETTINGS,
     ),
     Row("priority of sdpa_kernel", priority_of_kernels, OF_SETTINGS),
-    Row("autocast", _autocast, OF_SETTINGS),
+    Row("autocast", _autocast(torch.bfloat16), OF_SETTINGS),
+    Row("autocast left", _autocast(None, torch.bfloat16), OF_SETTINGS),
+    Row("dtype of autocast", _autocast(torch.float16, torch.bfloat16), OF_SETTINGS),
     *(
         Row(
             f"tensor of a {holder_kind}, old one {'alive' if alive else 'freed'}",
@@ -638,8 +848,30 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("weight replaced", _weights(weight_replaced), OF_WEIGHTS),
     Row("weight.data assigned", _weights(weight_data), OF_WEIGHTS),
-    Row("weight written in place", _weights(weight_in_place)),
+    Row("weight written in place", _weights(weight_in_place), same_graphs=True),
+    Row("weights updated", _weights(weights_updated), same_graphs=True),
     Row("layer replaced", _weights(layer_replaced), OF_WEIGHTS),
+    Row("layer of another class", _weights(layer_of_another_class), OF_STRUCTURE),
+    Row(".data of the last weight", _weights(last_weight_data), OF_WEIGHTS),
+    Row("load_state_dict(assign=True)", _weights(weights_assigned), OF_WEIGHTS),
+    Row("bias removed", _weights(bias_removed), OF_WEIGHTS),
+    Row("module of another dtype", module_of_another_dtype, OF_WEIGHTS),
+    Row("buffer replaced", _buffer("scale"), OF_WEIGHTS),
+    Row("buffer that was None", _buffer("shift"), OF_STRUCTURE),
+    *(
+        Row(
+            f"weight {layer} a boundary {how}",
+            _around_boundary(change, layer),
+            {**({} if how == "written" else OF_WEIGHTS), BREAK_FULL: ABSENT},
+            settings={"splitting_ops": ("hazards::kernel",)},  # a step of pieces
+            same_graphs=how == "written",
+        )
+        for layer, how, change in (
+            ("before", "moved", _new_data),
+            ("after", "moved", _new_data),
+            ("after", "written", lambda weight: weight.fill_(0.5)),
+        )
+    ),
     Row(
         ".data assigned in the step",
         data_in_the_step,
@@ -654,6 +886,12 @@ TABLE: tuple[Row, ...] = (
         scalar_of_the_host,
         on_cuda={UNTRACED: HostValueChangedError},  # a host step reads it like any other tensor
     ),
+    Row(
+        "0-dim parameter of the CPU",
+        parameter_of_the_host,
+        on_cuda={UNTRACED: HostValueChangedError},
+    ),
+    Row("table made in the first step", made_in_the_first_step, same_graphs=True),
     Row(
         "metadata moved",
         _metadata(lambda m: m["k"], lambda t: {"k": t}, lambda t: {"k": t.clone()}),
@@ -705,8 +943,57 @@ TABLE: tuple[Row, ...] = (
         _inputs((16, 1), (16, 2), (20, 2)),
     ),
     Row("strides that become equal", _inputs((16, 2), (20, 2), (20, 1))),
-    Row("input moves", input_moves),
+    Row("input moves", input_moves, same_graphs=True),
+    Row(
+        "0-dim tensor of the CPU as an argument",
+        _argument(lambda t: torch.tensor(2.0), lambda t: torch.tensor(3.0)),
+        # The host recorder reads it where it lies, like any other tensor.
+        {WITH_CONTEXT: AddressChangedError, **OF_TENSORS},
+        on_cuda={WITH_CONTEXT: RIGHT, UNTRACED: HostValueChangedError, MANAGERS: ABSENT},
+    ),
+    Row("number argument", _argument(lambda t: 2, lambda t: 3), OF_ARGUMENTS),
+    Row("float argument", _argument(lambda t: 2.5, lambda t: 3.5), OF_ARGUMENTS),
+    Row(
+        "bool argument",
+        _argument(lambda t: True, lambda t: False, lambda a: 2 if a else 3),
+        OF_ARGUMENTS,
+    ),
+    Row(
+        "number in a dict argument",
+        _argument(
+            lambda t: {"k": (t, 2)}, lambda t: {"k": (t, 3)}, lambda a: a["k"][0] * a["k"][1]
+        ),
+        OF_ARGUMENTS,
+    ),
+    Row(
+        "flag of an argument",
+        field_of_an_argument("flag", lambda _: False),
+        {**OF_ARGUMENTS, UNGUARDED: DOCUMENTED},
+    ),
+    Row(
+        "tensor of an argument replaced",
+        field_of_an_argument("scale", lambda options: options.scale + 1),
+        {("shape, context", "none, context"): AddressChangedError, **OF_TENSORS},
+    ),
+    Row(
+        "tensor in nested arguments replaced",
+        _argument(lambda t: {"k": [(t,)]}, lambda t: {"k": [(t.clone(),)]}, lambda a: a["k"][0][0]),
+        {WITH_CONTEXT: AddressChangedError, **OF_TENSORS},
+    ),
+    Row(
+        "another tensor at the address of an argument",
+        _argument(lambda t: [t], lambda t: [t.detach().view(WIDTH)], lambda a: a[0]),
+        {MANAGERS: ABSENT},
+        same_graphs=True,
+    ),
+    Row(
+        "argument needs gradients",
+        argument_needs_gradients,
+        {(*TRACES, *UNTRACED): Reason.GRADIENTS, MANAGERS: ABSENT},
+        grad=torch.enable_grad,
+    ),
     Row("second thread", second_thread, {READ_CONTEXT: DispatchError}),
+    Row("threads at once", threads_at_once, {READ_CONTEXT: DispatchError}),
     Row(
         "weights need gradients",
         weights_need_gradients,

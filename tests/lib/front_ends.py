@@ -120,15 +120,18 @@ def under_context(
     metadata: Callable[[], Any] = lambda: None,
     mode: CUDAGraphMode = CUDAGraphMode.FULL,
 ) -> Callable[[torch.Tensor], Any]:
-    """Return a step that copies its input into a buffer and calls under a forward context."""
+    """Return a step that copies its input into a buffer and calls under a forward context.
+
+    More arguments of the step are passed as they are.
+    """
     inputs: dict[int, torch.Tensor] = {}
 
-    def step(x: torch.Tensor) -> Any:
+    def step(x: torch.Tensor, *more: Any) -> Any:
         with context(len(x), mode, metadata()):
             if len(x) not in inputs:
                 with torch.inference_mode(False):  # calls may be in any mode
                     inputs[len(x)] = torch.empty_like(x)
-            return call(inputs[len(x)].copy_(x))
+            return call(inputs[len(x)].copy_(x), *more)
 
     return step
 

@@ -7,7 +7,7 @@ runs them on every front end and device.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from cgcompile.reasons import Counters, Reason
 from lib.front_ends import COLUMNS, ROWS, WIDTH, FrontEnd, column, context
+from lib.patience import PATIENCE
 
 RIGHT = "right"  # every call returns what eager returns
 STALE = "stale"  # a call returns something else, without an error
@@ -86,6 +87,7 @@ class Row:
         grad: the mode of gradients of all calls.
         settings: fields of CompilationConfig.
         devices: where the row can run.
+        same_graphs: the change needs no other graph: each call after it is a replay.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Row:
     grad: Callable[[], AbstractContextManager[Any]] = torch.inference_mode
     settings: Mapping[str, Any] = field(default_factory=dict)
     devices: tuple[str, ...] = ("cpu", "cuda")
+    same_graphs: bool = False
 
     def outcome(self, name: str, device: str) -> Outcome:
         """Return the outcome that a column must have."""
@@ -168,31 +171,46 @@ def _observe(row: Row, name: str, device: str, scene: Scene, eager: Scene) -> Ou
     scene.change()
     if not all([_agrees(scene, eager, front, device) for _ in range(CALLS)]):
         return STALE
-    reasons = _plain_since(before if before.replays else Counters(), front.counters())
+    now = front.counters()
+    reasons = _plain_since(before if before.replays else Counters(), now)
     if not before.replays:
         assert reasons, f"nothing was replayed before the change: {before}"
+    if row.same_graphs and not reasons:
+        assert (now.captures, now.replays) == (before.captures, before.replays + CALLS)
     return reasons[0] if reasons else RIGHT
 
 
 def in_another_thread(step: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
     """Call a step in a thread of its own, under the caller's grad mode; raise what it raises."""
-    done: list[Any] = []
+    return in_threads([lambda: step(x)])[0]
+
+
+def in_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Call functions in a thread each, under the caller's grad mode; raise what one raises.
+
+    The threads begin together.
+    """
+    done: dict[int, Any] = {}
+    errors: list[Exception] = []
+    barrier = threading.Barrier(len(functions))
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
-    def run() -> None:
+    def run(index: int) -> None:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
             try:
-                done.append((step(x), None))
+                barrier.wait(PATIENCE)
+                done[index] = functions[index]()
             except Exception as error:
-                done.append((None, error))
+                errors.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    result, error = done[0]
-    if error is not None:
-        raise error
-    return result
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [done[index] for index in range(len(functions))]
 
 
 def cell(outcome: Outcome) -> str:
