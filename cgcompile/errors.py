@@ -618,8 +618,8 @@ class AddressChangedError(GuardError):
         Write new values into the same tensors (metadata() of a manager: return views of its \
         buffers), or, if the graph does not read this one, set check_metadata=False.""")
     dropped = Template("""
-        {what}, {batch}: a tensor {layout} that captured ops read or write, and that is no \
-        argument, was replaced or dropped after the capture.
+        {what}, {batch}: {layout}, which captured ops read or write, and which is no argument, was \
+        replaced, resized or dropped after the capture.
         A CUDA graph uses the memory of its capture, which it keeps. Write new values into the \
         same tensor, pass it as an argument, or drop the graphs and capture again: release(), or \
         of a wrapper clear_graphs().""")

@@ -65,7 +65,7 @@ FIELDS: dict[str, Any] = {
     "has_handle": False,
     "largest": 496,
     "last": 0,
-    "layout": "(8, 4) torch.float32",
+    "layout": "a tensor (8, 4) with strides (4, 1) of torch.float32",
     "least": 1,
     "lengths": 3,
     "max_items": 256,

@@ -328,6 +328,14 @@ def test_a_near_miss_of_a_parameter_is_refused(name: str, meant: str) -> None:
         ForwardContext(**{name: 2})
 
 
+@pytest.mark.parametrize(
+    "name", ["cross_attention_metadata", "local_attention_metadata", "num_tokens_per_expert"]
+)
+def test_a_name_of_more_words_is_no_near_miss(name: str) -> None:
+    with set_forward_context(**{name: 2}):
+        assert get_forward_context().additional == {name: 2}
+
+
 def test_data_of_the_user_is_kept() -> None:
     names = (
         "factor",

@@ -24,6 +24,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import Block, address, numbers_as_bytes
+from cgcompile.graphs.guards import layout_text
 from cgcompile.graphs.sequence import HeldMemory
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -283,13 +284,13 @@ class TouchedMemory(_EachOp):
         for leaf in _dense((args, kwargs)):
             key = compat.storage_identity(leaf.untyped_storage())
             if key not in self._lives and leaf.numel():  # else no byte of it is touched
-                self._lives[key] = compat.StorageLife(leaf), f"{tuple(leaf.shape)} {leaf.dtype}"
+                self._lives[key] = compat.StorageLife(leaf), layout_text(leaf)
 
     def outside(self, owns: Callable[[int], bool]) -> list[HeldMemory]:
         """Return what is alive and not at an address that the pool ``owns``; after the capture."""
         rows = [(life.storage(), layout) for life, layout in self._lives.values()]
         return [
-            HeldMemory(storage, layout)
+            HeldMemory(storage, storage.data_ptr(), layout)
             for storage, layout in rows
             if storage is not None and storage.nbytes() and not owns(storage.data_ptr())
         ]

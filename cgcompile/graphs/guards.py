@@ -212,7 +212,10 @@ _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return everything about a tensor that a graph repeats, but for its address."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    try:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    except RuntimeError:  # a nested tensor has no shape
+        return tuple([part.shape for part in tensor.unbind()]), (), tensor.dtype, False, False
 
 
 class Placed(NamedTuple):
@@ -714,9 +717,15 @@ class _ComparisonSource:
     def _compare(self, tensor: torch.Tensor, expression: str) -> None:
         """Write the comparison of a tensor; in text it takes a third of a call of ``Placed.of``."""
         line = len(self._lines)
-        shape, stride, dtype, conjugate, negative = _layout(tensor)
+        address = f"(t{line} := {expression}).data_ptr() != {self._bound('at', tensor.data_ptr())}"
+        shape, stride, dtype, conjugate, negative = layout = _layout(tensor)
+        if tensor.is_nested:
+            self._names["layout"] = _layout
+            other = f"layout(t{line}) != {self._bound('layout', layout)}"
+            self._lines += [f"if {address} or {other}:", "    return True"]
+            return
         parts = [
-            f"(t{line} := {expression}).data_ptr() != {self._bound('at', tensor.data_ptr())}",
+            address,
             f"t{line}.shape != {self._bound('shape', shape)}",
             f"t{line}.stride() != {self._bound('stride', stride)}",
             f"t{line}.dtype is not {self._bound('dtype', dtype)}",

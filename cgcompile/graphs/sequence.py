@@ -142,6 +142,7 @@ class HeldMemory(NamedTuple):
     """Memory from outside of the pool that captured ops touched, and the layout of a tensor."""
 
     storage: torch.UntypedStorage
+    address: int  # at the end of the capture
     layout: str
 
 
@@ -247,14 +248,14 @@ class GraphSequence:
         self.watched = [row for row in self.held if storage_identity(row.storage) not in elsewhere]
 
     def dropped(self) -> str | None:
-        """Return the layout of a watched tensor that the program has dropped; None without one."""
-        for storage, layout in self.watched:
-            if is_held_here_alone(storage):
+        """Return the layout of a watched tensor that was dropped or resized; None without one."""
+        for storage, address, layout in self.watched:
+            if is_held_here_alone(storage) or storage.data_ptr() != address:
                 return layout
         return None
 
     def check_held(self) -> None:
-        """Raise AddressChangedError for watched memory that the program has dropped."""
+        """Raise AddressChangedError for watched memory that the program dropped or resized."""
         layout = self.dropped() if self.watched else None
         if layout is not None:
             raise AddressChangedError.dropped(what=self.name, batch=self.batch, layout=layout)

@@ -633,7 +633,7 @@ class CUDAGraphWrapper(Transparent):
         arguments = {identity(x) for x in _storages_of(compat.tree_tensors((args, kwargs)))}
         sequence.held = [row for row in sequence.held if identity(row.storage) not in arguments]
         compared = weights_of(self.unwrap())
-        if context is not None:
+        if context is not None and (context.was_read or not self.config.check_metadata):
             compared += dict(tensors_in_context(context, self._pool.device.tensor_type)).values()
         sequence.watch(_storages_of(compared))
 

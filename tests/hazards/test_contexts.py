@@ -256,6 +256,22 @@ def test_bits_of_metadata_are_compared(device: str) -> None:
         step({"factor": factor, "phases": phases.conj()})
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:.*nested:UserWarning")
+def test_nested_tensors_of_metadata(layout: torch.layout, device: str) -> None:
+    """One that is not jagged has an address, and neither a shape nor strides."""
+    served, step = reading("CUDAGraphWrapper", device)
+    factor = new_factor(device)
+    items = [torch.randn(rows, device=device) for rows in (2, 3)]
+    lengths = torch.nested.nested_tensor(items, layout=layout)
+    for _ in range(3):
+        step({"factor": factor.normal_(), "lengths": lengths})
+    assert served.counters().replays == 2
+    if layout is torch.strided:
+        with pytest.raises(AddressChangedError, match=MOVES + r"\['lengths'\] is at"):
+            step({"factor": factor, "lengths": lengths.clone()})
+
+
 @pytest.mark.parametrize("name", COMPILED + WRAPPERS)
 def test_moved_metadata_follows_on_input_change(name: str, device: str) -> None:
     served, step = reading(name, device, on_input_change="eager")

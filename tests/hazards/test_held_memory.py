@@ -19,7 +19,9 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import AddressChangedError
 
 FULL = CUDAGraphMode.FULL
-REPLACED = r"a tensor \(8,\) torch.float32 .* was replaced or dropped after the capture"
+REPLACED = (
+    r"a tensor \(8,\) .* of torch.float32, .* was replaced, resized or dropped after the capture"
+)
 GLOBAL: torch.Tensor = torch.empty(0)
 REGISTRY: dict[str, torch.Tensor] = {}
 
@@ -168,6 +170,49 @@ def test_a_replaced_tensor_follows_on_input_change(name: str, device: str) -> No
         assert served.counters().replays == 2 * captures
         replace(torch.randn(WIDTH, device=device))
         gc.collect()
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_tensor_that_was_resized_is_refused(name: str, device: str) -> None:
+    """Its storage is the same one, and has other memory."""
+    model, _ = in_list(torch.randn(1, WIDTH, device=device))
+    served = front_end(name, model, device)
+    check(served.step, model, device, steps=3)
+    assert served.counters().replays >= 2
+    (table,) = model.tables
+    model.tables[0] = table.resize_(ROWS << 16, WIDTH)[:1]
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with torch.inference_mode(), pytest.raises(AddressChangedError, match="resized"):
+        served.step(x)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("reads", [False, True], ids=["beside", "context"])
+def test_a_tensor_of_metadata_that_is_read_from_elsewhere(
+    name: str, reads: bool, device: str
+) -> None:
+    """A context that the step does not read is not compared, so its tensors are watched."""
+    model, replace = in_list(torch.randn(WIDTH, device=device))
+    if reads:
+        model._read = lambda _: cgcompile.get_forward_context().attn_metadata["table"]
+    wrapper = getattr(cgcompile, name)(model, settings(device), FULL)
+    x = torch.randn(ROWS, WIDTH, device=device)
+
+    def step() -> None:
+        batch = cgcompile.BatchDescriptor(ROWS)
+        table = {"table": model.tables[0]}
+        with cgcompile.set_forward_context(
+            table, cudagraph_runtime_mode=FULL, batch_descriptor=batch
+        ):
+            torch.testing.assert_close(wrapper(x.normal_()), x + table["table"])
+
+    with torch.inference_mode():
+        for _ in range(3):
+            step()
+        assert wrapper.counters.replays == 2
+        replace(torch.randn(WIDTH, device=device))
+        with pytest.raises(AddressChangedError, match="metadata" if reads else REPLACED):
+            step()
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
