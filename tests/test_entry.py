@@ -613,30 +613,6 @@ def test_a_dead_model_takes_its_graphs_along(device: str, kind: Any) -> None:
     assert_counts(backend, 3, 7, {WARMING: 3})
 
 
-def test_weights_changed_in_place_are_seen_by_a_replay(device: str) -> None:
-    model, compiled, backend = compiled_case("op_packet", device)
-    start(compiled, model, device)
-    assert_steps(compiled, model, device)
-    other_weights(model)
-    assert_steps(compiled, model, device)
-    model.load_state_dict(other_weights(build(CASES["op_packet"], device)).state_dict())
-    assert_steps(compiled, model, device)
-    assert_counts(backend, 1, 8, {WARMING: 1})
-
-
-@pytest.mark.slow
-def test_replaced_weights_are_another_binding(device: str) -> None:
-    model, compiled, backend = compiled_case("sdpa", device)
-    start(compiled, model, device)
-    assert_steps(compiled, model, device)
-    (before,) = backend.graphs[0].weight_sets
-    fresh = other_weights(build(CASES["sdpa"], device)).state_dict()
-    model.load_state_dict(fresh, assign=True)
-    assert_steps(compiled, model, device)
-    assert backend.graphs[0].weight_sets[-1] is not before
-    assert_counts(backend, 2, 3, {WARMING: 2})
-
-
 @pytest.mark.slow
 def test_layers_compiled_one_by_one(device: str) -> None:
     backend = backend_for()

@@ -37,7 +37,7 @@ from cgcompile import (
     set_forward_context,
 )
 from cgcompile.context import current_forward_context
-from cgcompile.errors import AddressChangedError, DispatchError, GuardError, HostValueChangedError
+from cgcompile.errors import AddressChangedError, DispatchError, HostValueChangedError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
@@ -629,74 +629,6 @@ def other_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.randn_like(each) for name, each in model.state_dict().items()}
 
 
-@pytest.mark.slow
-@both_modes
-def test_weights_assigned_after_a_thousand_replays(device: str, mode: Any) -> None:
-    model, backend, check = compiled_weights(device, mode)
-    check(1002)
-    assert_counts(backend, 1, 1000, {WARMING: 1})
-    model.load_state_dict(other_state(model), assign=True)
-    check()  # the first call after it
-    assert backend.counters.replays == 1000
-    check(4)
-    assert (backend.counters.captures, backend.counters.replays) == (2, 1003)
-
-
-@both_modes
-@pytest.mark.parametrize("index", [0, 3, 5], ids=["first", "middle", "last"])
-def test_one_moved_weight_is_noticed_by_the_next_call(device: str, index: int, mode: Any) -> None:
-    model, backend, check = compiled_weights(device, mode)
-    check(50)
-    for moves in (1, 2):
-        weight = list(model.parameters())[index]
-        weight.data = torch.randn_like(weight)
-        check()
-        check(5)
-        assert backend.counters.plain == {WARMING: 1 + moves}
-        assert backend.counters.captures == 1 + moves
-
-
-@both_modes
-def test_weights_written_in_place_need_no_other_graph(device: str, mode: Any) -> None:
-    model, backend, check = compiled_weights(device, mode)
-    check(3)
-    model.load_state_dict(other_state(model))
-    check(2)
-    for weight in model.parameters():
-        weight.copy_(torch.randn_like(weight))
-        check()
-    model.second.weight.data.mul_(-2)
-    check()
-    assert_counts(backend, 1, 1 + 2 + 6 + 1, {WARMING: 1})
-
-
-class Multiplies(nn.Module):
-    """Its result has the dtype of its weights, if that is the larger one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.rand(D)) for _ in range(2))
-
-    def forward(self, x):
-        return attended(x * self.first) + self.second
-
-
-@both_modes
-def test_a_module_of_another_dtype_is_noticed(device: str, mode: Any) -> None:
-    """By Dynamo, or where torch has no such guard (2.11) by the addresses."""
-    model, compiled, backend = compiled_model(Multiplies, device, splitting_ops=(ATTEND,))
-    x = batch(device, ROWS)
-    for dtype in (torch.float32, torch.float64, torch.float32):
-        model.to(dtype)
-        for _ in range(4):
-            x.normal_()
-            with context(mode):
-                result = compiled(x)
-            assert result.dtype == dtype
-            assert_same(result, model(x))
-    assert_counts(backend, 3, 6, {WARMING: 3})
-
-
 @both_modes
 def test_invalidated_graphs_are_captured_again(device: str, mode: Any) -> None:
     _, backend, check = compiled_weights(device, mode)
@@ -706,46 +638,6 @@ def test_invalidated_graphs_are_captured_again(device: str, mode: Any) -> None:
     assert graph.recordings == ()
     check(4)
     assert_counts(backend, 2, 4, {WARMING: 2})
-
-
-def assign(model: nn.Module) -> None:
-    model.load_state_dict(other_state(model), assign=True)
-
-
-def move_last(model: nn.Module) -> None:
-    weight = list(model.parameters())[-1]
-    weight.data = torch.randn_like(weight)
-
-
-@pytest.mark.parametrize("change", [assign, move_last])
-def test_a_wrapper_is_not_silently_wrong_where_weights_moved(
-    device: str, kind: Kind, change: Any
-) -> None:
-    model = made(Weights, device).requires_grad_(False)
-    wrapper, x = wrapped(kind, model), batch(device, ROWS)
-    held = list(model.state_dict().values())  # stale, then, but not freed
-    for _ in range(3):
-        with context(kind.mode):
-            assert_same(wrapper(x), model(x))
-    change(model)
-    model.requires_grad_(False)
-    with context(kind.mode):
-        try:
-            result = wrapper(x)
-        except GuardError:
-            return
-    assert_same(result, model(x))
-    assert held
-
-
-def test_a_wrapper_sees_weights_written_in_place(device: str, kind: Kind) -> None:
-    model = made(Weights, device).requires_grad_(False)
-    wrapper, x = wrapped(kind, model), batch(device, ROWS)
-    for _ in range(4):
-        with context(kind.mode):
-            assert_same(wrapper(x), model(x))
-        model.load_state_dict(other_state(model))
-    assert_counters(wrapper, captures=1, replays=3)
 
 
 # ------------------------------------------------------------------ results as inputs

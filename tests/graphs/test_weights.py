@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from lib.breakable import PIECEWISE, assert_calls, assert_counters, rand
 from lib.cases import D
 from lib.entry import assert_counts, assert_same, assert_steps, batch, compiled_model, marked
 from torch import nn
 
-from cgcompile import BreakableCUDAGraphWrapper, CGCompileError, CompilationConfig, update_weights
+from cgcompile import CGCompileError, update_weights
 from cgcompile.errors import WeightsError
 from cgcompile.reasons import Reason
 
@@ -74,22 +73,6 @@ def test_the_next_replay_of_a_compiled_model_sees_them(device: str, through: str
     assert addresses(model) == before
     assert all(a is b for a, b in zip(weights(model).values(), objects, strict=True))
     assert_counts(backend, 1, 8, {Reason.WARMING: 1})
-
-
-def test_the_next_replay_of_a_wrapper_sees_them(device: str) -> None:
-    torch.manual_seed(0)
-    model = Model().eval().to(device).requires_grad_(False)
-    wrapper = BreakableCUDAGraphWrapper(model, CompilationConfig(capture_device="host"))
-    x = rand(4, 3, D, device=device)
-    with torch.inference_mode():
-        assert_calls(wrapper, model, x, PIECEWISE)
-    before = addresses(model)
-    for k in range(3):
-        update_weights(model, new_state(device))
-        with torch.inference_mode():
-            assert_calls(wrapper, model, x, PIECEWISE)
-        assert addresses(model) == before
-        assert_counters(wrapper, captures=1, replays=2 + 3 * (k + 1))
 
 
 def test_names_that_are_not_given_keep_their_values(device: str) -> None:

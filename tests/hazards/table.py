@@ -8,6 +8,7 @@ not ``RIGHT``. A new hazard is a row here. ``Contract(error)`` is a cell that is
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -142,6 +143,23 @@ def forward_replaced(device: str) -> Scene:
     model = Model(device)
     before = model.forward
     return Scene(model, lambda: setattr(model, "forward", lambda x: 3 * before(x)))
+
+
+def forward_becomes_a_partial(device: str) -> Scene:
+    """As hooks of accelerate do."""
+    model = Model(device)
+    before = model.forward
+    new = functools.partial(lambda module, x: 3 * before(x), model)
+    return Scene(model, lambda: setattr(model, "forward", functools.update_wrapper(new, before)))
+
+
+def forward_of_the_class_replaced(device: str) -> Scene:
+    class Own(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    replaced = lambda self, x: 3 * self.linear(x)  # noqa: E731
+    return Scene(Own(device), lambda: setattr(Own, "forward", replaced))
 
 
 def forward_of_a_layer_replaced(device: str) -> Scene:
@@ -321,7 +339,11 @@ def _tensor(holder_kind: str, alive: bool) -> Callable[[str], Scene]:
         fresh = lambda: torch.full((WIDTH,), 5.0, device=device)  # noqa: E731
         undo = lambda: _clear(kept)  # noqa: E731
 
-        if holder_kind == "list":
+        if holder_kind == "attribute":
+            model.scale = scale
+            model.read = lambda x: x * model.scale
+            change = lambda: setattr(model, "scale", fresh())  # noqa: E731
+        elif holder_kind == "list":
             model.items = [scale]
             model.read = lambda x: x * model.items[0]
             change = lambda: model.items.__setitem__(0, fresh())  # noqa: E731
@@ -726,6 +748,17 @@ def threads_at_once(device: str) -> Scene:
     return Scene(Model(device), lambda: changed.append(True), call=call)
 
 
+def forward_without_gradients(device: str) -> Scene:
+    """Grad mode is on, and the model turns it off."""
+
+    class WithoutGradients(Model):
+        @torch.no_grad()
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    return Scene(WithoutGradients(device).requires_grad_())
+
+
 def weights_need_gradients(device: str) -> Scene:
     """Grad mode is on, and the weights need gradients after the change."""
     model = Model(device)
@@ -757,6 +790,16 @@ TABLE: tuple[Row, ...] = (
     Row("hook removed", hook_removed, OF_STATE),
     Row("hook of the model added", hook_of_the_model, {UNTRACED: Contract(HostValueChangedError)}),
     Row("forward replaced", forward_replaced, {UNTRACED: Contract(HostValueChangedError)}),
+    Row(
+        "forward replaced by a partial",
+        forward_becomes_a_partial,
+        {UNTRACED: Contract(HostValueChangedError)},
+    ),
+    Row(
+        "forward of the class replaced",
+        forward_of_the_class_replaced,
+        {UNTRACED: Contract(HostValueChangedError)},
+    ),
     Row("forward of a layer replaced", forward_of_a_layer_replaced, OF_STATE),
     Row("training mode", training_mode, OF_STATE),
     Row("closure cell", closure_cell, OF_STATE if CLOSURES else {**OF_STATE, GUARDED: DOCUMENTED}),
@@ -857,6 +900,7 @@ TABLE: tuple[Row, ...] = (
     Row("bias removed", _weights(bias_removed), OF_WEIGHTS),
     Row("module of another dtype", module_of_another_dtype, OF_WEIGHTS),
     Row("buffer replaced", _buffer("scale"), OF_WEIGHTS),
+    Row("tensor attribute replaced", _tensor("attribute", True), OF_WEIGHTS),
     Row("buffer that was None", _buffer("shift"), OF_STRUCTURE),
     *(
         Row(
@@ -950,6 +994,7 @@ TABLE: tuple[Row, ...] = (
         # The host recorder reads it where it lies, like any other tensor.
         {WITH_CONTEXT: AddressChangedError, **OF_TENSORS},
         on_cuda={WITH_CONTEXT: RIGHT, UNTRACED: HostValueChangedError, MANAGERS: ABSENT},
+        same_graphs=True,
     ),
     Row("number argument", _argument(lambda t: 2, lambda t: 3), OF_ARGUMENTS),
     Row("float argument", _argument(lambda t: 2.5, lambda t: 3.5), OF_ARGUMENTS),
@@ -1005,6 +1050,13 @@ TABLE: tuple[Row, ...] = (
         _around(torch.enable_grad, _trained),
         {(*TRACES, *UNTRACED): Reason.GRADIENTS, MANAGERS: DOCUMENTED},
         grad=torch.no_grad,
+    ),
+    Row(
+        "forward without gradients in grad mode",
+        forward_without_gradients,
+        {UNTRACED: Reason.GRADIENTS, MANAGERS: RIGHT},
+        grad=torch.enable_grad,
+        same_graphs=True,
     ),
     Row("grad mode instead of inference mode", _around(lambda: torch.inference_mode(False), Model)),
 )

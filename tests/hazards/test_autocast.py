@@ -10,8 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cgcompile.errors import CGCompileError
-
 LOW = torch.bfloat16
 
 
@@ -85,31 +83,6 @@ def test_an_inner_context_sees_no_cast_of_the_outer_one(name: str, device: str) 
             torch.testing.assert_close(result, model(x), rtol=0.05, atol=0.05)
     assert served.counters().replays >= 3
     assert all(tensor.isnan().all() for tensor in kept)
-
-
-@pytest.mark.parametrize("name", FRONT_ENDS)
-def test_a_capture_under_autocast_is_not_replayed_outside(name: str, device: str) -> None:
-    model = Net(False, device).requires_grad_(False)
-    served = front_end(name, model, device)
-
-    def run(cast: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(ROWS, WIDTH, device=device)
-        with torch.no_grad(), torch.autocast(device, LOW, enabled=cast, cache_enabled=False):
-            return served.step(x).clone(), model(x)
-
-    for _ in range(3):
-        torch.testing.assert_close(*run(True))
-    assert served.counters().captures >= 1
-    replays = served.counters().replays
-    assert replays >= 1
-    if name in COMPILED:
-        for _ in range(3):
-            torch.testing.assert_close(*run(False), rtol=1e-5, atol=1e-5)
-    else:
-        with pytest.raises(CGCompileError, match="autocast"):
-            run(False)
-    torch.testing.assert_close(*run(True))
-    assert served.counters().replays > replays
 
 
 class Fused(nn.Module):

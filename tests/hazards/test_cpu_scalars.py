@@ -12,10 +12,8 @@ import pytest
 import torch
 from lib.front_ends import (
     COMPILED,
-    FRONT_ENDS,
     ROWS,
     WIDTH,
-    check,
     compiled,
     context,
     front_end,
@@ -357,31 +355,3 @@ def test_a_compiled_model_sees_new_values(name: str, mode: str, compiler: str, d
     check_scalars(served.step, model, device)
     assert served.counters().captures == 1
     assert served.counters().replays >= 4
-
-
-def test_a_new_tensor_at_each_call_is_replayed(device: str) -> None:
-    def function(x: torch.Tensor, y: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return x + y + (s + 1)
-
-    served = compiled("torch.compile", function, settings(device))
-    with torch.inference_mode():
-        for step in range(8):
-            x, y = torch.randn(2, 2, ROWS, device=device)
-            s = torch.tensor(step)
-            torch.testing.assert_close(served.step(x, y, s), function(x, y, s))
-    assert served.counters().replays >= 6
-
-
-@pytest.mark.parametrize("name", FRONT_ENDS)
-def test_a_scalar_parameter_that_changes_is_never_stale(name: str, device: str) -> None:
-    model = Weighted(device).requires_grad_(False)
-    served = front_end(name, model, device)
-    check(served.step, model, device, steps=4)
-    assert served.counters().replays >= 2
-    with torch.no_grad():
-        model.scale.fill_(4.0)
-    if device == "cpu" or name in COMPILED:
-        check(served.step, model, device)
-    else:
-        with pytest.raises(HostValueChangedError, match=r"scale' is 4\.0, was 1\.5"):
-            check(served.step, model, device)

@@ -396,28 +396,6 @@ def test_strict_leaves_the_module_as_it_was(name: str, device: str) -> None:
         assert model.count == 7
 
 
-class Lazy(Rebinds):
-    """Makes what it keeps in its first step."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "table"):
-            self.table = torch.arange(WIDTH, dtype=x.dtype, device=x.device)
-        return x + self.table
-
-
-@pytest.mark.parametrize("name", FRONT_ENDS)
-def test_what_the_first_step_makes_is_captured_later(name: str, device: str) -> None:
-    model = Lazy().to(device)
-    served = front_end(name, model, device)
-    with torch.inference_mode():
-        for _ in range(6):
-            x = torch.rand(ROWS, WIDTH, device=device)
-            torch.testing.assert_close(served.step(x), x + torch.arange(WIDTH, device=device))
-    counters = served.counters()
-    assert counters.captures >= 1
-    assert counters.replays >= 3
-
-
 class Breaks(Rebinds):
     """Rebinds fields before, in and after an eager break."""
 

@@ -96,6 +96,7 @@ SETTINGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "default dtype",
     ),
     "default device": (lambda: torch.device("cpu"), "default device"),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast"),
     "function mode": (lambda: doubling, "function modes"),
 }
 
