@@ -471,15 +471,19 @@ def layer_of_another_class(model: Model) -> None:
     model.linear.weight, model.linear.bias = before.weight, before.bias
 
 
-class Casts(Model):
-    """Computes in the dtype of its weights."""
+class Promotes(nn.Module):
+    """Computes in the larger dtype of its input and its weight."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH, device=device) + 1, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)
+        return x * self.scale
 
 
 def module_of_another_dtype(device: str) -> Scene:
-    model = Casts(device)
+    model = Promotes(device)
     return Scene(model, lambda: model.to(torch.bfloat16) and None)
 
 
