@@ -331,7 +331,7 @@ class EncoderGraphs:
             self._whole, setup.settings, FULL, pool=pool, name="encoder"
         )
         self.wrapper.closed = True  # except in capture()
-        self.wrapper.allow_threads()  # a call holds the lock of the pool until results are copied
+        self.wrapper.returns_views = False  # results are copied under the lock of the pool
         if pool is not None:
             pool.add_owner(self)
         self._modules = modules_of(setup.model.model)

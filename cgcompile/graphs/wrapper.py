@@ -335,6 +335,7 @@ class CUDAGraphWrapper(Transparent):
         runtime_mode: the mode that it serves.
         timeline: its own captures, and when they were.
         closed: capture nothing any more; may be set.
+        returns_views: whether callers read results in memory of the pool after a step; may be set.
 
     Raises:
         DispatchError: ``runtime_mode`` is not PIECEWISE or FULL.
@@ -387,6 +388,7 @@ class CUDAGraphWrapper(Transparent):
         self._shares_pool = pool is not None
         self._pool, self._guarded = pool, guarded
         self._thread = StepThread() if pool is None else pool.thread
+        self.returns_views = True
         self._debug = self.config.debug and guarded
         check_debug(self._debug)
         if pool is not None:
@@ -714,7 +716,7 @@ class CUDAGraphWrapper(Transparent):
 
     def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._thread.ident != get_ident():
-            self._thread.admit(self.name, claim=not prepares_graphs())
+            self._thread.admit(self.name, claim=self.returns_views and not prepares_graphs())
         if self._debug:
             self._expire(entry.batch_descriptor, args, kwargs)
         result = entry.result(args, kwargs)  # first: raises where a graph would write freed memory

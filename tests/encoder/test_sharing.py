@@ -2,6 +2,8 @@
 
 import functools
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lib.manager
@@ -28,7 +30,7 @@ from lib.manager import requests
 
 import cgcompile
 from cgcompile.encoder import PatchEncoder
-from cgcompile.errors import AddressChangedError, CaptureError
+from cgcompile.errors import AddressChangedError, CaptureError, DispatchError
 from cgcompile.reasons import Reason
 
 
@@ -137,6 +139,44 @@ def test_two_managers_share_one_pool(device: str) -> None:
     pool.release()  # by its owner: no graph is replayed
     check(second, models[1], rows(5, device=device))
     assert second.statistics.reasons() == {Reason.NOT_CAPTURED: 1}
+
+
+def test_results_of_other_owners_of_a_pool_have_one_thread(device: str) -> None:
+    """An encoder returns copies in any thread, unless it would overwrite views of another one."""
+    pool, model = new_pool(device), patches(device)
+    encoder = manager(model, device, pool=pool)
+    config = cgcompile.CompilationConfig(capture_device="host" if device == "cpu" else None)
+    step = cgcompile.CUDAGraphWrapper(torch.sin, config, pool=pool)
+    x, call = torch.randn(4, 8, device=device), images((4, 4), device=device)
+
+    def run_step() -> None:
+        descriptor = cgcompile.BatchDescriptor(4)
+        with (
+            torch.inference_mode(),
+            cgcompile.set_forward_context(
+                cudagraph_runtime_mode="FULL", batch_descriptor=descriptor
+            ),
+        ):
+            torch.testing.assert_close(step(x.normal_()), x.sin())
+
+    in_thread(lambda: check(encoder, model, call))
+    check(encoder, model, call)  # copies: the encoder alone has no one thread
+    for _ in range(3):
+        run_step()
+    assert step.counters.replays == 2
+    check(encoder, model, call)
+    for other in (run_step, lambda: encoder.execute(call)):
+        with pytest.raises(DispatchError, match="thread"):
+            in_thread(other)
+    step.allow_threads()
+    in_thread(run_step)
+    in_thread(lambda: check(encoder, model, call))
+
+
+def in_thread(function: Callable[[], object]) -> None:
+    """Run a function in another thread; raise what it raises."""
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(function).result()
 
 
 def test_a_shared_pool_is_smaller_than_two() -> None:

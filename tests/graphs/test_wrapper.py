@@ -335,7 +335,6 @@ LAYOUTS = [
 ]
 ARGUMENTS = [
     lambda x: call(x, x),
-    lambda x: call(first=x),
     lambda x: call(x, more=x),
     lambda x: call((x,)),
 ]
