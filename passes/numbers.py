@@ -86,9 +86,16 @@ _LEFT |= {operator.pow: torch.pow}
 def _call_what_python_calls(gm: fx.GraphModule) -> None:
     """Replace operators that the code of a graph would compute in another way."""
     # It prints ``n += x``, which gives ``n`` another value for all that follows, and ``-2.0 ** x``,
-    # which is ``-(2.0 ** x)``.
+    # which is ``-(2.0 ** x)``; of a constant, torch 2.11 prints ``-2.0.__abs__()``, also negative.
     replaced = False
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
+        if node.op == "call_method" and isinstance(node.args[0], (int, float)):
+            if not node.all_input_nodes:
+                number = getattr(node.args[0], node.target)(*node.args[1:], **node.kwargs)
+                node.replace_all_uses_with(number)
+                gm.graph.erase_node(node)
+                replaced = True
+            continue
         if node.target in _LEFT and isinstance(value(node), torch.Tensor):
             left = value(node.args[0]) if isinstance(node.args[0], fx.Node) else node.args[0]
             if is_symbolic_number(left) or isinstance(left, (int, float, complex)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cgcompile
 
@@ -158,3 +159,35 @@ def test_a_copy_of_the_graph_is_traced_again(device: str) -> None:
         check(model, compiled, device)
     assert len(traces) == 2
     assert traces[1] < traces[0]
+
+
+def test_a_method_of_a_negative_constant_applies_to_its_sign(device: str) -> None:
+    """torch 2.11 calls a method for ``abs``; the code of a graph prints ``-3.5.__abs__()``."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    number = graph.call_method("__abs__", (-3.5,))
+    graph.output((graph.call_function(torch.mul, (x, number)),))
+    gm = fx.GraphModule({}, graph)
+    example = torch.rand(2, D, device=device) + 1
+    with FakeTensorMode() as mode:
+        x.meta["example_value"] = mode.from_tensor(example)
+    backend = cgcompile.Backend(compiler="eager", capture_device=CAPTURES[device])
+    compiled = backend.compile_graph(gm, [example])
+    with torch.inference_mode():
+        for _ in range(3):
+            fresh = torch.rand_like(example) + 1
+            torch.testing.assert_close(compiled(fresh)[0], fresh * 3.5)
+    assert backend.counters.replays
+
+
+def test_the_absolute_value_of_a_float(device: str) -> None:
+    def function(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x * abs(scale)
+
+    backend = cgcompile.Backend(compiler="eager", capture_device=CAPTURES[device])
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    with torch.inference_mode():
+        for scale in (-3.5, -3.5, 2.25, -3.5):
+            x = torch.rand(2, D, device=device) + 1
+            torch.testing.assert_close(compiled(x, scale), function(x, scale))
+    assert backend.counters.replays
