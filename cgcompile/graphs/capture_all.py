@@ -155,6 +155,7 @@ class _Graphs:
         self._step, self._compares = step, compares  # batches with descriptors
         self._known: dict[int, set[GraphSequence]] = {}  # replayed by the warm-up, by id of a batch
         self._owners: dict[frozenset[GraphSequence], Any] = {}  # the batch that replays these alone
+        self._captured: set[str] = set()  # the texts of batches that captured their own
         self._replayed: set[GraphSequence] = set()  # by the last step
         self._descriptors: list[BatchDescriptor] = []  # of its graphs, where it set a context
 
@@ -194,7 +195,9 @@ class _Graphs:
         compared = self._compares and self._descriptors
         if compared and not any(_is_of(batch, each) for each in self._descriptors):
             return f"{done} the graph of {self._descriptors[0]}"
-        if captured or not self._replayed:
+        if captured:
+            self._captured.add(str(batch))
+        if not self._replayed or str(batch) in self._captured:  # of the same batch, listed twice
             return ""
         new = self._replayed - self._known[id(batch)]  # of a batch that was captured before it
         owner = self._owners.setdefault(frozenset(self._replayed), batch)

@@ -509,6 +509,15 @@ def test_descriptors_of_a_compiled_model(device: str, mode: Any) -> None:
     assert (counters.captures, counters.replays) == (3, 6)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_batch_that_is_listed_twice_has_its_graph(wrapped, again: bool) -> None:
+    if again:
+        wrapped.capture([4, 8])
+    bulk = capture_all(wrapped.step, [4, 8, 4], wrapped.wrapper, strict=True)
+    assert (bulk.captured, bulk.missing) == ((8, 4, 4), ())
+    assert wrapped.wrapper.counters.captures == 2
+
+
 REPLAYED = "replayed the graph of num_tokens=8"
 
 
