@@ -296,7 +296,8 @@ class Numbers:
             output.args = (tuple(kept),)
         of_numbers = {*self._inputs, *frozenset().union(*self._inputs.values())}
         removed = {copies[node] for node in of_numbers if node in copies}  # others are constants
-        removed.update(*(_made_of(copies[node]) for node in self._results.values()))
+        made_of = set[fx.Node]().union(*(_made_of(copies[n]) for n in self._results.values()))
+        removed.update(node for node in made_of if node.op != "placeholder")  # tensors have sizes
         for node in reversed(gm.graph.nodes):
             if node in removed and not node.users:
                 gm.graph.erase_node(node)

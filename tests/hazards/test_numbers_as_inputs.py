@@ -424,6 +424,20 @@ def test_a_float_that_is_a_result(entry: str, dynamic: bool | None, device: str)
     assert served.counters().replays >= 10
 
 
+def test_a_result_of_a_float_and_of_a_size(device: str) -> None:
+    """The graph keeps the input that has the size of its tensors."""
+
+    def function(x: torch.Tensor, number: float) -> tuple[torch.Tensor, float]:
+        return x * number, x.shape[0] * number
+
+    served = compiled("torch.compile", function, settings(device), dynamic=True)
+    with torch.inference_mode():
+        for number in numbers(float, 8):
+            x = torch.randn(ROWS, WIDTH, device=device)
+            torch.testing.assert_close(served.step(x, number), function(x, number))
+    assert served.counters().replays >= 4
+
+
 @pytest.mark.parametrize("guards", ["none", "shape", "keep"])
 def test_weights_that_move_beside_a_float_that_is_a_result(guards: str, device: str) -> None:
     model, other = Scales().to(device), Scales().to(device)
