@@ -409,7 +409,8 @@ def cache_in_a_list(device: str) -> Scene:
 def _weights(change: Callable[[Model], None]) -> Callable[[str], Scene]:
     def build(device: str) -> Scene:
         model = Model(device)
-        return Scene(model, lambda: change(model))
+        kept = list(model.parameters())  # alive, so that replaced ones are told by what they are
+        return Scene(model, lambda: change(model), kept.clear)
 
     return build
 
@@ -880,6 +881,8 @@ TABLE: tuple[Row, ...] = (
             f"tensor of a {holder_kind}, old one {'alive' if alive else 'freed'}",
             _tensor(holder_kind, alive),
             {
+                # A traced global is an input, which stays where it is under a context.
+                WITH_CONTEXT: AddressChangedError if holder_kind == "global" else RIGHT,
                 NONE: DOCUMENTED,
                 UNTRACED: Contract(AddressChangedError) if alive else AddressChangedError,
             },
@@ -1022,7 +1025,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "tensor of an argument replaced",
         field_of_an_argument("scale", lambda options: options.scale + 1),
-        {("shape, context", "none, context"): AddressChangedError, **OF_TENSORS},
+        {WITH_CONTEXT: AddressChangedError, **OF_TENSORS},
     ),
     Row(
         "tensor in nested arguments replaced",

@@ -167,8 +167,9 @@ def _observe(row: Row, name: str, device: str, scene: Scene, eager: Scene) -> Ou
     for number in range(CALLS):
         assert _agrees(scene, eager, front, device), f"call {number} before the change is wrong"
     before = front.counters()
-    eager.change()
-    scene.change()
+    with torch.inference_mode(False):  # Dynamo tells tensors that are made in it from others
+        eager.change()
+        scene.change()
     if not all([_agrees(scene, eager, front, device) for _ in range(CALLS)]):
         return STALE
     now = front.counters()
