@@ -290,7 +290,7 @@ class Trace:
 
     @property
     def offsets(self) -> dict[str, str]:
-        """Likewise the offsets into memory that are dynamic."""
+        """The offsets into memory that are dynamic, by path."""
         offsets = {
             path: known_size(fake.storage_offset())
             for path, fake in self._fakes()

@@ -1,6 +1,6 @@
 """What an eager break leaves in padding rows, on the front ends that break.
 
-A trace knows which dimension is that of the batch, so steps of a compiled model zero its padding
+In a trace the dimension of the batch is known, so steps of a compiled model zero its padding
 rows behind each break. Breakable capture knows sizes alone, and as many heads as tokens would look
 the same: there the rows stay as in eager code, and the break itself zeroes them.
 """
