@@ -415,6 +415,11 @@ def is_forward_context_available() -> bool:
 
     Raises:
         ForwardContextError: called in code that torch.compile traces.
+
+    Example:
+        >>> with cgcompile.set_forward_context({"lengths": [1, 2]}):
+        ...     cgcompile.is_forward_context_available()
+        True
     """
     if is_dynamo_compiling():
         _refuse_traced("is_forward_context_available()")
