@@ -217,6 +217,11 @@ def rows_apart(tensor: torch.Tensor) -> bool:
     return True
 
 
+def takes_any_layout(tensor: torch.Tensor) -> bool:
+    """Return whether a copy in the layout of a tensor can be filled from another layout."""
+    return not (any(_bits(tensor)) or 0 in tensor.stride() or not rows_apart(tensor))
+
+
 class OwnedCopy:
     """A buffer with the layout of one tensor, at a fixed address, refilled from others."""
 
@@ -241,10 +246,8 @@ class OwnedCopy:
             strided = self._flat.as_strided(template.size(), template.stride())
             self.tensor = compat.with_bits(strided, *_bits(template))
         order = dense_order(template.shape, template.stride())
-        has_bits = any(_bits(template))
-        self._is_dense = order is not None and not has_bits
-        repeats = 0 in template.stride() or not rows_apart(template)
-        self.takes_any_layout = self._is_dense or not (has_bits or repeats)
+        self._is_dense = order is not None and not any(_bits(template))
+        self.takes_any_layout = self._is_dense or takes_any_layout(template)
 
     def fill(self, source: torch.Tensor) -> None:
         """Copy ``source``, on the current stream; of the same layout, unless it takes any."""

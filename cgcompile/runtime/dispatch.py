@@ -7,7 +7,8 @@ sizes. Shapes are not known beforehand, so their number is bounded. The rule: a 
 """
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -19,6 +20,7 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import BatchDescriptor, ForwardContext
 from cgcompile.descriptor import allows_full
 from cgcompile.errors import DispatchError
+from cgcompile.graphs.arena import takes_any_layout
 from cgcompile.graphs.capture import why_never_captured, why_not_captured_yet, why_not_in
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
@@ -102,6 +104,16 @@ def _dims_of_rows(meta: torch.Tensor) -> int:
     return meta.dim() - (features and not isinstance(meta.shape[-1], torch.SymInt))
 
 
+def _with_strides(
+    pick: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    restrided: Sequence[int],
+    inputs: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """Return the numbers of a key, behind the strides of inputs whose copies keep their layout."""
+    fixed = (inputs[p].stride() for p in restrided if not takes_any_layout(inputs[p]))
+    return (*fixed, *pick(inputs))
+
+
 class Dispatch:
     """Dispatches the calls of one compiled graph, which has the ``roles`` by runtime mode."""
 
@@ -146,6 +158,8 @@ class Dispatch:
         self.mode = mode
         roles = self._roles[FULL if mode is NONE else mode]
         self._numbers = picker(roles.numbers)
+        if roles.restrided:
+            self._numbers = partial(_with_strides, self._numbers, roles.restrided)
         self.mutated = roles.mutated  # inputs of these steps that are bound by address
 
     # -------------------------------------------------------------- the mode and the key

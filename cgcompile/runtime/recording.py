@@ -94,7 +94,9 @@ class Recording:
             self.from_other_weights = [
                 (p, at) for p, at in self.addresses if holds(address(inputs[p]))
             ]
-            baked_in = roles.numbers if batch.copies else (*roles.numbers, *roles.strides)
+            fixed = any(not b.takes_any_layout for p, b in self._copied if p in roles.restrided)
+            copies = batch.copies and not fixed  # else strides are those of the capture
+            baked_in = roles.numbers if copies else (*roles.numbers, *roles.strides)
             self.numbers = [(p, inputs[p]) for p in baked_in]
         # Until the step is recorded: the inputs, with buffers in place of what is copied, and where
         # the memory of each begins; 0 without memory. Positions are by the id of an input.
@@ -154,11 +156,7 @@ class Recording:
         keeps: Callable[[int], bool],  # no graph of this weight set writes that address
         is_plain_result: Callable[[int], bool],  # returned for other weights without a graph
     ) -> Fallback | None:
-        """Return why an input cannot be read at the next step: its memory, or its layout."""
-        for position, buffer in self._copied:
-            if position in self.roles.restrided and not buffer.takes_any_layout:
-                detail = f"{self.path(position)} overlaps itself, and its strides vary"
-                return Fallback(Reason.UNSUPPORTED_INPUT, detail)
+        """Return why an input cannot be read at the next step."""
         for position, _ in self.from_other_weights:
             if not keeps(address(inputs[position])):
                 path = self.path(position)
