@@ -356,7 +356,7 @@ def test_a_page_that_cannot_be_written(run: Any, tmp_path: Path) -> None:
     page = tmp_path / "file" / "page.html"
     status, out, errors = run("explain", target("pair"), "--html", str(page))
     assert (status, out) == (2, "")
-    assert re.match(r"cgcompile: --html .*page.html: no page can be written there: ", errors)
+    assert re.match(r"cgcompile: to_html: path = .*page.html.*a file that can be written", errors)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ The rule: a result is a frozen dataclass of text, numbers and tuples or dicts of
 ASCII.
 """
 
+import errno
 import json
 import math
 import textwrap
@@ -45,6 +46,10 @@ class Result:
         return json.dumps(self.to_dict(), indent=indent)
 
 
+# What is wrong with a path itself; a disk that is full, say, is no fault of it.
+_BAD_PATHS = {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
+
+
 def written(path: str | PathLike[str], where: str, text: Callable[[], str]) -> Path:
     """Write a file, and create missing folders."""
     require("\0" not in str(path), "path", where, path, "a path without null bytes")
@@ -53,6 +58,8 @@ def written(path: str | PathLike[str], where: str, text: Callable[[], str]) -> P
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content, encoding="utf-8")
     except OSError as error:
+        if error.errno not in _BAD_PATHS:
+            raise
         expected = f"a file that can be written ({error.strerror})"
         raise ConfigError.bad_value(
             name="path", where=where, value=path, expected=expected

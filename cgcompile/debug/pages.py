@@ -27,7 +27,8 @@ class Page(Result):
             The path of the page.
 
         Raises:
-            OSError: the page cannot be written there.
+            ConfigError: the path is that of a folder, is below a file, or is too long.
+            OSError: the page cannot be written there for another reason.
         """
         return written(path, "to_html", lambda: render(self.template, self.to_dict()))
 

@@ -51,7 +51,7 @@ from cgcompile.graphs.capture import (
 )
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
-from cgcompile.graphs.fields import FieldsGuard, Rebinding
+from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
 from cgcompile.graphs.guards import (
     ArgumentGuard,
     ContextGuard,
@@ -268,6 +268,8 @@ def devices_of(runnable: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensors = compat.tree_tensors((args, kwargs))
     if isinstance(runnable, torch.nn.Module):
         tensors += weights_of(runnable)
+    if not tensors:  # they are inside of objects, or around the function
+        tensors = Fields({"runnable": runnable, "args": args, "kwargs": kwargs}).tensors
     devices = dict.fromkeys(tensor.device for tensor in tensors)
     return [device for device in devices if device.type != "cpu"] or [torch.device("cpu")]
 

@@ -269,14 +269,16 @@ class CompiledGraph:
     ) -> Attempt:
         """Compare the inputs with those of the capture, replay the step, and count it."""
         real, policy = None, self._config.on_input_change
-        if context is not None:
-            real = context.num_unpadded_tokens
-            try:
+        try:
+            if context is None:  # inputs are part of the key, or copied
+                recording.sequence.check_held()
+            else:
+                real = context.num_unpadded_tokens
                 recording.check(inputs)
-            except GuardError as error:
-                if policy != "eager":
-                    raise
-                return Fallback(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
+        except GuardError as error:
+            if policy != "eager":
+                raise
+            return Fallback(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
         fallback = recording.why_not_copied(inputs) or self._why_other_thread(context)
         if fallback is not None:
             return fallback, None

@@ -548,7 +548,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     model = cgcompile.compile(Attends(), compiler="eager")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(ConfigError, match=r"page.html.*a file that can be written \(File exists\)"):
         cgcompile.debug.report(model, tmp_path / "file" / "page.html")
 
 

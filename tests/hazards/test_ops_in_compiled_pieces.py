@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import cgcompile
-from cgcompile.errors import CaptureError
+from cgcompile.errors import AddressChangedError, CaptureError
 
 ROWS, WIDTH = 4, 8
 NOW: dict[str, Tensor] = {}  # what the bodies read: metadata that a graph cannot see
@@ -188,6 +188,11 @@ def test_a_freed_tensor_that_a_body_read_is_named(compiler: str) -> None:
             compiled(torch.randn(ROWS, WIDTH))
         KEPT.clear()
         NOW.clear()
-        where = r"aten.mul.Tensor in opaque::fresh \(test_ops_in_compiled_pieces.py:\d+\) reads"
-        with pytest.raises(CaptureError, match=where):
-            compiled(torch.randn(ROWS, WIDTH))
+        error, text = AddressChangedError, r"a tensor \(1,\).* which captured ops read or write"
+        if compiler == "inductor":  # bodies in compiled code are not seen: the recorder notices it
+            error = CaptureError
+            text = r"aten.mul.Tensor in opaque::fresh \(test_ops_in_compiled_pieces.py:\d+\) reads"
+        for _ in range(2):
+            with pytest.raises(error, match=text):
+                compiled(torch.randn(ROWS, WIDTH))
+    assert compiled.backend.counters.replays == 1

@@ -119,7 +119,7 @@ def test_the_error_names_the_setting(setting: str, device: str) -> None:
 @pytest.mark.parametrize("under_context", [False, True], ids=["no context", "context"])
 def test_fast_paths_compare_settings(under_context: bool, setting: str, device: str) -> None:
     model, (change, _) = Net(device), SETTINGS[setting]
-    step = cgcompile.compile(model, settings(device), guards="none")
+    step = cgcompile.compile(model, settings(device, debug=False), guards="none")
     context = cgcompile.set_forward_context(
         cudagraph_runtime_mode="FULL", batch_descriptor=cgcompile.BatchDescriptor(ROWS)
     )

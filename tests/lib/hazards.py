@@ -122,7 +122,7 @@ def _scenes(row: Row, device: str) -> Iterator[tuple[Scene, Scene]]:
     try:
         yield scenes[0], scenes[1]
     finally:
-        for scene in scenes:
+        for scene in reversed(scenes):
             scene.undo()
 
 
