@@ -535,7 +535,7 @@ class CUDAGraphWrapper(Transparent):
         """Capture and run the step; it runs plain where a graph cannot repeat it."""
         assert self._pool is not None
         mode, descriptor = key
-        self._thread.admit(self.name, claim=False)
+        self._thread.admit(self.name, claim=self.returns_views and not prepares_graphs())
         if self._debug:
             self._expire(descriptor, args, kwargs)
         with self.timeline.record_capture(self._pool, self.name, mode, descriptor) as ended:

@@ -313,7 +313,7 @@ class CompiledGraph:
                 fallback = self._naming_setting(fallback, weight_set, batch)
                 fallback = self._naming_grad_mode(fallback, weight_set, key)
             return fallback, None
-        fallback = self._why_other_thread(context, captures=True)
+        fallback = self._why_other_thread(context)
         if fallback is not None:
             return fallback, None
         if context is not None:
@@ -323,16 +323,14 @@ class CompiledGraph:
             self._weight_sets.hold(weight_set, inputs, mutated)
         return self._capture(weight_set, key, batch, inputs)
 
-    def _why_other_thread(
-        self, context: ForwardContext | None, captures: bool = False
-    ) -> Fallback | None:
+    def _why_other_thread(self, context: ForwardContext | None) -> Fallback | None:
         """Raise, or return a reason, where results of another thread would be overwritten."""
         assert self.pool is not None
         thread = self.pool.thread
         if thread.ident == self.fast_paths.owner:
             return None
         if context is not None:
-            thread.admit("the compiled step", claim=not (captures or prepares_graphs()))
+            thread.admit("the compiled step", claim=not prepares_graphs())
             return None
         return OTHER_THREAD if thread.is_other() else None
 

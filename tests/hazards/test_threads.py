@@ -133,6 +133,7 @@ def test_a_wait_for_a_capture_that_does_not_end_is_bounded(name: str, device: st
 @pytest.mark.usefixtures("impatient")
 def test_an_eager_break_that_waits_for_another_thread_that_captures(device: str) -> None:
     inner = front_end("CUDAGraphWrapper", model, device)
+    inner.target.allow_threads()  # each result is cloned before the next thread begins
     ones = torch.ones(ROWS, WIDTH, device=device)
     results: list[Any] = []
 
@@ -536,3 +537,25 @@ def test_a_fork_while_another_thread_holds_the_locks_of_a_step() -> None:
     )
     expected = [f"{name} 0" for name in FRONT_ENDS]
     assert done.stdout.splitlines() == expected, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", COMPILED + WRAPPERS)
+def test_the_result_of_a_capture_counts(name: str, device: str) -> None:
+    """Outside of a bulk capture, a capturing step returns views, as a replay does."""
+    skip_uncompiled(name, device)
+    served = front_end(name, model, device)
+    x = torch.rand(ROWS, WIDTH, device=device)
+
+    def step() -> Any:
+        with torch.inference_mode(), context():
+            return served.step(x)
+
+    while not served.counters().captures:
+        result = step()
+    assert served.counters().replays == 0
+    expected = model(x.clone())
+    x.uniform_()
+    thread, results = run_in_thread(step)
+    thread.join(PATIENCE)
+    torch.testing.assert_close(result, expected)
+    assert isinstance(results[0], DispatchError), results
