@@ -207,7 +207,7 @@ class _Graphs:
 
 
 def _is_of(batch: Any, descriptor: BatchDescriptor) -> bool:
-    """Return whether a descriptor is that of a batch, as far as a batch tells."""
+    """Return whether a descriptor is that of a batch; a batch of another type may be any."""
     if isinstance(batch, BatchDescriptor):
         return batch == descriptor
     return not is_whole(batch) or batch in (*descriptor, *descriptor.extra)

@@ -28,7 +28,7 @@ from cgcompile.runtime.returns import returned_names
 
 
 def mutated_inputs(piece: Piece) -> list[str]:
-    """Return the names of the inputs whose memory a piece mutates, as far as its graph tells."""
+    """Return the names of the inputs whose memory the graph of a piece mutates."""
     memory = written_storages(piece.module)  # through views as well
     names = zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True)
     return [name for name, node in names if not memory.isdisjoint(storages(value(node)))]

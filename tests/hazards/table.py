@@ -23,6 +23,7 @@ from lib.hazards import (
     DOCUMENTED,
     RIGHT,
     Contract,
+    Refused,
     Row,
     Scene,
     in_another_thread,
@@ -695,6 +696,16 @@ def _argument(
     return build
 
 
+def scalar_argument(device: str) -> Scene:
+    """An argument that is a tensor of the CPU without dimensions, replaced."""
+    scalars = [torch.tensor(2.0)]
+    return Scene(
+        Takes(device, lambda argument: argument),
+        lambda: scalars.append(torch.tensor(3.0)),
+        call=lambda step, x: step(x, scalars[-1]),
+    )
+
+
 def argument_needs_gradients(device: str) -> Scene:
     """Grad mode is on, and an argument needs gradients after the change."""
     scale = torch.rand(WIDTH, device=device)
@@ -928,7 +939,7 @@ TABLE: tuple[Row, ...] = (
         data_in_the_step,
         {
             TRACES: Reason.TOO_MANY_WEIGHT_SETS,
-            UNTRACED: CaptureError,
+            UNTRACED: Refused(CaptureError),
             MANAGERS: ABSENT,  # it warms up with batches that no eager model gets
         },
     ),
@@ -997,7 +1008,7 @@ TABLE: tuple[Row, ...] = (
     Row("input moves", input_moves, same_graphs=True),
     Row(
         "0-dim tensor of the CPU as an argument",
-        _argument(lambda t: torch.tensor(2.0), lambda t: torch.tensor(3.0)),
+        scalar_argument,
         # The host recorder reads it where it lies, like any other tensor.
         {WITH_CONTEXT: AddressChangedError, **OF_TENSORS},
         on_cuda={WITH_CONTEXT: RIGHT, UNTRACED: HostValueChangedError, MANAGERS: ABSENT},

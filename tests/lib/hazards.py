@@ -33,7 +33,16 @@ class Contract:
     then: Any
 
 
-Outcome = Any  # RIGHT, STALE, DOCUMENTED, ABSENT, a class of errors, a Reason, or a Contract
+@dataclass(frozen=True)
+class Refused:
+    """A cell whose step is an error before the change already: no graph can hold it."""
+
+    error: type[Exception]
+
+
+Outcome = (
+    Any  # RIGHT, STALE, DOCUMENTED, ABSENT, a class of errors, a Reason, Refused, or a Contract
+)
 
 
 def _input(device: str) -> torch.Tensor:
@@ -154,18 +163,23 @@ def observe(row: Row, name: str, device: str) -> Outcome:
             nothing is counted for it.
     """
     with _scenes(row, device) as (scene, eager), row.grad():
+        front = column(name, scene.model, device, scene.metadata, **row.settings)
+        changed = False
         try:
-            return _observe(row, name, device, scene, eager)
+            for number in range(CALLS):
+                right = _agrees(scene, eager, front, device)
+                assert right, f"call {number} before the change is wrong"
+            changed = True
+            return _after_the_change(row, device, scene, eager, front)
         except Exception as error:
             if type(error).__module__ != "cgcompile.errors":
                 raise
-            return type(error)
+            return type(error) if changed else Refused(type(error))
 
 
-def _observe(row: Row, name: str, device: str, scene: Scene, eager: Scene) -> Outcome:
-    front = column(name, scene.model, device, scene.metadata, **row.settings)
-    for number in range(CALLS):
-        assert _agrees(scene, eager, front, device), f"call {number} before the change is wrong"
+def _after_the_change(
+    row: Row, device: str, scene: Scene, eager: Scene, front: FrontEnd
+) -> Outcome:
     before = front.counters()
     with torch.inference_mode(False):  # Dynamo tells tensors that are made in it from others
         eager.change()
@@ -218,4 +232,6 @@ def cell(outcome: Outcome) -> str:
     """Return an outcome as text."""
     if isinstance(outcome, Contract):
         return f"contract: {cell(outcome.then)}"
+    if isinstance(outcome, Refused):
+        return f"refused: {cell(outcome.error)}"
     return outcome.value if isinstance(outcome, Reason) else getattr(outcome, "__name__", outcome)
