@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import entry_points
 from types import FrameType
 from typing import Any
 
@@ -170,8 +171,10 @@ def test_what_dynamo_gives_up_is_named(
     options = {"compiler": "eager", "capture_device": "host", "max_captured_shapes": 37 + graphs}
     model = kind().eval()
     if named:  # as in a process that has not looked it up
-        known = torch._dynamo.backends.registry._COMPILER_FNS
-        monkeypatch.delitem(known, "cgcompile", raising=False)
+        registry = torch._dynamo.backends.registry
+        entry = next(iter(entry_points(group="torch_dynamo_backends", name="cgcompile")))
+        monkeypatch.setitem(registry._BACKENDS, "cgcompile", entry)  # 2.11 forgets what it loaded
+        monkeypatch.delitem(registry._COMPILER_FNS, "cgcompile", raising=False)
         compiled = torch.compile(model, backend="cgcompile", options=options)
     else:
         compiled = torch.compile(model, backend=cgcompile.Backend(**options, strict=True))
