@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lib.front_ends import COMPILED, ROWS, TRACED, WIDTH, compiled, context, settings
+from torch._dynamo.exc import TorchRuntimeError
 from torch.utils._pytree import tree_leaves
 
 from cgcompile.errors import HostValueChangedError, TraceError
@@ -148,7 +149,8 @@ class Run:
     def _difference(self, actual: Any, expected: Any) -> str | None:
         if isinstance(actual, Exception) or isinstance(expected, Exception):
             # An error in a trace of all the code is named, and is not that of the op.
-            classes = (type(expected), TraceError) if isinstance(expected, Exception) else ()
+            named = (type(expected), TraceError, TorchRuntimeError)
+            classes = named if isinstance(expected, Exception) else ()
             same = isinstance(actual, classes)
             return None if same else f"{actual!r:.300}\n    in eager: {expected!r:.300}"
         pairs = [*zip(tree_leaves(actual), tree_leaves(expected), strict=True)]
