@@ -173,7 +173,7 @@ def _refuse_near_misses(*names: str) -> None:
     """Raise for additional keywords that stand for a parameter: they would be ignored."""
     known = (*_PARAMETERS, *(name for name in _MEANT if len(name) >= _SHORTEST))
     for name in names:
-        # A name of more words is another one: cross_attention_metadata.
+        # A name of more words, such as cross_attention_metadata, means something else.
         similar = [other for other in known if name.count("_") <= other.count("_")]
         near = difflib.get_close_matches(name, similar, n=1, cutoff=0.85)
         near += [parameter for parameter in known if _abbreviates(name, parameter)]

@@ -605,7 +605,7 @@ class ContextGuard:
         return guard if guard._known else None
 
     def check(self, context: Any, what: str, batch: object) -> None:
-        """Raise AddressChangedError or HostValueChangedError for a tensor that is another one."""
+        """Raise AddressChangedError or HostValueChangedError for a tensor that differs."""
         if not self.differs(context):
             return
         present = dict(tensors_in_context(context, self._device_type))

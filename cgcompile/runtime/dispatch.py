@@ -110,7 +110,8 @@ def _with_strides(
     inputs: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     """Return the numbers of a key, behind the strides of inputs whose copies keep their layout."""
-    fixed = (inputs[p].stride() for p in restrided if not takes_any_layout(inputs[p]))
+    tensors = (inputs[position] for position in restrided)
+    fixed = (None if takes_any_layout(tensor) else tensor.stride() for tensor in tensors)
     return (*fixed, *pick(inputs))
 
 

@@ -113,6 +113,23 @@ def test_rows_that_overlap(guards: str) -> None:
     assert counters.replays == (5 if guards else 4)  # torch.compile has a static trace first
 
 
+def test_which_of_two_inputs_overlaps_is_part_of_the_key() -> None:
+    step, backend = compiled(Subtracts().eval(), "")
+    memory = torch.randn(200)
+    pairs = [(9, 8), (8, 7), *[(2, 9)] * 4, *[(9, 2)] * 4]  # 2 overlaps
+    for strides in pairs:
+        memory.normal_()
+        starts = zip((0, 100), strides, strict=True)
+        x, y = (memory[start:].as_strided((3, 4), (stride, 1)) for start, stride in starts)
+        torch.testing.assert_close(step(x, y), x - 2 * y)
+    assert backend.counters.replays >= 2
+
+
+class Subtracts(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x - 2 * y
+
+
 def test_warming_names_what_differs() -> None:
     step, backend = compiled(Reads("a number").eval(), "keep")
     for columns in (5, 6, 7):
