@@ -1,0 +1,203 @@
+"""The op ``cgcompile::decode_attention``: attention of few query rows over a long cache.
+
+For queries q [B, H, T, D], keys k [B, Hkv, L, D] and values v [B, Hkv, L, Dv], where H is a
+multiple of Hkv and head h of q reads head h // (H // Hkv) of k and v, it computes, in this order::
+
+    s = q @ k.T * scale
+    s = soft_cap * tanh(s / soft_cap)                 with a soft cap that is not 0
+    s = s + mask, or -inf where a boolean mask is False
+    p = exp(s) / (sum(exp(s)) + exp(sinks))           with sinks [H], a logit of each head
+    result = p @ v
+
+A row whose keys are all excluded, by False or by -inf, is 0. The result [B, H, T, Dv] lies in
+memory as a contiguous [B, T, H, Dv].
+
+On an NVIDIA GPU of compute capability 9.0 or newer Triton kernels compute it for at most
+:data:`TOKENS` query rows: they read each key and value once, and no key that the mask excludes from
+all rows. Elsewhere, and for inputs that the kernels do not take (:func:`takes`), torch's ops
+compute it. It is differentiable, by torch's ops.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from cgcompile.kernels.small_linear import DTYPES, why_unsupported
+from cgcompile.locks import new_lock
+
+__all__ = ["TOKENS", "op", "takes", "why_unsupported"]
+
+TOKENS = 16  # query rows of a request
+SIZE = 256  # most values of a head
+_SCHEMA = (
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, float scale, "
+    "float soft_cap) -> Tensor"
+)
+
+
+def op() -> Any:
+    """Return the op; the first call registers it."""
+    with _REGISTERS:
+        _library()
+    return torch.ops.cgcompile.decode_attention.default
+
+
+_REGISTERS = new_lock(watch=False)  # torch refuses to register an op twice
+
+
+@functools.cache  # an op is unregistered with its library
+def _library() -> torch.library.Library:
+    library = torch.library.Library("cgcompile", "FRAGMENT")
+    library.define(_SCHEMA)
+    library.impl("decode_attention", by_torch, "CPU")
+    library.impl("decode_attention", _on_cuda, "CUDA")
+    name = "cgcompile::decode_attention"
+    torch.library.register_fake(name, _fake, lib=library)
+    torch.library.register_autograd(name, _backward, setup_context=_setup, lib=library)
+    return library
+
+
+def takes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> bool:
+    """Return whether the kernels compute the op for these inputs, on a device that supports it.
+
+    Sizes may be symbols: the batch and the length are compared with each other only.
+    """
+    if not all(x.dim() == 4 and x.dtype in DTYPES and x.dtype == q.dtype for x in (q, k, v)):
+        return False
+    batch, heads, tokens, size = q.shape
+    if not 0 < tokens <= TOKENS or heads == 0 or k.shape[1] == 0 or heads % k.shape[1]:
+        return False
+    if not all(0 < last <= SIZE for last in (size, v.shape[-1])) or k.shape[-1] != size:
+        return False
+    if k.shape[0] != batch or k.shape[:3] != v.shape[:3] or k.shape[2] == 0:
+        return False
+    if k.stride(-1) != 1 or v.stride(-1) != 1:
+        return False  # the values of a position are not beside each other
+    if sinks is not None and sinks.shape != (heads,):
+        return False
+    if mask is None:
+        return True
+    whole = (batch, heads, tokens, k.shape[2])[4 - mask.dim() :]
+    pairs = zip(mask.shape, whole, strict=True) if mask.dim() <= 4 else [(0, 1)]
+    fits = all(own == other or own == 1 for own, other in pairs)
+    return fits and mask.dtype in (torch.bool, torch.float32, q.dtype)
+
+
+def by_torch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    """Compute the op by ops of torch."""
+    if sinks is None and soft_cap == 0 and (mask is None or mask.dtype in (torch.bool, q.dtype)):
+        # Heads that share keys are rows of one head, so that no key is copied.
+        rows, row_mask = _rows(q, k.shape[1]), _rows_of_mask(mask, q, k)
+        result = F.scaled_dot_product_attention(rows, k, v, row_mask, scale=scale)
+        result = result.reshape(*q.shape[:3], v.shape[-1])
+    else:
+        result = _written_out(q, k, v, mask, sinks, scale, soft_cap)
+    result = result.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return result.transpose(1, 2)
+
+
+def _rows(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return [B, H, T, N] as [B, heads, H // heads * T, N]."""
+    batch, _, _, size = x.shape
+    return x.reshape(batch, heads, x.shape[1] // heads * x.shape[2], size)
+
+
+def _rows_of_mask(
+    mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor | None:
+    """Return a mask for :func:`_rows` of the queries; equal rows stay one row."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    if mask.shape[1] == mask.shape[2] == 1:
+        return mask
+    return _rows(mask.expand(-1, q.shape[1], q.shape[2], -1), k.shape[1])
+
+
+def _written_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    """Compute the op with sums in float32 at least; in any layout."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    rows = _rows(q, k.shape[1]).to(dtype)
+    scores = rows @ k.to(dtype).mT * scale
+    if soft_cap != 0:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    row_mask = _rows_of_mask(mask, q, k)
+    if row_mask is not None and row_mask.dtype is torch.bool:
+        scores = scores.masked_fill(~row_mask, -torch.inf)
+    elif row_mask is not None:
+        scores = scores + row_mask
+    length = scores.shape[-1]
+    if sinks is not None:
+        sink_rows = sinks.to(dtype)[None, :, None, None].expand(*q.shape[:3], 1)
+        scores = torch.cat((scores, _rows(sink_rows, k.shape[1])), -1)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)  # not NaN, nor in a gradient
+    weights = scores.masked_fill(empty, 0).softmax(-1)[..., :length].masked_fill(empty, 0)
+    result = weights @ v.to(dtype)
+    return result.to(q.dtype).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty((batch, tokens, heads, v.shape[-1])).transpose(1, 2)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.scale, ctx.soft_cap = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    tensors = list(ctx.saved_tensors)
+    places = [place for place, needed in enumerate(ctx.needs_input_grad[:5]) if needed]
+
+    def computed(*values: torch.Tensor) -> torch.Tensor:
+        inputs = dict(enumerate(tensors)) | dict(zip(places, values, strict=True))
+        return _written_out(*inputs.values(), ctx.scale, ctx.soft_cap)
+
+    _, pullback = torch.func.vjp(computed, *(tensors[place] for place in places))
+    gradients = dict(zip(places, pullback(grad), strict=True))
+    return tuple(gradients.get(place) for place in range(7))
+
+
+def _on_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    return by_torch(q, k, v, mask, sinks, scale, soft_cap)
