@@ -180,15 +180,18 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     tensors = list(ctx.saved_tensors)
-    places = [place for place, needed in enumerate(ctx.needs_input_grad[:5]) if needed]
+    indices = [index for index, needed in enumerate(ctx.needs_input_grad[:5]) if needed]
 
     def computed(*values: torch.Tensor) -> torch.Tensor:
-        inputs = dict(enumerate(tensors)) | dict(zip(places, values, strict=True))
-        return _written_out(*inputs.values(), ctx.scale, ctx.soft_cap)
+        inputs: list[Any] = [*tensors]
+        for index, value in zip(indices, values, strict=True):
+            inputs[index] = value
+        q, k, v, mask, sinks = inputs
+        return _written_out(q, k, v, mask, sinks, ctx.scale, ctx.soft_cap)
 
-    _, pullback = torch.func.vjp(computed, *(tensors[place] for place in places))
-    gradients = dict(zip(places, pullback(grad), strict=True))
-    return tuple(gradients.get(place) for place in range(7))
+    pullback = torch.func.vjp(computed, *(tensors[index] for index in indices))[1]
+    gradients = dict(zip(indices, pullback(grad), strict=True))
+    return tuple(gradients.get(index) for index in range(7))
 
 
 def _on_cuda(
