@@ -14,7 +14,9 @@ from typing import Any
 from cgcompile.errors import ConfigError
 from cgcompile.modes import TORCH_MODES, CompilationMode, CUDAGraphMode
 from cgcompile.settings import (
+    AUTO,
     ENV_PREFIX,
+    KERNELS_VARIABLE,
     UNSET,
     enum_parser,
     one_of,
@@ -29,6 +31,7 @@ from cgcompile.settings import (
     parse_ops,
     parse_passes,
     parse_sizes,
+    parse_switch,
     parse_text,
     parsed,
     setting,
@@ -109,9 +112,10 @@ class CompilationConfig:
             more padding than before, are compared with unpadded ones; if one differs, nothing is
             padded from then on, counted as ``padding_refused``.
         small_batch_kernels: compute linear layers of at most 16 rows, with the RMS norm before and
-            the activation or residual after them, by a kernel of cgcompile, on NVIDIA H100 and
-            newer data-centre GPUs. If one dimension is dynamic, or ``capture_dim`` names that of
-            the batch, sizes up to 16 are compiled separately. Results differ by rounding.
+            the activation or residual after them, by a kernel of cgcompile. ``auto``: where the
+            device can, which is an NVIDIA H100 or newer data-centre GPU with Triton. True: raise
+            where it cannot. If one dimension is dynamic, or ``capture_dim`` names that of the
+            batch, sizes up to 16 are compiled separately. Results differ by rounding.
         dump_passes: a folder for the graph before and after every pass, as text.
         cache_dir: the folder that keeps compiled pieces for other processes, or ``off``. Unset:
             cgcompile in $XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must
@@ -172,7 +176,7 @@ class CompilationConfig:
     )
     capture_dim: str | None = setting(None, optional(parse_text), "trace")
     pad_lengths: tuple[int, ...] | None = setting(None, optional(parse_sizes), "trace")
-    small_batch_kernels: bool = setting(False, parse_bool, "inductor")
+    small_batch_kernels: bool | str = setting(AUTO, parse_switch, "inductor", KERNELS_VARIABLE)
     dump_passes: str | None = setting(None, optional(parse_text), "trace")
 
     cache_dir: str | None = setting(None, optional(parse_text))
@@ -198,7 +202,7 @@ class CompilationConfig:
         return super().__new__(cls)
 
     def __post_init__(self, _origins: _Origins | None) -> None:
-        variables = {ENV_PREFIX + name.upper(): name for name in self.names()}
+        variables = {*map(_variable, self.names()), KERNELS_VARIABLE}
         for variable in sorted(os.environ):
             if variable.startswith(ENV_PREFIX) and variable not in variables:
                 raise ConfigError.unknown_setting(
@@ -224,9 +228,9 @@ class CompilationConfig:
         value, parse = getattr(self, spec.name), spec.metadata["parse"]
         if value is not UNSET:
             return parsed(spec.name, "CompilationConfig", value, parse), "argument"
-        variable = ENV_PREFIX + spec.name.upper()
-        if variable in os.environ:
-            return parsed(spec.name, variable, os.environ[variable], parse), "environment"
+        for variable in (_variable(spec.name), spec.metadata["variable"]):
+            if variable is not None and variable in os.environ:
+                return parsed(spec.name, variable, os.environ[variable], parse), "environment"
         return spec.metadata["default"], "default"
 
     def _settle(self, spec: dataclasses.Field[Any], origin: str) -> str:
@@ -234,7 +238,7 @@ class CompilationConfig:
         # The environment is for all models: what has no effect for one of them is no error.
         value, default = getattr(self, spec.name), spec.metadata["default"]
         missing = self._missing(spec.metadata["needs"])
-        if missing is None or (value == default and origin != "environment"):
+        if missing is None or (value in spec.metadata["idle"] and origin != "environment"):
             return origin
         if origin == "environment":
             object.__setattr__(self, spec.name, default)
@@ -261,6 +265,10 @@ class CompilationConfig:
             or not self.cudagraph_mode.requires_piecewise_compilation(),
         }
         return None if needs is None or present[needs] else needs
+
+    def insists(self, name: str) -> bool:
+        """Return whether a setting is True by an argument or option: for this model alone."""
+        return getattr(self, name) is True and self.origins[name] != "environment"
 
     @property
     def _splits(self) -> bool:
@@ -333,6 +341,10 @@ class CompilationConfig:
         if config is None:
             return cls(**changes, _origins=origins)
         return dataclasses.replace(config, **changes, _origins=origins)
+
+
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.upper()
 
 
 def _settings_of_torch_mode(mode: Any) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 from cgcompile.errors import CGCompileError, ConfigError
 
 ENV_PREFIX = "CGCOMPILE_"
+AUTO = "auto"
 
 Parser = Callable[[Any], Any]
 E_ = TypeVar("E_", bound=enum.Enum)
@@ -256,6 +257,16 @@ def parse_bool(value: Any) -> bool:
     raise ValueError("a bool: 1, 0, true, false, yes, no, on or off")
 
 
+def parse_switch(value: Any) -> bool | str:
+    """Parse a setting that is on where the device can run it (``auto``), on, or off."""
+    if value == AUTO:
+        return AUTO
+    try:
+        return parse_bool(value)
+    except ValueError as error:
+        raise ValueError(f"{AUTO!r}, or {error}") from None
+
+
 def one_of(*known: str) -> Parser:
     def parse(value: Any) -> str:
         if isinstance(value, str) and value in known:
@@ -403,10 +414,18 @@ COMPILERS = ("inductor", "aot", "eager")
 
 UNSET: Any = object()  # a setting without an argument
 
+KERNELS_VARIABLE = ENV_PREFIX + "KERNELS"  # for all settings of kernels of cgcompile
 
-def setting(default: Any, parse: Parser, needs: str | None = None) -> Any:
+
+def setting(
+    default: Any, parse: Parser, needs: str | None = None, variable: str | None = None
+) -> Any:
     """Declare a setting with its parser; without what it ``needs`` it has no effect."""
-    metadata = {"parse": parse, "default": default, "needs": needs}
+    # ``variable`` of the environment is read where the setting's own one is absent. A setting with
+    # one of the values ``idle`` needs nothing.
+    idle = (AUTO, False) if parse is parse_switch else (default,)
+    metadata = {"parse": parse, "default": default, "needs": needs, "variable": variable}
+    metadata |= {"idle": idle}
     return field(default_factory=lambda: UNSET, metadata=metadata)
 
 

@@ -183,9 +183,10 @@ class Symbols(compat.Shapes):
         """Return text such as ``s0 = x.size()[0]``."""
         return f"{self._short[symbol]} = {self._dims[symbol]}"
 
-    def only(self) -> sympy.Symbol | None:
-        """Return the symbol of the only dynamic dimension; None if there are none or several."""
-        return next(iter(self._dims)) if len(self._dims) == 1 else None
+    def only(self, dim: str | None) -> sympy.Symbol | None:
+        """Return the symbol of a dimension, which may be left out if the graph has one, or None."""
+        symbols = [symbol for symbol, name in self._dims.items() if dim in (None, name)]
+        return symbols[0] if len(symbols) == 1 else None
 
     def chosen(self, dim: str | None) -> sympy.Symbol | None:
         """Return the symbol of a dimension, which may be left out if the graph has one, or None."""

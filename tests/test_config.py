@@ -60,6 +60,9 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cudagraph_capture_sizes", "8, 1,2,8", (1, 2, 8)),
         ("compile_sizes", "8, 1,2,8", (1, 2, 8)),
         ("compile_ranges_endpoints", "32, 512", (32, 512)),
+        ("small_batch_kernels", "off", False),
+        ("small_batch_kernels", "1", True),
+        ("small_batch_kernels", "auto", "auto"),
         ("dump_passes", "/tmp/passes", "/tmp/passes"),
         ("cache_dir", "/tmp/pieces", "/tmp/pieces"),
         ("cache_dir", "off", "off"),
@@ -249,6 +252,39 @@ def test_a_variable_that_a_mode_would_ignore_is_ignored(
         CompilationConfig(mode="NONE", **{name: text})
     with pytest.raises(ConfigError, match=f"{name} .*is impossible"):
         CompilationConfig.resolve(options={"mode": "NONE", name: text})
+
+
+def kernel_settings() -> list[str]:
+    """The names of all settings that one variable switches off."""
+    specs = dataclasses.fields(CompilationConfig)
+    return [spec.name for spec in specs if spec.metadata["variable"] == "CGCOMPILE_KERNELS"]
+
+
+def test_one_variable_switches_all_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = kernel_settings()
+    assert "small_batch_kernels" in names
+    assert {getattr(CompilationConfig(), name) for name in names} == {"auto"}
+    monkeypatch.setenv("CGCOMPILE_KERNELS", "0")
+    config = CompilationConfig()
+    assert {(getattr(config, name), config.origins[name]) for name in names} == {
+        (False, "environment")
+    }
+    for name in names:  # what is about one setting wins, and an argument beats the environment
+        assert getattr(CompilationConfig(**{name: True}), name) is True
+        monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", "auto")
+        assert getattr(CompilationConfig(), name) == "auto"
+    monkeypatch.setenv("CGCOMPILE_KERNELS", "perhaps")
+    monkeypatch.delenv("CGCOMPILE_SMALL_BATCH_KERNELS")
+    with pytest.raises(ConfigError, match=r"CGCOMPILE_KERNELS: .* expected 'auto', or"):
+        CompilationConfig()
+
+
+def test_kernels_are_switched_off_where_nothing_uses_them() -> None:
+    config = CompilationConfig(mode="NONE", small_batch_kernels=False)
+    assert config.small_batch_kernels is False
+    assert CompilationConfig(compiler="eager", small_batch_kernels="auto").compiler == "eager"
+    with pytest.raises(ConfigError, match=r"small_batch_kernels = True .*is impossible"):
+        CompilationConfig(compiler="eager", small_batch_kernels=True)
 
 
 def test_a_variable_that_a_mode_uses_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

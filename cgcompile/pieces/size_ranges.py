@@ -26,8 +26,9 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError, PieceCompileError
-from cgcompile.kernels.small_linear import ROWS, op
-from cgcompile.passes.nodes import symbols_of, value
+from cgcompile.kernels import is_on
+from cgcompile.kernels.small_linear import ROWS, op, why_unsupported
+from cgcompile.passes.nodes import symbols_of, tensors, value
 from cgcompile.passes.small_batch import Fusions, fuse_small_linears
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Runnable
@@ -92,12 +93,12 @@ class Variants:
     def __init__(self, split: SplitGraph, config: CompilationConfig) -> None:
         self._symbols = split.symbols
         self._sizes = [SizeRange(size, size) for size in config.sizes_to_compile]
-        endpoints, self._small = config.compile_ranges_endpoints, config.small_batch_kernels
+        endpoints, self._small = config.compile_ranges_endpoints, _fuses(split, config)
         self._named = None
-        if self._sizes or endpoints is not None or (self._small and config.capture_dim is not None):
+        if self._sizes or endpoints is not None:
             self._named = self._symbols.chosen(config.capture_dim)
         elif self._small:
-            self._named = self._symbols.only()
+            self._named = self._symbols.only(config.capture_dim)
         self._ranges = () if endpoints is None else ranges_between(endpoints)
         if self._small:
             op()  # an artifact from disk calls it
@@ -107,7 +108,7 @@ class Variants:
 
     def of(self, piece: Piece) -> list[Variant]:
         """Return what to compile of a piece; the variant for all sizes, if any, is last."""
-        if self._small and self._compiles:
+        if self._small:
             endpoints = [span.last for span in self._ranges if span.last is not None]
             cut = ranges_between(sorted({*endpoints, ROWS}))
             variants = list(map(_fused, self._of(piece, cut)))
@@ -222,11 +223,21 @@ class Variants:
         return {self._symbols.text_of(symbol): str(size) for symbol, size in fixed.items()}
 
 
+def _fuses(split: SplitGraph, config: CompilationConfig) -> bool:
+    """Return whether small linear layers are fused where that is possible."""
+    if config.compiler != "inductor":
+        return False
+    nodes = (node for piece in split.distinct for node in piece.module.graph.nodes)
+    inputs = (value(node) for node in nodes if node.op in ("placeholder", "get_attr"))
+    devices = {tensor.device for values in inputs for tensor in tensors(values)}
+    return is_on(config, "small_batch_kernels", devices, why_unsupported)
+
+
 def _fused(variant: Variant) -> Variant:
     """Return a variant in which small linear layers are fused."""
     module = variant.module if variant.own is not None else compat.copied(variant.module)
     with variant.context():
-        fusions = fuse_small_linears(module)
+        fusions = fuse_small_linears(module, why_unsupported)
     for line in str(fusions).splitlines():
         log.info("%s: %s", variant.name, line)
     return replace(variant, module=module if fusions.fused else variant.module, fusions=fusions)
@@ -331,9 +342,9 @@ def _one_size_first(artifact: Artifact) -> tuple[bool, int]:
 
 def fusion_texts(split: SplitGraph, config: CompilationConfig) -> Iterator[str]:
     """Yield which linear layers ``small_batch_kernels`` fuses in each structure, and which not."""
-    if not config.small_batch_kernels:
-        return
     try:
+        if not _fuses(split, config):
+            return
         variants = Variants(split, config)
     except ConfigError as error:
         yield str(error)

@@ -3,8 +3,6 @@
 The pass runs here on CPU graphs, as if their device had the kernel; the op then runs torch's ops.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from lib.snapshots import assert_snapshot
@@ -312,14 +310,10 @@ def test_a_size_without_bound_is_not_fused() -> None:
 @pytest.mark.slow
 def test_explain_shows_what_is_fused_for_which_sizes(monkeypatch) -> None:
     x = torch.randn(4, D).bfloat16()
-    config = cgcompile.CompilationConfig(small_batch_kernels=True)
-    settings = {"config": config, "dynamic_dims": {"x": {0: "n"}}}
+    settings = {"config": cgcompile.CompilationConfig(), "dynamic_dims": {"x": {0: "n"}}}
     here = cgcompile.explain(Block(), x, **settings)
-    notes = [note for note in here.notes if note.startswith("piece_")]
-    assert len(notes) == 2
-    assert all("cpu is no NVIDIA GPU" in note for note in notes)
-    on_gpu = partial(fuse_small_linears, unsupported=lambda device: None)
-    monkeypatch.setattr(size_ranges, "fuse_small_linears", on_gpu)
+    assert not any("NVIDIA" in note or note.startswith("piece_") for note in here.notes)
+    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
     result = cgcompile.explain(Block(), x, **settings)
     notes = [note for note in result.notes if note.startswith("piece_")]
     assert_snapshot("small_batch/explain", "\n".join(notes))
@@ -327,8 +321,7 @@ def test_explain_shows_what_is_fused_for_which_sizes(monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_two_dynamic_dims_need_the_name_of_the_batch(monkeypatch) -> None:
-    on_gpu = partial(fuse_small_linears, unsupported=lambda device: None)
-    monkeypatch.setattr(size_ranges, "fuse_small_linears", on_gpu)
+    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
     model, x = Two(), torch.randn(4, D).bfloat16()
     dims = {"x": {0: "n"}, "y": {0: "m"}}
     for capture_dim in (None, "x.size()[0]"):
@@ -340,14 +333,49 @@ def test_two_dynamic_dims_need_the_name_of_the_batch(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_piece_in_which_nothing_is_fused_is_compiled_once() -> None:
+def test_a_piece_in_which_nothing_is_fused_is_compiled_once(monkeypatch) -> None:
     sizes = []
-    config = cgcompile.CompilationConfig(small_batch_kernels=True)
-    x = torch.randn(4, D).bfloat16()
-    split = cgcompile.explain(Block(), x, config=config, dynamic_dims={"x": {0: "n"}}).split
+    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    config = cgcompile.CompilationConfig()
+    x = torch.randn(4, D)  # float32 is not fused
+    split = cgcompile.explain(Block().float(), x, config=config, dynamic_dims={"x": {0: "n"}}).split
     for piece in split.distinct:
         sizes += [variant.sizes for variant in size_ranges.Variants(split, config).of(piece)]
     assert sizes == [None]
+
+
+WHY = "small_batch_kernels = True is impossible: cpu is no NVIDIA GPU"
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "STOCK_TORCH_COMPILE"])
+def test_true_is_refused_where_no_device_can_run_the_kernels(mode) -> None:
+    model, x = Block(), torch.randn(4, D).bfloat16()
+    settings = {"mode": mode, "cudagraph_mode": "FULL", "small_batch_kernels": True}
+    call = torch.compile(model, backend=cgcompile.Backend(**settings))
+    with torch.inference_mode(), pytest.raises(Exception, match=WHY) as caught:
+        call(x)
+    assert isinstance(caught.value.inner_exception, cgcompile.errors.ConfigError)
+    config = cgcompile.CompilationConfig(small_batch_kernels=True)
+    assert any(WHY in note for note in cgcompile.explain(model, x, config=config).notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"small_batch_kernels": False}, {"compiler": "eager"}])
+@pytest.mark.parametrize("variable", ["", "CGCOMPILE_KERNELS", "CGCOMPILE_SMALL_BATCH_KERNELS"])
+def test_a_step_on_a_cpu_is_not_changed(settings, variable, monkeypatch) -> None:
+    """By default, with the kernels off, and with a variable that is for all models."""
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    model, x = Block().requires_grad_(False), torch.randn(4, D).bfloat16()
+    backend = cgcompile.Backend(capture_device="host", **settings)
+    call = torch.compile(model, backend=backend)
+    with torch.inference_mode():
+        for _ in range(3):
+            close(call(x), model(x))
+    graph = backend.graphs[0].split
+    targets = [node.target for piece in graph.pieces for node in piece.module.graph.nodes]
+    assert not any("small_linear" in str(target) for target in targets)
+    assert backend.counters.replays == 1
 
 
 @pytest.mark.slow
@@ -355,11 +383,10 @@ def test_a_piece_in_which_nothing_is_fused_is_compiled_once() -> None:
 @pytest.mark.parametrize("entry_point", ["named", "typed"])
 def test_replays_of_all_sizes_equal_eager(entry_point, mode, monkeypatch) -> None:
     """Weights change in place between replays; inputs are random each time."""
-    on_gpu = partial(fuse_small_linears, unsupported=lambda device: None)
-    monkeypatch.setattr(size_ranges, "fuse_small_linears", on_gpu)
+    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
     torch.manual_seed(0)
     model = Block().requires_grad_(False)
-    settings = {"small_batch_kernels": True, "cudagraph_mode": mode, "capture_device": "host"}
+    settings = {"cudagraph_mode": mode, "capture_device": "host"}
     backend = cgcompile.Backend(**settings)
     if entry_point == "named":
         call = torch.compile(model, backend=backend, dynamic=True)
