@@ -113,6 +113,11 @@ def wall_seconds(call: Call, device: str) -> float:
     return time.perf_counter() - start
 
 
+def hold(host_seconds: float) -> None:
+    """Enqueue a kernel that sleeps for about twice as long, so that what follows is queued."""
+    torch.cuda._sleep(int(_CYCLES * (1e3 * host_seconds * 2 + 0.2)))
+
+
 def gpu_seconds(call: Call, host_seconds: float) -> float | None:
     """Seconds of the GPU for one call that was enqueued wholly before any of it ran.
 
@@ -127,7 +132,7 @@ def gpu_seconds(call: Call, host_seconds: float) -> float | None:
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(_CYCLES * (1e3 * host_seconds * 2 + 0.2)))
+    hold(host_seconds)
     begin.record()
     call()
     held = not begin.query()

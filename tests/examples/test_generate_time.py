@@ -1,0 +1,167 @@
+"""The benchmark of decoders of transformers: its figures, its floor, and what it names as wrong."""
+
+import contextlib
+import io
+import json
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lib.examples import call, load
+
+pytest.importorskip("transformers")
+SMALL = ["--tiny", "--device", "cpu", "--compiler", "eager", "--at-once", "1"]
+SMALL += ["--models", "llama-1b", "--rows", "2", "--cache", "64", "--used", "20"]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program; its processes run in this one, which has imported torch."""
+    module = load("benchmarks/generate_time.py")
+
+    def run_here(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        out = io.StringIO()
+        torch._dynamo.reset()
+        with contextlib.redirect_stdout(out):
+            code = module.main(command[2:])
+        return subprocess.CompletedProcess(command, code, out.getvalue(), "")
+
+    monkeypatch.setattr(module.subprocess, "run", run_here)
+    return module
+
+
+@pytest.mark.slow
+def test_each_part_is_measured(benchmark: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    ways = ["--ways", "eager", "cgcompile", "cgcompile no_such_setting=1"]
+    done = call(benchmark, *SMALL, *ways, "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout.splitlines()
+    assert printed[0].startswith("left out, ")
+    assert printed[0].endswith(": cgcompile no_such_setting=1")
+    assert printed[-1] == "all right: yes"
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["part"], row["way"]) for row in rows if row["part"] != "first"] == [
+        (part, way) for part in ("step", "generate") for way in ("eager", "cgcompile")
+    ]
+    starts = [(row["way"], row["start"]) for row in rows if row["part"] == "first"]
+    assert starts == [(way, start) for way in ("eager", "cgcompile") for start in ("cold", "warm")]
+    for row in rows:
+        if row["part"] == "step":
+            assert 0 < row["error"] < 0.1
+            assert row["host_ms"] > 0
+        else:
+            assert row["regret"] <= 0.5
+        if row["part"] == "generate":
+            assert row["first_s"] > 0
+        if row["way"] == "cgcompile":
+            assert row["replayed"] == 1 if row["part"] == "step" else row["replayed"] > 0.5
+
+
+@pytest.mark.slow
+def test_a_wrong_way_is_named(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a step that reads positions that are not in use."""
+
+    def wrong(way: str, backend: Any, forward: Any) -> Any:
+        def run(past_key_values: Any, **rest: Any) -> Any:
+            for layer in past_key_values.layers:
+                layer.cumulative_length.add_(1)
+            return forward(past_key_values=past_key_values, **rest)
+
+        return run
+
+    monkeypatch.setattr(benchmark, "compiled", wrong)
+    done = call(benchmark, *SMALL, "--ways", "torch.compile", "--parts", "step")
+    assert done.returncode == 1
+    assert "BROKEN: step, llama-1b, 2 x 20 of 64, torch.compile: RMS error " in done.stdout
+    assert done.stdout.splitlines()[-1] == "all right: no"
+
+
+@pytest.mark.slow
+def test_a_failed_process_is_named(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 1, "", "the end of a traceback")
+    monkeypatch.setattr(benchmark.subprocess, "run", lambda *_, **__: failed)
+    done = call(benchmark, *SMALL, "--ways", "eager", "--parts", "step")
+    assert done.returncode == 1
+    assert "step, llama-1b, eager: the end of a traceback" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_regret_of_a_token_is_its_distance_to_the_best(benchmark: ModuleType) -> None:
+    args = benchmark.arguments(SMALL)
+    model = benchmark.made_on("cpu", benchmark.configuration(args, "llama-1b"))
+    text, _ = benchmark.text_of(args, model, "eager", benchmark.Cell(2, 64, 20))
+    tokens = text(6)
+    assert benchmark.regret_of(model, tokens, 20) <= 0.05
+    tokens[1, 23] = (tokens[1, 23] + 1) % 256
+    assert benchmark.regret_of(model, tokens, 20) > 0.5
+
+
+@pytest.mark.slow
+def test_the_floor_counts_what_a_step_reads(benchmark: ModuleType) -> None:
+    """An embedding that is no head is not read; one that is tied to the head is read once."""
+    args = benchmark.arguments([])
+    every, read = benchmark.weight_bytes(benchmark.configuration(args, "llama-8b"))
+    assert every - read == 2 * 128256 * 4096
+    assert read == pytest.approx(15.01e9, rel=1e-3)
+    tied = benchmark.weight_bytes(benchmark.configuration(args, "llama-1b"))
+    assert tied == (2471628800, 2471628800)
+    config = benchmark.configuration(args, "llama-8b")
+    assert benchmark.cache_bytes(config, 8, 200) == 2 * 32 * 8 * 200 * 8 * 128 * 2
+
+
+def test_cells_leave_out_what_has_no_room_for_a_text(benchmark: ModuleType) -> None:
+    args = benchmark.arguments(["--rows", "1", "--cache", "1024", "4096", "--used", "200", "900"])
+    every = ["1 x 200 of 1024", "1 x 900 of 1024", "1 x 200 of 4096", "1 x 900 of 4096"]
+    assert [str(cell) for cell in benchmark.cells(args, "step")] == every
+    del every[1]
+    assert [str(cell) for cell in benchmark.cells(args, "first")] == every
+
+
+def test_a_way_names_what_is_known(benchmark: ModuleType) -> None:
+    assert benchmark.settings_of("cgcompile small_batch_kernels=False") == {
+        "small_batch_kernels": "False"
+    }
+    with pytest.raises(ValueError, match="unknown way 'tensorrt'"):
+        benchmark.is_known("tensorrt")
+
+
+# ---------------------------------------------------------------- kernels
+
+NAMES = {
+    "nvjet_tst_64x8_64x16_4x1_v_bz_TNT": "products",
+    "void gemv2T_kernel_val<int, int, __nv_bfloat16>": "products",
+    "void cublasLt::splitKreduce_kernel<32, 16>": "products",
+    "project": "products",
+    "triton_red_fused__to_copy_mm_0": "products",
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)": "attention",
+    "flash_fwd_splitkv_kernel": "attention",
+    "triton_poi_fused_clone_expand_unsqueeze_view_3": "attention",
+    "triton_poi_fused_index_copy_2": "rest",
+    "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_4": "rest",
+    "Memcpy DtoD (Device -> Device)": "rest",
+}
+
+
+def test_kernels_have_kinds_by_name() -> None:
+    from rivals.kernels import Kernel, by_kind
+
+    kernels = [Kernel(name, 0.0, 500.0) for name in NAMES]
+    assert {kernel.name: kernel.kind for kernel in kernels} == NAMES
+    assert by_kind(kernels, 2) == {"products": 1.25, "attention": 0.75, "rest": 0.75}
+
+
+def test_a_timeline_has_the_gaps_between_kernels() -> None:
+    from rivals.kernels import Kernel, gaps, timeline_table
+
+    step = [Kernel("project", 0, 4), Kernel("copy", 5, 2), Kernel("project", 6, 4)]
+    assert gaps(step) == [0, 1, -1]
+    _, *rows, last = timeline_table([*step, Kernel("copy", 13, 2)], 1)
+    assert rows == [
+        ["project", "products", "2", "4.00", "8.0", "-0.50"],
+        ["copy", "rest", "2", "2.00", "4.0", "2.00"],
+    ]
+    assert last == ["all", "", "4", "", "12.0", "4.0 in all"]
