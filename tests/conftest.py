@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from lib.dynamo import dynamo_may_free_dicts
 from lib.patience import PATIENCE
 
 # pytest 9.2 and later give their handlers to every logger that does not propagate. torch takes any
@@ -23,6 +24,10 @@ logging.getLogger("torch.__trace").propagate = True
 # An example may take as long as a busy machine makes it.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+def pytest_configure() -> None:
+    dynamo_may_free_dicts()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

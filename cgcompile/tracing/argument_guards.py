@@ -115,7 +115,7 @@ class Fits:
         self._steps: list[_Step] = []  # of strides and offsets
         self._read: set[str] = set()  # the sizes that have a variable
         self._tensors: dict[int, str] = {}  # by identity: the variable that holds it
-        self._same: dict[int, str] = {}  # likewise, of pinned tensors
+        self._same: dict[int, str] = {}  # the same, of pinned tensors
         self._usual: list[tuple[str, torch.Tensor, tuple[int | str, ...]]] = []
         self._detailed: list[str] = []  # lines for these, where ``alike`` rejects them
 
@@ -189,11 +189,7 @@ class Fits:
     def _leaf(self, name: str, value: Any, path: str) -> None:
         """Compare the variable ``name`` with a value of the traced call."""
         kind = self._bound("t", type(value))
-        if isinstance(value, torch.Tensor) and path in self._pinned:
-            self._object(name, value)
-            self._same.setdefault(id(value), name)
-            self._places(name, value, path, f"{name}.shape")
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             self._tensor(name, kind, value, path)
         elif path in self._numbers and type(value) in (int, float):
             self.varies = True
@@ -230,8 +226,14 @@ class Fits:
             self._leaf(variable, part, f"{path}{text}")
 
     def _tensor(self, name: str, kind: str, value: torch.Tensor, path: str) -> None:
-        if id(value) in self._tensors:
-            self._unless(f"{name} is not {self._tensors[id(value)]}")
+        known = self._tensors.get(id(value)) or self._same.get(id(value))
+        if known is not None:
+            self._unless(f"{name} is not {known}")
+        if path in self._pinned:
+            self._object(name, value)
+            self._places(name, value, path, f"{name}.shape")
+        if known is not None or path in self._pinned:
+            self._same.setdefault(id(value), known or name)
             return
         self._tensors[id(value)] = name
         start = len(self._lines)
@@ -378,7 +380,7 @@ class Fits:
             ids = self._bound("f", self._elsewhere.ids)
             objects = " or ".join(f"id({name}) in {ids}" for name in self._tensors.values())
             self._unless(objects)
-        names = [*self._tensors.values(), *self._same.values()]
+        names = list({**self._same, **self._tensors}.values())
         if 1 < len(names) <= _FEW:
             pairs = combinations(names, 2)
             self._unless(" or ".join(f"{one} is {other}" for one, other in pairs))

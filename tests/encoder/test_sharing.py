@@ -145,7 +145,7 @@ def test_results_of_other_owners_of_a_pool_have_one_thread(device: str) -> None:
     """An encoder returns copies in any thread, unless it would overwrite views of another one."""
     pool, model = new_pool(device), patches(device)
     encoder = manager(model, device, pool=pool)
-    config = cgcompile.CompilationConfig(capture_device="host" if device == "cpu" else None)
+    config = cgcompile.CompilationConfig(capture_device="host" if device == "cpu" else "auto")
     step = cgcompile.CUDAGraphWrapper(torch.sin, config, pool=pool)
     x, call = torch.randn(4, 8, device=device), images((4, 4), device=device)
 

@@ -352,6 +352,28 @@ def test_tensors_inside_of_arguments_are_told_apart(name: str, device: str) -> N
 
 
 @pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("first", ["x", "pair"])
+def test_a_tensor_inside_is_another_argument_at_times(first: str, name: str, device: str) -> None:
+    """A trace for which they are one object does not run where they are two, in either order."""
+
+    def function(one: Any, other: Any) -> Any:
+        x, pair = (one, other) if first == "x" else (other, one)
+        return x * 2, pair.first + 1, pair.second.sin()
+
+    served = compiled(name, function, settings(device))
+    static = torch.randn(3, ROWS, WIDTH, device=device).unbind()
+    with torch.no_grad():
+        for same in (True, True, True, False, False, True, False):
+            for tensor in static:
+                tensor.normal_()
+            x, other, more = static
+            pair = Pair.of(x, other) if same else Pair.of(other, more)
+            call = (x, pair) if first == "x" else (pair, x)
+            assert equal(served.step(*call), function(*call))
+    assert served.counters().replays >= 2
+
+
+@pytest.mark.parametrize("name", TRACED)
 def test_attributes_of_arguments_that_python_reads(name: str, device: str) -> None:
     def function(pair: Any, x: torch.Tensor) -> Any:
         y = x * pair.factor if pair.context > 1 else x
