@@ -471,6 +471,7 @@ POISONED = ("grouped_queries", "mixture_of_experts", "in_place_residual", "tuple
 VARIANTS = [*[(name, False) for name in MODELS], *[(name, True) for name in POISONED]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "poison"), VARIANTS)
 def test_the_front_ends_agree(device: str, name: str, poison: bool) -> None:
     with mode_of(MODELS[name]):

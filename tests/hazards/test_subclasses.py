@@ -329,6 +329,7 @@ def equal(results: Any, expected: Any) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACED)
 def test_tensors_inside_of_arguments_are_told_apart(name: str, device: str) -> None:
     def function(pair: Any, x: torch.Tensor) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from hazards.table import TABLE, library
-from lib.front_ends import COLUMNS
+from lib.front_ends import COLUMNS, TRACED
 from lib.hazards import ABSENT, DOCUMENTED, STALE, Contract, Row, observe
 
 
@@ -20,6 +20,8 @@ def cells() -> Iterator[object]:
                 if row.outcome(name, device) is ABSENT or device not in row.devices:
                     continue
                 marks = [pytest.mark.gpu] if device == "cuda" else []
+                if name in TRACED[1:]:  # the same with a context runs always
+                    marks.append(pytest.mark.slow)
                 if isinstance(row.outcome(name, device), Contract):
                     marks.append(pytest.mark.xfail(reason="contract", strict=True))
                 yield pytest.param(row, name, device, id=f"{row.name}-{name}-{device}", marks=marks)
