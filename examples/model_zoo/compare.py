@@ -36,6 +36,17 @@ def compare(expected: Any, actual: Any, tolerance: float, call: Any) -> float:
     return worst
 
 
+def square_error(result: Any, exact: Any) -> float:
+    """Return the mean square error of the floating-point tensors, over their mean square."""
+    total = 0.0
+    for one, other in zip(tensors(result), tensors(exact), strict=True):
+        if one.is_floating_point() and one.numel():
+            reference = other.double()
+            scale = reference.square().mean().clamp_min(1e-12)
+            total += float((one.double() - reference).square().mean() / scale)
+    return total
+
+
 def moved(before: Any, after: Any) -> float:
     """How much the result that moves most differs from that of an earlier call."""
     pairs = zip(tensors(before), tensors(after), strict=True)

@@ -45,6 +45,7 @@ class Entry:
             number, such as autocast, or after a switch of adapters.
         decodes: it decodes with a static cache as well.
         slow: it takes minutes to compile, and is left out unless asked for.
+        widens: ``make`` takes a factor of its sizes.
         tolerance: least tolerance of its results: int8 activations that lie between two steps are
             rounded one way by one kernel and the other way by another.
     """
@@ -53,26 +54,36 @@ class Entry:
     kind: str
     structure: str
     library: str
-    make: Callable[[], torch.nn.Module]
+    make: Callable[..., torch.nn.Module]
     inputs: Inputs
     settings: dict[str, Any]
     finish: Callable[[torch.nn.Module], torch.nn.Module] = unchanged
     around: Callable[[torch.nn.Module, int], AbstractContextManager[Any]] = nothing
     decodes: bool = False
     slow: bool = False
+    widens: bool = False
     tolerance: float = 0.0
 
 
-def from_config(model: str, config: str, **values: Any) -> Callable[[], torch.nn.Module]:
+# Sizes that can be multiplied together.
+WIDTHS = {"hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "rotary_dim"}
+WIDTHS |= {"n_embd", "d_model", "d_kv", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"}
+WIDTHS |= {"word_embed_proj_dim", "kv_lora_rank", "q_lora_rank", "v_head_dim"}
+WIDTHS |= {"qk_rope_head_dim", "qk_nope_head_dim", "shared_expert_intermediate_size"}
+
+
+def from_config(model: str, config: str, **values: Any) -> Callable[..., torch.nn.Module]:
     """A class of transformers on a config of its own kind; nested configs may be given as dicts."""
 
-    def make() -> torch.nn.Module:
+    def make(wider: int = 1) -> torch.nn.Module:
         import transformers
 
         if not hasattr(transformers, model):
             raise NotThere(f"transformers {transformers.__version__} has no {model}")
         network: torch.nn.Module = getattr(transformers, model)(
-            transformers.AutoConfig.for_model(config, **values)
+            transformers.AutoConfig.for_model(
+                config, **values | {name: wider * values[name] for name in WIDTHS & values.keys()}
+            )
         )
         return network.eval()
 

@@ -52,6 +52,7 @@ def decoder(
         settings,
         decodes=decodes,
         slow=slow,
+        widens=True,
     )
 
 
@@ -60,14 +61,16 @@ def encoder(
 ) -> Entry:
     """An encoder of text."""
     make = from_config(model, name, **(NARROW | values))
-    return Entry(name, "encoder", structure, "transformers", make, inputs, {})
+    return Entry(name, "encoder", structure, "transformers", make, inputs, {}, widens=True)
 
 
 def translator(name: str, model: str, structure: str, **values: Any) -> Entry:
     """An encoder and a decoder of text."""
     make = from_config(model, name, vocab_size=VOCABULARY, **values)
     settings = {"use_cache": False}
-    return Entry(name, "encoder-decoder", structure, "transformers", make, translated, settings)
+    return Entry(
+        name, "encoder-decoder", structure, "transformers", make, translated, settings, widens=True
+    )
 
 
 BART: dict[str, Any] = {

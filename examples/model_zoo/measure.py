@@ -2,9 +2,11 @@
 
 Each call gets new random inputs and is compared with the eager model, and so are the inputs after
 it and the result of the call before. It is an error of the zoo if results hardly move from call to
-call: what is stale would not be seen.
+call: what is stale would not be seen. In 16 bits results differ from eager's by rounding, so the
+RMS error against float64 is compared with eager's own as well.
 """
 
+import copy
 import dataclasses
 import time
 import traceback
@@ -20,7 +22,7 @@ from torch.utils import _pytree as pytree
 import cgcompile
 from cgcompile.errors import CaptureError
 from cgcompile.reasons import Reason
-from model_zoo.compare import Mismatch, compare, moved
+from model_zoo.compare import Mismatch, compare, moved, square_error
 from model_zoo.entries import Entry, NotThere
 from model_zoo.ways import Call, Step, decode_steps, forward_steps, through_torch, traced_once
 
@@ -40,6 +42,10 @@ class Settings:
             that vary, and each size runs plain once and is captured once in its graph.
         tolerance: largest difference from eager, over the largest absolute value of the result.
         seed: of weights, inputs and order.
+        dtype: of weights and inputs. If it is not float32, results are compared with those of the
+            same weights in float64, too.
+        wider: factor of the sizes of models that can be made wider, so that kernels take them.
+        limit: largest RMS error against float64, over eager's.
     """
 
     device: str = "cpu"
@@ -49,6 +55,9 @@ class Settings:
     warm: int = 4
     tolerance: float = 2e-3
     seed: int = 0
+    dtype: str = "float32"
+    wider: int = 1
+    limit: float = 1.05
 
     def backend(self, **settings: Any) -> cgcompile.Backend:
         """A backend of these settings, with nothing kept on disk."""
@@ -80,6 +89,8 @@ class Row:
         captures: of batches.
         reasons: why graphs did not replay after the warm rounds, with how often.
         difference: the largest, as the tolerance is given.
+        error: RMS error against float64 over all calls, over eager's; 0 if it was not measured.
+        eager_error: eager's, over the RMS of the results.
         moves: how much results differ between calls, at least, likewise.
         seconds: all of it.
         splitting: ``fx``, or what it fell back to.
@@ -96,6 +107,8 @@ class Row:
     captures: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     difference: float = 0.0
+    error: float = 0.0
+    eager_error: float = 0.0
     moves: float = float("inf")
     seconds: float = 0.0
     splitting: str = "fx"
@@ -104,7 +117,7 @@ class Row:
         """All of it, numbers rounded; 0 where no result could move."""
         fields = dataclasses.asdict(self)
         fields["moves"] = 0.0 if self.moves == float("inf") else self.moves
-        for name in ("difference", "moves", "seconds", "replayed"):
+        for name in ("difference", "error", "eager_error", "moves", "seconds", "replayed"):
             fields[name] = float(f"{fields[name]:.3g}")
         return fields
 
@@ -142,7 +155,7 @@ def measure(entry: Entry, way: str, settings: Settings, compiled: Compile = thro
 def drawn(entry: Entry, settings: Settings) -> torch.nn.Module:
     """The model on its device, with weights under which results depend on inputs."""
     torch.manual_seed(settings.seed)
-    model = entry.make()
+    model = entry.make(settings.wider) if settings.wider > 1 and entry.widens else entry.make()
     norms = [each for each in model.modules() if isinstance(each, _BatchNorm)]
     for name, weight in model.named_parameters():
         if not weight.is_floating_point() or name.endswith("A_log"):
@@ -155,7 +168,7 @@ def drawn(entry: Entry, settings: Settings) -> torch.nn.Module:
         for norm in norms:
             norm.momentum = 1.0
         model.train()(**entry.inputs(8), **entry.settings)
-    return entry.finish(model.eval().to(settings.device))
+    return entry.finish(model.eval().to(settings.device, getattr(torch, settings.dtype)))
 
 
 def _measure(
@@ -167,8 +180,11 @@ def _measure(
     else:
         backend = settings.backend()
         steps = decode_steps if row.way == "decode" else forward_steps
+        exact = None if settings.dtype == "float32" else copy.deepcopy(model).double()
         call = compiled(model, entry, backend)
-        _run(row, settings, backend, steps(model, entry, call, settings))
+        _run(row, settings, backend, steps(model, entry, call, settings, exact))
+    if row.outcome == "right" and row.error > settings.limit:
+        row.outcome, row.detail = "wrong", f"its RMS error is {row.error:.3f} times eager's"
     if row.outcome == "right" and row.moves < 5 * settings.tolerance:
         row.outcome, row.detail = "error", f"results move by {row.moves:.1g} only"
 
@@ -209,6 +225,7 @@ def _run(row: Row, settings: Settings, backend: cgcompile.Backend, steps: Iterab
     row.replayed, row.moves, row.calls = 0.0, float("inf"), 0
     reasons: Counter[str] = Counter()
     last: dict[Any, Any] = {}
+    calls, errors = 0, [0.0, 0.0]  # squares of ours and of eager's
     replays, before, earlier = 0, backend.counters, ((), ())
     for step in steps:
         expected = step.eager()
@@ -216,9 +233,13 @@ def _run(row: Row, settings: Settings, backend: cgcompile.Backend, steps: Iterab
             raise ValueError("eager gives another result for the same inputs")
         actual = step.compiled()
         row.difference = max(row.difference, compare(expected, actual, settings.tolerance, step))
+        if step.exact is not None:
+            exact, calls = step.exact(), calls + 1
+            errors[0] += square_error(actual, exact)
+            errors[1] += square_error(expected, exact)
         if step.inputs:
-            inputs, copy = step.inputs
-            compare(inputs, copy, 0.0, f"inputs of {step}")
+            inputs, same = step.inputs
+            compare(inputs, same, 0.0, f"inputs of {step}")
         if row.splitting == "fx":  # else results are views that the next call overwrites
             compare(earlier[1], earlier[0], 0.0, f"the result of the call before {step}")
             earlier = actual, pytree.tree_map_only(torch.Tensor, torch.clone, actual)
@@ -235,6 +256,8 @@ def _run(row: Row, settings: Settings, backend: cgcompile.Backend, steps: Iterab
             replays += now.replays > before.replays and not missed
         before = now
     row.replayed = replays / max(row.calls, 1)
+    row.error = (errors[0] / errors[1]) ** 0.5 if errors[1] else 0.0
+    row.eager_error = (errors[1] / max(calls, 1)) ** 0.5
     row.reasons = dict(+reasons)
     row.captures, row.graphs = before.captures, len(backend.graphs)
     row.breaks = sum(torch._dynamo.utils.counters["graph_break"].values())

@@ -18,10 +18,12 @@ def line(row: Row) -> str:
     """One row as it comes."""
     splitting = "" if row["splitting"] == "fx" else f" ({row['splitting']})"
     breaks = f", {row['breaks']} breaks" if row["breaks"] else ""
+    error = row.get("error", 0.0)
+    error = f", error {error:.3f} x {row['eager_error']:.1e}" if error else ""
     summary = (
         f"{row['way']:8} {row['name']:32} {row['outcome']:8} {row['replayed']:4.0%}"
         f" of {row['calls']}, {row['graphs']} graphs, {row['captures']} captures{breaks}"
-        f", off {row['difference']:.1e}, {row['seconds']:.1f} s{splitting}"
+        f", off {row['difference']:.1e}{error}, {row['seconds']:.1f} s{splitting}"
     )
     return f"{summary}  {row['detail']}" if row["detail"] else summary
 

@@ -28,6 +28,7 @@ class Step:
         compiled: what is found.
         inputs: those of eager and of the compiled model, if the call may be repeated; equal
             before, and equal after.
+        exact: the same in float64, if that is compared.
     """
 
     key: tuple[int, ...]
@@ -36,6 +37,7 @@ class Step:
     eager: Callable[[], Any]
     compiled: Callable[[], Any]
     inputs: tuple[Any, ...] = ()
+    exact: Callable[[], Any] | None = None
 
     def __str__(self) -> str:
         size = f"batch {self.key[0]}" + "".join(f", token {token}" for token in self.key[1:])
@@ -93,12 +95,13 @@ def traced_once(
 
 
 def forward_steps(
-    model: torch.nn.Module, entry: Entry, compiled: Call, settings: Any
+    model: torch.nn.Module, entry: Entry, compiled: Call, settings: Any, exact: Any = None
 ) -> Iterator[Step]:
-    """Whole batches, all sizes once in each round."""
+    """Whole batches, all sizes once in each round; ``exact`` is the model in float64, if any."""
     around = functools.partial(_around, entry, model)
     for number, (turn, size) in enumerate(_sizes(settings)):
-        batch = _on(settings.device, entry.inputs(size))
+        batch = _on(settings.device, entry.inputs(size), settings.dtype)
+        doubled = _on(settings.device, batch, "float64")
         inputs, copy = (pytree.tree_map_only(torch.Tensor, torch.clone, batch) for _ in range(2))
         yield Step(
             (size,),
@@ -107,6 +110,7 @@ def forward_steps(
             functools.partial(around, number, model, inputs),
             functools.partial(around, number, compiled, copy),
             (inputs, copy),
+            exact and functools.partial(_around, entry, exact, number, exact, doubled),
         )
 
 
@@ -118,24 +122,25 @@ def _around(
 
 
 def decode_steps(
-    model: torch.nn.Module, entry: Entry, compiled: Call, settings: Any
+    model: torch.nn.Module, entry: Entry, compiled: Call, settings: Any, exact: Any = None
 ) -> Iterator[Step]:
     """A plain prefill of a static cache, then tokens one by one; each size has its own caches."""
     from transformers import StaticCache
 
     config: Any = model.config
-    caches: dict[int, tuple[Any, Any]] = {}
+    caches: dict[int, tuple[Any, ...]] = {}
+    models = [model, model, *([] if exact is None else [exact])]
     for turn, size in _sizes(settings):
         if size not in caches:
-            caches[size] = tuple(  # type: ignore[assignment]
-                StaticCache(config=config, max_cache_len=PROMPT + NEW_TOKENS) for _ in range(2)
+            caches[size] = tuple(
+                StaticCache(config=config, max_cache_len=PROMPT + NEW_TOKENS) for _ in models
             )
         tokens = torch.randint(4, VOCABULARY, (size, PROMPT + NEW_TOKENS)).to(settings.device)
-        for cache in caches[size]:
+        for filler, cache in zip(models, caches[size], strict=True):
             cache.reset()
-            _decode(model, tokens[:, :PROMPT], cache)
+            _decode(filler, tokens[:, :PROMPT], cache)
         for position in range(PROMPT, PROMPT + NEW_TOKENS):
-            eager, replayed = caches[size]
+            eager, replayed, *double = caches[size]
             token = tokens[:, position : position + 1].clone()
             yield Step(
                 (size, position),
@@ -143,6 +148,7 @@ def decode_steps(
                 turn >= settings.warm,
                 lambda t=token, c=eager: _decode(model, t, c),  # type: ignore[misc]
                 lambda t=token, c=replayed: _decode(compiled, t, c),  # type: ignore[misc]
+                exact=exact and functools.partial(_decode, exact, token, *double),
             )
 
 
@@ -159,6 +165,10 @@ def _sizes(settings: Any) -> Iterator[tuple[int, int]]:
             yield turn, size
 
 
-def _on(device: str, batch: dict[str, Any]) -> dict[str, Any]:
-    moved: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), batch)
+def _on(device: str, batch: dict[str, Any], dtype: str) -> dict[str, Any]:
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        kind = getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device, kind)
+
+    moved: dict[str, Any] = pytree.tree_map_only(torch.Tensor, placed, batch)
     return moved
