@@ -1,13 +1,23 @@
-"""Kernels of our own, as ops of torch that a pass puts into pieces, and where they are used."""
+"""Kernels of our own, as ops of torch that a pass puts into pieces, and where they are used.
+
+The rule: the module of an op ``cgcompile::name`` is ``kernels.name``, its function ``on_cuda`` is
+the op on CUDA tensors, and starts Triton kernels by :func:`start` alone. Launching code reads
+shapes, strides, dtypes and devices of tensors, and nothing else, so that :func:`compile_kernels`
+can run it with fake tensors.
+"""
 
 # One rule for all settings of kernels. ``auto`` uses them where a device of the graph can run them.
 # True from an argument or option is an error elsewhere; True from the environment, which is for all
 # models, is the same as ``auto``.
 
-from collections.abc import Callable, Iterable
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 
+from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError
 
@@ -41,3 +51,32 @@ def is_on(
             instead=f"Leave {name} out: its kernels are used where a device can run them.",
         )
     return False
+
+
+_ONLY_COMPILES: ContextVar[bool] = ContextVar("only_compiles", default=False)
+
+
+def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    """Launch a Triton kernel; within :func:`compile_kernels`, compile it."""
+    if _ONLY_COMPILES.get():
+        dtypes = [a.dtype if isinstance(a, torch.Tensor) else a for a in arguments]
+        kernel.warmup(*dtypes, grid=grid, **named)
+    else:
+        kernel[grid](*arguments, **named)
+
+
+def compile_kernels(name: str, device: torch.device, arguments: Sequence[Any]) -> None:
+    """Compile the Triton kernels that an op would launch.
+
+    Args:
+        name: of the op, without its namespace.
+        device: of its tensors.
+        arguments: of the op, with layouts in place of tensors.
+    """
+    module = importlib.import_module(f"cgcompile.kernels.{name}")
+    before = _ONLY_COMPILES.set(True)
+    try:
+        with torch.cuda.device(device):
+            compat.call_with_fakes(module.on_cuda, arguments)
+    finally:
+        _ONLY_COMPILES.reset(before)

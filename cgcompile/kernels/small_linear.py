@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from cgcompile.kernels import start
 from cgcompile.locks import new_lock
 
 ROWS = 16  # of a tile of the tensor cores
@@ -101,7 +102,7 @@ def _library() -> torch.library.Library:
     library = torch.library.Library("cgcompile", "FRAGMENT")
     library.define(_SCHEMA)
     library.impl("small_linear", by_torch, "CPU")
-    library.impl("small_linear", _on_cuda, "CUDA")
+    library.impl("small_linear", on_cuda, "CUDA")
     torch.library.register_fake("cgcompile::small_linear", _fake, lib=library)
     return library
 
@@ -195,7 +196,7 @@ def _fake(
     return [x.new_empty((*x.shape[:-1], size)) for size in sizes]
 
 
-def _on_cuda(
+def on_cuda(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
@@ -244,8 +245,9 @@ def launch(
         tile = tile_for(*shape, bool(activation), norm is not None, processors)
     programs = sum(-(-count // tile.columns) for count in counted)
     missing = [x] * (3 - len(weights))  # stand for what is absent, and are not read
-    kernels.project[(programs,)](
-        x, *weights, *missing, *(x if bias is None else bias for bias in biases), *missing,
+    start(
+        kernels.project, (programs,), x, *weights, *missing,
+        *(x if bias is None else bias for bias in biases), *missing,
         x if norm is None else norm, x if residual is None else residual.contiguous(),
         *outputs, *[x] * (3 - len(outputs)),
         x.numel() // depth, *columns, *[0] * len(missing), eps, offset,

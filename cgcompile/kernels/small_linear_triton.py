@@ -81,7 +81,7 @@ def _gated(a, b, b0, b1, columns, N, ACTIVATION: tl.constexpr, BIASES: tl.conste
     return a * tl.sigmoid(u) * b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def project(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2, eps, offset,
             K: tl.constexpr, COUNT: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
             RESIDUAL: tl.constexpr, BIASES: tl.constexpr, COLUMNS: tl.constexpr,
@@ -94,7 +94,7 @@ def project(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2
     other.
     """
     tile, rows = tl.program_id(0), tl.arange(0, ROWS)
-    live = rows < M
+    live = rows < (M if ROWS > 1 else 1)
     weight, N, which, tile = _chosen(w0, w1, w2, N0, N1, N2, tile, COUNT, ACTIVATION, COLUMNS)
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     at = columns.to(tl.int64) if WIDE else columns  # offsets into a weight

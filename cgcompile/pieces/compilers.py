@@ -7,7 +7,9 @@ backend call, so that what a compiler assumes about sizes becomes one of Dynamo'
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError, SymbolError
-from cgcompile.passes.nodes import COMPUTING, toggles_state, value
+from cgcompile.kernels import compile_kernels
+from cgcompile.passes.nodes import COMPUTING, short_name, toggles_state, value
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceCompiler
 from cgcompile.pieces.size_ranges import Runnable, Variant, Variants
@@ -42,10 +45,15 @@ def compile_pieces(
     variants = Variants(split, config)
     compiled: dict[int, Runnable] = {}
     distinct = [piece for piece in split.distinct if piece.compiled]
-    with torch.no_grad(), Compiling(cache, compiler, config) as work:
+    with (
+        torch.no_grad(),
+        Compiling(cache, compiler, config) as work,
+        _kernels_ahead(config.cudagraph_capture_sizes or ()) as compile_ahead,
+    ):
         for piece in progress(distinct, "cgcompile: pieces", "piece"):
             artifacts = []
             for variant in variants.of(piece):
+                compile_ahead(variant)
                 log.debug("compiling %s (%d ops) with %s", variant.name, piece.num_ops, name)
                 with variant.context():
                     run = _compile_or_not(variant, work, name, config.on_compile_error)
@@ -63,6 +71,44 @@ def compile_pieces(
         for piece in split.pieces
     ]
     return runnables, work.result()
+
+
+@contextmanager
+def _kernels_ahead(sizes: Sequence[int]) -> Iterator[Callable[[Variant], None]]:
+    """Yield what compiles the kernels of ops of cgcompile in threads; wait for them at the end.
+
+    Triton compiles most of a kernel without Python's lock, beside Inductor. What fails here is
+    compiled by the first call, which raises.
+
+    Args:
+        sizes: of the batch, for which kernels are compiled besides those as traced.
+    """
+    submitted: set[str] = set()
+    with ThreadPoolExecutor(thread_name_prefix="cgcompile kernels") as threads:
+
+        def compile_ahead(variant: Variant) -> None:
+            span = variant.sizes
+            own = [None, *(size for size in sizes if span is not None and size in span)]
+            for name, arguments in _calls_of_kernels(variant.module, own):
+                if repr((name, arguments)) not in submitted:
+                    submitted.add(repr((name, arguments)))
+                    threads.submit(compile_kernels, name, arguments[0].device, arguments)
+
+        yield compile_ahead
+
+
+def _calls_of_kernels(gm: fx.GraphModule, sizes: Sequence[int | None]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, arguments) of calls of ops that have kernels of cgcompile, on CUDA."""
+    for node in gm.graph.nodes:
+        if [op.namespace for op in compat.op_overloads(node.target)] == ["cgcompile"]:
+            arguments = fx.map_arg(node.args, value)
+            if _runs_kernels(arguments[0]):
+                for size in sizes:
+                    yield short_name(node.target), compat.with_numbers(arguments, size)
+
+
+def _runs_kernels(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _compile_or_not(variant: Variant, work: Compiling, name: str, on_error: str) -> Runnable:

@@ -151,6 +151,8 @@ def inductor_files_in(folder: Path) -> Iterator[None]:
     with _FILES_LOCK:
         before = {name: os.environ.get(name) for name in _FOLDERS}
         os.environ[_FOLDERS[0]] = str(folder)
+        # Inductor sets it at its first kernel; other threads may compile kernels before.
+        os.environ.setdefault(_FOLDERS[1], str(folder / "triton"))
         clear_caches()
         try:
             yield

@@ -6,8 +6,9 @@ fake values of a ``ShapeEnv`` of its own. The rule: the caller of the artifact e
 of that environment (:meth:`OwnShapes.guards`, ``python_predicate`` of ``expressions.py``).
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import sympy
@@ -155,6 +156,61 @@ def replace_uses(node: fx.Node, new: Any) -> None:
     for user in list(node.users):
         user.args = fx.map_arg(user.args, lambda arg: new if arg is node else arg)
         user.kwargs = fx.map_arg(user.kwargs, lambda arg: new if arg is node else arg)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a fake tensor is made of."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def with_numbers(arguments: Any, size: int | None) -> Any:
+    """Return arguments of an op with layouts in place of tensors, and a number for each symbol.
+
+    Args:
+        arguments: tensors, symbolic and plain values, in tuples and lists.
+        size: the value of the symbol, if they have one alone; else, and with None, as traced.
+    """
+    numbers: list[Any] = []
+
+    def listed(leaf: Any) -> Any:
+        numbers.extend((*leaf.shape, *leaf.stride()) if isinstance(leaf, torch.Tensor) else [leaf])
+
+    fx.node.map_aggregate(arguments, listed)
+    symbolic = [number for number in numbers if isinstance(number, torch.SymInt)]
+    symbols = {symbol for number in symbolic for symbol in number.node.expr.free_symbols}
+    known = {symbol: size for symbol in symbols if size is not None and len(symbols) == 1}
+
+    def number(value: Any) -> Any:
+        if not isinstance(value, torch.SymInt):
+            return value
+        return int(value.node.expr.subs(known)) if known else int(value.node.hint)
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return number(value)
+        sizes, strides = tuple(map(number, value.shape)), tuple(map(number, value.stride()))
+        return Layout(sizes, strides, value.dtype, value.device)
+
+    return fx.node.map_aggregate(arguments, leaf)
+
+
+def call_with_fakes(function: Callable[..., Any], arguments: Any) -> Any:
+    """Call a function with fake tensors of layouts."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Layout):
+            return value
+        dtype, device = value.dtype, value.device
+        return torch.empty_strided(value.sizes, value.strides, dtype=dtype, device=device)
+
+    with FakeTensorMode():
+        return function(*fx.node.map_aggregate(arguments, leaf))
 
 
 def largest_size(size: Any) -> int | None:

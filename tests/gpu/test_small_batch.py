@@ -1,5 +1,7 @@
 """``small_batch_kernels`` on CUDA: replayed steps of few rows run the kernel, and equal eager."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -80,6 +82,30 @@ def test_sizes_up_to_16_run_the_kernel_and_larger_ones_do_not(launched, entry_po
                 close(call(x), model(x))
     assert backend.counters.replays >= 6
     assert {5, 2, 16} <= set(launched) <= set(range(1, 17))
+
+
+def test_no_call_waits_for_the_compilation_of_a_kernel(launched, monkeypatch, tmp_path) -> None:
+    import triton
+
+    threads: list[str] = []
+
+    def listener(*, src, cache_hit, **_) -> None:
+        if src.name == "project" and not cache_hit:
+            threads.append(threading.current_thread().name)
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with torch.device("cuda"):  # sizes of its own: what other tests compiled is in memory
+        linear = nn.Sequential(nn.Linear(208, 416, bias=False), nn.Linear(416, 208, bias=False))
+    model = linear.bfloat16().requires_grad_(False)
+    call = torch.compile(model, backend=cgcompile.Backend(cache_dir="off"), dynamic=False)
+    with torch.inference_mode():
+        for _ in range(4):
+            x = torch.randn(4, 208, device="cuda", dtype=torch.bfloat16)
+            close(call(x), model(x))
+    assert launched
+    assert len(threads) == 2
+    assert all(name.startswith("cgcompile kernels") for name in threads)
 
 
 def test_replays_read_weights_that_were_changed_in_place(launched) -> None:
