@@ -1,9 +1,15 @@
 """``small_batch_kernels`` on CUDA: replayed steps of few rows run the kernel, and equal eager."""
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lib.patience import PATIENCE
 from torch import nn
 from torch.nn import functional as F
 
@@ -173,3 +179,39 @@ def test_no_kernel_runs_with_sizes_that_the_model_does_not_have(small, sizes) ->
                 model.cache.copy_(before)
                 close(result, model(x, positions))
     assert backend.counters.replays >= len(sizes)
+
+
+STARTS = """
+import torch
+import cgcompile
+from gpu.test_small_batch import D, close, model_of
+
+model, backend = model_of(), cgcompile.Backend()
+call = torch.compile(model, backend=backend, dynamic=False)
+with torch.inference_mode():
+    for _ in range(4):
+        x = torch.randn(4, D, device="cuda", dtype=torch.bfloat16)
+        close(call(x), model(x))
+print(backend.counters.captures, backend.counters.replays)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_start_at_once_share_empty_caches(launched, tmp_path) -> None:
+    """As the ranks of a node do at their first start."""
+    root = Path(__file__).parents[2]
+    (tmp_path / "pieces").mkdir(mode=0o700)
+    environment = {
+        **os.environ,
+        "CGCOMPILE_CACHE_DIR": str(tmp_path / "pieces"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
+    }
+    command = [sys.executable, "-c", STARTS]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
+    outputs = [rank.communicate(timeout=PATIENCE) for rank in ranks]
+    assert [out for out, _ in outputs] == ["1 2\n"] * 4, outputs
+    kernels = {path.name for path in (tmp_path / "triton").rglob("project.cubin")}
+    assert kernels
