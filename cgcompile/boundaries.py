@@ -11,6 +11,7 @@ import fnmatch
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -249,6 +250,12 @@ class Boundaries:
     def __iter__(self) -> Iterator[SplittingOp]:
         for table in self._tables:
             yield from table
+
+    def without_builtin(self) -> "Boundaries":
+        """Return the registry with the user's entries alone."""
+        users = copy(self)
+        users._tables = (self._tables[0], _Table())
+        return users
 
     def uuid(self) -> str:
         """Return a text that is equal for registries with the same entries by name."""

@@ -44,6 +44,10 @@ _NEEDS = {
     "trace": ("breakable capture traces nothing", "use splitting 'fx'"),
     "graphs": ("nothing is captured", "set cudagraph_mode, for example to FULL"),
     "inductor": ("nothing there is compiled by Inductor", "use compiler 'inductor'"),
+    "attention": (
+        "attention stays outside of piecewise graphs, and as it is in what is not traced",
+        "use splitting 'fx', a mode other than NONE, and a cudagraph_mode such as FULL",
+    ),
     "split": (
         "piecewise graphs need a split graph",
         "use mode PIECEWISE, or one of the CUDA graph modes NONE, FULL, FULL_DECODE_ONLY",
@@ -95,7 +99,7 @@ class CompilationConfig:
         graph_passes: your passes over the whole graph, before it is split.
         piece_passes: your passes over each distinct captured piece, after the split.
         disabled_passes: names of passes to leave out: yours, ``eliminate_noops``,
-            ``eliminate_clones``.
+            ``eliminate_clones``, ``decode_attention``.
         cudagraph_capture_sizes: sizes of the batch dimension that will be captured; each is
             checked against the guards.
         compile_sizes: sizes of the batch dimension for which each piece is compiled separately;
@@ -116,6 +120,11 @@ class CompilationConfig:
             device can, which is an NVIDIA H100 or newer data-centre GPU with Triton. True: raise
             where it cannot. If one dimension is dynamic, or ``capture_dim`` names that of the
             batch, sizes up to 16 are compiled separately. Results differ by rounding.
+        decode_attention: compute attention of few query rows by a kernel of cgcompile that reads
+            heads which share keys once, and no key that the mask excludes from all rows. It can be
+            captured, so it is no boundary. ``auto``: on NVIDIA H100 and newer data-centre GPUs.
+            True: on any device, by ops of torch where the kernel does not run. Attention that
+            ``splitting_ops`` or ``sdpa_kernel`` name stays. Results differ by rounding.
         dump_passes: a folder for the graph before and after every pass, as text.
         cache_dir: the folder that keeps compiled pieces for other processes, or ``off``. Unset:
             cgcompile in $XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must
@@ -177,6 +186,7 @@ class CompilationConfig:
     capture_dim: str | None = setting(None, optional(parse_text), "trace")
     pad_lengths: tuple[int, ...] | None = setting(None, optional(parse_sizes), "trace")
     small_batch_kernels: bool | str = setting(AUTO, parse_switch, "inductor", KERNELS_VARIABLE)
+    decode_attention: bool | str = setting(AUTO, parse_switch, "attention", KERNELS_VARIABLE)
     dump_passes: str | None = setting(None, optional(parse_text), "trace")
 
     cache_dir: str | None = setting(None, optional(parse_text))
@@ -260,6 +270,7 @@ class CompilationConfig:
             "trace": self.splitting == "fx",
             "graphs": self._splits or self.cudagraph_mode not in (None, CUDAGraphMode.NONE),
             "inductor": self.compiler == "inductor" and self.mode is not CompilationMode.NONE,
+            "attention": self._holds_attention,
             "split": self._splits
             or self.cudagraph_mode is None
             or not self.cudagraph_mode.requires_piecewise_compilation(),
@@ -273,6 +284,22 @@ class CompilationConfig:
     @property
     def _splits(self) -> bool:
         return self.mode is CompilationMode.PIECEWISE
+
+    @property
+    def _holds_attention(self) -> bool:
+        """Whether graphs may hold attention: it is traced, and not kept between piecewise ones."""
+        if self.splitting != "fx" or self.mode is CompilationMode.NONE:
+            return False
+        if self.cudagraph_mode in (None, CUDAGraphMode.NONE):
+            return self._splits
+        return self.cudagraph_mode is not CUDAGraphMode.PIECEWISE
+
+    @property
+    def replaces_attention(self) -> str | bool:
+        """``decode_attention`` for one graph: False where it has no effect."""
+        if not self._holds_attention or self.decode_attention is False:
+            return False
+        return self.insists("decode_attention") or AUTO
 
     @property
     def origins(self) -> dict[str, str]:

@@ -152,6 +152,17 @@ class PassRecord:
         return self.text()
 
 
+@dataclass
+class Fusions:
+    """Texts: what of a graph an op of cgcompile computes now, and why not the rest."""
+
+    fused: list[str] = field(default_factory=list)
+    unfused: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"fused {text}" for text in self.fused), *self.unfused])
+
+
 def table(records: Iterable[PassRecord], *, seconds: bool = True) -> str:
     """Return a line for each record: graph, pass, time, number of ops, difference."""
     rows = []

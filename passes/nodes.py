@@ -320,8 +320,9 @@ def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
 def _written_by_function(node: fx.Node) -> list[fx.Node]:
     """Return the writes of a torch function, which has no schema, by torch's naming rules."""
     name = short_name(node.target)
-    by_name = node.target in _INPLACE_OPERATORS or _is_inplace(name)
-    if by_name or compat.given_argument(node, "inplace") is True:
+    if compat.is_python_operator(node.target):  # ``and_`` and ``or_`` write nothing
+        return _nodes(node.args[:1]) if node.target in _INPLACE_OPERATORS else []
+    if _is_inplace(name) or compat.given_argument(node, "inplace") is True:
         return _nodes(node.args[:1])
     if compat.given_argument(node, "out") is not None:
         return _nodes(compat.given_argument(node, "out"))
@@ -341,6 +342,14 @@ def is_torchs(node: fx.Node) -> bool:
         return all(op.namespace in ("aten", "prims") for op in overloads)
     plain = node.op == "call_function" and not compat.is_higher_order_op(node.target)
     return plain and not _is_users_own(node.target)
+
+
+def calls(node: Any, *names: str) -> bool:
+    """Return whether a node computes tensors by a function or method of torch, into new memory."""
+    computing = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
+    if not computing or short_name(node.target) not in names or not is_torchs(node):
+        return False
+    return bool(node.args and tensors(value(node))) and node.kwargs.get("out") is None
 
 
 def changes_layout(node: fx.Node) -> bool:

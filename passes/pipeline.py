@@ -17,17 +17,19 @@ from cgcompile.errors import ConfigError
 from cgcompile.passes.aliases import resolve_aliases
 from cgcompile.passes.assign import assign_pieces
 from cgcompile.passes.base import FunctionPass, PassManager
+from cgcompile.passes.decode_attention import ReplaceAttention
 from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
 from cgcompile.passes.normalize import bind_symbols, pull_items
 from cgcompile.passes.partition import cut
 from cgcompile.passes.split import SplitGraph
-from cgcompile.settings import checked, parse_passes, parsed
+from cgcompile.settings import checked, parse_passes, parse_switch, parsed
 
 PIPELINE: Mapping[str, Callable[[Boundaries], Any]] = {
     "bind_symbols": lambda _: FunctionPass("bind_symbols", bind_symbols, "3"),
     "pull_items": lambda _: FunctionPass("pull_items", pull_items, "2"),
     EliminateNoOps.name: EliminateNoOps,
     EliminateClones.name: EliminateClones,
+    ReplaceAttention.name: ReplaceAttention,
     "assign_pieces": lambda boundaries: FunctionPass(
         "assign_pieces", partial(assign_pieces, boundaries=boundaries), f"2/{boundaries.uuid()}"
     ),
@@ -35,7 +37,7 @@ PIPELINE: Mapping[str, Callable[[Boundaries], Any]] = {
 }
 """The passes of a split in order, by name: functions from the splitting ops to a pass."""
 
-OPTIONAL = (EliminateNoOps.name, EliminateClones.name)
+OPTIONAL = (EliminateNoOps.name, EliminateClones.name, ReplaceAttention.name)
 """The names of the passes without which a split is right too: ``disabled_passes`` takes them."""
 
 
@@ -47,6 +49,7 @@ def split_graph(
     graph_passes: Iterable[Any] = (),
     piece_passes: Iterable[Any] = (),
     disabled_passes: Collection[str] = (),
+    decode_attention: bool | str = False,
     dump_dir: str | None = None,
 ) -> SplitGraph:
     """Split Dynamo's pre-grad graph at its boundaries.
@@ -57,6 +60,8 @@ def split_graph(
         graph_passes: passes over the whole graph, before ours.
         piece_passes: passes over each distinct captured piece, after the cut.
         disabled_passes: names of passes to leave out, theirs or :data:`OPTIONAL` ones of ours.
+        decode_attention: where attention of few query rows becomes the op of cgcompile: ``"auto"``
+            on devices with its kernel, True everywhere, False nowhere.
         dump_dir: a folder for the graph before and after every pass.
 
     Returns:
@@ -77,16 +82,20 @@ def split_graph(
     """
     graph_passes, piece_passes = tuple(graph_passes), tuple(piece_passes)
     check_disabled(disabled_passes, (*graph_passes, *piece_passes))
-    if graph_passes:
+    where = parsed("decode_attention", "split_graph", decode_attention, parse_switch)
+    attention = ReplaceAttention(boundaries, where)
+    if graph_passes or attention.concerns(gm):
         gm = compat.copied(gm)  # Dynamo still owns its graph, and must not find it broken
-    ours = [make(boundaries) for make in PIPELINE.values()]
-    on_graph = PassManager([*graph_passes, *ours], dump_dir, disabled_passes)
+    ours = {name: make(boundaries) for name, make in PIPELINE.items()}
+    ours[attention.name] = attention
+    on_graph = PassManager([*graph_passes, *ours.values()], dump_dir, disabled_passes)
     split = cut(on_graph(gm))
     _check_sizes_are_bound(split)
     on_pieces = PassManager(piece_passes, dump_dir, disabled_passes)
     if on_pieces.passes:
         split = _run_on_pieces(split, on_pieces)
-    return replace(split, passes=(*on_graph.records, *on_pieces.records))
+    records = (*on_graph.records, *on_pieces.records)
+    return replace(split, passes=records, fusions=attention.fusions)
 
 
 @checked

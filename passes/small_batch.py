@@ -13,7 +13,6 @@ in between.
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +20,14 @@ from torch import fx
 
 from cgcompile import torch_compat as compat
 from cgcompile.kernels.small_linear import DTYPES, ROWS, op, why_unsupported
+from cgcompile.passes.base import Fusions
 from cgcompile.passes.nodes import (
     COMPUTING,
+    calls,
     is_torchs,
     layout_of,
     short_name,
     storages,
-    tensors,
     value,
     written,
     written_storages,
@@ -38,17 +38,6 @@ _CASTS = {"to", "type", "type_as", "float", "bfloat16", "half"}
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}
 _WIDEST = 16384  # rows of a weight; above, cuBLAS is as fast
 _AT_ONCE = 3  # weights of one kernel
-
-
-@dataclass
-class Fusions:
-    """Texts: which linear layers of a graph were fused, and why the others were not."""
-
-    fused: list[str] = field(default_factory=list)
-    unfused: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return "\n".join([*(f"fused {text}" for text in self.fused), *self.unfused])
 
 
 class _Norm(NamedTuple):
@@ -275,11 +264,7 @@ _ERASABLE |= {"rsqrt", "mean", "pow"}
 
 
 def _is(name: str, node: Any) -> bool:
-    """Return whether a node computes tensors by a function or method of torch, into new memory."""
-    computing = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
-    if not computing or short_name(node.target) != name or not is_torchs(node):
-        return False
-    return bool(node.args and tensors(value(node))) and node.kwargs.get("out") is None
+    return calls(node, name)
 
 
 def _between(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:

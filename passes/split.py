@@ -7,7 +7,7 @@ where a view keeps more memory alive than it shows.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from cgcompile.boundaries import AttentionCGSupport, SplittingOp
-from cgcompile.passes.base import PassRecord, table
+from cgcompile.passes.base import Fusions, PassRecord, table
 from cgcompile.passes.nodes import tensors, value
 from cgcompile.passes.printer import count
 from cgcompile.passes.symbols import Symbols
@@ -124,6 +124,8 @@ class SplitGraph:
             gradients off for all of it.
         sets_grad_mode: whether pieces switch grad mode, and back.
         passes: what each pass did, in order, those over pieces last; not in the printed form.
+        fusions: which attention became the op of ``decode_attention``, and why other attention
+            did not; not in the printed form.
 
     Example:
         >>> split = cgcompile.explain(nn.Linear(8, 8), torch.randn(4, 8)).split
@@ -144,6 +146,7 @@ class SplitGraph:
     differentiable: bool = True
     sets_grad_mode: bool = False
     passes: tuple[PassRecord, ...] = ()
+    fusions: Fusions = field(default_factory=Fusions)
 
     def __repr__(self) -> str:
         captured = sum(piece.capture for piece in self.pieces)

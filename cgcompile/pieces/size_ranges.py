@@ -341,7 +341,9 @@ def _one_size_first(artifact: Artifact) -> tuple[bool, int]:
 
 
 def fusion_texts(split: SplitGraph, config: CompilationConfig) -> Iterator[str]:
-    """Yield which linear layers ``small_batch_kernels`` fuses in each structure, and which not."""
+    """Yield what ``decode_attention`` and ``small_batch_kernels`` fuse, and what they do not."""
+    for line in str(split.fusions).splitlines():
+        yield f"decode_attention: {line}"
     try:
         if not _fuses(split, config):
             return

@@ -43,6 +43,7 @@ def split_by_config(gm: fx.GraphModule, config: CompilationConfig) -> tuple[Spli
         graph_passes=config.graph_passes,
         piece_passes=config.piece_passes,
         disabled_passes=config.disabled_passes,
+        decode_attention=config.replaces_attention,
         dump_dir=config.dump_passes,
     )
     return split, boundaries
@@ -52,7 +53,7 @@ def _unsplit(gm: fx.GraphModule, config: CompilationConfig) -> tuple[SplitGraph,
     registry = Boundaries(config.splitting_ops)
     inside = [op.support for op in map(registry.match, gm.graph.nodes) if op is not None]
     nothing = Boundaries((), builtin=False)
-    split = split_graph(gm, nothing)
+    split = split_graph(gm, nothing, decode_attention=config.replaces_attention)
     pieces = tuple(replace(piece, support=min([piece.support, *inside])) for piece in split.pieces)
     return replace(split, pieces=pieces), nothing
 

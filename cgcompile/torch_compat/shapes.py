@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cgcompile.torch_compat.capture import is_plain_tensor
 from cgcompile.torch_compat.dynamo import (
@@ -211,6 +212,11 @@ def call_with_fakes(function: Callable[..., Any], arguments: Any) -> Any:
 
     with FakeTensorMode():
         return function(*fx.node.map_aggregate(arguments, leaf))
+
+
+def statically_equal(one: Any, other: Any) -> bool:
+    """Return whether two sizes are equal for all values of their symbols; adds no guard."""
+    return statically_known_true(one == other)
 
 
 def largest_size(size: Any) -> int | None:

@@ -65,6 +65,11 @@ def kernel_settings() -> tuple[Any, ...]:
     )
 
 
+def allows_all_attention() -> bool:
+    """Return whether ``scaled_dot_product_attention`` may take any kernel but that of cuDNN."""
+    return _flash() and _memory_efficient() and _math()  # many switch cuDNN's off for its bugs
+
+
 def trace_settings() -> tuple[Any, ...]:
     """Return the settings that a trace bakes in, and that Dynamo's guards compare."""
     return (

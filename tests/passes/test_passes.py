@@ -194,8 +194,9 @@ def test_dumps_before_and_after_each_pass(tmp_path) -> None:
         "graph.02.pull_items.txt",
         "graph.03.eliminate_noops.txt",
         "graph.04.eliminate_clones.txt",
-        "graph.05.assign_pieces.txt",
-        "graph.06.resolve_aliases.txt",
+        "graph.05.decode_attention.txt",
+        "graph.06.assign_pieces.txt",
+        "graph.07.resolve_aliases.txt",
     ]
     before = (tmp_path / "graph.00.before.txt").read_text()
     after = (tmp_path / "graph.00.cos.txt").read_text()
@@ -218,8 +219,9 @@ def test_dumps_of_passes_that_run_only(tmp_path) -> None:
         "graph.00.bind_symbols.txt",
         "graph.01.pull_items.txt",
         "graph.02.eliminate_noops.txt",
-        "graph.03.assign_pieces.txt",
-        "graph.04.resolve_aliases.txt",
+        "graph.03.decode_attention.txt",
+        "graph.04.assign_pieces.txt",
+        "graph.05.resolve_aliases.txt",
         "piece_0.00.again.txt",
         "piece_0.00.before.txt",  # piece_2 is the same piece
     ]
@@ -249,6 +251,7 @@ graph    bind_symbols      7 -> 7 ops  -
 graph    pull_items        7 -> 7 ops  -
 graph    eliminate_noops   7 -> 4 ops  contiguous -1, float -1, torch.nn.functional.dropout -1
 graph    eliminate_clones  4 -> 3 ops  clone -1
+graph    decode_attention  3 -> 3 ops  -
 graph    assign_pieces     3 -> 3 ops  -
 graph    resolve_aliases   3 -> 3 ops  -
 piece_0  cos               1 -> 1 ops  sin -1, torch.cos +1""",
@@ -259,11 +262,12 @@ piece_0  cos               1 -> 1 ops  sin -1, torch.cos +1""",
         cos = FunctionPass("cos", replace_sin_by_cos)
         self.check(
             """\
-graph  cos              7 -> 7 ops  sin -2, torch.cos +2
-graph  bind_symbols     7 -> 7 ops  -
-graph  pull_items       7 -> 7 ops  -
-graph  assign_pieces    7 -> 7 ops  -
-graph  resolve_aliases  7 -> 7 ops  -""",
+graph  cos               7 -> 7 ops  sin -2, torch.cos +2
+graph  bind_symbols      7 -> 7 ops  -
+graph  pull_items        7 -> 7 ops  -
+graph  decode_attention  7 -> 7 ops  -
+graph  assign_pieces     7 -> 7 ops  -
+graph  resolve_aliases   7 -> 7 ops  -""",
             graph_passes=(cos,),
             disabled_passes="eliminate_noops,eliminate_clones",
         )
