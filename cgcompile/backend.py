@@ -23,6 +23,7 @@ from cgcompile.boundaries import Boundaries, UnmetOps
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import ConfigError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
+from cgcompile.kernels.small_linear import load_triton
 from cgcompile.passes import check_disabled
 from cgcompile.passes.numbers import Numbers
 from cgcompile.passes.printer import count
@@ -82,6 +83,8 @@ class Backend(Registry):
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # of Dynamo's traces
         self._pieces = PieceCache(self.config)
+        if self.config.small_batch_kernels or self.config.decode_attention:
+            load_triton()
         self._floats: dict[Any, float] = {}  # of callers, see :func:`compat.varied_floats`
         self._unmet: UnmetOps | None = None
         self._differences: dict[int, list[Fallback]] = {}  # by Dynamo's frame: why not to pad

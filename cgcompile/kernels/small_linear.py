@@ -18,6 +18,7 @@ compute it.
 import functools
 import importlib.util
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -121,6 +122,29 @@ def why_unsupported(device: torch.device) -> str | None:
     if properties.shared_memory_per_block_optin < SHARED_MEMORY:
         return "the GPU has less than 227 KiB of shared memory for a block"
     return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def load_triton() -> None:
+    """Prepare Triton's compiler in a thread, where a GPU in use can run kernels; do not wait.
+
+    Before the first kernel of a process Triton computes a hash of its own libraries, of 400 MB.
+    That takes half a second, without Python's lock.
+    """
+    if torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
+        if why_unsupported(device) is None:
+            _load_triton(device)
+
+
+@functools.cache
+def _load_triton(device: torch.device) -> None:
+    def load() -> None:
+        from cgcompile.kernels.small_linear_triton import nothing
+
+        with torch.cuda.device(device):
+            nothing.warmup(grid=(1,))
+
+    threading.Thread(target=load, name="cgcompile kernels").start()
 
 
 def takes(

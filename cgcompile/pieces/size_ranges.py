@@ -93,7 +93,9 @@ class Variants:
     def __init__(self, split: SplitGraph, config: CompilationConfig) -> None:
         self._symbols = split.symbols
         self._sizes = [SizeRange(size, size) for size in config.sizes_to_compile]
-        endpoints, self._small = config.compile_ranges_endpoints, _fuses(split, config)
+        endpoints, self._small = config.compile_ranges_endpoints, False
+        if config.compiler == "inductor":
+            self._small = _on_device(split, config)
         self._named = None
         if self._sizes or endpoints is not None:
             self._named = self._symbols.chosen(config.capture_dim)
@@ -102,7 +104,10 @@ class Variants:
         self._ranges = () if endpoints is None else ranges_between(endpoints)
         if self._small:
             op()  # an artifact from disk calls it
-        self._likely = (*(config.cudagraph_capture_sizes or ()), *config.sizes_to_compile)
+        captured = config.cudagraph_capture_sizes or ()
+        # Steps of few rows are padded to the least capture size.
+        self._own_range = (ROWS,) if min(captured, default=0) <= ROWS else ()
+        self._likely = (*captured, *config.sizes_to_compile)
         self._compiles = config.compiler != "eager"
         self._values: dict[SizeRange, dict[sympy.Symbol, int] | None] = {}
 
@@ -110,7 +115,7 @@ class Variants:
         """Return what to compile of a piece; the variant for all sizes, if any, is last."""
         if self._small:
             endpoints = [span.last for span in self._ranges if span.last is not None]
-            cut = ranges_between(sorted({*endpoints, ROWS}))
+            cut = ranges_between(sorted({*endpoints, *self._own_range}))
             variants = list(map(_fused, self._of(piece, cut)))
             if any(variant.fusions and variant.fusions.fused for variant in variants):
                 return variants
@@ -223,10 +228,8 @@ class Variants:
         return {self._symbols.text_of(symbol): str(size) for symbol, size in fixed.items()}
 
 
-def _fuses(split: SplitGraph, config: CompilationConfig) -> bool:
-    """Return whether small linear layers are fused where that is possible."""
-    if config.compiler != "inductor":
-        return False
+def _on_device(split: SplitGraph, config: CompilationConfig) -> bool:
+    """Return whether small linear layers are to be fused, on the device of a graph."""
     nodes = (node for piece in split.distinct for node in piece.module.graph.nodes)
     inputs = (value(node) for node in nodes if node.op in ("placeholder", "get_attr"))
     devices = {tensor.device for values in inputs for tensor in tensors(values)}
@@ -345,7 +348,10 @@ def fusion_texts(split: SplitGraph, config: CompilationConfig) -> Iterator[str]:
     for line in str(split.fusions).splitlines():
         yield f"decode_attention: {line}"
     try:
-        if not _fuses(split, config):
+        if not _on_device(split, config):
+            return
+        if config.compiler != "inductor":
+            yield f"small_batch_kernels: compiler {config.compiler!r} is not Inductor"
             return
         variants = Variants(split, config)
     except ConfigError as error:

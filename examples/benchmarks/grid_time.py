@@ -83,7 +83,8 @@ def rows_here(args: argparse.Namespace) -> list[Row]:
         for rows in args.rows:
             for cache in args.cache:
                 step = Hidden(model, Cell(rows, cache, cache // 4), args.device)
-                calls, errors = {}, {}
+                calls: dict[str, tuple[Call, cgcompile.Backend]] = {}
+                errors: dict[str, float] = {}
                 exact = step.in_float32(model)
                 for way in WAYS:
                     backend = backend_of(args, way)
@@ -94,9 +95,9 @@ def rows_here(args: argparse.Namespace) -> list[Row]:
                         result = call()
                     errors[way] = relative_error(result, exact)
                     calls[way] = call, backend
-                ready.append((rows, cache, step, calls, errors))
+                ready.append(partial(measured, args, rows, cache, step, calls, errors))
         with turn.alone("measure"):
-            return [row for each in ready for row in measured(args, *each)]
+            return [row for measure in ready for row in measure()]
 
 
 def measured(

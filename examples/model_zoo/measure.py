@@ -171,6 +171,16 @@ def drawn(entry: Entry, settings: Settings) -> torch.nn.Module:
     return entry.finish(model.eval().to(settings.device, getattr(torch, settings.dtype)))
 
 
+def in_float64(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy with the same weights in float64."""
+    exact = copy.deepcopy(model).double()
+    config: Any = getattr(exact, "config", None)
+    if getattr(config, "_experts_implementation", None) is not None:
+        experts: Any = exact
+        experts.set_experts_implementation("eager")  # grouped products take no float64
+    return exact
+
+
 def _measure(
     model: torch.nn.Module, entry: Entry, row: Row, settings: Settings, compiled: Compile
 ) -> None:
@@ -180,7 +190,7 @@ def _measure(
     else:
         backend = settings.backend()
         steps = decode_steps if row.way == "decode" else forward_steps
-        exact = None if settings.dtype == "float32" else copy.deepcopy(model).double()
+        exact = None if settings.dtype == "float32" else in_float64(model)
         call = compiled(model, entry, backend)
         _run(row, settings, backend, steps(model, entry, call, settings, exact))
     if row.outcome == "right" and row.error > settings.limit:

@@ -114,6 +114,22 @@ def test_no_call_waits_for_the_compilation_of_a_kernel(launched, monkeypatch, tm
     assert all(name.startswith("cgcompile kernels") for name in threads)
 
 
+def test_a_backend_loads_triton_before_it_is_called(monkeypatch) -> None:
+    loaded = []
+    torch.zeros(1, device="cuda")
+    monkeypatch.setattr(small_linear, "_load_triton", loaded.append)
+    cgcompile.Backend(small_batch_kernels=False, decode_attention=False)
+    assert loaded == []
+    cgcompile.Backend()
+    assert loaded == [torch.device("cuda", torch.cuda.current_device())]
+    monkeypatch.undo()
+    small_linear.load_triton()  # the thread itself
+    threads = [t for t in threading.enumerate() if t.name == "cgcompile kernels"]
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
 def test_replays_read_weights_that_were_changed_in_place(launched) -> None:
     model = model_of()
     call = torch.compile(model, backend=cgcompile.Backend(small_batch_kernels=True), dynamic=False)

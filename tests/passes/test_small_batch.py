@@ -379,6 +379,34 @@ def test_a_step_on_a_cpu_is_not_changed(settings, variable, monkeypatch) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "ranges"), [((32, 64), 0), ((8, 64), 2)])
+def test_few_rows_that_are_padded_to_more_are_not_compiled_apart(
+    sizes, ranges, monkeypatch
+) -> None:
+    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    config = cgcompile.CompilationConfig(cudagraph_capture_sizes=sizes)
+    x, dims = torch.randn(4, D).bfloat16(), {"x": {0: "n"}}
+    split = cgcompile.explain(Block(), x, config=config, dynamic_dims=dims).split
+    variants = [
+        variant.sizes
+        for piece in split.distinct
+        for variant in size_ranges.Variants(split, config).of(piece)
+    ]
+    assert len([span for span in variants if span is not None]) == ranges
+
+
+@pytest.mark.parametrize("settings", [{}, {"cudagraph_mode": "FULL"}])
+def test_explain_names_a_compiler_that_fuses_nothing(settings, monkeypatch) -> None:
+    x = torch.randn(4, D).bfloat16()
+    config = cgcompile.CompilationConfig(compiler="eager", **settings)
+    notes = cgcompile.explain(Block(), x, config=config).notes
+    assert not any("small_batch_kernels" in note for note in notes)  # the CPU has no kernels
+    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    notes = cgcompile.explain(Block(), x, config=config).notes
+    assert "small_batch_kernels: compiler 'eager' is not Inductor" in notes
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 @pytest.mark.parametrize("entry_point", ["named", "typed"])
 def test_replays_of_all_sizes_equal_eager(entry_point, mode, monkeypatch) -> None:
