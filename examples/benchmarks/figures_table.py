@@ -1,21 +1,25 @@
-"""Write the figures of ``docs/measurements.md`` from a result of ``compare.py``.
+"""Write the figures of pages from a result of ``compare.py`` or of ``generate_time.py``.
 
 ::
 
-    python examples/benchmarks/figures_table.py results.json  # writes docs/measurements.md
-    python examples/benchmarks/figures_table.py               # from results/h200.json
+    python examples/benchmarks/figures_table.py results.json  # docs/measurements.md
+    python examples/benchmarks/figures_table.py               # the same, from results/h200.json
+    python examples/benchmarks/figures_table.py generate.json # docs/performance.md and README.md
 
-The section is between two comments and is made of the JSON alone: machine, versions, date, the
-times of a step of 32 layers at batch 8, what capturing costs, and each row of the budget.
+A section is between two comments and is made of the JSON alone. That of ``compare.py``: machine,
+versions, date, the times of a step of 32 layers at batch 8, what capturing costs, and each row of
+the budget. A result of ``generate_time.py`` is kept as ``results/generate.json``, without the
+kernels of its steps.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rivals import decoders
 from rivals.budget import budget
 from rivals.report import (
     Table,
@@ -29,8 +33,14 @@ from rivals.report import (
     troubles,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "measurements.md"
 RESULTS = Path(__file__).resolve().parent / "results" / "h200.json"
+GENERATE = RESULTS.with_name("generate.json")
+DECODERS: dict[Path, Callable[[dict[str, Any]], str]] = {  # sections of GENERATE
+    ROOT / "docs" / "performance.md": decoders.section,
+    ROOT / "README.md": decoders.short_section,
+}
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 NOTHING = "No figures are kept yet: `python examples/benchmarks/compare.py` measures them.\n"
 MODEL, BATCH = "main", "8"
@@ -91,9 +101,17 @@ def with_section(page: str, text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The figures of a page.")
     parser.add_argument("file", type=Path, nargs="?", default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--page", type=Path, default=PAGE, help="of a result of compare.py")
     args = parser.parse_args(argv)
-    args.page.write_text(with_section(args.page.read_text(), section_of(args.file)))
+    result = json.loads(args.file.read_text()) if args.file.exists() else {}
+    if "rows" not in result:
+        args.page.write_text(with_section(args.page.read_text(), section_of(args.file)))
+        return 0
+    for row in result["rows"]:
+        row.pop("timeline", None)
+    GENERATE.write_text(json.dumps(result, indent=1) + "\n")
+    for page, text_of in DECODERS.items():
+        page.write_text(with_section(page.read_text(), text_of(result)))
     return 0
 
 

@@ -27,7 +27,9 @@ eager's, times ``--limit``; or a token of ``generate`` whose eager logit is far 
 
 import argparse
 import copy
+import datetime
 import fcntl
+import itertools
 import json
 import logging
 import math
@@ -37,18 +39,21 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rivals.kernels import by_kind, profiled, rules, timeline_table
-from rivals.report import Table, text_table
-from rivals.timing import Call, Probe, burst_seconds, gpu_seconds, wall_seconds
+from rivals.decoders import Cell, Row, about_text, joined, label, number, tables
+from rivals.kernels import Kernel, by_kind, profiled, rules, timeline_table
+from rivals.report import text_table
+from rivals.timing import Call, Probe, burst_seconds, gpu_seconds, wait, wall_seconds
 
 import cgcompile
 
@@ -63,7 +68,6 @@ BURSTS = (10, 3, 1)  # steps that are enqueued at once, the most that the device
 REGRET = 0.5  # of the standard deviation of the logits: how far below the largest a token may be
 UNUSED = 30.0  # keys and values of positions beyond those in use: one that is read shows
 
-Row = dict[str, Any]
 Sizes = dict[str, Any]
 MODELS: dict[str, tuple[str, Sizes]] = {
     "llama-1b": (
@@ -115,21 +119,6 @@ TINY: Sizes = {
     "head_dim": 16,
     "vocab_size": 256,
 }
-
-
-class Cell(NamedTuple):
-    """Rows, positions of the cache, and positions in use."""
-
-    rows: int
-    cache: int
-    used: int
-
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.used} of {self.cache}"
-
-
-class Broken(Exception):
-    """A way is wrong."""
 
 
 # ---------------------------------------------------------------- models
@@ -270,6 +259,13 @@ class Turn:
     def __init__(self, folder: str) -> None:
         self.files = {name: (Path(folder) / name).open("w") for name in ("measure", "memory")}
 
+    def __enter__(self) -> "Turn":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self.files.values():
+            file.close()
+
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
         fcntl.flock(self.files[name], fcntl.LOCK_EX)
@@ -283,17 +279,25 @@ class Turn:
         fcntl.flock(self.files["measure"], fcntl.LOCK_SH)
 
 
+def say(args: argparse.Namespace, what: str) -> None:
+    """Tell how far the process of a job has come."""
+    job = " ".join([*args.parts, *args.models, *args.ways, *map(str, args.rows)])
+    print(f"[{job}] {time.monotonic() - args.began:5.1f} s: {what}", file=sys.stderr, flush=True)
+
+
 def step_rows(args: argparse.Namespace, model_name: str, way: str, turn: Turn) -> list[Row]:
     """Compile all cells of one way, then measure them."""
     torch._dynamo.config.recompile_limit = 64  # of one code object: each cell is a compilation
     probe = Probe.make() if args.device == "cuda" else None
-    with turn.alone("memory"):
-        model = made_on(args.device, configuration(args, model_name))
-        steps = {cell: Step(model, cell, args.device) for cell in cells(args, "step")}
-        with torch.no_grad():
-            exact = {cell: step.in_float32(model) for cell, step in steps.items()}
+    model = made_on(args.device, configuration(args, model_name))
+    steps = {cell: Step(model, cell, args.device) for cell in cells(args, "step")}
+    wait(args.device)
+    say(args, "made the model")
+    with turn.alone("memory"), torch.no_grad():
+        exact = {cell: step.in_float32(model) for cell, step in steps.items()}
         if args.device == "cuda":
             torch.cuda.empty_cache()
+    say(args, "ran with float32 weights")
     turn.compiling()
     with torch.inference_mode():
         ready = []
@@ -308,12 +312,14 @@ def step_rows(args: argparse.Namespace, model_name: str, way: str, turn: Turn) -
             row["error"] = relative_error(logits, exact[cell])
             row["eager_error"] = relative_error(step(model.forward), exact[cell])
             ready.append((step, call, backend, row))
+            say(args, f"compiled {cell}")
         rows = []
         with turn.alone("measure"):
             for step, call, backend, row in ready:
                 if probe is not None:
                     row["probe_us"] = 1e6 * probe.seconds()
                 rows.append(row | step_times(args, step, call, backend))
+                say(args, f"measured {cell}")
     return rows
 
 
@@ -403,8 +409,11 @@ def generate_rows(args: argparse.Namespace, model_name: str, way: str, turn: Tur
     turn.compiling()
     model = made_on(args.device, configuration(args, model_name))
     text, backend = text_of(args, model, way, cell)
+    wait(args.device)
+    say(args, "made the model")
     row: Row = {"model": model_name, "cell": cell, "way": way, "part": part}
     row["first_s"] = wall_seconds(partial(text, short), args.device)
+    say(args, "generated the first text")
     if part == "generate":
         text(long)
         with turn.alone("measure"):
@@ -470,10 +479,9 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     for part in args.parts:
         for model in args.models:
             for way in args.ways:
-                if part == "step":
-                    jobs.append(Job(part, model, way, tuple(cells(args, part))))
-                else:
-                    jobs += [Job(part, model, way, (cell,)) for cell in cells(args, part)]
+                key = attrgetter("rows") if part == "step" else None
+                groups = itertools.groupby(cells(args, part), key)
+                jobs += [Job(part, model, way, tuple(group)) for _, group in groups]
     return jobs
 
 
@@ -481,7 +489,7 @@ def run_job(args: argparse.Namespace, job: Job, folder: Path, turn: str, threads
     """Run one job in a process whose caches on disk are in a folder.
 
     Raises:
-        RuntimeError: the process failed.
+        RuntimeError: the process failed, or the time is over.
     """
     environment = {
         **os.environ,
@@ -499,20 +507,27 @@ def run_job(args: argparse.Namespace, job: Job, folder: Path, turn: str, threads
     for column, name in enumerate(Cell._fields):
         numbers = dict.fromkeys(str(cell[column]) for cell in job.cells)
         command += [f"--{name}", *numbers]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    left = args.until - time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=False, timeout=left
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError("the time is over") from None
     if done.returncode:
-        raise RuntimeError(f"{job.part}, {job.model}, {job.way}: {done.stderr[-1500:]}")
+        raise RuntimeError(f"its process ended with code {done.returncode}: see above")
     rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
     return rows
 
 
-def in_this_process(args: argparse.Namespace) -> int:
-    """Print the rows of one job as JSON."""
+def rows_of_job(args: argparse.Namespace) -> list[Row]:
+    """Measure the one job of this process."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    say(args, "imported torch")
     rows_of = step_rows if args.parts == ["step"] else generate_rows
-    print(json.dumps(rows_of(args, args.models[0], args.ways[0], Turn(args.turn))))
-    return 0
+    with Turn(args.turn) as turn:
+        return rows_of(args, args.models[0], args.ways[0], turn)
 
 
 def all_rows(args: argparse.Namespace) -> Iterator[Row]:
@@ -551,7 +566,7 @@ def all_rows(args: argparse.Namespace) -> Iterator[Row]:
                 yield from tried(job, Path(top) / f"first{number}", top, 0, start=start)
 
 
-# ---------------------------------------------------------------- tables
+# ---------------------------------------------------------------- results
 
 
 def trouble(args: argparse.Namespace, row: Row) -> str:
@@ -565,61 +580,6 @@ def trouble(args: argparse.Namespace, row: Row) -> str:
     if row.get("replayed", 1.0) < (1.0 if row["part"] == "step" else 0.2):
         return f"only {row['replayed']:.0%} of the calls were replays"
     return ""
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:,.{digits}f}"
-
-
-def label(row: Row) -> str:
-    return f"{row['model']}, {Cell(*row['cell'])}"
-
-
-def step_table(result: Row) -> Table:
-    """Return milliseconds of the GPU by way, beside the floor of each model and cell."""
-    columns = ("GPU ms", "x floor", "products", "attention", "rest", "kernels", "error / eager's")
-    rows: Table = [["a step: rows x used of cache", "way", *columns, "pace, us"]]
-    floors: set[str] = set()
-    for row in in_order(result, "step"):
-        floor = row.get("floor_ms", math.nan)
-        if label(row) not in floors:
-            floors.add(label(row))
-            rows.append([label(row), "floor", number(floor), *[""] * 7])
-        gpu, kinds = row.get("gpu_ms"), row.get("kinds", {})
-        cells = [number(gpu), number(None if gpu is None else gpu / floor, 2)]
-        cells += [number(kinds.get(kind)) for kind in ("products", "attention", "rest")]
-        cells += [number(row.get("kernels"), 0), number(row["error"] / row["eager_error"], 2)]
-        rows.append([label(row), row["way"], *cells, number(row.get("probe_us"), 0)])
-    return rows
-
-
-def token_table(result: Row) -> Table:
-    rows: Table = [["generate: rows x used of cache", "way", "ms a token"]]
-    for row in in_order(result, "generate"):
-        rows.append([label(row), row["way"], number(row["token_ms"], 2)])
-    return rows
-
-
-def first_table(result: Row) -> Table:
-    rows: Table = [["first text: rows x used of cache", "way", "start", "s"]]
-    for row in in_order(result, "first"):
-        rows.append([label(row), row["way"], row["start"], number(row["first_s"], 1)])
-    return rows
-
-
-def in_order(result: Row, part: str) -> list[Row]:
-    """Return the rows of a part that did not fail, by model, cell and way as they were named."""
-    named = result["models"], result["ways"]
-    rows = [row for row in result["rows"] if row["part"] == part and "failure" not in row]
-    return sorted(
-        rows,
-        key=lambda row: (named[0].index(row["model"]), row["cell"], named[1].index(row["way"])),
-    )
-
-
-def tables(result: Row) -> list[Table]:
-    every = [step_table(result), token_table(result), first_table(result)]
-    return [table for table in every if len(table) > 1]
 
 
 def about(args: argparse.Namespace) -> Row:
@@ -636,15 +596,9 @@ def about(args: argparse.Namespace) -> Row:
         "bandwidth": bandwidth(args.device),
         "models": list(args.models),
         "ways": list(args.ways),
+        "date": datetime.date.today().isoformat(),
         "rows": [],
     }
-
-
-def about_text(result: Row) -> str:
-    return (
-        f"{result['card']}, torch {result['torch']}, transformers {result['transformers']}, "
-        f"cgcompile {result['cgcompile']}, {result['bandwidth'] / 1e12:.2f} TB/s, bfloat16"
-    )
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -659,30 +613,36 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--used", type=int, nargs="+", default=[200, 900])
     parser.add_argument("--rounds", type=int, default=9, help="bursts of a step")
     parser.add_argument("--limit", type=float, default=1.5, help="of errors, times eager's")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which it ends")
     parser.add_argument("--at-once", type=int, default=0, help="processes that compile at once")
     parser.add_argument("--timeline", action="store_true", help="print the kernels of each step")
-    parser.add_argument("--json", type=Path, help="write all figures to a file")
+    parser.add_argument("--json", type=Path, help="write all figures to a file, or add them to it")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the program")
     parser.add_argument("--turn", help=argparse.SUPPRESS)  # a folder: this is one job's process
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.began = time.monotonic()
+    args.until = args.began + args.seconds
+    return args
 
 
 def measure(args: argparse.Namespace, result: Row) -> bool:
     """Add all rows to the result, and return whether all are right."""
     good = True
+    before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    joined(before, result)  # an error now, not after an hour
     for row in all_rows(args):
         config, cell = configuration(args, row["model"]), Cell(*row["cell"])
         needed = weight_bytes(config)[1] + cache_bytes(config, cell.rows, cell.used)
         row["floor_ms"] = 1e3 * needed / result["bandwidth"]
         result["rows"].append(row)
+        figures = {name: row[name] for name in ("gpu_ms", "token_ms", "first_s") if name in row}
+        print(f"{row['part']}, {label(row)}, {row['way']}: {figures}", flush=True)
         if wrong := trouble(args, row):
             good = False
             print(f"BROKEN: {row['part']}, {label(row)}, {row['way']}: {wrong}", flush=True)
         if args.json:
-            args.json.write_text(json.dumps(result))
+            args.json.write_text(json.dumps(joined(before, result)))
         if args.timeline and row.get("timeline"):
-            from rivals.kernels import Kernel
-
             print(f"{label(row)}, {row['way']}: {number(row.get('gpu_ms'))} ms")
             kernels = [Kernel(*kernel) for kernel in row["timeline"]]
             print(text_table(timeline_table(kernels, row["profiled_steps"])), flush=True)
@@ -692,7 +652,8 @@ def measure(args: argparse.Namespace, result: Row) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.turn:
-        return in_this_process(args)
+        print(json.dumps(rows_of_job(args)))
+        return 0
     for way in [way for way in args.ways if not is_known(way)]:
         print(f"left out, as this cgcompile lacks a setting of it: {way}")
     args.ways = [way for way in args.ways if is_known(way)]

@@ -1,16 +1,18 @@
 """The benchmark of decoders of transformers: its figures, its floor, and what it names as wrong."""
 
-import contextlib
-import io
+import copy
+import itertools
 import json
 import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import figures_table
 import pytest
 import torch
 from lib.examples import call, load
+from rivals import decoders
 
 pytest.importorskip("transformers")
 SMALL = ["--tiny", "--device", "cpu", "--compiler", "eager", "--at-once", "1"]
@@ -23,11 +25,9 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = load("benchmarks/generate_time.py")
 
     def run_here(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
-        out = io.StringIO()
         torch._dynamo.reset()
-        with contextlib.redirect_stdout(out):
-            code = module.main(command[2:])
-        return subprocess.CompletedProcess(command, code, out.getvalue(), "")
+        rows = module.rows_of_job(module.arguments(command[2:]))
+        return subprocess.CompletedProcess(command, 0, json.dumps(rows), "")
 
     monkeypatch.setattr(module.subprocess, "run", run_here)
     return module
@@ -82,11 +82,19 @@ def test_a_wrong_way_is_named(benchmark: ModuleType, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_a_failed_process_is_named(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = subprocess.CompletedProcess([], 1, "", "the end of a traceback")
+    failed = subprocess.CompletedProcess([], 3, "", "")
     monkeypatch.setattr(benchmark.subprocess, "run", lambda *_, **__: failed)
     done = call(benchmark, *SMALL, "--ways", "eager", "--parts", "step")
     assert done.returncode == 1
-    assert "step, llama-1b, eager: the end of a traceback" in done.stdout
+    assert "eager: its process ended with code 3: see above" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_process_that_takes_too_long_ends() -> None:
+    module = load("benchmarks/generate_time.py")
+    done = call(module, *SMALL, "--ways", "eager", "--parts", "step", "--seconds", "0.1")
+    assert done.returncode == 1
+    assert "BROKEN: step, llama-1b, 2 x 20 of 64, eager: the time is over" in done.stdout
 
 
 @pytest.mark.slow
@@ -129,6 +137,89 @@ def test_a_way_names_what_is_known(benchmark: ModuleType) -> None:
         benchmark.is_known("tensorrt")
 
 
+# ---------------------------------------------------------------- tables
+
+
+@pytest.fixture
+def result() -> dict[str, Any]:
+    rows = []
+    ways = {"reduce-overhead": 1.6, "cgcompile": 0.8}
+    for (way, gpu), count in itertools.product(ways.items(), (1, 8)):
+        row = {"model": "llama-1b", "cell": [count, 1024, 200], "way": way, "floor_ms": 0.58}
+        kinds = {"products": gpu / 2, "attention": 0.1, "rest": gpu / 4}
+        more = {"kernels": 90.0, "kinds": kinds, "error": 0.02, "eager_error": 0.01, "probe_us": 99}
+        step = {"part": "step", "gpu_ms": gpu + count / 100, **more, "timeline": [["k", 0, 1]]}
+        rows.append(row | step)
+        rows.append(row | {"part": "generate", "token_ms": 2 * gpu})
+        for start, seconds in (("cold", 9.0), ("warm", 4.25)):
+            rows.append(row | {"part": "first", "start": start, "first_s": seconds})
+    rows.append({"part": "step", "model": "llama-1b", "way": "cgcompile", "failure": "memory"})
+    rows[-1]["cell"] = [16, 1024, 200]
+    about = {"card": "a GPU", "torch": "2.0", "transformers": "5.0", "cgcompile": "0.1.0"}
+    about |= {"bandwidth": 4e12, "date": "2030-01-02", "models": ["llama-1b"], "ways": list(ways)}
+    return {**about, "rows": rows}
+
+
+def test_the_tables_have_all_parts(result: dict[str, Any]) -> None:
+    text = decoders.section(result)
+    assert text.startswith("a GPU, torch 2.0, transformers 5.0, cgcompile 0.1.0, 4.00 TB/s, ")
+    rows = text.splitlines()
+    (floor,) = (
+        at for at, row in enumerate(rows) if row.startswith("| llama-1b, 8 x 200 of 1024 | f")
+    )
+    assert rows[floor + 1] == (
+        "|  | reduce-overhead | 1.680 | 2.90 | 0.800 | 0.100 | 0.400 | 90 | 2.00 | 99 |"
+    )
+    assert "| llama-1b, 8 x 200 of 1024 | 3.20 | 1.60 |" in rows
+    assert "| llama-1b, 8 x 200 of 1024 | 9.0 | 4.2 | 9.0 | 4.2 |" in rows
+    assert not [row for row in rows if "16 x 200" in row]
+
+
+def test_the_short_table_has_rows_beside_each_other(result: dict[str, Any]) -> None:
+    *_, last = decoders.short_section(result).splitlines()
+    assert last == (
+        "| llama-1b-like | 0.58 / 0.58 | 1.61 / 1.68 | 0.81 / 0.88 | 3.20 / 3.20 | 1.60 / 1.60 |"
+    )
+
+
+def test_results_are_joined_by_what_was_measured(result: dict[str, Any]) -> None:
+    again = copy.deepcopy(result)
+    again["rows"] = [row | {"gpu_ms": 0.5} for row in again["rows"][:1]]
+    both = decoders.joined(result, again)
+    assert len(both["rows"]) == len(result["rows"])
+    assert [row["gpu_ms"] for row in both["rows"] if row.get("gpu_ms", 1) <= 0.5] == [0.5]
+    assert decoders.joined({}, again) == again
+    with pytest.raises(ValueError, match="another torch: "):
+        decoders.joined({**result, "torch": "3.0"}, again)
+
+
+def test_the_pages_have_the_figures_that_are_kept() -> None:
+    kept = figures_table.GENERATE
+    for page, text_of in figures_table.DECODERS.items():
+        text = f"No figures are kept yet: `{decoders.COMMAND}` measures them.\n"
+        if kept.exists():
+            text = text_of(json.loads(kept.read_text()))
+        assert figures_table.between(page.read_text()) == text
+
+
+def test_a_result_is_written_to_both_pages(
+    result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = dict(zip(("a.md", "b.md"), figures_table.DECODERS.values(), strict=True))
+    for name in pages:
+        (tmp_path / name).write_text(f"{figures_table.BEGIN}\nold\n{figures_table.END}\n")
+    monkeypatch.setattr(figures_table, "GENERATE", tmp_path / "kept.json")
+    files = {tmp_path / name: text_of for name, text_of in pages.items()}
+    monkeypatch.setattr(figures_table, "DECODERS", files)
+    (tmp_path / "new.json").write_text(json.dumps(result))
+    assert figures_table.main([str(tmp_path / "new.json")]) == 0
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert kept["rows"][0]["gpu_ms"] == 1.61
+    assert not [row for row in kept["rows"] if "timeline" in row]
+    for page, text_of in files.items():
+        assert figures_table.between(page.read_text()) == text_of(result)
+
+
 # ---------------------------------------------------------------- kernels
 
 NAMES = {
@@ -136,6 +227,8 @@ NAMES = {
     "void gemv2T_kernel_val<int, int, __nv_bfloat16>": "products",
     "void cublasLt::splitKreduce_kernel<32, 16>": "products",
     "project": "products",
+    "project_row": "products",
+    "rotate_and_cache": "rest",
     "triton_red_fused__to_copy_mm_0": "products",
     "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)": "attention",
     "flash_fwd_splitkv_kernel": "attention",
@@ -151,7 +244,7 @@ def test_kernels_have_kinds_by_name() -> None:
 
     kernels = [Kernel(name, 0.0, 500.0) for name in NAMES]
     assert {kernel.name: kernel.kind for kernel in kernels} == NAMES
-    assert by_kind(kernels, 2) == {"products": 1.25, "attention": 0.75, "rest": 0.75}
+    assert by_kind(kernels, 2) == {"products": 1.5, "attention": 0.75, "rest": 1.0}
 
 
 def test_a_timeline_has_the_gaps_between_kernels() -> None:

@@ -16,7 +16,7 @@ from rivals.timing import Call, hold
 # Inductor names a fused kernel by its ops, sorted: one that repeats heads has a clone of an expand.
 KINDS = {
     "attention": r"(?i)attention|attend|fmha|flash|sdpa|softmax|fused.*_clone.*_expand",
-    "products": r"(?i)gemm|gemv|nvjet|cutlass|cublas|splitk|(^|_)(add|b)?mm(_|$)|^project$",
+    "products": r"(?i)gemm|gemv|nvjet|cutlass|cublas|splitk|(^|_)(add|b)?mm(_|$)|^project(_row)?$",
 }
 _HELD = "spin_kernel"  # of ``torch.cuda._sleep``
 
