@@ -130,11 +130,11 @@ class _Fuser:
         """Fuse linear layers of one input."""
         # What was fused before may have replaced the input.
         group = [linear for each in group if (linear := _linear_of(each.node)) is not None]
-        candidate = None if value(group[0].x).dtype is torch.float16 else _norm_of(group[0].x)
+        candidate = None if value(group[0].x).dtype is torch.float16 else norm_of(group[0].x)
         norm = candidate
         if candidate is not None:
             own = {linear.node for linear in group}
-            inner = _between(group[0].x, {candidate.source, candidate.weight})
+            inner = between(group[0].x, {candidate.source, candidate.weight})
             alone = own >= set(group[0].x.users)
             norm = (
                 candidate
@@ -167,9 +167,9 @@ class _Fuser:
             return None
         halves = _halves(gate.node)
         source = gate.node if halves is None else halves[0]
-        acted = _only_user(source)
+        acted = only_user(source)
         activation = None if acted is None else _activation_of(acted)
-        product = None if acted is None or activation is None else _only_user(acted)
+        product = None if acted is None or activation is None else only_user(acted)
         if acted is None or activation is None or product is None:
             return None
         if not _is("mul", product) or product.kwargs:
@@ -185,7 +185,7 @@ class _Fuser:
 
     def _residual(self, linear: _Linear) -> tuple[fx.Node, fx.Node | None]:
         """Return (sum, residual) if a layer is a summand of one; else (layer, None)."""
-        end = _only_user(linear.node)
+        end = only_user(linear.node)
         if end is None or not _is("add", end) or end.kwargs or len(end.args) != 2:
             return linear.node, None
         others = [arg for arg in end.args if arg is not linear.node]
@@ -267,7 +267,7 @@ def _is(name: str, node: Any) -> bool:
     return calls(node, name)
 
 
-def _between(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
+def between(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
     """Return a node and what it is computed from, up to ``ends``, which are left out."""
     nodes: set[fx.Node] = set()
     waiting = [node]
@@ -279,12 +279,12 @@ def _between(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
     return nodes
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
+def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _alone(node: fx.Node, argument: Any, user: fx.Node) -> bool:
-    return node is argument and _only_user(node) is user
+    return node is argument and only_user(node) is user
 
 
 def _linear_of(node: fx.Node) -> _Linear | None:
@@ -312,7 +312,7 @@ def _most_rows(x: torch.Tensor) -> int | None:
 
 def _halves(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return both halves of the last dimension, where that is the only use of a node."""
-    parts = _only_user(node)
+    parts = only_user(node)
     if parts is None or parts.args[:1] != (node,) or not _is("chunk", parts):
         return None
     size = value(node).shape[-1]
@@ -352,7 +352,7 @@ def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
     return same
 
 
-def _norm_of(node: fx.Node) -> _Norm | None:
+def norm_of(node: fx.Node) -> _Norm | None:
     """Return the RMS norm that a node computes, or None."""
     dtype = value(node).dtype
     if _is("rms_norm", node):

@@ -139,7 +139,8 @@ def test_fewer_names_are_private_than_before() -> None:
     # 89: without a guard on ``float.hex`` a trace of 0.0 would serve -0.0, which equals it.
     # 92: pieces run without the torch function modes that their graph was traced under.
     # 93: without _new_with_weak_ptr a graph could not hold what its capture saw by weak pointers.
-    assert len(listed_in(PRIVATE_NAMES)) <= 93
+    # 94: without _foreach_add_ each layer with a static cache increments its counter by a kernel.
+    assert len(listed_in(PRIVATE_NAMES)) <= 94
     # 14: _dynamo_marked_constant, for the error of get_forward_context().
     assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 14
 

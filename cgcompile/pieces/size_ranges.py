@@ -26,9 +26,10 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError, PieceCompileError
-from cgcompile.kernels import is_on
-from cgcompile.kernels.small_linear import ROWS, op, why_unsupported
+from cgcompile.kernels import is_on, rotate_and_cache, small_linear
+from cgcompile.kernels.small_linear import ROWS, why_unsupported
 from cgcompile.passes.nodes import symbols_of, tensors, value
+from cgcompile.passes.rotary import fuse_rotary
 from cgcompile.passes.small_batch import Fusions, fuse_small_linears
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Runnable
@@ -103,7 +104,7 @@ class Variants:
             self._named = self._symbols.only(config.capture_dim)
         self._ranges = () if endpoints is None else ranges_between(endpoints)
         if self._small:
-            op()  # an artifact from disk calls it
+            rotate_and_cache.op(), small_linear.op()  # an artifact from disk calls them
         captured = config.cudagraph_capture_sizes or ()
         # Steps of few rows are padded to the least capture size.
         self._own_range = (ROWS,) if min(captured, default=0) <= ROWS else ()
@@ -240,7 +241,10 @@ def _fused(variant: Variant) -> Variant:
     """Return a variant in which small linear layers are fused."""
     module = variant.module if variant.own is not None else compat.copied(variant.module)
     with variant.context():
+        rotary = fuse_rotary(module, why_unsupported)
         fusions = fuse_small_linears(module, why_unsupported)
+        fusions.fused += rotary.fused
+        fusions.unfused += rotary.unfused
     for line in str(fusions).splitlines():
         log.info("%s: %s", variant.name, line)
     return replace(variant, module=module if fusions.fused else variant.module, fusions=fusions)

@@ -16,6 +16,7 @@ from cgcompile.torch_compat.expressions import evaluated, text_of
 from cgcompile.torch_compat.ops import OpOverload, original_of
 
 # State that a graph switches with nodes of its own: what enters a context, and what leaves it.
+FOREACH_ADD_: Any = torch._foreach_add_
 ENTER_AUTOCAST: Any = torch.amp._enter_autocast
 LEAVES: Mapping[Any, Any] = {
     ENTER_AUTOCAST: torch.amp._exit_autocast,
