@@ -11,8 +11,8 @@ With an activation there are two weights of one shape, or one weight whose halve
 
 On an NVIDIA GPU of compute capability 9.0 or newer one Triton kernel computes all of it, and reads
 each weight once; it starts before the kernel in front of it has ended (programmatic dependent
-launch). Elsewhere, and for inputs that the kernel does not take (:func:`takes`), torch's ops
-compute it.
+launch). A kernel without tensor cores computes most products of one row. Elsewhere, and for inputs
+that the kernels do not take (:func:`takes`), torch's ops compute it.
 """
 
 import functools
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
     columns: int
     depth: int
-    stages: int
+    stages: int  # of loads into shared memory; 0: into registers, by the kernel for one row
     parts: int  # of the depth of a tile, each with a warp and a sum of its own
     lines: int  # of 128 bytes of each row of a weight, loaded into the L2 cache before the inputs
 
@@ -61,10 +61,14 @@ def tile_for(
         normed: whether there is a norm.
         processors: of the GPU.
     """
+    if rows == 1 and (gated or depth < 8192):
+        return _row_tile(depth, gated)
     # The fastest of a search on an H100 and an H200 over the layers of three decoders. What counts
     # is the memory in flight, so the programs of a processor share its memory among their stages.
     narrow = gated or columns <= 16 * processors
     width, most, parts = (16, 128, 1) if gated else (16, 512, 4) if narrow else (32, 256, 2)
+    if rows == 8 and not narrow:
+        width, most = 16, 512 if normed and depth >= 4096 else 256
     if normed:
         parts = min(parts, 2)  # with 4, Triton 3.8 does not load the rows ahead
     tile = _power(depth, most)
@@ -77,6 +81,13 @@ def tile_for(
     parts = min(parts, tile // 16)
     stages = 1 + min(7, -(-depth // tile), buffers)  # 7 buffers are enough
     return Tile(width, tile, stages, parts, 4 if gated else 8)
+
+
+def _row_tile(depth: int, gated: bool) -> Tile:
+    """Return the tile of a product of one row that reads weights into registers."""
+    most = 1024 if gated and depth < 4096 else 2048
+    tile = 1024 if depth % most == 1024 else _power(depth, most)
+    return Tile(2 if gated else 4, tile, 0, 4, 0)
 
 
 def rows_of_tile(rows: int) -> int:
@@ -270,7 +281,7 @@ def launch(
     programs = sum(-(-count // tile.columns) for count in counted)
     missing = [x] * (3 - len(weights))  # stand for what is absent, and are not read
     start(
-        kernels.project, (programs,), x, *weights, *missing,
+        kernels.project if tile.stages else kernels.project_row, (programs,), x, *weights, *missing,
         *(x if bias is None else bias for bias in biases), *missing,
         x if norm is None else norm, x if residual is None else residual.contiguous(),
         *outputs, *[x] * (3 - len(outputs)),

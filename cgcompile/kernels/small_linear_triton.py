@@ -144,3 +144,79 @@ def project(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2
         _stored(o1, b1, residual, a, rows, columns, live, N, BIASES & 2, False)
     else:
         _stored(o2, b2, residual, a, rows, columns, live, N, BIASES & 4, False)
+
+
+@triton.jit
+def _row_of(weight, at, rows, k, N, K: tl.constexpr, EVEN: tl.constexpr):
+    """Load a tile [columns, depth] of a weight [N, K]."""
+    pointers = weight + at[:, None] * K + k[None, :]
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(rows < N)[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _added(a, b, squares, one, two, x, norm, offset, k, K: tl.constexpr, GATED: tl.constexpr,
+           NORM: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Add the products of tiles with a part of the row to sums of each place in a tile."""
+    part = (tl.load(x + k) if EVEN else tl.load(x + k, mask=k < K, other=0.0)).to(tl.float32)
+    if NORM:
+        squares += part * part
+        scale = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
+        part *= scale.to(tl.float32) + offset
+    a += one.to(tl.float32) * part[None, :]
+    if GATED:
+        b += two.to(tl.float32) * part[None, :]
+    return a, b, squares
+
+
+@triton.jit
+def project_row(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2, eps, offset,
+                K: tl.constexpr, COUNT: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
+                RESIDUAL: tl.constexpr, BIASES: tl.constexpr, COLUMNS: tl.constexpr,
+                DEPTH: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+                LINES: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+                OFFSET: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """Compute what :func:`project` computes, for one row and without tensor cores.
+
+    Weights go from memory to registers: the loads of the next tile are under way while a tile is
+    multiplied, and the registers of a processor hold more of them than its shared memory.
+    """
+    tile = tl.program_id(0)
+    GATED: tl.constexpr = ACTIVATION > 0
+    weight, N, which, tile = _chosen(w0, w1, w2, N0, N1, N2, tile, COUNT, ACTIVATION, COLUMNS)
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    at = columns.to(tl.int64) if WIDE else columns  # offsets into a weight
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    a = tl.zeros((COLUMNS, DEPTH), tl.float32)
+    b = tl.zeros((COLUMNS, DEPTH), tl.float32)
+    squares = tl.zeros((DEPTH,), tl.float32)
+    k = tl.arange(0, DEPTH)
+    one = _row_of(weight, at, columns, k, N, K, EVEN)
+    two = _row_of(w1, at, columns, k, N, K, EVEN) if GATED else one
+    for start in range(DEPTH, K, DEPTH):
+        one_next = _row_of(weight, at, columns, start + k, N, K, EVEN)
+        two_next = _row_of(w1, at, columns, start + k, N, K, EVEN) if GATED else one_next
+        a, b, squares = _added(
+            a, b, squares, one, two, x, norm, offset, start - DEPTH + k, K, GATED, NORM, EVEN
+        )
+        one, two = one_next, two_next
+    last: tl.constexpr = (K - 1) // DEPTH * DEPTH
+    a, b, squares = _added(a, b, squares, one, two, x, norm, offset, last + k, K, GATED, NORM, EVEN)
+    a, b = tl.sum(a, 1)[None, :], tl.sum(b, 1)[None, :]
+    if NORM:
+        root = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        a, b = a * root, b * root
+    rows = tl.arange(0, 1)
+    live = rows < 1
+    if GATED:
+        gated = _gated(a, b, b0, b1, columns, N, ACTIVATION, BIASES)
+        _stored(o0, b0, residual, gated, rows, columns, live, N, False, RESIDUAL)
+    elif which == 0:
+        _stored(o0, b0, residual, a, rows, columns, live, N, BIASES & 1, RESIDUAL)
+    elif which == 1:
+        _stored(o1, b1, residual, a, rows, columns, live, N, BIASES & 2, False)
+    else:
+        _stored(o2, b2, residual, a, rows, columns, live, N, BIASES & 4, False)
