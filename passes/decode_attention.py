@@ -25,7 +25,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, in_eager_region
 from cgcompile.kernels.decode_attention import SIZE, TOKENS, op, why_unsupported
 from cgcompile.kernels.small_linear import DTYPES
-from cgcompile.passes.base import Fusions, run_on_fakes
+from cgcompile.passes.base import Fusions
 from cgcompile.passes.nodes import calls, short_name, storages, value, written
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.settings import AUTO
@@ -50,6 +50,9 @@ class _Attention(NamedTuple):
     @property
     def replaced(self) -> frozenset[fx.Node]:
         return self.between | {self.end}
+
+
+_KEPT = ("example_value", "stack_trace")  # the manager of passes runs new nodes, as it was
 
 
 class _Refused(Exception):
@@ -136,35 +139,17 @@ class _Replacer:
         self._check_writes(attention)
         graph, end = self._gm.graph, attention.end
         with graph.inserting_before(end):
-            call = graph.call_function(op(), tuple(attention[:7]))
-            result = self._laid_out(call, end)
-        self._order[call] = self._order[result] = self._order[end]
+            result = call = graph.call_function(op(), tuple(attention[:7]))
+            if not _lies(value(end), heads_first=False):
+                result = graph.call_method("contiguous", (call,))
+        for node in {call, result}:
+            node.meta |= {key: end.meta[key] for key in _KEPT if key in end.meta}
+            self._order[node] = self._order[end]
         end.replace_all_uses_with(result)
         for node in sorted(attention.replaced, key=self._order.__getitem__, reverse=True):
             if not node.users:
                 graph.erase_node(node)
         return _text_of(attention)
-
-    def _laid_out(self, call: fx.Node, end: fx.Node) -> fx.Node:
-        """Return a node with the value of the op in the layout that users were traced with."""
-        old = value(end)
-        self._fill(call, end)
-        if _same_strides(value(call), old):
-            return call
-        copy = self._gm.graph.call_method("contiguous", (call,))
-        self._fill(copy, end)
-        if _same_strides(value(copy), old):
-            return copy
-        self._gm.graph.erase_node(copy)
-        self._gm.graph.erase_node(call)
-        raise _Refused("its result has an unusual layout")
-
-    def _fill(self, node: fx.Node, end: fx.Node) -> None:
-        """Give a new node its fake value, with a history if the old one has one."""
-        node.meta |= {key: end.meta[key] for key in ("stack_trace",) if key in end.meta}
-        fakes = compat.fake_context(map(value, node.all_input_nodes))
-        with torch.set_grad_enabled(value(end).requires_grad), fakes:
-            node.meta["example_value"] = run_on_fakes(self._gm, node)
 
     def _check_surroundings(self, attention: _Attention) -> None:
         """Refuse attention for which the user, or a state of the process, chose how it runs."""
@@ -199,10 +184,13 @@ def _same(some: Iterable[Any], others: Iterable[Any]) -> bool:
     return len(one) == len(other) and all(map(compat.statically_equal, one, other))
 
 
-def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors of one shape have equal strides where there are several numbers."""
-    rows = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(_same([size], [1]) or _same([stride], [own]) for size, stride, own in rows)
+def _lies(result: torch.Tensor, *, heads_first: bool) -> bool:
+    """Return whether [B, H, T, Dv] is contiguous; if not ``heads_first``, as [B, T, H, Dv]."""
+    _, heads, rows, size = result.shape
+    inner = (rows * size, size) if heads_first else (size, heads * size)
+    strides = zip(result.stride(), (heads * rows * size, *inner, 1), strict=True)
+    pairs = zip(result.shape, strides, strict=True)
+    return all(_same([number], [1]) or _same([one], [other]) for number, (one, other) in pairs)
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -220,8 +208,8 @@ def _check_values(attention: _Attention) -> None:
     _require(few, f"it has {rows if type(rows) is int else 'a dynamic number of'} query rows")
     _require(len({tensor.device for tensor in inputs}) == 1, "its tensors are on several devices")
     dtypes = {tensor.dtype for tensor in (q, k, v, result)}
-    known = DTYPES if why_unsupported(q.device) is None else (*DTYPES, torch.float32)
-    one_known = len(dtypes) == 1 and dtypes <= set(known)
+    taken = DTYPES if why_unsupported(q.device) is None else (*DTYPES, torch.float32)
+    one_known = len(dtypes) == 1 and dtypes <= set(taken)
     _require(one_known, f"its dtypes are {', '.join(sorted(map(str, dtypes)))}")
     (batch, heads, _, size), shared = q.shape, k.shape[1]
     grouped = type(heads) is type(shared) is int and shared > 0 and heads % shared == 0
@@ -231,6 +219,8 @@ def _check_values(attention: _Attention) -> None:
     sizes = size, v.shape[3]
     small = all(type(own) is int and own <= SIZE for own in sizes)
     _require(small, f"its heads have {' and '.join(map(str, dict.fromkeys(sizes)))} values")
+    known = _lies(result, heads_first=True) or _lies(result, heads_first=False)
+    _require(known, "its result has an unusual layout")
     dense = _same([k.stride(3), v.stride(3)], [1, 1])
     _require(dense, "the values of a position are not beside each other")
     if attention.mask is not None:
