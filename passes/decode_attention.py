@@ -69,7 +69,8 @@ class ReplaceAttention:
 
     Args:
         boundaries: the registry of splitting ops; what the user named there stays.
-        where: ``"auto"``: on devices that run the kernel. True: on all. False: on none.
+        where: ``"auto"``: on devices that run the kernel, where that is faster. True: on all.
+            False: on none.
 
     Attributes:
         fusions: what it replaced in the last graph, and why other attention stayed.
@@ -92,7 +93,7 @@ class ReplaceAttention:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         self.fusions = Fusions()
         if self.concerns(gm):
-            replacer = _Replacer(gm, self._boundaries)
+            replacer = _Replacer(gm, self._boundaries, self._where is True)
             fused: dict[str, list[str]] = {}
             unfused: dict[str, list[str]] = {}
             for node in list(gm.graph.nodes):
@@ -121,8 +122,8 @@ def _listed(names: list[str]) -> str:
 class _Replacer:
     """Replaces attention of one graph in place; which nodes write is read once, before."""
 
-    def __init__(self, gm: fx.GraphModule, boundaries: Boundaries) -> None:
-        self._gm, self._users = gm, boundaries.without_builtin()
+    def __init__(self, gm: fx.GraphModule, boundaries: Boundaries, insists: bool) -> None:
+        self._gm, self._users, self._insists = gm, boundaries.without_builtin(), insists
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
         autocast = bool(gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
         self._regions = set(self._order) if autocast else nodes_in_regions(gm)
@@ -136,6 +137,8 @@ class _Replacer:
         """Put the op in place of attention; return what it computes, as text."""
         self._check_surroundings(attention)
         _check_values(attention)
+        if not self._insists:
+            _check_gain(attention)
         self._check_writes(attention)
         graph, end = self._gm.graph, attention.end
         with graph.inserting_before(end):
@@ -227,6 +230,13 @@ def _check_values(attention: _Attention) -> None:
         _check_mask(value(attention.mask), q.dtype, (*q.shape[:3], k.shape[2]))
     if attention.sinks is not None:
         _require(_same(value(attention.sinks).shape, [heads]), "its sinks are not one of each head")
+
+
+def _check_gain(attention: _Attention) -> None:
+    """Refuse attention that torch's own kernels compute as fast: without keys to skip or share."""
+    q, k = value(attention.q), value(attention.k)
+    skips = attention.mask is not None and q.shape[2] == 1
+    _require(skips or q.shape[1] > k.shape[1], "no heads share K and V, and no mask is for one row")
 
 
 def _check_mask(mask: torch.Tensor, dtype: torch.dtype, shape: tuple[Any, ...]) -> None:

@@ -3,7 +3,11 @@
 The tests set ``decode_attention=True``: on the CPU the op then runs torch's ops.
 """
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -387,6 +391,23 @@ def test_auto_replaces_attention_where_the_device_has_the_kernel(monkeypatch) ->
     assert fusions(backend) == "attn: its dtypes are torch.float32".replace("attn", _name(backend))
 
 
+def test_auto_leaves_attention_that_torch_computes_as_fast(monkeypatch) -> None:
+    import cgcompile.passes.decode_attention as module
+
+    monkeypatch.setattr(module, "why_unsupported", lambda device: None)
+    for rows, masked, shared, replaced in (
+        (1, False, H, False), (1, True, H, True), (3, True, H, False), (3, True, SHARED, True),
+        (1, False, SHARED, True),
+    ):  # fmt: skip
+        torch._dynamo.reset()
+        q, k, v, mask = inputs(rows, shared, torch.bfloat16)
+        arguments = q, k, v, mask if masked else None
+        backend = cgcompile.Backend(compiler="eager")
+        with torch.inference_mode():
+            torch.compile(_enable_gqa, backend=backend)(*arguments)
+        assert (OP in ops_of(backend)) == replaced
+
+
 def _name(backend: cgcompile.Backend) -> str:
     return fusions(backend).partition(":")[0]
 
@@ -563,3 +584,43 @@ def test_a_product_of_masks_writes_neither() -> None:
     )
     values = backend.graphs[-1].split.inputs
     assert not any(value.mutated for value in values)
+
+
+PROGRAM = """
+import json, sys
+import torch
+import torch.nn.functional as F
+import cgcompile
+
+def step(q, k, v, mask):
+    return F.scaled_dot_product_attention(q.sin(), k, v, mask, enable_gqa=True).cos()
+
+backend = cgcompile.Backend(decode_attention=True, capture_device="host", cache_dir=sys.argv[1])
+compiled = torch.compile(step, backend=backend)
+worst = 0.0
+with torch.inference_mode():
+    for _ in range(4):
+        q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 24, 8), torch.randn(2, 2, 24, 8)
+        mask = torch.rand(2, 1, 1, 24) < 0.7
+        difference = compiled(q, k, v, mask) - step(q, k, v, mask)
+        worst = max(worst, float(difference.abs().max()))
+(graph,) = backend.graphs
+how = [each.how for each in graph.compilation.pieces]
+print(json.dumps([how, worst, backend.counters.replays, len(graph.split.fusions.fused)]))
+"""
+
+
+@pytest.mark.slow
+def test_a_piece_with_the_op_is_loaded_by_another_process(tmp_path: Path) -> None:
+    for expected in ("compiled", "loaded"):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(tmp_path / "cache")],
+            cwd=Path(__file__).resolve().parents[2],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        how, worst, replays, fused = json.loads(done.stdout.splitlines()[-1])
+        assert (how, replays, fused) == ([expected], 2, 1)
+        assert worst < 1e-5
