@@ -34,6 +34,7 @@ import json
 import logging
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -257,7 +258,8 @@ class Turn:
     """Files that processes lock: to measure alone, or to need much memory alone."""
 
     def __init__(self, folder: str) -> None:
-        self.files = {name: (Path(folder) / name).open("w") for name in ("measure", "memory")}
+        names = ("compile", "measure", "memory")
+        self.files = {name: (Path(folder) / name).open("w") for name in names}
 
     def __enter__(self) -> "Turn":
         return self
@@ -275,8 +277,28 @@ class Turn:
             fcntl.flock(self.files[name], fcntl.LOCK_UN)
 
     def compiling(self) -> None:
-        """Let no other process measure until :meth:`alone` of this one."""
-        fcntl.flock(self.files["measure"], fcntl.LOCK_SH)
+        """Let no other process measure before this one does."""
+        fcntl.flock(self.files["compile"], fcntl.LOCK_SH)
+
+    @contextmanager
+    def measuring(self, until: float) -> Iterator[bool]:
+        """Measure alone; from a time on beside others that compile: whether none does."""
+        file = self.files["compile"]
+        fcntl.flock(file, fcntl.LOCK_UN)
+        with self.alone("measure"):
+            quiet = False
+            while not quiet:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    quiet = True
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        break
+                    time.sleep(0.1)
+            try:
+                yield quiet
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def say(args: argparse.Namespace, what: str) -> None:
@@ -314,8 +336,9 @@ def step_rows(args: argparse.Namespace, model_name: str, way: str, turn: Turn) -
             ready.append((step, call, backend, row))
             say(args, f"compiled {cell}")
         rows = []
-        with turn.alone("measure"):
+        with turn.measuring(args.patient_until) as quiet:
             for step, call, backend, row in ready:
+                row["quiet"] = quiet
                 if probe is not None:
                     row["probe_us"] = 1e6 * probe.seconds()
                 rows.append(row | step_times(args, step, call, backend))
@@ -345,9 +368,13 @@ def step_times(args: argparse.Namespace, step: Step, call: Call, backend: Any) -
                 break
         step.rewind()
         count = min(3, row.get("burst", 1))
-        kernels = profiled(partial(burst, count), row["host_ms"] / 1e3 * count)
-        row |= {"kernels": len(kernels) / count, "kinds": by_kind(kernels, count)}
-        row |= {"profiled_steps": count, "timeline": kernels}
+        try:
+            kernels = profiled(partial(burst, count), row["host_ms"] / 1e3 * count)
+        except Exception as error:  # without a profile the time of the step is still right
+            say(args, f"no profile: {error}")
+        else:
+            row |= {"kernels": len(kernels) / count, "kinds": by_kind(kernels, count)}
+            row |= {"profiled_steps": count, "timeline": kernels}
     if backend is not None:
         after = backend.counters
         row["replayed"] = (after.replays - before.replays) / (after.calls - before.calls)
@@ -416,7 +443,7 @@ def generate_rows(args: argparse.Namespace, model_name: str, way: str, turn: Tur
     say(args, "generated the first text")
     if part == "generate":
         text(long)
-        with turn.alone("measure"):
+        with turn.measuring(args.patient_until) as row["quiet"]:
             times = {
                 tokens: statistics.median(
                     wall_seconds(partial(text, tokens), args.device) for _ in range(3)
@@ -473,6 +500,10 @@ class Job(NamedTuple):
     way: str
     cells: tuple[Cell, ...]
 
+    @property
+    def label(self) -> str:
+        return f"{self.part} {self.model} {self.way} rows={self.cells[0].rows}"
+
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
     jobs = []
@@ -502,12 +533,13 @@ def run_job(args: argparse.Namespace, job: Job, folder: Path, turn: str, threads
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     (folder / "cgcompile").mkdir(mode=0o700, parents=True, exist_ok=True)
     command = [sys.executable, __file__, "--device", args.device, "--compiler", args.compiler]
-    command += ["--rounds", str(args.rounds), "--turn", turn, *(["--tiny"] if args.tiny else [])]
+    left = args.until - time.monotonic()
+    command += ["--rounds", str(args.rounds), "--turn", turn, "--seconds", str(left)]
+    command += ["--tiny"] if args.tiny else []
     command += ["--parts", job.part, "--models", job.model, "--ways", job.way]
     for column, name in enumerate(Cell._fields):
         numbers = dict.fromkeys(str(cell[column]) for cell in job.cells)
         command += [f"--{name}", *numbers]
-    left = args.until - time.monotonic()
     try:
         done = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, text=True, check=False, timeout=left
@@ -532,18 +564,18 @@ def rows_of_job(args: argparse.Namespace) -> list[Row]:
 
 def all_rows(args: argparse.Namespace) -> Iterator[Row]:
     """Yield the rows as they come; a job that failed gives one with its ``failure``."""
-    jobs = [job for job in jobs_of(args) if job.cells]
-    beside = [job for job in jobs if job.part != "first"]
+    jobs = [job for job in jobs_of(args) if not re.search(args.skip, job.label)]
     cores = os.cpu_count() or 1
     memory = Memory(math.inf)
     needs = {name: 0.0 for name in args.models}
     if args.device == "cuda":
         for name in args.models:
             config = configuration(args, name)
-            caches = sum(cache_bytes(config, cell.rows, cell.cache) for cell in cells(args, "step"))
-            needs[name] = 1.15 * (weight_bytes(config)[0] + caches) + 1.5e9
+            most = max((cell.rows * cell.cache for job in jobs for cell in job.cells), default=0)
+            most *= max((len(job.cells) for job in jobs), default=0)
+            needs[name] = 1.05 * (weight_bytes(config)[0] + cache_bytes(config, 1, most)) + 1.2e9
         # One process at a time holds float32 weights as well.
-        memory = Memory(0.9 * torch.cuda.mem_get_info()[0] - 2 * max(needs.values()))
+        memory = Memory(0.95 * torch.cuda.mem_get_info()[0] - 2 * max(needs.values()))
 
     def tried(job: Job, folder: Path, turn: str, threads: int, **more: Any) -> list[Row]:
         try:
@@ -553,17 +585,22 @@ def all_rows(args: argparse.Namespace) -> Iterator[Row]:
             row = {"part": job.part, "model": job.model, "way": job.way, "cell": job.cells[0]}
             return [row | {"failure": str(error)}]
 
-    with tempfile.TemporaryDirectory() as top, ThreadPoolExecutor(args.at_once or cores) as pool:
-        threads = max(1, 2 * cores // max(len(beside), 1))
-        runs = [
-            pool.submit(tried, job, Path(top) / str(number), top, threads)
-            for number, job in enumerate(beside)
-        ]
-        for run in as_completed(runs):
-            yield from run.result()
-        for number, job in enumerate(job for job in jobs if job.part == "first"):
-            for start in ("cold", "warm"):
-                yield from tried(job, Path(top) / f"first{number}", top, 0, start=start)
+    with tempfile.TemporaryDirectory() as top, ThreadPoolExecutor(args.at_once or 64) as pool:
+        for part in args.parts:
+            chosen = [job for job in jobs if job.part == part]
+            folders = [Path(top) / f"{part}{number}" for number in range(len(chosen))]
+            if part == "first":
+                for job, folder in zip(chosen, folders, strict=True):
+                    for start in ("cold", "warm"):
+                        yield from tried(job, folder, top, 0, start=start)
+                continue
+            threads = max(1, cores // max(len(chosen), 1))
+            runs = [
+                pool.submit(tried, job, folder, top, threads)
+                for job, folder in zip(chosen, folders, strict=True)
+            ]
+            for run in as_completed(runs):
+                yield from run.result()
 
 
 # ---------------------------------------------------------------- results
@@ -615,6 +652,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=1.5, help="of errors, times eager's")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which it ends")
     parser.add_argument("--at-once", type=int, default=0, help="processes that compile at once")
+    parser.add_argument(
+        "--skip", default="^$", help="of jobs 'PART MODEL WAY rows=N': an expression"
+    )
     parser.add_argument("--timeline", action="store_true", help="print the kernels of each step")
     parser.add_argument("--json", type=Path, help="write all figures to a file, or add them to it")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the program")
@@ -622,6 +662,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.began = time.monotonic()
     args.until = args.began + args.seconds
+    args.patient_until = args.began + 0.6 * args.seconds  # for others that compile
     return args
 
 
@@ -629,10 +670,12 @@ def measure(args: argparse.Namespace, result: Row) -> bool:
     """Add all rows to the result, and return whether all are right."""
     good = True
     before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    configs = {name: configuration(args, name) for name in args.models}
+    weights = {name: weight_bytes(config)[1] for name, config in configs.items()}
     joined(before, result)  # an error now, not after an hour
     for row in all_rows(args):
-        config, cell = configuration(args, row["model"]), Cell(*row["cell"])
-        needed = weight_bytes(config)[1] + cache_bytes(config, cell.rows, cell.used)
+        cell = Cell(*row["cell"])
+        needed = weights[row["model"]] + cache_bytes(configs[row["model"]], cell.rows, cell.used)
         row["floor_ms"] = 1e3 * needed / result["bandwidth"]
         result["rows"].append(row)
         figures = {name: row[name] for name in ("gpu_ms", "token_ms", "first_s") if name in row}

@@ -129,6 +129,38 @@ def test_cells_leave_out_what_has_no_room_for_a_text(benchmark: ModuleType) -> N
     assert [str(cell) for cell in benchmark.cells(args, "first")] == every
 
 
+def test_jobs_are_left_out_by_an_expression(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def run_job(args: Any, job: Any, *_: Any) -> list[Any]:
+        started.append(job.label)
+        return []
+
+    monkeypatch.setattr(benchmark, "run_job", run_job)
+    args = benchmark.arguments(
+        [*SMALL, "--ways", "eager", "cgcompile", "--skip", "first|generate.*eager"]
+    )
+    assert list(benchmark.all_rows(args)) == []
+    assert sorted(started) == [
+        "generate llama-1b cgcompile rows=2",
+        "step llama-1b cgcompile rows=2",
+        "step llama-1b eager rows=2",
+    ]
+
+
+def test_a_process_waits_for_others_that_compile(benchmark: ModuleType, tmp_path: Path) -> None:
+    with benchmark.Turn(str(tmp_path)) as first, benchmark.Turn(str(tmp_path)) as other:
+        first.compiling()
+        with other.measuring(until=0.0) as quiet:
+            assert not quiet
+        with first.measuring(until=0.0) as quiet:
+            assert quiet
+        with other.measuring(until=0.0) as quiet:
+            assert quiet
+
+
 def test_a_way_names_what_is_known(benchmark: ModuleType) -> None:
     assert benchmark.settings_of("cgcompile small_batch_kernels=False") == {
         "small_batch_kernels": "False"

@@ -79,7 +79,8 @@ def step_table(result: Row) -> Table:
         cells = [number(gpu), number(None if gpu is None else gpu / floor, 2)]
         cells += [number(kinds.get(kind)) for kind in ("products", "attention", "rest")]
         cells += [number(row.get("kernels"), 0), number(row["error"] / row["eager_error"], 2)]
-        rows.append(["", row["way"], *cells, number(row.get("probe_us"), 0)])
+        way = row["way"] if row.get("quiet", True) else f"{row['way']} (beside others)"
+        rows.append(["", way, *cells, number(row.get("probe_us"), 0)])
     return rows
 
 
