@@ -14,10 +14,12 @@ between the first replaced node and the op. Softmax without a soft cap and sinks
 attention is written out that way where the user chose it.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import fx
 
@@ -26,11 +28,20 @@ from cgcompile.boundaries import Boundaries, in_eager_region
 from cgcompile.kernels.decode_attention import SIZE, TOKENS, op, why_unsupported
 from cgcompile.kernels.small_linear import DTYPES
 from cgcompile.passes.base import Fusions
-from cgcompile.passes.nodes import calls, short_name, storages, value, written
+from cgcompile.passes.nodes import (
+    calls,
+    launches_kernel,
+    short_name,
+    storages,
+    symbols_of,
+    value,
+    written,
+)
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.settings import AUTO
 
 _SDPA = "scaled_dot_product_attention"
+_REPEATS = ("reshape", "view", "flatten", "contiguous", "repeat_interleave")
 _CASTS = ("to", "type", "type_as", "float", "bfloat16", "half")
 
 
@@ -123,7 +134,8 @@ class _Replacer:
     """Replaces attention of one graph in place; which nodes write is read once, before."""
 
     def __init__(self, gm: fx.GraphModule, boundaries: Boundaries, insists: bool) -> None:
-        self._gm, self._users, self._insists = gm, boundaries.without_builtin(), insists
+        self._gm, self._boundaries, self._insists = gm, boundaries, insists
+        self._users = boundaries.without_builtin()
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
         autocast = bool(gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
         self._regions = set(self._order) if autocast else nodes_in_regions(gm)
@@ -140,6 +152,7 @@ class _Replacer:
         if not self._insists:
             _check_gain(attention)
         self._check_writes(attention)
+        self._check_length(attention)
         graph, end = self._gm.graph, attention.end
         with graph.inserting_before(end):
             result = call = graph.call_function(op(), tuple(attention[:7]))
@@ -172,6 +185,21 @@ class _Replacer:
             writes = (keys for at, keys in self._writes if self._order[node] < at < last)
             unwritten = all(map(memory.isdisjoint, writes))
             _require(unwritten, "what it reads is written before it ends")
+
+    def _check_length(self, attention: _Attention) -> None:
+        """Refuse attention over keys whose number varies, if piecewise graphs serve all numbers."""
+        varies = symbols_of(value(attention.k).shape[2])
+        if varies and self._boundaries.match(attention.end) is not None:
+            why = "the number of its keys varies, and nothing else depends on it"
+            _require(not varies.isdisjoint(self._captured_symbols), why)
+
+    @functools.cached_property
+    def _captured_symbols(self) -> set[sympy.Symbol]:
+        """The symbols of what is captured even if attention is not."""
+        nodes = [node for node in self._order if launches_kernel(self._gm, node)]
+        captured = [node for node in nodes if not calls(node, _SDPA, *_REPEATS)]
+        values = [value(member) for node in captured for member in (node, *node.all_input_nodes)]
+        return symbols_of(values)
 
 
 def _inputs(attention: _Attention) -> list[fx.Node]:
@@ -218,7 +246,7 @@ def _check_values(attention: _Attention) -> None:
     grouped = type(heads) is type(shared) is int and shared > 0 and heads % shared == 0
     fits = _same((*k.shape[:2], k.shape[3]), (batch, shared, size))
     fits &= _same(v.shape[:3], k.shape[:3]) and _same(result.shape, (*q.shape[:3], v.shape[3]))
-    _require(grouped and fits, "its tensors are broadcast")
+    _require(grouped and fits, "its sizes are not known to fit")
     sizes = size, v.shape[3]
     small = all(type(own) is int and own <= SIZE for own in sizes)
     _require(small, f"its heads have {' and '.join(map(str, dict.fromkeys(sizes)))} values")

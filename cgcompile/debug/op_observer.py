@@ -166,7 +166,16 @@ class Streams:
 
 _ATTENTION = re.compile(r"attn|attention|paged|(^|_)(mha|mla|mqa|gqa|sdpa)(_|$)", re.I)
 _CACHE = re.compile(r"cache|(^|_)kv(_|$)", re.I)
-_TORCHS = ("aten", "prims", "prim", "inductor", "c10d", "_c10d_functional", "higher_order")
+_KNOWN = (
+    "aten",
+    "prims",
+    "prim",
+    "inductor",
+    "c10d",
+    "_c10d_functional",
+    "higher_order",
+    "cgcompile",
+)
 _HEADS = 3  # dimensions of a tensor [tokens, heads, head_dim]
 
 
@@ -176,7 +185,7 @@ def resembles(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     It does by its name, or by three or more tensors [..., heads, head_dim] of one dtype and
     head_dim, one of which is written.
     """
-    if getattr(func, "namespace", "aten") in _TORCHS:
+    if getattr(func, "namespace", "aten") in _KNOWN:
         return None
     name, targets = short_name(func), write_targets(func, args, kwargs)
     is_cache = _CACHE.search(name) is not None

@@ -522,6 +522,43 @@ def test_batch_and_length_may_vary_without_new_guards() -> None:
     assert guards[0] == guards[1]
 
 
+class OverLengths(nn.Module):
+    """Attention alone depends on the number of keys; with ``masks``, the mask is computed."""
+
+    def __init__(self, masks: bool) -> None:
+        super().__init__()
+        self.q, self.masks = nn.Linear(H * D, H * D), masks
+
+    def forward(self, x, cache):
+        q = self.q(x).view(-1, 1, H, D).transpose(1, 2)
+        mask = (torch.arange(cache.shape[2]) % 3 < 2)[None] if self.masks else None
+        return attend(q, cache, cache, mask, enable_gqa=True).flatten(1).sin()
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_piecewise_graphs_still_serve_all_numbers_of_keys(masks) -> None:
+    torch.manual_seed(0)
+    model = OverLengths(masks).requires_grad_(False)
+    settings = {"decode_attention": True, "compiler": "eager", "capture_device": "host"}
+    backend = cgcompile.Backend(**settings)
+    dims = {"x": {0: "n"}, "cache": {0: "n", 2: "length"}}
+    compiled = cgcompile.compile(model, backend, dynamic_dims=dims)
+    x, cache = torch.empty(B, H * D), torch.randn(B, SHARED, 64, D)
+    descriptor = cgcompile.BatchDescriptor(B)
+    mode = cgcompile.CUDAGraphMode.PIECEWISE
+    with torch.inference_mode():
+        for length in (16, 24, 24, 32) if not masks else (16, 16, 16):
+            x.normal_()
+            seen = cache[:, :, :length]
+            context = {"cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}
+            with cgcompile.set_forward_context(None, **context):
+                result = compiled(x, seen)
+            torch.testing.assert_close(result, model(x, seen), rtol=1e-5, atol=1e-6)
+    assert backend.counters.captures == 1
+    assert backend.counters.replays == (1 if masks else 2)
+    assert (OP in ops_of(backend)) == masks
+
+
 class Trained(nn.Module):
     """Attention with parameters in all its arguments."""
 
@@ -575,6 +612,7 @@ def test_explain_names_what_is_replaced() -> None:
     assert_snapshot("decode_attention/explain", "\n".join(notes))
     assert (result.totals.captured, result.totals.eager) == (2, 1)
     assert "decode_attention: fused" in str(result)
+    assert "splitting_ops=" not in str(result)  # the op is no attention that has to be registered
 
 
 def test_a_product_of_masks_writes_neither() -> None:
