@@ -402,7 +402,12 @@ def traced_through(op: Any) -> str | None:
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
         if overload.has_kernel_for_dispatch_key(composite):
             return f"{name} is decomposed into other ops"
-        lowered = overload in lowerings or overload.overloadpacket in lowerings
+        registered = [lowerings.get(key) for key in (overload, overload.overloadpacket)]
+        # Inductor registers one that calls the op, the first time that it compiles the op.
+        lowered = any(
+            lowering is not None and not getattr(lowering, "_is_fallback_handler", False)
+            for lowering in registered
+        )
         if lowered or overload in decompositions:
             return f"{name} has a lowering of its own"
         if get_triton_kernels_for_op(name.removesuffix(".default")):

@@ -101,6 +101,7 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
     "a graph module of Dynamo": "_param_name_to_source",
     "a module": "_forward_hooks _forward_pre_hooks",
     "a module of torch.compile": "_orig_mod",
+    "a lowering of Inductor": "_is_fallback_handler",
     "the metrics context of Dynamo": "_metrics",
     "inspect, of Python": "_shadowed_dict_from_mro_tuple",
 }

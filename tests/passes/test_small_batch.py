@@ -378,6 +378,38 @@ def test_a_step_on_a_cpu_is_not_changed(settings, variable, monkeypatch) -> None
     assert backend.counters.replays == 1
 
 
+class Between(nn.Module):
+    """Two pieces that differ, with attention between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.two = nn.RMSNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+        self.bfloat16().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.one(self.norm(x))[None]
+        return x + self.two(F.scaled_dot_product_attention(q, q, q)[0])
+
+
+@pytest.mark.slow
+def test_all_fused_pieces_are_kept_for_other_processes(monkeypatch, tmp_path) -> None:
+    """The first one that Inductor compiles gives the op a lowering, which calls the op."""
+    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    model, origins = Between(), []
+    for _ in range(2):
+        torch._dynamo.reset()
+        settings = {"cache_dir": str(tmp_path), "capture_device": "host"}
+        backend = cgcompile.Backend(decode_attention=False, **settings)
+        call = torch.compile(model, backend=backend, dynamic=False)
+        with torch.inference_mode():
+            x = torch.randn(4, D).bfloat16()
+            close(call(x), model(x))
+        compilation = backend.graphs[0].compilation
+        assert compilation.uncached == {}
+        origins.append((compilation.compiled, compilation.loaded))
+    assert origins == [(2, 0), (0, 2)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "ranges"), [((32, 64), 0), ((8, 64), 2)])
 def test_few_rows_that_are_padded_to_more_are_not_compiled_apart(
