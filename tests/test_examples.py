@@ -368,7 +368,7 @@ def test_encode_time_measures_every_batch(limit: str, code: int) -> None:
     assert done.returncode == code, done.stdout + done.stderr
     rows = done.stdout.splitlines()
     ways = [row[10:].split()[0] for row in rows if row.startswith("1 x 336")]
-    assert ways == ["eager", "varlen", "graphs", "derived"]
+    assert ways == ["eager", "varlen", "graphs", "derived", "aligned"]
     for way in ways[2:]:
         (line,) = (row for row in rows if row.startswith(f"1 x 336   {way}"))
         assert "waste 10.0%  hits 100%" in line

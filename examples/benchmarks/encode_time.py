@@ -9,8 +9,10 @@ The tower has the dimensions of the 7B model, in bfloat16, and random weights. `
 ``transformers``' own forward and SDPA attention, which runs window by window; ``varlen`` the same
 forward with offsets on the device. ``graphs`` is the manager's ``execute`` with all that it does:
 packing, copies in, replay, one copy out; ``derived`` the same without a protocol, by
-``from_model``. With ``--compile`` there are ``torch.compile`` of the
-tower as it is, ``reduce-overhead``, and graphs of blocks that Inductor has compiled.
+``from_model``; ``aligned`` the graphs of a tower whose products have fast shapes (``align`` of
+``towers/aligned.py``). With ``--compile`` there are ``torch.compile`` of the
+tower as it is, ``reduce-overhead``, and graphs of blocks that Inductor has compiled, of the tower
+as it is and aligned. ``--profile`` shows the kernels of the last batch, for the last of these ways.
 
 Then requests of 1 to 8 images, or of a video, are sent one after the other, eager and on graphs.
 
@@ -35,6 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from towers.aligned import align
 from towers.qwen2_5_vl import Qwen25VLTower
 from towers.varlen_attention import ATTENTION
 from transformers import Qwen2_5_VLConfig
@@ -64,27 +67,12 @@ SMALL: dict[str, Any] = {
 }
 SMALL |= {"out_hidden_size": 32, "fullatt_block_indexes": [1]}
 
-# Output tokens of the graphs, each a quarter to an eighth above the one before
-BUDGETS: tuple[int, ...] = (
-    64,
-    96,
-    128,
-    144,
-    192,
-    256,
-    320,
-    384,
-    448,
-    512,
-    576,
-    704,
-    832,
-    1024,
-    1216,
-    1408,
-)
-BUDGETS += (1664, 1920, 2304, 2688, 3200, 3840, 4608)
+# Output tokens of the graphs, each at most a third above the one before, from 1024 on an eighth
+BUDGETS: tuple[int, ...] = (64, 96, 128, 144, 192, 256, 320, 384, 448, 512, 576, 640, 704, 832)
+BUDGETS += (1024, 1152, 1280, 1408, 1536, 1664, 1856, 2048, 2304, 2560, 2816, 3072, 3456, 3840)
+BUDGETS += (4224, 4608)
 SIDES = (224, 280, 336, 392, 448, 560, 672, 784, 896)
+FRAMES = 64  # in one replay, of all its images and videos
 LEAST_HITS = 0.9
 
 Grid = tuple[int, int, int]
@@ -220,6 +208,7 @@ def make_manager(args: argparse.Namespace, encoder: Any, name: str) -> EncoderCu
         dtype=args.dtype,
         token_budgets=args.budgets,
         max_batch_size=16,
+        max_frames_per_batch=FRAMES,
         calibrate=args.calibrate,
         config=cgcompile.CompilationConfig(
             capture_device="host" if args.device == "cpu" else "auto"
@@ -291,23 +280,27 @@ def compiled_ways(tower: Any) -> dict[str, Run]:
 
 
 def compare(report: Report, args: argparse.Namespace, tower: Any) -> EncoderCudaGraphManager:
-    """Each batch in each way."""
+    """Each batch in each way; return the last manager."""
     chosen = batches(args.seed)
     calls = {name: make_call(chosen[name], args) for name in args.batches}
     expected = {
         name: report.plain("eager", name, call, own_forward(tower)) for name, call in calls.items()
     }
     inner = deepcopy(tower)
-    manager = make_manager(args, Qwen25VLTower(inner), "graphs")
-    other = make_manager(args, derived(args, deepcopy(tower)), "derived")
+    managers = {
+        "graphs": make_manager(args, Qwen25VLTower(inner), "graphs"),
+        "derived": make_manager(args, derived(args, deepcopy(tower)), "derived"),
+        "aligned": make_manager(args, Qwen25VLTower(aligned(tower)), "aligned"),
+    }
     for name, call in calls.items():
         report.plain("varlen", name, call, own_forward(inner))
-        report.graphs("graphs", name, call, manager, expected[name])
-        report.graphs("derived", name, call, other, expected[name])
+        for way, manager in managers.items():
+            report.graphs(way, name, call, manager, expected[name])
+    manager = managers["aligned"]
+    if args.compile:
+        manager = compare_compiled(report, args, tower, calls, expected) or manager
     if args.profile:
         profile(manager, calls[args.batches[-1]])
-    if args.compile:
-        compare_compiled(report, args, tower, calls, expected)
     return manager
 
 
@@ -317,7 +310,8 @@ def compare_compiled(
     tower: Any,
     calls: dict[str, Call],
     expected: dict[str, torch.Tensor],
-) -> None:
+) -> EncoderCudaGraphManager | None:
+    """Return the last manager, if there is one."""
     for way, run in compiled_ways(tower).items():
         try:
             with limited(args.seconds):
@@ -326,16 +320,24 @@ def compare_compiled(
         except Exception as error:
             print(f"{way}: {reason(error)}", flush=True)
         torch._dynamo.reset()
-    inner = deepcopy(tower)
-    try:
-        with limited(args.seconds):
-            for block in inner.blocks:
-                block.compile(dynamic=True)
-            manager = make_manager(args, Qwen25VLTower(inner), "graphs, compiled")
-        for name, call in calls.items():
-            report.graphs("graphs, compiled", name, call, manager, expected[name])
-    except Exception as error:
-        print(f"graphs, compiled: {reason(error)}", flush=True)
+    manager = None
+    for way, prepare in (("graphs, compiled", deepcopy), ("aligned, compiled", aligned)):
+        inner = prepare(tower)
+        try:
+            with limited(args.seconds):
+                for block in inner.blocks:
+                    block.compile(dynamic=True)
+                manager = make_manager(args, Qwen25VLTower(inner), way)
+            for name, call in calls.items():
+                report.graphs(way, name, call, manager, expected[name])
+        except Exception as error:
+            print(f"{way}: {reason(error)}", flush=True)
+        torch._dynamo.reset()
+    return manager
+
+
+def aligned(tower: Any) -> Any:
+    return align(deepcopy(tower))
 
 
 def percentiles(times: Sequence[float]) -> str:
@@ -383,7 +385,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calibrate", action="store_true", help="measure what eager costs, too")
     parser.add_argument("--compile", action="store_true", help="torch.compile as well")
     parser.add_argument("--seconds", type=int, default=120, help="limit of each compiled way")
-    parser.add_argument("--profile", action="store_true", help="kernels of the last batch")
+    parser.add_argument("--profile", action="store_true", help="kernels of the last batch and way")
     parser.add_argument("--batches", nargs="+", default=list(batches(0)), choices=list(batches(0)))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--requests", type=int, default=60, help="of the stream; 0: none")

@@ -16,7 +16,7 @@ from transformers.vision_utils import get_vision_position_ids
 
 from cgcompile.encoder import EncoderCudaGraphReplayBuffers, PatchEncoder, PatchOffsets, PatchTable
 from cgcompile.encoder.patches import PIXELS, Grid, frame_offsets
-from towers.varlen_attention import ATTENTION, row_bounds
+from towers.varlen_attention import ATTENTION, for_attention
 
 INPUTS = {
     "image": ("pixel_values", "image_grid_thw"),
@@ -24,7 +24,7 @@ INPUTS = {
 }
 SIZES = 512  # how many grids are remembered: images of a size that was seen cost the host little
 
-ANY_FRAMES = 1024  # more than a budget holds: there is room for a sequence of each token
+ANY_FRAMES = 1024  # of a video; max_frames_per_batch of a manager limits those of a replay
 
 ByGrid = Callable[[Grid], torch.Tensor]
 
@@ -71,7 +71,8 @@ class PatchTower(PatchEncoder):
         out_hidden_size: columns of its result.
         tables: what its forward takes for each patch or token, besides ``position_ids``.
         offsets: what it takes as offsets, besides ``cu_seqlens``.
-        longest: the argument for the longest sequence of each offsets.
+        longest: for each argument that is the longest sequence of offsets the name of these, and
+            its limit; besides ``max_seqlen`` of ``cu_seqlens``, which has none.
         attention: :data:`ATTENTION`, or another one that takes offsets and is installed, such as
             ``"flash_attention_2"``.
         budget_range: (least, most) output tokens.
@@ -84,7 +85,7 @@ class PatchTower(PatchEncoder):
         out_hidden_size: int,
         tables: Mapping[str, PatchTable] | None = None,
         offsets: Mapping[str, PatchOffsets] | None = None,
-        longest: Sequence[str] = ("max_seqlen",),
+        longest: Mapping[str, tuple[str, int | None]] | None = None,
         attention: str = ATTENTION,
         budget_range: tuple[int, int] = (64, 4096),
     ) -> None:
@@ -92,10 +93,10 @@ class PatchTower(PatchEncoder):
         tower.config._attn_implementation = attention
         self._pins = tower.device.type == "cuda"
         merge = tower.spatial_merge_size
-        self._longest = tuple(longest)
-        self._takes_bounds = attention == ATTENTION
+        self._longest = {"max_seqlen": ("cu_seqlens", None), **(longest or {})}
+        self._prepares = attention == ATTENTION
         positions = remembered(lambda grid: get_vision_position_ids(one_grid(grid), merge).int())
-        frames = PatchOffsets(frame_offsets, most=one_for_each_token)
+        frames = PatchOffsets(frame_offsets, most=most_frames)
         super().__init__(
             self.run,
             tower=tower,
@@ -126,10 +127,10 @@ class PatchTower(PatchEncoder):
         tower: Any = self.tower
         named: dict[str, Any] = dict(buffers)
         pixels = named.pop(PIXELS)
-        if self._takes_bounds:
-            for key in self.get_encoder_cudagraph_config().offset_keys:
-                named[key] = row_bounds(named[key], len(pixels))
-        named.update(dict.fromkeys(self._longest, len(pixels)))
+        for name, (key, limit) in self._longest.items():
+            named[name] = longest = min(limit or len(pixels), len(pixels))
+            if self._prepares:
+                named[key] = for_attention(named[key], len(pixels), longest, tower.dtype)
         return self.results(tower(pixels, grid_thw=None, **named))
 
     def results(self, output: Any) -> Any:
@@ -141,6 +142,6 @@ def _pinned(value: torch.Tensor | None) -> torch.Tensor | None:
     return value.pin_memory() if value is not None and value.device.type == "cpu" else value
 
 
-def one_for_each_token(token_budget: int, max_items: int, max_frames: int) -> int:
-    """How many sequences there can be: none is shorter than a token. Empty ones cost nothing."""
-    return token_budget
+def most_frames(token_budget: int, max_items: int, max_frames: int) -> int:
+    """How many frames there can be: none is shorter than a token."""
+    return min(token_budget, max_frames)

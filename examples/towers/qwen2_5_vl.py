@@ -1,7 +1,7 @@
 """Qwen2.5-VL: windows attend to themselves in most blocks, frames in a few.
 
-The tower sorts its rows by windows and sorts them back at the end. A graph has room for a window
-of each token, which no grid exceeds; those that a call does not have are empty.
+The tower sorts its rows by windows and sorts them back at the end. A graph has room for as many
+windows as any grids of its budget have; those that a call does not have are empty.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from transformers.vision_utils import get_vision_window_index
 
 from cgcompile.encoder import PatchOffsets, PatchTable
 from cgcompile.encoder.patches import Grid
-from towers.patch_tower import PatchTower, offsets, one_for_each_token, one_grid, remembered
+from towers.patch_tower import PatchTower, most_frames, offsets, one_grid, remembered
 
 
 class Qwen25VLTower(PatchTower):
@@ -41,7 +41,14 @@ class Qwen25VLTower(PatchTower):
                 before += len(parts[-1])
             return torch.cat(parts)
 
-        side = size // patch
+        side = size // patch  # of a window, as the next one
+        tokens: int = size // patch // merge
+
+        def most(token_budget: int, max_items: int, max_frames: int) -> int:
+            # n tokens of a frame are in at most (n + tokens - 1) / tokens windows: those of a line
+            frames = most_frames(token_budget, max_items, max_frames)
+            return (token_budget + (tokens - 1) * frames) // tokens
+
         super().__init__(
             tower,
             out_hidden_size=tower.config.out_hidden_size,
@@ -51,9 +58,9 @@ class Qwen25VLTower(PatchTower):
             },
             offsets={
                 "cu_window_seqlens": PatchOffsets(
-                    offsets(ends), most=one_for_each_token, longest_padding=side * side
+                    offsets(ends), most=most, longest_padding=side * side
                 )
             },
-            longest=("max_seqlen", "max_window_seqlen"),
+            longest={"max_window_seqlen": ("cu_window_seqlens", side * side)},
             **options,
         )

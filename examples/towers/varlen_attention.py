@@ -3,7 +3,8 @@
 Vision towers put all images of a call one behind the other and let each frame, or each window of
 it, attend to itself. ``transformers``' SDPA path splits the rows by lengths that it reads on the
 host, which a graph cannot do. Here a tensor holds for every row the range of its keys:
-what a graph records depends on shapes alone, and a replay may have other sequences.
+what a graph records depends on shapes alone, and a replay may have other sequences. Where it runs,
+``torch.nn.attention.varlen.varlen_attn`` computes short sequences, such as windows.
 
 Importing this file offers it to ``transformers`` under the name :data:`ATTENTION`. The name holds
 "flash", which is how towers know that an attention takes offsets.
@@ -12,10 +13,11 @@ Importing this file offers it to ``transformers`` under the name :data:`ATTENTIO
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 # Triton is not part of torch for the CPU.
@@ -24,6 +26,31 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 ATTENTION = "cgcompile_flash_varlen"
 OP = "cgcompile_towers::varlen_attention"
 ROWS_AT_ONCE = 1024  # of the path in plain torch, which masks all keys for every row
+
+# Rows of a block of torch's kernel. For longer sequences it launches several for each one, also
+# for those that are empty, and later versions of torch take another kernel.
+SHORT = 128
+LARGEST_HEAD = 256  # of torch's kernel
+
+
+def for_attention(
+    offsets: torch.Tensor, rows: int, longest: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What :func:`attention` takes in place of offsets, so that layers do not compute it again.
+
+    Args:
+        offsets: rising, from 0 to ``rows``.
+        rows: T, of all sequences.
+        longest: rows of the longest sequence, or more.
+        dtype: of the queries.
+
+    Returns:
+        [1, sequences + 1], the offsets, for torch's kernel; or [2, T], the :func:`row_bounds`.
+    """
+    short = offsets.is_cuda and longest <= SHORT and dtype in (torch.float16, torch.bfloat16)
+    if short and torch.cuda.get_device_capability(offsets.device) >= (8, 0):
+        return offsets[None]
+    return row_bounds(offsets, rows)
 
 
 def row_bounds(offsets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -122,16 +149,20 @@ def attention(
         value: of all rows.
         attention_mask: must be None.
         scaling: of the scores.
-        cu_seq_lens_q: offsets; or [2, T], the :func:`row_bounds` of them, which spares making them
-            once more in every layer.
+        cu_seq_lens_q: offsets, or what :func:`for_attention` makes of them.
     """
     if cu_seq_lens_q is None or attention_mask is not None or len(query) != 1:
         raise ValueError(f"{ATTENTION} takes offsets, no mask, and one row of sequences")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     bounds = cu_seq_lens_q
+    if bounds.dim() == 2 and len(bounds) == 1:  # short sequences
+        bounds = bounds[0]
+        if q.shape[-1] % 8 == 0 and q.shape[-1] <= LARGEST_HEAD:
+            result = varlen_attn(q, k, v, bounds, bounds, SHORT, SHORT, scale=scale)
+            return cast(torch.Tensor, result)[None], None
     if bounds.dim() == 1:
-        bounds = row_bounds(bounds, query.shape[2])
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        bounds = row_bounds(bounds, len(q))
     return torch.ops.cgcompile_towers.varlen_attention(q, k, v, bounds, scale)[None], None
 
 

@@ -1,5 +1,6 @@
 """Small towers of ``transformers`` with random weights: graphs give what their forward gives."""
 
+import itertools
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from lib import encoders
+from towers import varlen_attention
+from towers.aligned import PatchProjection, align
 from towers.dual_path import DeepseekOcr2Tower
 from towers.fixed_items import audio_items, items_of, vision_items
 from towers.qwen2_5_vl import Qwen25VLTower
@@ -180,6 +183,87 @@ def test_every_grid_has_room_for_its_windows(kind: str, device: str) -> None:
         assert_close(encoder.execute(call), plain_results(plain, call))
     assert encoder.statistics.misses == 0
     assert encoder.statistics.waste() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_windows_by_torchs_kernel(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision windows are not computed by the op of the examples."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8.0")
+    longest = []
+
+    def counted(*inputs: Any, **named: Any) -> torch.Tensor:
+        longest.append(inputs[5])
+        result: torch.Tensor = kernel(*inputs, **named)
+        return result
+
+    kernel = varlen_attention.varlen_attn
+    if not compiled:
+        monkeypatch.setattr(varlen_attention, "varlen_attn", counted)
+    model, plain = patch_tower("qwen2_5_vl", "cuda")
+    model.tower.bfloat16()
+    if compiled:
+        for block in model.tower.blocks:
+            block.compile(dynamic=True)
+    encoder = EncoderCudaGraphManager(
+        model,
+        device="cuda",
+        dtype=torch.bfloat16,
+        token_budgets=[48, 96],
+        max_batch_size=8,
+        max_frames_per_batch=16,
+        config=encoders.config("cuda", poison=True),
+    )
+    encoder.capture()
+    assert compiled or set(longest) == {varlen_attention.SHORT}
+    for grids in MIXES:
+        call = images(grids, "cuda")
+        for mine, theirs in zip(encoder.execute(call), plain_results(plain, call), strict=True):
+            error = (mine.float() - theirs[0]).norm() / theirs[0].norm()
+            assert error < 3e-2
+    assert encoder.statistics.misses == 0
+
+
+def test_graphs_have_room_for_the_windows_of_all_grids() -> None:
+    """And not for one of each token, where frames are few."""
+    model, _ = patch_tower("qwen2_5_vl", "cpu")
+    for frames, height, width in itertools.product((1, 2, 5), range(1, 14), range(1, 14)):
+        grid = (frames, 2 * height, 2 * width)
+        tokens = frames * height * width
+        buffers = model.prepare_encoder_cudagraph_capture_inputs(
+            tokens, 1, frames, torch.device("cpu"), torch.float32
+        ).values
+        windows = model.prepare_encoder_cudagraph_replay_buffers(images([grid], "cpu"), 1, frames)
+        room = len(buffers["cu_window_seqlens"]) - 1 - -(-4 * tokens // 36)  # those of padding
+        assert len(windows.values["cu_window_seqlens"]) - 1 <= room <= (tokens + 2 * frames) / 3
+        room = len(buffers["cu_seqlens"]) - 1 - -(-4 * tokens // 1024)
+        assert room == min(frames, tokens)
+
+
+@pytest.mark.slow
+@kinds
+def test_an_aligned_tower_gives_the_same(kind: str, device: str) -> None:
+    model, plain = patch_tower(kind, device)
+    columns = model.tower.patch_embed.proj.weight[0].numel()
+    assert align(model.tower) is model.tower
+    block = model.tower.blocks[0]
+    if kind == "qwen2_5_vl":
+        assert block.mlp.gate_proj.weight.shape == (64, 64)  # of 60
+        assert block.mlp.down_proj.weight.shape == (64, 64)
+    assert isinstance(model.tower.patch_embed.proj, PatchProjection)
+    weights = [parameter.data_ptr() for parameter in model.tower.parameters()]
+    align(model.tower)
+    assert weights == [parameter.data_ptr() for parameter in model.tower.parameters()]
+    adapter = MODELS[kind][2]
+    again = adapter(model.tower)
+    assert again.tower.patch_embed.proj.weight[0].numel() == columns
+    encoder = manager(again, device, BUDGETS)
+    for grids in MIXES:
+        call = images(grids, device)
+        assert_close(encoder.execute(call), plain_results(plain, call))
+    assert encoder.statistics.misses == 0
 
 
 # ---------------------------------------------------------------- other kinds

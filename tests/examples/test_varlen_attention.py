@@ -4,7 +4,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from towers.varlen_attention import ATTENTION, attention, masked_attention, row_bounds
+from towers.varlen_attention import (
+    ATTENTION,
+    SHORT,
+    attention,
+    for_attention,
+    masked_attention,
+    row_bounds,
+)
 from transformers import AttentionInterface
 
 OFFSETS = (
@@ -57,6 +64,37 @@ def test_tall_tiles_equal_short_ones(rows: int) -> None:
     result = torch.ops.cgcompile_towers.varlen_attention(q, k, v, bounds, 80**-0.5)
     expected = masked_attention(q, k, v, bounds, 80**-0.5)
     torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [16, 20, 72, 80])
+def test_torchs_kernel_computes_short_sequences(dim: int) -> None:
+    """Also empty ones behind them; NaN of one sequence reaches no other."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8.0")
+    offsets = [0, 1, 2, 3, 40, 104, 232, 300, 300, 300]
+    q, k, v = random_rows(300, dim, "cuda", torch.bfloat16)
+    expected = by_loop(q, k, v, offsets)
+    for tensor in (k, v):
+        tensor[104:232] = float("nan")
+    starts = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    short = for_attention(starts, 300, SHORT, q.dtype)
+    assert short.shape == (1, 10)
+    heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+    result, _ = attention(torch.nn.Module(), *heads, None, cu_seq_lens_q=short)
+    assert result.shape == (1, 300, 4, dim)
+    assert result[0, 104:232].isnan().all()
+    for rows in (slice(0, 104), slice(232, 300)):
+        torch.testing.assert_close(result[0, rows].double(), expected[rows], rtol=2e-2, atol=2e-2)
+
+
+def test_torchs_kernel_gets_short_half_precision_alone(device: str) -> None:
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
+    others = [(12, torch.float32)]
+    others += [(SHORT + 1, torch.bfloat16)] if device == "cuda" else [(12, torch.bfloat16)]
+    for longest, dtype in others:
+        bounds = for_attention(starts, 12, longest, dtype)
+        assert torch.equal(bounds, row_bounds(starts, 12))
 
 
 def test_bounds_are_those_of_each_row() -> None:
