@@ -169,6 +169,8 @@ def bandwidth(device: str, gigabytes: float = 2.0) -> float:
         call()
         times = [gpu_seconds(call, 1e-3) for _ in range(10)]
         rates += [moved / seconds for seconds in times if seconds]
+    del x, y, runs, call
+    torch.cuda.empty_cache()  # the processes need the memory
     return max(rates)
 
 
@@ -202,8 +204,12 @@ class Step:
 
     def in_float32(self, model: Any) -> torch.Tensor:
         """Return logits of float32 weights and a float32 cache."""
-        exact, kept = copy.deepcopy(model).float(), self.cache
-        self.cache = copy.deepcopy(kept)
+        weights: dict[int, Any] = {
+            id(weight): torch.nn.Parameter(weight.float(), requires_grad=False)
+            for weight in model.parameters()
+        }
+        exact = copy.deepcopy(model, weights)  # with these in place of its own
+        kept, self.cache = self.cache, copy.deepcopy(self.cache)
         for layer in self.cache.layers:
             layer.keys, layer.values = layer.keys.float(), layer.values.float()
         logits = self(exact.forward)
@@ -573,9 +579,9 @@ def all_rows(args: argparse.Namespace) -> Iterator[Row]:
             config = configuration(args, name)
             most = max((cell.rows * cell.cache for job in jobs for cell in job.cells), default=0)
             most *= max((len(job.cells) for job in jobs), default=0)
-            needs[name] = 1.05 * (weight_bytes(config)[0] + cache_bytes(config, 1, most)) + 1.2e9
+            needs[name] = 1.02 * (weight_bytes(config)[0] + cache_bytes(config, 1, most)) + 0.8e9
         # One process at a time holds float32 weights as well.
-        memory = Memory(0.95 * torch.cuda.mem_get_info()[0] - 2 * max(needs.values()))
+        memory = Memory(0.97 * torch.cuda.mem_get_info()[0] - 1.9 * max(needs.values()))
 
     def tried(job: Job, folder: Path, turn: str, threads: int, **more: Any) -> list[Row]:
         try:
