@@ -184,8 +184,9 @@ class _Fuser:
         positions = self._counted()
         with graph.inserting_before(self._values.node):
             sources = [_transposed(graph, head) for head in (q, k)]
+            tables = [_table(graph, table) for table in (self._k.cos, self._k.sin)]
             call = graph.call_function(op(), (
-                *sources, self._values.source, self._k.cos, self._k.sin, q.weight, k.weight,
+                *sources, self._values.source, *tables, q.weight, k.weight,
                 normed.eps, normed.offset, positions, self._keys.cache, self._values.cache,
             ))  # fmt: skip
         call.meta |= {name: self._q.node.meta[name] for name in _KEPT if name in self._q.node.meta}
@@ -348,6 +349,17 @@ def _transposed(graph: fx.Graph, head: _Head) -> fx.Node:
 def _has_four_dims(*nodes: Any) -> bool:
     values = [value(node) if isinstance(node, fx.Node) else None for node in nodes]
     return all(isinstance(tensor, torch.Tensor) and tensor.dim() == 4 for tensor in values)
+
+
+def _table(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return a node of a table [1 or B, T, D], if possible the one that all layers share."""
+    # Inductor computes a view of what it has not computed yet once for each op that reads the view.
+    source = node.args[0] if node.args else None
+    if calls(node, "unsqueeze") and node.args[1:] == (1,) and isinstance(source, fx.Node):
+        return source
+    table = graph.call_method("squeeze", (node, 1))
+    table.meta["example_value"] = value(node).squeeze(1)
+    return table
 
 
 def _is_binary(name: str, node: Any) -> bool:

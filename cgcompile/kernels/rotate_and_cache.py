@@ -6,7 +6,7 @@ For q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, D] it computes, in this o
     q = q * cos + cat(-q[..., D / 2 :], q[..., : D / 2]) * sin              k likewise
     keys[:, :, positions] = k;  values[:, :, positions] = v
 
-with cos and sin [1 or B, 1, T, D], writes to keys and values [B, Hkv, L, D], and returns q. Of
+with cos and sin [1 or B, T, D], writes to keys and values [B, Hkv, L, D], and returns q. Of
 positions [T] only the first may be given: [], a counter that is incremented after the op.
 
 On an NVIDIA GPU of compute capability 9.0 or newer one Triton kernel computes all of it; it starts
@@ -76,9 +76,7 @@ def takes(
         return False
     if any(norm.shape != (size,) for norm in norms):
         return False
-    if any(
-        tensor.shape not in ((1, 1, tokens, size), (rows, 1, tokens, size)) for tensor in tables
-    ):
+    if any(tensor.shape not in ((1, tokens, size), (rows, tokens, size)) for tensor in tables):
         return False
     if any(tensor.shape != (rows, k.shape[1], tokens, size) for tensor in new):
         return False
@@ -107,7 +105,7 @@ def by_torch(
     values: torch.Tensor,
 ) -> torch.Tensor:
     """Compute the op by ops of torch."""
-    rotated = []
+    cos, sin, rotated = cos.unsqueeze(1), sin.unsqueeze(1), []
     for x, norm in ((q, q_norm), (k, k_norm)):
         y = x.to(torch.promote_types(x.dtype, torch.float32))
         if norm is not None:
@@ -196,7 +194,7 @@ def launch(
         q if q_norm is None else q_norm, k if k_norm is None else k_norm,
         positions, keys, values, out, eps, offset, heads, pairs, keys.shape[2],
         *(stride for tensor in (q, k, v, keys, values, out) for stride in tensor.stride()[:3]),
-        steps[0], cos.stride(2), steps[1], sin.stride(2),
+        steps[0], cos.stride(1), steps[1], sin.stride(1),
         HALF=size // 2, COUNTED=positions.dim() == 0, Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
         DEPENDENT=dependent, num_warps=1, **({"launch_pdl": True} if dependent else {}),

@@ -31,7 +31,7 @@ def _trap_unless(condition):
 @triton.jit(do_not_specialize=["H", "P", "L"])
 def rotate_and_cache(q, k, v, cos, sin, q_norm, k_norm, positions, keys, values, out, eps, offset,
                      H, P, L, q0, q1, q2, k0, k1, k2, v0, v1, v2, keys0, keys1, keys2, values0,
-                     values1, values2, out0, out1, out2, cos0, cos2, sin0, sin2,
+                     values1, values2, out0, out1, out2, cos0, cos1, sin0, sin1,
                      HALF: tl.constexpr, COUNTED: tl.constexpr, Q_NORM: tl.constexpr,
                      K_NORM: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Compute one head of q, k or v; programs are numbered over heads, tokens and rows."""
@@ -54,9 +54,9 @@ def rotate_and_cache(q, k, v, cos, sin, q_norm, k_norm, positions, keys, values,
         target = values + row * values0 + (head - H - P) * values1 + position * values2
     a, b = tl.load(source + d).to(tl.float32), tl.load(source + HALF + d).to(tl.float32)
     if head < H + P:
-        at = cos + row * cos0 + token * cos2
+        at = cos + row * cos0 + token * cos1
         c0, c1 = tl.load(at + d).to(tl.float32), tl.load(at + HALF + d).to(tl.float32)
-        at = sin + row * sin0 + token * sin2
+        at = sin + row * sin0 + token * sin1
         s0, s1 = tl.load(at + d).to(tl.float32), tl.load(at + HALF + d).to(tl.float32)
         if Q_NORM:  # noqa: SIM102 (known while it compiles)
             if head < H:

@@ -22,7 +22,7 @@ def inputs_of(rows=2, heads=4, pairs=2, tokens=1, size=32, dtype=torch.float32, 
         return torch.randn(*shape, device=device).to(dtype)
 
     q, k, v = (drawn(rows, tokens, n, size).transpose(1, 2) for n in (heads, pairs, pairs))
-    tables = [drawn(1, 1, tokens, size) for _ in range(2)]
+    tables = [drawn(1, tokens, size) for _ in range(2)]
     norms = [drawn(size) for _ in range(2)]
     positions = torch.randperm(LENGTH, device=device)[:tokens]
     caches = [drawn(rows, pairs, LENGTH, size) for _ in range(2)]
@@ -31,6 +31,7 @@ def inputs_of(rows=2, heads=4, pairs=2, tokens=1, size=32, dtype=torch.float32, 
 
 def eager(q, k, v, cos, sin, q_norm, k_norm, eps, offset, positions, keys, values):
     """Compute the op as ``transformers`` does; return q, and the keys and values after it."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def turned(x, norm):
         if norm is not None:
@@ -51,6 +52,7 @@ def exact(arguments):
         x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for x in arguments
     )
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def turned(x, norm):
         if norm is not None:
@@ -103,7 +105,7 @@ random.seed(0)
 for tokens, rows, size, norms in itertools.product((1, 3), (1, 3), (32, 64), range(4)):
     arguments = inputs_of(rows, 4, 2, tokens, size, torch.float16)
     if random.random() < 0.5:
-        arguments[3:5] = [table.repeat(rows, 1, 1, 1) for table in arguments[3:5]]
+        arguments[3:5] = [table.repeat(rows, 1, 1) for table in arguments[3:5]]
     if random.random() < 0.5:
         arguments[9] = torch.tensor(5)
     if random.random() < 0.5:
@@ -173,13 +175,13 @@ REFUSED = {
     "float32": lambda x: [t.float() if t.is_floating_point() else t for t in x],
     "another dtype": lambda x: [*x[:4], x[4].half(), *x[5:]],
     "another head": lambda x: [
-        t if t is None or t.dim() < 4 else t[..., :24] for t in [*x[:5], None, None, *x[7:]]
+        t if t is None or t.dim() < 3 else t[..., :24] for t in [*x[:5], None, None, *x[7:]]
     ],
     "strided head": lambda x: [_strided(x[0]), *x[1:]],
     "strided norm": lambda x: [*x[:5], _strided(x[5]), *x[6:]],
     "norm of another size": lambda x: [*x[:6], x[6][:1], *x[7:]],
-    "cos of each head": lambda x: [*x[:3], x[3].repeat(1, 4, 1, 1), *x[4:]],
-    "cos of another batch": lambda x: [*x[:3], x[3].repeat(3, 1, 1, 1), *x[4:]],
+    "cos of each head": lambda x: [*x[:3], x[3][:, None].repeat(1, 4, 1, 1), *x[4:]],
+    "cos of another batch": lambda x: [*x[:3], x[3].repeat(3, 1, 1), *x[4:]],
     "values of another size": lambda x: [*x[:2], x[2][..., :16], *x[3:]],
     "keys without rows": lambda x: [*x[:-2], x[-2][:1], x[-1]],
     "expanded cache": lambda x: [*x[:-1], x[-1][:1].expand(2, -1, -1, -1)],
