@@ -117,10 +117,11 @@ class CompilationConfig:
             padded from then on, counted as ``padding_refused``.
         small_batch_kernels: compute linear layers of at most 16 rows, with the RMS norm before and
             the activation or residual after them, by a kernel of cgcompile, and rotary embeddings
-            with the writes to a static cache by another. ``auto``: where the device can, which is
-            an NVIDIA H100 or newer data-centre GPU with Triton. True: raise where it cannot. If one
-            dimension is dynamic, or ``capture_dim`` names that of the batch, sizes up to 16 are
-            compiled separately. Results differ by rounding.
+            with the writes to a static cache by another. Weights of int8 and float8 with a scale
+            for each row are read as they are. ``auto``: where the device can, which is an NVIDIA
+            H100 or newer data-centre GPU with Triton. True: raise where it cannot. If one dimension
+            is dynamic, or ``capture_dim`` names that of the batch, sizes up to 16 are compiled
+            separately. Results differ by rounding.
         decode_attention: compute attention of few query rows by a kernel of cgcompile that reads
             heads which share keys once, and no key that the mask excludes from all rows. It can be
             captured, so it is no boundary. ``auto``: on NVIDIA H100 and newer data-centre GPUs.

@@ -6,7 +6,8 @@ For at most :data:`cgcompile.kernels.small_linear.ROWS` rows it fuses::
     linear, linear -> act(gate) * up        also of one weight whose halves are gate and up
     linear -> + residual
 
-as torch (``F.rms_norm``) and ``transformers`` write them. The rule: a layer is fused only
+as torch (``F.rms_norm``) and ``transformers`` write them; a weight may be quantized
+(:mod:`cgcompile.passes.linears`). The rule: a layer is fused only
 if the nodes that the op replaces have no other users, and no node writes to its tensors or to those
 in between.
 """
@@ -21,6 +22,7 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.kernels.small_linear import DTYPES, ROWS, op, why_unsupported
 from cgcompile.passes.base import Fusions
+from cgcompile.passes.linears import CASTS, Linear, linear_of, only_user
 from cgcompile.passes.nodes import (
     COMPUTING,
     calls,
@@ -34,7 +36,6 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.regions import nodes_in_regions
 
-_CASTS = {"to", "type", "type_as", "float", "bfloat16", "half"}
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}
 _WIDEST = 16384  # rows of a weight; above, cuBLAS is as fast
 _AT_ONCE = 3  # weights of one kernel
@@ -45,13 +46,6 @@ class _Norm(NamedTuple):
     weight: fx.Node
     eps: float
     offset: float
-
-
-class _Linear(NamedTuple):
-    node: fx.Node
-    x: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
 
 
 def fuse_small_linears(
@@ -68,15 +62,16 @@ def fuse_small_linears(
         What was fused, and why the other linear layers were not.
     """
     fusions = Fusions()
-    groups: dict[fx.Node, list[_Linear]] = {}
+    groups: dict[tuple[fx.Node, torch.dtype], list[Linear]] = {}
+    _read_results_of_sums(gm)
     fuser = _Fuser(gm, unsupported, fusions)
     for node in gm.graph.nodes:
-        linear = _linear_of(node)
+        linear = linear_of(node)
         if linear is None:
             continue
         why = fuser.why_not(linear)
         if why is None:
-            groups.setdefault(linear.x, []).append(linear)
+            groups.setdefault((linear.x, value(linear.weight).dtype), []).append(linear)
         else:
             fusions.unfused.append(f"{node.name}: {why}")
     for group in groups.values():
@@ -102,7 +97,7 @@ class _Fuser:
         autocast = bool(gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
         self._regions = set(self._order) if autocast else nodes_in_regions(gm)
 
-    def why_not(self, linear: _Linear) -> str | None:
+    def why_not(self, linear: Linear) -> str | None:
         """Return why a linear layer stays as it is, or None."""
         x, weight = value(linear.x), value(linear.weight)
         why = self._unsupported(x.device)
@@ -110,9 +105,10 @@ class _Fuser:
             return why
         if linear.bias is not None and value(linear.bias).shape != value(linear.weight).shape[:1]:
             return "its bias is broadcast"
-        if linear.node in self._regions:
+        if not self._regions.isdisjoint(linear.inner):
             return "it is in a region of autocast, grad mode or a transform"
-        dtypes = {tensor.dtype for tensor in (x, weight, value(linear.node))}
+        read = (x, value(linear.node), *((weight,) if linear.scale is None else ()))
+        dtypes = {tensor.dtype for tensor in read}
         if len(dtypes) > 1 or not dtypes <= set(DTYPES):
             return f"its dtypes are {', '.join(sorted(map(str, dtypes)))}"
         rows = _most_rows(x)
@@ -120,20 +116,20 @@ class _Fuser:
             return f"it may get more than {ROWS} rows"
         if not all(type(size) is int for size in weight.shape):
             return "its weight has a dynamic size"
-        if weight.shape[0] > _WIDEST:
+        if weight.shape[0] > _WIDEST and linear.scale is None:
             return f"its weight has more than {_WIDEST} rows"
         if not weight.is_contiguous():
             return "its weight is not contiguous"
         return None
 
-    def fuse(self, group: list[_Linear]) -> None:
+    def fuse(self, group: list[Linear]) -> None:
         """Fuse linear layers of one input."""
         # What was fused before may have replaced the input.
-        group = [linear for each in group if (linear := _linear_of(each.node)) is not None]
+        group = [linear for each in group if (linear := linear_of(each.product)) is not None]
         candidate = None if value(group[0].x).dtype is torch.float16 else norm_of(group[0].x)
         norm = candidate
         if candidate is not None:
-            own = {linear.node for linear in group}
+            own = {node for linear in group for node in linear.sources | linear.inner}
             inner = between(group[0].x, {candidate.source, candidate.weight})
             alone = own >= set(group[0].x.users)
             norm = (
@@ -159,9 +155,7 @@ class _Fuser:
     def _unwritten(self, *nodes: fx.Node) -> bool:
         return all(self._written.isdisjoint(storages(value(node))) for node in nodes)
 
-    def _gated(
-        self, gate: _Linear, group: list[_Linear]
-    ) -> tuple[list[_Linear], str, fx.Node] | None:
+    def _gated(self, gate: Linear, group: list[Linear]) -> tuple[list[Linear], str, fx.Node] | None:
         """Return (layers, activation, product) if a layer is the gate of a product."""
         if gate not in group:
             return None
@@ -183,7 +177,7 @@ class _Fuser:
                 return [gate, other], activation, product
         return None
 
-    def _residual(self, linear: _Linear) -> tuple[fx.Node, fx.Node | None]:
+    def _residual(self, linear: Linear) -> tuple[fx.Node, fx.Node | None]:
         """Return (sum, residual) if a layer is a summand of one; else (layer, None)."""
         end = only_user(linear.node)
         if end is None or not _is("add", end) or end.kwargs or len(end.args) != 2:
@@ -204,7 +198,7 @@ class _Fuser:
     def _replace(
         self,
         end: fx.Node,
-        layers: list[_Linear],
+        layers: list[Linear],
         norm: _Norm | None,
         residual: fx.Node | None,
         activation: str,
@@ -212,11 +206,13 @@ class _Fuser:
         """Put one op in place of layers; ``end`` is the last of the nodes that it replaces."""
         parameters = [layer.weight for layer in layers]
         parameters += [layer.bias for layer in layers if layer.bias is not None]
-        parameters += [] if norm is None else [norm.weight]
+        scales = [layer.scale for layer in layers if layer.scale is not None]
+        parameters += scales + ([] if norm is None else [norm.weight])
         late = any(self._order[node] >= self._order[end] for node in parameters)
         x = layers[0].x if norm is None else norm.source
-        names = " + ".join(layer.node.name for layer in layers)
-        if late or not self._unwritten(x, *parameters):
+        names = " + ".join(layer.product.name for layer in layers)
+        sources = {node for layer in layers for node in layer.sources}
+        if late or not self._unwritten(x, *parameters, *sources):
             why = "a weight is computed after it" if late else "its input or weight is written"
             self._fusions.unfused.append(f"{names}: {why}")
             return
@@ -226,7 +222,7 @@ class _Fuser:
             arguments = (
                 x, weights, biases, None if norm is None else norm.weight,
                 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
-                residual, activation,
+                residual, activation, *([scales] if scales else []),
             )  # fmt: skip
             call = graph.call_function(op(), arguments)
             call.meta["stack_trace"] = layers[0].node.meta.get("stack_trace")
@@ -237,27 +233,44 @@ class _Fuser:
                 node.replace_all_uses_with(item)
                 self._order[item] = self._order[end]
                 item.meta |= {name: node.meta[name] for name in _KEPT if name in node.meta}
+        own = sources.union(*(layer.inner for layer in layers))
         for node in replaced:
-            self._erase(node)
+            self._erase(node, own)
         parts = ["" if norm is None else "norm, ", names]
+        parts += [f", {_named(value(weights[0]).dtype)}"] if scales else []
         parts += [f", {activation} * up" if activation else "", ", residual" if residual else ""]
         self._fusions.fused.append("".join(parts))
 
-    def _erase(self, node: fx.Node) -> None:
+    def _erase(self, node: fx.Node, own: set[fx.Node]) -> None:
         """Erase a node without users, and then its inputs likewise; ops of torch without writes."""
         unused = not node.users and node.op in COMPUTING and is_torchs(node)
-        if unused and not written(self._gm, node) and short_name(node.target) in _ERASABLE:
+        pure = not written(self._gm, node) and short_name(node.target) in _ERASABLE
+        if unused and (pure or node in own):
             inputs = node.all_input_nodes
             self._gm.graph.erase_node(node)
             for source in inputs:
-                self._erase(source)
+                self._erase(source, own)
 
 
 _KEPT = ("example_value", "stack_trace")  # of a node that is replaced by an equal one
 
 # What a match consists of.
-_ERASABLE = {"linear", "mul", "add", "silu", "gelu", "chunk", "getitem", "rms_norm", *_CASTS}
+_ERASABLE = {"linear", "mul", "add", "silu", "gelu", "chunk", "getitem", "rms_norm", *CASTS}
 _ERASABLE |= {"rsqrt", "mean", "pow"}
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read_results_of_sums(gm: fx.GraphModule) -> None:
+    """Let what reads a tensor after a sum in place read the result of the sum: the same tensor."""
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    for node in order:
+        target = node.args[0] if calls(node, "add_", "iadd") else None
+        if isinstance(target, fx.Node) and target.op in COMPUTING:
+            later = {user for user in target.users if order[user] > order[node]}
+            target.replace_all_uses_with(node, delete_user_cb=later.__contains__)
 
 
 # ---------------------------------------------------------------- patterns
@@ -279,24 +292,8 @@ def between(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
     return nodes
 
 
-def only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
 def _alone(node: fx.Node, argument: Any, user: fx.Node) -> bool:
     return node is argument and only_user(node) is user
-
-
-def _linear_of(node: fx.Node) -> _Linear | None:
-    """Return the parts of a linear layer of plain tensors."""
-    if not _is("linear", node):
-        return None
-    names = ("input", "weight", "bias")
-    named: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    x, weight, bias = named["input"], named["weight"], named.get("bias")
-    nodes = [node, x, weight, *([] if bias is None else [bias])]
-    plain = all(isinstance(n, fx.Node) and isinstance(value(n), torch.Tensor) for n in nodes)
-    return _Linear(node, x, weight, bias) if plain and value(weight).dim() == 2 else None
 
 
 def _most_rows(x: torch.Tensor) -> int | None:
@@ -339,7 +336,7 @@ def _activation_of(node: fx.Node) -> str | None:
 
 def _uncast(node: Any, dtype: torch.dtype) -> Any:
     """Return what a node casts to a dtype; the node itself if it is no cast."""
-    if isinstance(node, fx.Node) and any(_is(name, node) for name in _CASTS):
+    if isinstance(node, fx.Node) and any(_is(name, node) for name in CASTS):
         source = node.args[0]
         new, old = value(node), value(source) if isinstance(source, fx.Node) else None
         if isinstance(old, torch.Tensor) and new.dtype is dtype and _alike(new, old):

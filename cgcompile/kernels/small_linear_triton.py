@@ -15,7 +15,8 @@ def nothing():
 def _prefetch(weight, rows, at, N, K: tl.constexpr, LINES: tl.constexpr):
     """Load the first lines of 128 bytes of rows of a weight into the L2 cache."""
     if LINES > 0:
-        offsets = at[:, None] * K + tl.arange(0, LINES)[None, :] * 64
+        line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+        offsets = at[:, None] * K + tl.arange(0, LINES)[None, :] * line
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
             "=r,l",
@@ -36,9 +37,47 @@ def _loaded(weight, rows, k, N, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _stored(out, bias, residual, y, rows, columns, live, N, HAS_BIAS: tl.constexpr,
-            RESIDUAL: tl.constexpr):  # fmt: skip
-    """Add bias and residual, and write a tile of an output."""
+def _widened(weight, x):
+    """Return a tile of a quantized weight in the dtype of ``x``."""
+    if weight.dtype == tl.float8e4nv:
+        # In one step Triton converts number by number, which takes longer than the loads.
+        weight = weight.to(tl.float16).to(tl.float32)
+    return weight.to(x.dtype)
+
+
+@triton.jit
+def _multiplied(y, weight, x, SCALED: tl.constexpr):
+    """Add the product of tiles of x and a weight to [parts, rows, columns], or that transposed."""
+    if SCALED:
+        # The weight as first factor: a tensor core takes 16 of its rows, and 8 rows of x.
+        y = tl.dot(_widened(weight, x), tl.permute(x, (0, 2, 1)), y)
+    else:
+        y = tl.dot(x, tl.permute(weight, (0, 2, 1)), y)
+    return y
+
+
+@triton.jit
+def _summed(y, SCALED: tl.constexpr):
+    """Return [rows, columns], the sum of what :func:`_multiplied` adds up for each part."""
+    y = tl.sum(y, 0)
+    if SCALED:
+        y = tl.permute(y, (1, 0))
+    return y
+
+
+@triton.jit
+def _scaled(y, scale, columns, N, SCALED: tl.constexpr):
+    """Multiply the sums of quantized weights by the scale of each column."""
+    if SCALED:
+        y *= tl.load(scale + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def _stored(out, scale, bias, residual, y, rows, columns, live, N, SCALED: tl.constexpr,
+            HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr):  # fmt: skip
+    """Apply scale, bias and residual, and write a tile of an output."""
+    y = _scaled(y, scale, columns, N, SCALED)
     if HAS_BIAS:
         y += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     mask = live[:, None] & (columns < N)[None, :]
@@ -67,9 +106,24 @@ def _chosen(w0, w1, w2, N0, N1, N2, tile, COUNT: tl.constexpr, ACTIVATION: tl.co
 
 
 @triton.jit
-def _root(squares, rows, K: tl.constexpr, eps):
-    """Return 1 / rms of each row, from products of rows with each other."""
-    total = tl.sum(tl.where(rows[:, None] == rows[None, :], squares, 0.0), 1)
+def _squared(squares, x, SCALED: tl.constexpr):
+    """Add squares of a tile of rows: with plain weights, products of rows with each other."""
+    if SCALED:
+        # Beside a product of quantized weights, Triton would not load ahead what another one reads.
+        shape: tl.constexpr = squares.shape
+        wide = tl.reshape(x.to(tl.float32), (shape[0], shape[1], shape[2], 8))
+        squares += tl.sum(wide * wide, 3)
+    else:
+        squares = tl.dot(x, tl.permute(x, (0, 2, 1)), squares)
+    return squares
+
+
+@triton.jit
+def _root(squares, rows, K: tl.constexpr, eps, SCALED: tl.constexpr):
+    """Return 1 / rms of each row, from what :func:`_squared` adds up."""
+    if not SCALED:
+        squares = tl.where(rows[:, None] == rows[None, :], squares, 0.0)
+    total = tl.sum(squares, 1)
     return tl.rsqrt(total / K + eps)[:, None]
 
 
@@ -87,12 +141,13 @@ def _gated(a, b, b0, b1, columns, N, ACTIVATION: tl.constexpr, BIASES: tl.conste
 
 
 @triton.jit(do_not_specialize=["M"])
-def project(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2, eps, offset,
+def project(x, w0, w1, w2, s0, s1, s2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2,
+            eps, offset,
             K: tl.constexpr, COUNT: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
             RESIDUAL: tl.constexpr, BIASES: tl.constexpr, COLUMNS: tl.constexpr,
             DEPTH: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
             ROWS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, OFFSET: tl.constexpr,
-            DEPENDENT: tl.constexpr):  # fmt: skip
+            SCALED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Compute a tile of columns; programs are numbered over the columns of all weights.
 
     Each part of the depth has a sum of its own: a shorter chain of products that depend on each
@@ -109,10 +164,10 @@ def project(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2
             _prefetch(w1, columns, at, N, K, LINES)
         gdc_launch_dependents()
         gdc_wait()
-    a = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
-    b = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
-    squares = tl.zeros((PARTS, ROWS, ROWS), tl.float32)  # sums of squares on its diagonal
     part: tl.constexpr = DEPTH // PARTS
+    sums: tl.constexpr = (PARTS, COLUMNS, ROWS) if SCALED else (PARTS, ROWS, COLUMNS)
+    a, b = tl.zeros(sums, tl.float32), tl.zeros(sums, tl.float32)
+    squares = tl.zeros((PARTS, ROWS, part // 8 if SCALED else ROWS), tl.float32)
     begins = tl.arange(0, PARTS)[:, None, None] * part
     steps = begins + tl.arange(0, part)[None, None, :]
     for start in tl.range(0, K, DEPTH, num_stages=STAGES):
@@ -123,27 +178,28 @@ def project(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2
         mask = live[None, :, None] if EVEN else live[None, :, None] & (k < K)
         x_tile = tl.load(x + rows[None, :, None] * K + k, mask=mask, other=0.0)
         if NORM:
-            squares = tl.dot(x_tile, tl.permute(x_tile, (0, 2, 1)), squares)
+            squares = _squared(squares, x_tile, SCALED)
             scale = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
             if OFFSET:
                 scale = (scale.to(tl.float32) + offset).to(x_tile.dtype)
             x_tile = x_tile * scale
-        a = tl.dot(x_tile, tl.permute(one, (0, 2, 1)), a)
+        a = _multiplied(a, one, x_tile, SCALED)
         if ACTIVATION > 0:
-            b = tl.dot(x_tile, tl.permute(two, (0, 2, 1)), b)
-    a, b = tl.sum(a, 0), tl.sum(b, 0)
+            b = _multiplied(b, two, x_tile, SCALED)
+    a, b = _summed(a, SCALED), _summed(b, SCALED)
     if NORM:
-        root = _root(tl.sum(squares, 0), rows, K, eps)
+        root = _root(tl.sum(squares, 0), rows, K, eps, SCALED)
         a, b = a * root, b * root
     if ACTIVATION > 0:
+        a, b = _scaled(a, s0, columns, N, SCALED), _scaled(b, s1, columns, N, SCALED)
         gated = _gated(a, b, b0, b1, columns, N, ACTIVATION, BIASES)
-        _stored(o0, b0, residual, gated, rows, columns, live, N, False, RESIDUAL)
+        _stored(o0, s0, b0, residual, gated, rows, columns, live, N, False, False, RESIDUAL)
     elif which == 0:
-        _stored(o0, b0, residual, a, rows, columns, live, N, BIASES & 1, RESIDUAL)
+        _stored(o0, s0, b0, residual, a, rows, columns, live, N, SCALED, BIASES & 1, RESIDUAL)
     elif which == 1:
-        _stored(o1, b1, residual, a, rows, columns, live, N, BIASES & 2, False)
+        _stored(o1, s1, b1, residual, a, rows, columns, live, N, SCALED, BIASES & 2, False)
     else:
-        _stored(o2, b2, residual, a, rows, columns, live, N, BIASES & 4, False)
+        _stored(o2, s2, b2, residual, a, rows, columns, live, N, SCALED, BIASES & 4, False)
 
 
 @triton.jit
@@ -171,12 +227,13 @@ def _added(a, b, squares, one, two, x, norm, offset, k, K: tl.constexpr, GATED: 
 
 
 @triton.jit
-def project_row(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2, eps, offset,
+def project_row(x, w0, w1, w2, s0, s1, s2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2,
+                eps, offset,
                 K: tl.constexpr, COUNT: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
                 RESIDUAL: tl.constexpr, BIASES: tl.constexpr, COLUMNS: tl.constexpr,
                 DEPTH: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
                 LINES: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-                OFFSET: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                OFFSET: tl.constexpr, SCALED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Compute what :func:`project` computes, for one row and without tensor cores.
 
     Weights go from memory to registers: the loads of the next tile are under way while a tile is
@@ -212,11 +269,12 @@ def project_row(x, w0, w1, w2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1
     rows = tl.arange(0, 1)
     live = rows < 1
     if GATED:
+        a, b = _scaled(a, s0, columns, N, SCALED), _scaled(b, s1, columns, N, SCALED)
         gated = _gated(a, b, b0, b1, columns, N, ACTIVATION, BIASES)
-        _stored(o0, b0, residual, gated, rows, columns, live, N, False, RESIDUAL)
+        _stored(o0, s0, b0, residual, gated, rows, columns, live, N, False, False, RESIDUAL)
     elif which == 0:
-        _stored(o0, b0, residual, a, rows, columns, live, N, BIASES & 1, RESIDUAL)
+        _stored(o0, s0, b0, residual, a, rows, columns, live, N, SCALED, BIASES & 1, RESIDUAL)
     elif which == 1:
-        _stored(o1, b1, residual, a, rows, columns, live, N, BIASES & 2, False)
+        _stored(o1, s1, b1, residual, a, rows, columns, live, N, SCALED, BIASES & 2, False)
     else:
-        _stored(o2, b2, residual, a, rows, columns, live, N, BIASES & 4, False)
+        _stored(o2, s2, b2, residual, a, rows, columns, live, N, SCALED, BIASES & 4, False)

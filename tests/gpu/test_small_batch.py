@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lib.patience import PATIENCE
+from lib.quantized import quantize
 from torch import nn
 from torch.nn import functional as F
 
@@ -140,6 +141,22 @@ def test_replays_read_weights_that_were_changed_in_place(launched) -> None:
             for parameter in model.parameters():
                 parameter.mul_(1.01 if step % 2 else 0.98)
     assert launched
+
+
+@pytest.mark.parametrize("data", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantized_weights_are_read_as_they_are(launched, data) -> None:
+    model = model_of()
+    quantize(model, data)
+    call = torch.compile(model, backend=cgcompile.Backend(small_batch_kernels=True), dynamic=False)
+    with torch.inference_mode():
+        for step in range(6):
+            x = torch.randn(4, D, device="cuda", dtype=torch.bfloat16)
+            close(call(x), model(x))
+            for layer in model.modules():
+                if isinstance(layer, nn.Linear):
+                    layer.weight.scale.mul_(1.01 if step % 2 else 0.98)
+    assert launched
+    assert set(launched) == {4}
 
 
 def test_a_chain_of_replays_is_the_same_each_time(launched) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib.quantized import quantized
 from torch.nn import functional as F
 
 from cgcompile.kernels.small_linear import (
@@ -40,6 +41,12 @@ def exact(value):
     return value.double() if isinstance(value, torch.Tensor) else value
 
 
+def quantized(weights, dtype):
+    scales = [w.float().abs().amax(1) / (448 if dtype.is_floating_point else 127) for w in weights]
+    data = [w.float() / scale[:, None] for w, scale in zip(weights, scales)]
+    return [(d if dtype.is_floating_point else d.round()).to(dtype) for d in data], scales
+
+
 shapes = ((1, 64, 32), (16, 96, 40), (5, 56, 17), (5, 48, 32))
 choices = itertools.product(shapes, ACTIVATIONS, (False, True), (False, True))
 for (rows, depth, columns), activation, biased, normed in choices:
@@ -55,15 +62,21 @@ for (rows, depth, columns), activation, biased, normed in choices:
     residual = drawn(1, rows, columns, dtype=dtype) if with_residual else None
     arguments = (x, weights, biases, norm, 1e-5, random.choice((0.0, 1.0)), residual, activation)
     expected = op()(*map(exact, arguments))
-    stages = random.choice((0, 2)) if rows == 1 else 2
-    tile = Tile(random.choice((8, 16, 32)), 32, stages, random.choice((1, 2)), 0)
-    results = launch(*arguments, dependent=False, tile=tile)
-    assert len(results) == len(expected)
-    for result, right in zip(results, expected):
-        assert result.shape == right.shape
-        most = 2e-5 if dtype is torch.float32 else 1e-2
-        error = (result.double() - right).abs().max() / right.abs().max()
-        assert error < most, (float(error), dtype, rows, depth, columns, activation, sizes)
+    for data in (None, torch.int8, torch.float8_e4m3fn):
+        stages = random.choice((0, 2)) if rows == 1 else 2
+        tile = Tile(random.choice((8, 16, 32)), 32, stages, random.choice((1, 2)), 0)
+        if data is not None:
+            data, scales = quantized(weights, data)
+            scales = [scale.to(random.choice((dtype, torch.float32))) for scale in scales]
+            arguments = (x, data, *arguments[2:8], [scale[:, None] for scale in scales])
+            expected = op()(*map(exact, arguments))
+        results = launch(*arguments, dependent=False, tile=tile)
+        assert len(results) == len(expected)
+        for result, right in zip(results, expected):
+            assert result.shape == right.shape
+            most = 2e-5 if dtype is torch.float32 else 1e-2
+            error = (result.double() - right).abs().max() / right.abs().max()
+            assert error < most, (float(error), dtype, rows, depth, columns, activation, sizes)
 print("equal")
 """
 
@@ -90,14 +103,16 @@ KINDS = {
     "large gate and up": (14336, 4096, {"COUNT": 2, "ACTIVATION": 1, "NORM": True, "OFFSET": True}),
     "down": (2048, 5632, {"RESIDUAL": True, "BIASES": 1}),
 }
+DATA = {"*bf16": 2, "*i8": 1, "*fp8e4nv": 1}  # types of pointers to weights, with bytes
 # Programs that share a processor, for tiles of 1, 8 and 16 rows.
 TOGETHER = {"many columns": (4, 2, 2), "gate and up": (3, 3, 3), "large gate and up": (4, 4, 4)}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("rows", [1, 8, 16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kernel_compiles_for_hopper(kind, rows) -> None:
+def test_the_kernel_compiles_for_hopper(kind, rows, data) -> None:
     """Triton's interpreter takes what its compiler refuses. Without a GPU."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -105,12 +120,15 @@ def test_the_kernel_compiles_for_hopper(kind, rows) -> None:
     from cgcompile.kernels import small_linear_triton as kernels
 
     columns, depth, changes = KINDS[kind]
-    tile = tile_for(rows, columns, depth, "ACTIVATION" in changes, "NORM" in changes, 132)
+    how = "ACTIVATION" in changes, "NORM" in changes, 132, DATA[data]
+    tile = tile_for(rows, columns, depth, *how)
     constants = {"K": depth, "COUNT": 1, "ACTIVATION": 0, "NORM": False, "RESIDUAL": False}
     constants |= {"BIASES": 0, "EVEN": True, "WIDE": False, "OFFSET": False, "DEPENDENT": True}
+    constants["SCALED"] = DATA[data] == 1
     constants |= {"COLUMNS": tile.columns, "DEPTH": tile.depth, "PARTS": tile.parts}
     constants |= {"STAGES": tile.stages, "LINES": tile.lines, "ROWS": rows, **changes}
     types = dict.fromkeys(("M", "N0", "N1", "N2"), "i32") | {"eps": "fp32", "offset": "fp32"}
+    types |= dict.fromkeys(("w0", "w1", "w2"), data) | dict.fromkeys(("s0", "s1", "s2"), "*fp32")
     types |= dict.fromkeys(constants, "constexpr")
     kernel = kernels.project if tile.stages else kernels.project_row
     names = [parameter.name for parameter in kernel.params]
@@ -133,6 +151,7 @@ def test_the_kernel_compiles_for_hopper(kind, rows) -> None:
     assert "ttg.async_copy_global_to_local" in loop  # of later stages
     assert "tt.load" not in loop  # waits for memory
     together = dict(zip((1, 8, 16), TOGETHER.get(kind, (1, 1, 1)), strict=True))[rows]
+    together = together if DATA[data] == 2 else 1
     assert compiled.metadata.shared <= 227 * 1024
     assert (compiled.metadata.shared + 1024) * together <= 228 * 1024
 
@@ -144,7 +163,10 @@ def test_shapes_without_running_are_those_of_running(shape, activation) -> None:
     arguments = (weights, [None, None], torch.ones(8), 1e-6, 0.0, None, activation)
     results = op()(x, *arguments)
     on_meta = [[w.to("meta") for w in arguments[0]], arguments[1], arguments[2].to("meta")]
-    for result, traced in zip(results, op()(x.to("meta"), *on_meta, *arguments[3:]), strict=True):
+    data = [w.to(torch.int8) for w in weights]
+    scaled = op()(x, data, *arguments[1:], [torch.ones(6, device=x.device)] * 2)
+    on_meta += arguments[3:]
+    for result, traced in zip([*results, *scaled], op()(x.to("meta"), *on_meta) * 2, strict=True):
         assert (result.shape, result.dtype) == (traced.shape, traced.dtype)
         assert result.stride() == traced.stride()
 
@@ -167,6 +189,23 @@ REFUSED = {
     "norm in float16": {"x": WIDE.half(), "weights": [WIDE.half()], "norm": WIDE[0].half()},
     "broadcast residual": {"residual": WIDE[0, :8]},
     "residual in float32": {"residual": torch.zeros(8, 8)},
+    "int8 without scales": {"weights": [WIDE.to(torch.int8)]},
+    "scales of plain weights": {"scales": [torch.ones(8)]},
+    "int8 beside float8": {
+        "weights": [WIDE.to(torch.int8), WIDE.to(torch.float8_e4m3fn)],
+        "biases": [None] * 2,
+        "scales": [torch.ones(8)] * 2,
+    },
+    "too few scales": {
+        "weights": [WIDE.to(torch.int8)] * 2,
+        "biases": [None] * 2,
+        "scales": [torch.ones(8)],
+    },
+    "one scale": {"weights": [WIDE.to(torch.int8)], "scales": [torch.ones(1)]},
+    "scales of columns": {"weights": [WIDE.to(torch.int8)], "scales": [torch.ones(16)]},
+    "expanded scales": {"weights": [WIDE.to(torch.int8)], "scales": [torch.ones(1).expand(8)]},
+    "scales of float64": {"weights": [WIDE.to(torch.int8)], "scales": [torch.ones(8).double()]},
+    "uint8": {"weights": [WIDE.to(torch.uint8)], "scales": [torch.ones(8)]},
     "odd halves": {"weights": [WIDE[:3]], "activation": "silu"},
     "unequal weights": {"weights": [WIDE, WIDE[:4]], "biases": [None] * 2, "activation": "silu"},
     "three and an activation": {
@@ -184,6 +223,8 @@ def test_inputs_that_the_kernel_does_not_take(changes) -> None:
     plain["activation"] = ""
     assert takes(**plain)
     assert takes(**plain | {"x": WIDE.repeat(2, 2)[:, ::2][None]})  # it is copied
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        assert takes(**plain | {"weights": [WIDE.to(dtype)], "scales": [torch.ones(8, 1)]})
     assert takes(**plain | {"residual": torch.zeros(8, 8).bfloat16().t(), "norm": WIDE[0]})
     assert not takes(**plain | changes)
 
@@ -196,18 +237,18 @@ def test_other_devices_are_named(device) -> None:
 def test_tiles_are_powers_of_two_with_loads_ahead() -> None:
     kinds = ((False, False), (False, True), (True, True))
     sizes = (1, 64, 1024, 4096, 16384, 49152), (16, 56, 896, 2048, 14336)
-    for rows, columns, depth, kind, processors in itertools.product(
-        (1, 8, 16), *sizes, kinds, (1, 132)
+    for rows, columns, depth, kind, processors, size in itertools.product(
+        (1, 8, 16), *sizes, kinds, (1, 132), (1, 2)
     ):
-        tile = tile_for(rows, columns, depth, *kind, processors)
+        tile = tile_for(rows, columns, depth, *kind, processors, size)
         assert tile.depth & (tile.depth - 1) == 0
-        if rows == 1 and (kind[0] or depth < 8192):
+        if size == 2 and rows == 1 and (kind[0] or depth < 8192):
             assert tile == (2 if kind[0] else 4, tile.depth, 0, 4, 0)
             continue
         assert tile.depth // tile.parts >= 16
         assert tile.stages > min(3, -(-depth // tile.depth)), (rows, columns, depth, *kind)
-        elements = (tile.columns * (1 + kind[0]) + rows) * tile.depth * (tile.stages - 1)
-        assert 2 * elements <= 227 * 1024
+        held = (size * tile.columns * (1 + kind[0]) + 2 * rows) * tile.depth * (tile.stages - 1)
+        assert held <= 227 * 1024
 
 
 def test_tiles_of_a_decoder() -> None:
@@ -227,11 +268,22 @@ def test_tiles_of_a_decoder() -> None:
     assert tile_for(1, 4096, 14336, False, False, 132).stages == 8
 
 
+def test_tiles_of_quantized_weights() -> None:
+    """Those that were measured, for hidden sizes 4096 and 2048."""
+    assert tile_for(1, 4096, 4096, False, False, 132, 1) == Tile(32, 512, 8, 4, 8)
+    assert tile_for(8, 28672 // 2, 4096, True, True, 132, 1) == Tile(32, 256, 4, 2, 4)
+    assert tile_for(8, 6144, 4096, False, True, 132, 1) == Tile(32, 512, 5, 4, 8)
+    assert tile_for(8, 4096, 14336, False, False, 132, 1) == Tile(16, 512, 7, 4, 8)
+    assert tile_for(16, 28672 // 2, 4096, True, True, 132, 1) == Tile(32, 128, 5, 2, 4)
+    assert tile_for(1, 2048, 2048, False, False, 132, 1) == Tile(16, 1024, 3, 4, 8)
+
+
 def test_tiles_have_one_eight_or_sixteen_rows() -> None:
     assert [rows_of_tile(rows) for rows in range(1, 17)] == [1, *[8] * 7, *[16] * 8]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("data", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ["", "silu", "gelu_tanh"])
 @pytest.mark.parametrize(
@@ -241,7 +293,7 @@ def test_tiles_have_one_eight_or_sixteen_rows() -> None:
         *((16, 2048, 40), (5, 200, 17), (8, 896, 1040), (8, 4096, 4256), (16, 896, 4256)),
     ],
 )
-def test_the_kernel_is_as_exact_as_eager(rows, depth, columns, activation, dtype) -> None:
+def test_the_kernel_is_as_exact_as_eager(rows, depth, columns, activation, dtype, data) -> None:
     """On CUDA, with and without norm, bias and residual, against float64."""
     if why_unsupported(torch.device("cuda", 0)) is not None:
         pytest.skip("needs compute capability 9.0")
@@ -267,6 +319,9 @@ def test_the_kernel_is_as_exact_as_eager(rows, depth, columns, activation, dtype
             drawn(rows, columns) if full else None,
             activation,
         )
+        if data is not None:
+            weights, scales = zip(*(quantized(w, data) for w in arguments[1]), strict=True)
+            arguments = (arguments[0], [*weights], *arguments[2:], [*scales])
         takes_it = takes(*arguments[:4], *arguments[6:])
         assert takes_it == (dtype is torch.bfloat16 or not full)
         expected = op()(*map(exact, arguments))
@@ -301,3 +356,27 @@ def test_the_error_is_at_most_that_of_eager(rows, activation) -> None:
         for way, tensor in enumerate((op()(x, *arguments)[0], plain)):
             errors[way] += (tensor.double() - right).square().mean()
     assert float((errors[0] / errors[1]).sqrt()) <= 1.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("data", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_errors_of_quantized_weights_are_at_most_those_of_eager(rows, data) -> None:
+    """Against float64, over 32 random inputs."""
+    if why_unsupported(torch.device("cuda", 0)) is not None:
+        pytest.skip("needs compute capability 9.0")
+    torch.manual_seed(0)
+    weight = torch.randn(2048, 1024, device="cuda") / 32
+    weight, scale = quantized(weight, data)
+    ours = theirs = 0.0
+    for _ in range(32):
+        x = torch.randn(rows, 1024, device="cuda").bfloat16()
+        exact = x.double() @ (weight.double() * scale.double()[:, None]).t()
+        (result,) = op()(x, [weight], [None], None, 0.0, 0.0, None, "", [scale])
+        if data is torch.int8:  # as torchao computes both
+            eager = (x @ weight.t().to(x.dtype)) * scale.to(x.dtype)
+        else:
+            eager = x @ (weight.t().float() * scale).to(x.dtype)
+        ours += float((result.double() - exact).square().mean())
+        theirs += float((eager.double() - exact).square().mean())
+    assert ours**0.5 <= 1.05 * theirs**0.5
