@@ -13,7 +13,7 @@ Importing this file offers it to ``transformers`` under the name :data:`ATTENTIO
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -159,8 +159,8 @@ def attention(
     if bounds.dim() == 2 and len(bounds) == 1:  # short sequences
         bounds = bounds[0]
         if q.shape[-1] % 8 == 0 and q.shape[-1] <= LARGEST_HEAD:
-            result = varlen_attn(q, k, v, bounds, bounds, SHORT, SHORT, scale=scale)
-            return cast(torch.Tensor, result)[None], None
+            result: Any = varlen_attn(q, k, v, bounds, bounds, SHORT, SHORT, scale=scale)
+            return result[None], None
     if bounds.dim() == 1:
         bounds = row_bounds(bounds, len(q))
     return torch.ops.cgcompile_towers.varlen_attention(q, k, v, bounds, scale)[None], None
