@@ -179,7 +179,7 @@ def attend_sums(q, k, v, mask, sinks, sums, values, out, scale, soft_cap, G, T, 
     at = (pair.to(tl.int64) * SPLITS + parts) * G * T + row
     most = tl.load(sums + at * 2, mask=parts < SPLITS, other=float("-inf"))
     used = most > float("-inf")
-    total = tl.load(sums + at * 2 + 1, mask=used, other=0.0)
+    total = tl.load(sums + at * 2 + 1, mask=parts < SPLITS, other=0.0)  # NaN without a maximum too
     tile = tl.load(values + at[:, None] * DV + dv[None, :],
                    mask=used[:, None] & (dv < DV)[None, :], other=0.0)  # fmt: skip
     base = tl.max(most, 0)
