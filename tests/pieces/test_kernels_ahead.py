@@ -1,6 +1,9 @@
 """Kernels of ops of cgcompile are compiled while pieces are, from layouts of their tensors."""
 
+import contextlib
+import importlib
 import threading
+import types
 
 import pytest
 import torch
@@ -105,3 +108,47 @@ def test_start_launches_but_only_compiles_ahead(monkeypatch) -> None:
     (kind, *compiling), (other, *launching) = kernel.calls
     assert (kind, *compiling) == ("compile", (3,), (torch.float32, 2.0), {"num_warps": 4})
     assert (other, launching[0], launching[1][0] is x) == ("launch", (3,), True)
+
+
+def half(*sizes: int) -> torch.Tensor:
+    return torch.randn(*sizes).bfloat16()
+
+
+QUERY, KEY, CACHE, TABLE = (
+    half(2, 4, 1, 64),
+    half(2, 2, 1, 64),
+    half(2, 2, 256, 64),
+    half(2, 1, 1, 64),
+)
+KEPT, POSITIONS = torch.ones(2, 1, 1, 256).bool(), torch.zeros(1, dtype=torch.int64)
+LINEAR = (half(4, 64), [half(128, 64)], [None], half(64), 1e-6, 0.0, None, "")
+ATTENTION = (QUERY, CACHE, CACHE, KEPT, None, 0.125, 0.0)
+ROTARY = (QUERY, KEY, KEY, TABLE, TABLE, None, None, 0.0, 0.0, POSITIONS, CACHE, CACHE)
+CALLS = {
+    "small_linear": (LINEAR, ["project"]),
+    "decode_attention": (ATTENTION, ["attend_keys", "attend_sums"]),
+    "rotate_and_cache": (ROTARY, ["rotate_and_cache"]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_launching_code_reads_no_memory(name: str, monkeypatch) -> None:
+    """Kernels are compiled from tensors that have none."""
+    pytest.importorskip("triton")
+    module, started = importlib.import_module(f"cgcompile.kernels.{name}"), []
+
+    def start(kernel, grid, *arguments, **named):
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        assert tensors
+        assert all(type(tensor).__name__ == "FakeTensor" for tensor in tensors)
+        started.append(kernel.fn.__name__)
+
+    monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(module, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    arguments, kernel_names = CALLS[name]
+    layouts = compat.with_numbers(arguments, None)
+    kernels.compile_kernels(name, torch.device("cpu"), layouts)
+    assert started == kernel_names
