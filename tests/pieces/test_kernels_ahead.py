@@ -118,7 +118,7 @@ QUERY, KEY, CACHE, TABLE = (
     half(2, 4, 1, 64),
     half(2, 2, 1, 64),
     half(2, 2, 256, 64),
-    half(2, 1, 1, 64),
+    half(2, 1, 64),
 )
 KEPT, POSITIONS = torch.ones(2, 1, 1, 256).bool(), torch.zeros(1, dtype=torch.int64)
 LINEAR = (half(4, 64), [half(128, 64)], [None], half(64), 1e-6, 0.0, None, "")
