@@ -303,7 +303,16 @@ def _source(node: Any, *names: str) -> Any:
 
 def _attention_of(node: fx.Node) -> _Attention | None:
     """Return the attention that ends in a node, or None; raises where it cannot be the op's."""
-    return _fused(node) if calls(node, _SDPA) else _written_out(node)
+    attention = _fused(node) if calls(node, _SDPA) else _written_out(node)
+    if attention is None:
+        return None
+    # The op broadcasts. Inductor would compute an expanded mask anew for each layer.
+    mask: Any = attention.mask
+    expanded: set[fx.Node] = set()
+    while calls(mask, "expand", "expand_as", "broadcast_to"):
+        expanded.add(mask)
+        mask = mask.args[0]
+    return attention._replace(mask=mask, between=attention.between | expanded)
 
 
 def _fused(node: fx.Node) -> _Attention:
