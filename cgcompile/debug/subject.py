@@ -23,6 +23,7 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphCapture
 from cgcompile.graphs.guards import layout_text
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.pieces.size_ranges import fusion_texts
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph, ReplayOverride
 from cgcompile.serving.manager import CudaGraphManager
@@ -78,10 +79,20 @@ class Subject:
         own = any(getattr(op, "impl", None) for op in config.splitting_ops)
         uncompiled = config.compiler == "eager" and config.mode is CompilationMode.PIECEWISE
         uncompiled |= config.mode is CompilationMode.NONE or self.wrapper is not None
+        own |= config.decode_attention is True  # on a CPU by ops of torch
         changed = bool(config.graph_passes or config.piece_passes or own)
         tensors = [*compat.tree_tensors(call), *self.buffers]
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         return Tolerance(uncompiled and not changed and on_cpu, rtol, atol)
+
+    def kernel_notes(self) -> Iterator[str]:
+        """Yield how much of each graph kernels of cgcompile compute."""
+        for index, graph in enumerate(() if self.handle is None else self.handle.graphs):
+            texts = fusion_texts(graph.split, self.config)
+            fused = sum(text.partition(": ")[2].startswith("fused ") for text in texts)
+            if fused:
+                parts = f"{fused} parts of graph {index}"
+                yield f"kernels of cgcompile compute {parts}; cgcompile.explain names them"
 
     def outcome(self, run: Callable[..., Any], call: Call) -> dict[str, Any]:
         """Return copies of what a call returns and writes; everything is restored after it."""

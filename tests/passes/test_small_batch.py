@@ -378,6 +378,21 @@ def test_a_step_on_a_cpu_is_not_changed(settings, variable, monkeypatch) -> None
     assert backend.counters.replays == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_verify_counts_what_kernels_compute(mode, dynamic, monkeypatch) -> None:
+    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    backend = cgcompile.Backend(capture_device="host", cudagraph_mode=mode)
+    call = torch.compile(Between(), backend=backend, dynamic=dynamic)
+    with torch.inference_mode():
+        result = cgcompile.verify(call, torch.randn(4, D).bfloat16(), atol=0.1)
+    assert result.ok, result
+    note = "kernels of cgcompile compute 2 parts of graph 0; cgcompile.explain names them"
+    assert result.checks[0].notes == (note,)
+    assert f"note: {note}" in str(result)
+
+
 class Between(nn.Module):
     """Two pieces that differ, with attention between them."""
 
