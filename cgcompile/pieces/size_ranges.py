@@ -28,7 +28,7 @@ from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError, PieceCompileError
 from cgcompile.kernels import is_on, rotate_and_cache, small_linear
 from cgcompile.kernels.small_linear import ROWS, why_unsupported
-from cgcompile.passes.nodes import symbols_of, tensors, value
+from cgcompile.passes.nodes import calls, symbols_of, tensors, value
 from cgcompile.passes.rotary import fuse_rotary
 from cgcompile.passes.small_batch import Fusions, fuse_small_linears
 from cgcompile.passes.split import Piece, SplitGraph
@@ -231,9 +231,11 @@ class Variants:
 
 def _on_device(split: SplitGraph, config: CompilationConfig) -> bool:
     """Return whether small linear layers are to be fused, on the device of a graph."""
-    nodes = (node for piece in split.distinct for node in piece.module.graph.nodes)
+    nodes = [node for piece in split.distinct for node in piece.module.graph.nodes]
     inputs = (value(node) for node in nodes if node.op in ("placeholder", "get_attr"))
     devices = {tensor.device for values in inputs for tensor in tensors(values)}
+    if not any(calls(node, "linear") for node in nodes):  # there is nothing to insist on
+        devices = {device for device in devices if why_unsupported(device) is None}
     return is_on(config, "small_batch_kernels", devices, why_unsupported)
 
 

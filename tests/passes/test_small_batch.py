@@ -360,6 +360,16 @@ def test_true_is_refused_where_no_device_can_run_the_kernels(mode) -> None:
 
 
 @pytest.mark.slow
+def test_true_is_right_for_a_graph_without_linear_layers() -> None:
+    """Such as one on the CPU beside those of the model."""
+    backend = cgcompile.Backend(small_batch_kernels=True, capture_device="host")
+    call = torch.compile(torch.sin, backend=backend)
+    x = torch.randn(4)
+    with torch.inference_mode():
+        torch.testing.assert_close(call(x), torch.sin(x))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"small_batch_kernels": False}, {"compiler": "eager"}])
 @pytest.mark.parametrize("variable", ["", "CGCOMPILE_KERNELS", "CGCOMPILE_SMALL_BATCH_KERNELS"])
 def test_a_step_on_a_cpu_is_not_changed(settings, variable, monkeypatch) -> None:
