@@ -64,56 +64,74 @@ def fuse_rotary(
         What was fused, and why other embeddings that are written to a cache were not.
     """
     fusions = Fusions()
-    writes = [write for node in gm.graph.nodes if (write := _write_of(node)) is not None]
-    pairs = [
-        (rotated, *pair)
-        for pair in itertools.pairwise(writes)
-        if (rotated := _rotated_of(pair[0].source)) is not None
-    ]
-    counters: dict[fx.Node, int] = {}
-    for k, keys, values in pairs:
-        fuser = _Fuser(gm, k, keys, values, counters)
-        why = unsupported(value(keys.cache).device) or fuser.why_not()
-        if why is None:
-            fusions.fused.append(fuser.fuse())
-        else:
-            fusions.unfused.append(f"{keys.node.name}: {why}")
+    writes = [node for node in gm.graph.nodes if _write_of(node) is not None]
+    if not writes:
+        return fusions
+    graph = _Graph(gm)
+    for nodes in itertools.pairwise(writes):
+        # Read here: what was fused before may have replaced an input, or one of the writes.
+        pair = [_write_of(node) for node in nodes if node not in graph.erased]
+        if len(pair) == 2 and (fuser := _fuser_of(graph, *pair)) is not None:
+            why = unsupported(value(nodes[0]).device) or fuser.why_not()
+            if why is None:
+                fusions.fused.append(fuser.fuse())
+                graph.erased.update(nodes)
+            else:
+                fusions.unfused.append(f"{nodes[0].name}: {why}")
     if fusions.fused:
-        _count(gm, counters)
+        _count(gm, graph.counters)
         gm.graph.lint()
         gm.recompile()
     return fusions
 
 
+class _Graph:
+    """What is read of a graph once, before its first fusion: all nodes, for each of many layers."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.nodes = list(gm.graph.nodes)
+        self.order = {node: position for position, node in enumerate(self.nodes)}
+        keys = {node: storages(value(node)) for node in self.nodes}
+        self.touched = {
+            node: keys[node].union(*(keys[source] for source in node.all_input_nodes))
+            for node in self.nodes
+        }
+        writes = {node: written(gm, node) for node in self.nodes}
+        self.writes = {node: storages(list(map(value, writes[node]))) for node in self.nodes}
+        self.written = set().union(*self.writes.values())
+        autocast = bool(gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
+        self.in_regions = set(self.nodes) if autocast else nodes_in_regions(gm)
+        self.counters: dict[fx.Node, int] = {}  # with what is added at the end of the graph
+        self.erased: set[fx.Node] = set()  # writes that were fused
+
+
+def _fuser_of(graph: _Graph, keys: Any, values: Any) -> "_Fuser | None":
+    k = _rotated_of(keys.source)
+    return None if k is None else _Fuser(graph, k, keys, values)
+
+
 class _Fuser:
     """Fuses one embedding of q and k with the writes of k and v."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        k: _Rotated,
-        keys: _Write,
-        values: _Write,
-        counters: dict[fx.Node, int],
-    ) -> None:
-        self._gm, self._k, self._keys, self._values = gm, k, keys, values
-        self._counters = counters
-        self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
-        autocast = bool(gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
-        self._in_regions = set(self._order) if autocast else nodes_in_regions(gm)
-        users = [only_user(user) for user in k.cos.users if calls(user, "mul")]
-        pairs = [_rotated_of(user) for user in users if user is not None]
-        self._others = [q for q in pairs if q is not None and q.node is not k.node]
-        self._others = [q for q in self._others if (q.cos, q.sin) == (k.cos, k.sin)]
+    def __init__(self, graph: _Graph, k: _Rotated, keys: _Write, values: _Write) -> None:
+        self._graph, self._k, self._keys, self._values = graph, k, keys, values
 
     def why_not(self) -> str | None:
         """Return why the nodes stay as they are, or None."""
         if self._values.positions is not self._keys.positions:
             return "keys and values have other positions"
-        if len(self._others) != 1:
-            return f"{len(self._others)} other tensors are rotated like it"
-        (self._q,) = self._others
-        if not self._in_regions.isdisjoint({self._q.node, self._k.node, self._values.node}):
+        users = [only_user(user) for user in self._k.cos.users if calls(user, "mul")]
+        others = [q for user in users if (q := _rotated_of(user)) is not None]
+        others = [q for q in others if (q.cos, q.sin) == (self._k.cos, self._k.sin)]
+        # Layers may share their tables: of what is not written to a cache, the last one is theirs.
+        others = [q for q in others if not any(map(_write_of, q.node.users))]
+        order, last = self._graph.order, self._graph.order[self._values.node]
+        others = [q for q in others if order[q.node] < last]
+        if not others:
+            return "no other tensor is rotated like it before it is written"
+        self._q = max(others, key=lambda q: order[q.node])
+        if not self._graph.in_regions.isdisjoint({self._q.node, self._k.node, self._values.node}):
             return "it is in a region of autocast, grad mode or a transform"
         rotated = (self._q, self._k)
         self._heads = _heads_of(*rotated)
@@ -152,22 +170,20 @@ class _Fuser:
 
     def _why_not_order(self) -> str | None:
         """Return why the op may not stand in the place of the second write, or None."""
-        first, last = self._order[self._keys.node], self._order[self._values.node]
-        if any(self._order[node] > last for node in self._inputs()):
+        graph = self._graph
+        first, last = graph.order[self._keys.node], graph.order[self._values.node]
+        if any(graph.order[node] > last for node in self._inputs()):
             return "an input is computed after it"
-        if any(self._order[user] < last for user in self._q.node.users):
+        if any(graph.order[user] < last for user in self._q.node.users):
             return "the embedded queries are used before the cache is written"
         keys, values = (storages(value(write.cache)) for write in (self._keys, self._values))
         if not keys.isdisjoint(values):
             return "keys and values are in one storage"
-        nodes = list(self._order)
-        between = [n for node in nodes[first + 1 : last] for n in (node, *node.all_input_nodes)]
-        if any(not keys.isdisjoint(storages(value(node))) for node in between):
+        between = graph.nodes[first + 1 : last]
+        if any(not keys.isdisjoint(graph.touched[node]) for node in between):
             return "the cache is used between both writes"
-        writes = [target for node in nodes for target in written(self._gm, node)]
-        changed = storages([value(node) for node in writes])
         read = [*self._inputs()[:-2], *self._q.inner, *self._k.inner]
-        if any(not changed.isdisjoint(storages(value(node))) for node in read):
+        if any(not graph.written.isdisjoint(storages(value(node))) for node in read):
             return "one of its inputs is written"
         return None
 
@@ -179,7 +195,8 @@ class _Fuser:
 
     def fuse(self) -> str:
         """Put the op in place; return what it replaced."""
-        graph, (q, k) = self._gm.graph, self._heads
+        gm, (q, k) = self._graph.gm, self._heads
+        graph = gm.graph
         normed = k if q.weight is None else q
         positions = self._counted()
         with graph.inserting_before(self._values.node):
@@ -189,13 +206,15 @@ class _Fuser:
                 *sources, self._values.source, *tables, q.weight, k.weight,
                 normed.eps, normed.offset, positions, self._keys.cache, self._values.cache,
             ))  # fmt: skip
+        for node in (call, *call.all_input_nodes):
+            self._graph.order.setdefault(node, self._graph.order[self._values.node])
         call.meta |= {name: self._q.node.meta[name] for name in _KEPT if name in self._q.node.meta}
         self._q.node.replace_all_uses_with(call)
         for write in (self._keys, self._values):
             write.node.replace_all_uses_with(write.cache)
             graph.erase_node(write.node)
         for unused in (self._q.node, self._k.node, self._keys.positions):
-            _erase(self._gm, unused)
+            _erase(gm, unused)
         norm = "" if q.weight is None and k.weight is None else "norm, "
         names = f"{self._q.node.name} + {self._k.node.name}"
         return f"{norm}{names}, {self._keys.node.name} + {self._values.node.name}"
@@ -204,24 +223,19 @@ class _Fuser:
         """Return what the op reads positions from: a counter, if its increment can be moved."""
         positions = self._keys.positions
         counter = _counter_of(positions, value(self._q.x).shape[2])
-        if counter is None or counter in self._counters:
+        graph = self._graph
+        if counter is None or counter in graph.counters:
             return positions if counter is None else counter
         key = storages(value(counter))
-        nodes = list(self._gm.graph.nodes)
-        uses = [
-            node
-            for node in nodes
-            if any(not key.isdisjoint(storages(value(n))) for n in (node, *node.all_input_nodes))
-        ]
-        write = uses[-1]
+        *reads, write = (node for node in graph.nodes if not key.isdisjoint(graph.touched[node]))
         number = write.args[1] if len(write.args) == 2 else None
         moved = write.target == "add_" and write.op == "call_method" and not write.kwargs
         if not moved or write.args[0] is not counter or type(number) is not int or write.users:
             return positions
-        if any(written(self._gm, node) for node in uses[:-1]):
+        if any(graph.writes[node] for node in reads):
             return positions
-        self._gm.graph.erase_node(write)
-        self._counters[counter] = number
+        graph.gm.graph.erase_node(write)
+        graph.counters[counter] = number
         return counter
 
 

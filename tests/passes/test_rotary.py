@@ -410,3 +410,20 @@ def test_replays_write_the_cache_as_eager_does(device, mode, monkeypatch, caplog
     fused = "fused norm, q_2 + k_2, index_copy_ + index_copy__1"
     texts = [text for text in caplog.messages if text.startswith("piece") and "index_copy_" in text]
     assert [fused in text for text in texts] == [True, True, False]
+
+
+def test_a_number_of_tokens_without_bound_is_not_fused() -> None:
+    fusions: list[Fusions] = []
+
+    def backend(gm, example_inputs):
+        fusions.append(fuse_rotary(gm, lambda device: None))
+        return gm.forward
+
+    first = drawn(3, torch.bfloat16)
+    others = [tensor.clone() for tensor in first]
+    for tensor in (*others[:3], *others[5:7]):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    with torch.no_grad():
+        result = torch.compile(_step, backend=backend)(*others)
+        close(result[0], _step(*first)[0])
+    assert [str(fusion) for fusion in fusions] == ["index_copy_: it may get more than 16 tokens"]
