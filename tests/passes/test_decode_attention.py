@@ -177,7 +177,7 @@ def named(function) -> str:
     return function.__name__.strip("_")
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", REPLACED, ids=named)
 def test_replaced_attention_equals_eager(case, rows) -> None:
     backend = run(case, lambda: inputs(rows))
@@ -502,6 +502,7 @@ def test_a_decoder_is_one_piece() -> None:
         assert_snapshot(f"decode_attention/decoder_{on}", graph.split.text(lines=False))
 
 
+@pytest.mark.slow
 def test_batch_and_length_may_vary_without_new_guards() -> None:
     torch.manual_seed(0)
     model = Decoder().requires_grad_(False)
@@ -578,7 +579,7 @@ class Trained(nn.Module):
         return (one + two).sum(dim=(1, 2))
 
 
-@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("splits", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_training_step_has_the_gradients_of_eager(splits) -> None:
     torch.manual_seed(0)
     model = Trained()
@@ -612,6 +613,10 @@ def test_explain_names_what_is_replaced() -> None:
     assert_snapshot("decode_attention/explain", "\n".join(notes))
     assert (result.totals.captured, result.totals.eager) == (2, 1)
     assert "decode_attention: fused" in str(result)
+    with torch.device("meta"):
+        without_data = inputs()
+    on_meta = cgcompile.explain(both, *without_data, config={"decode_attention": True})
+    assert [note for note in on_meta.notes if note.startswith("decode_attention")] == notes
     assert "splitting_ops=" not in str(result)  # the op is no attention that has to be registered
 
 
