@@ -131,24 +131,33 @@ def _listed(names: list[str]) -> str:
 
 
 class _Replacer:
-    """Replaces attention of one graph in place; which nodes write is read once, before."""
+    """Replaces attention of one graph in place; what its nodes do is read once."""
 
     def __init__(self, gm: fx.GraphModule, boundaries: Boundaries, insists: bool) -> None:
         self._gm, self._boundaries, self._insists = gm, boundaries, insists
         self._users = boundaries.without_builtin()
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
-        autocast = bool(gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
-        self._regions = set(self._order) if autocast else nodes_in_regions(gm)
-        self._writes = [
+
+    # Both are read before the first node is replaced, and not for long queries.
+    @functools.cached_property
+    def _regions(self) -> set[fx.Node]:
+        graph = self._gm.graph
+        autocast = bool(graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
+        return set(self._order) if autocast else nodes_in_regions(self._gm)
+
+    @functools.cached_property
+    def _writes(self) -> list[tuple[int, set[int]]]:
+        """The positions of nodes that write, with the storages."""
+        return [
             (position, storages([value(target) for target in targets]))
             for node, position in self._order.items()
-            if (targets := written(gm, node))
+            if (targets := written(self._gm, node))
         ]
 
     def replace(self, attention: _Attention) -> str:
         """Put the op in place of attention; return what it computes, as text."""
-        self._check_surroundings(attention)
         _check_values(attention)
+        self._check_surroundings(attention)
         if not self._insists:
             _check_gain(attention)
         self._check_writes(attention)
