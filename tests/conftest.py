@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from lib.dynamo import dynamo_may_free_dicts
+from lib.dynamo import guards_of_later_torch
 from lib.patience import PATIENCE
 
 # pytest 9.2 and later give their handlers to every logger that does not propagate. torch takes any
@@ -27,7 +27,7 @@ settings.load_profile("busy")
 
 
 def pytest_configure() -> None:
-    dynamo_may_free_dicts()
+    guards_of_later_torch()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

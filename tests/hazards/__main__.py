@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hazards.table import TABLE, library
-from lib.dynamo import dynamo_may_free_dicts
+from lib.dynamo import guards_of_later_torch
 from lib.front_ends import COLUMNS
 from lib.hazards import ABSENT, Contract, Row, cell, observe
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("rows", nargs="*", help="parts of the names of rows")
     options = parser.parse_args()
-    dynamo_may_free_dicts()
+    guards_of_later_torch()
     library()
     torch.set_num_threads(1)
     for row in TABLE:

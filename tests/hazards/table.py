@@ -72,9 +72,6 @@ READ_CONTEXT = (*WITH_CONTEXT, *WRAPPERS, "CudaGraphManager")
 # A forward context is never passed to an encoder, and a front end without one has no metadata.
 NO_METADATA = {("torch.compile", "keep", "shape", "none", "breakable", *ENCODER): ABSENT}
 
-CLOSURES = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 11)
-"""Dynamo compares the cells of functions that a module holds; torch 2.11 does not."""
-
 NUMBERS: dict[str, Any] = {}  # globals that models read
 
 
@@ -818,7 +815,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("forward of a layer replaced", forward_of_a_layer_replaced, OF_STATE),
     Row("training mode", training_mode, OF_STATE),
-    Row("closure cell", closure_cell, OF_STATE if CLOSURES else {**OF_STATE, GUARDED: DOCUMENTED}),
+    Row("closure cell", closure_cell, OF_STATE),
     Row("global", global_number, OF_STATE),
     Row("default dtype", default_dtype, OF_SETTINGS),
     Row("default device", default_device, OF_SETTINGS),
