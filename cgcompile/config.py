@@ -123,8 +123,8 @@ class CompilationConfig:
             is dynamic, or ``capture_dim`` names that of the batch, sizes up to 16 are compiled
             separately. Results differ by rounding.
         decode_attention: compute attention of few query rows by a kernel of cgcompile that reads
-            heads which share keys once, and no key that the mask excludes from all rows. It can be
-            captured, so it is no boundary. ``auto``: on NVIDIA H100 and newer data-centre GPUs.
+            heads which share keys once, and no key that the mask excludes from all rows. It is
+            captured, also by PIECEWISE graphs. ``auto``: on NVIDIA H100 and newer data-centre GPUs.
             True: on any device, by ops of torch where the kernel does not run. Attention that
             ``splitting_ops`` or ``sdpa_kernel`` name stays. Results differ by rounding.
         dump_passes: a folder for the graph before and after every pass, as text.

@@ -4,14 +4,19 @@ The order of the graph is kept. Consecutive nodes that cannot be captured form a
 nodes between two of these a captured piece, with two refinements: allocations between two
 boundaries move into the captured piece before them, and a run of nodes that launches no kernel
 joins its eager neighbour, because replaying an empty graph costs time.
+
+Note [Cut for compilers]. Where attention is a boundary, a captured piece also ends in front of each
+``cgcompile::decode_attention``, which is captured: the layers of a decoder stay equal pieces, and
+one of them is compiled. A FULL graph holds all pieces.
 """
 
 from dataclasses import dataclass, field
 
+import torch.nn.functional as F
 from torch import fx
 
 from cgcompile import torch_compat as compat
-from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp
+from cgcompile.boundaries import AttentionCGSupport, Boundaries, SplittingOp, target_name
 from cgcompile.passes.capturable import Capturability
 from cgcompile.passes.nodes import (
     COMPUTING,
@@ -57,13 +62,16 @@ class _Run:
 
     capture: bool
     nodes: list[fx.Node] = field(default_factory=list)
+    cut: bool = False  # from the captured run before, see Note [Cut for compilers]
 
 
 def assign_pieces(gm: fx.GraphModule, boundaries: Boundaries) -> None:
     """Write a :class:`Placement` into the meta of every node that computes."""
     fallbacks, ops = _why_not_captured(gm, boundaries)
     in_region = _spread_over_regions(gm, fallbacks)
-    for number, run in enumerate(_settle(gm, _group(fallbacks), in_region, fallbacks)):
+    cuts = boundaries.match_call(F.scaled_dot_product_attention) is not None
+    runs = _group(gm, fallbacks, cuts)
+    for number, run in enumerate(_settle(gm, runs, in_region, fallbacks)):
         compiled = run.capture or _compiles_alone(run.nodes, ops, fallbacks)
         for node in run.nodes:
             fallback, support, op = fallbacks[node], AttentionCGSupport.ALWAYS, ops.get(node)
@@ -124,10 +132,11 @@ def _spread_over_regions(gm: fx.GraphModule, fallbacks: _Fallbacks) -> set[fx.No
     return inside
 
 
-def _group(fallbacks: _Fallbacks) -> list[_Run]:
+def _group(gm: fx.GraphModule, fallbacks: _Fallbacks, cuts: bool) -> list[_Run]:
     """Cut the nodes where captured and eager ones alternate; neutral nodes join a neighbour."""
     runs: list[_Run] = []
     waiting: list[fx.Node] = []
+    launches = False  # whether the last run launches a kernel
     for node, fallback in fallbacks.items():
         if fallback is None and _is_neutral(node):
             waiting.append(node)
@@ -135,8 +144,12 @@ def _group(fallbacks: _Fallbacks) -> list[_Run]:
                 runs[-1].nodes += waiting
                 waiting = []
             continue
-        if not runs or runs[-1].capture != (fallback is None):
-            runs.append(_Run(capture=fallback is None))
+        cut = cuts and launches and target_name(node.target) == "cgcompile::decode_attention"
+        if not runs or runs[-1].capture != (fallback is None) or cut:
+            cut = bool(runs) and runs[-1].capture and fallback is None
+            runs.append(_Run(capture=fallback is None, cut=cut))
+            launches = False
+        launches = launches or launches_kernel(gm, node)
         runs[-1].nodes += [*waiting, node]
         waiting = []
     if waiting:
@@ -165,7 +178,7 @@ def _settle(
             for node in run.nodes:
                 fallbacks[node] = Fallback(Reason.NO_KERNEL, "launches no kernel")
             run.capture = False
-        if settled and settled[-1].capture == run.capture:
+        if settled and settled[-1].capture == run.capture and not run.cut:
             settled[-1].nodes += run.nodes
         elif run.nodes:
             settled.append(run)
