@@ -83,11 +83,9 @@ def takes(
     shape = (rows, k.shape[1], keys.shape[2], size)
     if any(tensor.shape != shape or 0 in tensor.stride() for tensor in caches):
         return False  # torch refuses to write to memory that overlaps itself
-    return (
-        positions.dtype is torch.int64
-        and positions.shape == (tokens,)
-        and positions.is_contiguous()
-    )
+    one_device = positions.device == q.device  # a counter may be on the CPU
+    known = positions.dtype is torch.int64 and positions.shape in ((tokens,), ())
+    return one_device and known and positions.is_contiguous()
 
 
 def by_torch(

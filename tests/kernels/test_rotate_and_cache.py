@@ -188,6 +188,8 @@ REFUSED = {
     "another length": lambda x: [*x[:-1], x[-1][:, :, :5]],
     "int32 positions": lambda x: [*x[:7], x[7].int(), *x[8:]],
     "two positions": lambda x: [*x[:7], x[7].repeat(2), *x[8:]],
+    "counter elsewhere": lambda x: [*x[:7], torch.tensor(4, device="meta"), *x[8:]],
+    "int32 counter": lambda x: [*x[:7], torch.tensor(4, dtype=torch.int32), *x[8:]],
 }
 
 
@@ -198,6 +200,7 @@ def test_inputs_that_the_kernel_does_not_take(change) -> None:
     del arguments[7:9]
     assert takes(*arguments)
     assert takes(*arguments[:5], None, None, *arguments[7:])
+    assert takes(*arguments[:7], torch.tensor(4), *arguments[8:])
     assert not takes(*change(arguments))
 
 
@@ -214,6 +217,7 @@ def test_the_kernel_is_at_least_as_exact_as_eager(rows, tokens, size, dtype) -> 
         arguments = inputs_of(rows, 16, 4, tokens, size, dtype, "cuda")
         if number % 2:
             arguments[9] = torch.tensor(number % (LENGTH - tokens), device="cuda")
+        assert takes(*arguments[:7], *arguments[9:])
         right, plain = exact(arguments), eager(*arguments)
         results = op()(*arguments), *arguments[-2:]
         for way, tensors in enumerate((results, plain)):
