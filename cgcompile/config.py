@@ -279,10 +279,6 @@ class CompilationConfig:
         }
         return None if needs is None or present[needs] else needs
 
-    def insists(self, name: str) -> bool:
-        """Return whether a setting is True by an argument or option: for this model alone."""
-        return getattr(self, name) is True and self.origins[name] != "environment"
-
     @property
     def _splits(self) -> bool:
         return self.mode is CompilationMode.PIECEWISE
@@ -301,7 +297,8 @@ class CompilationConfig:
         """``decode_attention`` for one graph: False where it has no effect."""
         if not self._holds_attention or self.decode_attention is False:
             return False
-        return self.insists("decode_attention") or AUTO
+        for_all_models = self.origins["decode_attention"] == "environment"
+        return AUTO if for_all_models else self.decode_attention
 
     @property
     def origins(self) -> dict[str, str]:

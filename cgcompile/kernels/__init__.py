@@ -44,7 +44,8 @@ def is_on(
     reasons = list(map(why_unsupported, sorted(set(devices), key=str, reverse=True)))
     if None in reasons:
         return True
-    if reasons and config.insists(name):  # the first is that of a GPU, if there is one
+    insists = getattr(config, name) is True and config.origins[name] != "environment"
+    if reasons and insists:  # the first is that of a GPU, if there is one
         raise ConfigError.impossible(
             what=f"{name} = True",
             because=reasons[0],

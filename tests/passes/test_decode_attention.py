@@ -371,7 +371,10 @@ def test_settings_leave_attention_as_it_is(monkeypatch) -> None:
         assert OP not in ops_of(backend)
         assert fusions(backend) == ""
     monkeypatch.setenv("CGCOMPILE_KERNELS", "1")  # for all models, so as "auto"
-    assert not cgcompile.CompilationConfig().insists("decode_attention")
+    config = cgcompile.CompilationConfig()
+    assert (config.decode_attention, config.replaces_attention) == (True, "auto")
+    config = cgcompile.CompilationConfig(decode_attention=True)
+    assert config.replaces_attention is True
     monkeypatch.setenv("CGCOMPILE_KERNELS", "0")
     assert cgcompile.CompilationConfig().decode_attention is False
 
