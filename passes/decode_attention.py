@@ -437,6 +437,8 @@ class _Chain:
         scores, mask = self.node.args
         if not isinstance(scores, fx.Node) or not isinstance(mask, fx.Node):
             return None
+        if not _is_plain(value(mask)) or not value(mask).is_floating_point():
+            return None  # a sum counts True as 1
         self.to(scores)
         return mask
 

@@ -294,6 +294,11 @@ def _cap_after_the_mask(q, k, v, mask):
     return torch.matmul(F.softmax(torch.tanh(scores / 5.0) * 5.0, dim=-1), repeated(v, 2))
 
 
+def _a_sum_with_booleans(q, k, v, mask):
+    scores = torch.tanh(torch.matmul(q, repeated(k, 2).transpose(2, 3)) / 5.0) * 5.0
+    return torch.matmul(F.softmax(scores + mask, dim=-1), repeated(v, 2))
+
+
 def _sinks_for_all_rows(q, k, v, mask):
     scores = torch.matmul(q, repeated(k, 2).transpose(2, 3))
     sinks = q[0, 0, 0, :1].reshape(1, 1, 1, 1).expand(B, H, q.shape[2], -1)
@@ -305,7 +310,7 @@ STAYS = [
     _causal, _in_an_eager_region, _a_chosen_kernel, _autocast, _written_cache, _written_repeat,
     _written_by_another_view, _written_scores, _in_float64, _many_rows, _wide_heads,
     _batch_is_broadcast, _transposed_keys, _written_out, _weights_are_used, _softmax_over_rows,
-    _another_cap, _cap_after_the_mask, _sinks_for_all_rows,
+    _another_cap, _cap_after_the_mask, _a_sum_with_booleans, _sinks_for_all_rows,
 ]  # fmt: skip
 
 
