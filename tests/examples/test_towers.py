@@ -244,7 +244,11 @@ def test_graphs_have_room_for_the_windows_of_all_grids() -> None:
 
 @pytest.mark.slow
 @kinds
-def test_an_aligned_tower_gives_the_same(kind: str, device: str) -> None:
+def test_an_aligned_tower_gives_the_same(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By default convolutions alone may round to TF32, and `align` replaces one by a product.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     model, plain = patch_tower(kind, device)
     columns = model.tower.patch_embed.proj.weight[0].numel()
     assert align(model.tower) is model.tower
