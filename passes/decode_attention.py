@@ -454,7 +454,8 @@ class _Chain:
         if not pair or not _is_last(named.get("dim", 0), joined):
             return None
         scores, expanded = parts  # type: ignore[misc]
-        column = _source(expanded, "expand")
+        # Of one request the expansion does nothing, and is eliminated.
+        column = _source(expanded, "expand") or expanded
         sinks = _source(column, "reshape", "view")
         if not isinstance(sinks, fx.Node) or value(sinks).dim() != 1:
             return None

@@ -54,14 +54,14 @@ def language_model(name: str) -> Any:
     return getattr(transformers, model)(config).eval().requires_grad_(False)
 
 
-def decoded(model: Any, call: Any, padded: bool) -> list[torch.Tensor]:
+def decoded(model: Any, call: Any, padded: bool, rows: int = 2) -> list[torch.Tensor]:
     """Return the logits of five decode steps after a prompt, with a static cache."""
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=32)
     torch.manual_seed(1)
-    tokens = torch.randint(1, 100, (2, 10))
-    mask = torch.ones(2, 32, dtype=torch.int64)  # of the whole cache, so that its shape stays
+    tokens = torch.randint(1, 100, (rows, 10))
+    mask = torch.ones(rows, 32, dtype=torch.int64)  # of the whole cache, so that its shape stays
     mask[0, :3] = 0
     more = {"attention_mask": mask} if padded else {}
     logits = []
@@ -154,6 +154,17 @@ def test_an_encoder_decoder(name: str) -> None:
         backend = backend_of()
         result = steps(torch.compile(model.forward, backend=backend))
     check(backend, result, expected, layers=4)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_one_request(name: str) -> None:
+    model = language_model(name)
+    with torch.inference_mode():
+        expected = decoded(model, model, padded=False, rows=1)
+        backend = backend_of()
+        call = torch.compile(model.forward, backend=backend)
+        result = decoded(model, call, padded=False, rows=1)
+    check(backend, result, expected)
 
 
 def test_equal_layers_are_compiled_once(monkeypatch) -> None:
