@@ -35,7 +35,8 @@ def rotate_and_cache(q, k, v, cos, sin, q_norm, k_norm, positions, keys, values,
                      HALF: tl.constexpr, COUNTED: tl.constexpr, Q_NORM: tl.constexpr,
                      K_NORM: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Compute one head of q, k or v; programs are numbered over heads, tokens and rows."""
-    head, token, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, token, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, row = head.to(tl.int64), row.to(tl.int64)  # a long cache has more than 2**31 elements
     d = tl.arange(0, HALF)
     if DEPENDENT:
         gdc_launch_dependents()

@@ -97,7 +97,7 @@ import sys
 
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
-from test_rotate_and_cache import exact, inputs_of
+from test_rotate_and_cache import LENGTH, exact, inputs_of
 from cgcompile.kernels.rotate_and_cache import launch
 
 torch.manual_seed(0)
@@ -117,6 +117,14 @@ for tokens, rows, size, norms in itertools.product((1, 3), (1, 3), (32, 64), ran
         assert result.shape == right.shape
         error = (result.double() - right).abs().max() / right.abs().max()
         assert error < 1e-3, (float(error), tokens, rows, size, norms)
+
+arguments = inputs_of(1, 3, 3, 1, 32, torch.float16)  # the last head begins at element 2**31
+keys = torch.empty(2**31 + LENGTH * 32, dtype=torch.float16)  # pages that are not used take nothing
+keys = keys.as_strided((1, 3, LENGTH, 32), (3 * 2**30, 2**30, 32, 1))
+arguments[-2] = keys.copy_(arguments[-2])
+expected = exact(arguments)[1]
+launch(*arguments, dependent=False)
+assert (keys.double() - expected).abs().max() < 1e-2
 print("equal")
 """
 
