@@ -270,7 +270,7 @@ def _check_values(attention: _Attention) -> None:
 
 
 def _check_gain(attention: _Attention) -> None:
-    """Refuse attention that torch's own kernels compute as fast: without keys to skip or share."""
+    """Refuse attention without keys to skip or share: a gain over torch's kernels is not known."""
     q, k = value(attention.q), value(attention.k)
     skips = attention.mask is not None and q.shape[2] == 1
     _require(skips or q.shape[1] > k.shape[1], "no heads share K and V, and no mask is for one row")

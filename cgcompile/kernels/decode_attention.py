@@ -15,7 +15,7 @@ memory as a contiguous [B, T, H, Dv].
 On an NVIDIA GPU of compute capability 9.0 or newer Triton kernels compute it for at most
 :data:`TOKENS` query rows: they read each key and value once, and no key that the mask excludes from
 all rows. Elsewhere, and for inputs that the kernels do not take (:func:`takes`), torch's ops
-compute it. It is differentiable, by torch's ops.
+compute it. It is differentiable, by torch's ops; forward-mode AD raises an error.
 """
 
 import functools
@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from cgcompile import torch_compat as compat
+from cgcompile.errors import ConfigError
 from cgcompile.kernels import start
 from cgcompile.kernels.small_linear import DTYPES, why_unsupported
 from cgcompile.locks import new_lock
@@ -148,6 +150,7 @@ def by_torch(
     soft_cap: float,
 ) -> torch.Tensor:
     """Compute the op by ops of torch."""
+    _require_no_tangent(q, k, v, mask, sinks)
     if sinks is None and soft_cap == 0 and (mask is None or mask.dtype in (torch.bool, q.dtype)):
         # Heads that share keys are rows of one head, so that no key is copied.
         rows, row_mask = _rows(q, k.shape[1]), _rows_of_mask(mask, q, k)
@@ -157,6 +160,16 @@ def by_torch(
         result = _written_out(q, k, v, mask, sinks, scale, soft_cap)
     result = result.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     return result.transpose(1, 2)
+
+
+def _require_no_tangent(*tensors: torch.Tensor | None) -> None:
+    """Raise ConfigError for forward-mode AD, of which the op would lose the tangents."""
+    if compat.has_tangent(tensors):
+        raise ConfigError.impossible(
+            what="decode_attention of a tensor with a tangent",
+            because="the op has no forward derivative",
+            instead="Set decode_attention=False for this model.",
+        )
 
 
 def _rows(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -251,6 +264,7 @@ def on_cuda(
     soft_cap: float,
 ) -> torch.Tensor:
     """Compute the op for CUDA tensors."""
+    _require_no_tangent(q, k, v, mask, sinks)
     if why_unsupported(q.device) is not None or not takes(q, k, v, mask, sinks):
         return by_torch(q, k, v, mask, sinks, scale, soft_cap)
     with torch.cuda.device(q.device):

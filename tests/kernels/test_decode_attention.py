@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from cgcompile.errors import ConfigError
 from cgcompile.kernels.decode_attention import (
     MOST_SPLITS,
     SCAN,
@@ -150,6 +152,15 @@ def test_gradients_of_all_inputs_are_those_of_the_definition() -> None:
     kept = torch.rand(2, 1, 3, 5) > 0.3
     assert torch.autograd.gradcheck(lambda *x: op()(*x, kept, None, 0.3, 0.0), inputs[:3])
     assert torch.autograd.gradgradcheck(lambda *x: op()(*x, kept, None, 0.3, 0.0), inputs[:3])
+
+
+def test_a_tangent_is_refused_and_not_lost() -> None:
+    q, k, v = drawn((2, 4, 2, 1, 9, 8, 8))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(ConfigError, match=r"tangent.*\n.*decode_attention=False"):
+            op()(dual, k, v, None, None, 0.3, 0.0)
+        assert torch.equal(op()(q, k, v, None, None, 0.3, 0.0), op()(q, k, v, None, None, 0.3, 0.0))
 
 
 def test_a_training_step_equals_one_with_sdpa() -> None:
