@@ -122,7 +122,7 @@ def attend_keys(q, k, v, mask, sums, values, scale, soft_cap, G, T, L, HEADS,
         gdc_launch_dependents()
         gdc_wait()
     mask += batch * mask_batch
-    mask_rows = heads * mask_head + tokens * mask_token
+    mask_rows = heads.to(tl.int64) * mask_head + tokens * mask_token
     first, last = _kept_range(mask, mask_rows, live, L, mask_key, MASK, ROW_MASK, ROWS, SCAN)
     d, dv = tl.arange(0, DP)[None, None, :], tl.arange(0, DVP)[None, None, :]
     width: tl.constexpr = KEYS // PARTS
@@ -195,11 +195,11 @@ def attend_sums(q, k, v, mask, sinks, sums, values, out, scale, soft_cap, G, T, 
     result = result / tl.where(total == 0, 1.0, total)
     no_key = total == 0 if MASK == 2 and not SINKS else False
     if no_key:  # what the scores and the least value add up to decides
-        where, shared = batch.to(tl.int64), (pair % HEADS).to(tl.int64)
-        q += where * q_batch + head * q_head + token * q_token
+        where, shared, wide = batch.to(tl.int64), (pair % HEADS).to(tl.int64), head.to(tl.int64)
+        q += where * q_batch + wide * q_head + token * q_token
         k += where * k_batch + shared * k_head
         v += where * v_batch + shared * v_head
-        mask += where * mask_batch + head * mask_head + token * mask_token
+        mask += where * mask_batch + wide * mask_head + token * mask_token
         result = _without_skipping(q, k, v, mask, scale, soft_cap, L, k_key, v_key, mask_key,
                                    D, DV, DP, DVP, CAP)  # fmt: skip
     out += ((batch.to(tl.int64) * T + token) * HEADS * G + head) * DV

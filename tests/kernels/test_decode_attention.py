@@ -252,6 +252,15 @@ for splits in (1, 2):
     tile = Tile(16, 1, 2, splits)
     result = launch(q, k, v, kept, None, 0.25, 0.0, dependent=False, tile=tile)
     assert result[0, 0].isnan().all() and not result[0, 1].isnan().any()
+# The last head of a mask that is a part of a long one begins at element 2**31.
+memory = torch.empty(2**31 + 20, dtype=torch.float16)  # pages that are not used take nothing
+q, k, v = (torch.randn(1, n, length, 16).half() for n, length in ((3, 1), (1, 20), (1, 20)))
+mask = memory.as_strided((1, 3, 1, 20), (3 * 2**30, 2**30, 20, 1))
+for value in (0.0, torch.finfo(torch.float16).min):  # the second keeps no key
+    mask.copy_(torch.full((20,), value).masked_fill_(torch.arange(20) > 9, float("-inf")))
+    result = launch(q, k, v, mask, None, 0.25, 0.0, dependent=False, tile=Tile(16, 1, 2, 1))
+    expected = op()(*map(exact, (q, k, v, mask)), None, 0.25, 0.0)
+    assert (result.double() - expected).abs().max() < 4e-3
 print("equal")
 """
 
@@ -311,6 +320,31 @@ def test_the_kernel_compiles_for_hopper(changes, together) -> None:
     loop = compiled.asm["ttgir"].rpartition("scf.for")[2].partition("scf.yield")[0]
     assert loop.count("ttg.async_copy_global_to_local") == 2  # keys and values of later steps
     assert (compiled.metadata.shared + 1024) * together <= 228 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mask", "sinks"), [(2, False), (1, True)])
+def test_the_second_kernel_compiles_for_hopper(mask, sinks) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from cgcompile.kernels import decode_attention_triton as kernels
+
+    constants = dict.fromkeys(("D", "DV", "DP", "DVP"), 128) | {"MASK": mask, "SINKS": sinks}
+    constants |= {"CAP": mask == 2, "MOST": 4, "DEPENDENT": True}
+    names = [parameter.name for parameter in kernels.attend_sums.params]
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(("q", "k", "v", "sinks", "out"), "*bf16")
+    types |= {"mask": "*bf16" if mask == 2 else "*u8", "scale": "fp32", "soft_cap": "fp32"}
+    types |= {"sums": "*fp32", "values": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(
+        kernels.attend_sums,
+        {name: types[name] for name in names},
+        {(names.index(name),): constant for name, constant in constants.items()},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    text = compiled.asm["ptx"]
+    assert "griddepcontrol.wait" in text
+    assert not text.partition("griddepcontrol.wait")[0].count("ld.global")  # not before it
 
 
 def test_programs_fill_the_gpu_and_have_keys() -> None:
