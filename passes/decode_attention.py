@@ -28,6 +28,7 @@ from cgcompile.boundaries import Boundaries, in_eager_region
 from cgcompile.kernels.decode_attention import SIZE, TOKENS, op, why_unsupported
 from cgcompile.kernels.small_linear import DTYPES
 from cgcompile.passes.base import Fusions
+from cgcompile.passes.linears import CASTS
 from cgcompile.passes.nodes import (
     calls,
     launches_kernel,
@@ -42,7 +43,6 @@ from cgcompile.settings import AUTO
 
 _SDPA = "scaled_dot_product_attention"
 _REPEATS = ("reshape", "view", "flatten", "contiguous", "repeat_interleave")
-_CASTS = ("to", "type", "type_as", "float", "bfloat16", "half")
 
 
 class _Attention(NamedTuple):
@@ -165,7 +165,7 @@ class _Replacer:
         graph, end = self._gm.graph, attention.end
         with graph.inserting_before(end):
             result = call = graph.call_function(op(), tuple(attention[:7]))
-            if not _lies(value(end), heads_first=False):
+            if not _is_dense(value(end), heads_first=False):
                 result = graph.call_method("contiguous", (call,))
         for node in {call, result}:
             node.meta |= {key: end.meta[key] for key in _KEPT if key in end.meta}
@@ -224,7 +224,7 @@ def _same(some: Iterable[Any], others: Iterable[Any]) -> bool:
     return len(one) == len(other) and all(map(compat.statically_equal, one, other))
 
 
-def _lies(result: torch.Tensor, *, heads_first: bool) -> bool:
+def _is_dense(result: torch.Tensor, *, heads_first: bool) -> bool:
     """Return whether [B, H, T, Dv] is contiguous; if not ``heads_first``, as [B, T, H, Dv]."""
     _, heads, rows, size = result.shape
     inner = (rows * size, size) if heads_first else (size, heads * size)
@@ -259,7 +259,7 @@ def _check_values(attention: _Attention) -> None:
     sizes = size, v.shape[3]
     small = all(type(own) is int and own <= SIZE for own in sizes)
     _require(small, f"its heads have {' and '.join(map(str, dict.fromkeys(sizes)))} values")
-    known = _lies(result, heads_first=True) or _lies(result, heads_first=False)
+    known = _is_dense(result, heads_first=True) or _is_dense(result, heads_first=False)
     _require(known, "its result has an unusual layout")
     dense = _same([k.stride(3), v.stride(3)], [1, 1])
     _require(dense, "the values of a position are not beside each other")
@@ -400,7 +400,7 @@ class _Chain:
         self._skip()
 
     def _skip(self) -> None:
-        while (calls(self.node, *_CASTS) and value(self.node).dtype in self._dtypes) or (
+        while (calls(self.node, *CASTS) and value(self.node).dtype in self._dtypes) or (
             calls(self.node, "dropout") and _has_no_dropout(self.node)
         ):
             self.passed.add(self.node)

@@ -166,7 +166,7 @@ class _Fuser:
         product = None if acted is None or activation is None else only_user(acted)
         if acted is None or activation is None or product is None:
             return None
-        if not _is("mul", product) or product.kwargs:
+        if not calls(product, "mul") or product.kwargs:
             return None
         (up,) = [arg for arg in product.args if arg is not acted] or [None]
         if halves is not None:
@@ -180,7 +180,7 @@ class _Fuser:
     def _residual(self, linear: Linear) -> tuple[fx.Node, fx.Node | None]:
         """Return (sum, residual) if a layer is a summand of one; else (layer, None)."""
         end = only_user(linear.node)
-        if end is None or not _is("add", end) or end.kwargs or len(end.args) != 2:
+        if end is None or not calls(end, "add") or end.kwargs or len(end.args) != 2:
             return linear.node, None
         others = [arg for arg in end.args if arg is not linear.node]
         if len(others) != 1 or not isinstance(others[0], fx.Node):
@@ -276,10 +276,6 @@ def _read_results_of_sums(gm: fx.GraphModule) -> None:
 # ---------------------------------------------------------------- patterns
 
 
-def _is(name: str, node: Any) -> bool:
-    return calls(node, name)
-
-
 def between(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
     """Return a node and what it is computed from, up to ``ends``, which are left out."""
     nodes: set[fx.Node] = set()
@@ -310,7 +306,7 @@ def _most_rows(x: torch.Tensor) -> int | None:
 def _halves(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return both halves of the last dimension, where that is the only use of a node."""
     parts = only_user(node)
-    if parts is None or parts.args[:1] != (node,) or not _is("chunk", parts):
+    if parts is None or parts.args[:1] != (node,) or not calls(parts, "chunk"):
         return None
     size = value(node).shape[-1]
     if type(size) is not int or size % 2:
@@ -319,14 +315,14 @@ def _halves(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     last = value(node).dim() - 1
     if numbers not in ([2, -1], [2, last]) or set(parts.kwargs) - {"chunks", "dim"}:
         return None
-    items = {user.args[1]: user for user in parts.users if _is("getitem", user)}
+    items = {user.args[1]: user for user in parts.users if calls(user, "getitem")}
     if len(items) != 2 or len(parts.users) != 2:
         return None
     return items[0], items[1]
 
 
 def _activation_of(node: fx.Node) -> str | None:
-    name = next((known for known in _ACTIVATIONS if _is(known, node)), None)
+    name = next((known for known in _ACTIVATIONS if calls(node, known)), None)
     if name is None:
         return None
     inplace = node.kwargs.get("inplace", False) or len(node.args) > 1
@@ -336,7 +332,7 @@ def _activation_of(node: fx.Node) -> str | None:
 
 def _uncast(node: Any, dtype: torch.dtype) -> Any:
     """Return what a node casts to a dtype; the node itself if it is no cast."""
-    if isinstance(node, fx.Node) and any(_is(name, node) for name in CASTS):
+    if isinstance(node, fx.Node) and calls(node, *CASTS):
         source = node.args[0]
         new, old = value(node), value(source) if isinstance(source, fx.Node) else None
         if isinstance(old, torch.Tensor) and new.dtype is dtype and _alike(new, old):
@@ -352,7 +348,7 @@ def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
 def norm_of(node: fx.Node) -> _Norm | None:
     """Return the RMS norm that a node computes, or None."""
     dtype = value(node).dtype
-    if _is("rms_norm", node):
+    if calls(node, "rms_norm"):
         names = ("input", "normalized_shape", "weight", "eps")
         named = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         eps = named.get("eps")
@@ -360,7 +356,7 @@ def norm_of(node: fx.Node) -> _Norm | None:
         return _checked(node, named["input"], named.get("weight"), eps, 0.0, named)
     inner = _uncast(node, dtype)
     for product in dict.fromkeys((inner, node)):
-        if not _is("mul", product) or len(product.args) != 2 or product.kwargs:
+        if not calls(product, "mul") or len(product.args) != 2 or product.kwargs:
             continue
         for scaled, weight in (product.args, product.args[::-1]):
             root = _rooted(_uncast(scaled, dtype))
@@ -373,7 +369,7 @@ def norm_of(node: fx.Node) -> _Norm | None:
 
 def _offset_of(weight: Any) -> tuple[Any, float]:
     """Return (weight, 1.0) of ``1 + weight``; else (weight, 0.0)."""
-    if _is("add", weight) and not weight.kwargs and len(weight.args) == 2:
+    if calls(weight, "add") and not weight.kwargs and len(weight.args) == 2:
         for number, other in (weight.args, weight.args[::-1]):
             if isinstance(number, (int, float)):
                 return other, float(number)
@@ -382,15 +378,15 @@ def _offset_of(weight: Any) -> tuple[Any, float]:
 
 def _rooted(node: Any) -> tuple[Any, float] | None:
     """Return (x, eps) of ``x * rsqrt(mean(x ** 2) + eps)`` in float32, x before its cast."""
-    if not _is("mul", node) or len(node.args) != 2 or value(node).dtype is not torch.float32:
+    if not calls(node, "mul") or len(node.args) != 2 or value(node).dtype is not torch.float32:
         return None
     for x, root in (node.args, node.args[::-1]):
         mean, eps = _mean_of(root)
-        if not _is("mean", mean):
+        if not calls(mean, "mean"):
             continue
         squares = mean.args[0]
-        power = _is("pow", squares) and squares.args == (x, 2)
-        squared = power or (_is("mul", squares) and squares.args == (x, x))
+        power = calls(squares, "pow") and squares.args == (x, 2)
+        squared = power or (calls(squares, "mul") and squares.args == (x, x))
         if squared and _over_last(mean):
             return _uncast(x, torch.float32), eps
     return None
@@ -398,8 +394,8 @@ def _rooted(node: Any) -> tuple[Any, float] | None:
 
 def _mean_of(root: Any) -> tuple[Any, float]:
     """Return (mean, eps) of ``rsqrt(mean + eps)``."""
-    total: Any = root.args[0] if _is("rsqrt", root) else None
-    plain = _is("add", total) and len(total.args) == 2 and not total.kwargs
+    total: Any = root.args[0] if calls(root, "rsqrt") else None
+    plain = calls(total, "add") and len(total.args) == 2 and not total.kwargs
     if plain and isinstance(total.args[1], float):
         return total.args[0], total.args[1]
     return None, 0.0

@@ -9,8 +9,8 @@ multiple of Hkv and head h of q reads head h // (H // Hkv) of k and v, it comput
     p = exp(s) / (sum(exp(s)) + exp(sinks))           with sinks [H], a logit of each head
     result = p @ v
 
-A row whose keys are all excluded, by False or by -inf, is 0. The result [B, H, T, Dv] lies in
-memory as a contiguous [B, T, H, Dv].
+A row whose keys are all excluded, by False or by -inf, is 0. The memory of the
+result [B, H, T, Dv] is that of a contiguous [B, T, H, Dv].
 
 On an NVIDIA GPU of compute capability 9.0 or newer Triton kernels compute it for at most
 :data:`TOKENS` query rows: they read each key and value once, and no key that the mask excludes from

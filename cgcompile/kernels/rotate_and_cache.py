@@ -2,12 +2,12 @@
 
 For q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, D] it computes, in this order::
 
-    q = q / sqrt(mean(q * q) + eps) * (q_norm + offset)    with a norm [D]; k likewise
-    q = q * cos + cat(-q[..., D / 2 :], q[..., : D / 2]) * sin              k likewise
+    q = q / sqrt(mean(q * q) + eps) * (q_norm + offset)    with a norm [D]; the same for k
+    q = q * cos + cat(-q[..., D / 2 :], q[..., : D / 2]) * sin              the same for k
     keys[:, :, positions] = k;  values[:, :, positions] = v
 
-with cos and sin [1 or B, T, D], writes to keys and values [B, Hkv, L, D], and returns q. Of
-positions [T] only the first may be given: [], a counter that is incremented after the op.
+with cos and sin [1 or B, T, D], writes to keys and values [B, Hkv, L, D], and returns q.
+Positions are [T], or the first of them: a counter [] that is incremented after the op.
 
 On an NVIDIA GPU of compute capability 9.0 or newer one Triton kernel computes all of it; it starts
 before the kernel in front of it has ended (programmatic dependent launch). Elsewhere, and for

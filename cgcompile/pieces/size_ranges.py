@@ -104,7 +104,8 @@ class Variants:
             self._named = self._symbols.only(config.capture_dim)
         self._ranges = () if endpoints is None else ranges_between(endpoints)
         if self._small:
-            rotate_and_cache.op(), small_linear.op()  # an artifact from disk calls them
+            for module in (rotate_and_cache, small_linear):
+                module.op()  # an artifact from disk calls it
         captured = config.cudagraph_capture_sizes or ()
         # Steps of few rows are padded to the least capture size.
         self._own_range = (ROWS,) if min(captured, default=0) <= ROWS else ()
