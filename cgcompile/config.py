@@ -126,8 +126,9 @@ class CompilationConfig:
             heads which share keys once, and no key that the mask excludes from all rows. It is
             captured, also by the piecewise graphs of FULL_AND_PIECEWISE. In mode PIECEWISE
             attention stays. ``auto``: on NVIDIA H100 and newer data-centre GPUs. True: on any
-            device, by ops of torch where the kernel does not run. Attention that ``splitting_ops``
-            or ``sdpa_kernel`` name stays. Results differ by rounding.
+            device, by ops of torch where the kernel does not run. Attention stays that
+            ``splitting_ops`` names, or that is traced under ``sdpa_kernel``. Results differ by
+            rounding.
         dump_passes: a folder for the graph before and after every pass, as text.
         cache_dir: the folder that keeps compiled pieces for other processes, or ``off``. Unset:
             cgcompile in $XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must

@@ -242,7 +242,7 @@ class _Fuser:
         self._fusions.fused.append("".join(parts))
 
     def _erase(self, node: fx.Node, own: set[fx.Node]) -> None:
-        """Erase a node without users, and then its inputs likewise; ops of torch without writes."""
+        """Erase a node without users, then its inputs; only ops of torch that write nothing."""
         unused = not node.users and node.op in COMPUTING and is_torchs(node)
         pure = not written(self._gm, node) and short_name(node.target) in _ERASABLE
         if unused and (pure or node in own):

@@ -18,6 +18,7 @@ that the kernels do not take (:func:`takes`), torch's ops compute it.
 
 import functools
 import importlib.util
+import logging
 import math
 import threading
 from collections.abc import Sequence
@@ -176,8 +177,12 @@ def _load_triton(device: torch.device) -> None:
     def load() -> None:
         from cgcompile.kernels.small_linear_triton import nothing
 
-        with torch.cuda.device(device):
-            nothing.warmup(grid=(1,))
+        try:
+            with torch.cuda.device(device):
+                nothing.warmup(grid=(1,))
+        except Exception:  # the first kernel of a graph raises it
+            log = logging.getLogger(__name__)
+            log.debug("Triton compiles no kernel for %s", device, exc_info=True)
 
     threading.Thread(target=load, name="cgcompile kernels").start()
 
