@@ -595,6 +595,11 @@ class WeightsError(CGCompileError, ValueError):
 class GuardError(CGCompileError, RuntimeError):
     """Something that a graph has recorded is not what this call gives."""
 
+    shared_counter = Template("""
+        the compiled step: {path} and {other} share memory, and did not when traced. The step \
+        increments the first at its end, after it has read the second.
+        Pass tensors that do not overlap, or set decode_attention=False.""")
+
 
 class AddressChangedError(GuardError):
     """A tensor that a graph reads or writes has moved since the capture."""

@@ -7,7 +7,8 @@ It replaces, in Dynamo's graph before it is cut::
 
 as ``transformers`` writes them. The op reads heads that share K and V once, where they lie in the
 cache, and is no boundary. The number of query rows is static in these graphs, so long queries keep
-what they have.
+what they have. If it replaced some, the lengths of the layers of a static cache are counted at the
+end of the graph, by one op.
 
 The rule: attention is replaced only if nothing writes to what the op reads, or to what it replaces,
 between the first replaced node and the op. Softmax without a soft cap and sinks stays, since
@@ -28,6 +29,7 @@ from cgcompile.boundaries import Boundaries, in_eager_region
 from cgcompile.kernels.decode_attention import SIZE, TOKENS, op, why_unsupported
 from cgcompile.kernels.small_linear import DTYPES
 from cgcompile.passes.base import Fusions
+from cgcompile.passes.counters import advance, increments
 from cgcompile.passes.linears import CASTS
 from cgcompile.passes.nodes import (
     calls,
@@ -94,7 +96,7 @@ class ReplaceAttention:
         self.fusions = Fusions()
 
     def uuid(self) -> str:
-        return f"{self.name}/1/{self._where}/{self._boundaries.uuid()}"
+        return f"{self.name}/2/{self._where}/{self._boundaries.uuid()}"
 
     def concerns(self, gm: fx.GraphModule) -> bool:
         """Return whether a graph may have attention that the pass replaces."""
@@ -115,6 +117,8 @@ class ReplaceAttention:
                             fused.setdefault(replacer.replace(attention), []).append(node.name)
                     except _Refused as why:
                         unfused.setdefault(str(why), []).append(node.name)
+            if fused:
+                replacer.advance_counters()
             self.fusions.fused += [f"{_listed(names)}, {what}" for what, names in fused.items()]
             self.fusions.unfused += [f"{_listed(names)}: {why}" for why, names in unfused.items()]
         return gm
@@ -175,6 +179,12 @@ class _Replacer:
             if not node.users:
                 graph.erase_node(node)
         return _text_of(attention)
+
+    def advance_counters(self) -> None:
+        """Advance the lengths of all layers by one op, which would be one in each piece."""
+        movable = increments(self._gm).items()
+        chosen = {node for _, node in movable if in_eager_region(node) or self._users.match(node)}
+        advance(self._gm, {counter: node for counter, node in movable if node not in chosen})
 
     def _check_surroundings(self, attention: _Attention) -> None:
         """Refuse attention for which the user, or a state of the process, chose how it runs."""

@@ -8,7 +8,7 @@ uses the cache between both writes.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.kernels.rotate_and_cache import HEADS, empty, op
 from cgcompile.kernels.small_linear import DTYPES, ROWS, why_unsupported
 from cgcompile.passes.base import Fusions
+from cgcompile.passes.counters import advance, increments
 from cgcompile.passes.nodes import calls, is_torchs, layout_of, short_name, storages, value, written
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.passes.small_batch import between, norm_of, only_user
@@ -79,7 +80,7 @@ def fuse_rotary(
             else:
                 fusions.unfused.append(f"{nodes[0].name}: {why}")
     if fusions.fused:
-        _count(gm, graph.counters)
+        advance(gm, graph.moved)
         gm.graph.lint()
         gm.recompile()
     return fusions
@@ -102,7 +103,8 @@ class _Graph:
         self.written = set().union(*self.writes.values())
         autocast = bool(gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
         self.in_regions = set(self.nodes) if autocast else nodes_in_regions(gm)
-        self.counters: dict[fx.Node, int] = {}  # with what is added at the end of the graph
+        self.increments = increments(gm)
+        self.moved: dict[fx.Node, fx.Node] = {}  # those that move to the end of the graph
         self.erased: set[fx.Node] = set()  # writes that were fused
 
 
@@ -220,32 +222,19 @@ class _Fuser:
         return f"{norm}{names}, {self._keys.node.name} + {self._values.node.name}"
 
     def _counted(self) -> Any:
-        """Return what the op reads positions from: a counter, if its increment can be moved."""
+        """Return what the op reads positions from: a counter, if it still has its value."""
         positions = self._keys.positions
         counter = _counter_of(positions, value(self._q.x).shape[2])
         graph = self._graph
-        if counter is None or counter in graph.counters:
+        if counter is None or counter in graph.moved:
             return positions if counter is None else counter
+        if counter in graph.increments:
+            graph.moved[counter] = graph.increments[counter]
+            return counter
         key = storages(value(counter))
-        *reads, write = (node for node in graph.nodes if not key.isdisjoint(graph.touched[node]))
-        number = write.args[1] if len(write.args) == 2 else None
-        moved = write.target == "add_" and write.op == "call_method" and not write.kwargs
-        if not moved or write.args[0] is not counter or type(number) is not int or write.users:
-            return positions
-        if any(graph.writes[node] for node in reads):
-            return positions
-        graph.gm.graph.erase_node(write)
-        graph.counters[counter] = number
-        return counter
-
-
-def _count(gm: fx.GraphModule, counters: Mapping[fx.Node, int]) -> None:
-    """Increment counters at the end of a graph: one kernel instead of one in each layer."""
-    (output,) = gm.graph.find_nodes(op="output")
-    with gm.graph.inserting_before(output):
-        for number in dict.fromkeys(counters.values()):
-            nodes = [counter for counter, by in counters.items() if by == number]
-            gm.graph.call_function(compat.FOREACH_ADD_, (nodes, number))
+        first, last = graph.order[positions], graph.order[self._values.node]
+        stays = all(key.isdisjoint(graph.writes[node]) for node in graph.nodes[first:last])
+        return counter if stays else positions
 
 
 _KEPT = ("example_value", "stack_trace")  # of a node that is replaced by an equal one

@@ -142,6 +142,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "BatchError.axes": {"names": ["max_seqlen", "kernel"]},
     "DispatchError.other_breaks": {"now": ["attend"], "before": []},
     "DispatchError.other_thread": {"before": "Thread-1"},
+    "GuardError.shared_counter": {"path": "input 3 'count'", "other": "input 4 'start'"},
     "InputBufferError.too_large": {"most": (8, 4)},
     "DispatchError.strict": {"why": Fallback(Reason.HOST_SYNC, "item() reads a tensor")},
     "EncoderError.older_protocol": {"found": ["get_encoder_cudagraph_num_items"]},

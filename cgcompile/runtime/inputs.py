@@ -35,8 +35,10 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.config import CUDAGraphMode
+from cgcompile.errors import GuardError
 from cgcompile.graphs.arena import span
 from cgcompile.graphs.device import no_device
+from cgcompile.passes.counters import advanced
 from cgcompile.passes.nodes import (
     is_cpu_scalar,
     is_symbolic_number,
@@ -207,6 +209,8 @@ class Overlaps:
         self._inputs = split.inputs
         self._storages = {position: compat.storage_key(value.meta) for position, value in tensors}
         self._mutated = frozenset(position for position, value in tensors if value.mutated)
+        moved = {piece.inputs[k] for piece in split.pieces for k in advanced(piece.module)}
+        self._counters = {position for position, value in tensors if value.name in moved}
 
     def why(self, inputs: Sequence[Any]) -> Fallback | None:
         """Return why pieces run neither compiled nor captured; None if memory is as when traced."""
@@ -219,6 +223,10 @@ class Overlaps:
         for one, other in _overlapping(ranges):
             apart = self._storages[one] != self._storages[other]
             if apart and not self._mutated.isdisjoint((one, other)):
+                for counter, alias in ((one, other), (other, one)):
+                    if counter in self._counters:
+                        paths = self._path(counter), self._path(alias)
+                        raise GuardError.shared_counter(path=paths[0], other=paths[1])
                 detail = f"{self._path(other)} is memory that the step writes"
                 return Fallback(Reason.UNSUPPORTED_INPUT, f"{detail}, and of {self._path(one)}")
         return None

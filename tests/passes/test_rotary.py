@@ -288,6 +288,23 @@ def _counter_is_returned(q, k, v, cos, sin, keys, values, count):
     return _step(q, k, v, cos, sin, keys, values, count)[0], count
 
 
+def _counter_is_written_after(q, k, v, cos, sin, keys, values, count):
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    positions = torch.arange(1) + count
+    keys.index_copy_(2, positions, k)
+    values.index_copy_(2, positions, v)
+    count.add_(1)
+    return q, count + 5
+
+
+def _counter_stays(q, k, v, cos, sin, keys, values, count):
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    positions = torch.arange(1) + count
+    keys.index_copy_(2, positions, k)
+    values.index_copy_(2, positions, v)
+    return q, count + 5
+
+
 def _counter_is_scaled(q, k, v, cos, sin, keys, values, count):
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     positions = torch.arange(1) + count
@@ -377,7 +394,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "FULL with decode_attention"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_replays_write_the_cache_as_eager_does(device, mode, monkeypatch, caplog) -> None:
     """With the host recorder, where the op runs torch's ops, and on CUDA, where it is a kernel."""
@@ -389,7 +406,9 @@ def test_replays_write_the_cache_as_eager_does(device, mode, monkeypatch, caplog
     torch.manual_seed(0)
     model = Attention().to(device)
     recorder = {"capture_device": "host"} if device == "cpu" else {}
-    backend = cgcompile.Backend(cudagraph_mode=mode, **recorder)
+    if "decode_attention" in mode:
+        recorder["decode_attention"] = True
+    backend = cgcompile.Backend(cudagraph_mode=mode.split()[0], **recorder)
     call = torch.compile(model, backend=backend, dynamic=False)
     for rows in (3, 16, 17):
         caches = [torch.randn(rows, 2, 9, D).bfloat16().to(device) for _ in range(2)]
