@@ -256,6 +256,7 @@ ALIKE = [
 PARTS = [scaled_twice, view_before_the_sum, read_before_the_sum, sum_with_a_factor]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", DATA, ids=str)
 @pytest.mark.parametrize("case", [*WAYS, *ALIKE], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("shape", [(4, K), (3, 2, K), (17, K)], ids=str)

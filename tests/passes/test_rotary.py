@@ -334,6 +334,7 @@ def drawn(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [q, k, v, *tables, *caches, torch.tensor(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[1:])
 @pytest.mark.parametrize("rows", [2, 17])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

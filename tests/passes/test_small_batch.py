@@ -273,6 +273,7 @@ CASES = [value for name, value in list(globals().items()) if name[0] == "_" and 
 CASES.remove(_normalized)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[1:])
 @pytest.mark.parametrize("rows", [2, 17])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
