@@ -33,6 +33,7 @@ from cgcompile.passes.counters import advance, increments
 from cgcompile.passes.linears import CASTS
 from cgcompile.passes.nodes import (
     calls,
+    keep_meta,
     launches_kernel,
     short_name,
     storages,
@@ -63,9 +64,6 @@ class _Attention(NamedTuple):
     @property
     def replaced(self) -> frozenset[fx.Node]:
         return self.between | {self.end}
-
-
-_KEPT = ("example_value", "stack_trace")  # the manager of passes runs new nodes, as it was
 
 
 class _Refused(Exception):
@@ -172,7 +170,7 @@ class _Replacer:
             if not _is_dense(value(end), heads_first=False):
                 result = graph.call_method("contiguous", (call,))
         for node in {call, result}:
-            node.meta |= {key: end.meta[key] for key in _KEPT if key in end.meta}
+            keep_meta(node, end)  # the manager of passes runs new nodes
             self._order[node] = self._order[end]
         end.replace_all_uses_with(result)
         for node in sorted(attention.replaced, key=self._order.__getitem__, reverse=True):

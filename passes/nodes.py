@@ -352,6 +352,12 @@ def calls(node: Any, *names: str) -> bool:
     return bool(node.args and tensors(value(node))) and node.kwargs.get("out") is None
 
 
+def keep_meta(node: fx.Node, replaced: fx.Node) -> None:
+    """Give a node the fake value and the stack trace of an equal node that it replaces."""
+    kept = ("example_value", "stack_trace")
+    node.meta |= {name: replaced.meta[name] for name in kept if name in replaced.meta}
+
+
 def changes_layout(node: fx.Node) -> bool:
     """Return whether the node changes the shape, strides or storage of its argument in place."""
     return node.op in COMPUTING and short_name(node.target) in _LAYOUT_CHANGES

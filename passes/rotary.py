@@ -19,7 +19,16 @@ from cgcompile.kernels.rotate_and_cache import HEADS, empty, op
 from cgcompile.kernels.small_linear import DTYPES, ROWS, why_unsupported
 from cgcompile.passes.base import Fusions
 from cgcompile.passes.counters import advance, increments
-from cgcompile.passes.nodes import calls, is_torchs, layout_of, short_name, storages, value, written
+from cgcompile.passes.nodes import (
+    calls,
+    is_torchs,
+    keep_meta,
+    layout_of,
+    short_name,
+    storages,
+    value,
+    written,
+)
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.passes.small_batch import between, norm_of, only_user
 
@@ -181,8 +190,7 @@ class _Fuser:
         keys, values = (storages(value(write.cache)) for write in (self._keys, self._values))
         if not keys.isdisjoint(values):
             return "keys and values are in one storage"
-        between = graph.nodes[first + 1 : last]
-        if any(not keys.isdisjoint(graph.touched[node]) for node in between):
+        if any(not keys.isdisjoint(graph.touched[node]) for node in graph.nodes[first + 1 : last]):
             return "the cache is used between both writes"
         read = [*self._inputs()[:-2], *self._q.inner, *self._k.inner]
         if any(not graph.written.isdisjoint(storages(value(node))) for node in read):
@@ -210,7 +218,7 @@ class _Fuser:
             ))  # fmt: skip
         for node in (call, *call.all_input_nodes):
             self._graph.order.setdefault(node, self._graph.order[self._values.node])
-        call.meta |= {name: self._q.node.meta[name] for name in _KEPT if name in self._q.node.meta}
+        keep_meta(call, self._q.node)
         self._q.node.replace_all_uses_with(call)
         for write in (self._keys, self._values):
             write.node.replace_all_uses_with(write.cache)
@@ -237,7 +245,6 @@ class _Fuser:
         return counter if stays else positions
 
 
-_KEPT = ("example_value", "stack_trace")  # of a node that is replaced by an equal one
 _ERASABLE = {"add", "mul", "cat", "neg", "getitem", "transpose", "rms_norm", "rsqrt", "mean", "pow"}
 _ERASABLE |= {"arange", "to", "type", "type_as", "float", "bfloat16", "half"}
 

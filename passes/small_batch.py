@@ -27,6 +27,7 @@ from cgcompile.passes.nodes import (
     COMPUTING,
     calls,
     is_torchs,
+    keep_meta,
     layout_of,
     short_name,
     storages,
@@ -232,7 +233,7 @@ class _Fuser:
                 item = graph.call_function(operator.getitem, (call, position))
                 node.replace_all_uses_with(item)
                 self._order[item] = self._order[end]
-                item.meta |= {name: node.meta[name] for name in _KEPT if name in node.meta}
+                keep_meta(item, node)
         own = sources.union(*(layer.inner for layer in layers))
         for node in replaced:
             self._erase(node, own)
@@ -251,8 +252,6 @@ class _Fuser:
             for source in inputs:
                 self._erase(source, own)
 
-
-_KEPT = ("example_value", "stack_trace")  # of a node that is replaced by an equal one
 
 # What a match consists of.
 _ERASABLE = {"linear", "mul", "add", "silu", "gelu", "chunk", "getitem", "rms_norm", *CASTS}

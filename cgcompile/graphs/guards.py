@@ -428,6 +428,30 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _wrapped(leaves: Sequence[Any]) -> Iterator[tuple[int, compat.Wrapper, list[Placed]]]:
+    """Yield (position, how it is built, tensors inside) of each tensor that wraps others."""
+    for position, leaf in enumerate(leaves):
+        if _is_tensor(leaf) and compat.is_wrapper(leaf):
+            with suppress(compat.CannotUnwrap):
+                wrapper = compat.Wrapper.of(leaf)
+                yield position, wrapper, list(map(Placed.of, wrapper.parts(leaf)))
+
+
+def _change_inside(
+    path: str, leaf: Any, wrapper: compat.Wrapper, parts: Sequence[Placed]
+) -> Change | None:
+    """Return what differs inside of a tensor that wraps others."""
+    if not wrapper.fits(leaf):
+        return Change(path, "as when captured", f"a {type(leaf).__name__} that is built otherwise")
+    for name, before, tensor in zip(wrapper.paths, parts, wrapper.parts(leaf), strict=True):
+        now = Placed.of(tensor)
+        if now.layout != before.layout:
+            return Change(f"{path}.{name}", layout_text(before), layout_text(now))
+        if now.address != before.address:
+            return Change(f"{path}.{name}", before.address, now.address, moved=True)
+    return None
+
+
 class ArgumentGuard:
     """The arguments of one captured call, opened in containers, and the settings of torch."""
 
@@ -449,6 +473,7 @@ class ArgumentGuard:
         self._paths = [path for path, _ in pairs]
         leaves = self._numbers_of([leaf for _, leaf in pairs])
         self._known = [Placed.of(leaf) if _is_tensor(leaf) else leaf for leaf in leaves]
+        self._wrapped = list(_wrapped(leaves))
         self._flat = not any(compat.is_container(value) for value in (*args, *kwargs.values()))
         self._spec = None if self._flat else compat.tree_spec((list(args), dict(kwargs)))
 
@@ -531,7 +556,15 @@ class ArgumentGuard:
             if now == before:
                 now = f"another {type(leaf).__name__} object"
             raise Change(self._paths[position], before, now).error(what, batch)
+        self._check_inside(leaves, what, batch)
         return made_anew
+
+    def _check_inside(self, leaves: Sequence[Any], what: str, batch: object) -> None:
+        """Raise an error where the tensors inside of a tensor subclass differ."""
+        for position, wrapper, parts in self._wrapped:
+            inside = _change_inside(self._paths[position], leaves[position], wrapper, parts)
+            if inside is not None:
+                raise inside.error(what, batch)
 
     def check_settings(self, what: str, batch: object) -> None:
         """Raise HostValueChangedError under other settings of torch: for unchanged arguments."""

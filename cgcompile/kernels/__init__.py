@@ -10,6 +10,7 @@ can run it with fake tensors.
 # True from an argument or option is an error elsewhere; True from the environment, which is for all
 # models, is the same as ``auto``.
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError
+from cgcompile.locks import new_lock
 
 
 def is_on(
@@ -52,6 +54,60 @@ def is_on(
             instead=f"Leave {name} out: its kernels are used where a device can run them.",
         )
     return False
+
+
+_REGISTERS = new_lock(watch=False)  # torch refuses to register an op twice
+
+
+def registered(
+    name: str,
+    schema: str,
+    by_torch: Callable[..., Any],
+    on_cuda: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+) -> Any:
+    """Return the op ``cgcompile::name``; the first call registers it.
+
+    Args:
+        name: of the op.
+        schema: of the op, as text.
+        by_torch: computes it on the CPU, by ops of torch.
+        on_cuda: computes it on CUDA tensors.
+        fake: computes shapes and strides of its result.
+        autograd: what saves values for the backward pass, and what computes that.
+    """
+    with _REGISTERS:
+        _library_of(name, schema, by_torch, on_cuda, fake, autograd)
+    return getattr(torch.ops.cgcompile, name).default
+
+
+@functools.cache  # an op is unregistered with its library
+def _library_of(
+    name: str, schema: str, by_torch: Any, on_cuda: Any, fake: Any, autograd: Any
+) -> torch.library.Library:
+    library = torch.library.Library("cgcompile", "FRAGMENT")
+    library.define(schema)
+    library.impl(name, by_torch, "CPU")
+    library.impl(name, on_cuda, "CUDA")
+    torch.library.register_fake(f"cgcompile::{name}", fake, lib=library)
+    if autograd is not None:
+        setup, backward = autograd
+        torch.library.register_autograd(
+            f"cgcompile::{name}", backward, setup_context=setup, lib=library
+        )
+    return library
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def power_of_two(size: int, least: int = 16) -> int:
+    """Return the smallest power of two that is at least a size, and at least ``least``."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
 _ONLY_COMPILES: ContextVar[bool] = ContextVar("only_compiles", default=False)

@@ -18,7 +18,6 @@ all rows. Elsewhere, and for inputs that the kernels do not take (:func:`takes`)
 compute it. It is differentiable, by torch's ops; forward-mode AD raises an error.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +25,8 @@ from torch.nn import functional as F
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError
-from cgcompile.kernels import start
+from cgcompile.kernels import multiprocessors, power_of_two, registered, start
 from cgcompile.kernels.small_linear import DTYPES, why_unsupported
-from cgcompile.locks import new_lock
 
 __all__ = ["TOKENS", "op", "takes", "why_unsupported"]
 
@@ -44,24 +42,7 @@ _SCHEMA = (
 
 def op() -> Any:
     """Return the op; the first call registers it."""
-    with _REGISTERS:
-        _library()
-    return torch.ops.cgcompile.decode_attention.default
-
-
-_REGISTERS = new_lock(watch=False)  # torch refuses to register an op twice
-
-
-@functools.cache  # an op is unregistered with its library
-def _library() -> torch.library.Library:
-    library = torch.library.Library("cgcompile", "FRAGMENT")
-    library.define(_SCHEMA)
-    library.impl("decode_attention", by_torch, "CPU")
-    library.impl("decode_attention", on_cuda, "CUDA")
-    name = "cgcompile::decode_attention"
-    torch.library.register_fake(name, _fake, lib=library)
-    torch.library.register_autograd(name, _backward, setup_context=_setup, lib=library)
-    return library
+    return registered("decode_attention", _SCHEMA, by_torch, on_cuda, _fake, (_setup, _backward))
 
 
 def takes(
@@ -129,15 +110,6 @@ def tile_for(pairs: int, length: int, processors: int) -> Tile:
 def rows_of_tile(rows: int, size_v: int) -> int:
     """Return the number of rows of a tile: what the registers of a warp hold."""
     return 16 if rows <= 16 or size_v > 128 else 32
-
-
-def _power(size: int, least: int = 16) -> int:
-    return max(least, 1 << (size - 1).bit_length())
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def by_torch(
@@ -294,7 +266,7 @@ def launch(
     row_tile = rows_of_tile(rows, size_v)
     row_tiles = -(-rows // row_tile)
     if tile is None:
-        tile = tile_for(pairs * row_tiles, length, _processors(q.device))
+        tile = tile_for(pairs * row_tiles, length, multiprocessors(q.device))
     kind = 0 if mask is None else 1 if mask.dtype is torch.bool else 2
     mask_strides = [0, 0, 0, 0]
     if mask is None:
@@ -308,15 +280,15 @@ def launch(
     values = sums.new_empty(pairs, tile.splits, rows, size_v)
     sizes = (heads // shared, tokens, length, shared)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides)
-    most = _power(tile.splits, 1)
-    named = {"D": size, "DV": size_v, "DP": _power(size), "DVP": _power(size_v)}
+    most = power_of_two(tile.splits, 1)
+    named = {"D": size, "DV": size_v, "DP": power_of_two(size), "DVP": power_of_two(size_v)}
     named |= {"MASK": kind, "CAP": soft_cap != 0, "DEPENDENT": dependent}
     named |= {"launch_pdl": True} if dependent else {}
     start(
         kernels.attend_keys, (pairs, tile.splits, row_tiles),
         q, k, v, mask, sums, values, scale, soft_cap, *sizes, *strides,
         ROW_MASK=kind != 0 and mask_strides[1:3] != [0, 0], ROWS=row_tile, PARTS=tile.parts,
-        KEYS=tile.keys, STAGES=tile.stages, SCAN=min(SCAN, _power(length, 1024)),
+        KEYS=tile.keys, STAGES=tile.stages, SCAN=min(SCAN, power_of_two(length, 1024)),
         num_warps=tile.parts, **named,
     )  # fmt: skip
     start(
@@ -324,6 +296,6 @@ def launch(
         q, k, v, mask, q if sinks is None else sinks.contiguous(),
         sums, values, out, scale, soft_cap, *sizes, tile.splits, *strides,
         SINKS=sinks is not None, MOST=most,
-        num_warps=max(1, most * _power(size_v) // 2048), **named,
+        num_warps=max(1, most * power_of_two(size_v) // 2048), **named,
     )  # fmt: skip
     return out

@@ -14,15 +14,13 @@ before the kernel in front of it has ended (programmatic dependent launch). Else
 inputs that the kernel does not take (:func:`takes`), torch's ops compute it.
 """
 
-import functools
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from cgcompile.kernels import start
+from cgcompile.kernels import registered, start
 from cgcompile.kernels.small_linear import DTYPES, why_unsupported
-from cgcompile.locks import new_lock
 
 HEADS = (32, 64, 128, 256)  # sizes of a head that the kernel takes
 _SCHEMA = (
@@ -34,22 +32,7 @@ _SCHEMA = (
 
 def op() -> Any:
     """Return the op; the first call registers it."""
-    with _REGISTERS:
-        _library()
-    return torch.ops.cgcompile.rotate_and_cache.default
-
-
-_REGISTERS = new_lock(watch=False)  # torch refuses to register an op twice
-
-
-@functools.cache  # an op is unregistered with its library
-def _library() -> torch.library.Library:
-    library = torch.library.Library("cgcompile", "FRAGMENT")
-    library.define(_SCHEMA)
-    library.impl("rotate_and_cache", by_torch, "CPU")
-    library.impl("rotate_and_cache", on_cuda, "CUDA")
-    torch.library.register_fake("cgcompile::rotate_and_cache", _fake, lib=library)
-    return library
+    return registered("rotate_and_cache", _SCHEMA, by_torch, on_cuda, _fake)
 
 
 def takes(

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from cgcompile.kernels import start
-from cgcompile.locks import new_lock
+from cgcompile.kernels import multiprocessors, power_of_two, registered, start
 
 ROWS = 16  # of a tile of the tensor cores
 ACTIVATIONS = ("", "silu", "gelu_tanh")
@@ -79,7 +78,7 @@ def tile_for(
             width, most = 16, 512 if normed and depth >= 4096 else 256
         if normed:
             parts = min(parts, 2)  # with 4, Triton 3.8 does not load the rows ahead
-    tile = _power(depth if size > 1 else -(-depth // 2), most)
+    tile = min(most, power_of_two(depth if size > 1 else -(-depth // 2)))
     # Bytes; one row is the norm.
     stage = tile * (2 * rows + size * (2 * width if gated else width) + 2)
     rest = 1024 + 2 * rows * tile  # of the driver; rows times the norm
@@ -95,7 +94,7 @@ def tile_for(
 def _row_tile(depth: int, gated: bool) -> Tile:
     """Return the tile of a product of one row that reads weights into registers."""
     most = 1024 if gated and depth < 4096 else 2048
-    tile = 1024 if depth % most == 1024 else _power(depth, most)
+    tile = 1024 if depth % most == 1024 else min(most, power_of_two(depth))
     return Tile(2 if gated else 4, tile, 0, 4, 0)
 
 
@@ -120,28 +119,9 @@ def rows_of_tile(rows: int) -> int:
     return next(size for size in (1, 8, ROWS) if rows <= size)
 
 
-def _power(depth: int, most: int) -> int:
-    return min(most, max(16, 1 << (depth - 1).bit_length()))
-
-
 def op() -> Any:
     """Return the op; the first call registers it."""
-    with _REGISTERS:
-        _library()
-    return torch.ops.cgcompile.small_linear.default
-
-
-_REGISTERS = new_lock(watch=False)  # torch refuses to register an op twice
-
-
-@functools.cache  # an op is unregistered with its library
-def _library() -> torch.library.Library:
-    library = torch.library.Library("cgcompile", "FRAGMENT")
-    library.define(_SCHEMA)
-    library.impl("small_linear", by_torch, "CPU")
-    library.impl("small_linear", on_cuda, "CUDA")
-    torch.library.register_fake("cgcompile::small_linear", _fake, lib=library)
-    return library
+    return registered("small_linear", _SCHEMA, by_torch, on_cuda, _fake)
 
 
 @functools.cache
@@ -235,11 +215,6 @@ def _are_scaled(weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor])
         scale.is_contiguous() and scale.dtype in SCALES and scale.numel() == weight.shape[0]
         for weight, scale in pairs
     )
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def by_torch(
@@ -339,7 +314,7 @@ def launch(
     rows = rows_of_tile(x.numel() // depth)
     counted = columns[:1] if activation else columns
     if tile is None:
-        processors = _processors(x.device)
+        processors = multiprocessors(x.device)
         shape = rows, sum(counted), depth
         size = weights[0].element_size()
         tile = tile_for(*shape, bool(activation), norm is not None, processors, size)

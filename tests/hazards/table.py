@@ -31,6 +31,7 @@ from lib.hazards import (
 )
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import cgcompile
 from cgcompile.errors import (
@@ -1038,6 +1039,15 @@ TABLE: tuple[Row, ...] = (
     Row(
         "tensor in nested arguments replaced",
         _argument(lambda t: {"k": [(t,)]}, lambda t: {"k": [(t.clone(),)]}, lambda a: a["k"][0][0]),
+        {WITH_CONTEXT: AddressChangedError, **OF_TENSORS},
+    ),
+    Row(
+        "tensor inside of an argument is another argument no more",
+        _argument(
+            lambda t: [TwoTensor(t, t), t],
+            lambda t: [TwoTensor(t.neg(), t.clone()), t],
+            lambda arguments: arguments[0].a + arguments[1],
+        ),
         {WITH_CONTEXT: AddressChangedError, **OF_TENSORS},
     ),
     Row(
