@@ -78,25 +78,24 @@ def registered(
         autograd: what saves values for the backward pass, and what computes that.
     """
     with _REGISTERS:
-        _library_of(name, schema, by_torch, on_cuda, fake, autograd)
+        library = _library_of(name)
+        if not hasattr(torch.ops.cgcompile, name):
+            library.define(schema)
+            library.impl(name, by_torch, "CPU")
+            library.impl(name, on_cuda, "CUDA")
+            torch.library.register_fake(f"cgcompile::{name}", fake, lib=library)
+            if autograd is not None:
+                setup, backward = autograd
+                torch.library.register_autograd(
+                    f"cgcompile::{name}", backward, setup_context=setup, lib=library
+                )
     return getattr(torch.ops.cgcompile, name).default
 
 
-@functools.cache  # an op is unregistered with its library
-def _library_of(
-    name: str, schema: str, by_torch: Any, on_cuda: Any, fake: Any, autograd: Any
-) -> torch.library.Library:
-    library = torch.library.Library("cgcompile", "FRAGMENT")
-    library.define(schema)
-    library.impl(name, by_torch, "CPU")
-    library.impl(name, on_cuda, "CUDA")
-    torch.library.register_fake(f"cgcompile::{name}", fake, lib=library)
-    if autograd is not None:
-        setup, backward = autograd
-        torch.library.register_autograd(
-            f"cgcompile::{name}", backward, setup_context=setup, lib=library
-        )
-    return library
+@functools.cache
+def _library_of(name: str) -> torch.library.Library:
+    """Return the library of an op. torch unregisters the op when its library is deleted."""
+    return torch.library.Library("cgcompile", "FRAGMENT")
 
 
 @functools.cache

@@ -380,3 +380,9 @@ def test_errors_of_quantized_weights_are_at_most_those_of_eager(rows, data) -> N
         ours += float((result.double() - exact).square().mean())
         theirs += float((eager.double() - exact).square().mean())
     assert ours**0.5 <= 1.05 * theirs**0.5
+
+
+def test_the_op_is_registered_once(monkeypatch) -> None:
+    first = op()
+    monkeypatch.setattr("cgcompile.kernels.small_linear.by_torch", lambda *args: None)
+    assert op() is first
