@@ -28,10 +28,10 @@ from cgcompile.graphs.breakable import (
     BreakableCUDAGraphWrapper,
     eager_break_during_capture,
 )
-from cgcompile.graphs.capture import eager_region
 from cgcompile.graphs.capture_all import capture_all
-from cgcompile.graphs.outputs import update_weights
+from cgcompile.graphs.eligibility import eager_region
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.weights import update_weights
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.reasons import Reason
 from cgcompile.serving import CudaGraphManager

@@ -40,9 +40,9 @@ from cgcompile.errors import (
     HostValueChangedError,
     with_article,
 )
-from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.cuda import is_unjoined
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.eligibility import allow_capture
 from cgcompile.graphs.fields import Item
 from cgcompile.graphs.guards import is_plain_value, layout_text, named_arguments, same_value
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, devices_of

@@ -44,14 +44,10 @@ from cgcompile.encoder.protocol import (
 )
 from cgcompile.encoder.statistics import on_path
 from cgcompile.errors import CaptureError, EncoderError
-from cgcompile.graphs.capture import (
-    bulk_capture,
-    capture_postponed,
-    inside_capture,
-    why_not_here,
-)
+from cgcompile.graphs.capture import bulk_capture, capture_postponed, inside_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.eligibility import why_not_here
 from cgcompile.graphs.guards import WeightsGuard, modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad

@@ -3,8 +3,8 @@
 Exported here are the values of a capture. The wrappers are in ``cgcompile`` itself.
 """
 
-from cgcompile.graphs.capture import allow_capture
 from cgcompile.graphs.capture_all import BulkCapture
+from cgcompile.graphs.eligibility import allow_capture
 from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphEntry
 

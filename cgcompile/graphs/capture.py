@@ -4,40 +4,30 @@ A capture leaves a finished graph, or nothing: after a failure the first excepti
 is, stream and garbage collector are as they were, and the next capture works. On CUDA one capture a
 process is safe, so :class:`capture_lock` is a lock of the process; a second thread waits for it, a
 few seconds at most. :class:`SameStorages` refuses a capture that replaces the memory of a tensor it
-did not create (``weight.data = ...``, ``weight.t_()``): a replay does not repeat that. Functions
-``why_...`` check what must hold before a step may replay or capture, with the texts for users.
-:func:`eager_region` is code that the user takes out of the graphs.
+did not create (``weight.data = ...``, ``weight.t_()``): a replay does not repeat that.
+``eligibility`` has what must hold before a step may replay or capture.
 """
 
 import gc
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from cgcompile import torch_compat as compat
-from cgcompile.boundaries import REGION_MARK
-from cgcompile.config import CUDAGraphMode
-from cgcompile.context import (
-    BatchDescriptor,
-    EagerRegion,
-    ForwardContext,
-    eager_region_is_open,
-)
-from cgcompile.errors import CaptureBusyError, CaptureError, DispatchError
+from cgcompile.context import BatchDescriptor
+from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.cuda import destroy_unused_graphs
 from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.guards import modules_of
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Fallback, Reason
-from cgcompile.settings import require_kind
 
 # ---------------------------------------------------------------- memory that stays
 
@@ -124,9 +114,8 @@ def weight_name(runnable: object, weight: torch.Tensor) -> str:
     return f"a tensor {tuple(weight.shape)} {weight.dtype}"
 
 
-# ---------------------------------------------------------------- whether captures may begin
+# ---------------------------------------------------------------- bulk captures
 
-_allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
 _postponed: ContextVar[bool] = ContextVar("cgcompile_capture_postponed", default=False)
 
 
@@ -147,43 +136,6 @@ class _Bulk:
 _in_bulk: ContextVar[_Bulk | None] = ContextVar("cgcompile_capture_in_bulk", default=None)
 
 
-class allow_capture:
-    """Context manager: whether unknown shapes may be captured in this thread or task; re-entrant.
-
-    A server that has captured what it wants closes capture: ``with allow_capture(False):`` around
-    its loop. Other shapes then run without a graph, counted; with ``strict=True`` it raises.
-
-    Args:
-        allowed: whether captures may begin.
-
-    Example:
-        >>> model = cgcompile.compile(nn.Linear(8, 8))
-        >>> x = torch.randn(4, 8)
-        >>> with torch.inference_mode(), cgcompile.graphs.allow_capture(False):
-        ...     y = model(x), model(x)
-        >>> model.backend.counters.captures
-        0
-    """
-
-    __slots__ = ("_allowed", "_tokens")
-
-    def __init__(self, allowed: bool) -> None:
-        require_kind("allowed", "allow_capture", allowed, bool)
-        self._allowed = allowed
-        self._tokens: list[Token[bool]] = []
-
-    def __enter__(self) -> None:
-        self._tokens.append(_allowed.set(self._allowed))
-
-    def __exit__(self, *error: object) -> None:
-        _allowed.reset(self._tokens.pop())
-
-
-def capture_allowed() -> bool:
-    """Return whether a capture may begin here."""
-    return _allowed.get()
-
-
 @contextmanager
 def postponed_capture() -> Iterator[None]:
     """Inside, what would be captured runs plain, as a warming call."""
@@ -197,66 +149,6 @@ def postponed_capture() -> Iterator[None]:
 def capture_postponed() -> bool:
     """Return whether a capture is due later."""
     return _postponed.get()
-
-
-IN_REGION = Fallback(Reason.EAGER_REGION, "called inside of cgcompile.eager_region()")
-INSIDE_CAPTURE = Fallback(Reason.INSIDE_CAPTURE, "called inside of a capture")
-GRADIENTS = Fallback(
-    Reason.GRADIENTS, "an input, a weight or a result requires grad, or has a tangent"
-)
-
-
-def why_not_here(gradients: bool = False) -> Fallback | None:
-    """Return why no graph may run at this point of the program, in whatever context to be set."""
-    if eager_region_is_open():
-        return IN_REGION
-    if gradients:
-        return GRADIENTS
-    return INSIDE_CAPTURE if inside_capture() else None
-
-
-def why_not_in(
-    context: ForwardContext | None, modes: Collection[CUDAGraphMode], what: str
-) -> Fallback | None:
-    """Return why no graph of ``modes`` may run in a caller's forward context; None if one may."""
-    if context is None:
-        no_context = Fallback(Reason.NO_CONTEXT, "no forward context")
-        return IN_REGION if eager_region_is_open() else no_context
-    mode = context.cudagraph_runtime_mode
-    if mode is CUDAGraphMode.NONE:
-        lacks = "a batch_descriptor, and no cudagraph_runtime_mode"
-        detail = lacks if context.lacks_mode else "runtime mode NONE"
-        return Fallback(Reason.MODE_NONE, f"the forward context has {detail}")
-    if mode not in modes:
-        names = " and ".join(sorted({served.name for served in modes} - {"NONE"}))
-        return Fallback(
-            Reason.OTHER_MODE, f"the forward context has mode {mode.name}; graphs are for {names}"
-        )
-    if inside_capture():
-        return INSIDE_CAPTURE
-    if context.batch_descriptor is None:
-        raise DispatchError.no_descriptor(what=what, mode=mode.name)
-    return None
-
-
-def why_never_captured(closed: bool, descriptor: BatchDescriptor) -> Fallback | None:
-    """Return why a step without a graph gets none; None if it may get one, now or later."""
-    if not closed and capture_allowed():
-        return None
-    detail = f"no graph for {descriptor}, and capture is closed"
-    return Fallback(Reason.CAPTURE_FORBIDDEN, detail)
-
-
-def why_not_captured_yet(warming: Fallback | None = None) -> Fallback | None:
-    """Return why this call does not capture although a later one may; None if it may capture.
-
-    ``warming`` is returned for a step whose own warm-up is not finished.
-    """
-    if capture_postponed():
-        return Fallback(Reason.WARMING, "a bulk capture runs all batches plain first")
-    if warming is None and captured_elsewhere():
-        return Fallback(Reason.CAPTURE_BUSY, "another thread is capturing")
-    return warming
 
 
 # ---------------------------------------------------------------- the capture lock
@@ -284,7 +176,7 @@ class capture_lock:
         self.what, self.owner, self._wait, self._before = what, owner, wait, before
 
     def __enter__(self) -> None:
-        here = _holder_here() is not None
+        here = holder_here() is not None
         if here or not _lock.acquire(timeout=self._wait):
             holder = capture_lock.holder
             running = "something" if holder is None else holder.what
@@ -303,7 +195,7 @@ class capture_lock:
         _lock.release()
 
 
-def _holder_here() -> capture_lock | None:
+def holder_here() -> capture_lock | None:
     """Return the holder of the lock, if it is this thread."""
     holder = capture_lock.holder
     return holder if holder is not None and holder.thread == get_ident() else None
@@ -319,7 +211,7 @@ def _holder_elsewhere() -> capture_lock | None:
 
 def inside_capture() -> bool:
     """Return whether this thread captures, between two segments too, or its work is captured."""
-    return _holder_here() is not None or any_capture()
+    return holder_here() is not None or any_capture()
 
 
 def captured_elsewhere() -> bool:
@@ -329,7 +221,7 @@ def captured_elsewhere() -> bool:
 
 def who_captures_here() -> object:
     """Return the owner of the capture of this thread; None if it captures nothing."""
-    holder = _holder_here()
+    holder = holder_here()
     return None if holder is None else holder.owner
 
 
@@ -513,31 +405,3 @@ def capture(
             pool.retire(graph)
             raise
     return graph, result
-
-
-def eager_region() -> AbstractContextManager[Any]:
-    """Context manager for model code: run what is inside eager, as one boundary.
-
-    In traced code it marks the nodes of the graph. Elsewhere compiled models, wrappers and managers
-    that are called inside run without graphs, uncompiled where they can, in this thread or task.
-
-    Where Dynamo breaks the graph inside, it gives up the frame and the region is entered in Python.
-
-    Raises:
-        CaptureError: cgcompile captures this code itself, not a trace of it.
-
-    Example:
-        >>> def model(x):
-        ...     x = x + 1
-        ...     with cgcompile.eager_region():
-        ...         x = x.sin()
-        ...     return x * 2
-        >>> split = cgcompile.explain(model, torch.randn(4))
-        >>> [piece.captured for piece in split.pieces]
-        [True, False, True]
-    """
-    if is_dynamo_compiling():
-        return compat.annotate(REGION_MARK)
-    if _holder_here() is not None and any_capture():
-        raise CaptureError.region_inside()
-    return EagerRegion()

@@ -8,8 +8,6 @@ objects, which saves microseconds (:class:`ReusedTensors`). A caller may change 
 place: ``logits.t_()``, ``resize_()``, ``set_()``, ``logits.data = ...``, ``requires_grad_()``. The
 rule: no later step shows that. The caller keeps the changed object, and the next step returns
 another one over the same memory.
-
-:func:`update_weights` writes new weights where graphs read them.
 """
 
 import copy
@@ -25,11 +23,9 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
-    WeightsError,
     with_article,
 )
 from cgcompile.graphs.guards import Change, is_plain_value, same_layout
-from cgcompile.settings import checked
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -218,46 +214,3 @@ def is_reusable(leaf: Any) -> bool:
     if leaf.is_quantized or leaf.is_nested:  # more than a layout over memory
         return False
     return compat.is_plain_tensor(leaf)
-
-
-@checked
-def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Write new values into the parameters and buffers of a module, in place.
-
-    Graphs read weights where they were at capture, so the next replay reads the new values; it does
-    not read tensors that replace the old ones. All values are checked before the first is written:
-    a refused call changes nothing. Work of the current stream that reads the weights comes first.
-    Values on the CPU are read before it returns.
-
-    Args:
-        module: a module, or what ``torch.compile`` made of it.
-        state: new tensors by name, as ``state_dict()`` gives them, of a compiled module too; other
-            names keep their values. Of equal shape; dtype and device are converted.
-
-    Raises:
-        WeightsError: a name that the module does not have, or another shape.
-
-    Example:
-        >>> model = nn.Linear(2, 2)
-        >>> address = model.weight.data_ptr()
-        >>> cgcompile.update_weights(model, {"weight": torch.zeros(2, 2)})
-        >>> model.weight.data_ptr() == address
-        True
-    """
-    original = compat.original_of(module)
-    module = module if original is None else original
-    state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
-    own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    own.update(module.named_buffers(remove_duplicate=False))
-    for name, value in state.items():
-        if name not in own:
-            raise WeightsError.unknown(name=name, known=list(own))
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        if shape != tuple(own[name].shape):
-            raise WeightsError.shape(
-                name=name, found=str(shape), expected=str(tuple(own[name].shape))
-            )
-    for name, value in state.items():
-        target = own[name]
-        with torch.inference_mode(target.is_inference()), torch.no_grad():
-            target.copy_(value)

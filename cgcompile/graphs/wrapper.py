@@ -36,7 +36,6 @@ from cgcompile.errors import (
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.breaks import TouchedMemory
 from cgcompile.graphs.capture import (
-    GRADIENTS,
     Attempt,
     SameStorages,
     capture,
@@ -45,12 +44,15 @@ from cgcompile.graphs.capture import (
     retry_while_busy,
     weight_name,
     weights_of,
+)
+from cgcompile.graphs.cuda import wait_for_inputs
+from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
+from cgcompile.graphs.eligibility import (
+    GRADIENTS,
     why_never_captured,
     why_not_captured_yet,
     why_not_in,
 )
-from cgcompile.graphs.cuda import wait_for_inputs
-from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
 from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
 from cgcompile.graphs.guards import (
     ArgumentGuard,

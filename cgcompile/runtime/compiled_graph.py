@@ -36,17 +36,10 @@ from cgcompile.context import (
     override_forward_context,
 )
 from cgcompile.errors import DispatchError, GuardError
-from cgcompile.graphs.capture import (
-    GRADIENTS,
-    IN_REGION,
-    INSIDE_CAPTURE,
-    Attempt,
-    prepares_graphs,
-    releasing,
-    retry_while_busy,
-)
+from cgcompile.graphs.capture import Attempt, prepares_graphs, releasing, retry_while_busy
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import any_capture, capture_device
+from cgcompile.graphs.eligibility import GRADIENTS, IN_REGION, INSIDE_CAPTURE
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.timeline import Timeline

@@ -21,7 +21,7 @@ from cgcompile.context import BatchDescriptor, ForwardContext
 from cgcompile.descriptor import allows_full
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.arena import takes_any_layout
-from cgcompile.graphs.capture import why_never_captured, why_not_captured_yet, why_not_in
+from cgcompile.graphs.eligibility import why_never_captured, why_not_captured_yet, why_not_in
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.split import SplitGraph

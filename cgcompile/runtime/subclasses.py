@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.graphs.capture import GRADIENTS
+from cgcompile.graphs.eligibility import GRADIENTS
 from cgcompile.passes.nodes import is_symbolic_number
 from cgcompile.passes.subclasses import Input, Result, Unwrapped
 from cgcompile.reasons import Fallback, Reason

@@ -32,9 +32,10 @@ from cgcompile.errors import (
     ManagerError,
 )
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.capture import bulk_captures, postponed_capture, why_not_here
+from cgcompile.graphs.capture import bulk_captures, postponed_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
 from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.eligibility import why_not_here
 from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.stale import check_debug

@@ -12,7 +12,8 @@ from lib.breakable import step as step_in_mode
 from cgcompile import BatchDescriptor
 from cgcompile.context import current_forward_context, override_forward_context
 from cgcompile.errors import CaptureBusyError, CaptureError
-from cgcompile.graphs.capture import allow_capture, capture, capture_allowed, captured_elsewhere
+from cgcompile.graphs.capture import capture, captured_elsewhere
+from cgcompile.graphs.eligibility import allow_capture, capture_allowed
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
 
