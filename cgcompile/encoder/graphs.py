@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -49,11 +50,12 @@ from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.eligibility import why_not_here
 from cgcompile.graphs.guards import WeightsGuard, modules_of
+from cgcompile.graphs.memory import measure_captures, most_that_fit
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad
 from cgcompile.passes.nodes import raised_at
 from cgcompile.reasons import Reason
-from cgcompile.serving.memory_plan import most_that_fit, ranked
+from cgcompile.serving.sizes import rank_sizes
 from cgcompile.settings import require_arguments, require_kind
 
 log = logging.getLogger(__name__)
@@ -264,7 +266,7 @@ def choose_sizes(
     ladders: dict[str, set[int]] = {}
     for path, budget, _ in (*missing, *captured):
         ladders.setdefault(path, set()).add(budget)
-    order = [size for size in ranked(ladders) if size not in have]
+    order = [size for size in rank_sizes(ladders) if size not in have]
     if fits(order):
         return order
     tops = [size for size in order if size[1] == max(ladders[size[0]])]
@@ -474,27 +476,30 @@ class EncoderGraphs:
     def _measured(self, keys: Sequence[GraphKey], left: int) -> int:
         """Capture graphs for trial; return their bytes and their buffers', up to above ``left``."""
         assert self.pool is not None
-        pool, buffers, settings = GraphPool(self.pool.device), 0, self._setup.settings
+        pool, settings = GraphPool(self.pool.device), self._setup.settings
         wrapper = CUDAGraphWrapper(self._whole, settings, FULL, pool=pool, name="encoder, measured")
-        try:
-            for key in keys:
-                inputs = self._inputs.get(key) or self._new_inputs(key)
-                inputs.check_offsets()
-                buffers += 0 if key in self._inputs else inputs.nbytes
+        buffers: list[int] = []
 
-                def step(key: GraphKey, inputs: GraphInputs = inputs) -> None:
-                    with self._noted(key, inputs):
-                        self._run(key, wrapper, inputs)
+        def capture(key: GraphKey) -> None:
+            inputs = self._inputs.get(key) or self._new_inputs(key)
+            inputs.check_offsets()
+            buffers.append(0 if key in self._inputs else inputs.nbytes)
 
-                warm_all(step, [key], tuple, settings.num_warmups)
-                with bulk_capture(), suppress(Exception):  # the real capture reports what fails
-                    step(key)
-                if pool.nbytes + buffers > left:
-                    break
-            return pool.nbytes + buffers
-        finally:
+            def step(key: GraphKey) -> None:
+                with self._noted(key, inputs):
+                    self._run(key, wrapper, inputs)
+
+            warm_all(step, [key], tuple, settings.num_warmups)
+            with bulk_capture(), suppress(Exception):  # the real capture reports what fails
+                step(key)
+
+        def drop() -> None:
             wrapper.clear_all_graphs()
             pool.device.give_back()
+
+        captures = [partial(capture, key) for key in keys]
+        taken, exceeds = lambda: pool.nbytes + sum(buffers), lambda nbytes: nbytes > left
+        return measure_captures(captures, taken, exceeds, drop)
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """Return the device's context around compiled code, which the host recorder cannot see."""

@@ -9,7 +9,7 @@ that later calls may write it in any mode.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,17 +17,6 @@ from cgcompile import torch_compat as compat
 
 MIB = 2**20
 _ALIGNMENT = 256  # bytes; what CUDA's allocator gives
-
-
-class PoolBytes(NamedTuple):
-    """Memory of one pool, in bytes."""
-
-    held: int = 0  # taken from the device, in use or not
-    live: int = 0  # of that, what tensors hold now
-
-    def __add__(self, other: object) -> "PoolBytes":
-        assert isinstance(other, PoolBytes)
-        return PoolBytes(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def address(tensor: torch.Tensor) -> int:

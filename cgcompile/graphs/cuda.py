@@ -17,7 +17,7 @@ import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.arena import MIB, PoolBytes
+from cgcompile.graphs.arena import MIB
 
 # Note [cuBLAS workspaces]
 # torch (2.11 to 2.14) caches one workspace of cuBLAS per handle and stream, 32 MiB on Hopper, and a
@@ -144,8 +144,8 @@ class CudaPool:
         return not self._up_to_date and self._read_segments() and self._in_known_segment(address)
 
     @property
-    def bytes(self) -> PoolBytes:
-        return PoolBytes(*compat.pool_bytes(self.id))
+    def reserved(self) -> int:
+        return compat.pool_bytes(self.id)
 
     def begin_capture(self) -> None:
         """Note a capture, which may add memory."""

@@ -14,7 +14,6 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError, ConfigError
-from cgcompile.graphs.arena import PoolBytes
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.host import HostDevice
 from cgcompile.reasons import Fallback, Reason
@@ -24,8 +23,8 @@ class DevicePool(Protocol):
     """Memory for graphs that never run at the same time; it lives while it is referenced."""
 
     @property
-    def bytes(self) -> PoolBytes:
-        """What it holds; takes milliseconds, does not synchronise."""
+    def reserved(self) -> int:
+        """Bytes taken from the device, in use or not; takes milliseconds, does not synchronise."""
 
     @property
     def workspaces(self) -> int:

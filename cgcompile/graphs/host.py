@@ -37,7 +37,7 @@ import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.arena import PoolBytes, storage_bytes
+from cgcompile.graphs.arena import storage_bytes
 
 _ALIGNMENT = 64  # what vectorised kernels expect
 
@@ -109,10 +109,6 @@ class HostPool:
     @property
     def live(self) -> int:
         return sum(block.nbytes for block in self._blocks if not block.free)
-
-    @property
-    def bytes(self) -> PoolBytes:
-        return PoolBytes(self.reserved, self.live)
 
     def holds(self, address: int) -> bool:
         return any(b.address <= address < b.address + b.nbytes for b in self._blocks)

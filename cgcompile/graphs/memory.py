@@ -3,16 +3,23 @@
 Memory of torch's allocator is read from it. The driver's own memory for graphs is not reported by
 any function of CUDA: it is what the device loses during captures beside torch's allocator, see
 :func:`measured`.
+
+Graphs share memory, so the bytes of a set are not the sum of its graphs', and are not estimated:
+:func:`measure_captures` captures the set, the largest first, measures it, and drops it.
+:func:`most_that_fit` finds the largest set within a budget.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from cgcompile.graphs.arena import MIB
 from cgcompile.graphs.capture import bulk_levels
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.settings import require_fields
+
+T_ = TypeVar("T_")
 
 _ROWS = {
     "pools": "torch's allocator for graphs: results, intermediates, workspaces",
@@ -104,7 +111,7 @@ def memory_of(
     if executables is None:
         executables = sum(max(0, pool.executables) for pool in distinct)
     return GraphMemory(
-        sum(pool.held.held for pool in distinct),
+        sum(pool.held for pool in distinct),
         sum(pool.staging for pool in distinct),
         outputs,
         executables,
@@ -130,3 +137,34 @@ def measured(pool: GraphPool) -> Iterator[None]:
         yield
     finally:
         pool.captured_since(before)
+
+
+def measure_captures(
+    captures: Iterable[Callable[[], Any]],
+    taken: Callable[[], int],
+    exceeds: Callable[[int], bool],
+    drop: Callable[[], Any],
+) -> int:
+    """Capture for trial, up to the first capture that exceeds a budget; return the bytes taken."""
+    try:
+        for capture in captures:
+            capture()
+            if exceeds(taken()):
+                break
+        return taken()
+    finally:
+        drop()
+
+
+def most_that_fit(
+    order: Sequence[T_], least: int, fits: Callable[[Sequence[T_]], bool]
+) -> Sequence[T_]:
+    """Return the longest beginning of ``order`` that fits, by bisection."""
+    low, high = least, len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(order[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return order[:low]

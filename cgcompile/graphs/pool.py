@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.graphs.arena import Arena, PoolBytes, address
+from cgcompile.graphs.arena import Arena, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph, DevicePool, chosen_device
 from cgcompile.graphs.stale import StaleResults
 from cgcompile.graphs.threads import StepThread
@@ -95,9 +95,9 @@ class GraphPool:
         return self.device.device
 
     @property
-    def held(self) -> PoolBytes:
-        """What its graphs hold of the device's pool, and of those that captures take no more."""
-        return sum((memory.bytes for memory in self._memories), PoolBytes())
+    def held(self) -> int:
+        """Bytes that its graphs hold of the device's pool, and of retired ones."""
+        return sum(memory.reserved for memory in self._memories)
 
     @property
     def workspaces(self) -> int:
@@ -111,7 +111,7 @@ class GraphPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all that graphs of the pool need: its own, the arena's, and owners' buffers."""
-        return self.held.held + self.staging
+        return self.held + self.staging
 
     @property
     def staging(self) -> int:
@@ -122,7 +122,7 @@ class GraphPool:
     @property
     def reserved(self) -> int:
         """A counter of bytes that grows by what a capture takes; on CUDA of the whole device."""
-        return self.device.reserved() or self.held.held + self.arena.nbytes
+        return self.device.reserved() or self.held + self.arena.nbytes
 
     def captured_since(self, level: int) -> None:
         """Add what the driver took for graphs since ``device.graph_bytes()`` was ``level``."""

@@ -1,17 +1,16 @@
 """What graphs take of the device: :func:`plan_memory`, and which fit: :func:`choose_graphs`.
 
-An engine sizes its caches before it captures, so it needs the memory of graphs first. Graphs share
-memory, so their shares do not add up, and are not estimated: the graphs in question are captured,
-the largest first, measured, and dropped again. The rule: a chosen set of graphs has been measured
-within the budget.
+An engine sizes its caches before it captures, so it needs the memory of graphs first; they are
+captured for trial (:func:`cgcompile.graphs.memory.measure_captures`). The rule: a chosen set of
+graphs has been measured within the budget.
 """
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 from cgcompile.backend import Backend
@@ -22,14 +21,14 @@ from cgcompile.graphs.arena import MIB
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, by_reason, warm_all
 from cgcompile.graphs.device import no_device
-from cgcompile.graphs.memory import GraphMemory, memory_of
+from cgcompile.graphs.memory import GraphMemory, measure_captures, memory_of, most_that_fit
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.registry import growth_of
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.buffers import Outputs
 from cgcompile.serving.plan import Planned, kind_of, sets_of
-from cgcompile.serving.sizes import removal_order
+from cgcompile.serving.sizes import rank_sizes
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +37,6 @@ _AT_ONCE = 8  # graphs captured between two comparisons with the budget
 # Steps of the driver. Seen on an H200 with driver 580: graphs captured again took a step less or
 # more, since a driver keeps some memory of destroyed graphs and hands it out in other parts.
 _UNSTEADY = 2
-
-K_ = TypeVar("K_")
-T_ = TypeVar("T_")
 
 
 class MemoryMeter:
@@ -132,16 +128,17 @@ class MemoryMeter:
         """Capture graphs, the largest first, and drop them; return the bytes that they took."""
         wanted = set(chosen)
         self.missing.clear()
-        try:
-            planned = [entry for entry in manager.dispatcher.plan() if entry in wanted]
-            for title, mode, keys in sets_of(planned):
-                for start in range(0, len(keys), _AT_ONCE):
-                    self._try(manager, f"Planning: {title}", mode, keys[start : start + _AT_ONCE])
-                    if budget is not None and _any(manager, self.taken() > budget):
-                        return self.taken()
-            return self.taken()
-        finally:
-            self._drop(manager)
+        planned = [entry for entry in manager.dispatcher.plan() if entry in wanted]
+        captures = [
+            partial(self._try, manager, f"Planning: {title}", mode, keys[at : at + _AT_ONCE])
+            for title, mode, keys in sets_of(planned)
+            for at in range(0, len(keys), _AT_ONCE)
+        ]
+
+        def exceeds(nbytes: int) -> bool:
+            return budget is not None and _any(manager, nbytes > budget)
+
+        return measure_captures(captures, self.taken, exceeds, partial(self._drop, manager))
 
     def _try(
         self, manager: Any, title: str, mode: CUDAGraphMode, keys: list[BatchDescriptor]
@@ -259,7 +256,7 @@ def choose_graphs(
     kinds: dict[Any, dict[int, Planned]] = {}
     for mode, key in sorted(planned, key=lambda entry: entry[0] is not CUDAGraphMode.FULL):
         kinds.setdefault((mode, kind_of(key)), {})[key.num_tokens] = (mode, key)
-    order = [kinds[kind][size] for kind, size in ranked(kinds, histogram)]
+    order = [kinds[kind][size] for kind, size in rank_sizes(kinds, histogram)]
     meter: MemoryMeter = manager.meter
     meter.prepare(manager)
     fits = partial(meter.fits, manager, budget=max_graph_bytes)
@@ -270,39 +267,3 @@ def choose_graphs(
         raise ManagerError.too_few_bytes(budget=max_graph_bytes, needed=needed)
     kept = set(most_that_fit(order, len(kinds), fits))
     return tuple(entry for entry in planned if entry in kept)
-
-
-def ranked(
-    ladders: Mapping[K_, Collection[int]], histogram: Mapping[int, int] | None = None
-) -> list[tuple[K_, int]]:
-    """Rank all (kind, size): the largest of each kind, then by the padded rows that each saves."""
-    # Of each kind, every prefix of the result is a ladder as the greedy removal leaves it.
-    rest: list[tuple[float, K_, int]] = []
-    for kind, sizes in ladders.items():
-        largest = max(sizes)
-        steps = {rows: times for rows, times in (histogram or {}).items() if rows <= largest}
-        if not any(steps.values()):
-            steps = dict.fromkeys(range(1, largest + 1), 1)
-        every, saved = sum(steps.values()) * largest, 0.0
-        order: list[tuple[float, K_, int]] = []
-        for loss, size in removal_order(steps, sizes):
-            saved = max(saved, loss / every)
-            order.append((saved, kind, size))
-        rest += reversed(order)
-    rest.sort(key=lambda entry: -entry[0])
-    firsts = [(kind, max(sizes)) for kind, sizes in ladders.items()]
-    return [*firsts, *((kind, size) for _, kind, size in rest)]
-
-
-def most_that_fit(
-    order: Sequence[T_], least: int, fits: Callable[[Sequence[T_]], bool]
-) -> Sequence[T_]:
-    """Return the longest beginning of ``order`` that fits, by bisection."""
-    low, high = least, len(order)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(order[:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return order[:low]

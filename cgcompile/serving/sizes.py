@@ -9,11 +9,11 @@ less of mixed batches.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 from cgcompile.errors import SizesError
 from cgcompile.modes import CUDAGraphMode
@@ -26,6 +26,8 @@ from cgcompile.settings import (
     require_whole,
     whole,
 )
+
+K_ = TypeVar("K_")
 
 # Small batches are frequent, and one more row is a large share of their step.
 _SMALL = (1, 2, 4, *range(8, 256, 8))
@@ -431,11 +433,33 @@ def _removals(problem: _Problem) -> Iterator[tuple[float, int]]:
             heappush(heap, ranked(upper))
 
 
-def removal_order(histogram: Mapping[int, int], sizes: Iterable[int]) -> list[tuple[float, int]]:
+def _removal_order(histogram: Mapping[int, int], sizes: Iterable[int]) -> list[tuple[float, int]]:
     """Return (padded rows added, size) in the order of a greedy removal; the largest stays."""
     ladder = tuple(sorted(sizes))
     problem = _problem(checked_histogram(histogram), ladder)
     return [(loss, ladder[index]) for loss, index in _removals(problem)]
+
+
+def rank_sizes(
+    ladders: Mapping[K_, Collection[int]], histogram: Mapping[int, int] | None = None
+) -> list[tuple[K_, int]]:
+    """Rank all (kind, size): the largest of each kind, then by the padded rows that each saves."""
+    # Of each kind, every prefix of the result is a ladder as the greedy removal leaves it.
+    rest: list[tuple[float, K_, int]] = []
+    for kind, sizes in ladders.items():
+        largest = max(sizes)
+        steps = {rows: times for rows, times in (histogram or {}).items() if rows <= largest}
+        if not any(steps.values()):
+            steps = dict.fromkeys(range(1, largest + 1), 1)
+        all_rows, saved = sum(steps.values()) * largest, 0.0
+        order: list[tuple[float, K_, int]] = []
+        for loss, size in _removal_order(steps, sizes):
+            saved = max(saved, loss / all_rows)
+            order.append((saved, kind, size))
+        rest += reversed(order)
+    rest.sort(key=lambda entry: -entry[0])
+    firsts = [(kind, max(sizes)) for kind, sizes in ladders.items()]
+    return [*firsts, *((kind, size) for _, kind, size in rest)]
 
 
 def _solve(problem: _Problem, count: int | None, nbytes: int | None) -> list[int]:

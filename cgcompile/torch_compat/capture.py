@@ -291,10 +291,9 @@ def free_blocks(pool: tuple[int, int]) -> list[tuple[int, int]]:
     return blocks
 
 
-def pool_bytes(pool: tuple[int, int]) -> tuple[int, int]:
-    """Return the bytes of a private pool: all, and those in use."""
-    rows = _segments(pool)
-    return sum(row["total_size"] for row in rows), sum(row["allocated_size"] for row in rows)
+def pool_bytes(pool: tuple[int, int]) -> int:
+    """Return the bytes that the allocator holds for a private pool, in use or not."""
+    return sum(row["total_size"] for row in _segments(pool))
 
 
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
