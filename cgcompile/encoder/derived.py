@@ -30,7 +30,7 @@ from cgcompile.encoder.protocol import (
 )
 from cgcompile.errors import EncoderError
 from cgcompile.graphs.capture import inside_capture
-from cgcompile.graphs.guards import modules_of
+from cgcompile.graphs.reads import modules_of
 from cgcompile.settings import require, require_arguments
 
 ITEMS, CONSTANT, OFFSETS, TABLE = "items", "constant", "offsets", "table"

@@ -49,9 +49,10 @@ from cgcompile.graphs.capture import bulk_capture, capture_postponed, inside_cap
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.eligibility import why_not_here
-from cgcompile.graphs.guards import WeightsGuard, modules_of
+from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.memory import measure_captures, most_that_fit
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.reads import modules_of
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad
 from cgcompile.passes.nodes import raised_at
 from cgcompile.reasons import Reason

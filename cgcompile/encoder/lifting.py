@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import EncoderError
-from cgcompile.graphs.guards import modules_of
 from cgcompile.graphs.host import host_values
+from cgcompile.graphs.reads import modules_of
 
 _READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
 _COMPARED = (bool, int, float, complex, str, torch.dtype, type(None))

@@ -34,7 +34,7 @@ from cgcompile.encoder.protocol import (
 )
 from cgcompile.errors import EncoderError
 from cgcompile.graphs.capture import inside_capture
-from cgcompile.graphs.guards import modules_of
+from cgcompile.graphs.reads import modules_of
 from cgcompile.settings import LARGEST_TABLE, checked, require, require_fields, require_whole, whole
 
 Grid = tuple[int, int, int]

@@ -24,8 +24,8 @@ from cgcompile.context import BatchDescriptor
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.cuda import destroy_unused_graphs
 from cgcompile.graphs.device import DeviceGraph, any_capture
-from cgcompile.graphs.guards import modules_of
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.reads import modules_of
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Fallback, Reason
 

@@ -32,21 +32,17 @@ from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import address, storage_bytes
 from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.guards import (
-    Cells,
     Change,
-    Slots,
     Tensors,
-    Transparent,
-    is_librarys,
     is_plain_value,
     layout_text,
     named_arguments,
-    plainly,
-    restore,
     same_layout,
     same_memory,
     same_value,
 )
+from cgcompile.graphs.reads import Cells, Slots, is_librarys, plainly, restore
+from cgcompile.graphs.transparent import Transparent
 
 _MAX_VALUES = 100_000  # a model of thousands of modules has fewer
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state

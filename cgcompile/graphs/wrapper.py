@@ -54,19 +54,14 @@ from cgcompile.graphs.eligibility import (
     why_not_in,
 )
 from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
-from cgcompile.graphs.guards import (
-    ArgumentGuard,
-    ContextGuard,
-    Transparent,
-    WeightsGuard,
-    tensors_in_context,
-)
+from cgcompile.graphs.guards import ArgumentGuard, ContextGuard, WeightsGuard, tensors_in_context
 from cgcompile.graphs.outputs import ReusedResult, flatten, is_record, is_reusable, rebuilt
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
 from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.timeline import Timeline
+from cgcompile.graphs.transparent import Transparent
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Counters, Fallback, Reason
 from cgcompile.settings import checked_but, require_callable, require_fields

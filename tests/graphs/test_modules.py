@@ -17,7 +17,7 @@ from cgcompile import (
     CUDAGraphWrapper,
     set_forward_context,
 )
-from cgcompile.graphs.guards import modules_of
+from cgcompile.graphs.reads import modules_of
 from cgcompile.reasons import Reason
 
 FULL = CUDAGraphMode.FULL
