@@ -13,13 +13,15 @@ results with the kernels are farther from float32 than 1.5 times those without.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,8 @@ def burst_of(args: argparse.Namespace, step: Step, call: Call, host: float) -> f
 
 
 def rows_here(args: argparse.Namespace) -> list[Row]:
-    """Compile the cells of one process, then measure them while no other process runs."""
+    """Compile the cells of one process, then measure them while no other process compiles."""
+    began = time.monotonic()
     torch._dynamo.config.recompile_limit = 64  # of one code object: each cell is a compilation
     turn = Turn(args.turn)
     config = configuration(args, args.models[0])
@@ -85,7 +88,10 @@ def rows_here(args: argparse.Namespace) -> list[Row]:
                 step = Hidden(model, Cell(rows, cache, cache // 4), args.device)
                 calls: dict[str, tuple[Call, cgcompile.Backend]] = {}
                 errors: dict[str, float] = {}
-                exact = step.in_float32(model)
+                with turn.alone("memory"):
+                    exact = step.in_float32(model)
+                    if args.device == "cuda":
+                        torch.cuda.empty_cache()
                 for way in WAYS:
                     backend = backend_of(args, way)
                     forward = torch.compile(model.forward, backend=backend, dynamic=False)
@@ -96,8 +102,8 @@ def rows_here(args: argparse.Namespace) -> list[Row]:
                     errors[way] = relative_error(result, exact)
                     calls[way] = call, backend
                 ready.append(partial(measured, args, rows, cache, step, calls, errors))
-        with turn.alone("measure"):
-            return [row for measure in ready for row in measure()]
+        with turn.measuring(began + 0.6 * args.seconds) as quiet:
+            return [row | {"quiet": quiet} for measure in ready for row in measure()]
 
 
 def measured(
@@ -133,8 +139,13 @@ def measured(
 # ---------------------------------------------------------------- processes
 
 
-def all_rows(args: argparse.Namespace) -> list[Row]:
-    """Run a process for each model and number of rows; they compile side by side."""
+def all_rows(args: argparse.Namespace) -> Iterator[list[Row]]:
+    """Run a process for each model and number of rows; they compile side by side.
+
+    Yields:
+        The rows of a process when it has ended, or one with a ``failure``.
+    """
+    until = time.monotonic() + args.seconds
 
     def run(folder: str, model: str, rows: int) -> list[Row]:
         caches = Path(folder) / f"{model} {rows}"
@@ -151,7 +162,13 @@ def all_rows(args: argparse.Namespace) -> list[Row]:
         for name in ("cache", "percent"):
             command += [f"--{name}", *map(str, getattr(args, name))]
         command += ["--tiny"] if args.tiny else []
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        left = max(until - time.monotonic(), 0.0)
+        command += ["--seconds", str(left)]
+        start = partial(subprocess.run, command, env=environment, capture_output=True, text=True)
+        try:
+            done = start(check=False, timeout=None if left == math.inf else left)
+        except subprocess.TimeoutExpired:
+            return [{"failure": f"{model}, {rows} rows: the time is over"}]
         if done.returncode:
             return [{"failure": f"{model}, {rows} rows: {done.stderr[-1500:]}"}]
         table: list[Row] = json.loads(done.stdout.splitlines()[-1])
@@ -159,8 +176,8 @@ def all_rows(args: argparse.Namespace) -> list[Row]:
 
     jobs = [(model, rows) for model in args.models for rows in args.rows]
     with tempfile.TemporaryDirectory() as top, ThreadPoolExecutor(args.at_once) as pool:
-        runs = [pool.submit(run, top, *job) for job in jobs]
-        return [row for done in runs for row in done.result()]
+        for done in as_completed([pool.submit(run, top, *job) for job in jobs]):
+            yield done.result()
 
 
 def trouble(args: argparse.Namespace, row: Row) -> str:
@@ -172,6 +189,16 @@ def trouble(args: argparse.Namespace, row: Row) -> str:
     if not row["error"] <= 1.5:
         return f"its error is {row['error']:.2f} times that without kernels"
     return "" if row["ratio"] <= args.limit else f"{row['ratio']:.3f} times as slow"
+
+
+def line_of(row: Row) -> str:
+    """Return one row of figures, or its failure."""
+    if "failure" in row:
+        return str(row["failure"])
+    cell = "{model}, {rows} rows, {percent} % of {cache}".format_map(row)
+    times = f"{row['with']:,.1f} us with, {row['without']:,.1f} without, ratio {row['ratio']:.3f}"
+    beside = "" if row["quiet"] else ", beside processes that compile"
+    return f"{cell}: {times}, error {row['error']:.2f}{beside}"
 
 
 def table_of(args: argparse.Namespace, rows: list[Row]) -> Table:
@@ -199,6 +226,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="bursts of each way")
     parser.add_argument("--burst", type=int, default=8, help=f"steps, at most {LAST}")
     parser.add_argument("--limit", type=float, default=1.02, help="of the ratio")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which it ends")
     parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--json", type=Path, help="write all figures to a file")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the program")
@@ -211,9 +239,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.turn:
         print(json.dumps(rows_here(args)))
         return 0
-    rows = all_rows(args)
-    if args.json:
-        args.json.write_text(json.dumps(rows))
+    rows: list[Row] = []
+    for more in all_rows(args):
+        rows += more
+        for row in more:
+            print(line_of(row), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(rows))
     measured_rows = [row for row in rows if "failure" not in row]
     print(text_table(table_of(args, measured_rows)))
     bad = [(row, why) for row in rows if (why := trouble(args, row))]
