@@ -274,9 +274,17 @@ NAMES = {
 def test_kernels_have_kinds_by_name() -> None:
     from rivals.kernels import Kernel, by_kind
 
-    kernels = [Kernel(name, 0.0, 500.0) for name in NAMES]
+    kernels = [Kernel(name, 500.0 * place, 500.0) for place, name in enumerate(NAMES)]
     assert {kernel.name: kernel.kind for kernel in kernels} == NAMES
     assert by_kind(kernels, 2) == {"products": 1.5, "attention": 0.75, "rest": 1.0}
+
+
+def test_kinds_together_are_the_time_in_which_the_device_was_busy() -> None:
+    from rivals.kernels import Kernel, by_kind
+
+    step = [Kernel("project", 0, 4000), Kernel("attend_keys", 1000, 5000)]
+    step += [Kernel("copy", 2000, 3000), Kernel("project", 7000, 1000)]
+    assert by_kind(step, 1) == {"products": 5.0, "attention": 2.0, "rest": 0.0}
 
 
 def test_a_timeline_has_the_gaps_between_kernels() -> None:

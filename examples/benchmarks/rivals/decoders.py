@@ -126,11 +126,11 @@ def section(result: Row) -> str:
 def short_section(result: Row, cache: int = 1024, used: int = 200) -> str:
     """Return the Markdown of the README: each model, the numbers of rows beside each other."""
     columns = {  # heading: (part, way, figure, digits)
-        "floor": ("step", "cgcompile", "floor_ms", 2),
-        "`reduce-overhead`": ("step", "reduce-overhead", "gpu_ms", 2),
-        "cgcompile": ("step", "cgcompile", "gpu_ms", 2),
+        "floor of a step": ("step", "cgcompile", "floor_ms", 2),
+        "GPU, `reduce-overhead`": ("step", "reduce-overhead", "gpu_ms", 2),
+        "GPU, cgcompile": ("step", "cgcompile", "gpu_ms", 2),
         "a token, `reduce-overhead`": ("generate", "reduce-overhead", "token_ms", 2),
-        "cgcompile ": ("generate", "cgcompile", "token_ms", 2),
+        "a token, cgcompile": ("generate", "cgcompile", "token_ms", 2),
     }
     rows = [
         row
@@ -144,7 +144,7 @@ def short_section(result: Row, cache: int = 1024, used: int = 200) -> str:
         if row["part"] != "first"
     }
     numbers = " / ".join(map(str, counts))
-    table: Table = [[f"ms of the GPU for a decode step, {numbers} rows", *columns]]
+    table: Table = [[f"decoder, ms at {numbers} rows", *columns]]
     for model in result["models"]:
         cells = [
             " / ".join(

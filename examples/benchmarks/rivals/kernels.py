@@ -65,14 +65,6 @@ def profiled(call: Call, host_seconds: float) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
-def by_kind(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
-    """Return milliseconds a step by kind."""
-    times = {"products": 0.0, "attention": 0.0, "rest": 0.0}
-    for kernel in kernels:
-        times[kernel.kind] += kernel.us / 1e3 / steps
-    return times
-
-
 def gaps(kernels: Sequence[Kernel]) -> list[float]:
     """Return the microseconds before each kernel in which no other ran; negative: it overlaps."""
     idle, busy_until = [], None
@@ -80,6 +72,18 @@ def gaps(kernels: Sequence[Kernel]) -> list[float]:
         idle.append(0.0 if busy_until is None else kernel.start - busy_until)
         busy_until = max(busy_until or 0.0, kernel.start + kernel.us)
     return idle
+
+
+def by_kind(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
+    """Return milliseconds a step by kind.
+
+    A kernel that starts before an earlier one has ended, as with programmatic dependent launch, is
+    counted from that end, so that the kinds together are the time in which the device was busy.
+    """
+    times = {"products": 0.0, "attention": 0.0, "rest": 0.0}
+    for kernel, gap in zip(kernels, gaps(kernels), strict=True):
+        times[kernel.kind] += max(kernel.us + min(gap, 0.0), 0.0) / 1e3 / steps
+    return times
 
 
 def timeline_table(kernels: Sequence[Kernel], steps: int) -> Table:
