@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import fx
 
+from cgcompile import torch_compat as compat
 from cgcompile.boundaries import AttentionCGSupport, SplittingOp
 from cgcompile.passes.base import Fusions, PassRecord, table
 from cgcompile.passes.nodes import tensors, value
@@ -254,3 +255,8 @@ def split_data(split: SplitGraph) -> dict[str, Any]:
             for piece in split.pieces
         ],
     }
+
+
+def returned_names(split: SplitGraph) -> list[str]:
+    """Return the name of each leaf of the result; empty for one that is no value of the graph."""
+    return [getattr(leaf, "name", "") for leaf in compat.tree_leaves(split.result)]

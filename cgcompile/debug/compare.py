@@ -19,8 +19,8 @@ from cgcompile.debug.output import Result
 from cgcompile.debug.restore import copies
 from cgcompile.graphs.arena import comparable, numbers_as_bytes
 from cgcompile.graphs.guards import is_plain_value, layout_text, same_value
-from cgcompile.graphs.outputs import field_names, is_record
 from cgcompile.graphs.reads import Slots
+from cgcompile.graphs.results import field_names, is_record
 from cgcompile.settings import require, require_whole
 
 _DEEPEST = 16  # objects in objects

@@ -25,12 +25,11 @@ from cgcompile.debug.subject import Subject
 from cgcompile.graphs.arena import address, comparable, rows_apart
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, user_line, written
-from cgcompile.passes.split import Piece, SplitGraph
+from cgcompile.passes.split import Piece, SplitGraph, returned_names
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.runtime.compiled_graph import ReplayOverride
 from cgcompile.runtime.program import Program
 from cgcompile.runtime.recording import Recording
-from cgcompile.runtime.returns import returned_names
 from cgcompile.runtime.rows import mutated_inputs
 
 After = Callable[[Piece, Mapping[str, Any]], None]

@@ -208,7 +208,7 @@ def rows_apart(tensor: torch.Tensor) -> bool:
 
 def takes_any_layout(tensor: torch.Tensor) -> bool:
     """Return whether a copy in the layout of a tensor can be filled from another layout."""
-    return not (any(_bits(tensor)) or 0 in tensor.stride() or not rows_apart(tensor))
+    return not (any(bits_of(tensor)) or 0 in tensor.stride() or not rows_apart(tensor))
 
 
 class OwnedCopy:
@@ -233,9 +233,9 @@ class OwnedCopy:
         with torch.inference_mode(False), torch.no_grad():
             self._flat = block.view(template.dtype, (size,), (1,), start)
             strided = self._flat.as_strided(template.size(), template.stride())
-            self.tensor = compat.with_bits(strided, *_bits(template))
+            self.tensor = compat.with_bits(strided, *bits_of(template))
         order = dense_order(template.shape, template.stride())
-        self._is_dense = order is not None and not any(_bits(template))
+        self._is_dense = order is not None and not any(bits_of(template))
         self.takes_any_layout = self._is_dense or takes_any_layout(template)
 
     def fill(self, source: torch.Tensor) -> None:
@@ -270,41 +270,6 @@ def moved(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.empty((), dtype=scalar.dtype, device=device).fill_(scalar)
 
 
-class FreshCopies:
-    """Copies of tensors at fixed addresses, new at every call; shared memory stays shared."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        shared: dict[tuple[int, torch.dtype], list[int]] = {}
-        for position, tensor in enumerate(tensors):
-            memory = address(tensor) or -1 - position  # empty memory is not shared
-            shared.setdefault((memory, tensor.dtype), []).append(position)
-        self._count = len(tensors)
-        self._single: list[tuple[int, torch.Tensor]] = []
-        # Memory that several share; position, layout and bits of each of them.
-        self._shared: list[tuple[torch.Tensor, list[tuple[int, Any, tuple[bool, bool]]]]] = []
-        for positions in shared.values():
-            group = [tensors[position] for position in positions]
-            if len(group) == 1 and group[0].is_contiguous() and not any(_bits(group[0])):
-                self._single.append((positions[0], group[0]))
-                continue
-            first = min(tensor.storage_offset() for tensor in group)
-            last = max(tensor.storage_offset() + span(tensor) for tensor in group)
-            base = compat.physical(group[0]).as_strided((last - first,), (1,), first)
-            layouts = [(t.size(), t.stride(), t.storage_offset() - first) for t in group]
-            self._shared.append((base, [*zip(positions, layouts, map(_bits, group), strict=True)]))
-
-    def make(self) -> list[torch.Tensor]:
-        """Return the copies, on the current stream; the caller owns them."""
-        copies: list[torch.Tensor] = [None] * self._count  # type: ignore[list-item]
-        for position, tensor in self._single:
-            copies[position] = tensor.clone()
-        for base, members in self._shared:
-            copy = base.clone()
-            for position, layout, bits in members:
-                copies[position] = compat.with_bits(copy.as_strided(*layout), *bits)
-        return copies
-
-
-def _bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+def bits_of(tensor: torch.Tensor) -> tuple[bool, bool]:
     """Return the conjugate and the negative bit."""
     return tensor.is_conj(), tensor.is_neg()

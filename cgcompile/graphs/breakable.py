@@ -55,8 +55,8 @@ from cgcompile.graphs.capture import (
 )
 from cgcompile.graphs.device import DeviceGraph, chosen_device
 from cgcompile.graphs.fields import Rebinding
-from cgcompile.graphs.outputs import check_leaves, flatten, opener, rebuilt
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.results import check_leaves, flatten, opener, rebuilt
 from cgcompile.graphs.sequence import Crossing, EagerSegment, GraphSegment, GraphSequence, Segment
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.settings import checked_but, require_callable

@@ -14,7 +14,7 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.graphs.arena import Arena, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph, DevicePool, chosen_device
-from cgcompile.graphs.stale import StaleResults
+from cgcompile.graphs.results import StaleResults
 from cgcompile.graphs.threads import StepThread
 from cgcompile.locks import new_lock
 

@@ -55,10 +55,16 @@ from cgcompile.graphs.eligibility import (
 )
 from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, ContextGuard, WeightsGuard, tensors_in_context
-from cgcompile.graphs.outputs import ReusedResult, flatten, is_record, is_reusable, rebuilt
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
+from cgcompile.graphs.results import (
+    Results,
+    Track,
+    check_debug,
+    kept_output,
+    results_of_call,
+    track_result,
+)
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
-from cgcompile.graphs.stale import check_debug
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
@@ -159,7 +165,7 @@ class CUDAGraphEntry:
     guard: ArgumentGuard | None
     weights: WeightsGuard | None
     needs_grad: bool
-    reused: ReusedResult | None = None
+    reused: Results | None = None
     fields: FieldsGuard | None = None
     context: ContextGuard | None = None
 
@@ -190,7 +196,7 @@ class CUDAGraphEntry:
         Raises:
             AddressChangedError: a caller let the memory of an earlier result grow.
         """
-        return (self.reused or ReusedResult(self.output)).get(args, kwargs)
+        return (self.reused or results_of_call(self.output)).of_call(args, kwargs)
 
     @property
     def graph(self) -> DeviceGraph:
@@ -215,36 +221,6 @@ class Captured:
         if not self.executed:
             self.entry.sequence.run_once()
         return self.result
-
-
-def kept_output(result: Any, pool: GraphPool, weakly: bool) -> tuple[Any, list[int]]:
-    """Return what an entry keeps of a result, and where the memory of each leaf begins, or 0."""
-    # Aliases, never the tensors of the caller, who may change them.
-    starts: list[int] = []
-    known: dict[tuple[int, int], torch.UntypedStorage | None] = {}  # by address and bytes
-
-    def keep(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            if is_record(leaf):
-                return rebuilt(leaf, [keep(item) for item in flatten(leaf)[0]])
-            starts.append(0)
-            return leaf
-        storage = leaf.untyped_storage()
-        nbytes = storage.nbytes()
-        start = storage.data_ptr() if nbytes else 0
-        starts.append(start)
-        key = (start, nbytes)
-        if key not in known:  # results that share memory go on sharing it
-            known[key] = None
-            if pool.holds(start):
-                known[key] = compat.weak_storage(start, nbytes, leaf.device) if weakly else storage
-        memory = known[key]
-        if memory is not None:
-            return compat.laid_over(memory, leaf)
-        return compat.alias(leaf) if is_reusable(leaf) else leaf
-
-    with compat.outside_inference_mode(), compat.below_autograd():  # once for all
-        return compat.tree_map(keep, result), starts
 
 
 def _under(mode: AbstractContextManager[Any], step: Callable[[], Any]) -> Any:
@@ -546,7 +522,8 @@ class CUDAGraphWrapper(Transparent):
                 self.keep(captured.entry, mode)
                 ended(captured.entry.sequence)
                 if self._debug:
-                    result = self._tracked(captured.entry, result, args, kwargs)
+                    arguments = compat.tree_tensors((args, kwargs))
+                    result = track_result(result, self._track(descriptor), arguments)
                 self.timeline.captured()
                 return None, result
             if captured is not None:
@@ -596,7 +573,7 @@ class CUDAGraphWrapper(Transparent):
         sequence.name, sequence.batch, sequence.rows = self.name, shown, descriptor.num_tokens
         sequence.prepare = self._poisoning()
         self._hold(sequence, args, kwargs, context)
-        output, starts = kept_output(result, self._pool, self.options.weak_ref_output)
+        output, starts = kept_output(result, self._pool.holds, self.options.weak_ref_output)
         tensor_type, read = self._pool.device.tensor_type, None
         if self.config.check_metadata and context is not None and context.was_read:
             read = ContextGuard.of(context, tensor_type)
@@ -604,6 +581,7 @@ class CUDAGraphWrapper(Transparent):
             entry = CUDAGraphEntry(descriptor, sequence, output, None, None, False, context=read)
         else:
             weights = WeightsGuard(self.unwrap(), tensor_type, self.remedy)
+            track = self._track(descriptor) if self._debug else None
             reads_grad &= not torch.is_grad_enabled()  # where the result has shown it
             entry = CUDAGraphEntry(
                 descriptor,
@@ -612,7 +590,7 @@ class CUDAGraphWrapper(Transparent):
                 ArgumentGuard(args, kwargs, tensor_type),
                 weights,
                 reads_grad or holds_parameters_with_grad(self.runnable),
-                ReusedResult(output, result, args, kwargs, weights.objects),
+                results_of_call(output, result, args, kwargs, weights.objects, track),
                 FieldsGuard.of(args, kwargs, tensor_type),
                 read,
             )
@@ -720,8 +698,6 @@ class CUDAGraphWrapper(Transparent):
             self._expire(entry.batch_descriptor, args, kwargs)
         result = entry.result(args, kwargs)  # first: raises where a graph would write freed memory
         entry.sequence.replay((args, kwargs))
-        if self._debug:
-            result = self._tracked(entry, result, args, kwargs)
         self.timeline.replayed()
         return result
 
@@ -746,20 +722,11 @@ class CUDAGraphWrapper(Transparent):
         for owner in {None, self._owner(descriptor)}:
             self._pool.stale.expire(owner, compat.tree_tensors((args, kwargs)))
 
-    def _tracked(
-        self, entry: CUDAGraphEntry, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return a result that raises once it is stale; arguments in it stay as they are."""
+    def _track(self, descriptor: BatchDescriptor) -> Track:
+        """Return what makes the results of a descriptor raise once they are stale."""
         assert self._pool is not None
-        descriptor = entry.batch_descriptor
-        arguments = {id(tensor) for tensor in compat.tree_tensors((args, kwargs))}
-        leaves, _ = flatten(result)
-        own = [None if id(leaf) in arguments else leaf for leaf in leaves]
-        tracked = self._pool.stale.track(
-            own, self._pool.holds, self._owner(descriptor), f"{self.name}, {descriptor}"
-        )
-        pairs = zip(leaves, tracked, strict=True)
-        return rebuilt(result, [leaf if new is None else new for leaf, new in pairs])
+        owner, what = self._owner(descriptor), f"{self.name}, {descriptor}"
+        return partial(self._pool.stale.track, owns=self._pool.holds, owner=owner, what=what)
 
     # -------------------------------------------------------------- what is captured
 

@@ -41,7 +41,7 @@ from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import any_capture, capture_device
 from cgcompile.graphs.eligibility import GRADIENTS, IN_REGION, INSIDE_CAPTURE
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.stale import check_debug
+from cgcompile.graphs.results import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.printer import count

@@ -17,9 +17,8 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.graphs.arena import dense_order
 from cgcompile.passes.nodes import storages, symbols_of
-from cgcompile.passes.split import Piece, SplitGraph
+from cgcompile.passes.split import Piece, SplitGraph, returned_names
 from cgcompile.pieces.compilers import Runnable
-from cgcompile.runtime.returns import returned_names
 
 _UNUSUAL = 1009  # the first of the sizes that stand for symbols
 

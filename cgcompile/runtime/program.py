@@ -25,13 +25,12 @@ from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.nodes import is_symbolic_number, storages
-from cgcompile.passes.split import Piece, SplitGraph, tensor_inputs
+from cgcompile.passes.split import Piece, SplitGraph, returned_names, tensor_inputs
 from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step
 from cgcompile.runtime.inputs import BoundTensors
 from cgcompile.runtime.layouts import Layouts, traced_layouts
-from cgcompile.runtime.returns import returned_names
 from cgcompile.runtime.rows import BatchRows
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)

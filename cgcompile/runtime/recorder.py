@@ -34,13 +34,12 @@ from cgcompile.graphs.sequence import (
 )
 from cgcompile.graphs.wrapper import Captured, CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.passes.nodes import raised_at, tensors
-from cgcompile.passes.split import Piece
+from cgcompile.passes.split import Piece, returned_names
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.layouts import in_traced_layouts
 from cgcompile.runtime.program import EagerCall, Program
 from cgcompile.runtime.recording import Recording
-from cgcompile.runtime.returns import returned_names
 from cgcompile.runtime.rows import unknown_rows
 
 log = logging.getLogger(__name__)
@@ -90,10 +89,10 @@ def _record_full(
     result = captured.run()
     full.keep(captured.entry)
     fixed = {*recording.starts, *map(address, tensors(result))} - {0}
-    returns = recording.returns(result, compat.tree_leaves(captured.entry.output), fixed, inputs)
+    results = recording.results(result, compat.tree_leaves(captured.entry.output), fixed, inputs)
     recording.kept, recording.context = [(full, captured.entry)], captured.entry.context
-    recording.finish(captured.entry.sequence, returns, {})
-    return None, True, returns.make((), inputs)
+    recording.finish(captured.entry.sequence, results, {})
+    return None, True, results.make((), inputs)
 
 
 def _storages(
@@ -192,12 +191,12 @@ class _Recorder:
         values = [self._slots[s.at] if isinstance(s, Slot) else leaf for s, leaf in pairs]
         result = compat.tree_unflatten(values, compat.tree_spec(result))
         inputs, recording = self._call_inputs, self._recording
-        returns = recording.returns(result, sources, self._fixed, inputs)
+        results = recording.results(result, sources, self._fixed, inputs)
         sequence = GraphSequence(
             self._segments,
             self._inputs,
             len(self._slots),
-            returns.slots,
+            [Slot(index) for index in results.used_slots],
             batch=str(recording.batch.display),
             pool=self._program.pool,
             rows=recording.batch.descriptor.num_tokens,
@@ -212,16 +211,16 @@ class _Recorder:
         outputs = self._uses.outputs
         known = {name: source for name, source in self._sources.items() if name in outputs}
         recording.kept = self._kept
-        recording.finish(sequence, returns, known)
-        return returns.make(self._slots, inputs)
+        recording.finish(sequence, results, known)
+        return results.make(self._slots, inputs)
 
     def _copied_out(self, result: Any) -> Any:
         """Return the result of a call whose step is not kept: copied out of memory of the pool."""
         leaves = compat.tree_leaves(result)
         arena = self._program.pool.arena
         fixed = self._fixed | {address(x) for x in tensors(leaves) if arena.owns(address(x))}
-        returns = self._recording.returns(result, leaves, fixed, self._call_inputs)
-        return returns.make((), self._call_inputs)
+        results = self._recording.results(result, leaves, fixed, self._call_inputs)
+        return results.make((), self._call_inputs)
 
     def _drop(self) -> None:
         for wrapper, entry in self._kept:

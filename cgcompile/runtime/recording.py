@@ -21,14 +21,14 @@ from cgcompile.context import (
 )
 from cgcompile.errors import AddressChangedError
 from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretch
-from cgcompile.graphs.guards import Change, ContextGuard, same_value
+from cgcompile.graphs.guards import Change, ContextGuard, same_layout, same_value
+from cgcompile.graphs.results import Results, Track, builder, is_reusable, view_of
 from cgcompile.graphs.sequence import GraphSequence, SegmentRunner, Slot
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.pieces.stitch import restoring_grad_mode
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.inputs import Roles, input_name
 from cgcompile.runtime.program import Program
-from cgcompile.runtime.returns import Returns, StepInputs
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Recording:
             weights[p] if p in weights else address(x) if isinstance(x, torch.Tensor) else 0
             for p, x in enumerate(self.inputs)
         ]
-        self._returns: Returns
+        self._results: Results
         self._generation = program.pool.generation
 
     def is_fixed(self, position: int) -> bool:
@@ -192,7 +192,7 @@ class Recording:
         """Return whether a replay reads one of the last ``count`` inputs of a call."""
         first = len(self._program.split.inputs) - count
         read = {position for position, _ in (*self.addresses, *self.numbers)}
-        read |= self.sequence.positions | self._returns.positions
+        read |= self.sequence.positions | self._results.positions
         return self.sequence.prepare is not None or any(position >= first for position in read)
 
     @property
@@ -200,11 +200,12 @@ class Recording:
         """The sequence, if it is one graph whose results are constants or reused tensors."""
         if self._context is not None or self._program.split.sets_grad_mode:
             return None
-        return self.sequence if self.sequence.is_one_graph and self._returns.is_steady else None
+        steady = self._results.is_steady and self._results.is_flat
+        return self.sequence if steady and self.sequence.is_one_graph else None
 
     @property
-    def returned(self) -> Returns:
-        return self._returns
+    def returned(self) -> Results:
+        return self._results
 
     # -------------------------------------------------------------- running
 
@@ -217,9 +218,9 @@ class Recording:
         """Replay the step on the inputs of a call; return its result."""
         slots = self._run(inputs, real, runner)
         if not slots:
-            return self._returns.make(slots, inputs)
+            return self._results.make(slots, inputs)
         try:
-            return self._returns.make(slots, inputs)
+            return self._results.make(slots, inputs)
         finally:
             self.sequence.clear()
 
@@ -253,7 +254,7 @@ class Recording:
 
     # -------------------------------------------------------------- recording
 
-    def finish(self, sequence: GraphSequence, returns: Returns, sources: Mapping[str, Any]) -> None:
+    def finish(self, sequence: GraphSequence, results: Results, sources: Mapping[str, Any]) -> None:
         """Keep what replays the step, what makes its result, and where it leaves named values."""
         self.sequence = sequence
         context = None if self.batch.own_context else callers_context()
@@ -263,7 +264,7 @@ class Recording:
         self.sources = sources
         run = self.in_context(sequence.replay)
         self._run = restoring_grad_mode(run) if self._program.split.sets_grad_mode else run
-        self._returns = returns
+        self._results = results
         self._generation = self._program.pool.generation
         self.inputs, self.starts = [], []  # they are held no longer
 
@@ -284,21 +285,74 @@ class Recording:
 
         return prepare
 
-    def returns(
-        self, result: Any, sources: Sequence[Any], fixed: Set[int], inputs: Sequence[Any]
-    ) -> Returns:
-        """Return what makes results, given the result of the capturing call on ``inputs``."""
+    def results(
+        self,
+        result: Any,  # of the capturing call
+        sources: Sequence[Any],  # what later steps find for each leaf: a slot, or an object
+        fixed: Set[int],  # where memory of graphs, bridges and copied inputs begins
+        inputs: Sequence[Any],  # of the capturing call
+    ) -> Results:
+        """Return what makes the results of later steps."""
+        copies, holds = self.batch.own_context, self._pool.holds
+        buffer_of = None if copies or self.owner is None else self._own_results(result)
         permanent = self._program.frozen.by_position(len(inputs))
-        step = StepInputs(self.inputs, self.starts, inputs, permanent)
-        if self.batch.own_context:
-            return Returns(result, sources, step, fixed, self._pool.holds)
-        tracked = None
-        if self._program.config.debug:
-            what = f"the compiled step, {self.batch.descriptor}"
-            track, holds = self._pool.stale.track, self._pool.holds
-            tracked = partial(track, owns=holds, owner=self.owner, what=what)
-        owned = None if self.owner is None else self._own_results(result)
-        return Returns(result, sources, step, fixed, None, tracked, owned)
+        constants: list[Any] = []
+        passed: dict[int, int] = {}
+        views: dict[int, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {}
+        slots: dict[int, int] = {}
+        filled: dict[int, tuple[OwnedCopy, torch.Tensor | int]] = {}
+        copied: dict[int, torch.Tensor] = {}
+        reused: dict[int, torch.Tensor] = {}
+        pairs = zip(compat.tree_leaves(result), sources, strict=True)
+        for item, (leaf, source) in enumerate(pairs):
+            slot = source.at if isinstance(source, Slot) else None
+            constants.append(source if slot is None else None)
+            is_tensor = isinstance(leaf, torch.Tensor)
+            start = address(leaf) if is_tensor else 0
+            is_fixed = is_tensor and start in fixed
+            stays = is_tensor and (is_fixed or slot is None)
+            position = self._position_of(leaf, inputs) if stays else None
+            if position is not None and position in permanent:
+                constants[item] = permanent[position]
+            elif position is not None:
+                passed[item] = position
+            elif is_fixed and start in self.starts:
+                at = self.starts.index(start)
+                views[item] = at, view_of(self.inputs[at], leaf)
+            elif is_fixed and buffer_of is not None and (buffer := buffer_of(leaf)) is not None:
+                filled[item] = buffer, compat.weak_tensor(leaf) if slot is None else slot
+                constants[item], reused[item] = None, compat.weak_tensor(buffer.tensor)
+            elif slot is not None and not (copies and is_fixed and holds(start)):
+                slots[item] = slot
+            elif is_fixed:
+                (copied if copies else reused)[item] = compat.weak_tensor(leaf)
+            elif is_reusable(source):
+                reused[item] = compat.alias(source)
+        return Results(
+            builder(result),
+            constants,
+            inputs=passed,
+            views=views,
+            slots=slots,
+            filled=filled,
+            copied=copied,
+            reused=reused,
+            track=self._track(),
+        )
+
+    def _track(self) -> Track | None:
+        """Return what makes results in memory of graphs raise once they are stale, if it should."""
+        if self.batch.own_context or not self._program.config.debug:
+            return None
+        what, stale = f"the compiled step, {self.batch.descriptor}", self._pool.stale
+        return partial(stale.track, owns=self._pool.holds, owner=self.owner, what=what)
+
+    def _position_of(self, leaf: torch.Tensor, inputs: Sequence[Any]) -> int | None:
+        """Return which input a tensor is: that very object, in the layout of the call."""
+        for position, value in enumerate(self.inputs):
+            if value is leaf:  # else the buffer has another layout now, as after ``t_()``
+                return position if same_layout(leaf, inputs[position]) else None
+        return None
 
     def _own_results(self, result: Any) -> Callable[[torch.Tensor], OwnedCopy | None]:
         """Return what makes buffers of this weight set for results in memory of other steps."""

@@ -21,10 +21,9 @@ import torch
 
 from cgcompile.graphs.arena import rows_apart
 from cgcompile.passes.nodes import COMPUTING, storages, tensors, value, written, written_storages
-from cgcompile.passes.split import Piece, SplitGraph
+from cgcompile.passes.split import Piece, SplitGraph, returned_names
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.reasons import Fallback, Reason
-from cgcompile.runtime.returns import returned_names
 
 
 def mutated_inputs(piece: Piece) -> list[str]:

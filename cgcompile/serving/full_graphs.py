@@ -1,9 +1,9 @@
 """The FULL graphs of one manager: :class:`FullGraphs` records, finds and guards them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from cgcompile import torch_compat as compat
 from cgcompile.compile import CompiledModel
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.descriptor import BatchDescriptor
@@ -11,7 +11,7 @@ from cgcompile.errors import ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.stale import StaleResults
+from cgcompile.graphs.results import StaleResults, track_result
 from cgcompile.graphs.wrapper import ManagedStep, gradients_due
 from cgcompile.serving.batch import GraphHooks
 from cgcompile.serving.buffers import Outputs
@@ -119,10 +119,9 @@ class FullGraphs:
 
     def track(self, result: Any, descriptor: BatchDescriptor) -> Any:
         """Return a result that raises once it is stale."""
-        leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
         what = f"the manager's step, {descriptor}"
-        tracked = self._stale.track(leaves, self.outputs.owns, None, what)
-        return compat.tree_unflatten(tracked, spec)
+        track = partial(self._stale.track, owns=self.outputs.owns, owner=None, what=what)
+        return track_result(result, track)
 
     def drop(self) -> None:
         """Drop the graphs and the output buffers."""

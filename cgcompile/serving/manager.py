@@ -38,7 +38,7 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.eligibility import why_not_here
 from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.stale import check_debug
+from cgcompile.graphs.results import check_debug
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.locks import new_lock, owns_lock

@@ -5,7 +5,7 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.graphs.capture import capture
 from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.wrapper import kept_output
+from cgcompile.graphs.results import kept_output
 
 
 def test_results_are_kept_weakly_where_the_pool_holds_them_and_share_what_they_shared(
@@ -26,7 +26,7 @@ def test_results_are_kept_weakly_where_the_pool_holds_them_and_share_what_they_s
     with torch.inference_mode():
         graph, result = capture(step, pool, "a step")
         life = compat.StorageLife(result[0])
-        output, starts = kept_output(result, pool, True)
+        output, starts = kept_output(result, pool.holds, True)
     one, rest, passed, number, conjugate = output
     assert number == 7
     assert passed is not x  # which the caller has, and may change
@@ -52,7 +52,7 @@ def test_results_are_kept_strongly_where_they_shall_outlive_the_caller(
     x = torch.randn(4, device=device)
     graph, result = capture(lambda: [x + 1], pool, "a step")
     life = compat.StorageLife(result[0])
-    output, _ = kept_output(result, pool, False)
+    output, _ = kept_output(result, pool.holds, False)
     del result
     assert not life.ended
     graph.replay()

@@ -19,7 +19,7 @@ from cgcompile import (
     CUDAGraphWrapper,
 )
 from cgcompile.errors import AddressChangedError
-from cgcompile.graphs.outputs import ReusedResult, ReusedTensors
+from cgcompile.graphs.results import ReusedTensors, results_of_call
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -172,12 +172,12 @@ class Record:
 def test_dataclasses_and_objects() -> None:
     marker = object()
     captured = Record(torch.randn(2, 2), (torch.randn(3),)), marker, None
-    output = ReusedResult(captured)
-    first = output.get()
+    output = results_of_call(captured)
+    first = output.of_call((), {})
     assert first[1] is marker
     first[0].logits.t_()
     first[0].hidden = ()
-    record, _, nothing = output.get()
+    record, _, nothing = output.of_call((), {})
     assert nothing is None
     assert torch.equal(record.logits, captured[0].logits)
     assert torch.equal(record.hidden[0], captured[0].hidden[0])
