@@ -26,7 +26,7 @@ FLOORS = (
     ),
     ("boundaries", "context", "kernels"),
     ("passes", "graphs"),
-    ("pieces",),
+    ("pieces", "testing"),
     ("runtime", "tracing"),
     ("compile", "backend", "registry"),
     ("serving", "encoder"),

@@ -21,9 +21,9 @@ import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig, CUDAGraphWrapper, capture_all
 from cgcompile.errors import GuardError
 from cgcompile.graphs.capture import capture_postponed, inside_capture
-from cgcompile.graphs.host import HostDevice
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
+from cgcompile.testing.host import HostDevice
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

@@ -32,6 +32,7 @@ ROOMS = (
     "serving",
     "encoder",
     "debug",
+    "testing",
 )
 COLUMNS = ("classes", "public", "private", "fallbacks", "loaded")
 LOADING = """

@@ -30,7 +30,7 @@ from cgcompile.debug.findings import Finding, Way, finding
 from cgcompile.debug.restore import Snapshot
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.breaks import foreign_breaks
-from cgcompile.graphs.host import refusal, write_targets
+from cgcompile.graphs.host_rules import refusal, write_targets
 from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
 from cgcompile.passes.nodes import Line, is_users_file, running_line, short_name
 from cgcompile.reasons import Reason

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import EncoderError
-from cgcompile.graphs.host import host_values
+from cgcompile.graphs.host_rules import host_values
 from cgcompile.graphs.reads import modules_of
 
 _READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")

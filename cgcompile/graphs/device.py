@@ -1,13 +1,15 @@
 """Capture devices: the protocols of a device whose work can be captured and replayed.
 
-Two devices exist: ``cuda`` (torch's CUDA graphs) and ``host`` (a recorder on the CPU that keeps the
-rules of CUDA). All else in ``graphs`` is written against the protocols here, and one suite of tests
-runs on both. The rule for a new device: what a capture records happens at replay and only there.
+Two devices exist: ``cuda`` (torch's CUDA graphs) and ``testing.host`` (a recorder on the CPU that
+keeps the rules of CUDA). All else in ``graphs`` is written against the protocols here, and one
+suite of tests runs on both. The rule for a new device: what a capture records happens at replay and
+only there.
 """
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -15,7 +17,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.cuda import CudaDevice
-from cgcompile.graphs.host import HostDevice
+from cgcompile.graphs.host_rules import is_recording
 from cgcompile.reasons import Fallback, Reason
 
 
@@ -60,6 +62,7 @@ class DeviceGraph(Protocol):
         """Drop the recording and what it holds."""
 
 
+@runtime_checkable
 class CaptureDevice(Protocol):
     """A device with graphs.
 
@@ -125,7 +128,7 @@ class CaptureDevice(Protocol):
 
 def any_capture() -> bool:
     """Return whether this thread's work is being captured, on any device, by any code."""
-    return HostDevice.capturing() or compat.cuda_is_capturing()
+    return is_recording() or compat.cuda_is_capturing()
 
 
 def device_named(device: torch.device | str, where: str) -> torch.device:
@@ -144,7 +147,8 @@ def capture_device(device: torch.device, setting: str) -> CaptureDevice | None:
     if device.type == "cuda" and torch.cuda.is_available():
         return CudaDevice(device)
     if device.type == "cpu" and setting == "host":
-        return HostDevice()
+        recorder: CaptureDevice = importlib.import_module("cgcompile.testing.host").HostDevice()
+        return recorder
     return None
 
 
@@ -159,13 +163,13 @@ def no_device(device: torch.device | str) -> Fallback:
 
 def chosen_device(device: CaptureDevice | torch.device | str | None, where: str) -> CaptureDevice:
     """Return the capture device that a user of ``where`` names; see :class:`GraphPool`."""
-    if isinstance(device, (CudaDevice, HostDevice)):
+    if isinstance(device, CaptureDevice):
         return device
     if device is None:
         device = "cuda"
         if not torch.cuda.is_available() and CompilationConfig().capture_device == "host":
             device = "cpu"
-    chosen = capture_device(device_named(device, where), "host")  # type: ignore[arg-type]
+    chosen = capture_device(device_named(device, where), "host")
     if chosen is None:
         raise CaptureError.no_device(found=str(device))
     return chosen

@@ -65,11 +65,11 @@ from cgcompile.graphs.breakable import (
     BreakableCUDAGraphWrapper,
     eager_break_during_capture,
 )
-from cgcompile.graphs.host import HostDevice
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import Reason
+from cgcompile.testing.host import HostDevice
 
 SOFT = ("cgbreak::soft",)
 ATTEND = ("cgtest::attend",)

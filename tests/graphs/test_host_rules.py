@@ -14,8 +14,8 @@ import cgcompile
 from cgcompile import BreakableCUDAGraphCapture
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.host import HostGraph, HostPool
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.testing.host import HostGraph, HostPool
 
 
 def run(model: Callable, x: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from torch import nn
 
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.capture import capture
-from cgcompile.graphs.host import HostDevice, HostGraph
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.testing.host import HostDevice, HostGraph
 
 SIZE = (4, 8)
 

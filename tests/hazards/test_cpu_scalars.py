@@ -30,7 +30,6 @@ from cgcompile import (
 )
 from cgcompile.debug.locate import PieceMode, run_step
 from cgcompile.errors import HostValueChangedError
-from cgcompile.graphs.host import HostDevice
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.passes.split import SplitGraph
 from cgcompile.pieces.cache import PieceCache
@@ -38,6 +37,7 @@ from cgcompile.pieces.compilers import compile_pieces
 from cgcompile.pieces.stitch import split_by_config
 from cgcompile.reasons import Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
+from cgcompile.testing.host import HostDevice
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ from torch import nn
 import cgcompile
 from cgcompile import BatchDescriptor
 from cgcompile.errors import ManagerError
-from cgcompile.graphs import host
 from cgcompile.graphs.memory import GraphMemory
 from cgcompile.serving import CudaGraphManager, InputBuffer, Metadata
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.memory_plan import MemoryPlan
+from cgcompile.testing import host
 
 MODES = ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56)

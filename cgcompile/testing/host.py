@@ -23,21 +23,28 @@ import contextlib
 import ctypes
 import os
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import storage_bytes
+from cgcompile.graphs.host_rules import (
+    is_recording,
+    recording,
+    refusal,
+    values_on_host,
+    write_targets,
+)
+
+aten = torch.ops.aten
 
 _ALIGNMENT = 64  # what vectorised kernels expect
 
@@ -158,71 +165,6 @@ class HostPool:
         return tensor.untyped_storage()
 
 
-# -------------------------------------------------------------- rules, also for debug.doctor
-
-aten = torch.ops.aten
-_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
-_MASKS = (torch.bool, torch.uint8)
-# Their running statistics. Inference mode shows the composite ones whole.
-_WRITE_UNDECLARED = {aten.native_batch_norm, aten._batch_norm_impl_index, aten.batch_norm}
-_WRITE_UNDECLARED |= {aten.instance_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
-_WRITE_UNDECLARED |= {aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts}
-_WRITE_UNDECLARED |= {aten.batch_norm_update_stats}
-_COUNT_INSIDE = {aten.nonzero_numpy}  # composite: torch tags the ops in its body alone
-# Replace the memory of their first argument, once: what Dynamo emits for ``x.data = y``.
-_REPLACE_MEMORY = {"aten::shallow_copy_data_", "aten::set_data", "aten::set_"}
-
-
-class Refusal(NamedTuple):
-    """Why a capture refuses a call."""
-
-    what: str  # the call, in words
-    generator: bool = False  # it draws from a random generator of the program's own
-    shape: bool = False  # the size of its result depends on data; otherwise a value of it does
-
-
-def refusal(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    is_number: Callable[[torch.Tensor], bool] | None = None,
-) -> Refusal | None:
-    """Return why a capture refuses a call, or None. Reads no tensor.
-
-    ``is_number`` returns whether a tensor is a 0-dim tensor on the CPU, whose value a kernel takes.
-    Without it, one that is written at a mask is such a tensor, and one that is read is not.
-    """
-    packet = getattr(func, "overloadpacket", None)
-    if isinstance(kwargs.get("generator"), torch.Generator):
-        return Refusal(f"{func} with a random generator that is not registered", generator=True)
-    if packet in _INDEXING:
-        indices = compat.tree_tensors(args[1])
-        masked = any(index.dtype in _MASKS for index in indices)
-        fills = packet in (aten.index_put, aten.index_put_) and len(indices) == 1
-        fills = fills and (is_number or _has_one_item)(args[2]) and not any(args[3:])
-        return Refusal(f"{func} with a mask", shape=True) if masked and not fills else None
-    if packet is aten.repeat_interleave:
-        repeats = kwargs.get("repeats", args[min(1, len(args) - 1)])
-        counts = isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
-        return Refusal(str(func), shape=True) if counts else None
-    if packet in _COUNT_INSIDE or (packet is aten.where and len(args) == 1):
-        return Refusal(str(func), shape=True)
-    if compat.call_reads(func, args, kwargs, is_number):
-        return Refusal(str(func), shape=torch.Tag.dynamic_output_shape in func.tags)
-    return None
-
-
-def _has_one_item(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 1
-
-
-def write_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call writes, those included that torch does not declare."""
-    if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
-        return compat.tree_tensors((args, kwargs))
-    return compat.written_tensors(func, args, kwargs)
-
-
 # -------------------------------------------------------------- recordings
 
 
@@ -320,10 +262,10 @@ def _replay_region(call: Callable[[list[Any]], Any], bodies: list[_Body], *input
         return call(list(inputs))
 
 
-_active = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
-
 _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted}
 _ALLOCATIONS |= {aten.new_empty, aten.new_empty_strided}
+# Replace the memory of their first argument, once: what Dynamo emits for ``x.data = y``.
+_REPLACE_MEMORY = {"aten::shallow_copy_data_", "aten::set_data", "aten::set_"}
 
 
 class HostGraph:
@@ -342,19 +284,19 @@ class HostGraph:
         return tuple(step.name for step in self._steps)
 
     def begin(self, pool: HostPool) -> None:
-        if getattr(_active, "graph", None) is not None:
+        if is_recording():
             raise CaptureError.nested(what="HostGraph.begin()")
         if self._recorded:
             raise CaptureError.twice(what="HostGraph", advice="Call reset() first.")
         self._recorder = _Recorder(pool, self._steps)
         self._recorder.start()
         self._pool = pool
-        _active.graph = self
+        recording.graph = self
 
     def end(self) -> None:
         assert self._recorder is not None
         recorder, self._recorder = self._recorder, None
-        _active.graph = None
+        recording.graph = None
         recorder.stop()
         if recorder.refused is not None:  # the program went on; CUDA would not have
             self.reset()
@@ -376,7 +318,7 @@ class HostGraph:
     def replay(self) -> None:
         if not self._recorded:
             raise CaptureError.empty()
-        if getattr(_active, "graph", None) is not None:
+        if is_recording():
             raise CaptureError.nested(what="replay()")
         off = compat.autocast_off()
         with torch.inference_mode(False), torch.no_grad(), off, compat.without_modes():
@@ -429,7 +371,7 @@ class _Recorder(compat.DispatchMode):
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ended:  # the autograd engine restores the modes that were on when it started
-            if compat.inside_backward() or HostDevice.capturing():
+            if compat.inside_backward() or is_recording():
                 raise CaptureError.ended_recording(op=str(func))
             return func(*args, **kwargs)
         self._refuse_reads(False)  # of its own code it takes half of the time of a capture
@@ -669,7 +611,7 @@ class _Recorder(compat.DispatchMode):
         if event != "c_call" or getattr(function, "__name__", "") not in ("tolist", "numpy"):
             return
         tensor = getattr(function, "__self__", None)
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in _host_values.get():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in values_on_host():
             self._refuse(CaptureError.refused(op=f"Tensor.{function.__name__}()"))
 
     def _remember(self, tensor: torch.Tensor) -> None:
@@ -680,20 +622,6 @@ class _Recorder(compat.DispatchMode):
             with torch.inference_mode(False):
                 memory = storage_bytes(storage)
                 self._before[address] = (memory, memory.clone())
-
-
-# Ids of tensors that stay on the CPU where others are on a GPU, so that a capture may read them.
-_host_values: ContextVar[Collection[int]] = ContextVar("host_values", default=())
-
-
-@contextlib.contextmanager
-def host_values(ids: Collection[int]) -> Iterator[None]:
-    """Let captures inside call ``tolist()`` and ``numpy()`` of these tensors."""
-    token = _host_values.set(ids)
-    try:
-        yield
-    finally:
-        _host_values.reset(token)
 
 
 def _running_line() -> str:
@@ -729,11 +657,7 @@ class HostDevice:
     def on_stream(self, stream: None) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    @staticmethod
-    def capturing() -> bool:
-        return getattr(_active, "graph", None) is not None
-
-    is_capturing = capturing
+    is_capturing = staticmethod(is_recording)
 
     def around(self, function: Any = None) -> AbstractContextManager[Any]:
         if function is not None and not compat.holds_compiled_code(function):
