@@ -18,7 +18,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.debug.output import Result
 from cgcompile.debug.restore import copies
 from cgcompile.graphs.arena import comparable, numbers_as_bytes
-from cgcompile.graphs.guards import is_plain_value, layout_text, same_value
+from cgcompile.graphs.contract import is_plain_value, layout_text, same_value
 from cgcompile.graphs.reads import Slots
 from cgcompile.graphs.results import field_names, is_record
 from cgcompile.settings import require, require_whole

@@ -40,11 +40,11 @@ from cgcompile.errors import (
     HostValueChangedError,
     with_article,
 )
+from cgcompile.graphs.contract import is_plain_value, layout_text, named_arguments, same_value
 from cgcompile.graphs.cuda import is_unjoined
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.eligibility import allow_capture
 from cgcompile.graphs.fields import Item
-from cgcompile.graphs.guards import is_plain_value, layout_text, named_arguments, same_value
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, devices_of
 from cgcompile.passes.nodes import Line, came_by_us, is_users_file, line_at, raised_at
 from cgcompile.reasons import EXPECTED, LAST_CALL, Reason

@@ -18,8 +18,8 @@ import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.graphs.arena import address, storage_bytes
+from cgcompile.graphs.contract import named_arguments
 from cgcompile.graphs.fields import Fields, Item
-from cgcompile.graphs.guards import named_arguments
 from cgcompile.graphs.host_rules import write_targets
 from cgcompile.graphs.transparent import Transparent
 

@@ -20,7 +20,7 @@ from cgcompile.debug.compare import Call, InputSets, Opened, Tolerance, named_va
 from cgcompile.debug.restore import State, copies, restored_after
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.breakable import BreakableCUDAGraphCapture
-from cgcompile.graphs.guards import layout_text
+from cgcompile.graphs.contract import layout_text
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.pieces.size_ranges import fusion_texts

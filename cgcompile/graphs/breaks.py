@@ -24,7 +24,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import Block, address, numbers_as_bytes
-from cgcompile.graphs.guards import layout_text
+from cgcompile.graphs.contract import layout_text
 from cgcompile.graphs.sequence import HeldMemory
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

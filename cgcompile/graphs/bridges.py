@@ -14,7 +14,7 @@ import torch
 
 from cgcompile.errors import AddressChangedError, GuardError
 from cgcompile.graphs.arena import Block, Frame, OwnedCopy, address, numbers_as_bytes, stretch
-from cgcompile.graphs.guards import (
+from cgcompile.graphs.contract import (
     Change,
     Placed,
     layout_text,

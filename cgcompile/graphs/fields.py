@@ -31,7 +31,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import address, storage_bytes
 from cgcompile.graphs.capture import bulk_memory
-from cgcompile.graphs.guards import (
+from cgcompile.graphs.contract import (
     Change,
     Tensors,
     is_plain_value,

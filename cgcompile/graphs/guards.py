@@ -1,173 +1,34 @@
-"""What must be equal between a capture and a replay: the guards.
+"""Guards of arguments and weights: what a call has must be what its capture had.
 
 A graph repeats addresses and host values, and a replay runs no Python. :class:`ArgumentGuard`
-compares the arguments of a call, :class:`WeightsGuard` the weights of the modules of a runnable,
-:class:`ContextGuard` the tensors of the forward context; ``fields.py`` compares the fields of all
-other objects. Without them a replay would read memory that was freed, or repeat a stale value. The
-rule: a difference is an error that names the argument or weight, and nothing is replayed.
+compares the arguments of a call, :class:`WeightsGuard` the weights of the modules of a runnable;
+``fields.py`` compares the fields of other objects, ``contract.py`` the forward context. The rule:
+a difference is an error that names the argument or weight, and nothing is replayed.
 """
 
 import dataclasses
-import textwrap
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
-from functools import lru_cache
 from inspect import Parameter, Signature, signature
 from itertools import chain
-from keyword import iskeyword
-from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import (
-    AddressChangedError,
-    GuardError,
-    HostValueChangedError,
-    with_article,
+from cgcompile.errors import AddressChangedError, HostValueChangedError
+from cgcompile.graphs.contract import (
+    Change,
+    Placed,
+    Tensors,
+    is_cpu_scalar,
+    layout_of,
+    layout_text,
+    named_arguments,
+    same_value,
 )
-from cgcompile.graphs.reads import modules_of, slots_of
-
-# -------------------------------------------------------------- values and layouts
-
-_BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), torch.Size)
-_BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return everything about a tensor that a graph repeats, but for its address."""
-    try:
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    except RuntimeError:  # a nested tensor has no shape
-        return tuple([part.shape for part in tensor.unbind()]), (), tensor.dtype, False, False
-
-
-class Placed(NamedTuple):
-    """The address and layout of a tensor."""
-
-    address: int
-    layout: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Placed":
-        return cls(tensor.data_ptr(), _layout(tensor))
-
-
-def same_layout(leaf: Any, other: torch.Tensor) -> bool:
-    """Return whether ``leaf`` is a tensor of the shape, strides, dtype and bits of ``other``."""
-    return isinstance(leaf, torch.Tensor) and _layout(leaf) == _layout(other)
-
-
-def same_numbers(leaf: Any, other: torch.Tensor) -> bool:
-    """Return whether ``leaf`` is a tensor of the shape and dtype of ``other``, in any layout."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not other.layout:
-        return False
-    return leaf.shape == other.shape and leaf.dtype is other.dtype and leaf.device == other.device
-
-
-def layout_text(leaf: Any) -> str:
-    """Return a value as messages show it: the layout of a tensor, a plain value, or a type."""
-    if isinstance(leaf, (Placed, torch.Tensor)):
-        layout = leaf.layout if isinstance(leaf, Placed) else _layout(leaf)
-        shape, stride, dtype, conjugate, negative = layout
-        view = " conjugate" * conjugate + " negative" * negative
-        return f"a{view} tensor {tuple(shape)} with strides {tuple(stride)} of {dtype}"
-    if isinstance(leaf, _BY_VALUE):
-        return repr(leaf)
-    return f"{with_article(type(leaf).__name__)} object"
-
-
-def is_plain_value(leaf: Any) -> bool:
-    """Return whether a leaf is a number, a text or the like, which can be compared."""
-    return isinstance(leaf, _BY_VALUE)
-
-
-def same_value(now: Any, before: Any) -> bool:
-    """Return whether two host values are equal plain values, or the same object."""
-    if now is before:
-        return True
-    if type(now) is not type(before) or not isinstance(now, _BY_VALUE):
-        return False
-    if isinstance(now, (float, complex)):
-        return repr(now) == repr(before)  # -0.0 is not 0.0, and a NaN is a NaN
-    return bool(now == before)
-
-
-def _is_cpu_scalar(leaf: Any, tensor_type: str) -> bool:
-    """Return whether a leaf is a 0-dim CPU tensor among tensors of another device type."""
-    if tensor_type == "cpu" or not isinstance(leaf, torch.Tensor):
-        return False
-    return leaf.dim() == 0 and leaf.device.type == "cpu"
-
-
-def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments of a call, with their names in messages."""
-    yield from ((f"input {position}", value) for position, value in enumerate(args))
-    yield from ((f"input {name!r}", value) for name, value in kwargs.items())
-
-
-class Change(NamedTuple):
-    """A value that differs; if ``moved``, by the address of a tensor."""
-
-    path: str
-    before: Any
-    after: Any
-    moved: bool = False
-
-    def error(self, what: str, batch: object) -> GuardError:
-        """Return what to raise before a replay."""
-        path, before, now, moved = self
-        if moved:
-            return AddressChangedError.moved_in_wrapper(
-                what=what, batch=str(batch), path=path, now=now, before=before
-            )
-        return HostValueChangedError.changed(
-            what=what, batch=str(batch), path=path, now=now, before=before
-        )
-
-
-class Tensors:
-    """The tensors with memory among some, by path: where they are, and the numbers in some."""
-
-    # A kernel gets a 0-dim CPU tensor as a launch argument, which a graph bakes in.
-
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]], tensor_type: str) -> None:
-        pairs = [(path, tensor) for path, tensor in named if _has_address(tensor)]
-        self._paths = [path for path, _ in pairs]
-        self.tensors = [tensor for _, tensor in pairs]
-        self._starts = [tensor.data_ptr() for tensor in self.tensors]
-        self._addresses = compat.Addresses(self.tensors, range(len(self.tensors)))
-        self._numbers = [
-            (path, tensor, tensor.item())
-            for path, tensor in pairs
-            if _is_cpu_scalar(tensor, tensor_type)
-        ]
-
-    def changes(self) -> Iterator[Change]:
-        """Yield the tensors that moved, then the numbers that differ. Does not synchronise."""
-        if not self._addresses.hold(self.tensors):
-            for path, tensor, start in zip(self._paths, self.tensors, self._starts, strict=True):
-                if tensor.data_ptr() != start:
-                    yield Change(path, start, tensor.data_ptr(), moved=True)
-        for path, tensor, number in self._numbers:
-            if not same_value(tensor.item(), number):
-                yield Change(path, number, tensor.item())
-
-
-def _has_address(tensor: torch.Tensor) -> bool:
-    try:
-        tensor.data_ptr()
-    except RuntimeError:  # sparse, fake, a subclass without memory of its own
-        return False
-    return True
-
-
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have one address and one layout."""
-    return _has_address(one) and _has_address(other) and Placed.of(one) == Placed.of(other)
-
+from cgcompile.graphs.reads import modules_of
 
 # -------------------------------------------------------------- guards
 
@@ -295,7 +156,7 @@ class ArgumentGuard:
             for top, tree in named_arguments(args, kwargs)
             for path, leaf in compat.tree_paths(tree)
         ]
-        self._reads_scalars = any(_is_cpu_scalar(leaf, tensor_type) for _, leaf in pairs)
+        self._reads_scalars = any(is_cpu_scalar(leaf, tensor_type) for _, leaf in pairs)
         self._paths = [path for path, _ in pairs]
         leaves = self._numbers_of([leaf for _, leaf in pairs])
         self._known = [Placed.of(leaf) if _is_tensor(leaf) else leaf for leaf in leaves]
@@ -308,7 +169,7 @@ class ArgumentGuard:
         if not self._reads_scalars:
             return leaves
         kind = self._tensor_type
-        return [leaf.item() if _is_cpu_scalar(leaf, kind) else leaf for leaf in leaves]
+        return [leaf.item() if is_cpu_scalar(leaf, kind) else leaf for leaf in leaves]
 
     def has_form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether as many arguments are passed by position, and the same ones by name."""
@@ -367,7 +228,7 @@ class ArgumentGuard:
         for position, leaf in enumerate(self._numbers_of(leaves)):
             captured = self._known[position]
             if type(captured) is Placed and isinstance(leaf, torch.Tensor):
-                if _layout(leaf) == captured.layout:
+                if layout_of(leaf) == captured.layout:
                     start = leaf.data_ptr()
                     if start == captured.address:
                         continue
@@ -431,187 +292,3 @@ def _passed(count: int, names: Iterable[str]) -> str:
     """Return how arguments were passed, in words."""
     by_name = ", ".join(map(repr, sorted(names)))
     return f"{count} arguments by position and {by_name or 'none'} by name"
-
-
-# -------------------------------------------------------------- tensors in the forward context
-
-
-_DEPTH = 4  # of objects in objects
-# Weights are compared elsewhere.
-_OPAQUE = (int, float, str, bytes, type, torch.nn.Module, ModuleType, FunctionType)
-_FIELDS = ("attn_metadata", "slot_mapping", "additional")
-
-
-class ContextGuard:
-    """Compare the tensors of the forward context, which the captured step may have read.
-
-    ``differs(context)`` is the fast check, a generated function: True where a tensor has another
-    address or layout, or where objects are arranged in another way, so that :meth:`check` has to
-    decide.
-    """
-
-    def __init__(self, context: Any, device_type: str) -> None:
-        self._device_type = device_type
-        tensors = dict(tensors_in_context(context, device_type))
-        self._held = [tensor.untyped_storage() for tensor in tensors.values()]
-        self._known = {path: Placed.of(tensor) for path, tensor in tensors.items()}
-        self.differs = _ComparisonSource(device_type).function(context)
-
-    @classmethod
-    def of(cls, context: Any, device_type: str) -> "ContextGuard | None":
-        """Return the guard of a context that a capture has read; None if it holds no tensors."""
-        guard = cls(context, device_type)
-        return guard if guard._known else None
-
-    def check(self, context: Any, what: str, batch: object) -> None:
-        """Raise AddressChangedError or HostValueChangedError for a tensor that differs."""
-        if not self.differs(context):
-            return
-        present = dict(tensors_in_context(context, self._device_type))
-        for path, before in self._known.items():
-            now = Placed.of(present[path]) if path in present else None
-            if now is None or now.address != before.address:
-                address = None if now is None else now.address
-                raise AddressChangedError.metadata(
-                    what=what, batch=str(batch), path=path, now=address, before=before.address
-                )
-            if now != before:
-                texts = layout_text(now), layout_text(before)
-                raise HostValueChangedError.metadata(
-                    what=what, batch=str(batch), path=path, now=texts[0], before=texts[1]
-                )
-
-
-def tensors_in_context(context: Any, device_type: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return path and tensor of all tensors on a device; does not synchronise."""
-    for name in _FIELDS:
-        value = getattr(context, name)
-        if value is not None:
-            yield from _tensors_below(value, name, device_type, _DEPTH)
-
-
-def _tensors_below(
-    value: Any, path: str, device_type: str, depth: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        if _is_read(value, device_type):
-            yield path, value
-    elif depth and value is not None and not isinstance(value, _OPAQUE):
-        for step, _, item in _items(value):
-            yield from _tensors_below(item, path + step, device_type, depth - 1)
-
-
-def _is_read(tensor: torch.Tensor, device_type: str) -> bool:
-    return tensor.device.type == device_type and compat.is_plain_tensor(tensor)
-
-
-def _items(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Return the text of each step into an object, the key (None: an attribute), the item."""
-    if isinstance(value, (tuple, list, deque)):
-        yield from ((f"[{index}]", index, item) for index, item in enumerate(value))
-    elif isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", key, item) for key, item in value.items() if key is not None)
-    else:
-        attributes = getattr(value, "__dict__", {})
-        kind: Any = type(value)  # mypy takes it for unhashable
-        yield from ((f".{name}", None, item) for name, item in attributes.items())
-        for name in _declared(kind):
-            if name not in attributes and hasattr(value, name):
-                yield f".{name}", None, getattr(value, name)
-
-
-@lru_cache(maxsize=256)
-def _declared(kind: Any) -> tuple[str, ...]:
-    """Return attributes that may be in no ``__dict__``: slots, and fields with a default."""
-    slots = [member.__name__ for member in slots_of(kind)]
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    return tuple(dict.fromkeys([*(spec.name for spec in fields), *slots]))
-
-
-class _ComparisonSource:
-    """Writes the function ``differs`` of a :class:`ContextGuard`."""
-
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
-        self._lines: list[str] = []
-        self._names: dict[str, Any] = {}
-        self._variables: dict[tuple[int, int], str] = {}  # of objects, by id and depth
-
-    def function(self, context: Any) -> Callable[[Any], bool]:
-        for name in _FIELDS:
-            self._visit(getattr(context, name), f"context.{name}", _DEPTH)
-        body = textwrap.indent("\n".join(self._lines), " " * 8)
-        source = (
-            f"def differs(context):\n    try:\n{body or '        pass'}\n"
-            "    except (AttributeError, LookupError, RuntimeError, TypeError):\n"
-            "        return True\n"
-            "    return False\n"
-        )
-        exec(_compiled(source), self._names)
-        differs: Callable[[Any], bool] = self._names.pop("differs")
-        return differs
-
-    def _visit(self, value: Any, expression: str, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            if _is_read(value, self._device_type):
-                self._compare(value, expression)
-        elif depth and value is not None and not isinstance(value, _OPAQUE):
-            first = self._variables.get((id(value), depth))
-            if first is not None:  # layers often share one object
-                self._lines += [f"if {expression} is not {first}:", "    return True"]
-                return
-            line = len(self._lines)
-            variable = f"v{line}"
-            self._lines.append(f"{variable} = {expression}")
-            for step, key, item in _items(value):
-                before = len(self._lines)
-                self._visit(item, self._access(value, variable, step, key), depth - 1)
-                if key is not None and len(self._lines) == before:
-                    self._names.popitem()  # the key, which must not be kept alive
-            if len(self._lines) == line + 1:  # no tensors in it
-                self._lines.pop()
-            else:
-                self._variables[id(value), depth] = variable
-
-    def _compare(self, tensor: torch.Tensor, expression: str) -> None:
-        """Write the comparison of a tensor; in text it takes a third of a call of ``Placed.of``."""
-        line = len(self._lines)
-        address = f"(t{line} := {expression}).data_ptr() != {self._bound('at', tensor.data_ptr())}"
-        shape, stride, dtype, conjugate, negative = layout = _layout(tensor)
-        if tensor.is_nested:
-            self._names["layout"] = _layout
-            other = f"layout(t{line}) != {self._bound('layout', layout)}"
-            self._lines += [f"if {address} or {other}:", "    return True"]
-            return
-        parts = [
-            address,
-            f"t{line}.shape != {self._bound('shape', shape)}",
-            f"t{line}.stride() != {self._bound('stride', stride)}",
-            f"t{line}.dtype is not {self._bound('dtype', dtype)}",
-        ]
-        if dtype.is_floating_point or dtype.is_complex:  # no other dtype has these bits
-            parts += [
-                f"t{line}.is_conj() is not {conjugate}",
-                f"t{line}.is_neg() is not {negative}",
-            ]
-        self._lines += [f"if {' or '.join(parts)}:", "    return True"]
-
-    def _access(self, value: Any, variable: str, step: str, key: Any) -> str:
-        """Return the expression of an attribute or item; it must not change a mapping."""
-        if key is None:
-            name = step[1:]
-            plain = name.isidentifier() and not iskeyword(name)
-            return variable + step if plain else f"getattr({variable}, {name!r})"
-        key = self._bound("key", key)
-        is_sequence = type(value) is dict or isinstance(value, (tuple, list, deque))
-        return f"{variable}[{key}]" if is_sequence else f"{variable}.get({key})"
-
-    def _bound(self, prefix: str, value: Any) -> str:
-        name = f"{prefix}_{len(self._names)}"
-        self._names[name] = value
-        return name
-
-
-@lru_cache(maxsize=256)
-def _compiled(source: str) -> CodeType:
-    return compile(source, "<cgcompile context guard>", "exec")

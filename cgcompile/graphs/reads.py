@@ -5,16 +5,24 @@ same objects in the same way: attributes, ``__slots__``, closures and containers
 Objects of torch and of Python's own libraries are closed.
 """
 
+import dataclasses
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dis import Instruction, get_instructions
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType
+from keyword import iskeyword
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
+
+from cgcompile import torch_compat as compat
+from cgcompile.graphs.contract import Contract, Reads
+
+log = logging.getLogger(__name__)
 
 _LIBRARIES = ("torch", "logging", "threading", "re", "weakref", "_thread", "functools")
 
@@ -186,3 +194,121 @@ def _attributes(value: Any) -> Iterable[Any]:
     if isinstance(value, type):
         return ()
     return (*getattr(value, "__dict__", {}).values(), *Slots(value).read().values())
+
+
+# -------------------------------------------------------------- the forward context
+
+_DEPTH = 8  # objects in objects
+_FIELDS = ("attn_metadata", "slot_mapping", "additional")
+# Weights are compared elsewhere.
+_OPAQUE = (int, float, str, bytes, type, torch.nn.Module, ModuleType)
+
+
+def read_context(context: Any, tensor_type: str) -> Contract:
+    """Return the contract ``holds(context)`` of the tensors in a forward context."""
+    reader = _ContextReader(tensor_type)
+    for name in _FIELDS:
+        reader.visit(getattr(context, name), name, f"context.{name}", f"context.{name}", _DEPTH)
+    if reader.unreached:
+        log.info("metadata: %d objects are too deep to be compared", reader.unreached)
+    return Contract("context", reader.reads, "metadata")
+
+
+class _ContextReader:
+    """Walks the metadata of a forward context, and collects what ops may read of it."""
+
+    def __init__(self, tensor_type: str) -> None:
+        self._tensor_type = tensor_type
+        self.reads = Reads()
+        self.unreached = 0
+        self._variables: dict[int, str] = {}  # of objects, by identity; "" without reads
+        self._alive: list[Any] = []  # the same objects
+
+    def visit(self, value: Any, path: str, expression: str, local: str, depth: int) -> None:
+        """Add what can be read of a value; ``local`` is its expression in generated lines."""
+        if isinstance(value, torch.Tensor):
+            self._tensor(value, path, expression, local)
+        elif value is not None and not isinstance(value, _OPAQUE):
+            if depth:
+                self._open(value, path, expression, local, depth)
+            else:
+                self.unreached += 1
+
+    def _tensor(self, tensor: torch.Tensor, path: str, expression: str, local: str) -> None:
+        if tensor.device.type != self._tensor_type:
+            return
+        if compat.is_plain_tensor(tensor):
+            self.reads.tensor(path, expression, tensor, local)
+        elif compat.is_wrapper(tensor):
+            with suppress(compat.CannotUnwrap):
+                self.reads.wrapper(path, expression, tensor, local)
+
+    def _open(self, value: Any, path: str, expression: str, local: str, depth: int) -> None:
+        known = self._variables.get(id(value))
+        if known is not None:  # layers often share one object
+            if known:
+                self.reads.unless(f"{local} is not {known}")
+            return
+        self._variables[id(value)] = ""  # for objects that hold each other
+        self._alive.append(value)
+        reads, line = self.reads, len(self.reads.lines)
+        variable = f"v{line}"
+        reads.lines.append(f"{variable} = {local}")
+        for step, access, key, item in _items(value):
+            before, names = len(reads.lines), len(reads.names)
+            text = access.format(reads.bound("key", key)) if key is not None else access
+            self.visit(item, path + step, expression + text, variable + text, depth - 1)
+            if len(reads.lines) == before and len(reads.names) > names:
+                reads.names.popitem()  # the key, which must not be kept alive
+        if isinstance(value, (set, frozenset)):
+            self._members(value, path, expression, variable)
+        if len(reads.lines) == line + 1:  # nothing to compare in it
+            reads.lines.pop()
+            return
+        self._variables[id(value)] = variable
+        if isinstance(value, FunctionType):
+            reads.identity(path, f"{expression}.__code__", value.__code__, f"{variable}.__code__")
+
+    def _members(self, value: Any, path: str, expression: str, variable: str) -> None:
+        """Compare a set that holds tensors: the same ones, which did not move."""
+        tensors = [item for item in value if isinstance(item, torch.Tensor)]
+        if tensors:
+            self.reads.members(path, expression, value, variable)
+        for tensor in tensors:
+            name = self.reads.bound("member", tensor)
+            self._tensor(tensor, f"an item of {path}", name, name)
+
+
+def _items(value: Any) -> Iterator[tuple[str, str, Any, Any]]:
+    """Return for each step into an object: path, expression, the key in it or None, the item."""
+    if isinstance(value, (tuple, list, deque)):
+        yield from ((f"[{index}]", f"[{index}]", None, item) for index, item in enumerate(value))
+    elif isinstance(value, Mapping):
+        access = "[{}]" if type(value) is dict else ".get({})"  # which must not change it
+        pairs = [(key, item) for key, item in value.items() if key is not None]
+        yield from ((f"[{key!r}]", access, key, item) for key, item in pairs)
+    elif isinstance(value, FunctionType):
+        for index, name in enumerate(value.__code__.co_freevars if value.__closure__ else ()):
+            if name in cells_of(value):
+                access = f".__closure__[{index}].cell_contents"
+                yield f" closure {name}", access, None, cells_of(value)[name].cell_contents
+    elif isinstance(value, (MethodType, partial)):
+        names = ("__self__",) if isinstance(value, MethodType) else ("func", "args", "keywords")
+        yield from ((f".{name}", f".{name}", None, getattr(value, name)) for name in names)
+    else:
+        attributes = getattr(value, "__dict__", {})
+        for name, item in attributes.items():
+            plain = name.isidentifier() and not iskeyword(name)
+            yield f".{name}", f".{name}" if plain else f".__dict__[{name!r}]", None, item
+        kind: Any = type(value)  # mypy takes it for unhashable
+        for name in _declared(kind):
+            if name not in attributes and hasattr(value, name):
+                yield f".{name}", f".{name}", None, getattr(value, name)
+
+
+@lru_cache(maxsize=256)
+def _declared(kind: Any) -> tuple[str, ...]:
+    """Return attributes that may be in no ``__dict__``: slots, and fields with a default."""
+    slots = [member.__name__ for member in slots_of(kind)]
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple(dict.fromkeys([*(spec.name for spec in fields), *slots]))

@@ -41,7 +41,7 @@ from cgcompile.errors import (
     with_article,
 )
 from cgcompile.graphs.arena import OwnedCopy, address, bits_of, span
-from cgcompile.graphs.guards import Change, is_plain_value, same_layout
+from cgcompile.graphs.contract import Change, is_plain_value, same_layout
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _ONLY = operator.itemgetter(0)

@@ -45,6 +45,7 @@ from cgcompile.graphs.capture import (
     weight_name,
     weights_of,
 )
+from cgcompile.graphs.contract import Contract
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
 from cgcompile.graphs.eligibility import (
@@ -54,8 +55,9 @@ from cgcompile.graphs.eligibility import (
     why_not_in,
 )
 from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
-from cgcompile.graphs.guards import ArgumentGuard, ContextGuard, WeightsGuard, tensors_in_context
+from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
+from cgcompile.graphs.reads import read_context
 from cgcompile.graphs.results import (
     Results,
     Track,
@@ -167,7 +169,7 @@ class CUDAGraphEntry:
     needs_grad: bool
     reused: Results | None = None
     fields: FieldsGuard | None = None
-    context: ContextGuard | None = None
+    context: Contract | None = None
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
         """Compare arguments and weights with those of the capture.
@@ -184,7 +186,7 @@ class CUDAGraphEntry:
         if self.weights is not None:
             self.weights.check(what, self.batch_descriptor)
         if self.context is not None:
-            self.context.check(callers_context(), what, self.batch_descriptor)
+            self.context.check(what, self.batch_descriptor, callers_context())
         self.sequence.check_held()
 
     def result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -572,11 +574,13 @@ class CUDAGraphWrapper(Transparent):
             return None
         sequence.name, sequence.batch, sequence.rows = self.name, shown, descriptor.num_tokens
         sequence.prepare = self._poisoning()
-        self._hold(sequence, args, kwargs, context)
+        metadata = None
+        if context is not None and (context.was_read or not self.config.check_metadata):
+            metadata = read_context(context, self._pool.device.tensor_type)
+        self._hold(sequence, args, kwargs, metadata)
         output, starts = kept_output(result, self._pool.holds, self.options.weak_ref_output)
-        tensor_type, read = self._pool.device.tensor_type, None
-        if self.config.check_metadata and context is not None and context.was_read:
-            read = ContextGuard.of(context, tensor_type)
+        tensor_type = self._pool.device.tensor_type
+        read = metadata if metadata and metadata.rows and self.config.check_metadata else None
         if not self._guarded:
             entry = CUDAGraphEntry(descriptor, sequence, output, None, None, False, context=read)
         else:
@@ -601,7 +605,7 @@ class CUDAGraphWrapper(Transparent):
         sequence: GraphSequence,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        context: ForwardContext | None,
+        metadata: Contract | None,
     ) -> None:
         """Let the sequence hold the memory that it touched, but for that of arguments."""
         if not sequence.held:
@@ -611,10 +615,8 @@ class CUDAGraphWrapper(Transparent):
         identity = compat.storage_identity
         arguments = {identity(x) for x in _storages_of(compat.tree_tensors((args, kwargs)))}
         sequence.held = [row for row in sequence.held if identity(row.storage) not in arguments]
-        compared = weights_of(self.unwrap())
-        if context is not None and (context.was_read or not self.config.check_metadata):
-            compared += dict(tensors_in_context(context, self._pool.device.tensor_type)).values()
-        sequence.watch(_storages_of(compared))
+        compared = _storages_of(weights_of(self.unwrap()))
+        sequence.watch(compared if metadata is None else compared + metadata.held)
 
     def _record_step(
         self,

@@ -40,8 +40,8 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.context import ENTERED, ENTERED_NAMES, ForwardContext, callers_context
 from cgcompile.errors import CaptureError, GuardError
+from cgcompile.graphs.contract import same_value
 from cgcompile.graphs.cuda import wait_for_inputs
-from cgcompile.graphs.guards import same_value
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import REPLAY_OF_ONE
 from cgcompile.graphs.timeline import Timeline
@@ -289,8 +289,8 @@ class GraphFastPath:
         }
         before = ""
         if recording.context is not None:
-            self.names["metadata_differs"] = recording.context.differs
-            before += "if metadata_differs(context):\n    return not_served\n"
+            self.names["metadata_holds"] = recording.context.holds
+            before += "if not metadata_holds(context):\n    return not_served\n"
         if recording.sequence.watched:
             self.names["dropped"] = recording.sequence.dropped
             before += "if dropped() is not None:\n    return not_served\n"
@@ -365,8 +365,8 @@ class _CallLines:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {**checks.names, **graph.names}
         self.one_graph = graph.recording.one_graph
-        if "metadata_differs" in self.names:
-            self._unless("metadata_differs(context)")
+        if "metadata_holds" in self.names:
+            self._unless("not metadata_holds(context)")
         if "dropped" in self.names:
             self._unless("dropped() is not None")
         if self.one_graph is not None:

@@ -21,7 +21,7 @@ from cgcompile.context import (
 )
 from cgcompile.errors import AddressChangedError
 from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretch
-from cgcompile.graphs.guards import Change, ContextGuard, same_layout, same_value
+from cgcompile.graphs.contract import Change, Contract, same_layout, same_value
 from cgcompile.graphs.results import Results, Track, builder, is_reusable, view_of
 from cgcompile.graphs.sequence import GraphSequence, SegmentRunner, Slot
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
@@ -71,7 +71,7 @@ class Recording:
         self.sequence: GraphSequence  # what a replay runs, once the step is recorded
         self.sources: Mapping[str, Any] = {}  # of the values that pieces return, as far as known
         self.kept: Sequence[tuple[CUDAGraphWrapper, CUDAGraphEntry]] = ()  # what it replays
-        self.context: ContextGuard | None = None  # of a FULL graph whose ops read it
+        self.context: Contract | None = None  # of a FULL graph whose ops read it
         self._program = program
         self._pool = program.pool
         own = ForwardContext.synthetic(batch.mode, batch.descriptor)
@@ -133,7 +133,7 @@ class Recording:
             if not same_value(inputs[position], value):
                 raise Change(self.path(position), value, inputs[position]).error(what, batch)
         if self.context is not None:
-            self.context.check(callers_context(), what, batch)
+            self.context.check(what, batch, callers_context())
         self.sequence.check_held()
 
     def path(self, position: int) -> str:

@@ -929,7 +929,7 @@ class CudaGraphManager:
         if direct and self._why_not_here() is None:
             entry = full.wrapper.entry_of(FULL, descriptor)
             if entry is not None and entry.context is not None:
-                entry.context.check(metadata, "FULL", descriptor)
+                entry.context.check("FULL", descriptor, metadata)
         if self._expires_results and mode is not NONE:
             full.expire_results(mode)
         if entry is not None and "inputs_ready" not in metadata.additional:

@@ -21,7 +21,7 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.errors import AddressChangedError, RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
-from cgcompile.graphs.guards import same_memory
+from cgcompile.graphs.contract import same_memory
 from cgcompile.locks import new_lock
 from cgcompile.passes.nodes import changes_layout
 from cgcompile.reasons import VARYING, Fallback, varying_number

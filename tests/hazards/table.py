@@ -983,19 +983,29 @@ TABLE: tuple[Row, ...] = (
             _nested,
             lambda t: _nested(t + 1),
         ),
-        {READ_CONTEXT: Contract(AddressChangedError), **NO_METADATA},
+        {READ_CONTEXT: AddressChangedError, **NO_METADATA},
         settings=WITH_OP,
     ),
     Row(
         "metadata in a set",
         _metadata(lambda m: next(iter(m)), lambda t: {t}, lambda t: {t + 1}),
-        {READ_CONTEXT: Contract(AddressChangedError), **NO_METADATA},
+        {READ_CONTEXT: AddressChangedError, **NO_METADATA},
+        settings=WITH_OP,
+    ),
+    Row(
+        "tensors inside of a tensor in metadata",
+        _metadata(
+            lambda m: m["k"].a,
+            lambda t: {"k": TwoTensor(t, t)},
+            lambda t: {"k": TwoTensor(t + 1, t)},
+        ),
+        {READ_CONTEXT: AddressChangedError, **NO_METADATA},
         settings=WITH_OP,
     ),
     Row(
         "metadata in a closure",
         _metadata(lambda m: m(), _captured, lambda t: _captured(t + 1)),
-        {READ_CONTEXT: Contract(AddressChangedError), **NO_METADATA},
+        {READ_CONTEXT: AddressChangedError, **NO_METADATA},
         settings=WITH_OP,
     ),
     Row(

@@ -1,0 +1,346 @@
+"""The contract of a captured step: what it read, and what must be equal before a replay.
+
+A graph repeats addresses and host values, and a replay runs no Python. So a capture leaves a list
+of :class:`Read`; a replay is right if all of them still hold. :meth:`Contract.holds` compares them
+by generated text, nothing but comparisons; :meth:`Contract.first_change` finds the one that
+differs, slowly and exactly. ``reads.py`` has the walker that finds what was read.
+"""
+
+import enum
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+
+from cgcompile import torch_compat as compat
+from cgcompile.errors import (
+    AddressChangedError,
+    GuardError,
+    HostValueChangedError,
+    with_article,
+)
+
+# -------------------------------------------------------------- values and layouts
+
+_BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), torch.Size)
+_BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return everything about a tensor that a graph repeats, but for its address."""
+    try:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    except RuntimeError:  # a nested tensor has no shape
+        return tuple([part.shape for part in tensor.unbind()]), (), tensor.dtype, False, False
+
+
+class Placed(NamedTuple):
+    """The address and layout of a tensor."""
+
+    address: int
+    layout: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Placed":
+        return cls(tensor.data_ptr(), layout_of(tensor))
+
+
+def same_layout(leaf: Any, other: torch.Tensor) -> bool:
+    """Return whether ``leaf`` is a tensor of the shape, strides, dtype and bits of ``other``."""
+    return isinstance(leaf, torch.Tensor) and layout_of(leaf) == layout_of(other)
+
+
+def same_numbers(leaf: Any, other: torch.Tensor) -> bool:
+    """Return whether ``leaf`` is a tensor of the shape and dtype of ``other``, in any layout."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not other.layout:
+        return False
+    return leaf.shape == other.shape and leaf.dtype is other.dtype and leaf.device == other.device
+
+
+def layout_text(leaf: Any) -> str:
+    """Return a value as messages show it: the layout of a tensor, a plain value, or a type."""
+    if isinstance(leaf, (Placed, torch.Tensor)):
+        layout = leaf.layout if isinstance(leaf, Placed) else layout_of(leaf)
+        shape, stride, dtype, conjugate, negative = layout
+        view = " conjugate" * conjugate + " negative" * negative
+        return f"a{view} tensor {tuple(shape)} with strides {tuple(stride)} of {dtype}"
+    if isinstance(leaf, _BY_VALUE):
+        return repr(leaf)
+    return f"{with_article(type(leaf).__name__)} object"
+
+
+def is_plain_value(leaf: Any) -> bool:
+    """Return whether a leaf is a number, a text or the like, which can be compared."""
+    return isinstance(leaf, _BY_VALUE)
+
+
+def same_value(now: Any, before: Any) -> bool:
+    """Return whether two host values are equal plain values, or the same object."""
+    if now is before:
+        return True
+    if type(now) is not type(before) or not isinstance(now, _BY_VALUE):
+        return False
+    if isinstance(now, (float, complex)):
+        return repr(now) == repr(before)  # -0.0 is not 0.0, and a NaN is a NaN
+    return bool(now == before)
+
+
+def is_cpu_scalar(leaf: Any, tensor_type: str) -> bool:
+    """Return whether a leaf is a 0-dim CPU tensor among tensors of another device type."""
+    if tensor_type == "cpu" or not isinstance(leaf, torch.Tensor):
+        return False
+    return leaf.dim() == 0 and leaf.device.type == "cpu"
+
+
+def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of a call, with their names in messages."""
+    yield from ((f"input {position}", value) for position, value in enumerate(args))
+    yield from ((f"input {name!r}", value) for name, value in kwargs.items())
+
+
+class Change(NamedTuple):
+    """A value that differs; if ``moved``, by the address of a tensor (now None: it is gone)."""
+
+    path: str
+    before: Any
+    after: Any
+    moved: bool = False
+
+    def error(self, what: str, batch: object, subject: str = "argument") -> GuardError:
+        """Return what to raise before a replay, of a value that ``subject`` names."""
+        path, before, now, moved = self
+        if subject == "metadata":
+            if moved:
+                return AddressChangedError.metadata(
+                    what=what, batch=str(batch), path=path, now=now, before=before
+                )
+            return HostValueChangedError.metadata(
+                what=what, batch=str(batch), path=path, now=now, before=before
+            )
+        if moved:
+            return AddressChangedError.moved_in_wrapper(
+                what=what, batch=str(batch), path=path, now=now, before=before
+            )
+        return HostValueChangedError.changed(
+            what=what, batch=str(batch), path=path, now=now, before=before
+        )
+
+
+class Tensors:
+    """The tensors with memory among some, by path: where they are, and the numbers in some."""
+
+    # A kernel gets a 0-dim CPU tensor as a launch argument, which a graph bakes in.
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]], tensor_type: str) -> None:
+        pairs = [(path, tensor) for path, tensor in named if _has_address(tensor)]
+        self._paths = [path for path, _ in pairs]
+        self.tensors = [tensor for _, tensor in pairs]
+        self._starts = [tensor.data_ptr() for tensor in self.tensors]
+        self._addresses = compat.Addresses(self.tensors, range(len(self.tensors)))
+        self._numbers = [
+            (path, tensor, tensor.item())
+            for path, tensor in pairs
+            if is_cpu_scalar(tensor, tensor_type)
+        ]
+
+    def changes(self) -> Iterator[Change]:
+        """Yield the tensors that moved, then the numbers that differ. Does not synchronise."""
+        if not self._addresses.hold(self.tensors):
+            for path, tensor, start in zip(self._paths, self.tensors, self._starts, strict=True):
+                if tensor.data_ptr() != start:
+                    yield Change(path, start, tensor.data_ptr(), moved=True)
+        for path, tensor, number in self._numbers:
+            if not same_value(tensor.item(), number):
+                yield Change(path, number, tensor.item())
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.data_ptr()
+    except RuntimeError:  # sparse, fake, a subclass without memory of its own
+        return False
+    return True
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have one address and one layout."""
+    return _has_address(one) and _has_address(other) and Placed.of(one) == Placed.of(other)
+
+
+# -------------------------------------------------------------- contracts
+
+
+class Kind(enum.Enum):
+    """What of a value must be equal before a replay."""
+
+    ADDRESS = "address"  # a tensor: its address, shape, strides, dtype and bits
+    VALUE = "value"  # an equal plain value
+    IDENTITY = "identity"  # the same object
+    STRUCTURE = "structure"  # how a tensor subclass is built, or what a set holds
+
+
+class Read(NamedTuple):
+    """One value that a captured step read."""
+
+    path: str  # for messages, such as ``attn_metadata['slots']``
+    expression: str  # over the parameters of the contract
+    kind: Kind
+    expected: Any  # a Placed, a plain value, an object, a Wrapper or a frozenset
+
+    def change(self, now: Any) -> "Change | None":
+        """Return how a value differs from the captured one, exactly; None if it does not."""
+        before = self.expected
+        if self.kind is Kind.ADDRESS:
+            if not isinstance(now, torch.Tensor) or not _has_address(now):
+                return Change(self.path, before.address, None, moved=True)
+            after = Placed.of(now)
+            if after.address != before.address:
+                return Change(self.path, before.address, after.address, moved=True)
+            same = after.layout == before.layout
+        elif self.kind is Kind.VALUE:
+            same = same_value(now, before)
+        elif self.kind is Kind.IDENTITY:
+            same = now is before
+        elif isinstance(before, frozenset):
+            missing = before.difference(now) if isinstance(now, (set, frozenset)) else before
+            gone = next((item for item in missing if isinstance(item, torch.Tensor)), None)
+            if gone is not None:
+                return Change(self.path, gone.data_ptr(), None, moved=True)
+            same = not missing
+        else:
+            same = before.fits(now)
+        if same:
+            return None
+        texts = layout_text(before), layout_text(now)
+        return Change(
+            self.path, texts[0], f"another {texts[1]}" if texts[0] == texts[1] else texts[1]
+        )
+
+
+class Reads:
+    """Collects what a step read, and writes the lines that compare it."""
+
+    def __init__(self) -> None:
+        self.rows: list[Read] = []
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}  # what lines and expressions refer to
+        self.held: list[torch.UntypedStorage] = []  # memory that a graph may read
+
+    def bound(self, prefix: str, value: Any) -> str:
+        """Return a new name of a value."""
+        name = f"{prefix}_{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def unless(self, condition: str) -> None:
+        """Let the comparison fail where a condition is true."""
+        self.lines += [f"if {condition}:", "    return False"]
+
+    def tensor(self, path: str, expression: str, tensor: torch.Tensor, local: str = "") -> None:
+        """Compare a tensor by address and layout; ``local`` is its expression in the lines."""
+        placed = Placed.of(tensor)
+        self.rows.append(Read(path, expression, Kind.ADDRESS, placed))
+        self.held.append(tensor.untyped_storage())
+        now = f"t{len(self.lines)}"
+        address = (
+            f"({now} := {local or expression}).data_ptr() != {self.bound('at', placed.address)}"
+        )
+        shape, stride, dtype, conjugate, negative = placed.layout
+        if tensor.is_nested:
+            self.names["layout"] = layout_of
+            self.unless(f"{address} or layout({now}) != {self.bound('layout', placed.layout)}")
+            return
+        parts = [
+            address,
+            f"{now}.shape != {self.bound('shape', shape)}",
+            f"{now}.stride() != {self.bound('stride', stride)}",
+            f"{now}.dtype is not {self.bound('dtype', dtype)}",
+        ]
+        if dtype.is_floating_point or dtype.is_complex:  # no other dtype has these bits
+            parts += [f"{now}.is_conj() is not {conjugate}", f"{now}.is_neg() is not {negative}"]
+        self.unless(" or ".join(parts))
+
+    def value(self, path: str, expression: str, value: Any, local: str = "") -> None:
+        """Compare a plain value."""
+        self.rows.append(Read(path, expression, Kind.VALUE, value))
+        now, known = f"t{len(self.lines)}", self.bound("is", value)
+        differs = f"{now} != {known}"
+        if isinstance(value, (float, complex)):  # -0.0 is not 0.0, and a NaN is a NaN
+            differs = f"repr({now}) != {self.bound('text', repr(value))}"
+        kind = f"type({now}) is not {self.bound('type', type(value))}"
+        self.unless(f"({now} := {local or expression}) is not {known} and ({kind} or {differs})")
+
+    def identity(self, path: str, expression: str, value: Any, local: str = "") -> None:
+        """Compare an object by identity."""
+        self.rows.append(Read(path, expression, Kind.IDENTITY, value))
+        self.unless(f"{local or expression} is not {self.bound('is', value)}")
+
+    def members(self, path: str, expression: str, value: Any, local: str = "") -> None:
+        """Compare what a set holds."""
+        members = frozenset(value)
+        self.rows.append(Read(path, expression, Kind.STRUCTURE, members))
+        self.unless(f"{local or expression} != {self.bound('is', members)}")
+
+    def wrapper(self, path: str, expression: str, tensor: Any, local: str = "") -> None:
+        """Compare a tensor subclass: how it is built, and the tensors inside of it."""
+        built = compat.Wrapper.of(tensor)
+        self.rows.append(Read(path, expression, Kind.STRUCTURE, built))
+        local = local or expression
+        self.unless(f"not {self.bound('fits', built.fits)}({local})")
+        for name, part in zip(built.paths, built.parts(tensor), strict=True):
+            self.tensor(f"{path}.{name}", f"{expression}.{name}", part, f"{local}.{name}")
+
+
+_MISSING = object()
+
+
+class Contract:
+    """What a captured step read. ``holds(...)`` returns whether all of it is as it was.
+
+    ``parameters`` are the names of the values that both methods take, such as ``"context"``.
+    """
+
+    holds: Callable[..., bool]  # generated; False also where a value cannot be read
+
+    def __init__(self, parameters: str, reads: Reads, subject: str) -> None:
+        self._subject = subject  # in errors
+        self._parameters = [name.strip() for name in parameters.split(",")]
+        self._names, self.rows, self.held = reads.names, tuple(reads.rows), reads.held
+        body = textwrap.indent("\n".join(reads.lines), " " * 8)
+        source = (
+            f"def holds({parameters}):\n    try:\n{body or '        pass'}\n"
+            "    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):\n"
+            "        return False\n"
+            "    return True\n"
+        )
+        namespace = dict(self._names)
+        exec(_compiled(source), namespace)
+        self.holds = namespace.pop("holds")  # else a cycle keeps what is bound
+
+    def check(self, what: str, batch: object, *values: Any) -> None:
+        """Raise AddressChangedError or HostValueChangedError where a read differs."""
+        if not self.holds(*values):
+            change = self.first_change(*values)
+            if change is not None:  # else objects are arranged in another way
+                raise change.error(what, batch, self._subject)
+
+    def first_change(self, *values: Any) -> "Change | None":
+        """Return the first read that differs, or None."""
+        scope = {**self._names, **dict(zip(self._parameters, values, strict=True))}
+        for row in self.rows:
+            try:
+                now = eval(row.expression, scope)
+            except Exception:  # of a user's property, too
+                now = _MISSING
+            change = row.change(now)
+            if change is not None:
+                return change
+        return None
+
+
+@lru_cache(maxsize=512)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<cgcompile contract>", "exec")
