@@ -1,8 +1,7 @@
 """The command line: ``python -m cgcompile``, or ``cgcompile`` where the package is installed.
 
-The commands in :data:`_MODEL_COMMANDS` take a :data:`TARGET` that makes a model. ``env`` describes
-this process, ``settings`` and ``reasons`` what there is, ``cache`` the compiled pieces on disk. The
-rule: a command prints its result and returns the exit status.
+Each command is a function: its docstring is the help, its parameters are the words, and it returns
+the exit status. Commands with a :data:`TARGET` import and call the function that makes the model.
 """
 
 import argparse
@@ -10,36 +9,31 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import json
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from json import dumps
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import torch
 from torch import nn
 
+from cgcompile import debug
 from cgcompile import torch_compat as compat
 from cgcompile.backend import handle_of
 from cgcompile.boundaries import Boundaries
 from cgcompile.compile import compile
 from cgcompile.config import CompilationConfig
-from cgcompile.debug.bisect import bisect
 from cgcompile.debug.compare import Call
-from cgcompile.debug.coverage import coverage
-from cgcompile.debug.doctor import doctor
 from cgcompile.debug.environment import environment, environment_text, setting_meanings
-from cgcompile.debug.explain import explain, settings_of
+from cgcompile.debug.explain import settings_of
 from cgcompile.debug.output import plain, wrapped
-from cgcompile.debug.profile import profile, timeline
-from cgcompile.debug.report import report
 from cgcompile.debug.subject import original_of, with_recorder
-from cgcompile.debug.verify import verify
 from cgcompile.errors import BoundaryError, CGCompileError, CommandError, ConfigError
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.pieces.cache import Entry, Store, cache_folder
@@ -51,10 +45,11 @@ TARGET is module:function or path/to/file.py:function. The function takes nothin
   (model, args)           args: a tuple, or one tensor
   (model, args, kwargs)
   {"model": ..., "args": ..., "kwargs": ...}
-  a compiled model or a manager that has run, alone (report, coverage, timeline and doctor)
+  a compiled model or a manager that has run, alone (report and doctor)
+CPU tensors are recorded by the CPU recorder, unless capture_device is set.
+
+The exit status is 0; 1 after an error; 2 after words that cannot be carried out.
 """
-STATUS = "Exit status: 0 fine; 1 {}, or an error; 2 words that cannot be."
-CPU = "Tensors on the CPU are recorded by the host recorder, unless capture_device is set."
 
 
 # ---------------------------------------------------------------- targets
@@ -164,83 +159,185 @@ def _target(name: str, result: Any) -> Target:
     return Target(name, model, None if args is None else tuple(args), kwargs)
 
 
+# ---------------------------------------------------------------- words
+
+
+class Word(NamedTuple):
+    """How a parameter of a command is written; the second part of its ``Annotated`` type."""
+
+    help: str
+    metavar: str | None = None
+    read: Callable[[str], Any] = str
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 1")
+    return int(text)
+
+
+def _path(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected the path of a file")
+    return path
+
+
+def _reason(text: str) -> Reason:
+    known = {reason.value: reason for reason in Reason}
+    if text not in known:
+        likely = difflib.get_close_matches(text, known, 1, 0.5) or known
+        raise argparse.ArgumentTypeError(f"{text!r}; expected {' or '.join(likely)}")
+    return known[text]
+
+
+On = Annotated[str, Word("the function that makes the model; see below", "TARGET")]
+Set = Annotated[
+    list[str],
+    Word("a setting, as in options of torch.compile; may be repeated", "KEY=VALUE"),
+]
+Json = Annotated[bool, Word("print JSON instead of text")]
+Html = Annotated[Path | None, Word("write an HTML page to this file, too", "PATH", _path)]
+Calls = Annotated[int, Word("calls of the model", None, _whole)]
+Sets = Annotated[int, Word("sets of inputs", None, _whole)]
+Tolerance = Annotated[float | None, Word("tolerance; without it: by dtype", "NUMBER", float)]
+Folder = Annotated[
+    Path | None,
+    Word("the folder; without it: that of CGCOMPILE_CACHE_DIR, or the default", "PATH", Path),
+]
+
+
 # ---------------------------------------------------------------- commands on a model
 
 
-def _explain(options: argparse.Namespace) -> int:
-    with load(options.target) as target:
-        args, kwargs = target.call("explain")
-        result = explain(target.model, *args, config=_config(options, target), **kwargs)
-    return _show(options, result, bool(result.breaks))
+def explain(target: On, *, set: Set, json: Json = False, html: Html = None) -> int:
+    """Show what would be split where, and why; the model does not run.
+
+    It is 1 after a graph break.
+    Example: cgcompile explain model.py:make --set splitting_ops=mylib::attend --html split.html
+    """
+    with load(target) as loaded:
+        args, kwargs = loaded.call("explain")
+        result = debug.explain(loaded.model, *args, config=_config(set, loaded), **kwargs)
+    return _show(result, bool(result.breaks), json, html)
 
 
-def _doctor(options: argparse.Namespace) -> int:
-    with load(options.target) as target, torch.no_grad():
-        config = _config(options, target)
-        args, kwargs = ((), {}) if config is None and target.args is None else target.call("doctor")
-        result = doctor(target.model, *args, config=config, **kwargs)
-    return _show(options, result, not result.ok)
+def verify(
+    target: On,
+    *,
+    set: Set,
+    json: Json = False,
+    html: Html = None,
+    sets: Sets = 3,
+    rtol: Tolerance = None,
+    atol: Tolerance = None,
+) -> int:
+    """Compare eager runs with replays on several sets of inputs.
+
+    It is 1 after a difference, and if nothing was replayed.
+    Example: cgcompile verify model.py:make --set compiler=aot --sets 5
+    """
+    with load(target) as loaded:
+        args, kwargs = loaded.call("verify")
+        config = _config(set, loaded)
+        result = debug.verify(
+            loaded.model, *args, config=config, sets=sets, rtol=rtol, atol=atol, **kwargs
+        )
+    return _show(result, not result.ok, json, html)
 
 
-def _verify(options: argparse.Namespace) -> int:
-    return _compare(options, "verify", verify)
+def bisect(
+    target: On,
+    *,
+    set: Set,
+    json: Json = False,
+    sets: Sets = 3,
+    rtol: Tolerance = None,
+    atol: Tolerance = None,
+) -> int:
+    """Find the piece and the op that make a replay wrong.
+
+    It is 1 after a difference, and if nothing was replayed.
+    Example: cgcompile bisect model.py:make --set compiler=aot
+    """
+    with load(target) as loaded:
+        args, kwargs = loaded.call("bisect")
+        config = _config(set, loaded)
+        result = debug.bisect(
+            loaded.model, *args, config=config, sets=sets, rtol=rtol, atol=atol, **kwargs
+        )
+    return _show(result, not result.ok, json, None)
 
 
-def _bisect(options: argparse.Namespace) -> int:
-    return _compare(options, "bisect", bisect)
+def doctor(target: On, *, set: Set, json: Json = False, html: Html = None) -> int:
+    """Find what CUDA graphs cannot hold, with the line and the fix.
+
+    It is 1 after a finding.
+    Example: cgcompile doctor mylib.models:decoder --json
+    """
+    with load(target) as loaded, torch.no_grad():
+        config = _config(set, loaded)
+        args, kwargs = ((), {}) if config is None and loaded.args is None else loaded.call("doctor")
+        result = debug.doctor(loaded.model, *args, config=config, **kwargs)
+    return _show(result, not result.ok, json, html)
 
 
-def _compare(options: argparse.Namespace, command: str, function: Any) -> int:
-    with load(options.target) as target:
-        args, kwargs = target.call(command)
-        chosen = {name: getattr(options, name) for name in ("sets", "rtol", "atol")}
-        config = _config(options, target)
-        result = function(target.model, *args, config=config, **chosen, **kwargs)
-    return _show(options, result, not result.ok)
+def report(
+    target: On,
+    *,
+    set: Set,
+    json: Json = False,
+    html: Html = None,
+    calls: Calls = 4,
+    speed: Annotated[
+        bool,
+        Word("time eager and compiled calls (recorded CPU tensors are slower than eager)"),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        Word("write the captures to this file, for ui.perfetto.dev", "PATH", _path),
+    ] = None,
+) -> int:
+    """Show on one page: verdict, batches, memory, split, captures, settings.
 
-
-def _report(options: argparse.Namespace) -> int:
+    It is 1 if nothing was replayed.
+    Example: cgcompile report model.py:make --html report.html
+    """
     with ExitStack() as stack:
-        with profile() as measured:
-            model, call = stack.enter_context(_ran(options, "report", calls=options.speed))
-        speed = _speed(model, *call) if options.speed else None
-        result = report(model, speed=speed, profile=measured)
-    return _show(options, result, not result.counters.replays)
+        with debug.profile() as measured:
+            ran = _ran(target, set, "report", calls, must_call=speed)
+            model, call = stack.enter_context(ran)
+        seconds = _speed(model, *call) if speed else None
+        result = debug.report(model, speed=seconds, profile=measured)
+        if trace:
+            debug.timeline(model).to_trace(trace)
+    return _show(result, not result.counters.replays, json, html)
 
 
-def _coverage(options: argparse.Namespace) -> int:
-    with _ran(options, "coverage") as (model, _):
-        result = coverage(model)
-    return _show(options, result, not result.counters.replays)
+def profile(target: On, *, set: Set, json: Json = False, calls: Calls = 4) -> int:
+    """Measure the host time of each segment of replayed steps.
 
-
-def _timeline(options: argparse.Namespace) -> int:
-    with _ran(options, "timeline") as (model, _):
-        result = timeline(model)
-    if options.trace:
-        result.to_trace(options.trace)
-    return _show(options, result, all(record.why is not None for record in result))
-
-
-def _profile(options: argparse.Namespace) -> int:
-    with profile() as result, _ran(options, "profile", calls=True):
+    It is 1 if nothing was replayed.
+    Example: cgcompile profile model.py:make --calls 100
+    """
+    with debug.profile() as result, _ran(target, set, "profile", calls, must_call=True):
         pass
-    return _show(options, result, not result.steps)
+    return _show(result, not result.steps, json, None)
 
 
 @contextmanager
 def _ran(
-    options: argparse.Namespace, command: str, *, calls: bool = False
+    target: str, set: list[str], command: str, calls: int, *, must_call: bool
 ) -> Iterator[tuple[Any, Call]]:
     """Give a model that has run, and its inputs: called unless it is alone and need not be."""
-    with load(options.target) as target, torch.inference_mode():
-        config = _config(options, target, recorded=True)
-        model = target.model if config is None else compile(target.model, config)
+    with load(target) as loaded, torch.inference_mode():
+        config = _config(set, loaded, recorded=True)
+        model = loaded.model if config is None else compile(loaded.model, config)
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
-        if calls or target.args is not None or config is not None:
-            args, kwargs = target.call(command)
-            for _ in range(options.calls):
+        if must_call or loaded.args is not None or config is not None:
+            args, kwargs = loaded.call(command)
+            for _ in range(calls):
                 model(*args, **kwargs)
         yield model, (args, kwargs)
 
@@ -259,149 +356,34 @@ def _speed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[f
     return eager, replayed
 
 
-class _Command(NamedTuple):
-    """A command on a model."""
-
-    run: Callable[[argparse.Namespace], int]
-    about: str
-    example: str
-    bad: str  # the cause of exit status 1
-    options: tuple[str, ...] = ()  # names in _OPTIONS, beside those of all
-
-
-_MODEL_COMMANDS = {
-    "explain": _Command(
-        _explain,
-        "what would be split where, and why; runs nothing",
-        "model.py:make --set splitting_ops=mylib::attend --html split.html",
-        "a graph break",
-        ("html",),
-    ),
-    "doctor": _Command(
-        _doctor,
-        "what CUDA graphs cannot hold, with the line and the fix",
-        "mylib.models:decoder --json",
-        "a finding",
-        ("html",),
-    ),
-    "verify": _Command(
-        _verify,
-        "eager against replayed, on several inputs",
-        "model.py:make --set compiler=aot --sets 5",
-        "a difference",
-        ("html", "sets", "rtol", "atol"),
-    ),
-    "bisect": _Command(
-        _bisect,
-        "which piece and op make a replay wrong",
-        "model.py:make --set compiler=aot",
-        "a difference",
-        ("sets", "rtol", "atol"),
-    ),
-    "report": _Command(
-        _report,
-        "one page: verdict, batches, memory, split, timeline, settings",
-        "model.py:make --html report.html",
-        "no replay",
-        ("html", "calls", "speed"),
-    ),
-    "coverage": _Command(
-        _coverage,
-        "which graph served which batches, and what had none",
-        "model.py:make --calls 10",
-        "no replay",
-        ("calls",),
-    ),
-    "timeline": _Command(
-        _timeline,
-        "what was captured when, how long it took and how many bytes",
-        "model.py:make --trace captures.json",
-        "no capture",
-        ("calls", "trace"),
-    ),
-    "profile": _Command(
-        _profile,
-        "host time of each segment of replayed steps",
-        "model.py:make --calls 100",
-        "no replay",
-        ("calls",),
-    ),
-}
-
-
-# ---------------------------------------------------------------- commands without a model
-
-
-def _env(options: argparse.Namespace) -> int:
-    result = environment()
-    print(json.dumps(result, indent=2) if options.json else environment_text(result))
-    return 0
-
-
-def _settings(options: argparse.Namespace) -> int:
-    settings = settings_of(_config_of(options))
-    meanings = setting_meanings()
-    if options.json:
-        rows = [{**each._asdict(), "meaning": meanings.get(each.name)} for each in settings]
-        print(json.dumps(plain(rows), indent=2))
-        return 0
-    for name, value, origin in settings:
-        meaning = wrapped("", meanings[name], 4) if meanings else []
-        print(f"{name} = {value!r} ({origin})", *meaning, sep="\n")
-    return 0
-
-
-def _reasons(options: argparse.Namespace) -> int:
-    reasons = options.names or [*Reason]
-    if options.json:
-        facts = {
-            reason.value: {"when": reason.when, "remedy": reason.remedy, "page": reason.page}
-            for reason in reasons
-        }
-        print(json.dumps(facts, indent=2))
-        return 0
-    for reason in reasons:
-        print(reason.value, *wrapped("  when", reason.when, 10), sep="\n")
-        print(
-            *wrapped("  remedy", reason.remedy, 10), *wrapped("  page", reason.page, 10), sep="\n"
-        )
-    return 0
-
-
-def _show(options: argparse.Namespace, result: Any, bad: bool) -> int:
-    """Write the page and print the result as text or JSON."""
-    page = getattr(options, "html", None)
-    if page:
+def _show(result: Any, bad: bool, json: bool, html: Path | None) -> int:
+    """Write the page, print the result as text or JSON, and return the exit status."""
+    if html is not None:
         try:
-            result.to_html(page)
+            result.to_html(html)
         except OSError as error:
             why = error.strerror or str(error)
-            raise CommandError.no_page(path=str(page), why=why) from error
-    if options.json:
-        print(result.to_json())
-    else:
-        print(result)
-        if page:
-            print(f"page: {page}")
+            raise CommandError.no_page(path=str(html), why=why) from error
+    print(result.to_json() if json else result)
+    if html is not None and not json:
+        print(f"page: {html}")
     return int(bad)
 
 
-def _config(
-    options: argparse.Namespace, target: Target, recorded: bool = False
-) -> CompilationConfig | None:
+def _config(set: list[str], target: Target, recorded: bool = False) -> CompilationConfig | None:
     """Return the settings of a model that is to be compiled; None of one that is."""
-    config = _config_of(options)
+    config = _config_of(set)
     if _is_compiled(target.model):
-        if options.set:
+        if set:
             raise CommandError.settings_are_fixed(target=target.name)
         return None
     return with_recorder(config) if recorded and _on_cpu(target) else config
 
 
-def _config_of(options: argparse.Namespace) -> CompilationConfig:
+def _config_of(set: list[str]) -> CompilationConfig:
     """Return the settings of the environment, and of ``--set``."""
-    pairs = [pair.partition("=") for pair in options.set]
-    for pair, (key, equals, _) in zip(options.set, pairs, strict=True):
+    pairs = [pair.partition("=") for pair in set]
+    for pair, (key, equals, _) in zip(set, pairs, strict=True):
         if not (key and equals):
             raise CommandError.bad_setting(given=pair)
     config = CompilationConfig.resolve(options={key: value for key, _, value in pairs})
@@ -426,14 +408,69 @@ def _on_cpu(target: Target) -> bool:
     return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
+# ---------------------------------------------------------------- commands without a model
+
+
+def settings(*, set: Set, json: Json = False) -> int:
+    """List all settings: the value, where it comes from, and the meaning.
+
+    Example: cgcompile settings --set compiler=aot
+    """
+    meanings = setting_meanings()
+    rows = settings_of(_config_of(set))
+    if json:
+        facts = [{**row._asdict(), "meaning": meanings.get(row.name)} for row in rows]
+        print(dumps(plain(facts), indent=2))
+        return 0
+    for name, value, origin in rows:
+        meaning = wrapped("", meanings[name], 4) if meanings else []
+        print(f"{name} = {value!r} ({origin})", *meaning, sep="\n")
+    return 0
+
+
+def env(*, json: Json = False) -> int:
+    """Show versions, machine, cache and settings, for an issue.
+
+    Example: cgcompile env --json
+    """
+    result = environment()
+    print(dumps(result, indent=2) if json else environment_text(result))
+    return 0
+
+
+def reasons(
+    names: Annotated[list[Reason], Word("the reasons; without it: all", "REASON", _reason)],
+    *,
+    json: Json = False,
+) -> int:
+    """Explain why steps run without a graph, and what to do.
+
+    Example: cgcompile reasons warming host_sync
+    """
+    chosen = names or [*Reason]
+    if json:
+        facts = {
+            reason.value: {"when": reason.when, "remedy": reason.remedy, "page": reason.page}
+            for reason in chosen
+        }
+        print(dumps(facts, indent=2))
+        return 0
+    for reason in chosen:
+        rows = {"  when": reason.when, "  remedy": reason.remedy, "  page": reason.page}
+        lines = [line for label, text in rows.items() for line in wrapped(label, text, 10)]
+        print(reason.value, *lines, sep="\n")
+    return 0
+
+
 # ---------------------------------------------------------------- commands on the cache
 
 _KEY_LENGTH = 12  # characters of a key that are printed
 _FACT_LENGTH = 40  # lines of a fact that are printed
 
 
-def _list(options: argparse.Namespace) -> int:
-    store = _store(options)
+def cache_list(*, dir: Folder = None) -> int:
+    """List the entries, one line each."""
+    store = _store(dir)
     entries = sorted(store.entries(), key=lambda entry: -entry.created)
     rows = [("key", "kind", "bytes", "created", "what", "line")]
     for entry in entries:
@@ -447,16 +484,21 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _clear(options: argparse.Namespace) -> int:
-    store = _store(options)
+def cache_clear(
+    keys: Annotated[list[str], Word("beginnings of keys; without it: all", "KEY")],
+    *,
+    dir: Folder = None,
+) -> int:
+    """Remove entries."""
+    store = _store(dir)
     entries = list(store.entries())
-    chosen = [_find(store, entries, prefix) for prefix in options.keys] if options.keys else entries
+    chosen = [_find(store, entries, prefix) for prefix in keys] if keys else entries
     removed = [entry for entry in chosen if store.remove(entry)]
     for entry in removed:
         line = entry.notes.get("line", "")
         print(f"removed {entry.kind} {_short(entry)}  {line}".rstrip())
     print(f"{len(removed)} entries removed from {store.folder}")
-    if not options.keys:
+    if not keys:
         print(f"{store.remove_rubbish()} damaged or half written files removed")
         print(f"{store.remove_work()} folders of kernels removed")
     for entry in chosen:
@@ -465,31 +507,37 @@ def _clear(options: argparse.Namespace) -> int:
     return 0
 
 
-def _why(options: argparse.Namespace) -> int:
-    """Print what an entry depends on, or in what two entries differ."""
-    store = _store(options)
+def cache_why(
+    key: Annotated[str, Word("the beginning of a key", "KEY")],
+    other: Annotated[str | None, Word("of a second key", "KEY2")] = None,
+    *,
+    dir: Folder = None,
+    full: Annotated[bool, Word(f"print facts of more than {_FACT_LENGTH} lines, too")] = False,
+) -> int:
+    """Show what an entry depends on, or in what two entries differ."""
+    store = _store(dir)
     entries = list(store.entries())
-    one = _find(store, entries, options.key)
-    if options.other is None:
+    one = _find(store, entries, key)
+    if other is None:
         print(f"{one.kind} {one.key}")
-        _print_facts("depends on", one.facts, options.full)
-        _print_facts("notes", one.notes, options.full)
+        _print_facts("depends on", one.facts, full)
+        _print_facts("notes", one.notes, full)
         return 0
-    other = _find(store, entries, options.other)
-    if one.kind != other.kind:
-        print(f"kind: {one.kind}, {other.kind}")
+    second = _find(store, entries, other)
+    if one.kind != second.kind:
+        print(f"kind: {one.kind}, {second.kind}")
     equal = []
-    for name in dict.fromkeys([*one.facts, *other.facts]):
-        if one.facts.get(name) == other.facts.get(name):
+    for name in dict.fromkeys([*one.facts, *second.facts]):
+        if one.facts.get(name) == second.facts.get(name):
             equal.append(name)
         else:
-            _print_difference(name, one.facts.get(name, ""), other.facts.get(name, ""))
+            _print_difference(name, one.facts.get(name, ""), second.facts.get(name, ""))
     print(f"equal: {', '.join(equal) or '(none)'}")
     return 0
 
 
-def _store(options: argparse.Namespace) -> Store:
-    folder = options.dir or cache_folder(CompilationConfig())
+def _store(folder: Path | None) -> Store:
+    folder = folder or cache_folder(CompilationConfig())
     if folder is None:
         raise CommandError.caching_is_off()
     return Store(folder)
@@ -542,133 +590,82 @@ def _print_difference(name: str, one: str, other: str) -> None:
 
 # ---------------------------------------------------------------- the program
 
+COMMANDS: Sequence[Callable[..., int]] = (
+    explain,
+    verify,
+    bisect,
+    doctor,
+    report,
+    profile,
+    settings,
+    env,
+    reasons,
+)
+CACHE_COMMANDS: Mapping[str, Callable[..., int]] = {
+    "list": cache_list,
+    "clear": cache_clear,
+    "why": cache_why,
+}
+REMOVED = {"coverage": "report", "timeline": "report --trace PATH"}
+
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the program."""
+    """Return the parser of the program; signatures and docstrings of commands are its help."""
     parser = argparse.ArgumentParser(
         prog="cgcompile",
         description="See what cgcompile does to a model. Also: python -m cgcompile.",
         epilog="cgcompile COMMAND --help tells more, with an example.",
     )
-    parser.add_argument("--traceback", action="store_true", help="of an error, show where it was")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in _MODEL_COMMANDS.items():
-        _add_model_command(commands, name, command)
-    env = _add_command(
-        commands, "env", _env, "versions, machine, cache and settings, for an issue", "env --json"
-    )
-    settings = _add_command(
-        commands, "settings", _settings, "all settings, what they do and where each comes from"
-    )
-    reasons = _add_command(
-        commands,
-        "reasons",
-        _reasons,
-        "why steps run without a graph, and what to do",
-        "reasons warming host_sync",
-    )
-    _add_options(env, "json")
-    _add_options(settings, "set", "json")
-    _add_options(reasons, "json")
-    help = "which ones; none: all"
-    reasons.add_argument("names", nargs="*", metavar="REASON", type=_reason, help=help)
-    _add_cache_commands(commands.add_parser("cache", help="what is kept on disk"))
+    for command in COMMANDS:
+        _add_command(commands, command.__name__, command)
+    cache = commands.add_parser("cache", help="List, clear or compare what is kept on disk")
+    actions = cache.add_subparsers(required=True, metavar="ACTION")
+    for name, command in CACHE_COMMANDS.items():
+        _add_command(actions, name, command)
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 1")
-    return int(text)
-
-
-def _page(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected the path of a file")
-    return path
-
-
-def _reason(text: str) -> Reason:
-    known = {reason.value: reason for reason in Reason}
-    if text not in known:
-        likely = difflib.get_close_matches(text, known, 1, 0.5) or known
-        raise argparse.ArgumentTypeError(f"{text!r}; expected {' or '.join(likely)}")
-    return known[text]
-
-
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "set": {
-        "action": "append",
-        "default": [],
-        "metavar": "KEY=VALUE",
-        "help": "a setting, as in options of torch.compile; may be repeated",
-    },
-    "json": {"action": "store_true", "help": "as JSON, not as text"},
-    "html": {"type": _page, "metavar": "PATH", "help": "write a page there as well"},
-    "sets": {"type": _count, "default": 3, "help": "sets of inputs (default: 3)"},
-    "rtol": {"type": float, "help": "relative tolerance; left out: by dtype"},
-    "atol": {"type": float, "help": "absolute tolerance; left out: by dtype"},
-    "calls": {"type": _count, "default": 4, "help": "calls of the model (default: 4)"},
-    "speed": {
-        "action": "store_true",
-        "help": "time eager and compiled calls too (recorded CPU tensors are slower than eager)",
-    },
-    "trace": {
-        "type": _page,
-        "metavar": "PATH",
-        "help": "write a trace there as well, for ui.perfetto.dev or chrome://tracing",
-    },
-}
-
-
-def _add_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    for name in names:
-        parser.add_argument(f"--{name}", **_OPTIONS[name])
-
-
-def _add_command(
-    commands: Any, name: str, run: Any, about: str, example: str = "", notes: Sequence[str] = ()
-) -> argparse.ArgumentParser:
-    """Add a command whose help ends with notes and an example."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+def _add_command(commands: Any, name: str, command: Callable[..., int]) -> None:
+    """Add a command: the docstring is its help, the parameters are its words."""
+    about, _, notes = (inspect.getdoc(command) or "").partition("\n\n")
+    parameters = inspect.signature(command).parameters
+    parser = commands.add_parser(
         name,
-        help=about,
-        description=f"{about[0].upper()}{about[1:]}.",
-        epilog="\n".join([*notes, f"Example: cgcompile {example or name}"]),
+        help=about.rstrip("."),
+        description=about,
+        epilog=TARGET + notes if "target" in parameters else notes,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
-    return parser
+    parser.set_defaults(run=command)
+    for parameter in parameters.values():
+        kind, word = get_args(parameter.annotation)
+        _add_word(parser, parameter, kind, word)
 
 
-def _add_model_command(commands: Any, name: str, command: _Command) -> None:
-    runs = {"calls", "sets"} & {*command.options}
-    notes = [TARGET, CPU] if runs else [TARGET.rstrip()]
-    notes.append(STATUS.format(command.bad))
-    example = f"{name} {command.example}"
-    parser = _add_command(commands, name, command.run, command.about, example, notes)
-    parser.add_argument("target", metavar="TARGET", help="what makes the model; see below")
-    _add_options(parser, "set", "json", *command.options)
-
-
-def _add_cache_commands(cache: argparse.ArgumentParser) -> None:
-    actions = cache.add_subparsers(required=True, metavar="ACTION")
-    folder = argparse.ArgumentParser(add_help=False)
-    help = "the folder; left out: that of CGCOMPILE_CACHE_DIR, or the default"
-    folder.add_argument("--dir", type=Path, help=help)
-    listing = actions.add_parser("list", parents=[folder], help="one line per entry")
-    listing.set_defaults(run=_list)
-    clear = actions.add_parser("clear", parents=[folder], help="remove entries at once")
-    clear.add_argument("keys", nargs="*", metavar="KEY", help="beginnings of keys; none: all")
-    clear.set_defaults(run=_clear)
-    help = "what an entry depends on, or in what two entries differ"
-    why = actions.add_parser("why", parents=[folder], help=help)
-    why.add_argument("key", metavar="KEY", help="the beginning of a key")
-    why.add_argument("other", metavar="KEY2", nargs="?", help="of another one")
-    help = f"facts of more than {_FACT_LENGTH} lines too"
-    why.add_argument("--full", action="store_true", help=help)
-    why.set_defaults(run=_why)
+def _add_word(
+    parser: argparse.ArgumentParser, parameter: inspect.Parameter, kind: Any, word: Word
+) -> None:
+    """Add a parameter of a command: an option if it is keyword-only."""
+    repeated, has_default = get_origin(kind) is list, parameter.default is not parameter.empty
+    if parameter.kind is not parameter.KEYWORD_ONLY:
+        nargs = "*" if repeated else "?" if has_default else None
+        parser.add_argument(
+            parameter.name, nargs=nargs, metavar=word.metavar, type=word.read, help=word.help
+        )
+    elif kind is bool:
+        parser.add_argument(f"--{parameter.name}", action="store_true", help=word.help)
+    else:
+        default = f" (default: {parameter.default})" if parameter.default and has_default else ""
+        parser.add_argument(
+            f"--{parameter.name}",
+            action="append" if repeated else "store",
+            default=parameter.default if has_default else [],
+            metavar=word.metavar,
+            type=word.read,
+            help=word.help + default,
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -677,16 +674,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0; 1 after a finding, a difference or an error, which was printed; 2 after words
     that cannot be, such as a target, a setting or a key that does not exist.
     """
-    options = command_line().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    command = next((word for word in words if not word.startswith("-")), "")
+    if command in REMOVED:
+        error = CommandError.removed(command=command, instead=REMOVED[command])
+        print(f"cgcompile: {error}", file=sys.stderr)
+        return 2
+    options = vars(command_line().parse_args(words))
+    run, shows_traceback = options.pop("run"), options.pop("traceback")
     try:
-        status: int = options.run(options)
+        status: int = run(**options)
         return status
     except BrokenPipeError:  # the reader has closed the pipe
         sys.stderr.close()
         return 0
     except (Exception, SystemExit) as error:  # also of the user's code, whose statuses are not ours
         print(f"cgcompile: {_error_text(error)}", file=sys.stderr)
-        if options.traceback:
+        if shows_traceback:
             traceback.print_exception(error)
         return 2 if isinstance(error, (CommandError, ConfigError)) else 1
 

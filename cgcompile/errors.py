@@ -1133,6 +1133,9 @@ class EncoderShardError(CGCompileError, RuntimeError):
 class CommandError(CGCompileError, ValueError):
     """Words of the command line, its cache commands included, that cannot be carried out."""
 
+    removed = Template("""
+        there is no command {command!r} any more.
+        Use 'cgcompile {instead}'.""")
     target_form = Template("""
         {target!r} is no target; expected module:function or path/to/file.py:function.
         The function takes nothing and returns a model and its inputs: (model, args).""")

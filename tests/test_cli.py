@@ -18,7 +18,7 @@ from cgcompile.cli import main
 from cgcompile.pieces.cache import Store, key_of
 
 EAGER = ("--set", "compiler=eager")
-OF_MODELS = ["explain", "doctor", "verify", "bisect", "report", "coverage", "timeline", "profile"]
+OF_MODELS = ["explain", "doctor", "verify", "bisect", "report", "profile"]
 COMMANDS = [*OF_MODELS, "settings", "reasons", "env", "cache"]
 
 
@@ -152,33 +152,26 @@ def test_bisect(run: Any) -> None:
 
 
 @pytest.mark.slow
-def test_coverage(run: Any) -> None:
-    status, out, _ = run("coverage", target("named"), *EAGER, "--calls", "3", "--json")
-    data = json.loads(out)
-    assert (status, data["total"], data["on_graphs"]) == (0, 3, 2)
-    status, out, _ = run("coverage", target("ran"))
-    assert (status, out.splitlines()[-1]) == (0, "2 of 3 steps on graphs")
-    assert run("coverage", target("pair"), *EAGER, "--calls", "1")[0] == 1
-
-
-@pytest.mark.slow
-def test_timeline(run: Any, tmp_path: Path) -> None:
+def test_a_trace_of_the_captures(run: Any, tmp_path: Path) -> None:
     trace = tmp_path / "deep" / "trace.json"
-    status, out, _ = run("timeline", target("pair"), *EAGER, "--trace", str(trace))
-    assert status == 0
-    head, row = out.splitlines()
-    assert head.split() == ["after", "time", "memory", "mode", "batch", "what"]
-    assert row.split()[-3:] == ["FULL", "num_tokens=2", "step"]
+    status, out, _ = run("report", target("pair"), *EAGER, "--trace", str(trace))
+    assert (status, out.splitlines()[-1]) == (0, "3 of 4 steps on graphs")
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
     assert names == ["thread_name", "FULL num_tokens=2"]
-    status, out, _ = run("timeline", target("ran"), "--json")
-    (record,) = json.loads(out)
-    assert (status, record["mode"], record["why"]) == (0, "FULL", None)
-    assert run("timeline", target("pair"), *EAGER, "--calls", "1") == (
-        1,
-        "nothing was captured",
-        "",
+    status, _, errors = run("report", target("pair"), "--trace", str(tmp_path))
+    assert (status, "is a folder; expected the path of a file" in errors) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("command", "instead"), [("coverage", "report"), ("timeline", "report --trace PATH")]
+)
+def test_removed_commands_name_their_replacement(run: Any, command: str, instead: str) -> None:
+    status, out, errors = run("--traceback", command, target("pair"))
+    assert (status, out) == (2, "")
+    assert errors == (
+        f"cgcompile: there is no command {command!r} any more.\n  Use 'cgcompile {instead}'."
     )
+    assert run(*instead.split()[:1], "--help")[0] == 0
 
 
 def test_profile(run: Any) -> None:
@@ -298,7 +291,7 @@ MISTAKES = [  # words, exit status, beginning of the message
     ("verify FILE:ran", 2, "FILE:ran returned a model without inputs, and verify calls it."),
     ("bisect FILE:ran", 2, "FILE:ran returned a model without inputs, and bisect calls it."),
     ("profile FILE:ran", 2, "FILE:ran returned a model without inputs, and profile calls it."),
-    ("coverage FILE:alone", 2, "FILE:alone returned a model without inputs, and coverage calls"),
+    ("report FILE:alone", 2, "FILE:alone returned a model without inputs, and report calls"),
     ("doctor FILE:alone", 2, "FILE:alone returned a model without inputs, and doctor calls"),
     (
         "verify FILE:miscompiled --set compiler=eager",
