@@ -199,8 +199,9 @@ Set = Annotated[
 Json = Annotated[bool, Word("print JSON instead of text")]
 Html = Annotated[Path | None, Word("write an HTML page to this file, too", "PATH", _path)]
 Calls = Annotated[int, Word("calls of the model", None, _whole)]
-Sets = Annotated[int, Word("sets of inputs", None, _whole)]
-Tolerance = Annotated[float | None, Word("tolerance; without it: by dtype", "NUMBER", float)]
+Rtol = Annotated[float | None, Word("relative tolerance; without it: by dtype", None, float)]
+Atol = Annotated[float | None, Word("absolute tolerance; without it: by dtype", None, float)]
+Bisect = Annotated[bool, Word("find the smallest set of pieces, or the pass, that is wrong")]
 Folder = Annotated[
     Path | None,
     Word("the folder; without it: that of CGCOMPILE_CACHE_DIR, or the default", "PATH", Path),
@@ -228,9 +229,10 @@ def verify(
     set: Set,
     json: Json = False,
     html: Html = None,
-    sets: Sets = 3,
-    rtol: Tolerance = None,
-    atol: Tolerance = None,
+    sets: Annotated[int, Word("sets of inputs", None, _whole)] = 3,
+    rtol: Rtol = None,
+    atol: Atol = None,
+    bisect: Bisect = False,
 ) -> int:
     """Compare eager runs with replays on several sets of inputs.
 
@@ -241,32 +243,16 @@ def verify(
         args, kwargs = loaded.call("verify")
         config = _config(set, loaded)
         result = debug.verify(
-            loaded.model, *args, config=config, sets=sets, rtol=rtol, atol=atol, **kwargs
+            loaded.model,
+            *args,
+            config=config,
+            sets=sets,
+            rtol=rtol,
+            atol=atol,
+            bisect=bisect,
+            **kwargs,
         )
     return _show(result, not result.ok, json, html)
-
-
-def bisect(
-    target: On,
-    *,
-    set: Set,
-    json: Json = False,
-    sets: Sets = 3,
-    rtol: Tolerance = None,
-    atol: Tolerance = None,
-) -> int:
-    """Find the piece and the op that make a replay wrong.
-
-    It is 1 after a difference, and if nothing was replayed.
-    Example: cgcompile bisect model.py:make --set compiler=aot
-    """
-    with load(target) as loaded:
-        args, kwargs = loaded.call("bisect")
-        config = _config(set, loaded)
-        result = debug.bisect(
-            loaded.model, *args, config=config, sets=sets, rtol=rtol, atol=atol, **kwargs
-        )
-    return _show(result, not result.ok, json, None)
 
 
 def doctor(target: On, *, set: Set, json: Json = False, html: Html = None) -> int:
@@ -593,7 +579,6 @@ def _print_difference(name: str, one: str, other: str) -> None:
 COMMANDS: Sequence[Callable[..., int]] = (
     explain,
     verify,
-    bisect,
     doctor,
     report,
     profile,
@@ -606,7 +591,7 @@ CACHE_COMMANDS: Mapping[str, Callable[..., int]] = {
     "clear": cache_clear,
     "why": cache_why,
 }
-REMOVED = {"coverage": "report", "timeline": "report --trace PATH"}
+REMOVED = {"bisect": "verify --bisect", "coverage": "report", "timeline": "report --trace PATH"}
 
 
 def command_line() -> argparse.ArgumentParser:

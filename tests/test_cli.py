@@ -18,7 +18,7 @@ from cgcompile.cli import main
 from cgcompile.pieces.cache import Store, key_of
 
 EAGER = ("--set", "compiler=eager")
-OF_MODELS = ["explain", "doctor", "verify", "bisect", "report", "profile"]
+OF_MODELS = ["explain", "doctor", "verify", "report", "profile"]
 COMMANDS = [*OF_MODELS, "settings", "reasons", "env", "cache"]
 
 
@@ -141,14 +141,14 @@ page: PAGE""",
 
 @pytest.mark.slow
 def test_bisect(run: Any) -> None:
-    status, out, _ = run("bisect", target("triple"), *EAGER, "--sets", "1")
-    assert status == 0
-    assert out == "Net: nothing differs\n  1. inputs 0, all replayed: right"
-    status, out, _ = run("bisect", target("miscompiled"), "--json")
-    data = json.loads(out)
-    assert (status, data["stage"], data["ok"]) == (1, "compilation", False)
-    assert data["finding"]["op"] == "torch._C._nn.linear"
-    assert run("bisect", target("miscompiled"), "--atol", "100", "--sets", "1")[0] == 0
+    status, out, _ = run("verify", target("triple"), *EAGER, "--sets", "1", "--bisect")
+    assert (status, out.splitlines()[-1]) == (0, "  1. inputs 0, all replayed: right")
+    status, out, _ = run("verify", target("miscompiled"), "--json", "--bisect")
+    (check,) = json.loads(out)["checks"]
+    (fault,) = check["findings"]
+    assert (status, fault["stage"], fault["op"]) == (1, "compilation", "torch._C._nn.linear")
+    assert "all pieces uncompiled: right" in check["steps"]
+    assert run("verify", target("miscompiled"), "--atol", "100", "--sets", "1", "--bisect")[0] == 0
 
 
 @pytest.mark.slow
@@ -163,7 +163,12 @@ def test_a_trace_of_the_captures(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "instead"), [("coverage", "report"), ("timeline", "report --trace PATH")]
+    ("command", "instead"),
+    [
+        ("bisect", "verify --bisect"),
+        ("coverage", "report"),
+        ("timeline", "report --trace PATH"),
+    ],
 )
 def test_removed_commands_name_their_replacement(run: Any, command: str, instead: str) -> None:
     status, out, errors = run("--traceback", command, target("pair"))
@@ -289,7 +294,6 @@ MISTAKES = [  # words, exit status, beginning of the message
     ("verify FILE:confuses", 1, "TypeError: sized() missing 1 required positional argument: 'si"),
     ("verify FILE:four", 2, "FILE:four returned a tuple of 4; expected a model and its inputs."),
     ("verify FILE:ran", 2, "FILE:ran returned a model without inputs, and verify calls it."),
-    ("bisect FILE:ran", 2, "FILE:ran returned a model without inputs, and bisect calls it."),
     ("profile FILE:ran", 2, "FILE:ran returned a model without inputs, and profile calls it."),
     ("report FILE:alone", 2, "FILE:alone returned a model without inputs, and report calls"),
     ("doctor FILE:alone", 2, "FILE:alone returned a model without inputs, and doctor calls"),
@@ -305,7 +309,7 @@ MISTAKES = [  # words, exit status, beginning of the message
     ("verify FILE:raises", 1, "RuntimeError: boo\n  at FILE:"),
     ("verify FILE:leaves", 1, "SystemExit: 5\n  at FILE:"),
     ("explain FILE:without_inputs", 1, f"Net.forward {NOT_TAKEN}"),
-    *((f"{c} FILE:without_inputs", 1, f"Net {NOT_TAKEN}") for c in ("doctor", "verify", "bisect")),
+    *((f"{c} FILE:without_inputs", 1, f"Net {NOT_TAKEN}") for c in ("doctor", "verify")),
     ("explain model.py", 2, "'model.py' is no target; expected module:function or path/to/file."),
     ("explain nowhere.py:f", 2, "cannot import 'nowhere.py': there is no such file."),
     ("explain no_such:f", 2, "cannot import 'no_such': No module named 'no_such'."),
@@ -329,9 +333,7 @@ def test_usage(run: Any, words: str) -> None:
     assert errors.startswith("usage: cgcompile")
 
 
-@pytest.mark.parametrize(
-    "words", ["verify --sets", "bisect --sets", "report --calls", "profile --calls"]
-)
+@pytest.mark.parametrize("words", ["verify --sets", "report --calls", "profile --calls"])
 @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])
 def test_bad_numbers(run: Any, words: str, number: str) -> None:
     command, option = words.split()

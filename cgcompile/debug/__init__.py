@@ -1,7 +1,7 @@
 """Inspect a model, what was compiled from it, and the use of its graphs.
 
 ``explain`` before a run, ``coverage``, ``report`` and ``profile`` after one, ``doctor`` for what
-graphs cannot hold; ``verify`` and ``bisect`` compare (``compare``, ``locate``) runs that leave
+graphs cannot hold; ``verify`` compares (``compare``, ``locate``, ``search``) runs that leave
 nothing behind (``restore``). All results print, and are JSON (``output``). The rule: what is here
 observes, and changes nothing.
 """

@@ -142,6 +142,9 @@ class Difference(Result):
         padding_rows: those of them that are padding.
         largest: the largest absolute difference; NaN where that has no meaning.
         detail: in words.
+        pieces: with ``verify(bisect=True)`` the smallest set of pieces that are wrong together: two
+            where one overwrites a result of the other. Without it: ``piece``.
+        culprit: with ``verify(bisect=True)`` the name of the pass, if a pass makes it wrong.
 
     Example:
         >>> difference = cgcompile.debug.Difference(stage="replay", piece="piece_2", rows=(3,))
@@ -159,6 +162,8 @@ class Difference(Result):
     padding_rows: tuple[int, ...] = ()
     largest: float = math.nan
     detail: str = ""
+    pieces: tuple[str, ...] = ()
+    culprit: str = ""
 
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.piece, self.op)))
@@ -168,6 +173,8 @@ class Difference(Result):
         rows.append(f"  value {self.value}: {self.detail}")
         if self.padding_rows:
             rows.append(f"  rows {list(self.padding_rows)} are padding")
+        if len(self.pieces) > 1:
+            rows.append(f"  wrong together: {', '.join(self.pieces)}")
         return "\n".join(rows)
 
 

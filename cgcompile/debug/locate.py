@@ -524,7 +524,14 @@ def located(
         line=origin.line,
         padding_rows=tuple(row for row in difference.rows if real is not None and row >= real),
         detail=_joined(difference.detail, origin.detail),
+        pieces=(origin.piece,) if origin.piece else (),
     )
+
+
+def real_rows() -> int | None:
+    """Return how many rows are real by the forward context; None if that is unknown."""
+    context = callers_context()
+    return None if context is None else context.num_unpadded_tokens
 
 
 def padding_place(

@@ -1,15 +1,16 @@
 """Compare graphs with the eager model: :func:`verify`.
 
 Each check runs the same inputs in two ways and compares the results and the memory that they write.
-Where they differ, the step runs once more piece by piece to find the op (``locate.py``); of a
-wrapper, which has no pieces, the arguments of the eager breaks are compared.
+Where they differ, the step runs once more piece by piece to find the op (``locate.py``), or many
+times to find the smallest set of pieces or the pass (``search.py``); of a wrapper, which has no
+pieces, the arguments of the eager breaks are compared.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,9 +33,18 @@ from cgcompile.debug.compare import (
     require_prepare,
     rows_of,
 )
-from cgcompile.debug.locate import WHOLE, Watcher, WithoutPadding, located, padding_place, real_part
+from cgcompile.debug.locate import (
+    WHOLE,
+    Watcher,
+    WithoutPadding,
+    located,
+    padding_place,
+    real_part,
+    real_rows,
+)
 from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import State, copies, restored_after
+from cgcompile.debug.search import Search
 from cgcompile.debug.subject import Subject, comparing, observed, original_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.encoder.patches import PatchEncoder
@@ -72,6 +82,7 @@ class Check:
         notes: what has no graph and needs none: items of an encoder above its budgets, or cheaper
             without one. They are compared, and no failure where others were replayed. And how much
             of a compiled model kernels of cgcompile compute, which differ from eager by rounding.
+        steps: with ``bisect=True``, what was run, in order, with its outcome.
 
     Example:
         >>> found = cgcompile.verify(nn.Linear(8, 8), torch.randn(4, 8), sets=2)
@@ -87,6 +98,7 @@ class Check:
     missing: str = ""
     uncompared: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -152,6 +164,8 @@ class Verification(Page):
         if uncompared:
             rows.append(f"not compared: {', '.join(uncompared)}")
         rows += [f"note: {note}" for check in self.checks for note in check.notes]
+        for check in self.checks:
+            rows += [f"  {number}. {step}" for number, step in enumerate(check.steps, 1)]
         return "\n".join([*rows, *map(str, self.differences)])
 
 
@@ -172,6 +186,7 @@ def verify(
     sets: int = 3,
     padded_sizes: Sequence[int] | str = (),
     tails: str = "random",
+    bisect: bool = False,
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
@@ -195,6 +210,8 @@ def verify(
         sets: how many sets of inputs; of a manager, how many ``prepare`` makes.
         padded_sizes: sizes to pad the batch to, such as ``"8,16"``; not under a forward context.
         tails: what padding rows hold: ``"random"`` (integers in the real range) or ``"nan"``.
+        bisect: of the first set that differs, find the smallest set of pieces that are wrong
+            together, or the pass; runs the step some dozens of times. Not of a manager.
         rtol, atol: tolerances; left out: bitwise for uncompiled pieces on the CPU, else by dtype.
         seed: of the random numbers.
 
@@ -214,12 +231,13 @@ def verify(
     require_prepare("verify", prepare, args, kwargs)
     sizes = sizes_given("padded_sizes", "verify", padded_sizes)
     if managed:
+        require(not bisect, "bisect", "verify", bisect, "False, for a manager")
         batches = args if prepare is None else [prepare() for _ in range(sets)]
         return _check_managed(model, batches, kwargs, Tolerance(False, rtol, atol))
     inputs = InputSets((args, kwargs), prepare, seed)
     with comparing(model, config, "verify", inputs) as subject:
         tolerance = subject.tolerance(inputs.first, rtol, atol)
-        return _Checks(subject, inputs, sets, tolerance).run(sizes, tails, seed)
+        return _Checks(subject, inputs, sets, tolerance, bisect).run(sizes, tails, seed)
 
 
 class _Run(NamedTuple):
@@ -241,16 +259,22 @@ class _Checks:
     inputs: InputSets
     sets: int
     tolerance: Tolerance
+    bisects: bool
+    steps: list[str] = field(default_factory=list)  # of the check that runs
 
     def run(self, sizes: Sequence[int], tails: str, seed: int) -> Verification:
         """Run all checks."""
-        checks = [self._check("eager against replay", self.tolerance, self._replay)]
+        checks = [self._against_eager()]
         checks[0] = replace(checks[0], notes=tuple(self.subject.kernel_notes()))
         checks += [self._padded(size, tails, seed) for size in sizes]
         return Verification(self.subject.name, tuple(checks))
 
+    def _against_eager(self) -> Check:
+        return self._check("eager against replay", self.tolerance, self._replay)
+
     def _check(self, name: str, tolerance: Tolerance, run: Callable[[Call, int], _Run]) -> Check:
-        """Compare each set of inputs; stop where the first one does not replay."""
+        """Compare each set of inputs; stop where the first one does not replay, or is bisected."""
+        self.steps.clear()
         compared = replays = 0
         missing = ""
         findings: list[Difference] = []
@@ -262,18 +286,31 @@ class _Checks:
                 difference = tolerance.first("the result", outcome.expected, outcome.actual)
                 missing = missing or outcome.missing
                 names += outcome.ignored
+                if outcome.replays:
+                    right = "right" if difference is None else "wrong"
+                    self.steps.append(f"inputs {number}, all replayed: {right}")
                 if difference is not None and outcome.replays:
                     findings.append(outcome.locate(difference))
                 else:
                     texts, blind = self.subject.uncompared(call, outcome.expected, outcome.actual)
                     names += texts
                     missing = missing or blind
+                    if texts:
+                        self.steps.append(f"not compared: {', '.join(texts)}")
                 replays += outcome.replays
                 compared += bool(outcome.replays)
-                if missing and not replays:
-                    break  # the others would not replay either
-        uncompared = tuple(dict.fromkeys(names))
-        return Check(name, compared, replays, str(tolerance), tuple(findings), missing, uncompared)
+                if (missing and not replays) or (findings and self.bisects):
+                    break  # without a replay, the others would not replay either
+        return Check(
+            name,
+            compared,
+            replays,
+            str(tolerance),
+            tuple(findings),
+            missing,
+            tuple(dict.fromkeys(names)),
+            steps=tuple(self.steps) if self.bisects else (),
+        )
 
     def _replayed(self, call: Call) -> tuple[dict[str, Any], int]:
         """Return what a call of the compiled model returns and writes, and how many replays."""
@@ -295,23 +332,39 @@ class _Checks:
             missing = subject.until_replayed(call)
             actual, replays = self._replayed(call)
         padding = WithoutPadding(subject, call, self.tolerance)
+        search = Search(subject, call, expected, padding, self.tolerance)
         expected, actual = padding.pair(expected, actual)
-        locate = partial(self._locate, call, number)
+        locate = partial(self._locate, call, number, search)
         return _Run(expected, actual, replays, missing, locate, padding.ignored)
 
-    def _locate(self, call: Call, number: int, difference: Difference) -> Difference:
+    def _locate(
+        self, call: Call, number: int, search: Search, difference: Difference
+    ) -> Difference:
         """Return where the graphs of a call differ first from its plain pieces."""
         subject, tolerance = self.subject, self.tolerance
         if subject.wrapper is not None:
             origin = find_break(subject.wrapper, call, tolerance, subject.kept)
             return located("replay", difference, real_rows(), origin, number)
+        if self.bisects:
+            result = search.run(difference)
+            self.steps.extend(search.steps)
+            is_full = bool(result.pieces) and result.pieces[0].endswith(WHOLE)
+            return (self._in_pieces(number) if is_full else None) or replace(result, inputs=number)
         watcher = Watcher(tolerance)
         with subject.observed(watcher.of):
             subject.outcome(subject.call, call)
         if watcher.differences:
             return replace(watcher.differences[0][1], inputs=number)
-        detail = "the uncompiled pieces differ as well: a pass or the trace; see debug.bisect"
+        detail = "the uncompiled pieces differ as well: a pass or the trace; bisect=True tells them"
         return located("tracing", difference, real_rows(), Difference(detail=detail), number)
+
+    def _in_pieces(self, number: int) -> Difference | None:
+        """Bisect the model captured anew in pieces, as a FULL graph has none."""
+        with closing(self.subject.recompiled(cudagraph_mode=CUDAGraphMode.PIECEWISE)) as other:
+            check = _Checks(other, self.inputs, number + 1, self.tolerance, True)._against_eager()
+        self.steps.append(f"captured anew, in pieces: {check.missing or 'replays'}")
+        self.steps.extend(check.steps)
+        return check.findings[0] if check.findings else None
 
     # -------------------------------------------------------------- padded against exact
 
@@ -346,12 +399,6 @@ class _Checks:
             return _Run(expected, cut, replays, "", locate)
 
         return self._check(name, looser, run)
-
-
-def real_rows() -> int | None:
-    """Return how many rows are real by the forward context; None if that is unknown."""
-    context = callers_context()
-    return None if context is None else context.num_unpadded_tokens
 
 
 # ---------------------------------------------------------------- the breaks of a wrapper

@@ -1,7 +1,8 @@
-"""``verify`` and ``bisect`` name the stage, the pieces, the op and the line of a fault."""
+"""``verify``, with ``bisect=True`` too, names the stage, the pieces, the op and the line of a fault."""
 
 import itertools
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,17 +30,18 @@ from lib.faulty_models import (
     rows,
     softmax,
 )
+from lib.manager import manager, requests
 from torch import nn
 
 import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper, verify
-from cgcompile.debug import bisect
-from cgcompile.debug.bisect import minimal
 from cgcompile.debug.compare import Tolerance
 from cgcompile.debug.locate import PieceMode, run_step
+from cgcompile.debug.search import minimal
 from cgcompile.debug.subject import Subject
-from cgcompile.errors import DispatchError
+from cgcompile.errors import ConfigError, DispatchError
 
+bisect = partial(verify, bisect=True)
 MAKES = "; this op makes the value"
 OVERWRITES = "; it was right before, and is overwritten; the piece begins at that line"
 
@@ -64,20 +66,42 @@ def test_the_smallest_set_that_fails(count: int, data: Any) -> None:
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 @pytest.mark.parametrize("kind", [Good, Mixes])
 def test_nothing_in_a_good_model(device: str, mode: str, kind: Any) -> None:
-    bisection = bisect(built(kind, device), rows(device), config=config(cudagraph_mode=mode))
-    assert (bisection.ok, bisection.stage, bisection.pieces, bisection.finding) == (
-        True,
-        "",
-        (),
-        None,
+    verdict = bisect(built(kind, device), rows(device), config=config(cudagraph_mode=mode))
+    assert (verdict.ok, verdict.differences, verdict.replays) == (True, (), 3)
+    steps = tuple(f"inputs {k}, all replayed: right" for k in range(3))
+    assert verdict.checks[0].steps == steps
+
+
+def test_where_nothing_is_replayed_nothing_is_searched() -> None:
+    verdict = bisect(built(Good, "cpu"), rows("cpu"), config=config(capture_device="auto"))
+    assert (verdict.ok, verdict.checks[0].steps) == (False, ())
+    assert "no_capture_device" in verdict.checks[0].missing
+
+
+def test_managers_are_not_bisected() -> None:
+    with pytest.raises(ConfigError, match="bisect = True; expected False, for a manager"):
+        bisect(manager(), requests(1, 1, 1))
+
+
+def test_the_deprecated_function() -> None:
+    with pytest.warns(FutureWarning, match=r"call cgcompile\.verify\(\.\.\., bisect=True\)"):
+        bisection = cgcompile.debug.bisect(
+            built(Calculates, "cpu"), rows("cpu"), config=config(compiler=miscompiler), sets=2
+        )
+    assert (bisection.ok, bisection.stage, bisection.pieces) == (False, "compilation", ("piece_2",))
+    assert (bisection.finding.op, bisection.steps[1]) == (
+        "torch.exp",
+        "all pieces uncompiled: right",
     )
-    assert bisection.replays == 3
-    assert bisection.steps == tuple(f"inputs {k}, all replayed: right" for k in range(3))
-
-
-def test_nothing_replayed_is_an_error() -> None:
-    with pytest.raises(DispatchError, match="no_capture_device"):
-        bisect(built(Good, "cpu"), rows("cpu"), config=config(capture_device="auto"))
+    assert json.loads(bisection.to_json())["finding"]["op"] == "torch.exp"
+    assert str(bisection).startswith("Calculates: wrong by compilation\n  1. inputs 0, ")
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(DispatchError, match="no_capture_device"),
+    ):
+        cgcompile.debug.bisect(
+            built(Good, "cpu"), rows("cpu"), config=config(capture_device="auto")
+        )
 
 
 @pytest.mark.parametrize("kind", [Good, Calculates, lambda: Stack(2, D)])
@@ -121,11 +145,11 @@ def test_any_pieces_may_be_replayed(device: str, kind: Any, mode: PieceMode) -> 
 def assert_located(
     model: Any, x: Any, stage: str, pieces: Any, location: Any, detail: str = "", **more: Any
 ) -> tuple[Any, Any]:
-    """Both tools give ``location``, the piece, op and marker of a fault; ``bisect`` the pieces."""
+    """Both modes give ``location``, the piece, op and marker of a fault; bisection the pieces."""
     before = x.clone()
     difference, bisection = only(verify(model, x, sets=1, **more)), bisect(model, x, **more)
-    assert (bisection.stage, bisection.pieces, bisection.ok) == (stage, pieces, False)
-    for fault in (difference, bisection.finding):
+    assert (only(bisection).pieces, bisection.ok) == (pieces, False)
+    for fault in (difference, only(bisection)):
         assert (fault.stage, fault.piece, fault.op, marker(fault.line)) == (stage, *location)
         assert (fault.inputs, fault.rows) == (0, tuple(range(ROWS)))
         assert fault.detail.endswith(detail)
@@ -168,12 +192,12 @@ def test_faults_of_pieces(
         built(kind, device), x, stage, pieces, location, detail, **more
     )
     right = [f"{'compiled' if stage == 'compilation' else 'replayed'}: {BOTH[0]}: right"]
-    assert set(right) < set(bisection.steps)
-    assert ("all pieces compiled, not captured: wrong" in bisection.steps) is (
+    assert set(right) < set(bisection.checks[0].steps)
+    assert ("all pieces compiled, not captured: wrong" in bisection.checks[0].steps) is (
         stage == "compilation"
     )
     if detail is OVERWRITES:
-        assert difference.value == bisection.finding.value == "kept"
+        assert difference.value == only(bisection).value == "kept"
 
 
 def stale(device: str, hook: Any, what: str, mode: str) -> tuple[Any, torch.Tensor, Any]:
@@ -199,7 +223,7 @@ def test_a_value_that_is_baked_in(device: str, hook: Any, what: str, mode: str) 
     if mode == "FULL":  # a CUDA graph has no pieces
         location = ("the whole step", "", "")
         _, bisection = assert_located(model, x, "replay", ("the whole step",), location)
-        assert "inputs 0, all replayed: right" in bisection.steps[1:]  # captured anew
+        assert "inputs 0, all replayed: right" in bisection.checks[0].steps[1:]  # captured anew
     else:
         difference, _ = assert_located(model, x, "replay", ("piece_2",), ADD, MAKES)
         assert difference.value == "add"
@@ -252,14 +276,10 @@ def test_the_graph_of_several_is_named(device: str, hook: Any) -> None:
 @pytest.mark.parametrize("where", ["graph_passes", "piece_passes"])
 def test_a_pass_that_is_wrong(device: str, where: str) -> None:
     chosen = config(**{where: (WrongPass(),)})
-    bisection = bisect(built(Calculates, device), rows(device), config=chosen)
-    assert (bisection.stage, bisection.culprit, bisection.pieces) == (
-        "pass",
-        "fold_sines",
-        ("piece_2",),
-    )
-    assert (bisection.finding.op, marker(bisection.finding.line)) == ("torch.cos", "miscompiled")
-    assert "a pass of yours, fold_sines, changes it" in bisection.finding.detail
+    fault = only(bisect(built(Calculates, device), rows(device), config=chosen))
+    assert (fault.stage, fault.culprit, fault.pieces) == ("pass", "fold_sines", ("piece_2",))
+    assert (fault.op, marker(fault.line)) == ("torch.cos", "miscompiled")
+    assert "a pass of yours, fold_sines, changes it" in fault.detail
     difference = only(verify(built(Calculates, device), rows(device), config=chosen, sets=1))
     assert (difference.stage, "a pass or the trace" in difference.detail) == ("tracing", True)
 
@@ -277,32 +297,36 @@ def test_an_attribute_that_is_baked_into_the_trace(device: str) -> None:
     compiled = cgcompile.compile(model, config(), guards="none")
     assert bisect(compiled, rows(device)).ok
     model.scale = 2.0
-    bisection = bisect(compiled, rows(device))
-    assert (bisection.stage, bisection.pieces) == ("tracing", ())
-    assert "traced anew it is right" in bisection.finding.detail
+    fault = only(bisect(compiled, rows(device)))
+    assert (fault.stage, fault.pieces) == ("tracing", ())
+    assert "traced anew it is right" in fault.detail
 
 
 # ---------------------------------------------------------------- values
 
 
 def test_text_and_json() -> None:
-    bisection = bisect(built(Calculates, "cpu"), rows("cpu"), config=config(compiler=miscompiler))
-    text = str(bisection)
+    verdict = bisect(built(Calculates, "cpu"), rows("cpu"), config=config(compiler=miscompiler))
+    text = str(verdict)
     assert_expected_inline(
         text[: text.index("\n  at ")],
         """\
-Calculates: wrong by compilation
+Calculates: not ok
+check                 inputs  replays  tolerance  result
+eager against replay  1       1        by dtype   1 differ
   1. inputs 0, all replayed: wrong
   2. all pieces uncompiled: right
   3. all pieces compiled, not captured: wrong
   4. compiled: piece_0, piece_2: wrong
   5. compiled: piece_0: right
   6. compiled: piece_2: wrong
-pieces piece_2
 wrong by compilation, inputs 0: piece_2, torch.exp""",
     )
     assert "in forward: z = torch.exp(-z * z)  # FAULT: shows\n  value z_1: 384 of" in text
-    read = json.loads(bisection.to_json())
-    assert read == bisection.to_dict()
-    assert (read["ok"], read["stage"], read["pieces"]) == (False, "compilation", ["piece_2"])
-    assert read["finding"]["op"] == "torch.exp"
+    read = json.loads(verdict.to_json())
+    assert read == verdict.to_dict()
+    (check,) = read["checks"]
+    assert (check["steps"][1], check["findings"][0]["pieces"]) == (
+        "all pieces uncompiled: right",
+        ["piece_2"],
+    )

@@ -27,7 +27,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CUDAGraphWrapper, explain, verify
-from cgcompile.debug import Diagnosis, bisect, doctor
+from cgcompile.debug import Diagnosis, doctor
 from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
@@ -337,11 +337,12 @@ def test_weights_that_move() -> None:
     assert kinds(Diagnosis.of_error(caught.value)) == {"call": "replaced_attribute error"}
 
     compiled = cgcompile.compile(model, config(), guards="none")  # its docs name this exception
-    assert bisect(compiled, x).ok
+    assert verify(compiled, x, bisect=True).ok
     model.up.weight.data = torch.zeros(D, D)
-    assert bisect(compiled, x).stage == "tracing"
+    fault = only(verify(compiled, x, bisect=True))
+    assert (fault.stage, "traced anew it is right" in fault.detail) == ("tracing", True)
     compiled.invalidate("weights moved")
-    assert bisect(compiled, x).ok
+    assert verify(compiled, x, bisect=True).ok
 
 
 # ---------------------------------------------------------------- generators and caches

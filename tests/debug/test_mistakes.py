@@ -1,6 +1,7 @@
 """What the functions that look at a model say of things that are none, by the name of each."""
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -54,7 +55,6 @@ MODEL = "expected a module, a bound method of one, or a function."
     ("name", "function"),
     [
         ("verify", verify),
-        ("bisect", cgcompile.debug.bisect),
         ("explain", cgcompile.explain),
         ("doctor", cgcompile.debug.doctor),
     ],
@@ -76,7 +76,6 @@ PREPARE = "doctor: prepare = 3; expected a function that makes the inputs of a c
     ("function", "arguments", "text"),
     [
         (verify, {"sets": 0}, f"verify: {SETS}"),
-        (cgcompile.debug.bisect, {"sets": 0}, f"bisect: {SETS}"),
         (verify, {"padded_sizes": ("a",)}, f"verify: padded_sizes = ('a',); expected {SIZES}"),
         (cgcompile.explain, {"sizes": [-8]}, f"explain: sizes = [-8]; expected {SIZES}"),
         (cgcompile.explain, {"dynamic_dims": ["x"]}, DIMS),
@@ -122,7 +121,6 @@ def test_inputs_that_the_model_does_not_take(args: Any, why: str) -> None:
         ("Model.forward", cgcompile.explain),
         ("Model", cgcompile.debug.doctor),
         ("Model", verify),
-        ("Model", cgcompile.debug.bisect),
     ):
         message = refused(ArgumentsError, lambda look=look: look(model, *args))
         assert message == f"{name} {takes} these inputs: {why}."
@@ -134,9 +132,7 @@ def test_inputs_that_the_model_does_not_take(args: Any, why: str) -> None:
     assert unknown.endswith("got an unexpected keyword argument 'capture'.")
 
 
-@pytest.mark.parametrize(
-    "look", [cgcompile.explain, cgcompile.debug.doctor, verify, cgcompile.debug.bisect]
-)
+@pytest.mark.parametrize("look", [cgcompile.explain, cgcompile.debug.doctor, verify])
 def test_a_setting_among_the_inputs_belongs_into_config(look: Any) -> None:
     with pytest.raises(ArgumentsError, match="unexpected keyword argument 'splitting_ops'") as no:
         look(Model(), X, splitting_ops="ns::op", strict=True)
@@ -147,7 +143,7 @@ def test_a_setting_among_the_inputs_belongs_into_config(look: Any) -> None:
     assert "config=" not in str(no.value)
 
 
-@pytest.mark.parametrize("look", [verify, cgcompile.debug.bisect])
+@pytest.mark.parametrize("look", [verify, partial(verify, bisect=True)])
 def test_comparisons_are_called_like_the_model(look: Any) -> None:
     """With arguments by name, with settings as a mapping, and with inputs that are prepared."""
     verdict = look(Model().eval(), X, scale=2.0, config={"compiler": "eager"}, sets=2)
@@ -160,7 +156,7 @@ def test_comparisons_are_called_like_the_model(look: Any) -> None:
 
     verdict = look(Model().eval(), config=cgcompile.Backend(CONFIG), prepare=prepare, sets=3)
     assert (verdict.ok, verdict.replays, calls) == (True, 3, [0, 1, 2]), verdict
-    for name in ("verify", "bisect", "doctor"):
+    for name in ("verify", "doctor"):
         look = getattr(cgcompile.debug, name)
         message = refused(ConfigError, lambda look=look: look(Model(), X, prepare=prepare))
         assert "expected None where the arguments are given" in message

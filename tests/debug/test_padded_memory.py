@@ -1,4 +1,4 @@
-"""verify and bisect ignore memory that padding rows write, and find faults in all other memory."""
+"""verify ignores memory that padding rows write, and finds faults in all other memory."""
 
 import copy
 from functools import partial
@@ -71,7 +71,7 @@ def test_a_scratch_slot_is_no_difference(compiler: str) -> None:
         assert verdict.ok, str(verdict)
         ignored = f"{WIDTH} of {(SCRATCH + 1) * WIDTH} numbers of buffer 3 (padding)"
         assert ignored in str(verdict).partition("not compared: ")[2]
-        assert cgcompile.debug.bisect(compiled, x).ok
+        assert cgcompile.verify(compiled, x, bisect=True).ok
 
 
 def plus_one(x: Tensor, row: int) -> Tensor:
@@ -176,6 +176,6 @@ def test_padding_that_reaches_real_rows_is_no_change_of_the_trace() -> None:
     x = torch.randn(ROWS, WIDTH)
     with torch.inference_mode(), context():
         assert not cgcompile.verify(compiled, x).ok
-        bisection = cgcompile.debug.bisect(compiled, x)
-    assert bisection.stage == "padding"
-    assert "changed since" not in str(bisection)
+        verdict = cgcompile.verify(compiled, x, bisect=True)
+    assert [fault.stage for fault in verdict.differences] == ["padding"]
+    assert "changed since" not in str(verdict)

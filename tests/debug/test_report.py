@@ -561,7 +561,7 @@ def test_representations_are_short() -> None:
     assert repr(report) == "<Overview A<b>: No graph served any of 1 step: 1 warming.>"
     assert report._repr_html_().startswith("<pre>A&lt;b&gt;: No graph served any")
     results = [report, cgcompile.explain(model, x), cgcompile.coverage(compiled)]
-    results += [cgcompile.verify(compiled, x), cgcompile.debug.bisect(compiled, x)]
+    results += [cgcompile.verify(compiled, x)]
     results += [cgcompile.debug.doctor(model, x), cgcompile.debug.timeline(compiled)]
     for result in results:
         assert len(repr(result)) < 120, repr(result)

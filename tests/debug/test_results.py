@@ -95,7 +95,7 @@ def test_right_models_are_right(pack: Any) -> None:
     assert verdict.ok, str(verdict)
     assert (verdict.checks[0].compared, verdict.replays) == (3, 3)
     assert verdict.checks[0].uncompared == ()
-    assert cgcompile.debug.bisect(model, x, config=config()).ok
+    assert verify(model, x, config=config(), bisect=True).ok
 
 
 def test_padded_runs_are_compared() -> None:
@@ -168,9 +168,9 @@ def test_what_cannot_be_compared_is_listed(tmp_path: Path) -> None:
     assert verdict.to_dict()["checks"][0]["uncompared"] == ["['it'] (an Empty object)"]
     page = verdict.to_html(tmp_path / "page.html").read_text()
     assert "not compared: [&#39;it&#39;] (an Empty object)" in page
-    bisection = cgcompile.debug.bisect(model, x, config=config(), sets=1)
-    assert bisection.ok
-    assert bisection.steps[-1] == "not compared: ['it'] (an Empty object)"
+    verdict = verify(model, x, config=config(), sets=1, bisect=True)
+    assert verdict.ok
+    assert verdict.checks[0].steps[-1] == "not compared: ['it'] (an Empty object)"
 
 
 def test_where_nothing_can_be_compared_nothing_is_ok() -> None:

@@ -17,7 +17,7 @@ from lib.cases import D
 from lib.command_line import Page
 from lib.debug import FULL, PIECEWISE, only, step
 from lib.encoders import counts
-from lib.faulty_models import Good, Stale, built, config, rows, softmax
+from lib.faulty_models import Calculates, Good, Stale, built, config, miscompiler, rows, softmax
 from lib.manager import manager, requests
 from torch import nn
 
@@ -340,9 +340,13 @@ class Terminal(io.StringIO):
 def test_progress_is_shown_on_a_terminal_alone(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = kind()
     monkeypatch.setattr("sys.stderr", shown)
-    for look in (verify, cgcompile.debug.bisect):
-        assert look(built(Good, "cpu"), rows("cpu"), config=config()).ok
-    bars = [text in shown.getvalue() for text in ("verify: eager against replay", "bisect: 0run")]
+    assert not verify(
+        built(Calculates, "cpu"), rows("cpu"), config=config(compiler=miscompiler), bisect=True
+    ).ok
+    bars = [
+        text in shown.getvalue()
+        for text in ("verify: eager against replay", "verify: bisect: 0run")
+    ]
     assert bars == [kind is Terminal] * 2, shown.getvalue()
 
 
@@ -351,12 +355,11 @@ def test_progress_is_shown_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     shown = io.StringIO()
     monkeypatch.setattr("sys.stderr", shown)
-    for look in (verify, cgcompile.debug.bisect):
-        assert look(built(Good, "cpu"), rows("cpu"), config=config()).ok
+    assert verify(built(Good, "cpu"), rows("cpu"), config=config()).ok
     served = manager()
     served.capture()
     assert verify(served, requests(1, 1, 1)).ok
-    for text in ("verify: eager against replay", "verify: batches", "bisect: 0run"):
+    for text in ("verify: eager against replay", "verify: batches"):
         assert text in shown.getvalue()
 
 

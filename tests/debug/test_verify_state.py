@@ -1,5 +1,6 @@
 """Looking at a model leaves what it writes as it was, wherever the model keeps it."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def state(model: Counts) -> list[torch.Tensor]:
     return [each.detach().clone() for each in model.tensors]
 
 
-@pytest.mark.parametrize("look", [cgcompile.verify, cgcompile.debug.bisect])
+@pytest.mark.parametrize("look", [cgcompile.verify, partial(cgcompile.verify, bisect=True)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_a_model_writes_of_its_own(look: Any, compiled: bool) -> None:
     model, x = built(Counts, "cpu"), rows("cpu")
@@ -74,7 +75,7 @@ def test_what_a_model_writes_of_its_own(look: Any, compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
-@pytest.mark.parametrize("look", [cgcompile.verify, cgcompile.debug.bisect])
+@pytest.mark.parametrize("look", [cgcompile.verify, partial(cgcompile.verify, bisect=True)])
 def test_verifying_a_wrapper_is_no_step(look: Any, kind: Any, compiled: bool) -> None:
     model, x = built(Counts, "cpu"), rows("cpu")
     run = torch.compile(model, backend="eager") if compiled else model
