@@ -3,8 +3,8 @@
 Pass a :class:`Backend` object for typed settings, ``torch.compile(model,
 backend=cgcompile.Backend(config))``, or the name ``"cgcompile"``, which the entry point group
 ``torch_dynamo_backends`` resolves to :data:`backend`: one :class:`Backend` for each distinct set of
-settings. Both compile a graph by :meth:`Backend.compile_graph`: split, check the sizes, compile the
-pieces, check again, build the :class:`~cgcompile.runtime.compiled_graph.CompiledGraph`. What was
+settings. Both compile a graph by :meth:`Backend.compile_graph`: adapt, split, compile the pieces,
+build the :class:`~cgcompile.runtime.compiled_graph.CompiledGraph`, adapt its calls. What was
 compiled is registered in :class:`~cgcompile.registry.Registry`, which ``Backend`` extends.
 """
 
@@ -19,25 +19,24 @@ import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
+from cgcompile.adapters.adapter import AdaptedGraph, innermost
+from cgcompile.adapters.numbers import adapt_numbers
+from cgcompile.adapters.padding import adapt_lengths
+from cgcompile.adapters.subclasses import adapt_subclasses
 from cgcompile.boundaries import Boundaries, UnmetOps
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import ConfigError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.kernels.small_linear import load_triton
 from cgcompile.passes import check_disabled
-from cgcompile.passes.numbers import Numbers
 from cgcompile.passes.printer import count
 from cgcompile.passes.split import split_data
-from cgcompile.passes.subclasses import unwrap_subclasses
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
-from cgcompile.runtime.host_numbers import WithHostNumbers
-from cgcompile.runtime.padding import PaddedGraph, with_padding
-from cgcompile.runtime.subclasses import UnwrappedGraph, innermost
 
 log = logging.getLogger(__name__)
 
@@ -177,50 +176,61 @@ class Backend(Registry):
     ) -> Callable[..., Any]:
         """Compile one pre-grad graph of Dynamo in the mode of the settings.
 
+        1. Adapt it: inputs that no graph holds become tensors.
+        2. Split it at the boundaries, and check the sizes of the settings.
+        3. Compile the pieces, and check the sizes again.
+        4. Build the compiled graph, and register it.
+        5. Return it behind its adapters.
+
         Args:
             gm: the graph.
             example_inputs: what it was traced with.
             frozen: how many of the last inputs keep their identity and address in all calls, so
                 that no guard checks them.
         """
-        config = self.config
-        if config.cudagraph_mode is CUDAGraphMode.NONE:
+        config, pieces = self.config, CompilationMode.PIECEWISE
+        if config.cudagraph_mode is CUDAGraphMode.NONE and config.mode is not pieces:
             if config.mode is CompilationMode.NONE:
                 return compat.with_checkpoints(gm).forward
-            if config.mode is not CompilationMode.PIECEWISE:
-                return compat.compile_whole(gm, example_inputs, inductor_patches(config))
+            return compat.compile_whole(gm, example_inputs, inductor_patches(config))
+        # 1. Adapt: the graph takes tensors in place of subclasses, and of numbers that vary.
         unmet = self._unmet_ops(gm)
-        unwrapped = unwrap_subclasses(gm)
-        source = gm if unwrapped is None else unwrapped.graph
-        floats = compat.varied_floats(source, self._floats)
-        varying = Numbers(source, floats)
-        if config.mode is CompilationMode.PIECEWISE:
-            compat.make_floats_constant(source, but=varying.tensors)
-        numbers = varying.taken()
-        if unwrapped is not None or numbers is not None or config.pad_lengths is not None:
-            frozen = 0  # the caller of the wrapper passes all inputs at each call
+        gm, unwrapping = adapt_subclasses(gm)
+        floats = compat.varied_floats(gm, self._floats)
+        gm, computing = adapt_numbers(gm, floats, folds=config.mode is pieces)
+        adapters = unwrapping + computing
+        if adapters or config.pad_lengths is not None:
+            frozen = 0  # the caller of the adapters passes all inputs at each call
         with compat.new_sources() as sources:
-            taken = source if numbers is None else numbers.graph
-            graph = _build(taken, floats, config, self._pieces, frozen)
+            # 2. Split at the boundaries. In other modes than PIECEWISE the graph is one piece, for
+            # FULL graphs where its ops allow them.
+            split, boundaries = split_by_config(gm, config)
+            log.info("split graph:\n%s", split)
+            compat.trace_artifact("cgcompile_split", split.text)
+            compat.trace_artifact("cgcompile_split_data", lambda: split_data(split))
+            check_sizes(split, config)
+            # 3. Compile the pieces.
+            if config.mode is not pieces:
+                compiler = "eager" if config.mode is CompilationMode.NONE else "inductor"
+                config = replace(config, mode=pieces, compiler=compiler)
+            with compat.floats_settled(floats):
+                runnables, compilation = compile_pieces(split, config, self._pieces)
+            check_sizes(split, config)  # a compiler may add guards of its own
+            # 4. Build the compiled graph, and register it.
+            graph = CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)
         compat.drop_sources_with(graph, sources)
         compat.trace_artifact("cgcompile_code", lambda: graph.source)
         compat.trace_artifact(
             "cgcompile_compilation", lambda: f"{graph.compilation}\n\n{graph.artifacts}\n"
         )
         if unmet is not None:
-            for piece in graph.split.pieces:  # passes may have put the op in
+            for piece in split.pieces:  # passes may have put the op in
                 unmet.discard_met(piece.module)
             graph.before_capture = unmet.warn_once
         self._register(graph)
-        called: CompiledGraph | PaddedGraph | WithHostNumbers
-        called = with_padding(graph, config.pad_lengths)
-        if numbers is not None:
-            original = compat.with_checkpoints(source).forward
-            called = WithHostNumbers(called, numbers, original, self.run_plain)
-        if unwrapped is not None:
-            original = compat.with_checkpoints(gm).forward
-            return UnwrappedGraph(called, unwrapped, original, self.run_plain)
-        return called
+        # 5. Put the adapters around it.
+        adapters += adapt_lengths(graph, config.pad_lengths)
+        return AdaptedGraph(graph, adapters, self.run_plain) if adapters else graph
 
     def _unmet_ops(self, gm: fx.GraphModule) -> UnmetOps | None:
         """Note which declared splitting ops a graph has; None if none was declared."""
@@ -229,30 +239,6 @@ class Backend(Registry):
         if self._unmet is not None:
             self._unmet.discard_met(gm)
         return self._unmet
-
-
-def _build(
-    gm: fx.GraphModule,
-    floats: set[fx.Node],  # each reads a Python float of the caller that varies
-    config: CompilationConfig,
-    cache: PieceCache,
-    frozen: int,
-) -> CompiledGraph:
-    """Split a graph, check the sizes, compile the pieces, check again, build the compiled graph."""
-    # In modes other than PIECEWISE the graph is one piece, for FULL graphs where its ops allow
-    # them.
-    split, boundaries = split_by_config(gm, config)
-    log.info("split graph:\n%s", split)
-    compat.trace_artifact("cgcompile_split", split.text)
-    compat.trace_artifact("cgcompile_split_data", lambda: split_data(split))
-    check_sizes(split, config)
-    if config.mode is not CompilationMode.PIECEWISE:
-        compiler = "eager" if config.mode is CompilationMode.NONE else "inductor"
-        config = replace(config, mode=CompilationMode.PIECEWISE, compiler=compiler)
-    with compat.floats_settled(floats):
-        runnables, compilation = compile_pieces(split, config, cache)
-    check_sizes(split, config)  # a compiler may add guards of its own
-    return CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)
 
 
 class NamedBackend:

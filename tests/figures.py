@@ -53,7 +53,7 @@ GUARDS = (
     "Fits",
     "ArgumentChecks",
     "CompiledTrace.replaced",
-    "UnwrappedGraph._why_other_parts",
+    "_Unwrapping._why_other_parts",
     "SameOnHost",
     "bridges._same_value",
     "FullGraphs.check_weights",

@@ -27,6 +27,7 @@ ROOMS = (
     "graphs",
     "pieces",
     "kernels",
+    "adapters",
     "runtime",
     "tracing",
     "serving",

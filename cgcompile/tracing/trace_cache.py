@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from cgcompile import torch_compat as compat
+from cgcompile.adapters.adapter import RunPlain, innermost
 from cgcompile.errors import AddressChangedError, RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
 from cgcompile.graphs.contract import same_memory
@@ -28,7 +29,6 @@ from cgcompile.reasons import VARYING, Fallback, varying_number
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths
 from cgcompile.runtime.inputs import BoundTensors
-from cgcompile.runtime.subclasses import innermost
 from cgcompile.tracing.argument_guards import Fits, is_number, tensors_in, with_numbers
 from cgcompile.tracing.dynamic_dims import (
     DynamicDims,
@@ -54,9 +54,6 @@ _LEAST = {"backed": 2, "backed_size_oblivious": 1, "unbacked": 0}
 
 # A guard on a number that is no argument, such as ``L['self'].calls == 3``: (path, number).
 _NUMBER_GUARD = re.compile(r"([LG]\[\S+) == (-?[\d.]+(?:e[+-]?\d+)?)(?:\s|$)")
-
-# Runs a call without a trace: (name, fallback, function) -> its result.
-RunPlain = Callable[[str, Fallback, Callable[[], Any]], Any]
 
 # Compiles a graph: (graph, its example inputs, how many trailing inputs are frozen) -> callable.
 Compile = Callable[[fx.GraphModule, list[Any], int], Callable[..., Any]]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import cgcompile
 from cgcompile import CUDAGraphMode
 from cgcompile import torch_compat as compat
+from cgcompile.adapters.adapter import innermost
 from cgcompile.errors import DispatchError
 from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import Reason
@@ -614,7 +615,7 @@ def split_of(function: Any, kind: type) -> SplitGraph:
     splits = []
 
     def stop(gm: Any, example_inputs: Any) -> Any:
-        splits.append(backend(gm, example_inputs).split)
+        splits.append(innermost(backend(gm, example_inputs)).split)
         return gm.forward
 
     step = torch.compile(function, backend=stop, fullgraph=True)

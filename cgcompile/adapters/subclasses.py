@@ -1,37 +1,37 @@
-"""A compiled graph on the plain tensors inside of subclasses, called with the subclasses.
+"""The adapter of tensor subclasses: a compiled graph takes the plain tensors inside of them.
 
 At each call the plain tensors are read anew, so that one which was replaced is another weight. The
-rule: a call whose subclasses are built in another way than those of the trace runs the original
-graph, counted.
+rule: a call whose subclasses are built in another way than those of the trace is not converted.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from cgcompile import torch_compat as compat
+from cgcompile.adapters.adapter import Adapter, Prepared
 from cgcompile.graphs.eligibility import GRADIENTS
 from cgcompile.passes.nodes import is_symbolic_number
-from cgcompile.passes.subclasses import Input, Result, Unwrapped
+from cgcompile.passes.subclasses import Input, Result, Unwrapped, unwrap_subclasses
 from cgcompile.reasons import Fallback, Reason
-from cgcompile.runtime.compiled_graph import CompiledGraph
-from cgcompile.runtime.host_numbers import RunPlain, WithHostNumbers
-from cgcompile.runtime.padding import PaddedGraph
 
 
-class UnwrappedGraph:
-    """What Dynamo calls in place of the compiled graph of plain tensors."""
+def adapt_subclasses(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Adapter]]:
+    """Return the graph on plain tensors, and its adapter; the graph itself without subclasses."""
+    unwrapped = unwrap_subclasses(gm)
+    if unwrapped is None:
+        return gm, []
+    original = compat.with_checkpoints(gm).forward
+    return unwrapped.graph, [Adapter(_Unwrapping(unwrapped).prepare, original)]
 
-    def __init__(
-        self,
-        graph: CompiledGraph | PaddedGraph | WithHostNumbers,
-        unwrapped: Unwrapped,
-        original: Callable[..., Any],
-        run_plain: RunPlain,
-    ) -> None:
-        self.graph = graph
-        self._original, self._run_plain = original, run_plain
+
+class _Unwrapping:
+    """Reads the plain tensors of a call, and builds the subclasses among its results."""
+
+    def __init__(self, unwrapped: Unwrapped) -> None:
         self._wrapped = [(n, each) for n, each in enumerate(unwrapped.inputs) if each.wrapper]
         self._dropped = [(n, each) for n, each in enumerate(unwrapped.inputs) if each.dropped]
         self._checked = [(n, each) for n, each in self._wrapped if not each.static]
@@ -44,16 +44,8 @@ class UnwrappedGraph:
         self._results: Sequence[Result] = results if builds else ()
         self._symbols = unwrapped.symbols
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Run one step on the plain tensors inside of the inputs; see :class:`CompiledGraph`."""
-        fallback = self._why_not(inputs)
-        if fallback is not None:
-            return self._run_plain("a step", fallback, lambda: self._original(*inputs))
-        result = self.graph(*self._inputs(*inputs))
-        return self._built(result, inputs) if self._results else result
-
-    def _why_not(self, inputs: tuple[Any, ...]) -> Fallback | None:
-        """Return why the plain tensors do not stand for the inputs; None if they do."""
+    def prepare(self, inputs: tuple[Any, ...]) -> Prepared | Fallback:
+        """Return the plain tensors of a call, or why they do not stand for its inputs."""
         if compat.has_tangent(inputs) or (torch.is_grad_enabled() and _require_grad(inputs)):
             return GRADIENTS  # the plain tensors were traced without them
         for position, spec in self._dropped:
@@ -65,8 +57,11 @@ class UnwrappedGraph:
                 return _other(spec)
         parts = self._parts(*inputs)
         if self._alike is None or not self._alike(*parts):
-            return self._why_other_parts(inputs, parts)
-        return None
+            fallback = self._why_other_parts(inputs, parts)
+            if fallback is not None:
+                return fallback
+        build = partial(self._built, inputs) if self._results else None
+        return Prepared(self._inputs(*inputs), build)
 
     def _why_other_parts(self, inputs: tuple[Any, ...], parts: tuple[Any, ...]) -> Fallback | None:
         """Compare all of the subclasses with those of the trace, and remember what they are."""
@@ -84,7 +79,7 @@ class UnwrappedGraph:
         self._alike = compat.alike(parts, layouts)
         return None
 
-    def _built(self, result: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _built(self, inputs: tuple[Any, ...], result: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the result with subclasses built from the plain tensors in it."""
         plain, results = iter(result), list[Any]()
         for spec in self._results:
@@ -104,13 +99,6 @@ class UnwrappedGraph:
             return int(number)
         numbers = {symbol: inputs[position] for symbol, position in self._symbols.items()}
         return int(compat.evaluated(number.node.expr, numbers))
-
-
-def innermost(compiled: Any) -> CompiledGraph | None:
-    """Return the compiled graph in what a backend returns; None if there is none."""
-    while isinstance(compiled, (UnwrappedGraph, WithHostNumbers, PaddedGraph)):
-        compiled = compiled.graph
-    return compiled if isinstance(compiled, CompiledGraph) else None
 
 
 def _require_grad(inputs: tuple[Any, ...]) -> bool:

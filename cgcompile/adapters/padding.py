@@ -1,4 +1,4 @@
-"""Calls of a compiled graph at padded lengths, so that varying lengths share few graphs.
+"""The adapter of lengths: calls are padded, so that varying lengths share few graphs.
 
 A length is the last size of a mask ``[rows, length]``: an input of that rank whose name ends in
 "mask". Every input dimension of this size is padded with zeros to the next of ``pad_lengths``, and
@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch.nn.functional import pad
 
+from cgcompile.adapters.adapter import Adapter, Prepared
 from cgcompile.context import callers_context
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.arena import address
@@ -35,18 +36,18 @@ class _CannotPad(Exception):
     """Calls of a graph cannot be padded; the text is the reason."""
 
 
-def with_padding(
-    graph: CompiledGraph, lengths: Sequence[int] | None
-) -> "CompiledGraph | PaddedGraph":
-    """Return what Dynamo calls; the graph itself where no size varies or nothing is padded."""
-    return graph if lengths is None or not [*graph.split.symbols] else PaddedGraph(graph, lengths)
+def adapt_lengths(graph: CompiledGraph, lengths: Sequence[int] | None) -> list[Adapter]:
+    """Return the adapter that pads calls of a graph; none where no size varies."""
+    if lengths is None or not [*graph.split.symbols]:
+        return []
+    return [Adapter(_Padding(graph, lengths).prepare, graph)]
 
 
-class PaddedGraph:
-    """What Dynamo calls in place of a compiled graph whose lengths are padded."""
+class _Padding:
+    """Pads the inputs of calls, and cuts their results."""
 
     def __init__(self, graph: CompiledGraph, lengths: Sequence[int]) -> None:
-        self.graph, self.split = graph, graph.split
+        self._graph, self._split = graph, graph.split
         self._lengths = lengths
         self._calls: dict[tuple[int, ...], int] = {}  # how many were padded, by padded sizes
         self._next: dict[tuple[int, ...], int] = {}  # the number of the call to compare next
@@ -59,48 +60,43 @@ class PaddedGraph:
         except _CannotPad as error:
             self._never = _refused(str(error))
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Run one step, padded if possible; see :class:`CompiledGraph`.
+    def prepare(self, inputs: tuple[Any, ...]) -> Prepared:
+        """Return the inputs padded, or unchanged if they cannot be padded, which is counted.
 
         Raises:
             DispatchError: ``strict``, and the step cannot be padded.
         """
         # Under a forward context the caller pads; without a graph, padding gains nothing.
-        if callers_context() is not None or self.graph.why_without(inputs) is not None:
-            return self.graph(*inputs)
+        if callers_context() is not None or self._graph.why_without(inputs) is not None:
+            return Prepared(inputs)
         fallback = self._never_padded()
         if fallback is None:
             plan = self._plan
             real = {symbol: inputs[position] for symbol, position in plan.numbers.items()}
             sizes = plan.padded(real, self._lengths)
             if sizes == real:
-                return self.graph(*inputs)
+                return Prepared(inputs)
             if sizes is None:
-                fallback = self._why_over(real)
+                longest, last = max(real[symbol] for symbol in plan.lengths), self._lengths[-1]
+                detail = f"the length {longest} is above {last}, the last of pad_lengths"
+                fallback = Fallback(Reason.OVERSIZE, detail)
             else:
                 if self._is_due(real, sizes):
                     if plan.is_constant(inputs):  # as in a warm-up; it would show nothing
-                        return self.graph(*inputs)
+                        return Prepared(inputs)
                     self._compare(inputs, real, sizes)
                 fallback = self._never_padded() or self._refused.get(plan.key(sizes))
                 if fallback is None:
-                    return plan.cut(self.graph(*plan.pad(inputs, sizes)), real)
-        if self.graph.strict:
+                    return Prepared(plan.pad(inputs, sizes), partial(plan.cut, real))
+        if self._graph.strict:
             raise DispatchError.strict(what="padding of the compiled step", why=fallback)
-        self.graph.timeline.degraded(fallback)
-        return self.graph(*inputs)
+        self._graph.timeline.degraded(fallback)
+        return Prepared(inputs)
 
     def _never_padded(self) -> Fallback | None:
         """Return why no call of this trace is padded; None if calls are."""
-        differences = self.graph.differences
+        differences = self._graph.differences
         return differences[0] if differences else self._never
-
-    def _why_over(self, real: _Numbers) -> Fallback:
-        """Return the fallback of a length above the last one of the setting."""
-        longest, last = max(real[symbol] for symbol in self._plan.lengths), self._lengths[-1]
-        return Fallback(
-            Reason.OVERSIZE, f"the length {longest} is above {last}, the last of pad_lengths"
-        )
 
     def _is_due(self, real: _Numbers, sizes: _Numbers) -> bool:
         """Count a call; return whether to compare it: by its number, or it has more padding."""
@@ -120,21 +116,21 @@ class PaddedGraph:
             self._refused[key] = _refused(refusal)
             return
         change = ", ".join(f"{real[symbol]} to {sizes[symbol]}" for symbol in plan.lengths)
-        device = self.split.device
+        device = self._split.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            expected = self.graph.run_uncounted(inputs)
+            expected = self._graph.run_uncounted(inputs)
             shared = _shared(expected, inputs)
             if shared is not None:
-                name = _name(self.split.result[shared])
+                name = _name(self._split.result[shared])
                 self._never = _refused(f"the result {name} is memory of an input")
                 return
             try:
                 for padded in self._fillings(inputs, sizes):
-                    results = plan.cut(self.graph.run_uncounted(padded), real)
+                    results = plan.cut(real, self._graph.run_uncounted(padded))
                     close = list(map(_is_close, expected, results))
                     if not all(close):
-                        name = _name(self.split.result[close.index(False)])
-                        self.graph.differences.append(_difference(name, change))
+                        name = _name(self._split.result[close.index(False)])
+                        self._graph.differences.append(_difference(name, change))
                         return
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -285,7 +281,7 @@ class _Plan:
                 result[position][tuple(map(slice, tensor.shape))] = tensor
         return tuple(result)
 
-    def cut(self, results: Sequence[Any], real: _Numbers) -> tuple[Any, ...]:
+    def cut(self, real: _Numbers, results: Sequence[Any]) -> tuple[Any, ...]:
         """Return the results of a padded call without those of the padding."""
         items = list(results)
         for item, dims in self._cuts:

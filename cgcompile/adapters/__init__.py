@@ -1,0 +1,1 @@
+"""Adapters: conversions of inputs and results around a compiled graph (``adapter.py``)."""
