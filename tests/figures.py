@@ -44,7 +44,7 @@ STATE_MACHINES = (
 GUARDS = (
     "ArgumentGuard",
     "WeightsGuard",
-    "ContextGuard",
+    "Contract",
     "FieldsGuard",
     "Rebinding",
     "SameStorages",
@@ -62,10 +62,10 @@ GUARDS = (
 # What descends into containers and objects.
 WALKERS = (
     "reads.modules_of",
-    "guards._tensors_below",
+    "_ContextReader",
     "fields._holders",
     "compare._open",
-    "outputs.flatten",
+    "results.flatten",
     "ops.tree_leaves",
     "capture.weights_of",
     "inductor_call._held",
