@@ -6,37 +6,42 @@ More is in ``cgcompile.serving`` (engines), ``cgcompile.encoder`` (vision encode
 passes) and ``cgcompile.graphs`` (the values of a capture).
 """
 
-from cgcompile import debug as debug
-from cgcompile.backend import Backend, runtime
-from cgcompile.boundaries import AttentionCGSupport, SplittingOp
-from cgcompile.compile import compile
-from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.context import (
-    BatchDescriptor,
-    ForwardContext,
-    get_forward_context,
-    is_forward_context_available,
-    set_forward_context,
-)
-from cgcompile.debug.coverage import coverage
-from cgcompile.debug.explain import explain
-from cgcompile.debug.verify import verify
-from cgcompile.encoder import EncoderCudaGraphManager
-from cgcompile.errors import CGCompileError
-from cgcompile.graphs.breakable import (
-    BreakableCUDAGraphCapture,
-    BreakableCUDAGraphWrapper,
-    eager_break_during_capture,
-)
-from cgcompile.graphs.capture_all import capture_all
-from cgcompile.graphs.eligibility import eager_region
-from cgcompile.graphs.pool import GraphPool
-from cgcompile.graphs.weights import update_weights
-from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
-from cgcompile.reasons import Reason
-from cgcompile.serving import CudaGraphManager
-from cgcompile.tracing.dynamic_dims import DynamicDim
+from typing import TYPE_CHECKING
+
+from cgcompile.lazy import export_lazily
 from cgcompile.version import __version__
+
+if TYPE_CHECKING:
+    from cgcompile import debug as debug
+    from cgcompile.backend import Backend, runtime
+    from cgcompile.boundaries import AttentionCGSupport, SplittingOp
+    from cgcompile.compile import compile
+    from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
+    from cgcompile.context import (
+        BatchDescriptor,
+        ForwardContext,
+        get_forward_context,
+        is_forward_context_available,
+        set_forward_context,
+    )
+    from cgcompile.debug.coverage import coverage
+    from cgcompile.debug.explain import explain
+    from cgcompile.debug.verify import verify
+    from cgcompile.encoder import EncoderCudaGraphManager
+    from cgcompile.errors import CGCompileError
+    from cgcompile.graphs.breakable import (
+        BreakableCUDAGraphCapture,
+        BreakableCUDAGraphWrapper,
+        eager_break_during_capture,
+    )
+    from cgcompile.graphs.capture_all import capture_all
+    from cgcompile.graphs.eligibility import eager_region
+    from cgcompile.graphs.pool import GraphPool
+    from cgcompile.graphs.weights import update_weights
+    from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+    from cgcompile.reasons import Reason
+    from cgcompile.serving import CudaGraphManager
+    from cgcompile.tracing.dynamic_dims import DynamicDim
 
 __all__ = [
     "AttentionCGSupport",
@@ -71,3 +76,34 @@ __all__ = [
     "update_weights",
     "verify",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(
+        __name__,
+        {
+            "backend": "Backend runtime",
+            "boundaries": "AttentionCGSupport SplittingOp",
+            "compile": "compile",
+            "config": "CompilationConfig CompilationMode CUDAGraphMode",
+            "context": (
+                "BatchDescriptor ForwardContext get_forward_context is_forward_context_available "
+                "set_forward_context"
+            ),
+            "debug.coverage": "coverage",
+            "debug.explain": "explain",
+            "debug.verify": "verify",
+            "encoder.manager": "EncoderCudaGraphManager",
+            "errors": "CGCompileError",
+            "graphs.breakable": (
+                "BreakableCUDAGraphCapture BreakableCUDAGraphWrapper eager_break_during_capture"
+            ),
+            "graphs.capture_all": "capture_all",
+            "graphs.eligibility": "eager_region",
+            "graphs.pool": "GraphPool",
+            "graphs.weights": "update_weights",
+            "graphs.wrapper": "CUDAGraphOptions CUDAGraphWrapper",
+            "reasons": "Reason",
+            "serving.manager": "CudaGraphManager",
+            "tracing.dynamic_dims": "DynamicDim",
+        },
+    )

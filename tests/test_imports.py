@@ -1,6 +1,7 @@
 """The floors of the house: an import goes down, or sideways without a circle, never up."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ FLOORS = (
         "locks",
         "version",
         "progress",
+        "lazy",
     ),
     ("boundaries", "context", "kernels"),
     ("passes", "graphs"),
@@ -220,6 +222,37 @@ def test_importing_changes_nothing() -> None:
         "import sys; assert 'torch._inductor.compile_fx' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+LAZY = ("cgcompile", *(f"cgcompile.{room}" for room in ("debug", "encoder", "graphs", "serving")))
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_public_names_are_imported_when_they_are_read(package: str) -> None:
+    module = importlib.import_module(package)
+    lists = [name for name in module.__all__ if name != "__version__"]
+    assert sorted(module.modules_of_names) == sorted(lists)
+    assert {*module.__all__} <= {*dir(module)}
+    for name in lists:
+        at = importlib.import_module(module.modules_of_names[name])
+        assert getattr(module, name) is getattr(at, name)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'other'"):
+        module.other  # noqa: B018
+
+
+SAME_NAMES = """
+import cgcompile.compile, cgcompile.runtime.dispatch, cgcompile.debug.verify, types
+import cgcompile.debug as debug
+for name in (cgcompile.compile, cgcompile.runtime, debug.verify, debug.explain, cgcompile.explain):
+    assert isinstance(name, types.FunctionType), name
+assert cgcompile.passes.split.Piece is cgcompile.passes.Piece
+assert cgcompile.errors.CGCompileError is cgcompile.CGCompileError
+"""
+
+
+@pytest.mark.slow
+def test_functions_stay_where_submodules_have_their_names() -> None:
+    subprocess.run([sys.executable, "-c", SAME_NAMES], check=True, cwd=ROOT)
 
 
 def test_public_face() -> None:

@@ -6,17 +6,22 @@ nothing behind (``restore``). All results print, and are JSON (``output``). The 
 observes, and changes nothing.
 """
 
-from cgcompile.debug.bisect import Bisection, bisect
-from cgcompile.debug.compare import Difference
-from cgcompile.debug.coverage import Coverage, coverage
-from cgcompile.debug.doctor import Diagnosis, Finding, doctor
-from cgcompile.debug.explain import Explanation, explain
-from cgcompile.debug.profile import Captures, Profile, profile, timeline
-from cgcompile.debug.report import Overview, report
-from cgcompile.debug.verify import Check, Verification, verify
-from cgcompile.graphs.profiling import tracing_ranges
-from cgcompile.graphs.timeline import CaptureRecord
-from cgcompile.reasons import Counters
+from typing import TYPE_CHECKING
+
+from cgcompile.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from cgcompile.debug.bisect import Bisection, bisect
+    from cgcompile.debug.compare import Difference
+    from cgcompile.debug.coverage import Coverage, coverage
+    from cgcompile.debug.doctor import Diagnosis, Finding, doctor
+    from cgcompile.debug.explain import Explanation, explain
+    from cgcompile.debug.profile import Captures, Profile, profile, timeline
+    from cgcompile.debug.report import Overview, report
+    from cgcompile.debug.verify import Check, Verification, verify
+    from cgcompile.graphs.profiling import tracing_ranges
+    from cgcompile.graphs.timeline import CaptureRecord
+    from cgcompile.reasons import Counters
 
 __all__ = [
     "Bisection",
@@ -42,3 +47,21 @@ __all__ = [
     "tracing_ranges",
     "verify",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(
+        __name__,
+        {
+            "debug.bisect": "Bisection bisect",
+            "debug.compare": "Difference",
+            "debug.coverage": "Coverage coverage",
+            "debug.doctor": "Diagnosis Finding doctor",
+            "debug.explain": "Explanation explain",
+            "debug.profile": "Captures Profile profile timeline",
+            "debug.report": "Overview report",
+            "debug.verify": "Check Verification verify",
+            "graphs.profiling": "tracing_ranges",
+            "graphs.timeline": "CaptureRecord",
+            "reasons": "Counters",
+        },
+    )

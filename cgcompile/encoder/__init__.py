@@ -5,31 +5,36 @@ it works on a model that was never compiled. Budgets and packing are plain Pytho
 torch.
 """
 
-from cgcompile.encoder.budgets import (
-    Budgets,
-    fitted_budgets,
-    generated_budgets,
-    resolve_budgets,
-    resolve_frames,
-    smallest_budget,
-)
-from cgcompile.encoder.graphs import GraphKey
-from cgcompile.encoder.manager import EncoderCudaGraphManager, PlannedRun
-from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
-from cgcompile.encoder.patches import PatchEncoder, PatchOffsets, PatchTable
-from cgcompile.encoder.protocol import (
-    EncoderCaptureAxis,
-    EncoderCudaGraphCaptureInputs,
-    EncoderCudaGraphConfig,
-    EncoderCudaGraphPaddingLogic,
-    EncoderCudaGraphPathConfig,
-    EncoderCudaGraphReplayBuffers,
-    EncoderItemSpec,
-    SupportsEncoderCudaGraph,
-    supports_encoder_cudagraph,
-)
-from cgcompile.encoder.sharding import Sharder, shares_by_load
-from cgcompile.encoder.statistics import EncoderStatistics
+from typing import TYPE_CHECKING
+
+from cgcompile.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from cgcompile.encoder.budgets import (
+        Budgets,
+        fitted_budgets,
+        generated_budgets,
+        resolve_budgets,
+        resolve_frames,
+        smallest_budget,
+    )
+    from cgcompile.encoder.graphs import GraphKey
+    from cgcompile.encoder.manager import EncoderCudaGraphManager, PlannedRun
+    from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
+    from cgcompile.encoder.patches import PatchEncoder, PatchOffsets, PatchTable
+    from cgcompile.encoder.protocol import (
+        EncoderCaptureAxis,
+        EncoderCudaGraphCaptureInputs,
+        EncoderCudaGraphConfig,
+        EncoderCudaGraphPaddingLogic,
+        EncoderCudaGraphPathConfig,
+        EncoderCudaGraphReplayBuffers,
+        EncoderItemSpec,
+        SupportsEncoderCudaGraph,
+        supports_encoder_cudagraph,
+    )
+    from cgcompile.encoder.sharding import Sharder, shares_by_load
+    from cgcompile.encoder.statistics import EncoderStatistics
 
 __all__ = [
     "Budgets",
@@ -62,3 +67,26 @@ __all__ = [
     "smallest_budget",
     "supports_encoder_cudagraph",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(
+        __name__,
+        {
+            "encoder.budgets": (
+                "Budgets fitted_budgets generated_budgets resolve_budgets resolve_frames "
+                "smallest_budget"
+            ),
+            "encoder.graphs": "GraphKey",
+            "encoder.manager": "EncoderCudaGraphManager PlannedRun",
+            "encoder.packing": "Capacity Costs Group Need pack",
+            "encoder.patches": "PatchEncoder PatchOffsets PatchTable",
+            "encoder.protocol": (
+                "EncoderCaptureAxis EncoderCudaGraphCaptureInputs EncoderCudaGraphConfig "
+                "EncoderCudaGraphPaddingLogic EncoderCudaGraphPathConfig "
+                "EncoderCudaGraphReplayBuffers EncoderItemSpec SupportsEncoderCudaGraph "
+                "supports_encoder_cudagraph"
+            ),
+            "encoder.sharding": "Sharder shares_by_load",
+            "encoder.statistics": "EncoderStatistics",
+        },
+    )

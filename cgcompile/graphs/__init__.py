@@ -3,10 +3,15 @@
 Exported here are the values of a capture. The wrappers are in ``cgcompile`` itself.
 """
 
-from cgcompile.graphs.capture_all import BulkCapture
-from cgcompile.graphs.eligibility import allow_capture
-from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
-from cgcompile.graphs.wrapper import CUDAGraphEntry
+from typing import TYPE_CHECKING
+
+from cgcompile.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from cgcompile.graphs.capture_all import BulkCapture
+    from cgcompile.graphs.eligibility import allow_capture
+    from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
+    from cgcompile.graphs.wrapper import CUDAGraphEntry
 
 __all__ = [
     "BulkCapture",
@@ -16,3 +21,14 @@ __all__ = [
     "GraphSequence",
     "allow_capture",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(
+        __name__,
+        {
+            "graphs.capture_all": "BulkCapture",
+            "graphs.eligibility": "allow_capture",
+            "graphs.sequence": "EagerSegment GraphSegment GraphSequence",
+            "graphs.wrapper": "CUDAGraphEntry",
+        },
+    )

@@ -4,26 +4,31 @@ Reaches capture through ``cgcompile.graphs`` alone, so that all of it works on a
 never compiled. Sizes, dispatcher and statistics are plain Python: they need no torch.
 """
 
-from cgcompile.graphs.memory import GraphMemory
-from cgcompile.graphs.pinned_buffers import HostStaging
-from cgcompile.serving.batch import Batch, GraphHooks, Metadata
-from cgcompile.serving.buffers import InputBuffer, StaticInputs
-from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, is_uniform_decode
-from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.serving.memory_plan import MemoryPlan
-from cgcompile.serving.plan import Axis, LoraCases
-from cgcompile.serving.ranks import Agreement
-from cgcompile.serving.sizes import (
-    FittedSizes,
-    capture_sizes,
-    checked_sizes,
-    decode_sizes,
-    fit_sizes,
-    get_cudagraph_sizes,
-    padding_share,
-    round_sizes,
-)
-from cgcompile.serving.statistics import DispatchStatistics
+from typing import TYPE_CHECKING
+
+from cgcompile.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from cgcompile.graphs.memory import GraphMemory
+    from cgcompile.graphs.pinned_buffers import HostStaging
+    from cgcompile.serving.batch import Batch, GraphHooks, Metadata
+    from cgcompile.serving.buffers import InputBuffer, StaticInputs
+    from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, is_uniform_decode
+    from cgcompile.serving.manager import CudaGraphManager
+    from cgcompile.serving.memory_plan import MemoryPlan
+    from cgcompile.serving.plan import Axis, LoraCases
+    from cgcompile.serving.ranks import Agreement
+    from cgcompile.serving.sizes import (
+        FittedSizes,
+        capture_sizes,
+        checked_sizes,
+        decode_sizes,
+        fit_sizes,
+        get_cudagraph_sizes,
+        padding_share,
+        round_sizes,
+    )
+    from cgcompile.serving.statistics import DispatchStatistics
 
 __all__ = [
     "Agreement",
@@ -51,3 +56,24 @@ __all__ = [
     "padding_share",
     "round_sizes",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(
+        __name__,
+        {
+            "graphs.memory": "GraphMemory",
+            "graphs.pinned_buffers": "HostStaging",
+            "serving.batch": "Batch GraphHooks Metadata",
+            "serving.buffers": "InputBuffer StaticInputs",
+            "serving.dispatcher": "CudagraphDispatcher Dispatched is_uniform_decode",
+            "serving.manager": "CudaGraphManager",
+            "serving.memory_plan": "MemoryPlan",
+            "serving.plan": "Axis LoraCases",
+            "serving.ranks": "Agreement",
+            "serving.sizes": (
+                "FittedSizes capture_sizes checked_sizes decode_sizes fit_sizes "
+                "get_cudagraph_sizes padding_share round_sizes"
+            ),
+            "serving.statistics": "DispatchStatistics",
+        },
+    )

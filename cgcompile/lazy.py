@@ -1,0 +1,48 @@
+"""Public names of a package that are imported when they are first read (PEP 562)."""
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+class _Package(ModuleType):
+    """A package in which a public function stays when a submodule of its name is imported."""
+
+    modules_of_names: dict[str, str]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, ModuleType) and name in self.modules_of_names):
+            super().__setattr__(name, value)
+
+
+def export_lazily(
+    package: str, names: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package.
+
+    Args:
+        package: its name; its submodules are imported when they are first read, too.
+        names: the public names, by the module of cgcompile that defines them.
+    """
+    modules = {name: f"cgcompile.{at}" for at, listed in names.items() for name in listed.split()}
+    module = sys.modules[package]
+    module.__dict__["modules_of_names"] = modules
+    module.__class__ = _Package
+
+    def get(name: str) -> Any:
+        if name in modules:
+            value = module.__dict__[name] = getattr(import_module(modules[name]), name)
+            return value
+        submodule = f"{package}.{name}"
+        if not name.startswith("_"):
+            try:
+                return import_module(submodule)
+            except ModuleNotFoundError as error:
+                if error.name != submodule:
+                    raise
+        message = f"module {package!r} has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=module)
+
+    return get, lambda: sorted({*module.__dict__, *modules})
