@@ -29,6 +29,7 @@ from cgcompile.backend import handle_of
 from cgcompile.boundaries import Boundaries
 from cgcompile.compile import compile
 from cgcompile.config import CompilationConfig
+from cgcompile.counts import text_table
 from cgcompile.debug.compare import Call
 from cgcompile.debug.environment import environment, environment_text, setting_meanings
 from cgcompile.debug.explain import settings_of
@@ -38,7 +39,6 @@ from cgcompile.errors import BoundaryError, CGCompileError, CommandError, Config
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.pieces.cache import Entry, Store, cache_folder
 from cgcompile.reasons import Reason
-from cgcompile.serving.statistics import text_table
 
 TARGET = """\
 TARGET is module:function or path/to/file.py:function. The function takes nothing and returns

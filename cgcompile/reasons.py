@@ -41,6 +41,8 @@ class Reason(enum.Enum):
     def __repr__(self) -> str:
         return f"Reason.{self.name}"
 
+    __hash__ = object.__hash__  # that of an enumeration is a call of Python
+
     # Of a piece: decided when the graph is split. Of a whole step where all its pieces are eager.
     SPLITTING_OP = (
         "splitting_op",

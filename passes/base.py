@@ -28,6 +28,7 @@ from torch import fx
 
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
+from cgcompile.counts import text_table
 from cgcompile.errors import CGCompileError, ConfigError, PassError
 from cgcompile.passes.nodes import (
     COMPUTING,
@@ -171,9 +172,7 @@ def table(records: Iterable[PassRecord], *, seconds: bool = True) -> str:
         duration = [f"{record.seconds * 1e3:.2f} ms"] if seconds else []
         ops = f"{record.ops_before} -> {record.ops_after} ops"
         rows.append([record.label, record.name, *duration, ops, changes or "-"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(text_table(rows))
 
 
 class PassManager:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cgcompile.config import CUDAGraphMode
+from cgcompile.counts import padding_of, text_table
 from cgcompile.debug.output import WIDTH, Result, table_lines, wrapped
 from cgcompile.debug.subject import counters_of, not_compiled, recorders_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
@@ -18,7 +19,7 @@ from cgcompile.passes.printer import count
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.serving.statistics import absent_text, text_table
+from cgcompile.serving.statistics import absent_text
 
 VERSION = 3  # of the schema of Coverage.to_dict()
 
@@ -283,7 +284,7 @@ def _of_encoder(manager: EncoderCudaGraphManager) -> Iterator[CoverageRow]:
 def _padding(rows: Sequence[CoverageRow]) -> float | None:
     known = [(row.real, row.ran) for row in rows if row.real is not None]
     ran = sum(count for _, count in known)
-    return 1 - sum(count for count, _ in known) / ran if ran else None
+    return padding_of(sum(count for count, _ in known), ran) if ran else None
 
 
 def _is_absent(row: CoverageRow) -> bool:

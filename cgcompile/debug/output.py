@@ -16,8 +16,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cgcompile.counts import text_table
 from cgcompile.errors import ConfigError
-from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked, require, require_whole
 
 WIDTH = 100  # columns of text

@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from cgcompile.counts import text_table
 from cgcompile.debug.output import Result, duration, human, plain, table_lines, written
 from cgcompile.debug.subject import recorders_of, sequences_of
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.profiling import observing
 from cgcompile.graphs.sequence import EagerSegment, GraphSequence
 from cgcompile.graphs.timeline import CaptureRecord
-from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked
 
 

@@ -21,6 +21,7 @@ from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import SplittingOp, target_name
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import callers_context, in_full_mode
+from cgcompile.counts import text_table
 from cgcompile.debug.compare import (
     Call,
     Difference,
@@ -59,7 +60,6 @@ from cgcompile.progress import progress
 from cgcompile.reasons import Reason
 from cgcompile.serving.batch import Batch
 from cgcompile.serving.manager import CudaGraphManager
-from cgcompile.serving.statistics import text_table
 from cgcompile.settings import checked_but, require, sizes_given
 
 TAILS = ("random", "nan")

@@ -8,14 +8,12 @@ neither.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from cgcompile.counts import Count, Counts, padding_of, text_table
 from cgcompile.encoder.protocol import DEFAULT
-from cgcompile.locks import new_lock
 from cgcompile.passes.printer import count
 from cgcompile.reasons import EXPECTED, Fallback, Reason, warn_of
-from cgcompile.serving.statistics import FallbackCount, count_by_reason, text_table
 from cgcompile.settings import checked
 
-_NOTHING = (0, 0, 0)
 # Where an encoder has another remedy than other models, whose graphs may be split.
 _REMEDIES = {
     Reason.OVERSIZE: "add a token budget >= {needed}",
@@ -60,7 +58,7 @@ class EncoderStatistics:
     @checked
     def __init__(self, *, warn_fallbacks: bool = False) -> None:
         self._warns = warn_fallbacks
-        self._lock = new_lock()
+        self._counts: Counts[tuple[str, int]] = Counts()
         self._costs: dict[tuple[str, int], float] = {}
         self.clear()
 
@@ -73,11 +71,9 @@ class EncoderStatistics:
 
     def clear(self) -> None:
         """Reset all counts; measured costs stay."""
-        with self._lock:
+        with self._counts.lock:
             self.hits = self.misses = self.idle = 0
-            # By (path, budget): replays, and the items and real tokens of them.
-            self._graphs: dict[tuple[str, int], tuple[int, int, int]] = {}
-            self._eager: dict[tuple[str, Reason], FallbackCount] = {}
+            self._counts.clear()
 
     def measured(self, costs: dict[tuple[str, int], float]) -> None:
         """Set the milliseconds of a replay of each (path, budget), for the table."""
@@ -90,26 +86,24 @@ class EncoderStatistics:
             for item, tokens in enumerate(on_path.tokens):
                 if tokens:
                     served[item] = served[item] is not False and on_path.budget is not None
-        with self._lock:
+        with self._counts.lock:
             self.hits += served.count(True)
             self.misses += served.count(False)
             self.idle += served.count(None)
             for path, budget, counts, reason, detail, needed in ran:
                 items, tokens = sum(map(bool, counts)), sum(counts)
                 if budget is not None:
-                    before = self._graphs.get((path, budget), _NOTHING)
-                    counts_now = before[0] + 1, before[1] + items, before[2] + tokens
-                    self._graphs[path, budget] = counts_now
+                    self._counts.add((path, budget), tokens, budget).items += items
                 elif reason is not None:
                     self._count_eager(path, Fallback(reason, detail), tokens, items, needed)
 
     def _count_eager(self, path: str, why: Fallback, tokens: int, items: int, needed: int) -> None:
         reason, detail = why.reason, why.detail
-        if self._warns and (path, reason) not in self._eager and reason not in EXPECTED:
+        is_new = self._counts.fall_back(path, why, tokens, items)
+        if is_new and self._warns and reason not in EXPECTED:
             text = f"{tokens} tokens{on_path(path)}" + (f": {detail}" if detail else "")
             remedy = _REMEDIES.get(reason, "").format(needed=needed)
             warn_of("a group of items", Fallback(reason, text), remedy=remedy)
-        self._eager.setdefault((path, reason), FallbackCount(tokens)).add(tokens, items, detail)
 
     @property
     def hit_rate(self) -> float:
@@ -120,29 +114,25 @@ class EncoderStatistics:
     @property
     def replays(self) -> int:
         """Number of replays of all graphs."""
-        with self._lock:
-            return sum(replays for replays, _, _ in self._graphs.values())
+        return self._counts.total().hits
 
     def waste(self, path: str | None = None) -> float:
         """Return the share of padding in replayed output tokens, of one path or of all."""
         real, padded = self.tokens(path)
-        return 1 - real / padded if padded else 0.0
+        return padding_of(real, padded)
 
     def tokens(self, path: str | None = None) -> tuple[int, int]:
         """Return (real, padded) output tokens of replays, on one path or on all."""
-        with self._lock:
-            graphs = [(k[1], g) for k, g in self._graphs.items() if path in (None, k[0])]
-        real = sum(tokens for _, (_, _, tokens) in graphs)
-        return real, sum(replays * budget for budget, (replays, _, _) in graphs)
+        total = self._counts.total(lambda key: path in (None, key[0]))
+        return total.real, total.ran
 
     def reasons(self) -> dict[Reason, int]:
         """Return the items that ran without a graph by reason, once for each path."""
-        with self._lock:
-            return count_by_reason(self._eager)
+        return self._counts.reasons()
 
     def as_dict(self) -> dict[str, Any]:
         """Return all counts as plain data, for JSON."""
-        with self._lock:
+        with self._counts.lock:
             return {
                 "hits": self.hits,
                 "misses": self.misses,
@@ -152,24 +142,24 @@ class EncoderStatistics:
                     {
                         "path": path,
                         "budget": budget,
-                        "replays": replays,
-                        "items": items,
-                        "tokens": tokens,
-                        "padded_tokens": replays * budget,
+                        "replays": row.hits,
+                        "items": row.items,
+                        "tokens": row.real,
+                        "padded_tokens": row.ran,
                         "replay_ms": self._costs.get((path, budget)),
                     }
-                    for (path, budget), (replays, items, tokens) in sorted(self._graphs.items())
+                    for (path, budget), row in sorted(self._counts.rows.items())
                 ],
                 "eager": [
                     {
                         "path": path,
                         "reason": reason.value,
-                        "items": fallback.count,
+                        "items": fallback.items,
                         "tokens": fallback.real,
-                        **fallback.as_dict(),
+                        **fallback.span,
                         "detail": fallback.detail,
                     }
-                    for (path, reason), fallback in self._eager.items()
+                    for (path, reason), fallback in self._counts.fallbacks.items()
                 ],
             }
 
@@ -182,20 +172,19 @@ class EncoderStatistics:
         """
         captured = set(captured)
         rows = [("path", "budget", "graph", "replays", "items", "padding", "replay ms")]
-        with self._lock:
+        with self._counts.lock:
             for key in planned:
-                replays, items, tokens = self._graphs.get(key, _NOTHING)
-                ran = replays * key[1]
-                waste = f"{1 - tokens / ran:.1%}" if ran else "-"
+                row = self._counts.rows.get(key, Count())
+                waste = f"{padding_of(row.real, row.ran):.1%}" if row.ran else "-"
                 cost = f"{self._costs[key]:.3f}" if key in self._costs else "-"
                 there = "yes" if key in captured else "no"
-                counts = (str(replays), str(items))
+                counts = (str(row.hits), str(row.items))
                 rows.append((key[0], str(key[1]), there, *counts, waste, cost))
             lines = text_table(rows)
-            for (path, reason), fallback in self._eager.items():
+            for (path, reason), fallback in self._counts.fallbacks.items():
                 least, most = fallback.least, fallback.most
                 span = str(most) if least == most else f"{least}..{most}"
-                number = f"{count(fallback.count, 'item')}, {span} tokens a group"
+                number = f"{count(fallback.items, 'item')}, {span} tokens a group"
                 lines.append(f"eager{on_path(path)}: {reason.value}: {number}")
                 lines += [f"  {fallback.detail}"] * bool(fallback.detail)
             lines.append(self._sum())

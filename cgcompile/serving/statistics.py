@@ -5,12 +5,11 @@ miss their graphs, or are mostly padding.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from cgcompile.counts import Count, Counts, padding_of, text_table
 from cgcompile.descriptor import BatchDescriptor
-from cgcompile.locks import new_lock
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import EXPECTED, Fallback, Reason, warn_of
 from cgcompile.serving.dispatcher import Dispatched
@@ -42,53 +41,9 @@ class StatisticsRow(NamedTuple):
     detail: str = ""  # the last one of that reason
 
 
-@dataclass(slots=True)
-class _Graph:
-    """The steps of one graph, or all steps without one."""
-
-    mode: CUDAGraphMode
-    descriptor: BatchDescriptor | None
-    hits: int = 0
-    real: int = 0
-    ran: int = 0
-    sizes: dict[int | None, int] = field(default_factory=dict)  # steps by real tokens
-
-
-@dataclass(slots=True)
-class FallbackCount:
-    """Steps or items with one reason: how many, their tokens, and the last detail."""
-
-    least: int  # tokens of the smallest step
-    most: int = 0
-    count: int = 0
-    real: int = 0
-    detail: str = ""
-
-    def add(self, tokens: int, count: int = 1, detail: str = "") -> None:
-        """Count one step of ``tokens``, or one group of ``count`` items."""
-        self.count += count
-        self.real += tokens
-        self.detail = detail
-        self.least = min(self.least, tokens)
-        self.most = max(self.most, tokens)
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the range of tokens as plain data."""
-        return {"least_tokens": int(self.least), "most_tokens": int(self.most)}
-
-
-def count_by_reason(counted: Mapping[tuple[str, Reason], FallbackCount]) -> dict[Reason, int]:
-    """Return how many steps or items had each reason, in whatever mode or path they ran."""
-    counts: dict[Reason, int] = {}
-    for (_, reason), entry in counted.items():
-        counts[reason] = counts.get(reason, 0) + entry.count
-    return counts
-
-
-def text_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align the columns of rows of text."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+_Key = tuple[CUDAGraphMode, BatchDescriptor | None]
+_ORDER = (FULL, PIECEWISE, NONE)
+_WITHOUT: _Key = (NONE, None)  # the key of steps without a graph
 
 
 class DispatchStatistics:
@@ -124,31 +79,17 @@ class DispatchStatistics:
         warn_fallbacks: bool = False,
         exists: Callable[[CUDAGraphMode, BatchDescriptor], bool] | None = None,
     ) -> None:
-        self._plan, self._exists = tuple(plan), exists
-        self._max_sizes, self._warns = max_sizes, warn_fallbacks
-        self._lock = new_lock()
+        self._plan, self._exists, self._warns = tuple(plan), exists, warn_fallbacks
+        self._counts: Counts[_Key] = Counts(max_sizes)
+        self._lock, self._add = self._counts.lock, self._counts.add
         self.clear()
 
     def clear(self) -> None:
         """Forget all that was counted; the plan stays."""
         with self._lock:
-            self._room = self._max_sizes
-            # Per mode, so that no enumeration is hashed at each step: its hash is slow.
-            self._full: dict[BatchDescriptor, _Graph] = {}
-            self._piecewise: dict[BatchDescriptor, _Graph] = {}
-            self._none = _Graph(NONE, None)
-            self._fallbacks: dict[tuple[str, Reason], FallbackCount] = {}
-            for mode, descriptor in self._plan:
-                self._graph(mode, descriptor)
-
-    def _graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> _Graph:
-        if mode is NONE:
-            return self._none
-        graphs = self._full if mode is FULL else self._piecewise
-        graph = graphs.get(descriptor)
-        if graph is None:
-            graph = graphs[descriptor] = _Graph(mode, descriptor)
-        return graph
+            self._counts.clear()
+            for entry in self._plan:
+                self._counts.row(entry)
 
     def record(self, num_tokens: int, dispatched: Dispatched) -> None:
         """Count one step.
@@ -158,55 +99,41 @@ class DispatchStatistics:
             dispatched: what ``dispatch`` returned for it.
         """
         mode, descriptor, why = dispatched
+        key = _WITHOUT if mode is NONE else (mode, descriptor)
         with self._lock:
-            graph = self._graph(mode, descriptor)
-            graph.hits += 1
-            graph.real += num_tokens
-            graph.ran += descriptor.num_tokens
-            sizes = graph.sizes
-            if num_tokens in sizes:
-                sizes[num_tokens] += 1
-            elif self._room:
-                self._room -= 1
-                sizes[num_tokens] = 1
-            else:
-                sizes[None] = sizes.get(None, 0) + 1
+            self._add(key, num_tokens, descriptor.num_tokens)
             if why is not None:
-                self._count_fallback(mode, num_tokens, why.reason, why.detail)
+                self._count_fallback(mode, num_tokens, why)
 
-    def _count_fallback(
-        self, mode: CUDAGraphMode, tokens: int, reason: Reason, detail: str
-    ) -> None:
-        key = mode.name, reason
-        fallback = self._fallbacks.get(key)
-        if fallback is None:
-            fallback = self._fallbacks[key] = FallbackCount(tokens, tokens)
-            if reason not in EXPECTED and mode is NONE and self._warns:
-                warn_of(f"a step of {tokens} tokens", Fallback(reason, detail))
-            elif reason not in EXPECTED:
-                text = "a step of %d tokens runs in mode %s: %s: %s"
-                log.info(text, tokens, mode.name, reason.value, detail)
-        fallback.add(tokens, detail=detail)
+    def _count_fallback(self, mode: CUDAGraphMode, tokens: int, why: Fallback) -> None:
+        is_new = self._counts.fall_back(mode.name, why, tokens)
+        if not is_new or why.reason in EXPECTED:
+            return
+        if mode is NONE and self._warns:
+            warn_of(f"a step of {tokens} tokens", why)
+        else:
+            text = "a step of %d tokens runs in mode %s: %s: %s"
+            log.info(text, tokens, mode.name, why.reason.value, why.detail)
 
-    def _graphs(self) -> list[_Graph]:
-        return [*self._full.values(), *self._piecewise.values(), self._none]
+    def _graphs(self) -> list[tuple[_Key, Count]]:
+        """Return the rows by key: FULL, PIECEWISE, then all steps without a graph."""
+        rows: dict[_Key, Count] = {_WITHOUT: Count(), **self._counts.rows}
+        return sorted(rows.items(), key=lambda row: _ORDER.index(row[0][0]))
 
     @property
     def steps(self) -> int:
         """How many steps were recorded."""
-        with self._lock:
-            return sum(graph.hits for graph in self._graphs())
+        return self._counts.total().hits
 
     @property
     def padding_share(self) -> float:
         """The share of all rows that ran and were padding: 0.0 to 1.0."""
-        with self._lock:
-            ran = sum(graph.ran for graph in self._graphs())
-            return 1 - sum(graph.real for graph in self._graphs()) / ran if ran else 0.0
+        total = self._counts.total()
+        return padding_of(total.real, total.ran)
 
     def __repr__(self) -> str:
         with self._lock:
-            steps, on_graphs = self.steps, self.steps - self._none.hits
+            steps, on_graphs = self.steps, self._counts.total(lambda key: key != _WITHOUT).hits
             return f"<DispatchStatistics: {_span(steps, steps, 'step')}, {on_graphs} on graphs>"
 
     def __str__(self) -> str:
@@ -214,19 +141,18 @@ class DispatchStatistics:
 
     def reasons(self) -> dict[Reason, int]:
         """Return how many steps had each reason, in whatever mode they ran."""
-        with self._lock:
-            return count_by_reason(self._fallbacks)
+        return self._counts.reasons()
 
     def cells(self) -> list[Cell]:
         """Return steps by (unpadded tokens, padded tokens, mode), ascending."""
         hits: dict[tuple[int | None, int | None, str], int] = {}
         with self._lock:
-            for graph in self._graphs():
-                for tokens, count in graph.sizes.items():
+            for (mode, descriptor), steps in self._graphs():
+                for tokens, count in steps.sizes.items():
                     real = None if tokens is None else int(tokens)  # JSON has no NumPy numbers
                     # A step without a graph runs as many rows as are real.
-                    padded = graph.descriptor.num_tokens if graph.descriptor else real
-                    key = real, padded, graph.mode.name
+                    padded = descriptor.num_tokens if descriptor else real
+                    key = real, padded, mode.name
                     hits[key] = hits.get(key, 0) + count
         cells = [Cell(*key, count) for key, count in hits.items()]
         return sorted(cells, key=lambda cell: [-1 if n is None else n for n in cell[:2]])
@@ -234,28 +160,21 @@ class DispatchStatistics:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain data, for JSON."""
         with self._lock:
-            graphs = self._graphs()
-            reasons = []
-            for (mode, reason), fallback in self._fallbacks.items():
-                counted = {"mode": mode, "reason": reason.value, "hits": fallback.count}
-                reasons.append({**counted, **fallback.as_dict(), "detail": fallback.detail})
+            total, reasons, modes = self._counts.total(), [], dict.fromkeys(_ORDER, 0)
+            for (name, reason), steps in self._counts.fallbacks.items():
+                counted = {"mode": name, "reason": reason.value, "hits": steps.hits}
+                reasons.append({**counted, **steps.span, "detail": steps.detail})
+            for (mode, _), steps in self._graphs():
+                modes[mode] += steps.hits
             return {
                 "steps": self.steps,
-                "real_tokens": int(sum(graph.real for graph in graphs)),
-                "padded_tokens": int(sum(graph.ran for graph in graphs)),
+                "real_tokens": int(total.real),
+                "padded_tokens": int(total.ran),
                 "padding_share": self.padding_share,
-                "modes": {
-                    mode.name: sum(graph.hits for graph in graphs if graph.mode is mode)
-                    for mode in (FULL, PIECEWISE, NONE)
-                },
+                "modes": {mode.name: hits for mode, hits in modes.items()},
                 "cells": [cell._asdict() for cell in self.cells()],
                 "reasons": reasons,
             }
-
-    def _is_ready(self, graph: _Graph) -> bool:
-        if self._exists is None or graph.descriptor is None:
-            return True
-        return self._exists(graph.mode, graph.descriptor)
 
     def rows(self) -> list[StatisticsRow]:
         """Return a row for each graph, with hits or not; then one for each mode and reason.
@@ -265,22 +184,20 @@ class DispatchStatistics:
         exist serves no batches, ``""``, unless it has hits.
         """
         with self._lock:
-            graphs = self._graphs()[:-1]
-            ready = [self._is_ready(graph) for graph in graphs]
-            batches = _served([graph.descriptor for graph in graphs if graph.descriptor], ready)
+            graphs = [(mode, key, steps) for (mode, key), steps in self._graphs() if key]
+            ready = [self._exists is None or self._exists(*graph[:2]) for graph in graphs]
+            batches = _served([key for _, key, _ in graphs], ready)
             rows = []
             pairs = zip(graphs, batches, ready, strict=True)
-            for graph, served, exists in sorted(pairs, key=lambda pair: _order(pair[0])):
-                served = served if exists or graph.hits else ""
-                counts = graph.hits, int(graph.real), int(graph.ran)
-                rows.append(StatisticsRow(served, graph.mode.name, graph.descriptor, *counts))
-            for (mode, reason), fallback in self._fallbacks.items():
-                served, real = _span(fallback.least, fallback.most, "token"), int(fallback.real)
-                rows.append(
-                    StatisticsRow(
-                        served, mode, None, fallback.count, real, real, reason, fallback.detail
-                    )
-                )
+            for graph, served, exists in sorted(pairs, key=lambda pair: _order(*pair[0][:2])):
+                mode, key, steps = graph
+                served = served if exists or steps.hits else ""
+                counts = steps.hits, int(steps.real), int(steps.ran)
+                rows.append(StatisticsRow(served, mode.name, key, *counts))
+            for (name, reason), steps in self._counts.fallbacks.items():
+                served, real = _span(steps.least, steps.most, "token"), int(steps.real)
+                why = reason, steps.detail
+                rows.append(StatisticsRow(served, name, None, steps.hits, real, real, *why))
         return rows
 
     def coverage(self) -> str:
@@ -300,7 +217,7 @@ class DispatchStatistics:
                 if row.reason is not None:
                     reason = f"{row.reason.value}: {row.detail}"
                 else:
-                    padding = f"{1 - row.real / row.ran:.1%}" if row.hits else "-"
+                    padding = f"{padding_of(row.real, row.ran):.1%}" if row.hits else "-"
                 graph = "-" if row.graph is None else str(row.graph)
                 table.append((row.batches, row.mode, graph, padding, str(row.hits), reason))
             total, share = self.steps, self.padding_share
@@ -310,13 +227,11 @@ class DispatchStatistics:
         return "\n".join([*lines, absent] if absent else lines)
 
 
-def _order(graph: _Graph) -> tuple[Any, ...]:
+def _order(mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[Any, ...]:
     """FULL first, as in dispatch; kinds together, smallest first."""
-    key = graph.descriptor
-    assert key is not None
     kind = (key.query_len or 0, key.max_query_len or 0)
     variant = (key.has_lora, key.num_active_loras, str(key.extra))
-    return (graph.mode is PIECEWISE, variant, kind, key.num_tokens)
+    return (mode is PIECEWISE, variant, kind, key.num_tokens)
 
 
 def absent_text(graphs: Iterable[tuple[str, str]]) -> str:
