@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cgcompile.encoder.packing import Costs
 from cgcompile.errors import EncoderError
-from cgcompile.serving.sizes import checked_histogram, fit_sizes, require_limit, round_sizes
+from cgcompile.ladders import checked_histogram, fit_sizes, require_limit, round_sizes
 from cgcompile.settings import checked_last, require, require_arguments, whole
 
 TokenBudgets = Sequence[int] | Mapping[str, Sequence[int]]

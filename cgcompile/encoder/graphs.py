@@ -54,9 +54,9 @@ from cgcompile.graphs.memory import measure_captures, most_that_fit
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.reads import modules_of
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad
+from cgcompile.ladders import rank_sizes
 from cgcompile.passes.nodes import raised_at
 from cgcompile.reasons import Reason
-from cgcompile.serving.sizes import rank_sizes
 from cgcompile.settings import require_arguments, require_kind
 
 log = logging.getLogger(__name__)

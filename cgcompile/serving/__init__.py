@@ -11,6 +11,7 @@ from cgcompile.lazy import export_lazily
 if TYPE_CHECKING:
     from cgcompile.graphs.memory import GraphMemory
     from cgcompile.graphs.pinned_buffers import HostStaging
+    from cgcompile.ladders import FittedSizes, checked_sizes, fit_sizes, padding_share, round_sizes
     from cgcompile.serving.batch import Batch, GraphHooks, Metadata
     from cgcompile.serving.buffers import InputBuffer, StaticInputs
     from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, is_uniform_decode
@@ -18,16 +19,7 @@ if TYPE_CHECKING:
     from cgcompile.serving.memory_plan import MemoryPlan
     from cgcompile.serving.plan import Axis, LoraCases
     from cgcompile.serving.ranks import Agreement
-    from cgcompile.serving.sizes import (
-        FittedSizes,
-        capture_sizes,
-        checked_sizes,
-        decode_sizes,
-        fit_sizes,
-        get_cudagraph_sizes,
-        padding_share,
-        round_sizes,
-    )
+    from cgcompile.serving.sizes import capture_sizes, decode_sizes, get_cudagraph_sizes
     from cgcompile.serving.statistics import DispatchStatistics
 
 __all__ = [
@@ -63,6 +55,7 @@ if not TYPE_CHECKING:
         {
             "graphs.memory": "GraphMemory",
             "graphs.pinned_buffers": "HostStaging",
+            "ladders": "FittedSizes checked_sizes fit_sizes padding_share round_sizes",
             "serving.batch": "Batch GraphHooks Metadata",
             "serving.buffers": "InputBuffer StaticInputs",
             "serving.dispatcher": "CudagraphDispatcher Dispatched is_uniform_decode",
@@ -70,10 +63,7 @@ if not TYPE_CHECKING:
             "serving.memory_plan": "MemoryPlan",
             "serving.plan": "Axis LoraCases",
             "serving.ranks": "Agreement",
-            "serving.sizes": (
-                "FittedSizes capture_sizes checked_sizes decode_sizes fit_sizes "
-                "get_cudagraph_sizes padding_share round_sizes"
-            ),
+            "serving.sizes": "capture_sizes decode_sizes get_cudagraph_sizes",
             "serving.statistics": "DispatchStatistics",
         },
     )

@@ -41,6 +41,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import check_debug
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.ladders import padding_table
 from cgcompile.locks import new_lock, owns_lock
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
@@ -63,7 +64,7 @@ from cgcompile.serving.memory_plan import (
 )
 from cgcompile.serving.plan import FULL, NONE, PIECEWISE, Planned, is_decode, largest, sets_of
 from cgcompile.serving.ranks import Agreement, together
-from cgcompile.serving.sizes import capture_sizes, padding_table
+from cgcompile.serving.sizes import capture_sizes
 from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.settings import (
     LARGEST_ROWS,

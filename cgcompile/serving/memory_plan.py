@@ -24,11 +24,11 @@ from cgcompile.graphs.device import no_device
 from cgcompile.graphs.memory import GraphMemory, measure_captures, memory_of, most_that_fit
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.ladders import rank_sizes
 from cgcompile.registry import growth_of
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.buffers import Outputs
 from cgcompile.serving.plan import Planned, kind_of, sets_of
-from cgcompile.serving.sizes import rank_sizes
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 from lib.oracles import least_ladder_cost
 
 from cgcompile.errors import SizesError
-from cgcompile.serving.sizes import (
-    FittedSizes,
-    capture_sizes,
-    fit_sizes,
-    padded_size,
-    padding_share,
-    round_sizes,
-)
+from cgcompile.ladders import FittedSizes, fit_sizes, padded_size, padding_share, round_sizes
+from cgcompile.serving.sizes import capture_sizes
 
 Histogram = dict[int, int]
 Measure = Callable[[int], float]

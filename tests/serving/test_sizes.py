@@ -8,17 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgcompile.errors import SizesError
+from cgcompile.ladders import checked_sizes, padded_size, padding_share, padding_table, round_sizes
 from cgcompile.modes import CUDAGraphMode
-from cgcompile.serving.sizes import (
-    capture_sizes,
-    checked_sizes,
-    decode_sizes,
-    get_cudagraph_sizes,
-    padded_size,
-    padding_share,
-    padding_table,
-    round_sizes,
-)
+from cgcompile.serving.sizes import capture_sizes, decode_sizes, get_cudagraph_sizes
 
 FULL, DECODE_ONLY = CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY
 BY_8 = (1, 2, 4, *range(8, 256, 8))
