@@ -234,18 +234,20 @@ def who_captures_elsewhere() -> object:
 Attempt = tuple[Fallback | None, Any]  # (None, result) of a step that ran; else (reason, None)
 
 
-def retry_while_busy(attempt: Callable[..., Attempt], *args: Any) -> Attempt:
-    """Return ``attempt(*args)``; repeat it after other threads' captures, for some seconds."""
-    # It may take locks, but must not wait for a capture inside of them: others need them, too.
-    result = attempt(*args)
-    if result[0] is None:
-        return result
+def ends_of_captures() -> Iterator[None]:
+    """Yield whenever the captures of other threads have ended, for some seconds."""
+    # Hold no lock meanwhile that those captures may want.
     until = time.monotonic() + _PATIENCE
-    while result[0] is not None and result[0].reason is Reason.CAPTURE_BUSY:
-        left = until - time.monotonic()
-        if left <= 0 or not _lock.acquire(timeout=left):
-            break
+    while (left := until - time.monotonic()) > 0 and _lock.acquire(timeout=left):
         _lock.release()
+        yield
+
+
+def after_other_captures(result: Attempt, attempt: Callable[..., Attempt], *args: Any) -> Attempt:
+    """Return ``result``; while it is CAPTURE_BUSY, attempt again, for some seconds."""
+    for _ in ends_of_captures() if result[0] is not None else ():
+        if result[0] is None or result[0].reason is not Reason.CAPTURE_BUSY:
+            break
         result = attempt(*args)
     return result
 

@@ -8,10 +8,9 @@ returns is built from these wrappers and does the copying; use one directly for 
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from threading import get_ident
 from types import MappingProxyType
 from typing import Any
 
@@ -24,36 +23,25 @@ from cgcompile.context import (
     ForwardContext,
     callers_context,
     context_of_capture,
-    current_forward_context,
 )
 from cgcompile.errors import (
     CaptureBusyError,
     CaptureError,
     DispatchError,
     GradientError,
-    GuardError,
 )
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.breaks import TouchedMemory
 from cgcompile.graphs.capture import (
-    Attempt,
     SameStorages,
     capture,
-    prepares_graphs,
     releasing,
-    retry_while_busy,
     weight_name,
     weights_of,
 )
 from cgcompile.graphs.contract import Contract
-from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
-from cgcompile.graphs.eligibility import (
-    GRADIENTS,
-    why_never_captured,
-    why_not_captured_yet,
-    why_not_in,
-)
+from cgcompile.graphs.eligibility import GRADIENTS, why_not_in
 from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
@@ -67,16 +55,15 @@ from cgcompile.graphs.results import (
     track_result,
 )
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
+from cgcompile.graphs.steps import RunPlain, StepTable
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
-from cgcompile.locks import new_lock
 from cgcompile.reasons import Counters, Fallback, Reason
 from cgcompile.settings import checked_but, require_callable, require_fields
 
 log = logging.getLogger(__name__)
 
-_MAX_REFUSALS = 2  # captures of a batch; the first may meet what the first step creates
 _TOO_MANY_FIELDS = "an argument has too many fields to compare before each replay"
 
 Key = tuple[CUDAGraphMode, BatchDescriptor]
@@ -282,6 +269,87 @@ def _fallback_or_raise(error: CaptureError) -> Fallback:
     return Fallback(Reason.CAPTURE_FAILED, text)
 
 
+class _WrapperCall:
+    """A call of a wrapper, under the mode and the descriptor of its forward context."""
+
+    __slots__ = ("_args", "_compared", "_kwargs", "_wrapper", "descriptor", "key")
+
+    key: Key
+    descriptor: BatchDescriptor
+
+    def __init__(
+        self, wrapper: "CUDAGraphWrapper", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._wrapper, self._args, self._kwargs = wrapper, args, kwargs
+        self._compared = args, kwargs  # passed as at the capture
+
+    def enter(self, context: ForwardContext | None) -> None:
+        wrapper = self._wrapper
+        why = why_not_in(context, wrapper._modes, wrapper.name)
+        if why is not None:
+            raise RunPlain(why)
+        assert context is not None
+        assert context.batch_descriptor is not None
+        self.descriptor = context.batch_descriptor
+        self.key = context.cudagraph_runtime_mode, self.descriptor
+
+    def compare(self, step: CUDAGraphEntry) -> None:
+        args, kwargs, guard = self._args, self._kwargs, step.guard
+        if gradients_due(step.needs_grad, args, kwargs):
+            raise RunPlain(GRADIENTS)
+        if guard is not None and not guard.has_form(args, kwargs):
+            args, kwargs = guard.in_form(self._wrapper.unwrap(), args, kwargs)
+        step.check(args, kwargs, self._wrapper.name)
+        self._compared = args, kwargs
+
+    def replay(self, step: CUDAGraphEntry) -> Any:
+        args, kwargs = self._compared
+        result = step.result(args, kwargs)  # first: raises where a graph would write freed memory
+        step.sequence.replay(self._compared)
+        return result
+
+    def check_fit(self) -> None:
+        wrapper, args, kwargs = self._wrapper, self._args, self._kwargs
+        wrapper._check_fit(args, kwargs)
+        needs_grad = holds_parameters_with_grad(wrapper.runnable)
+        needs_grad = needs_grad or self.descriptor in wrapper._grads
+        if gradients_due(needs_grad, args, kwargs):
+            raise RunPlain(GRADIENTS)
+
+    def record(self) -> tuple[CUDAGraphEntry, Any]:
+        wrapper, descriptor = self._wrapper, self.descriptor
+        pool, timeline = wrapper.pool, wrapper.timeline
+        assert pool is not None
+        with timeline.record_capture(pool, wrapper.name, self.key[0], descriptor) as ended:
+            why, captured = GRADIENTS, None
+            try:
+                captured = wrapper.record(descriptor, self._args, self._kwargs, wait=False)
+            except CaptureError as error:
+                why = _fallback_or_raise(error)
+            if captured is not None and captured.refused is None:
+                result = captured.run()
+                ended(captured.entry.sequence)
+                if wrapper.step_table.debug:
+                    arguments = compat.tree_tensors((self._args, self._kwargs))
+                    result = track_result(result, wrapper._track(descriptor), arguments)
+                return captured.entry, result
+            if captured is not None:
+                why = Fallback(Reason.CAPTURE_FAILED, str(captured.refused).splitlines()[0])
+            ended(why.detail)
+        if why.reason is Reason.GRADIENTS:
+            wrapper._grads.add(descriptor)
+        raise RunPlain(why, *([] if captured is None else [captured.result]))
+
+    def plain(self) -> Any:
+        return self._wrapper.runnable(*self._args, **self._kwargs)
+
+    def expire(self) -> None:
+        pool = self._wrapper.pool
+        assert pool is not None
+        for owner in {None, self._wrapper._owner(self.descriptor)}:
+            pool.stale.expire(owner, compat.tree_tensors(self._compared))
+
+
 class CUDAGraphWrapper(Transparent):
     """A callable that is captured once per batch descriptor and replayed after.
 
@@ -353,22 +421,22 @@ class CUDAGraphWrapper(Transparent):
         self.config = CompilationConfig() if config is None else config
         self.runtime_mode = runtime_mode
         self.options = CUDAGraphOptions() if cudagraph_options is None else cudagraph_options
-        self.timeline, self.closed = Timeline(self.config.warn_fallbacks), False
+        self.timeline = Timeline(self.config.warn_fallbacks)
         self.remedy = "clear_graphs()"  # what drops its graphs, in messages; its owner may set it
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
-        # One entry each, or with on_input_change="recapture" several, the one used last first.
-        self._entries: dict[Key, list[CUDAGraphEntry]] = {}
-        self._refused: dict[Key, list[str]] = {}
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
-        self._lock = new_lock()
         self._shares_pool = pool is not None
         self._pool, self._guarded = pool, guarded
-        self._thread = StepThread() if pool is None else pool.thread
-        self.returns_views = True
-        self._debug = self.config.debug and guarded
-        check_debug(self._debug)
+        thread = StepThread() if pool is None else pool.thread
+        steps: StepTable[Key, CUDAGraphEntry] = StepTable(
+            self.name, self.config, self.timeline, thread
+        )
+        self.step_table = steps
+        steps.debug = self.config.debug and guarded
+        check_debug(steps.debug)
         if pool is not None:
+            steps.device = pool.where
             pool.add_user(self)
 
     # -------------------------------------------------------------- a call
@@ -388,157 +456,36 @@ class CUDAGraphWrapper(Transparent):
             HostValueChangedError: an input has another value, layout or structure.
             BaseException: what ``runnable`` raised, unchanged; no graph is kept then.
         """
-        try:
-            return self._dispatch(callers_context(), args, kwargs)
-        except BaseException as error:
-            self.timeline.failed(error)
-            raise
+        return self.step_table.run(_WrapperCall(self, args, kwargs))
 
-    def _dispatch(
-        self, context: ForwardContext | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        present = current_forward_context() if context is None else context
-        if present is not None and present.inputs_ready is not None:
-            wait_for_inputs(present.inputs_ready, None if self._pool is None else self._pool.where)
-        why = why_not_in(context, self._modes, self.name)
-        if why is None:
-            assert context is not None
-            assert context.batch_descriptor is not None
-            key = context.cudagraph_runtime_mode, context.batch_descriptor
-            why, result = retry_while_busy(self._with_graphs, key, args, kwargs)
-        return result if why is None else self._plain(why, partial(self.runnable, *args, **kwargs))
-
-    def _with_graphs(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
-        """Replay or capture; return (None, result), or why the step is to run plain and None."""
-        with self._lock:
-            entries = self._entries.get(key)
-            if not entries:
-                return self._capture_unless_refused(key, args, kwargs)
-            if gradients_due(entries[0].needs_grad, args, kwargs):
-                return GRADIENTS, None
-            try:
-                args, kwargs = self._compared(entries[0], args, kwargs)
-            except GuardError as error:
-                return self._changed(error, key, args, kwargs)
-            return None, self._replay(entries[0], args, kwargs)
-
-    def _compared(
-        self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, passed as at the capture; raise GuardError if they differ."""
-        if entry.guard is not None and not entry.guard.has_form(args, kwargs):
-            args, kwargs = entry.guard.in_form(self.unwrap(), args, kwargs)
-        entry.check(args, kwargs, self.name)
-        return args, kwargs
-
-    def _plain(self, why: Fallback, run: Callable[[], Any]) -> Any:
-        """Return ``run()``, a step without a graph, and count that; with ``strict`` raise."""
-        if self.config.strict and why.reason not in self.timeline.expected:
-            raise DispatchError.strict(what=self.name, why=why)
-        result = run()
-        self.timeline.plain(why)
-        return result
-
-    def _changed(
-        self, error: GuardError, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Attempt:
-        """Follow ``on_input_change``: ``error`` refused the entry that was used last."""
-        chosen, most = self.config.on_input_change, self.config.max_captured_shapes
-        if chosen == "eager":
-            return Fallback(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
-        if chosen != "recapture":
-            raise error
-        entries = self._entries[key]
-        for index, entry in enumerate(entries):
-            try:
-                args, kwargs = self._compared(entry, args, kwargs)
-            except GuardError:
-                continue
-            entries.insert(0, entries.pop(index))
-            return None, self._replay(entry, args, kwargs)
-        if len(self.entries) >= most:
-            detail = f"{most} steps are captured (max_captured_shapes); on_input_change"
-            return Fallback(Reason.TOO_MANY_SHAPES, detail), None
-        return self._capture_unless_refused(key, args, kwargs)
-
-    # -------------------------------------------------------------- record
-
-    def _capture_unless_refused(
-        self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Attempt:
-        """Capture a step that has no graph, unless a reason forbids it."""
-        descriptor = key[1]
-        why = why_never_captured(self.closed, descriptor) or why_not_captured_yet()
-        why = why or self._unfit(args, kwargs)
-        if why is not None:
-            return why, None
-        refusals = self._refused.get(key, [])
-        if len(refusals) >= _MAX_REFUSALS:
-            return Fallback(Reason.CAPTURE_FAILED, refusals[-1]), None
-        needs_grad = holds_parameters_with_grad(self.runnable) or descriptor in self._grads
-        if gradients_due(needs_grad, args, kwargs):
-            return GRADIENTS, None
-        return self._capture(key, args, kwargs)
-
-    def _unfit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fallback | None:
-        """Return why a step with these inputs is not captured; create the pool on first use."""
+    def _check_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check that a step with these inputs can be captured; create the pool on first use."""
         devices = devices_of(self.runnable, args, kwargs)
         if len(devices) > 1:
             detail = f"tensors are on {', '.join(map(str, devices))}; a graph holds one device"
-            return Fallback(Reason.OTHER_DEVICE, detail)
+            raise RunPlain(Fallback(Reason.OTHER_DEVICE, detail))
         if self._pool is None:
             device = capture_device(devices[0], self.config.capture_device)
             if device is None:
-                return no_device(devices[0])
+                raise RunPlain(no_device(devices[0]))
             self._pool = GraphPool(device)
-            self._pool.thread = self._thread
+            self._pool.thread = self.step_table.thread
             self._pool.add_user(self)
+            self.step_table.device = self._pool.where
         if self.config.on_input_change == "copy":
             raise DispatchError.cannot_copy(what=self.name)
         if self._pool.aliases_results(compat.tree_tensors((args, kwargs))):
-            return Fallback(Reason.UNSUPPORTED_INPUT, RESULT_AS_INPUT)
+            raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, RESULT_AS_INPUT))
         if self._guarded:
             try:
                 fields = FieldsGuard.of(args, kwargs, self._pool.device.tensor_type)
             except CaptureError as error:
-                return Fallback(Reason.UNSUPPORTED_INPUT, str(error).splitlines()[0])
+                why = Fallback(Reason.UNSUPPORTED_INPUT, str(error).splitlines()[0])
+                raise RunPlain(why) from None
             if fields is not None and not fields.complete:
-                return Fallback(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS)
-        return None
+                raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS))
 
-    def _capture(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attempt:
-        """Capture and run the step; it runs plain where a graph cannot repeat it."""
-        assert self._pool is not None
-        mode, descriptor = key
-        self._thread.admit(self.name, claim=self.returns_views and not prepares_graphs())
-        if self._debug:
-            self._expire(descriptor, args, kwargs)
-        with self.timeline.record_capture(self._pool, self.name, mode, descriptor) as ended:
-            why, captured = GRADIENTS, None
-            try:
-                captured = self.record(descriptor, args, kwargs, wait=False)
-            except CaptureError as error:
-                why = _fallback_or_raise(error)
-            if captured is not None and captured.refused is None:
-                result = captured.run()
-                self.keep(captured.entry, mode)
-                ended(captured.entry.sequence)
-                if self._debug:
-                    arguments = compat.tree_tensors((args, kwargs))
-                    result = track_result(result, self._track(descriptor), arguments)
-                self.timeline.captured()
-                return None, result
-            if captured is not None:
-                why = Fallback(Reason.CAPTURE_FAILED, str(captured.refused).splitlines()[0])
-            ended(why.detail)
-        if why.reason is Reason.GRADIENTS:
-            self._grads.add(descriptor)
-        elif why.reason is Reason.CAPTURE_FAILED:
-            self._refused.setdefault(key, []).append(why.detail)
-        if captured is None:
-            return why, None
-        result = captured.result  # the step ran while it was captured
-        return None, self._plain(why, lambda: result)
+    # -------------------------------------------------------------- record
 
     def record(
         self,
@@ -585,7 +532,7 @@ class CUDAGraphWrapper(Transparent):
             entry = CUDAGraphEntry(descriptor, sequence, output, None, None, False, context=read)
         else:
             weights = WeightsGuard(self.unwrap(), tensor_type, self.remedy)
-            track = self._track(descriptor) if self._debug else None
+            track = self._track(descriptor) if self.step_table.debug else None
             reads_grad &= not torch.is_grad_enabled()  # where the result has shown it
             entry = CUDAGraphEntry(
                 descriptor,
@@ -669,9 +616,7 @@ class CUDAGraphWrapper(Transparent):
 
     def keep(self, entry: CUDAGraphEntry, mode: CUDAGraphMode | None = None) -> None:
         """Let later calls of the entry's descriptor replay it, in the wrapper's mode or another."""
-        key = (mode or self.runtime_mode, entry.batch_descriptor)
-        with self._lock:
-            self._entries.setdefault(key, []).insert(0, entry)
+        self.step_table.keep((mode or self.runtime_mode, entry.batch_descriptor), entry)
 
     # -------------------------------------------------------------- replay
 
@@ -693,16 +638,6 @@ class CUDAGraphWrapper(Transparent):
         self.timeline.replayed()
         return entry.output
 
-    def _replay(self, entry: CUDAGraphEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._thread.ident != get_ident():
-            self._thread.admit(self.name, claim=self.returns_views and not prepares_graphs())
-        if self._debug:
-            self._expire(entry.batch_descriptor, args, kwargs)
-        result = entry.result(args, kwargs)  # first: raises where a graph would write freed memory
-        entry.sequence.replay((args, kwargs))
-        self.timeline.replayed()
-        return result
-
     def _poisoning(self) -> Callable[[Sequence[Any]], None] | None:
         """Return what poisons before each replay; it holds the pool, not the wrapper: no cycle."""
         pool = self._pool
@@ -716,19 +651,29 @@ class CUDAGraphWrapper(Transparent):
         """Return whose next replay overwrites the results of a descriptor; None for any replay."""
         return None if self.options.weak_ref_output else (id(self), descriptor)
 
-    def _expire(
-        self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Make results raise that the graph of a descriptor is about to overwrite."""
-        assert self._pool is not None
-        for owner in {None, self._owner(descriptor)}:
-            self._pool.stale.expire(owner, compat.tree_tensors((args, kwargs)))
-
     def _track(self, descriptor: BatchDescriptor) -> Track:
         """Return what makes the results of a descriptor raise once they are stale."""
         assert self._pool is not None
         owner, what = self._owner(descriptor), f"{self.name}, {descriptor}"
         return partial(self._pool.stale.track, owns=self._pool.holds, owner=owner, what=what)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it captures nothing any more."""
+        return self.step_table.closed
+
+    @closed.setter
+    def closed(self, closed: bool) -> None:
+        self.step_table.closed = closed
+
+    @property
+    def returns_views(self) -> bool:
+        """Whether callers read results in memory of the pool after a step."""
+        return self.step_table.returns_views
+
+    @returns_views.setter
+    def returns_views(self, views: bool) -> None:
+        self.step_table.returns_views = views
 
     # -------------------------------------------------------------- what is captured
 
@@ -739,23 +684,23 @@ class CUDAGraphWrapper(Transparent):
         Of a wrapper that serves two modes, PIECEWISE hides FULL; with ``on_input_change`` set to
         ``"recapture"`` this is the entry that was used last.
         """
-        entries = [*self._entries.items()]  # other threads may capture meanwhile
+        entries = [*self.step_table.steps.items()]  # other threads may capture meanwhile
         ordered = sorted(entries, key=lambda item: -self._modes.index(item[0][0]))
         return MappingProxyType({key[1]: values[0] for key, values in ordered if values})
 
     @property
     def entries(self) -> tuple[CUDAGraphEntry, ...]:
         """All entries, of whatever mode and descriptor."""
-        return tuple([entry for entries in [*self._entries.values()] for entry in entries])
+        return tuple([entry for entries in [*self.step_table.steps.values()] for entry in entries])
 
     def entry_of(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> CUDAGraphEntry | None:
         """Return the entry of a batch in a runtime mode that was used last, or None."""
-        entries = self._entries.get((mode, batch))
+        entries = self.step_table.steps.get((mode, batch))
         return entries[0] if entries else None
 
     def entries_of(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> list[CUDAGraphEntry]:
         """Return all entries of a batch in a runtime mode, the one used last first."""
-        return [*self._entries.get((mode, batch), ())]
+        return [*self.step_table.steps.get((mode, batch), ())]
 
     @property
     def pool(self) -> GraphPool | None:
@@ -789,15 +734,14 @@ class CUDAGraphWrapper(Transparent):
             >>> step = cgcompile.CUDAGraphWrapper(nn.Linear(8, 8))
             >>> step.allow_threads()
         """
-        self._thread.allow()
+        self.step_table.thread.allow()
 
     # -------------------------------------------------------------- clear
 
     def clear_graphs(self) -> None:
         """Drop the graphs of this wrapper. The next call of a descriptor captures again."""
-        with self._lock:
-            self._entries.clear()
-            self._refused.clear()
+        with self.step_table.lock:
+            self.step_table.clear()
             if self._pool is not None:
                 self._pool.generation += 1
                 if not self._shares_pool:
@@ -805,8 +749,7 @@ class CUDAGraphWrapper(Transparent):
 
     def drop(self, entry: CUDAGraphEntry) -> None:
         """Drop one entry, if it was kept: its step was not finished."""
-        with self._lock, suppress(ValueError):
-            self._entries.get((self.runtime_mode, entry.batch_descriptor), []).remove(entry)
+        self.step_table.drop((self.runtime_mode, entry.batch_descriptor), entry)
 
     def clear_all_graphs(self) -> None:
         """Drop the graphs of all wrappers that share this one's pool, and the pool's memory.

@@ -36,7 +36,7 @@ from cgcompile.context import (
     override_forward_context,
 )
 from cgcompile.errors import DispatchError, GuardError
-from cgcompile.graphs.capture import Attempt, prepares_graphs, releasing, retry_while_busy
+from cgcompile.graphs.capture import Attempt, after_other_captures, prepares_graphs, releasing
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.device import any_capture, capture_device
 from cgcompile.graphs.eligibility import GRADIENTS, IN_REGION, INSIDE_CAPTURE
@@ -216,7 +216,9 @@ class CompiledGraph:
         mode = self._dispatch.mode_for(context)
         if isinstance(mode, Fallback):
             return mode, None
-        return retry_while_busy(self._find, mode, context, inputs)
+        return after_other_captures(
+            self._find(mode, context, inputs), self._find, mode, context, inputs
+        )
 
     def _refuse_replaced(self) -> None:
         """Raise where another graph would record weights that the model no longer has."""
