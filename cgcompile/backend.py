@@ -80,13 +80,13 @@ class Backend(Registry):
         if self.config.splitting == "fx":  # else nothing is traced
             compat.watch_dynamo()
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
-        self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # of Dynamo's traces
+        self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # one per trace of Dynamo
         self._pieces = PieceCache(self.config)
         if self.config.small_batch_kernels or self.config.decode_attention:
             load_triton()
-        self._floats: dict[Any, float] = {}  # of callers, see :func:`compat.varied_floats`
+        self._floats: dict[Any, float] = {}  # floats seen, see :func:`compat.varied_floats`
         self._unmet: UnmetOps | None = None
-        self._differences: dict[int, list[Fallback]] = {}  # by Dynamo's frame: why not to pad
+        self._differences: dict[int, list[Fallback]] = {}  # Dynamo frame -> why not to pad
 
     def __reduce__(self) -> Any:
         return type(self), (self.config,)  # a copy has compiled nothing yet

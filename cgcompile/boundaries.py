@@ -155,10 +155,10 @@ def in_eager_region(node: fx.Node) -> bool:
 
 
 class _Table:
-    """Entries by what they match: names of ops, functions, name patterns, predicates."""
+    """Entries by kind of match: op name, function, name pattern, predicate."""
 
     def __init__(self) -> None:
-        self.exact: dict[Any, SplittingOp] = {}  # by the name of an op, or the function
+        self.exact: dict[Any, SplittingOp] = {}  # op name or function -> entry
         # By the op of aten that is called: functions, and ops that are declared with all overloads.
         self.called: dict[str, SplittingOp] = {}
         self.packets: dict[str, SplittingOp] = {}
@@ -252,7 +252,7 @@ class Boundaries:
             yield from table
 
     def without_builtin(self) -> "Boundaries":
-        """Return the registry with the user's entries alone."""
+        """Return a registry with only the user's entries."""
         users = copy(self)
         users._tables = (self._tables[0], _Table())
         return users
@@ -323,7 +323,7 @@ class UnmetOps:
                 self._seen.add(compat.aten_name(node.target) or target_name(node.target))
 
     def warn_once(self) -> None:
-        """Warn once of those in no graph so far; called when the first graph is captured."""
+        """Warn once of declared ops in no graph so far; called when the first graph is captured."""
         if self._warned:
             return
         self._warned = True

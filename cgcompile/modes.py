@@ -65,7 +65,7 @@ class CUDAGraphMode(enum.Enum):
         return CUDAGraphMode(self.value[0]) if self.separate_routine() else self
 
     def mixed_mode(self) -> "CUDAGraphMode":
-        """Return the runtime mode of all other batches."""
+        """Return the runtime mode of batches that are not uniform decode."""
         return CUDAGraphMode(self.value[1]) if self.separate_routine() else self
 
     def has_mode(self, mode: "CUDAGraphMode") -> bool:

@@ -44,13 +44,13 @@ class Registry:
         self.config = config
         self.untraced: weakref.WeakSet[CUDAGraphWrapper] = weakref.WeakSet()
         self._graphs: list[tuple[weakref.ref[CompiledGraph], Timeline]] = []
-        self._ended = Counters()  # of graphs that were freed
+        self._ended = Counters()  # counts of graphs that were freed
         self._traces: weakref.WeakSet[Any] = weakref.WeakSet()
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_compilations = 0
         self._capture_closed = self._threads_allowed = False
         self._not_compiled: list[str] = []
-        self.timeline = Timeline(config.warn_fallbacks)  # of calls that reach no graph
+        self.timeline = Timeline(config.warn_fallbacks)  # calls that reach no compiled graph
 
     def remember(self, traces: Any) -> None:
         """Register the traces of a compiled model, for :meth:`invalidate` to clear."""
@@ -61,7 +61,7 @@ class Registry:
         self._managers.add(manager)
 
     def compare_bound(self) -> None:
-        """Compare the tensors that traces have bound at their next call; drop those of others."""
+        """Make the next call of each trace compare the tensors that it has bound."""
         for traces in tuple(self._traces):
             traces.compare_bound()
 
@@ -211,7 +211,7 @@ class Registry:
             manager.graphs_dropped()
 
     def _outside_of_steps(self) -> tuple[Any, ...]:
-        """Return the managers of the model; raise where this thread runs a step of one."""
+        """Return the managers of the model; raise if this thread runs a step of one."""
         managers = tuple(self._managers)
         for manager in managers:
             manager.refuse_inside()

@@ -76,7 +76,7 @@ def _shared_storages(gm: fx.GraphModule) -> list[list[fx.Node]]:
 
 
 def _piece(node: fx.Node) -> int:
-    """Return the number of a node's piece; -1 for inputs, a large one for the output."""
+    """Return the index of a node's piece: -1 for inputs, a large number for the output."""
     if node.op == "output":
         return 1 << 30
     assigned = placement(node)
@@ -84,7 +84,7 @@ def _piece(node: fx.Node) -> int:
 
 
 def _endangered_pieces(gm: fx.GraphModule, members: list[fx.Node]) -> set[int]:
-    """Return the captured pieces with a hazard of the note above, of the values in one storage."""
+    """Return the captured pieces with an alias hazard among the values of one storage."""
     keys = set(members)
     writers = {
         _piece(user)
@@ -94,7 +94,7 @@ def _endangered_pieces(gm: fx.GraphModule, members: list[fx.Node]) -> set[int]:
     }
     if not writers:
         return set()
-    readers = {  # of each value that is one tensor: the other pieces that use it
+    readers = {  # value that is one tensor -> the other pieces that use it
         node: {_piece(user) for user in node.users} - {_piece(node)}
         for node in members
         if len(tensors(value(node))) == 1
@@ -149,7 +149,7 @@ def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
 
 
 def _close_gaps(gm: fx.GraphModule) -> None:
-    """Number the pieces from 0, without those whose nodes were all sunk."""
+    """Renumber the pieces from 0; pieces whose nodes were all sunk are gone."""
     numbers: dict[int, int] = {}
     for node in gm.graph.nodes:
         assigned = placement(node)

@@ -40,7 +40,7 @@ _Fallbacks = dict[fx.Node, Fallback | None]
 
 @dataclass(frozen=True)
 class Placement:
-    """The piece of a node; the attributes are as those of ``Piece``."""
+    """The piece of a node; the attributes mean the same as in ``Piece``."""
 
     piece: int  # ascending along the graph
     capture: bool
@@ -62,7 +62,7 @@ class _Run:
 
     capture: bool
     nodes: list[fx.Node] = field(default_factory=list)
-    cut: bool = False  # from the captured run before, see Note [Cut for compilers]
+    cut: bool = False  # a captured run is before it, see Note [Cut for compilers]
 
 
 def assign_pieces(gm: fx.GraphModule, boundaries: Boundaries) -> None:

@@ -146,7 +146,7 @@ class PassRecord:
     difference: Mapping[str, int] = field(hash=False)
 
     def text(self, *, seconds: bool = True) -> str:
-        """Return one line; ``seconds=False`` leaves out the time, which differs between runs."""
+        """Return one line, without the time if ``seconds=False``: it differs between runs."""
         return table([self], seconds=seconds)
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ class PassRecord:
 
 @dataclass
 class Fusions:
-    """Texts: what of a graph an op of cgcompile computes now, and why not the rest."""
+    """Texts of a fusion pass: the matches it replaced, and why it left the others."""
 
     fused: list[str] = field(default_factory=list)
     unfused: list[str] = field(default_factory=list)
@@ -322,7 +322,7 @@ def calls_of(gm: fx.GraphModule) -> dict[fx.Node, _Call]:
 
 
 def fill_values(gm: fx.GraphModule, before: Mapping[fx.Node, _Call]) -> str | None:
-    """Give computing nodes the fake values that they have after a pass; return what failed."""
+    """Recompute the fake values of nodes after a pass; return the nodes that failed."""
     # Nodes that had no value before get none: Dynamo's own statements (entering autocast) have
     # none. Nodes in a state region (``vmap``) keep theirs. In a graph of new nodes alone, values
     # that the pass brought are kept.
@@ -359,7 +359,7 @@ class _Filler:
             free = symbols_of([old, *map(value, node.all_input_nodes)])
             trusted = node not in self._before or not is_torchs(node)
             if trusted or any(map(compat.is_unbacked, free)):
-                return None  # it may need what only tracing has
+                return None  # the op may need state of the tracer
             return f"node {node.name!r} fails on its new arguments: {error}"
         if new or not alike([result], [old]):
             node.meta["example_value"] = result
@@ -393,7 +393,7 @@ class _Filler:
 
 
 def _known_value(gm: fx.GraphModule, leaf: Any) -> Any:
-    """Return the fake value of a node, or the attribute that it reads; a constant as it is."""
+    """Return the fake value of a node, the attribute that it reads, or the constant itself."""
     if not isinstance(leaf, fx.Node):
         return leaf
     return attribute(gm, leaf) if leaf.op == "get_attr" else value(leaf)
@@ -409,7 +409,7 @@ def _leaves(*arguments: Any) -> list[Any]:
 def run_on_fakes(
     gm: fx.GraphModule, node: fx.Node, replaced: Mapping[fx.Node, Any] | None = None
 ) -> Any:
-    """Run a node under its autocast on fake values: of its arguments, or ``replaced`` ones."""
+    """Run a node under its autocast on the fake values of its arguments, or on ``replaced``."""
     known = replaced or {}
 
     def fake(argument: fx.Node) -> Any:
@@ -472,7 +472,7 @@ def _equal_or_unbacked(one: Any, other: Any) -> bool:
 # ---------------------------------------------------------------- outputs
 
 
-_UNKNOWN = object()  # of a node that has no fake value
+_UNKNOWN = object()  # stands for a missing fake value
 
 
 def _outputs_of(gm: fx.GraphModule) -> tuple[Any, ...]:
@@ -508,7 +508,7 @@ def _check_outputs(
 
 
 def _facts(output: Any, strided: bool) -> tuple[Any, list[Any]]:
-    """Return what must stay of an output: plain properties, sizes and strides, None if unused."""
+    """Return the properties that a pass must keep of an output; None if it is unused."""
     if not isinstance(output, torch.Tensor):
         return None, [output] if is_integer(output) else []
     numbers = [*output.shape]

@@ -45,7 +45,7 @@ _CAPTURABLE_COLLECTIVES = {"nccl", "rccl", "fake"}
 
 
 class Capturability:
-    """The predicate for the nodes of one graph, whose computing nodes have fake values."""
+    """Decides which nodes of one graph a CUDA graph can hold; nodes need fake values."""
 
     def __init__(
         self, gm: fx.GraphModule, boundaries: Boundaries, outer: Set[sympy.Symbol] = frozenset()
@@ -54,7 +54,7 @@ class Capturability:
         self._boundaries = boundaries
         self._bound = outer | bound_symbols(gm).keys()
         self.device = graph_device(gm)
-        self.matched: dict[fx.Node, SplittingOp] = {}  # of the nodes that were passed so far
+        self.matched: dict[fx.Node, SplittingOp] = {}  # nodes visited so far
 
     def why_not(self, node: fx.Node) -> Fallback | None:
         """Return why ``node`` cannot be captured, or None if it can."""
@@ -79,7 +79,7 @@ class Capturability:
 
     @staticmethod
     def _list_of_inputs(node: fx.Node) -> Fallback | None:
-        """Refuse what reads an input that is a list: compilers of pieces take tensors alone."""
+        """Refuse a node that reads a list input: compilers of pieces take only tensors."""
         for argument in node.all_input_nodes:
             held = value(argument)
             if argument.op == "placeholder" and compat.is_container(held):

@@ -43,7 +43,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class _Memory:
-    """The nodes of a graph by the storages of their values; while in use, it alone erases nodes."""
+    """Nodes of a graph by storage; nodes are erased only through it."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
@@ -140,7 +140,7 @@ class _Memory:
         return values
 
     def _view_over(self, view: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        """Return the value of a view over other memory; None if that has no equal view."""
+        """Return the value of a view over other memory; None if no equal view exists there."""
         if view.op not in COMPUTING or not is_known_view(view) or written(self._gm, view):
             return None
         before = tensors(value(view))
@@ -277,7 +277,7 @@ class EliminateClones(_Elimination):
 
 
 def _removable(gm: fx.GraphModule, boundaries: Boundaries | None) -> Iterator[fx.Node]:
-    """Yield calls of torch on a tensor that are no boundary, in order; a caller may erase one."""
+    """Yield torch calls on a tensor that are no boundary, in order; the caller may erase them."""
     for node in list(gm.graph.nodes):
         if node.op not in COMPUTING or not is_torchs(node) or in_eager_region(node):
             continue
@@ -292,7 +292,7 @@ def _removable(gm: fx.GraphModule, boundaries: Boundaries | None) -> Iterator[fx
 
 def _returns_its_argument(gm: fx.GraphModule, node: fx.Node) -> bool:
     if _dropout_is_off(node):
-        return True  # in place too
+        return True  # also for the in-place form
     if not is_known_view(node) or short_name(node.target) in _NOT_ITSELF or written(gm, node):
         return False
     return _same_tensor(value(node), value(node.args[0]))  # type: ignore[arg-type]
@@ -346,7 +346,7 @@ def _remove_copy(memory: _Memory, copy: fx.Node, source: fx.Node, filled: fx.Nod
 
 
 def _remove_filled(memory: _Memory, fill: fx.Node, target: fx.Node, source: fx.Node) -> None:
-    """As :func:`_remove_copy`, of memory that ``copy_`` fills before any other use."""
+    """Remove a buffer that ``copy_`` fills before any other use; see :func:`_remove_copy`."""
     if not is_allocation(target) or not is_torchs(target):
         return
     if memory.first_user(target) is fill and _remove_copy(memory, target, source, fill):

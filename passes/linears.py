@@ -32,10 +32,10 @@ class Linear(NamedTuple):
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
-    node: fx.Node  # its result: the product, or what follows it
+    node: fx.Node  # the result: the product, or the sum or activation after it
     scale: fx.Node | None = None  # N numbers, of a quantized weight
-    sources: frozenset[fx.Node] = frozenset()  # that compute the arguments of the product
-    inner: frozenset[fx.Node] = frozenset()  # from the product to the result
+    sources: frozenset[fx.Node] = frozenset()  # nodes that compute the arguments
+    inner: frozenset[fx.Node] = frozenset()  # nodes from the product to the result
 
 
 def linear_of(node: fx.Node) -> Linear | None:
@@ -51,7 +51,7 @@ def linear_of(node: fx.Node) -> Linear | None:
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """Return the user of a node that has one."""
+    """Return the only user of a node; None if it has several or none."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 

@@ -70,7 +70,7 @@ def running_line(frame: FrameType | None, until: CodeType) -> Line | None:
 
 
 def came_by_us(error: BaseException) -> bool:
-    """Return whether our code raised an error, or called what raised it."""
+    """Return whether the traceback of an error passes through cgcompile's own code."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_filename.startswith(_SKIPPED[1:]) for frame, _ in frames)
 
@@ -139,7 +139,7 @@ _RUN_ONCE_ON_THE_HOST = _words("""
 
 
 def value(node: fx.Node) -> Any:
-    """Return the fake value of a node: tensors, symbolic numbers, containers of them, or None."""
+    """Return a node's fake value: tensors, symbolic numbers, containers of both, or None."""
     return node.meta.get("example_value")
 
 
@@ -245,7 +245,7 @@ def subgraphs(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
 
 
 def attribute(gm: torch.nn.Module, node: fx.Node) -> Any:
-    """Return what a ``get_attr`` node reads."""
+    """Return the attribute that a ``get_attr`` node reads."""
     return attrgetter(str(node.target))(gm)
 
 
@@ -262,7 +262,7 @@ def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
 
 
 def surely_written(node: fx.Node) -> list[fx.Node]:
-    """Return the argument nodes whose tensors an op of torch, or one with a schema, writes."""
+    """Return the argument nodes that an op writes, as torch or its schema declares."""
     # Exact for ops with a schema; of torch functions and methods by torch's naming rules.
     if node.op == "call_method":
         name = str(node.target)
@@ -303,7 +303,7 @@ def outreached_storages(gm: fx.GraphModule) -> set[int]:
 
 
 def _is_within(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Return whether the memory of one tensor is known to be within the extent of another."""
+    """Return whether one tensor's memory is known to lie within the extent of another."""
     (first, last), (start, end) = _extent(tensor), _extent(whole)
     return all(sympy.sympify(gap).is_nonnegative for gap in (first - start, end - last))
 
@@ -333,7 +333,7 @@ def _written_by_function(node: fx.Node) -> list[fx.Node]:
 
 
 def is_torchs(node: fx.Node) -> bool:
-    """Return whether the node calls what torch itself defines, so that its effects are known."""
+    """Return whether a node calls a function of torch itself, whose effects are known."""
     if node.op == "call_method":
         owner = node.args[0] if node.args else None
         return isinstance(value(owner) if isinstance(owner, fx.Node) else owner, torch.Tensor)
@@ -386,7 +386,7 @@ _WRITES_IF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def _suspected_write(node: fx.Node) -> list[fx.Node]:
-    """Return what a call may write that returns its argument's memory and is no known view."""
+    """Return the arguments that an unknown call may write: its result is in their memory."""
     if is_known_view(node):
         return []
     own = storages(value(node))

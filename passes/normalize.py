@@ -72,7 +72,7 @@ class _Binder:
         self._last_placeholder = placeholders[-1] if placeholders else None
 
     def unite(self, placeholder: fx.Node) -> None:
-        """Use one input for a size that several inputs give: Dynamo guards that they are equal."""
+        """Read a size from one input where several have it: Dynamo guards that they are equal."""
         size = value(placeholder)
         if not isinstance(size, torch.SymInt) or placeholder in self._bound.values():
             return

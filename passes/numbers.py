@@ -57,24 +57,24 @@ Emit = Callable[..., Any]
 
 
 class HostNumber(NamedTuple):
-    """A number that the host computes at each call; the graph takes it as a 0-dim tensor."""
+    """A Python number that the host computes at each call, for a 0-dim tensor input."""
 
-    kind: Any  # int or float; of another one, Python computes otherwise than the trace
-    dtype: torch.dtype  # of the tensor
-    limit: float  # of floats: the largest finite magnitude that eager converts
-    of: str  # the numbers of the caller that it is made of, for people
+    kind: Any  # int or float; a number of another type is not converted
+    dtype: torch.dtype  # dtype of the tensor
+    limit: float  # largest finite float that eager converts to the dtype
+    of: str  # names of the caller's numbers that it depends on, for messages
 
 
 class HostNumbers(NamedTuple):
-    """A graph whose ops take numbers as tensors, and what the host computes for it at each call."""
+    """A graph with numbers as tensor inputs, and the host function that computes them."""
 
     graph: fx.GraphModule
-    inputs: tuple[int, ...]  # of the graph: positions among all inputs, and the added tensors
-    numbers: tuple[HostNumber, ...]  # those come first for which a tensor is made
+    inputs: tuple[int, ...]  # the graph's inputs: positions in all inputs + added tensors
+    numbers: tuple[HostNumber, ...]  # the first ``num_added`` become new tensors
     num_added: int
-    sources: tuple[int, ...]  # positions of the inputs that the numbers are computed from
-    compute: Callable[..., tuple[Any, ...]]  # from these: the numbers, then the results
-    results: tuple[int, ...]  # positions, among all results, of those that numbers alone make
+    sources: tuple[int, ...]  # positions of the inputs that ``compute`` takes
+    compute: Callable[..., tuple[Any, ...]]  # sources -> the numbers, then the results
+    results: tuple[int, ...]  # positions of the results that are computed on the host
 
 
 # By operator: what Python calls for a number on the left of a tensor.
@@ -131,7 +131,7 @@ def _fill_elements(gm: fx.GraphModule) -> None:
 
 
 def _made_of_floats(result: fx.Node, floats: Collection[fx.Node]) -> bool:
-    """Return whether floats of the caller alone make a result, at least one that varies."""
+    """Return whether a result depends only on input floats, at least one of which varies."""
     if result.target is not torch.scalar_tensor:
         return False
     nodes = _made_of(result)
@@ -142,7 +142,7 @@ def _made_of_floats(result: fx.Node, floats: Collection[fx.Node]) -> bool:
 
 
 def _made_of(result: fx.Node) -> set[fx.Node]:
-    """Return the nodes that a result is computed by, and itself, as far as reads of floats."""
+    """Return a result and the nodes that compute it, down to the reads of floats."""
     nodes, waiting = {result}, [*result.all_input_nodes]
     while waiting:
         node = waiting.pop()
@@ -182,9 +182,9 @@ class Numbers:
         self._bound = bound_symbols(gm)
         self._fakes = [value(node) for node in gm.graph.nodes]
         sizes = symbols_of(tensors(self._fakes))
-        self._inputs: dict[fx.Node, frozenset[fx.Node]] = {}  # of the graph, by numbers they make
+        self._inputs: dict[fx.Node, frozenset[fx.Node]] = {}  # number -> inputs it depends on
         self._uses: dict[fx.Node, _Use] = {}
-        self._results: dict[int, fx.Node] = {}  # that numbers alone make, such as an attribute
+        self._results: dict[int, fx.Node] = {}  # results computed from numbers only
         self._constant: set[fx.Node] = set()  # inputs: floats that have another use
         for node in gm.graph.nodes:
             number = value(node)
@@ -207,7 +207,7 @@ class Numbers:
         ints = ((item, node) for item, node in enumerate(returned) if node in self._inputs)
         self._results = dict(sorted([*self._results.items(), *ints]))
         together = [_floats(inputs) for inputs in (*users.values(), *self._inputs.values())]
-        for _ in together:  # what is computed with a constant is one as well
+        for _ in together:  # a number computed with a constant is a constant
             for one in together:
                 if not one.isdisjoint(self._constant):
                     self._constant |= one
@@ -223,7 +223,7 @@ class Numbers:
         return {node for node, of in self._inputs.items() if of.isdisjoint(self._constant)}
 
     def _users(self) -> dict[fx.Node, frozenset[fx.Node]]:
-        """Find what takes a number and makes none; return the inputs that each depends on."""
+        """Map each node that takes a number and returns a tensor to the inputs it depends on."""
         in_regions = nodes_in_regions(self._gm)
         users: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self._gm.graph.nodes:
@@ -242,12 +242,12 @@ class Numbers:
         return users
 
     def _is_arithmetic(self, node: fx.Node) -> bool:
-        """Return whether the host can compute a number from inputs of the graph."""
+        """Return whether the host can compute a number from the inputs."""
         if node in self._inputs or _reads_float(node):
             return True
         number, operands = value(node), node.all_input_nodes
         if isinstance(number, torch.SymInt) and not any(n in self._inputs for n in operands):
-            return symbols_of(number) <= self._bound.keys()  # of sizes
+            return symbols_of(number) <= self._bound.keys()  # its symbols are sizes
         if node.target not in _ON_HOST or node.kwargs:
             return False
         if not isinstance(number, (torch.SymInt, torch.SymFloat)):
@@ -318,7 +318,7 @@ class Numbers:
         return HostNumber(float, torch.float64, limit, of)
 
     def _on_host(self, wanted: list[fx.Node]) -> tuple[tuple[int, ...], Callable[..., Any]]:
-        """Return what computes these nodes in Python: (positions of its inputs, function)."""
+        """Return (positions of its inputs, a Python function) that computes these nodes."""
         needed, waiting = set[fx.Node](), [*wanted]
         while waiting:
             node = waiting.pop()
@@ -342,13 +342,13 @@ class Numbers:
         return tuple(sources), fx.GraphModule(self._gm, graph).forward
 
     def _operands(self, node: fx.Node) -> Iterable[fx.Node]:
-        """Return what the host computes a number from; of a size, the inputs with its symbols."""
+        """Return the operands of a number; for a size, the inputs that have its symbols."""
         if self._is_size(node):
             return [self._bound[symbol] for symbol in symbols_of(value(node))]
         return node.all_input_nodes
 
     def _is_size(self, node: fx.Node) -> bool:
-        """Return whether a node makes an int of sizes alone."""
+        """Return whether a node computes an int from sizes only."""
         is_int = isinstance(value(node), torch.SymInt)
         return is_int and node.op != "placeholder" and node not in self._inputs
 
@@ -442,7 +442,7 @@ def _name_of(node: fx.Node) -> tuple[str, bool]:
 
 
 def _fake(argument: Any) -> torch.Tensor | None:
-    """Return the fake value of an argument that is a tensor; None for others."""
+    """Return the fake value of a tensor argument, else None."""
     fake = value(argument) if isinstance(argument, fx.Node) else None
     return fake if isinstance(fake, torch.Tensor) else None
 
@@ -472,7 +472,7 @@ def _binary(node: fx.Node, number: fx.Node) -> _Use | None:
     wide = common in _REDUCED and (name in _SCALES or (name in _ADDS and not on_cpu))
     if common in _REDUCED and not wide and name not in (*_ADDS, *_COMPARES):
         return None
-    at = 1 if node.args[0] is number else 0  # of the tensor
+    at = 1 if node.args[0] is number else 0  # position of the tensor
     inverts = name == "div" and at == 1 and compat.is_python_operator(node.target)
     function = torch.mul if inverts else getattr(torch, name)
 
@@ -480,7 +480,7 @@ def _binary(node: fx.Node, number: fx.Node) -> _Use | None:
         if inplace and not wide:
             return emit(f"{name}_", one, two)
         operands = [one, two]
-        if inverts:  # as Python does for a number by a tensor
+        if inverts:  # Python computes ``number / tensor`` by the reciprocal
             operands[1] = emit("reciprocal", two)
         if wide:
             operands[at] = emit("to", operands[at], torch.float32)

@@ -62,13 +62,13 @@ class _State:
 
 
 class _Cutter:
-    """Reads the placements of one graph, and builds the parts of its split."""
+    """Builds the pieces of a split from the placements of one graph."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._bound = bound_symbols(gm)
         self._device = graph_device(gm)
-        self._cpu_scalars: set[str] = set()  # names of those that captured pieces read
+        self._cpu_scalars: set[str] = set()  # CPU scalars that captured pieces read
         self._grad_outside = grad_mode_around(gm)
         self._members: dict[int, list[fx.Node]] = {}
         self._before: dict[int, _State] = {}
@@ -261,7 +261,7 @@ class _Cutter:
     def _needs(
         self, members: list[fx.Node], outputs: list[fx.Node]
     ) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-        """Return what a piece uses: values, floating numbers, bodies of higher-order ops."""
+        """Return the inputs of a piece: values, floats, bodies of higher-order ops."""
         inside = set(members)
         values: dict[fx.Node, None] = {}
         floating: dict[fx.Node, None] = {}
@@ -292,7 +292,7 @@ _SECONDARY = (Reason.UNBACKED_SIZE, Reason.STATE_REGION, Reason.NO_KERNEL)
 
 
 def _distinct(whys: Iterable[Fallback | None]) -> tuple[Fallback, ...]:
-    """Return distinct reasons, causes first, and without NO_KERNEL unless it is the only one."""
+    """Return distinct reasons, causes first; NO_KERNEL only if there is no other."""
     distinct = sorted(
         dict.fromkeys(why for why in whys if why is not None),
         key=lambda why: why.reason in _SECONDARY,

@@ -45,7 +45,7 @@ class GraphText:
     """Write one graph and the bodies in it as text; see Note [Text of a graph]."""
 
     def __init__(self, *, lasting: bool) -> None:
-        self.devices: set[torch.device] = set()  # of all tensors so far
+        self.devices: set[torch.device] = set()  # devices of all tensors so far
         self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}  # renamed, in a lasting text
         self._lasting = lasting
         self._inputs = 0
@@ -69,7 +69,7 @@ class GraphText:
         return "\n".join(rows)
 
     def _refuse_lasting(self, reason: str) -> None:
-        """Refuse what only a text of this process can represent."""
+        """Refuse a value whose text is only valid in this process."""
         if self._lasting:
             raise Unnameable(reason)
 

@@ -19,7 +19,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.passes.nodes import COMPUTING, short_name
 from cgcompile.reasons import Reason
 
-_PAIRS = {  # what opens a region: (what closes it, its label)
+_PAIRS = {  # opening function: (closing function, label)
     "_vmap_increment_nesting": ("_vmap_decrement_nesting", "torch.vmap"),
     "_jvp_increment_nesting": ("_jvp_decrement_nesting", "torch.func.jvp"),
     "_enter_dual_level": ("_exit_dual_level", "forward-mode AD"),
@@ -35,7 +35,7 @@ _SWITCHES = {
 
 
 class Region(NamedTuple):
-    """Nodes ``first`` to ``last`` of the graph (positions, both included), as one outer region."""
+    """One outermost region: the nodes from position ``first`` to ``last``, inclusive."""
 
     first: int
     last: int
@@ -65,7 +65,7 @@ def grad_mode_around(gm: fx.GraphModule) -> bool | None:
 
 def _paired_regions(gm: fx.GraphModule) -> list[Region]:
     regions: list[Region] = []
-    open_regions: list[tuple[int, str, str]] = []  # where it began, what closes it, its label
+    open_regions: list[tuple[int, str, str]] = []  # (start, closing function, label)
     for position, node in enumerate(gm.graph.nodes):
         name = short_name(node.target) if node.op == "call_function" else ""
         if name in _PAIRS:

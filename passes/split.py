@@ -159,7 +159,7 @@ class SplitGraph:
         return tuple(piece for piece in self.pieces if piece.same_as == piece.index)
 
     def crossing(self) -> tuple[Value, ...]:
-        """Return the values that one piece makes and another, or the caller, uses."""
+        """Return the values that one piece makes and another piece or the caller uses."""
         return tuple(self.values[name] for piece in self.pieces for name in piece.outputs)
 
     def crossing_bytes(self) -> sympy.Expr:
@@ -258,5 +258,5 @@ def split_data(split: SplitGraph) -> dict[str, Any]:
 
 
 def returned_names(split: SplitGraph) -> list[str]:
-    """Return the name of each leaf of the result; empty for one that is no value of the graph."""
+    """Return the name of each leaf of the result; '' for a leaf that is a constant."""
     return [getattr(leaf, "name", "") for leaf in compat.tree_leaves(split.result)]

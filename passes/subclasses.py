@@ -33,19 +33,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """An input of the original graph, and what the new graph takes of it."""
+    """An input of the original graph, and the tensors that replace it in the new graph."""
 
-    wrapper: compat.Wrapper | None  # how it is built; None: it is passed as it is
-    fakes: tuple[Any, ...] = ()  # of the plain tensors inside
+    wrapper: compat.Wrapper | None  # how to build the subclass; None: a plain input
+    fakes: tuple[Any, ...] = ()  # fakes of the plain tensors inside
     static: bool = False
-    dropped: bool = False  # nothing reads it any more
+    dropped: bool = False  # the new graph does not read it
     path: str = ""
     fake: Any = None
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A result of the original graph: an input, built from results of the new one, or the next."""
+    """A result of the original graph: an input, a subclass to build, or a plain result."""
 
     input: int | None = None  # the position of the input that it is
     wrapper: compat.Wrapper | None = None
@@ -53,7 +53,7 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Unwrapped:
-    """A graph on plain tensors, and how it stands for one on subclasses."""
+    """A graph on plain tensors, and the mapping from the inputs and results of the original."""
 
     graph: fx.GraphModule
     inputs: tuple[Input, ...]
@@ -62,7 +62,7 @@ class Unwrapped:
 
 
 def unwrap_subclasses(gm: fx.GraphModule) -> Unwrapped | None:
-    """Return a graph on the plain tensors inside of subclasses; None without such."""
+    """Return the graph on the plain tensors inside of subclasses; None without subclasses."""
     leaves = tensors([value(node) for node in gm.graph.nodes])
     if not any(map(compat.is_wrapper, leaves)):
         return None
@@ -70,7 +70,7 @@ def unwrap_subclasses(gm: fx.GraphModule) -> Unwrapped | None:
         return _Unwrapper(gm).run()
     except compat.restarts():
         raise
-    except Exception as error:  # of the subclass's code, too
+    except Exception as error:  # the code of the subclass may raise anything
         log.info("tensor subclasses stay whole, and the graph is not captured: %s", error)
         return None
 
@@ -90,7 +90,7 @@ class _Unwrapper:
         # nodes for a subclass.
         self._parts: dict[fx.Node, list[Any]] = {}
         self._wrappers: dict[fx.Node, list[compat.Wrapper | None]] = {}
-        self._replaced: set[int] = set()  # storages of fake values that are not those of new nodes
+        self._replaced: set[int] = set()  # traced storages that the new graph does not use
 
     def run(self) -> Unwrapped:
         enters = self._graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST)
@@ -119,7 +119,7 @@ class _Unwrapper:
         return Unwrapped(self._gm, tuple(inputs), tuple(results), symbols)
 
     def _check_aliases(self) -> None:
-        """Refuse writes to memory that two inputs share: no guard covers what is inside."""
+        """Refuse writes to memory that two inputs share: no guard compares the tensors inside."""
         seen: set[int] = set()
         written = written_storages(self._gm)
         for node in self._graph.find_nodes(op="placeholder"):
@@ -189,7 +189,7 @@ class _Unwrapper:
             raise compat.CannotUnwrap(f"{node.name} requires grad")
 
     def _leaves(self, argument: fx.Node) -> list[Any]:
-        """Return the new nodes for an argument: one for each leaf of its value."""
+        """Return the new nodes of an argument, one per leaf of its value."""
         if argument in self._parts:
             return self._parts[argument]
         known = value(argument)
@@ -202,7 +202,7 @@ class _Unwrapper:
     def _inline(
         self, traced: fx.GraphModule, node: fx.Node, arguments: Sequence[fx.Node]
     ) -> list[Any]:
-        """Copy the nodes of a trace before a node; return those of its results."""
+        """Copy the nodes of a trace before a node; return the nodes of the results."""
         placeholders = traced.graph.find_nodes(op="placeholder")
         copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, arguments, strict=True))
         with self._graph.inserting_before(node):
@@ -235,7 +235,7 @@ class _Unwrapper:
     def _note_replaced(
         self, old: Any, wrappers: list[compat.Wrapper | None], parts: list[Any]
     ) -> None:
-        """Note which storages of the traced values have others in the new graph."""
+        """Note the traced storages that were replaced in the new graph."""
         leaves = compat.tree_leaves(old)
         if len(leaves) != len(parts):
             raise compat.CannotUnwrap("a call returns other results than when traced")
@@ -249,7 +249,7 @@ class _Unwrapper:
                     self._replaced |= storages(one)
 
     def _run_again(self, node: fx.Node) -> None:
-        """Give a view of a replaced value, or what writes to one, the storage of the new one."""
+        """Re-run views and in-place ops on the replacement, so that fakes share its storage."""
         if node in self._in_regions:
             raise compat.CannotUnwrap(f"{node.name} is in a region that switches a state of torch")
         with torch.no_grad(), self._mode:
@@ -259,7 +259,7 @@ class _Unwrapper:
         node.meta["example_value"] = new
 
     def _check_sizes(self, wrapper: compat.Wrapper, node: fx.Node) -> None:
-        """Refuse a subclass of the caller that a trace alone can build."""
+        """Refuse a result subclass whose sizes no input gives."""
         if not symbols_of([*wrapper.size, *wrapper.stride]) <= self._bound.keys():
             raise compat.CannotUnwrap(f"no input gives the sizes of {node.name}")
         if symbols_of(wrapper.fixed):
@@ -317,7 +317,7 @@ class _Call:
         wrappers: dict[fx.Node, list[compat.Wrapper | None]],
     ) -> None:
         self._gm, self._node, self._arguments, self._known = gm, node, arguments, wrappers
-        self.wrappers: list[compat.Wrapper | None] = []  # of the leaves of the result
+        self.wrappers: list[compat.Wrapper | None] = []  # one per leaf of the result
         self.is_leaf = True  # whether the result is no container
 
     def __call__(self, *parts: Any) -> list[Any]:

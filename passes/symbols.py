@@ -120,12 +120,12 @@ class Symbols(compat.Shapes):
         return fixed
 
     def guards_on(self, symbol: sympy.Symbol) -> list[str]:
-        """Return what the traced code assumes of a symbol, as printed expressions, each once."""
+        """Return the guards on a symbol, as text, without duplicates."""
         guards = [guard for guard, _ in self.guards() if symbol in guard.free_symbols]
         return list(dict.fromkeys(map(self.pretty, guards)))
 
     def numbers_with(self, symbol: sympy.Symbol, size: int) -> dict[sympy.Symbol, int] | None:
-        """Return values of all symbols, ``size`` for one, that the guards allow, or None."""
+        """Return values of all symbols that the guards allow where one is ``size``, or None."""
         guards = [guard for guard, _ in self.guards()]
         if not self._allows({symbol: size}, guards):
             return None

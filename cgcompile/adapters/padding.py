@@ -49,10 +49,11 @@ class _Padding:
     def __init__(self, graph: CompiledGraph, lengths: Sequence[int]) -> None:
         self._graph, self._split = graph, graph.split
         self._lengths = lengths
-        self._calls: dict[tuple[int, ...], int] = {}  # how many were padded, by padded sizes
-        self._next: dict[tuple[int, ...], int] = {}  # the number of the call to compare next
-        self._compared: dict[tuple[int, ...], int] = {}  # the most padding, by padded sizes
-        self._values: dict[int, torch.Tensor] = {}  # of integer inputs that were compared
+        # By padded sizes: calls so far, the number of the next call to compare, the most padding.
+        self._calls: dict[tuple[int, ...], int] = {}
+        self._next: dict[tuple[int, ...], int] = {}
+        self._compared: dict[tuple[int, ...], int] = {}
+        self._values: dict[int, torch.Tensor] = {}  # integers seen, by input position
         self._refused: dict[tuple[int, ...], Fallback] = {}  # why not to pad to some sizes
         self._never: Fallback | None = None  # why not to pad this trace
         try:
@@ -82,7 +83,7 @@ class _Padding:
                 fallback = Fallback(Reason.OVERSIZE, detail)
             else:
                 if self._is_due(real, sizes):
-                    if plan.is_constant(inputs):  # as in a warm-up; it would show nothing
+                    if plan.is_constant(inputs):  # equal tokens show no difference
                         return Prepared(inputs)
                     self._compare(inputs, real, sizes)
                 fallback = self._never_padded() or self._refused.get(plan.key(sizes))
@@ -109,7 +110,7 @@ class _Padding:
         return more or calls >= self._next.get(key, 1)
 
     def _compare(self, inputs: tuple[Any, ...], real: _Numbers, sizes: _Numbers) -> None:
-        """Run a call as it is, and padded with several contents; refuse differences."""
+        """Compare the results of a call without padding and with several paddings."""
         plan, key = self._plan, self._plan.key(sizes)
         refusal = plan.refusal(sizes)
         if refusal is not None:
@@ -195,7 +196,7 @@ class _Plan:
             raise _CannotPad("a result is the length itself")
 
     def _length_of(self, value: Value) -> sympy.Symbol | None:
-        """Return the symbol of the last dimension of a mask; None for other inputs."""
+        """Return the symbol of the last dimension of a mask, else None."""
         if not (_is_tensor(value) and value.meta.dim() == 2 and _name(value).endswith("mask")):
             return None
         symbol = self._split.symbols.number(value.meta.shape[-1])
@@ -233,7 +234,7 @@ class _Plan:
         )
 
     def padded(self, real: _Numbers, lengths: Sequence[int]) -> _Numbers | None:
-        """Return the sizes of a call with the next lengths; None if one is above the last."""
+        """Return the sizes at the next padded lengths; None if a length is above the last."""
         sizes = dict(real)
         for symbol in self.lengths:
             length = next((each for each in lengths if each >= real[symbol]), None)
@@ -243,7 +244,7 @@ class _Plan:
         return sizes
 
     def refusal(self, sizes: _Numbers) -> str | None:
-        """Return what the traced code assumes of sizes that does not hold for these, or None."""
+        """Return the first guard of the trace that fails for these sizes, as text, or None."""
         symbols = self._split.symbols
         for symbol in self.lengths:
             upper = symbols.bounds(symbol)[1]
@@ -267,7 +268,7 @@ class _Plan:
     def pad(
         self, inputs: tuple[Any, ...], sizes: _Numbers, fill: _Fill | None = None
     ) -> tuple[Any, ...]:
-        """Return the inputs at other sizes, with zeros in the padding, or what ``fill`` returns."""
+        """Return the inputs at padded sizes; the padding is zero, or filled by ``fill``."""
         result = list(inputs)
         for position, symbol in self._sizes:
             result[position] = sizes[symbol]
@@ -282,7 +283,7 @@ class _Plan:
         return tuple(result)
 
     def cut(self, real: _Numbers, results: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the results of a padded call without those of the padding."""
+        """Return the results of a padded call, cut to the real lengths."""
         items = list(results)
         for item, dims in self._cuts:
             for dim, symbol in dims.items():

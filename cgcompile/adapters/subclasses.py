@@ -64,7 +64,7 @@ class _Unwrapping:
         return Prepared(self._inputs(*inputs), build)
 
     def _why_other_parts(self, inputs: tuple[Any, ...], parts: tuple[Any, ...]) -> Fallback | None:
-        """Compare all of the subclasses with those of the trace, and remember what they are."""
+        """Compare the subclasses with those of the trace; remember their layouts if they agree."""
         layouts: list[tuple[list[int | None], list[int]]] = []
         for position, spec in self._wrapped:
             assert spec.wrapper is not None
@@ -94,7 +94,7 @@ class _Unwrapping:
         return tuple(results)
 
     def _number(self, number: Any, inputs: tuple[Any, ...]) -> int:
-        """Return what a size of the trace is in a call."""
+        """Return the value that a traced size has in a call."""
         if not is_symbolic_number(number):
             return int(number)
         numbers = {symbol: inputs[position] for symbol, position in self._symbols.items()}
@@ -118,13 +118,13 @@ def _like(tensor: torch.Tensor, fake: torch.Tensor) -> bool:
 
 
 def _reader(wrapped: Sequence[tuple[int, Input]]) -> Callable[..., tuple[Any, ...]]:
-    """Return a function of the inputs that returns the plain tensors inside of some."""
+    """Return a function from the inputs to the plain tensors inside of the subclasses."""
     items = [f"g[{n}].{path}" for n, each in wrapped for path in _paths(each)]
     return _function(items)
 
 
 def _inputs_reader(inputs: Sequence[Input]) -> Callable[..., tuple[Any, ...]]:
-    """Return a function of the inputs that returns those of the graph on plain tensors."""
+    """Return a function from the inputs to the inputs of the graph on plain tensors."""
     items: list[str] = []
     for position, spec in enumerate(inputs):
         if spec.wrapper is not None:
@@ -140,7 +140,7 @@ def _paths(spec: Input) -> tuple[str, ...]:
 
 
 def _function(items: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
-    """Return a function of ``g``, the inputs, that returns what expressions read."""
+    """Return a function of the inputs ``g`` that evaluates expressions to a tuple."""
     text = "".join([f"{item}, " for item in items])
     function: Callable[..., tuple[Any, ...]] = eval(f"lambda *g: ({text})")
     return function

@@ -219,15 +219,15 @@ def fitted_budgets(
     ).sizes
 
 
-_ITEMS = "max_batch_size"  # of managers
+_ITEMS = "max_batch_size"  # name of the managers' argument
 
 
 class Limits(NamedTuple):
-    """What all graphs of a manager hold."""
+    """The limits of all graphs of a manager."""
 
-    budgets: Mapping[str, tuple[int, ...]]  # by path, ascending
-    max_items: int  # of one replay; at most the smallest budget
-    max_frames: int  # of one replay; 0 if graphs are not for videos: one per item
+    budgets: Mapping[str, tuple[int, ...]]  # path -> budgets, ascending
+    max_items: int  # items of one replay, at most the smallest budget
+    max_frames: int  # frames of one replay; 0 for images, with one frame per item
 
 
 def resolve_limits(
@@ -238,7 +238,7 @@ def resolve_limits(
     max_frames: int | None,
     budget_range: tuple[int, int] | None,
 ) -> Limits:
-    """Resolve the budgets of each path, from its least one if any, and the items and frames."""
+    """Resolve budgets per path, the most items and the most frames."""
     if token_budgets is None:
         assert budget_range is not None
         budgets, items = _generated(paths, max_items, budget_range)

@@ -35,7 +35,7 @@ from cgcompile.settings import require, require_arguments
 
 ITEMS, CONSTANT, OFFSETS, TABLE = "items", "constant", "offsets", "table"
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2}
-_LOWEST = 3e-2  # tolerance of bfloat16 and other dtypes
+_LOWEST = 3e-2  # tolerance for bfloat16 and lower precision
 _REMEMBERED = 512  # items whose host values are kept
 _LONGEST = 1024  # rows of a padding sequence
 _MOST = 16  # times the largest example: the largest budget
@@ -61,7 +61,7 @@ class HostValue(NamedTuple):
     longest: int = _LONGEST  # rows of a padding sequence
 
     def fits(self, value: torch.Tensor, size: int) -> bool:
-        """Return whether this can be the value of one item, of a size in its unit."""
+        """Return whether a value fits one item of a size in its unit."""
         if self.kind == CONSTANT:
             return _same(value, self.like)
         if value.dtype != self.like.dtype or value.shape[1:] != self.like.shape[1:]:
@@ -90,7 +90,7 @@ def derive_value(
     together: Sequence[tuple[Sequence[int], torch.Tensor]],
     sizes: Sizes,
 ) -> HostValue:
-    """Return the rule of a value, from those of items alone and of several, by their indices."""
+    """Derive the rule of a value from runs of single items and of several items."""
     first, rules = alone[0], [HostValue(name, CONSTANT, alone[0])]
     shifts, longest = [""], _LONGEST
     if not (first.is_floating_point() or first.is_complex() or first.dtype == torch.bool):
@@ -323,7 +323,7 @@ def _other_floats(value: torch.Tensor, number: int, generator: torch.Generator) 
 
 
 class Item(NamedTuple):
-    """What is known of one item."""
+    """The rows and the lifted values of one item."""
 
     rows: int
     values: Sequence[torch.Tensor] = ()  # lifted, in order
@@ -349,7 +349,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         self._values: list[HostValue] = []
         self._bounds: dict[Site, str] = {}  # the unit of numbers that modules get
         self._known: dict[Key, Item] = {}
-        self._constant: dict[int, HostTrace] = {}  # by number of items, all of one size
+        self._constant: dict[int, HostTrace] = {}  # number of equal items -> trace
         self._compared: set[tuple[Any, ...]] = set()  # sizes of buffers that were compared
         if tolerance is None:
             tolerance = _TOLERANCES.get(self.dtype, _LOWEST)
@@ -471,7 +471,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         offsets = [n for n, value in enumerate(self._values) if value.kind == OFFSETS]
         for index, calls in enumerate(zip(*[trace.calls for trace in traces], strict=False)):
             if len({(where, len(numbers)) for where, numbers in calls}) > 1:
-                return  # which is refused later
+                return  # refused later
             if index not in traces[0].modules:
                 continue
             for position, column in enumerate(zip(*[numbers for _, numbers in calls], strict=True)):
@@ -493,7 +493,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         return trace
 
     def _again(self, hosts: dict[str, Any]) -> HostTrace:
-        """Run the host ops of other items, and those of the device on the smallest example."""
+        """Run the host ops of other items, and the device ops of the smallest example."""
         trace = HostTrace(hosts)
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -518,7 +518,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
                     raise EncoderError.derive_number(key=key, where=where, found=mine, expected=own)
 
     def _rows_of(self, values: Sequence[torch.Tensor], key: Key) -> int:
-        """Return the rows of an item: those of a table or offsets, or the product of an input."""
+        """Return the rows of an item: from a table, offsets, or the product of an input."""
         for rule, value in zip(self._values, values, strict=True):
             if rule.kind != CONSTANT and rule.unit != ITEMS:
                 count = int(value[-1]) if rule.kind == OFFSETS else len(value)
@@ -527,7 +527,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         return math.prod(numbers) if all(isinstance(each, int) for each in numbers) else 0
 
     def _check(self, alone: Sequence[dict[str, Any]], orders: Sequence[tuple[int, ...]]) -> None:
-        """Compare buffers with and without padding with eager runs of items alone."""
+        """Compare padded and unpadded buffers with eager runs of single items."""
         for order in orders:
             calls, expected = self._eager([alone[i] for i in order])
             tokens = sum(len(leaves[0]) for leaves in expected)
@@ -548,7 +548,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
     def _eager(
         self, calls: Sequence[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[list[torch.Tensor]]]:
-        """Return calls of one item each with different numbers, and eager results of each alone."""
+        """Return calls of one item with different numbers, and their eager results."""
         # Equal items would hide what a tower computes across items, such as a scale of all rows.
         varied, expected = [], []
         for position, call in enumerate(calls):

@@ -36,17 +36,17 @@ Call = tuple[str, tuple[Any, ...]]
 
 @dataclass
 class HostTrace:
-    """What one run computed on the host, and what it called on the device."""
+    """The host values and the device calls of one run."""
 
     inputs: dict[str, Any]  # the host inputs, by name
-    results: list[tuple[str, Any]] = field(default_factory=list)  # of host ops, in order
-    values: list[torch.Tensor] = field(default_factory=list)  # lifted ones, copies on the CPU
-    names: list[str] = field(default_factory=list)  # of the values
+    results: list[tuple[str, Any]] = field(default_factory=list)  # results of host ops, in order
+    values: list[torch.Tensor] = field(default_factory=list)  # lifted values, on the CPU
+    names: list[str] = field(default_factory=list)  # names of ``values``
     calls: list[Call] = field(default_factory=list)  # on the device, by the tower itself
-    inner: list[Call] = field(default_factory=list)  # by modules
+    inner: list[Call] = field(default_factory=list)  # calls of modules
     leaks: bool = False  # host values enter ops inside of modules
     modules: set[int] = field(default_factory=set)  # indices of calls
-    moved: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of a host value
+    moved: dict[int, torch.Tensor] = field(default_factory=dict)  # id(host value) -> copy
 
 
 class LiftedRun(TorchFunctionMode):
@@ -130,7 +130,7 @@ class LiftedRun(TorchFunctionMode):
         return result
 
     def _on_device(self, where: str, leaf: Any) -> Any:
-        """Return what takes the place of a host value on the device."""
+        """Return the device value that replaces a host value."""
         if isinstance(leaf, slice):  # as indices host values are numbers
             ends = (leaf.start, leaf.stop, leaf.step)
             return slice(
@@ -200,7 +200,7 @@ class LiftedRun(TorchFunctionMode):
             self._off = self._off and self._modules[-1][1]
 
     def _comparable(self, leaf: Any) -> Any:
-        """Return a number or name as it is, of others what can be compared."""
+        """Return a comparable form of a value: numbers and names are their own."""
         if isinstance(leaf, _COMPARED) and leaf == leaf:  # not NaN
             return leaf
         if isinstance(leaf, (slice, float)):

@@ -204,7 +204,7 @@ def _check_needs(needs: Sequence[Need], paths: int) -> None:
 
 
 class _Limits:
-    """The checked limits of one capacity, and what a group within them costs."""
+    """The checked limits of one capacity, and the cost of a group within them."""
 
     def __init__(self, capacity: Capacity, costs: Costs) -> None:
         self.budgets, self.items, frames = capacity
@@ -214,7 +214,7 @@ class _Limits:
         self.replay, self.eager = costs.replay, costs.eager
         self.frames = inf if frames is None else frames or self.items
         self.tops = tuple(ladder[-1] if ladder else inf for ladder in self.budgets)
-        self.by_tokens: _GroupCosts | None = None  # kept for one path without a limit of frames
+        self.by_tokens: _GroupCosts | None = None  # only for one path without a frame limit
         if len(self.budgets) == 1 and self.budgets[0]:
             self.by_tokens = _GroupCosts(self, [self.budgets[0][-1]])
 
@@ -230,7 +230,7 @@ class _Limits:
         return need.frames <= self.frames and all(map(operator.le, need.tokens, self.tops))
 
     def choose(self, path: int, tokens: int) -> tuple[int | None, float]:
-        """Return (budget, cost) of so many tokens on a path; the budget as in :class:`Group`."""
+        """Return (budget, cost) for a number of tokens on a path; see :class:`Group`."""
         if not tokens:
             return 0, 0.0
         ladder, eager = self.budgets[path], self.eager(path, tokens)

@@ -142,7 +142,7 @@ def positions_tail(dst: torch.Tensor, src: torch.Tensor) -> None:
 def offset_buffer(
     total: int, most: int, longest: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return offsets of so many rows, with room for ``most`` sequences and those of padding."""
+    """Return offsets of ``total`` rows, with room for ``most`` sequences and padding sequences."""
     entries = 1 + most + -(-total // (longest or total))
     even = [min(total, -(-total * index // most)) for index in range(entries)]
     return torch.tensor(even, dtype=dtype, device=device)
@@ -346,7 +346,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         return EncoderCudaGraphReplayBuffers({PIXELS: rows, **values})
 
     def _try_functions(self) -> None:
-        """Compute all buffers of two small images, so that wrong ones are refused at capture."""
+        """Compute all buffers of two small images, so that capture refuses wrong functions."""
         if inside_capture():  # contents of a device cannot be read
             return
         m = self._merge
@@ -405,7 +405,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
 
 
 def _check_forward(forward: Callable[..., Any]) -> None:
-    """Raise unless a forward takes one dictionary."""
+    """Raise unless a forward takes exactly one dictionary."""
     plain = forward.forward if isinstance(forward, torch.nn.Module) else forward
     try:
         signature = inspect.signature(plain)
@@ -451,7 +451,7 @@ def _checked(
 
 
 def _check_entries(key: str, spec: PatchOffsets, entries: int, grids: Sequence[Grid]) -> None:
-    """Raise unless offsets are as many as sequences, and one."""
+    """Raise unless there is one offset more than sequences."""
     frames = sum(t for t, _, _ in grids)
     if spec.most is None and entries != frames + 1:
         expected = f"{frames + 1}, one sequence for each frame"
@@ -463,7 +463,7 @@ def _check_entries(key: str, spec: PatchOffsets, entries: int, grids: Sequence[G
 
 
 def _on_host(value: Any) -> Any:
-    """Return the numbers of a tensor, nested in lists; anything else, without numbers, as it is."""
+    """Return a tensor as nested lists; other values unchanged."""
     has_numbers = isinstance(value, torch.Tensor) and value.device.type != "meta"
     return value.tolist() if has_numbers else value
 

@@ -24,7 +24,7 @@ from cgcompile.settings import is_whole, require, require_fields, require_items,
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"  # paths
 VIDEO = "video"
 KEEP, ZERO = "keep", "zero"
-PATCHES, TOKENS = "patches", "tokens"  # what rows of buffers count
+PATCHES, TOKENS = "patches", "tokens"  # units of the rows of buffers
 
 EncoderCudaGraphPaddingLogic: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 """``logic(dst, src)``: write all of the captured buffer ``dst`` from the rows ``src`` of a replay.
@@ -86,7 +86,7 @@ class EncoderItemSpec:
             setattr(self, name, {key: _item_number(key, number) for key, number in numbers.items()})
 
     def tokens(self, path: str = DEFAULT) -> int:
-        """Return the rows of the result of one path; 0 for a path that the item does not take."""
+        """Return the number of output rows on a path; 0 if the item does not take it."""
         if type(path) is not str:
             require_kind("path", "EncoderItemSpec.tokens", path, str)
         if self.path_output_tokens:
@@ -237,7 +237,7 @@ class EncoderCudaGraphConfig:
 
     @property
     def longest_padding(self) -> dict[str, int | None]:
-        """By offset key the most rows of a padding sequence; None: all of them in one."""
+        """Offset key -> most rows of a padding sequence; None: one sequence for all padding."""
         keys = self.offset_keys
         if not isinstance(keys, Mapping):
             return dict.fromkeys(keys)
@@ -426,7 +426,7 @@ class SupportsEncoderCudaGraph(Protocol):
     def select_encoder_cudagraph_items(
         self, mm_kwargs: dict[str, Any], indices: list[int]
     ) -> dict[str, Any]:
-        """Return the call with these items alone, in this order; ``[]`` must be accepted."""
+        """Return the call with only these items, in this order; ``[]`` must be accepted."""
         raise _missing(self, "select_encoder_cudagraph_items")
 
     def prepare_encoder_cudagraph_capture_inputs(
@@ -466,7 +466,7 @@ class SupportsEncoderCudaGraph(Protocol):
         path: str = DEFAULT,
         axes: Mapping[str, int] | None = None,
     ) -> EncoderCudaGraphReplayBuffers:
-        """Return the values of these items: real rows alone, on the device or on the CPU."""
+        """Return the buffer values of these items: only real rows, on the device or the CPU."""
         raise _missing(self, "prepare_encoder_cudagraph_replay_buffers")
 
     def encoder_cudagraph_forward(
@@ -557,7 +557,7 @@ class SupportsEncoderCudaGraph(Protocol):
 
 
 def _split_rows(tree: Any, counts: Sequence[int]) -> list[Any]:
-    """Return a result of several items, [sum of counts, ...], as views of one item each."""
+    """Split the result of several items, [sum of counts, ...], into one view per item."""
     total = sum(counts)
     if isinstance(tree, torch.Tensor):
         return list(torch.split(tree[:total], list(counts)))
@@ -567,7 +567,7 @@ def _split_rows(tree: Any, counts: Sequence[int]) -> list[Any]:
 
 
 def _joined_rows(trees: Sequence[Any]) -> Any:
-    """Concatenate results; a single one with rows is returned as it is."""
+    """Concatenate results along the rows; a single one is returned without a copy."""
     kept = [tree for tree in trees if any(len(leaf) for leaf in compat.tree_leaves(tree))]
     if len(kept) < 2:
         return [*kept, *trees][0]
@@ -582,7 +582,7 @@ def _joined_rows(trees: Sequence[Any]) -> Any:
 def check_rows(
     tree: Any, least: int, columns: int | None, method: str, exactly: bool = False
 ) -> None:
-    """Raise unless all tensors of a result have enough rows, and one of them ``columns``."""
+    """Raise unless all tensors of a result have enough rows, and one has ``columns`` columns."""
     leaves = compat.tree_leaves(tree)
     for leaf in leaves or [None]:
         fits = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
@@ -603,7 +603,7 @@ def check_rows(
 
 
 def check_columns(leaves: Sequence[Any], columns: int, method: str) -> None:
-    """Raise unless one tensor of a result has so many columns."""
+    """Raise unless one tensor of a result has ``columns`` columns."""
     sizes = [leaf.shape[-1] if leaf.dim() > 1 else 1 for leaf in leaves]
     if columns not in sizes:
         raise EncoderError.columns(method=method, found=dict.fromkeys(sizes), expected=columns)
@@ -792,7 +792,7 @@ def _takes(method: Any, keyword: str) -> bool:
 
 
 class CheckedModel:
-    """The methods of the protocol of one model, each its own or the default."""
+    """The protocol methods of one model: its own, or the defaults."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

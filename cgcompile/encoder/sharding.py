@@ -196,7 +196,7 @@ class Sharder:
     def _gathered(
         self, own: Sequence[torch.Tensor], like: torch.Tensor, counts: Sequence[Sequence[int]]
     ) -> list[Sequence[torch.Tensor]]:
-        """Return one tensor of all items by rank, padded on the way to the largest share."""
+        """Gather one tensor of all ranks, each padded to the largest share; return its parts."""
         padded = like.new_zeros((max(map(sum, counts)), *like.shape[1:]))
         if own:
             padded[: sum(counts[self.rank])] = torch.cat([leaf.to(like.dtype) for leaf in own])

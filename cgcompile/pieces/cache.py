@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------- facts and keys
 
-_FORMAT = 2  # of the text of a graph
+_FORMAT = 2  # version of the text of a graph
 
 
 def _facts_of_process(config: CompilationConfig) -> dict[str, str]:
@@ -139,7 +139,7 @@ class _Untrusted(Exception):
 
 
 def _require_trusted(status: os.stat_result, file: bool = False) -> None:
-    """Refuse what others own or may write, and files that are odd; see Note [Trust in a folder]."""
+    """Refuse special files, and paths of other users; see Note [Trust in a folder]."""
     if file and not stat.S_ISREG(status.st_mode):
         raise _Untrusted("it is no regular file")
     if status.st_uid not in (os.geteuid(), 0):
@@ -159,7 +159,7 @@ def _require_trusted(status: os.stat_result, file: bool = False) -> None:
 class Entry:
     """The content of one file."""
 
-    kind: str  # of the payload, such as "piece"
+    kind: str  # kind of payload, such as "piece"
     key: str
     facts: Mapping[str, str]  # every part of the key, by name
     notes: Mapping[str, str]  # the source line, the seconds of the compilation, the guards
@@ -245,7 +245,7 @@ class Store:
         return written
 
     def _make(self) -> None:
-        """Create the folder, and parents that are missing, for this user alone."""
+        """Create the folder and missing parents, with access for this user only."""
         try:
             missing = [parent for parent in self.folder.parents if not parent.exists()]
             for folder in (*reversed(missing), self.folder):
@@ -254,7 +254,7 @@ class Store:
             raise OSError(0, str(error)) from None
 
     def work_folder(self, name: str) -> Path | None:
-        """Create a folder in this one for the files of a compiler; None if it cannot be used."""
+        """Create a subfolder for the files of a compiler; None if the cache cannot be used."""
         # A file is written there: permissions do not show a full or read-only disk.
         work, usable = Store(self.folder / (_WORK + name)), False
         with self._failures_logged("cannot be written ({}): nothing is kept"):
@@ -299,7 +299,7 @@ class Store:
         return sum(_unlink(path) for path in sorted(files - whole))
 
     def remove_work(self) -> int:
-        """Remove Inductor's files, so that what needs them compiles C++ again; return how many."""
+        """Remove Inductor's files, whose C++ is compiled again when needed; return how many."""
         folders = sorted(self.folder.glob(_WORK + "*"))
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
@@ -323,7 +323,7 @@ class Store:
     def _warn_once(self, problem: str) -> None:
         if problem not in self._warned:
             self._warned.add(problem)
-            text = f"cache folder {self.folder} {problem}"  # a path may hold what no encoding has
+            text = f"cache folder {self.folder} {problem}"  # a path may not be decodable
             log.warning("%s", text.encode(errors="backslashreplace").decode())
 
 
@@ -400,7 +400,7 @@ class PieceOrigin:
     )
     seconds: float
     key: str | None  # None if the piece has none
-    uncached: str | None  # why it is not kept for other processes; None if it is
+    uncached: str | None  # why it is not on disk; None if it is
 
     def __str__(self) -> str:
         text = f"{self.piece}  {self.how:8}  {self.seconds:.3f} s"
@@ -457,7 +457,7 @@ R_ = TypeVar("R_")
 PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Runnable]
 
 KIND = "piece"
-_VARIANTS = 4  # artifacts of one key that differ in their guards
+_VARIANTS = 4  # most artifacts of one key, which differ in their guards
 
 
 class PieceCache:
@@ -558,7 +558,7 @@ class Compiling:
         return run
 
     def _attempt(self, action: Callable[[], R_]) -> R_:
-        """Run what writes a compiler's files; again in torch's folder if the disk is full."""
+        """Run a compilation; if the disk is full, run it again with torch's own folder."""
         try:
             return action()
         except Exception as error:
@@ -587,7 +587,7 @@ class Compiling:
     def _find(
         self, facts: dict[str, str] | None, guards: compat.SizeGuards
     ) -> tuple[str | None, Runnable | None, str]:
-        """Return (key, artifact, origin); without a hit the key is that of the free variant."""
+        """Look up an artifact. On a miss, return the next unused key."""
         if facts is None:
             return None, None, ""
         key = ""
@@ -638,7 +638,7 @@ class Compiling:
         notes: Mapping[str, str],
         guards: compat.SizeGuards,
     ) -> str | None:
-        """Keep what was compiled; return why that failed, or None."""
+        """Store an artifact; return why that failed, or None."""
         try:
             text = guards.added()
         except Exception as error:

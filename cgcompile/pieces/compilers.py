@@ -187,7 +187,7 @@ def _checked_outputs(piece: Piece, name: str, run: Runnable) -> Runnable:
 
 
 def _without_outputs(run: Runnable) -> Runnable:
-    """Drop the result of a piece without outputs: Inductor compiles it with one."""
+    """Drop the dummy result that Inductor needs of a piece without outputs."""
 
     def without_outputs(*inputs: Any) -> Sequence[Any]:
         run(*inputs)

@@ -56,22 +56,22 @@ class SizeRange:
 
 
 def ranges_between(endpoints: Sequence[int]) -> tuple[SizeRange, ...]:
-    """Return the ranges that increasing endpoints cut 1, 2, ... into; each range ends with one."""
+    """Return the ranges from 1 that end at the increasing endpoints."""
     firsts = [1, *(endpoint + 1 for endpoint in endpoints)]
     return tuple(map(SizeRange, firsts, [*endpoints, None]))
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One artifact to compile; without ``sizes`` for all sizes, from the module of the piece."""
+    """One artifact to compile, for some sizes; for all sizes if ``sizes`` is empty."""
 
     piece: Piece
     module: fx.GraphModule  # its inputs carry the fake values to compile with
     sizes: SizeRange | None = None
-    own: compat.OwnShapes | None = None  # in which ``module`` was traced again
-    conditions: tuple[sympy.Expr, ...] = ()  # on other sizes, that tracing assumed
-    readers: Mapping[sympy.Symbol, Reader] = field(default_factory=dict)  # that of ``sizes`` first
-    fusions: Fusions | None = None  # of ``small_batch_kernels``
+    own: compat.OwnShapes | None = None  # symbols of the second trace of ``module``
+    conditions: tuple[sympy.Expr, ...] = ()  # assumptions on other sizes
+    readers: Mapping[sympy.Symbol, Reader] = field(default_factory=dict)  # ``sizes`` first
+    fusions: Fusions | None = None  # texts of ``small_batch_kernels``
 
     @property
     def name(self) -> str:
@@ -83,13 +83,13 @@ class Variant:
         return nullcontext() if self.own is None else self.own.context()
 
     def assumed(self) -> list[sympy.Expr]:
-        """Return, after it was compiled, what must hold beyond its sizes where it runs."""
+        """Return the conditions, beyond its sizes, under which the compiled code is valid."""
         guards = [*self.conditions, *(() if self.own is None else self.own.guards())]
         return [guard for guard in dict.fromkeys(guards) if guard is not sympy.true]
 
 
 class Variants:
-    """What to compile of each piece of a split graph, by the settings."""
+    """The variants to compile of each piece of a split graph, by the settings."""
 
     def __init__(self, split: SplitGraph, config: CompilationConfig) -> None:
         self._symbols = split.symbols
@@ -114,7 +114,7 @@ class Variants:
         self._values: dict[SizeRange, dict[sympy.Symbol, int] | None] = {}
 
     def of(self, piece: Piece) -> list[Variant]:
-        """Return what to compile of a piece; the variant for all sizes, if any, is last."""
+        """Return the variants of a piece; the variant for all sizes, if any, is last."""
         if self._small:
             endpoints = [span.last for span in self._ranges if span.last is not None]
             cut = ranges_between(sorted({*endpoints, *self._own_range}))
@@ -154,7 +154,7 @@ class Variants:
         readers: Mapping[sympy.Symbol, Reader],
         sizes: SizeRange,
     ) -> Variant | None:
-        """Return the variant for some sizes; None if the graph never has any of them."""
+        """Return the variant for some sizes; None if the graph can have none of these sizes."""
         lower, upper = self._symbols.bounds(symbol)
         first = max(sizes.first, int(lower))
         upper = min(sympy.oo if sizes.last is None else sympy.Integer(sizes.last), upper)
@@ -203,7 +203,7 @@ class Variants:
         yield from (size for size in range(first, first + _TRIED) if size <= last)
 
     def combined(self, compiled: Sequence[tuple[Variant, Runnable]]) -> Runnable:
-        """Return what runs a piece, of each variant that :meth:`of` listed and its artifact."""
+        """Return the function that runs a piece: it chooses among the variants and artifacts."""
         if len(compiled) == 1 and compiled[0][0].sizes is None:
             return compiled[0][1]
         piece, readers = compiled[0][0].piece, compiled[0][0].readers
@@ -253,7 +253,7 @@ def _fused(variant: Variant) -> Variant:
     return replace(variant, module=module if fusions.fused else variant.module, fusions=fusions)
 
 
-_TRIED = 64  # sizes of a range, from its first on, that may be needed to find one without a guard
+_TRIED = 64  # most sizes of a range to try, until one has no guard
 
 
 def _check(
@@ -307,12 +307,12 @@ def _inverted(expression: sympy.Expr, symbol: sympy.Symbol, read: Reader) -> Rea
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """What was compiled of a piece for some sizes."""
+    """The compiled code of a piece for some sizes."""
 
     sizes: SizeRange
     run: Runnable
-    holds: Callable[[Sequence[Any]], bool] | None = None  # checks what its compiler assumed besides
-    assumed: str = ""  # that as text
+    holds: Callable[[Sequence[Any]], bool] | None = None  # checks the compiler's assumptions
+    assumed: str = ""  # the assumptions as text
 
     def __str__(self) -> str:
         return f"{self.sizes}, if {self.assumed}" if self.assumed else str(self.sizes)
@@ -351,7 +351,7 @@ def _one_size_first(artifact: Artifact) -> tuple[bool, int]:
 
 
 def fusion_texts(split: SplitGraph, config: CompilationConfig) -> Iterator[str]:
-    """Yield what ``decode_attention`` and ``small_batch_kernels`` fuse, and what they do not."""
+    """Yield the texts of the fusions ``decode_attention`` and ``small_batch_kernels``."""
     for line in str(split.fusions).splitlines():
         yield f"decode_attention: {line}"
     try:

@@ -65,9 +65,9 @@ def check_sizes(split: SplitGraph, config: CompilationConfig) -> None:
     split.symbols.check_sizes(compiled, config.capture_dim, "compile_sizes")
 
 
-_FILE = "<cgcompile step>"  # of the generated code, in tracebacks
+_FILE = "<cgcompile step>"  # file name of the generated code in tracebacks
 _CALLED = re.compile(r"(?:^|\s)piece_(\d+)\(")
-_WIDTH = 96  # of generated lines; a longer name gets a line of its own
+_WIDTH = 96  # width of generated lines; a longer name gets a line to itself
 
 
 class Step:
@@ -86,7 +86,7 @@ class Step:
         if self._split.numbers is not None:
             namespace["returned_sizes"] = self._split.numbers.module.forward
         exec(self._code, namespace)
-        step: Callable[..., Any] = namespace.pop("step")  # else a cycle keeps what is bound
+        step: Callable[..., Any] = namespace.pop("step")  # no cycle: it would keep the pieces alive
         return restoring_grad_mode(step) if self._split.sets_grad_mode else step
 
     def add_note(self, error: BaseException) -> None:

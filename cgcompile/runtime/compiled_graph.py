@@ -77,8 +77,8 @@ OTHER_THREAD = Fallback(
     Reason.OTHER_THREAD, "results of steps under a forward context in another thread may be in use"
 )
 
-_MOST_NAMED = 4  # inputs that tell a call without a graph from others
-_MOST_DROPPED = 8  # recordings of one step, until it runs plain where an input has moved
+_MOST_NAMED = 4  # inputs whose shapes name a step in messages
+_MOST_DROPPED = 8  # recordings of one step; after these a moved input runs plain
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -93,7 +93,7 @@ def _named_inputs(split: SplitGraph) -> list[tuple[int, str]]:
 
 
 class CompiledGraph:
-    """One traced graph: split, compiled, captured per batch."""
+    """One traced graph: split, compiled, and captured per batch."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class CompiledGraph:
         config: CompilationConfig,
         compilation: Compilation,
         *,
-        frozen: int = 0,  # so many of the last inputs are the same objects in all calls
+        frozen: int = 0,  # number of last inputs that are the same objects in all calls
     ) -> None:
         assert config.cudagraph_mode is not None
         self.split = split
-        self.compilation = compilation  # which pieces were compiled, loaded or shared
+        self.compilation = compilation  # pieces that were compiled, loaded or shared
         # What calls did, what was captured, and when.
         self.timeline = Timeline(config.warn_fallbacks)
         step = self._step = Step(split)
@@ -117,11 +117,11 @@ class CompiledGraph:
         self.before_capture: Callable[[], None] | None = None  # called once, before the first
         self.graph_break: str | None = None  # why Dynamo ended the graph early, and where
         self.differences: list[Fallback] = []  # why no trace of the function is padded
-        self.traces: weakref.ref[Any] | None = None  # of the model, where they bind its weights
+        self.traces: weakref.ref[Any] | None = None  # traces of the model that bind its weights
         # All graphs of its handle, with the timeline of each.
         self.of_handle: Sequence[tuple[weakref.ref[CompiledGraph], Timeline]] = ()
         self._config = config
-        self._grad_mode = ""  # of the last capture
+        self._grad_mode = ""  # grad mode of the last capture
         self._replay_override: ReplayOverride | None = None
         self._frozen = BoundTensors(frozen)
         self._overlaps = Overlaps(split)
@@ -443,7 +443,7 @@ class CompiledGraph:
     def _zeroing_rows(
         self, run: Callable[..., Any], context: ForwardContext, inputs: tuple[Any, ...]
     ) -> Callable[..., Any]:
-        """Return ``run``, or what zeroes padding rows after each eager piece, as replays do."""
+        """Return ``run``, or a step that zeroes padding rows after eager pieces, as replays do."""
         batch, real = context.batch_descriptor, context.num_unpadded_tokens
         rows = context.num_tokens if batch is None else batch.num_tokens
         if real is None or rows is None or real >= rows:
@@ -530,7 +530,7 @@ class CompiledGraph:
 
     @property
     def counters(self) -> Counters:
-        """What the calls did so far; ``print(graph.counters)`` shows it."""
+        """Counts of replays, captures and plain calls so far."""
         return self.timeline.counters
 
     @property

@@ -1,9 +1,8 @@
 """Whether a step may have a graph, of which mode, and under which key: :class:`Dispatch`.
 
-It decides everything that is known of a call before anything runs, apart from the guards of
-recordings. Without a forward context, a step gets a synthetic batch descriptor from its concrete
-sizes. Shapes are not known beforehand, so their number is bounded. The rule: a refusal is a
-:class:`~cgcompile.reasons.Fallback`.
+It decides mode, key and eligibility of a call before it runs; guards are checked later. Without a
+forward context, a step gets a synthetic batch descriptor from its concrete sizes; the number of
+such shapes is bounded. The rule: a refusal is a :class:`~cgcompile.reasons.Fallback`.
 """
 
 import logging
@@ -89,7 +88,7 @@ class GrowingState:
 
 
 def _is_longer(split: SplitGraph, before: torch.Tensor, after: object) -> bool:
-    """Return whether a result is an input made longer in one dimension."""
+    """Return whether a result has the shape of an input, but longer in one dimension."""
     if not isinstance(after, torch.Tensor) or before.dim() != after.dim():
         return False
     number = split.symbols.number
@@ -99,7 +98,7 @@ def _is_longer(split: SplitGraph, before: torch.Tensor, after: object) -> bool:
 
 
 def _dims_of_rows(meta: torch.Tensor) -> int:
-    """Return how many dimensions may count rows: the last one may be that of features."""
+    """Return how many leading dimensions may count rows; the last one may be features."""
     features = meta.dim() > 1 and meta.is_floating_point()
     return meta.dim() - (features and not isinstance(meta.shape[-1], torch.SymInt))
 
@@ -129,7 +128,7 @@ class Dispatch:
         assert wanted is not None
         self.closed = False  # whether captures have ended
         self.growth = GrowingState(split)
-        self._settings: tuple[Any, ...] | None = None  # of torch, at the first step
+        self._settings: tuple[Any, ...] | None = None  # torch settings of the first step
         self._config, self._roles, self._timeline = config, roles, timeline
         self._inputs = split.inputs
         self._support = full_support(split)
@@ -146,7 +145,7 @@ class Dispatch:
         rows = [name for name, dim in dims if config.capture_dim in (None, dim)]
         of_rows = {p for p, value in enumerate(split.inputs) if value.name in rows}
         chosen = of_rows if config.capture_dim is not None else of_rows - arguments
-        self._rows = min(chosen, default=None)  # of the number that counts the rows of a batch
+        self._rows = min(chosen, default=None)  # position of the number that counts the rows
         self._auto_mode = auto_mode(split, wanted)
         self.reset()
 
@@ -330,7 +329,7 @@ class Dispatch:
         return None
 
     def _moving(self, sets: WeightSets, how: str) -> str:
-        """Return what differs from the call before, and what to do, in words."""
+        """Describe the difference from the call before, and what to do."""
         if not sets.replaced:
             return "an input that the model writes moves at every call. Pass the same one"
         first, count = self._inputs[sets.replaced[0]], len(sets.replaced)
@@ -341,7 +340,7 @@ class Dispatch:
         )
 
     def _what_is_new(self, weight_set: WeightSet, batch: BatchKey) -> str:
-        """Return which size, stride or other number differs from the call before, in words."""
+        """Describe the size, stride or number that differs from the call before."""
         numbers = self._roles[batch.mode].numbers
         in_key = batch.own_context or self._config.on_input_change == "recapture"
         keys: list[Any] = list(weight_set.seen)[-2:]  # the last one is of this call

@@ -58,9 +58,9 @@ class BoundTensors:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.tensors: tuple[torch.Tensor, ...] = ()  # of the model; gradients need them
+        self.tensors: tuple[torch.Tensor, ...] = ()  # tensors of the model, for gradients
         self.held: tuple[torch.Tensor, ...] = ()  # the same memory, for all else
-        self._originals: dict[int, torch.Tensor] = {}  # by the id of the view
+        self._originals: dict[int, torch.Tensor] = {}  # id of a view -> tensor of the model
 
     def bind(self, tensors: tuple[torch.Tensor, ...], held: tuple[torch.Tensor, ...]) -> None:
         """Leave these tensors out of calls from now on."""
@@ -93,7 +93,7 @@ class Roles:
 
     static: tuple[int, ...]  # parameters, buffers and module attributes
     numbers: tuple[int, ...]  # integers that a graph segment reads
-    strides: tuple[int, ...]  # other integers: strides and offsets of ``read`` tensors alone
+    strides: tuple[int, ...]  # other integers: only strides and offsets of ``read`` tensors
     restrided: tuple[int, ...]  # these tensors
     scalars: tuple[int, ...]  # 0-dim CPU tensors of a FULL graph; some are ``static`` as well
     read: tuple[int, ...]  # tensors that graph segments only read
@@ -133,7 +133,7 @@ class Roles:
 def _of_layouts_alone(
     split: SplitGraph, numbers: Sequence[int], read: Sequence[int]
 ) -> set[sympy.Symbol]:
-    """Return the symbols among numbers that are strides or offsets of ``read`` tensors alone."""
+    """Return the symbols that are only strides or offsets of ``read`` tensors."""
     # A graph repeats the layouts of its copies of these tensors, whatever those of a call are.
     symbols = symbols_of([split.inputs[position].meta for position in numbers])
     names = {split.inputs[position].name for position in numbers}
@@ -177,7 +177,7 @@ def why_never(split: SplitGraph, mode: CUDAGraphMode, has_device: bool) -> Fallb
 
 
 def _why_eager(split: SplitGraph) -> Fallback:
-    """Return why a graph of eager pieces is not captured: what ``strict`` refuses comes first."""
+    """Return why a graph of eager pieces is not captured; first what ``strict`` refuses."""
     fallbacks = [
         Fallback(why.reason, f"every piece runs eager; {piece.name}: {why.detail}")
         for piece in split.pieces
@@ -218,7 +218,7 @@ class Overlaps:
             return None
         try:
             ranges = self._near_mutated(inputs)
-        except (NotImplementedError, RuntimeError):  # a tensor around others has no address
+        except (NotImplementedError, RuntimeError):  # a wrapper subclass has no address
             return None
         for one, other in _overlapping(ranges):
             apart = self._storages[one] != self._storages[other]
@@ -250,7 +250,7 @@ class Overlaps:
 
 
 def input_name(inputs: Sequence[Value], position: int) -> str:
-    """Return the name of an input, for messages; what the caller passes is numbered."""
+    """Return the name of an input, for messages; arguments of the caller are numbered."""
     value = inputs[position]
     name = repr(value.source or value.name)
     if value.static:
@@ -263,6 +263,6 @@ def _overlapping(ranges: list[tuple[int, int, int]]) -> Iterator[tuple[int, int]
     open_ranges: list[tuple[int, int]] = []
     for start, end, position in sorted(ranges):
         open_ranges = [(last, other) for last, other in open_ranges if last > start]
-        if end > start:  # what has no elements overlaps nothing
+        if end > start:  # an empty tensor overlaps nothing
             yield from ((min(position, other), max(position, other)) for _, other in open_ranges)
             open_ranges.append((end, position))

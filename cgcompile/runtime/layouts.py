@@ -100,7 +100,7 @@ def traced_layouts(split: SplitGraph) -> dict[int, Layouts]:
 
 
 def _may_be_copied(split: SplitGraph, piece: Piece, name: str, returned: set[str]) -> bool:
-    """Return whether a copy of a result serves as well: no other value has to share its memory."""
+    """Return whether a result may be copied: no other value has to share its memory."""
     result = split.values[name]
     if not isinstance(result.meta, torch.Tensor) or not compat.is_plain_tensor(result.meta):
         return False
@@ -126,7 +126,7 @@ def in_traced_layouts(outputs: Sequence[Any], layouts: Layouts) -> Sequence[Any]
 
 
 def returning_traced_layouts(split: SplitGraph, runnables: Sequence[Runnable]) -> list[Runnable]:
-    """Return what runs each piece, with results in the layouts that compiled pieces expect."""
+    """Return the functions of the pieces; results have the layouts that compiled pieces expect."""
     wrapped = list(runnables)
     for index, layouts in traced_layouts(split).items():
         wrapped[index] = _returning(runnables[index], layouts)

@@ -44,7 +44,7 @@ class Name(NamedTuple):
 
 
 class EagerCall(NamedTuple):
-    """A function, its arguments (a :class:`Name` for a value), and what lists its results."""
+    """A function, its arguments (a :class:`Name` for a value), and how to list its results."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -67,7 +67,7 @@ def _eager_call(
     device: torch.device,
     read_by_eager: bool,  # compiled, eager pieces read a result, so that its layout counts
 ) -> EagerCall:
-    """Return what runs for an eager piece, where ``plain`` is its own code."""
+    """Return the call of an eager piece at replay; ``plain`` is its traced code."""
     if piece.compiled:
         return EagerCall.of_all(piece, plain)
     own = {
@@ -133,7 +133,7 @@ def not_reading_context(piece: Piece, run: Runnable) -> Runnable:
 
 
 def _label(piece: Piece) -> str:
-    """Return what an eager piece runs: its first splitting op, or why it is eager."""
+    """Return the label of an eager piece: its first splitting op, or why it is eager."""
     if piece.op is not None:
         return piece.op.name
     return str(piece.why[0].reason.value) if piece.why else "returned sizes"
@@ -153,7 +153,7 @@ class TracedOutputs:
     def comparing_step(
         self, step: Step, runnables: Sequence[Runnable], run: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return ``run``, the bound step, or one that compares where a piece holds a custom op."""
+        """Return ``run``, or a step that compares the results of custom ops with their fakes."""
         if not self._pieces:
             return run
 
@@ -164,7 +164,7 @@ class TracedOutputs:
         return compared
 
     def comparing(self, piece: Piece, run: Runnable, inputs: Sequence[Any]) -> Runnable:
-        """Return ``run`` of a piece, or one that compares; ``inputs`` are those of the step."""
+        """Return ``run`` of a piece, or a function that compares; ``inputs`` are the step's."""
         if piece.index not in self._pieces:
             return run
 
@@ -286,7 +286,7 @@ class Uses:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What all recordings of one compiled graph share."""
+    """The state that all recordings of one compiled graph share."""
 
     split: SplitGraph
     step: Step  # its generated function, to be bound
@@ -296,7 +296,7 @@ class Program:
     config: CompilationConfig
     timeline: Timeline
     frozen: BoundTensors
-    rows: BatchRows  # which values have rows of the batch
+    rows: BatchRows  # the values that have a row per batch row
 
     def is_frozen(self, position: int) -> bool:
         """Return whether an input is the same object in all calls, which the trace keeps."""
@@ -304,7 +304,7 @@ class Program:
 
     @cached_property
     def calls(self) -> dict[int, EagerCall]:
-        """What runs for each eager piece at replay, by index."""
+        """The call of each eager piece at replay, by index."""
         device, runnables = self.split.device, self.runnables
         eager = [piece for piece in self.split.pieces if not piece.capture]
         # Graphs get a copy in the right layout over a bridge.
@@ -331,7 +331,7 @@ class Program:
 
     @cached_property
     def labels(self) -> dict[int, str]:
-        """What the pieces run, by index; returned sizes past the end."""
+        """The labels of the pieces, by index; returned sizes past the end."""
         numbers = [] if self.split.numbers is None else [self.split.numbers]
         return {piece.index: _label(piece) for piece in (*self.split.pieces, *numbers)}
 
@@ -351,7 +351,7 @@ class Program:
 
     @cached_property
     def uses(self) -> tuple[Uses, Uses]:
-        """The uses of each value: with a context of the caller, with an own one."""
+        """The uses of each value: under the caller's context, under a synthetic one."""
         return Uses(self.split, False), Uses(self.split, True)
 
 
@@ -366,7 +366,7 @@ def cpu_scalars(split: SplitGraph) -> dict[int, tuple[int, ...]]:
 
 
 def copying_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> list[Runnable]:
-    """Return what runs each piece, with 0-dim CPU tensors copied to the device."""
+    """Return the functions of the pieces, with 0-dim CPU tensors copied to the device."""
     copying = list(runnables)
     for index, positions in cpu_scalars(split).items():
         copying[index] = _copying(runnables[index], positions, split.device)

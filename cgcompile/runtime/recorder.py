@@ -56,7 +56,7 @@ def record(
     recording: Recording,
     inputs: Sequence[Any],
 ) -> Outcome:
-    """Run one step, and finish its recording: by ``full``, or by the ``wrappers`` of its pieces."""
+    """Run one step and record it: by ``full``, or by the ``wrappers`` of its pieces."""
     mode, batch = recording.batch.mode, recording.batch.display
     capturing = program.timeline.record_capture(
         program.pool, full.name, mode, batch, recording.reserved
@@ -79,7 +79,7 @@ def _record_full(
 
     try:
         captured = recording.in_context(capture)(*recording.inputs)
-    except PieceCompileError:  # not caused by the graph
+    except PieceCompileError:  # the compiler failed, not the capture
         raise
     except Exception as error:
         return _fallback_of_failure(program, error, "the step", ""), False, None
@@ -98,7 +98,7 @@ def _record_full(
 def _storages(
     program: Program, recording: Recording, what: str, args: Sequence[Any]
 ) -> SameStorages:
-    """Return the memory of those inputs of the step which a capture takes and must not replace."""
+    """Snapshot the storages of the step's inputs."""
     positions = recording.positions
 
     def name_of(tensor: torch.Tensor) -> str:
@@ -115,7 +115,7 @@ def _fallback_of_failure(program: Program, error: Exception, what: str, where: s
     if isinstance(error, CaptureBusyError):
         fallback = Fallback(Reason.CAPTURE_BUSY, first)
     else:
-        line = raised_at(error)  # in an op of the user's; a compiled piece has no lines
+        line = raised_at(error)  # line of the user's op; compiled pieces have no lines
         at = "" if line is None else f" ({line})"
         detail = f"{what}{where}: {type(error).__name__}: {first}{at}"
         fallback = Fallback(Reason.CAPTURE_FAILED, detail)
@@ -148,8 +148,8 @@ class _Recorder:
         self._inputs: list[tuple[Slot, int]] = []
         # What later steps use for a value, by name: an object, or the slot that holds it.
         self._sources: dict[str, Any] = dict(program.split.constants)
-        self._bridges: list[tuple[Block, list[str]]] = []  # that something still reads
-        self._scalars: dict[str, ScalarCopy] = {}  # of 0-dim CPU tensors, on the device, by name
+        self._bridges: list[tuple[Block, list[str]]] = []  # bridges with readers to come
+        self._scalars: dict[str, ScalarCopy] = {}  # name -> device copy of a 0-dim CPU tensor
         self._starts: dict[str, int] = {}  # the addresses of results, by name
         self._batch = str(recording.batch.descriptor)
         self._pool_memory: set[int] = set()
@@ -247,7 +247,7 @@ class _Recorder:
         return self._slots[source.at] if isinstance(source, Slot) else source
 
     def _release(self, index: int) -> None:
-        """Free the bridges that no piece after this one reads, under whatever name."""
+        """Free bridges whose last reader has run."""
         for block, names in list(self._bridges):
             if self._is_read_after(index, names):
                 continue
@@ -293,7 +293,7 @@ class _Recorder:
     def _with_scalars(
         self, piece: Piece, inputs: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], tuple[tuple[ScalarCopy, Any], ...]]:
-        """Return inputs with copies of 0-dim CPU tensors, and (copy, source) of the new ones."""
+        """Copy 0-dim CPU inputs to the device; return the inputs and the new (copy, source)."""
         args, scalars = list(inputs), []
         for position in self._program.cpu_scalars.get(piece.index, ()):
             name = piece.inputs[position]
@@ -400,7 +400,7 @@ class _Recorder:
         tails = self._tails(piece)
         context = callers_context() if tails else None
         if context is not None and context.num_unpadded_tokens is not None:
-            for tail in tails:  # as every replay does
+            for tail in tails:  # a replay does the same
                 tail[context.num_unpadded_tokens :].zero_()
         self._segments.append(
             EagerSegment(
@@ -420,7 +420,7 @@ class _Recorder:
         self._release(piece.index)
 
     def _tails(self, piece: Piece) -> tuple[torch.Tensor, ...]:
-        """Return what an eager piece leaves for graphs to read, if it has a row per batch row."""
+        """Return the results of an eager piece that graphs read, with a row per batch row."""
         with_rows = (self._rows_left or {}).get(piece.index)
         if not with_rows:
             return ()
@@ -431,4 +431,4 @@ class _Recorder:
             if start in self._pool_memory or (start and pool.arena.owns(start)):
                 names.append(name)
         rows = [sources[name] for name in names if name in with_rows]
-        return tuple([each for each in rows if rows_apart(each)])  # else real rows are zeroed too
+        return tuple([each for each in rows if rows_apart(each)])  # zeroing would clear real rows

@@ -174,7 +174,7 @@ def zeroing(piece: Piece, run: Runnable, names: Collection[str], real: int) -> R
         outputs = run(*inputs)
         tensors = [outputs[item] for item in items] + [inputs[position] for position in positions]
         for tensor in tensors:
-            if rows_apart(tensor):  # else real rows are zeroed too
+            if rows_apart(tensor):  # zeroing would clear real rows
                 tensor[real:].zero_()
         return outputs
 
@@ -182,6 +182,6 @@ def zeroing(piece: Piece, run: Runnable, names: Collection[str], real: int) -> R
 
 
 def unknown_rows(rows: int) -> Fallback:
-    """Return what is counted where padding rows are not zeroed."""
+    """Return the reason that is counted where padding rows are not zeroed."""
     detail = f"which dimension has the {rows} rows of the batch is not known, so padding rows stay"
     return Fallback(Reason.PADDING_ROWS, detail)

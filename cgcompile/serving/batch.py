@@ -133,7 +133,7 @@ class GraphHooks:
         """Run before a step that may replay graphs: wait for copies that no graph contains."""
 
     def after_replay(self) -> None:
-        """Run after such a step."""
+        """Run after the replay of a whole step."""
 
 
 def axes_of_optional(specs: Sequence[InputBuffer], axes: Sequence[Axis]) -> dict[str, int]:

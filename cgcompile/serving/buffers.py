@@ -117,7 +117,7 @@ class InputBuffer:
 
     @cached_property
     def counts(self) -> str:
-        """What that dimension counts: ``"tokens"``, ``"reqs"`` or ``"reqs+1"``."""
+        """The unit of the first dimension: ``"tokens"``, ``"reqs"`` or ``"reqs+1"``."""
         return str(self.shape[self.dim])
 
     @checked
@@ -158,7 +158,7 @@ def _sizes(spec: InputBuffer, rows: int) -> tuple[int, ...]:
 
 
 class _Buffer:
-    """One buffer, and from which row on it holds the tail."""
+    """One buffer, and the row from which it holds the tail value."""
 
     def __init__(self, spec: InputBuffer, rows: int, device: torch.device) -> None:
         sizes = _sizes(spec, rows)
@@ -167,9 +167,9 @@ class _Buffer:
         with torch.inference_mode(False), torch.no_grad():  # written in any mode
             self.whole = torch.full(sizes, spec.tail or 0, dtype=spec.dtype, device=device)
         self._host: dict[int, torch.Tensor] = {}
-        self.shared = False  # others write here too, so that the tail is unknown
-        self._clean = 0  # from this row on all hold the tail
-        self._version = self.whole._version  # after our last write; writes of others raise it
+        self.shared = False  # the caller writes here too, so the tail is unknown
+        self._clean = 0  # rows from here on hold the tail value
+        self._version = self.whole._version  # after our last write; other writes raise it
 
     def fits(self, value: torch.Tensor, rows: int) -> bool:
         """Return whether a value has the declared dtype and sizes."""
@@ -335,7 +335,7 @@ class StaticInputs:
     def check_uniform(
         self, values: Mapping[str, torch.Tensor | None], num_tokens: int, num_reqs: int
     ) -> None:
-        """Raise BatchError where query starts on the host are not those of equal queries."""
+        """Raise BatchError if the query starts on the host are not evenly spaced."""
         # Other offsets, such as those of pages, may have the ends of query starts by chance: one
         # buffer that has the starts of equal queries is enough.
         uneven: dict[str, list[int]] = {}
@@ -463,7 +463,7 @@ def _misfit(spec: InputBuffer, rows: int, value: Any) -> InputBufferError:
 
 
 class Outputs:
-    """What a model returns, tensors or nests of them: the real rows, and buffers of FULL graphs."""
+    """The results of a model: cuts them to real rows; owns the output buffers of FULL graphs."""
 
     def __init__(self, rows: str | Sequence[str], most: tuple[int, int]) -> None:
         self._rows = rows if isinstance(rows, str) else tuple(rows)  # one for all, or for each
@@ -489,7 +489,7 @@ class Outputs:
         return compat.tree_unflatten(list(self._buffers), self._spec)
 
     def owns(self, start: int) -> bool:
-        """Return whether a storage that begins at an address is one of the buffers."""
+        """Return whether the storage at an address is an output buffer."""
         return any(address(buffer) == start for buffer in self._buffers)
 
     def poison(self) -> None:

@@ -79,7 +79,7 @@ class Dispatched(NamedTuple):
 
 @final
 class PlannedGraph:
-    """One planned graph: the result that names it, and whether it was captured or refused."""
+    """One planned graph: its dispatch result, and whether it was captured or refused."""
 
     __slots__ = ("captured", "num_tokens", "ready", "refused", "result", "tables")
 
@@ -89,10 +89,10 @@ class PlannedGraph:
         self.ready = True  # may be dispatched; the one field that dispatch() reads
         self.captured = False
         self.refused = ""
-        self.tables: list[SizeTable] = []  # that contain the graph
+        self.tables: list[SizeTable] = []  # tables that contain the graph
 
     def settle(self, only_captured: bool) -> None:
-        """Recompute after a change whether the graph is ready, and what serves its sizes if not."""
+        """Recompute whether the graph is ready, and which graphs its tables serve."""
         ready = self.captured or not (only_captured or self.refused)
         if ready is not self.ready:
             self.ready = ready
@@ -107,7 +107,7 @@ class PlannedGraph:
 
 
 class SizeTable:
-    """The graphs of one ladder in one variant."""
+    """The graphs of one ladder of sizes and one variant."""
 
     __slots__ = ("_graphs", "_serving", "_steps", "oversize")
 
@@ -139,7 +139,7 @@ class SizeTable:
 class Tables(NamedTuple):
     """The graphs of one variant, by kind of batch."""
 
-    piecewise: SizeTable | None  # by tokens; None without PIECEWISE graphs
+    piecewise: SizeTable | None  # sizes in tokens; None without PIECEWISE graphs
     mixed: SizeTable | None  # FULL graphs for any batch, by tokens; None without
     decode: dict[int, SizeTable]  # FULL graphs for uniform decode: per query length, by requests
     # FULL graphs for other decode: per longest query of the batch, by tokens
@@ -236,7 +236,7 @@ def check_numbers(
     has_lora: Any = False,
     extra: Any = (),
 ) -> None:
-    """Raise unless what describes a batch has the right types; integers of NumPy do."""
+    """Raise unless the numbers of a batch have the right types; NumPy integers are accepted."""
     counts = (
         ("num_tokens", num_tokens, False),
         ("num_active_loras", num_active_loras, False),
@@ -256,7 +256,7 @@ def check_numbers(
 
 
 def check_empty(num_tokens: int, num_reqs: int | None) -> None:
-    """Raise unless a batch of which one number is not positive is an empty one."""
+    """Raise if a number is negative, or a batch has tokens and no requests."""
     if num_tokens < 0:
         raise BatchError.field(name="num_tokens", value=num_tokens, expected="at least 0")
     if num_reqs is not None and (num_reqs < 0 or (num_tokens and not num_reqs)):

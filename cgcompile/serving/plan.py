@@ -176,7 +176,7 @@ def variants_of(lora: LoraCases, axes: Sequence[Axis]) -> dict[Variant, Variant]
 
 
 def variant_in_pieces(variant: Variant, axes: Sequence[Axis]) -> Variant:
-    """Return the variant that PIECEWISE graphs have where a FULL graph has this one."""
+    """Return the variant of the PIECEWISE graphs beside a FULL graph of this variant."""
     loras, extra = variant
     pairs = zip(axes, extra, strict=True)
     return loras, tuple(None if axis.full_only else value for axis, value in pairs)
@@ -194,7 +194,7 @@ def in_variant(shape: BatchDescriptor, variant: Variant) -> BatchDescriptor:
 class Resolution(NamedTuple):
     """The mode that attention and the model allow."""
 
-    mode: CUDAGraphMode  # what is possible
+    mode: CUDAGraphMode  # the mode that is possible
     query_lens: tuple[int, ...]  # lengths of uniform decode that may have FULL graphs
     bounded: bool  # decode of several lengths, up to a bound, may have FULL graphs
     # why batches other than uniform decode have a lesser mode than the wanted one, or None
@@ -203,7 +203,7 @@ class Resolution(NamedTuple):
 
     @property
     def whys(self) -> tuple[Fallback, ...]:
-        """Return the reasons of all lesser modes; empty if the mode is the wanted one."""
+        """Return the reasons for which the mode is less than the wanted one."""
         return tuple(why for why in (self.mixed_why, self.decode_why) if why is not None)
 
 
@@ -262,9 +262,9 @@ class Ladders(NamedTuple):
 
     max_num_reqs: int
     max_num_tokens: int
-    sizes: tuple[int, ...]  # of PIECEWISE graphs, and of FULL graphs for any batch
-    decode: dict[int, tuple[int, ...]]  # of uniform decode, per query length
-    varlen: dict[int, tuple[int, ...]]  # of decode of several lengths, per bound
+    sizes: tuple[int, ...]  # sizes of PIECEWISE graphs, and of FULL graphs for any batch
+    decode: dict[int, tuple[int, ...]]  # query length -> sizes of uniform decode
+    varlen: dict[int, tuple[int, ...]]  # largest query length -> sizes of mixed decode
 
 
 def whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
@@ -357,9 +357,9 @@ def _decode_ladder(
 class Shapes(NamedTuple):
     """The shapes to capture, by kind of batch; each list ascends."""
 
-    piecewise: list[BatchDescriptor]  # of PIECEWISE graphs: tokens alone
-    mixed: list[BatchDescriptor]  # of FULL graphs for any batch
-    decode: dict[int, list[BatchDescriptor]]  # of FULL graphs for uniform decode, per query length
+    piecewise: list[BatchDescriptor]  # PIECEWISE graphs; only num_tokens is set
+    mixed: list[BatchDescriptor]  # FULL graphs for any batch
+    decode: dict[int, list[BatchDescriptor]]  # query length -> FULL graphs of uniform decode
     # of FULL graphs for other decode, per longest query of the batch
     bounded: dict[int, list[BatchDescriptor]]
 
@@ -403,7 +403,7 @@ def _bounded_shapes(
 
 
 def capture_order(shapes: Shapes, variants: Mapping[Variant, Variant]) -> list[Planned]:
-    """List all graphs: PIECEWISE, then FULL, the largest first, of one size the most demanding."""
+    """List all graphs in capture order: PIECEWISE, then FULL; large sizes first."""
     full = [*shapes.mixed, *itertools.chain(*shapes.decode.values())]
     full += dict.fromkeys(itertools.chain(*shapes.bounded.values()))
     in_pieces = list(dict.fromkeys(variants.values()))
@@ -419,7 +419,7 @@ def _demand(shape: BatchDescriptor) -> tuple[int, int, int]:
 
 
 def sets_of(plan: Iterable[Planned]) -> Iterator[tuple[str, CUDAGraphMode, list[BatchDescriptor]]]:
-    """Yield (title, mode, descriptors) of what is captured together, in the order of the plan."""
+    """Yield (title, mode, descriptors) of graphs that are captured together, in order."""
     for (mode, kind), group in itertools.groupby(plan, _set_of):
         title = f"Capturing CUDA graphs ({kind}, {mode.name})"
         yield title, mode, [descriptor for _, descriptor in group]
@@ -438,11 +438,11 @@ def largest(plan: Iterable[Planned], mode: CUDAGraphMode) -> tuple[int, int]:
 
 
 def kind_of(descriptor: BatchDescriptor) -> Any:
-    """Return what graphs that differ in nothing but size have in common."""
+    """Return a key that is equal for graphs that differ only in size."""
     lengths = (descriptor.num_reqs is None, descriptor.query_len, descriptor.max_query_len)
     return (*lengths, descriptor.has_lora, descriptor.num_active_loras, descriptor.extra)
 
 
 def is_decode(descriptor: BatchDescriptor) -> bool:
-    """Return whether a graph serves decode alone."""
+    """Return whether a graph serves only decode batches."""
     return descriptor.uniform or descriptor.max_query_len is not None

@@ -41,7 +41,7 @@ _SOON = timedelta(seconds=1)
 
 
 class Purpose(Enum):
-    """What a rank exchanges numbers for, as an error states it."""
+    """The purpose of an exchange between ranks, for errors."""
 
     TABLES = "makes an Agreement"
     STEP = "requests the graph of a step"
@@ -60,7 +60,7 @@ _PURPOSES = tuple(Purpose)
 _MODES = (NONE, PIECEWISE, FULL)
 _IDLE = Fallback(Reason.EMPTY_BATCH, "this rank has no tokens; another one has")
 _OTHERS = Fallback(Reason.OTHER_RANK, "another rank can take no more than this")
-_BITS = 60  # flags in one number
+_BITS = 60  # flags packed into one number
 _NO_LORA = -1
 
 
@@ -81,17 +81,17 @@ class Agreed(NamedTuple):
 
 
 class _RankBatch(NamedTuple):
-    """What one rank sends to the others: whole numbers."""
+    """The integers that one rank sends to the others."""
 
     num_tokens: int
     num_reqs: int
     mode: int
-    query_len: int  # of uniform decode, else 0
+    query_len: int  # query length of uniform decode, else 0
     max_query_len: int  # 0 if unknown
     full: int  # whether the mode is allowed
     piecewise: int
     loras: int  # active adapters, 0: not counted
-    variant: int  # the values of the axes, as one number
+    variant: int  # the values of the axes, packed
 
 
 class Agreement:
@@ -261,7 +261,7 @@ class Agreement:
         return Dispatched(NONE, BatchDescriptor(num_tokens), _OTHERS)
 
     def _packed(self, extra: tuple[Any, ...]) -> int:
-        """Return the values of all axes as one number; any number for a batch without graphs."""
+        """Return the values of all axes packed into one number; arbitrary without graphs."""
         packed = 0
         for axis, value in zip(self.dispatcher.axes, extra, strict=True):
             listed = axis.listed()
@@ -409,7 +409,7 @@ class Agreement:
             self._nested -= 1
 
     def across(self, num_tokens: int) -> torch.Tensor:
-        """Return ``num_tokens_across_dp`` where every rank runs so many tokens: int32 [R]."""
+        """Return ``num_tokens_across_dp`` for equal ranks: int32 [R], each ``num_tokens``."""
         return torch.full((self._size,), num_tokens, dtype=torch.int32, device="cpu")
 
     def _compare(self, purpose: Purpose, chosen: Dispatched) -> None:

@@ -44,7 +44,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Pass = Callable[[Any], Any]
-_OPEN_END = 2**63 - 1  # of x[1:]
+_OPEN_END = 2**63 - 1  # end index of ``x[1:]``
 _LARGE_WEIGHT = 2**20  # bytes
 
 
@@ -161,7 +161,7 @@ def spread_weights(nodes: list[Any]) -> list[Any]:
     for node in nodes:
         for dependency in node.unmet_dependencies:
             readers.setdefault(dependency.name, []).append(node)
-    weights: dict[Any, list[Any]] = {}  # by the product that reads them
+    weights: dict[Any, list[Any]] = {}  # product -> weights that it reads
     for node in filter(_converts_weight, nodes):
         (name,) = node.get_buffer_names()
         users = readers.get(name, [])
@@ -203,7 +203,7 @@ def first_pass(graph: fx.Graph) -> None:
     fold_batches(graph)
 
 
-_VERSION = 2  # of all passes: what Inductor has cached depends on them
+_VERSION = 2  # version of all passes, part of Inductor's cache keys
 
 
 @cache

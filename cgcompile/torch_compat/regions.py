@@ -50,7 +50,7 @@ def guard_repeated_regions(gm: fx.GraphModule, output_graph: Any = None) -> None
     known = {_key(guard) for guard in guards}
     tensors = {key[0] for key in known if key[1] in ("TENSOR_MATCH", "DUPLICATE_INPUT")}
     for guard in list(guards):
-        if "type(" in guard.name:  # of a class: later calls have the same
+        if "type(" in guard.name:  # a guard on a class: it holds for later calls too
             continue
         for source in [source for source in _chain(guard.originating_source) if source in moves]:
             for added in [moved.guard(guard) for moved in moves[source].values()]:
@@ -87,7 +87,7 @@ def _is_missing(guard: Any, added: Any, tensors: set[str], scope: dict[str, Any]
 
 
 def _code(module: Any) -> tuple[Any, ...]:
-    """Return what runs in a call of a module; torch does not compare it between calls."""
+    """Return the code that a call of a module runs, which torch does not compare."""
     hooks = [*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]
     return type(module), vars(module).get("forward"), *hooks
 

@@ -126,7 +126,7 @@ class OwnShapes:
         return context
 
     def guards(self) -> list[sympy.Expr]:
-        """Return what was assumed beyond the bounds, in Dynamo's symbols."""
+        """Return the assumptions beyond the bounds, in Dynamo's symbols."""
         return [self._in_originals(guard.expr) for guard in self._env.guards]
 
     def _in_originals(self, expression: sympy.Expr) -> sympy.Expr:
@@ -161,7 +161,7 @@ def replace_uses(node: fx.Node, new: Any) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a fake tensor is made of."""
+    """The metadata that a fake tensor is made from."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]

@@ -16,7 +16,7 @@ class CannotUnwrap(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What a subclass wraps beside tensors, such as the device mesh of a DTensor."""
+    """An object that a subclass wraps beside tensors, such as a device mesh."""
 
     value: Any
 
@@ -26,8 +26,8 @@ class Wrapper:
     """How a traceable wrapper subclass is built from the plain tensors inside of it."""
 
     kind: Any  # the subclass
-    names: tuple[str, ...]  # of its inner tensors
-    inner: tuple["Wrapper | Held | None", ...]  # what each of them is; None: a plain tensor
+    names: tuple[str, ...]  # attribute names of the inner tensors
+    inner: tuple["Wrapper | Held | None", ...]  # one per name; None: a plain tensor
     context: Any
     size: Any
     stride: Any
@@ -57,7 +57,7 @@ class Wrapper:
 
     @property
     def fixed(self) -> list[Any]:
-        """What is built as in the trace, whatever the sizes: contexts, and sizes further inside."""
+        """Parts that must equal the trace: contexts, and sizes of inner subclasses."""
         inner = [kind for kind in self.inner if isinstance(kind, Wrapper)]
         fixed = [self.context, *((kind.size, kind.stride) for kind in inner)]
         return fixed + [each for kind in inner for each in kind.fixed]
@@ -129,7 +129,7 @@ def is_wrapper(value: Any) -> bool:
 
 
 def real_object(value: Any) -> Any:
-    """Return the object that a graph of Dynamo has a stand-in for; other values as they are."""
+    """Return the object behind a stand-in of Dynamo's graph; other values unchanged."""
     return getattr(value, "real_obj", value)
 
 
@@ -141,6 +141,6 @@ def is_stand_in(value: Any) -> bool:
 def traced_on_parts(
     function: Callable[..., Any], fakes: Sequence[Any], mode: AbstractContextManager[Any]
 ) -> fx.GraphModule:
-    """Return what a function of fake tensors and sizes runs, as a graph of ATen ops."""
+    """Trace a function of fake tensors and sizes to a graph of ATen ops."""
     with torch.no_grad(), mode:
         return make_fx(function)(*fakes)

@@ -213,9 +213,9 @@ class CannotTrace(Exception):
 
     model_raises = False  # whether the reason is that the Python code of the model raises
     becomes_several = True  # whether torch.compile makes several graphs of the call
-    what = ""  # the reason in one line
+    what = ""  # reason in one line
     hints: tuple[str, ...] = ()  # torch's hints, a line each
-    line: tuple[str, str] | None = None  # of the user: ("model.py:41 in forward", "y = ...")
+    line: tuple[str, str] | None = None  # user's line: ("model.py:41 in forward", "y = ...")
 
 
 class CannotBind(Exception):
@@ -233,7 +233,7 @@ class Trace:
 
     def __init__(self, function: types.FunctionType, output: Any) -> None:
         self.original = function  # a bound object is its first argument
-        self._output = output  # of Dynamo
+        self._output = output  # Dynamo's OutputGraph
         # Whether the graph has the effects of torch function modes.
         self.function_modes = bool(self._graph_output.torch_function_mode_stack)
         traced = output.backend_input
@@ -281,7 +281,7 @@ class Trace:
 
     @property
     def strides(self) -> dict[str, tuple[int | str, ...]]:
-        """Likewise the strides of those that have some."""
+        """Return the strides of all tensors that the trace read and that have strides, by path."""
         return {
             path: tuple(map(known_size, fake.stride()))
             for path, fake in self._fakes()
@@ -311,7 +311,7 @@ class Trace:
 
     @property
     def constants_to_be(self) -> set[str]:
-        """The paths of numbers that a trace to come must have as constants, when one restarts."""
+        """Numbers to specialise in the next attempt."""
         return {path for path, number in self._symbolic_numbers() if must_be_constant(number)}
 
     def _symbolic_numbers(self) -> Iterator[tuple[str, torch.SymInt | torch.SymFloat]]:
@@ -371,7 +371,7 @@ class Trace:
         return tuple(sorted({step.argval for step in steps if step.opname in stores}))
 
     def guards(self, *, sizes_only: bool) -> "Guards":
-        """Return Dynamo's guards; ``sizes_only``: those on sizes, and on tensors read elsewhere."""
+        """Return Dynamo's guards; ``sizes_only``: only guards on sizes and on captured tensors."""
         from torch._dynamo import config
 
         guard_signs_of_zeros(self._graph_output)

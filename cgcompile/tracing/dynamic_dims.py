@@ -48,7 +48,7 @@ class DynamicDim:
         require_fields(self)
 
 
-Dims = dict[str, tuple[DynamicDim, ...]]  # by parameter
+Dims = dict[str, tuple[DynamicDim, ...]]  # parameter -> dimensions
 
 
 class DynamicDims:
@@ -78,7 +78,7 @@ class DynamicDims:
             self.by_name[name] = _parsed(name, value)
 
     def of_call(self, arguments: Iterable[tuple[str, str, Any]]) -> list["TensorDim"]:
-        """Return those of a call, from (name of the parameter, Dynamo's path, value) of each."""
+        """Return the dynamic dimensions of a call, from (parameter, Dynamo's path, value)."""
         dims = [
             _tensor_dim(dim, leaf, f"{name}{path}", f"{source}{path}")
             for name, source, value in arguments
@@ -100,10 +100,10 @@ class TensorDim:
     """A dynamic dimension of one tensor of one call."""
 
     tensor: torch.Tensor
-    dim: int  # from the front
+    dim: int  # index, counted from the front
     name: str | None  # dimensions of one name have one size
-    path: str  # of the tensor, for messages
-    source: str  # of the tensor, for Dynamo
+    path: str  # path of the tensor, for messages
+    source: str  # the same as Dynamo's source
 
     @property
     def size(self) -> int:
@@ -174,7 +174,7 @@ def _enlarged(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
 def with_two_rows(
     args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[TensorDim]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[TensorDim]]:
-    """Make dynamic sizes of 0 and 1 of a call 2; what cannot be replaced is not dynamic."""
+    """Replace dynamic sizes 0 and 1 of a call by 2; sizes that cannot be replaced stay static."""
     enlarged: dict[int, torch.Tensor] = {}
     for dim in dims:
         sizes = {other.dim: 2 for other in dims if other.tensor is dim.tensor and other.size < 2}

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 SHAPES = ("backed", "backed_size_oblivious", "unbacked")
 GUARDS = ("keep", "shape", "none")
 
-_RESTARTS = 4  # of one trace, where a compiler requests them
+_RESTARTS = 4  # most restarts of one trace, which a compiler requests
 _MOST_REFUSED = 256  # calls with varying numbers that are counted
 _MANY = 256  # traces of one function: more than a class has layers, so there is a warning
 
@@ -63,9 +63,9 @@ Compile = Callable[[fx.GraphModule, list[Any], int], Callable[..., Any]]
 class Rules:
     """How calls are traced, and what is checked at each call."""
 
-    guards: str = "keep"  # which of Dynamo's guards are kept
+    guards: str = "keep"  # Dynamo's guards that are kept
     check_guards: bool = False  # check dropped guards as well, and raise where one fails
-    shapes: str = "backed_size_oblivious"  # what a trace may assume of a dynamic size
+    shapes: str = "backed_size_oblivious"  # assumptions on dynamic sizes
 
 
 class CompiledTrace:
@@ -84,8 +84,8 @@ class CompiledTrace:
         self.compiled = compiled
         self.graph = innermost(compiled)
         self.fits = fits.function  # compares the arguments of a call, and autocast
-        self.frozen = trace.frozen  # (path, tensor) of those that are bound, not looked up
-        self.held = _held(tensor for _, tensor in trace.frozen)  # what it computes with
+        self.frozen = trace.frozen  # (path, tensor) of the bound weights
+        self.held = _held(tensor for _, tensor in trace.frozen)  # views that it computes with
         self.start = start  # text: how long Dynamo took, and splitting and compiling the graph
         self.proven = False  # whether a call has ended: only then is known what it replaces
         self.trusted = False  # whether it is proven, and nothing but ``fits`` is checked
@@ -111,7 +111,7 @@ class CompiledTrace:
         python = partial(trace.python.function, trace.original)  # the trace itself must go
         self.run = python(run)
         self.fast_paths: FastPaths | None = None
-        self.add_fast_path: Callable[..., None]  # of the fast paths, if there are any
+        self.add_fast_path: Callable[..., None]  # only with fast paths
         plain = self.is_free and trace.python.is_plain and not fits.varies
         plain = plain and not trace.function_modes
         if isinstance(compiled, CompiledGraph) and plain:
@@ -196,7 +196,7 @@ class Traces:
         self._constant: set[str] = set()  # the paths of numbers that graphs cannot take as inputs
         self._differences: list[Fallback] = []  # why calls are not padded, of all traces
         self._rules = rules
-        self._count = 0  # of traces since the last invalidation
+        self._count = 0  # traces since the last invalidation
         self._lock = new_lock()
         self.is_closed = False
         self._unfrozen = False  # whether the model replaces tensors of its own
@@ -358,7 +358,7 @@ class Traces:
         return {"L": self._names(args, kwargs), "G": self._function.__globals__}
 
     def compare_bound(self) -> None:
-        """Compare what each trace has bound at its next call."""
+        """Make the next call of each trace compare the tensors that it has bound."""
         with self._lock:
             for trace in self.traces:
                 trace.proven = trace.trusted = False
@@ -379,7 +379,7 @@ class Traces:
     # -------------------------------------------------------------- numbers that vary
 
     def _note_varied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the numbers in which alone a call differs from one that was traced."""
+        """Note the numbers by which a call differs from a traced one, if nothing else differs."""
         numbers, names = self._numbers(args, kwargs), self._names(args, kwargs)
         for trace in self.traces:
             others = trace.numbers
@@ -395,7 +395,7 @@ class Traces:
                 }
 
     def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fallback | None:
-        """Return the fallback of a call that differs from all traces in a number alone."""
+        """Return the fallback of a call that differs from all traces only in a number."""
         # That is, ``VARYING`` such traces have served one call only, or few. A number that recurs
         # that often without a trace is traced, and replaces the oldest trace.
         if self.is_closed or len(self.traces) < VARYING or capture_postponed():
@@ -423,7 +423,7 @@ class Traces:
     def _varying_attribute(
         self, unused: Sequence[CompiledTrace], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Fallback | None:
-        """Likewise of a number that is no argument, such as ``self.calls += 1`` in a model."""
+        """Return the fallback of a varying attribute, such as ``self.calls += 1`` in a model."""
         scope, traced = self._scope(args, kwargs), dict[str, list[tuple[CompiledTrace, str]]]()
         for trace in unused:
             if trace.guards is not None and trace.fits(args, kwargs):
@@ -600,7 +600,7 @@ class Traces:
         kwargs: dict[str, Any],
         dims: list[TensorDim],
     ) -> Fits:
-        """Return what compares another call with this one."""
+        """Return the guard that compares a later call with this one."""
         paths = argument_paths(self._signature, args, kwargs)
         named = {paths[position]: value for position, value in enumerate(args)}
         named |= {paths[name]: value for name, value in kwargs.items()}
