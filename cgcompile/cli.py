@@ -32,10 +32,11 @@ from cgcompile.config import CompilationConfig
 from cgcompile.counts import text_table
 from cgcompile.debug.compare import Call
 from cgcompile.debug.environment import environment, environment_text, setting_meanings
+from cgcompile.debug.errors import CommandError
 from cgcompile.debug.explain import settings_of
 from cgcompile.debug.output import plain, wrapped
 from cgcompile.debug.subject import original_of, with_recorder
-from cgcompile.errors import BoundaryError, CGCompileError, CommandError, ConfigError
+from cgcompile.errors import BoundaryError, CGCompileError, ConfigError
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.pieces.cache import Entry, Store, cache_folder
 from cgcompile.reasons import Reason

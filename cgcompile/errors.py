@@ -1,9 +1,12 @@
-"""Every error that cgcompile raises, with every message, in one tree.
+"""The root of all errors, those of the core, and the templates of their messages.
+
+Errors of ``serving``, ``encoder`` and the command line are in ``errors.py`` of their folders; their
+names here import them when they are read.
 
 A message contains what was expected, what was found (argument path, node and user source line where
 there is one) and what to do next. It is a :class:`Template`, called with its fields by name:
-``raise CaptureError.refused(op="aten.item")``. Fields are plain values: this file imports nothing
-of cgcompile and nothing of torch. ``tests/data/errors.txt`` has an example of each message.
+``raise CaptureError.refused(op="aten.item")``. Fields are plain values: this file needs nothing
+else of cgcompile, and nothing of torch. ``tests/data/errors.txt`` has an example of each message.
 """
 
 import difflib
@@ -11,7 +14,16 @@ import functools
 import re
 import string
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cgcompile.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from cgcompile.debug.errors import CommandError as CommandError
+    from cgcompile.encoder.errors import EncoderError as EncoderError
+    from cgcompile.encoder.errors import EncoderShardError as EncoderShardError
+    from cgcompile.serving.errors import AgreementError as AgreementError
+    from cgcompile.serving.errors import InputBufferError as InputBufferError
 
 E = TypeVar("E", bound=Exception)
 
@@ -47,13 +59,13 @@ def with_article(name: str) -> str:
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
-def _list(values: Iterable[object], empty: str = "") -> str:
+def listed(values: Iterable[object], empty: str = "") -> str:
     return ", ".join(map(str, values)) or empty or "(none)"
 
 
 def _first(values: Sequence[object], count: str) -> str:
     rest = len(values) - int(count)
-    return _list(values[: int(count)]) + (f" and {rest} more" if rest > 0 else "")
+    return listed(values[: int(count)]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _close(known: Iterable[object], name: str) -> str:
@@ -77,9 +89,9 @@ _SPECS: dict[str, Callable[[Any, str], str]] = {
     "error": lambda error, _: f"{type(error).__name__}: {error}",
     "address": lambda value, _: "missing" if value is None else f"at {value:#x}",
     "count": lambda values, _: str(len(values)),
-    "list": _list,  # {names:list nothing}: with the text of an empty one
+    "list": listed,  # {names:list nothing}: with the text of an empty one
     "first": _first,  # {sizes:first 8}: so many, and how many more there are
-    "plural": lambda values, noun: f"{noun}{'s' * (len(values) > 1)} {_list(values)}",
+    "plural": lambda values, noun: f"{noun}{'s' * (len(values) > 1)} {listed(values)}",
     "close": _close,  # {known:close {name}}: a question for each known name near to this one
     "if": _if,  # {value:if text|other}: the other text for None, False and what is empty
 }
@@ -155,7 +167,7 @@ class ConfigError(CGCompileError, ValueError):
         if name in OF_COMPILE:
             hint = f" It is an argument: cgcompile.compile(model, {name}=...)."
         text = f"{where}: there is no setting {name!r}.{hint}"
-        return cls(f"{text}\n  Settings: {_list(known)}.")
+        return cls(f"{text}\n  Settings: {listed(known)}.")
 
     bad_value = Template("{where}: {name} = {value:shown}; expected {expected}.")
     backend_class = Template("""
@@ -735,49 +747,6 @@ class BatchError(CGCompileError, ValueError):
         The query length of each request is num_tokens // num_reqs, exactly.""")
 
 
-class InputBufferError(CGCompileError, ValueError):
-    """A declared input buffer, or data for one, that cannot be."""
-
-    shape = Template("""
-        InputBuffer {name!r}: shape={shape!r}; expected sizes of which exactly one is 'tokens', \
-        'reqs' or 'reqs+1'.
-        Name the dimension that grows with the batch.""")
-    tail = Template("""
-        InputBuffer {name!r}: tail={tail!r}; expected a number that {dtype} has, or None.
-        It is what padded rows hold: token 0, slot -1, sequence length 0.""")
-    dummy_value = Template("""
-        InputBuffer {name!r}: dummy_value={found!r}; expected a number that {dtype} has, \
-        'num_tokens', or None.
-        It is what rows hold in warm-ups and captures: 'num_tokens' for sequence lengths.""")
-    twice = Template("""
-        two input buffers are called {name!r}.
-        Give each a name of its own.""")
-    no_parameter = Template("""
-        InputBuffer {name!r}: {model} has no parameter of that name.{known:close {name}}
-        Parameters: {known:list none}. Rename the buffer, or declare argument=False: metadata() \
-        gets it then, and not the model.""")
-    unknown = Template("""
-        no input buffer is called {name!r}; there are {known:list none}.
-        Declare it with an InputBuffer, so that it has an address of its own.""")
-    missing = Template("""
-        input {name!r} is None, or left out.
-        Give its rows, or declare the buffer with optional=True: the model gets None then.""")
-    value = Template("""
-        input {name!r} is {found}; expected {expected}.
-        Give the real rows ({counts} of the batch), unpadded, in the declared dtype.""")
-    gradients = Template("""
-        input {name!r} requires grad, which a copy to a buffer that stays cannot give it.
-        Give it detached, or call the model itself to train.""")
-    not_padded = Template("""
-        a batch of {real[0]} tokens and {real[1]} requests does not fit into {padded[0]} and \
-        {padded[1]}, padded.
-        Tell the dispatcher num_reqs as it is.""")
-    too_large = Template("""
-        a batch of {real[0]} tokens and {real[1]} requests; the buffers have room for {most[0]} \
-        and {most[1]}.
-        Split the batch, or make the manager with a larger max_num_tokens or max_num_reqs.""")
-
-
 class ManagerError(CGCompileError, RuntimeError):
     """A request that the manager cannot serve, or an argument that does not fit."""
 
@@ -825,355 +794,6 @@ class ManagerError(CGCompileError, RuntimeError):
         All sizes share one set of output buffers: return equal kinds of tensors at each step.""")
 
 
-class AgreementError(CGCompileError, RuntimeError):
-    """Ranks that must run the same graph would not."""
-
-    tables = Template("""
-        the dispatchers of ranks {ranks:list} plan other graphs than that of rank 0.
-        Make them with equal arguments: mode, sizes, limits, query lengths, LoRA and axes.""")
-    differs = Template("""
-        rank {rank} is about to run {found}; rank 0 {first}.
-        Let every rank call Agreement.dispatch() at each step, and run what it returns.""")
-    no_group = Template("""
-        Agreement: torch.distributed has no process group, so there are no ranks to agree with.
-        Call torch.distributed.init_process_group() first, or leave the agreement out.""")
-    backend = Template("""
-        the process group has backend {found:shown}, which takes no tensors of the CPU.
-        Give Agreement a group of its own: torch.distributed.new_group(backend='gloo').""")
-    missing = Template("""
-        rank {rank} {does} (step {step}), and waited for all ranks in vain; {missing:if not there: \
-        {missing:plural rank}|no rank can be named}.
-        Every rank must take part in each step: one without work calls run(None). Look for what \
-        ended or holds up the other; the group has to be made anew.
-        torch.distributed raised: {error}""")
-    gave_up = Template("""
-        rank {rank} raised an exception in plan() or in a capture.
-        Its own message has the cause; no rank has the graphs of that call.""")
-    out_of_step = Template("""
-        rank {rank} {found}; rank 0 {first}.
-        Let all ranks make the same calls: capture(), then run() at each step, with a batch or \
-        None.""")
-    other_dispatcher = Template("""
-        the agreement has another dispatcher than the manager.
-        Pass the same one: Agreement(dispatcher), CudaGraphManager(model, dispatcher, \
-        agreement=...).""")
-
-
-class EncoderError(CGCompileError, ValueError):
-    """A model, item, buffer, budget or capacity that encoder graphs cannot use."""
-
-    no_method = Template("""
-        {model} has no method {method}(), which encoder graphs need.
-        SupportsEncoderCudaGraph documents its arguments and result; PatchEncoder has all methods \
-        for flattened patches with a grid.""")
-    older_protocol = Template("""
-        {model} has {found:list}, of an older protocol.
-        One method replaces the three: get_encoder_cudagraph_item_specs(mm_kwargs) returns \
-        [EncoderItemSpec(input_size=..., output_tokens=...), ...], one for each item.""")
-    no_range = Template("""
-        {model} has no get_encoder_cudagraph_budget_range(), and no token budgets are given.
-        Give token_budgets=, or let the method return (least, most) output tokens of a call.""")
-    returned = Template("{method}() returned {found}; expected {expected}.")
-    row_ratio = Template("""
-        {method}() returned {found}; expected {expected}.
-        There are {ratio} rows: check merge_size= of PatchEncoder, which merges \
-        merge_size * merge_size patches, or the output tokens of the item specs.""")
-    not_buffers = Template("""
-        PatchEncoder calls forward(buffers) with one dictionary, which {forward}{signature} does \
-        not take.
-        Take from it what the tower needs: PatchEncoder(lambda buffers: tower(**buffers), \
-        tower=tower, ...).""")
-    permutation = Template("""
-        table {key!r} is a permutation of its rows, {values:first 8} of two small images, and its \
-        padding rows are zeros: inverted, such as by argsort, they would move real rows.
-        Give PatchTable(tail="positions"): it continues the permutation, and is right for an index \
-        to gather from as well. padding_logics= sets any other tail.""")
-    columns = Template("""
-        {method}() returned tensors of {found:list} columns; out_hidden_size of \
-        EncoderCudaGraphConfig is {expected}.
-        Set out_hidden_size to the columns of the result; of several tensors, to those of one of \
-        them.""")
-    no_keyword = Template("""
-        {method}() takes no {keyword}=, and the configuration has {why}.
-        Add the keyword argument {keyword} to the method, by which it can tell the graphs apart.""")
-    no_buffer = Template("""
-        the forward of an encoder raised KeyError: {key!r}; its buffers are \
-        {known:list}.{known:close {key}}
-        PatchEncoder has pixel_values and the names in tables= and offsets=; any offsets= replaces \
-        the default, cu_seqlens. Other encoders name it in buffer_keys and both prepare methods.""")
-    modality = Template("""
-        an input {found:if of several modalities ({found:list})|of no known modality}: keys \
-        {keys:list}; expected those of one of {known:list}.
-        Give each modality in a call of its own, or override get_input_modality().""")
-    nothing_to_run_on = Template("""
-        encoder_eager_forward(): the replay buffers have None for {key!r}, so the forward that \
-        graphs record cannot run on them as they are.
-        Override encoder_eager_forward(), or always give this buffer a value.""")
-    item_number = Template("""
-        EncoderItemSpec: {name} = {found!r}; expected a whole number of at least 0.
-        Read grids from the host once per call: grid_thw.tolist().""")
-    unknown_path = Template("""
-        item {item}: output tokens on path {path!r}, which the configuration does not have; paths: \
-        {known:list}.{known:close {path}}""")
-    no_path = Template("""
-        item {item}: {tokens} output tokens, but 0 on each path; paths: {known:list}.
-        Give global_output_tokens and local_output_tokens, or path_output_tokens={{...}}.""")
-    no_axis = Template("""
-        item {item}: no value for capture axis {axis!r}; it has {known:list}.
-        Give EncoderItemSpec(axes={{...}}) the value that the item needs at least.""")
-    not_a_call = Template("""
-        a call of an encoder is a {found}; expected a mapping from names to inputs.
-        For images: {{"pixel_values": [rows, C], "image_grid_thw": [items, 3]}}.""")
-
-    @classmethod
-    def no_input(cls, *, name: str, known: Sequence[str]) -> "EncoderError":
-        near = difflib.get_close_matches(name, list(map(str, known)), n=1)
-        rename = f" Rename {near[0]!r} to {name!r}?" if near else ""
-        return cls(
-            f"a call of an encoder has no {name!r}; it has {_list(known)}.{rename}\n"
-            "  Patches of all items and the grid of each go together. inputs= of PatchEncoder "
-            "sets their names."
-        )
-
-    rows = Template("""
-        {name!r} is {found:kind}; expected a tensor [rows, C].
-        Give all patches of all items, one after the other, in the order of the grids.""")
-    grid = Template("""
-        {name!r}: item {item} is {found!r}; expected (t, h, w), whole numbers of at least 0, \
-        h and w multiples of merge_size = {merge}.
-        A token is merge_size * merge_size patches: resize the image, or pad its patches.""")
-    patches = Template("""
-        {name!r} has {found} rows; the grids of {grid!r} have {expected} patches.
-        Give all patches of all items, one after the other, in the order of the grids.""")
-    no_value = Template("""
-        {where}: no value for buffer {key!r}; there are {known:list}.
-        Each of buffer_keys is written before a replay. None leaves a buffer as it is.""")
-    unknown_buffer = Template("""
-        {where}: {key!r} is not among buffer_keys ({known:list}).{known:close {key}}
-        Add it to buffer_keys, or leave it out: it would never be refreshed.""")
-    buffer_value = Template("""
-        buffer {key!r}: the value is {found}; expected {expected}.
-        Give real rows alone; the rows behind them are the manager's.""")
-    buffer_list = Template("""
-        buffer {key!r}: the value is {found}; expected a tensor.
-        Join the parts of the items: torch.cat(parts); of numbers: torch.tensor(numbers).""")
-    buffer_layout = Template("""
-        buffer {key!r}: the value is {found}; expected {expected}.
-        Sizes behind the first must be the buffer's, and the dtype must cast to its. Give such a \
-        value, or another buffer in prepare_encoder_cudagraph_capture_inputs() (in_features=, \
-        PatchTable).""")
-    buffer_cast = Template("""
-        buffer {key!r}: the value is {found}, and the buffer is of {dtype}.
-        Integers are not cast to floating point, which rounds large ones. Indices: an integer \
-        buffer, PatchTable(dtype=torch.long). Numbers to compute with: \
-        PatchTable(dtype=torch.float32), or cast the value before the call.""")
-    buffer_bytes = Template("""
-        buffer {key!r}: the value is {found}, and the buffer is of {dtype}.
-        Scale pixels of uint8 first, as the model was trained: pixels.float() / 255, or its own \
-        normalisation. A table: PatchTable(dtype=torch.long) of indices, torch.float32 of \
-        numbers.""")
-    buffer_rows = Template("""
-        buffer {key!r}: the value is {found}; expected {expected} rows, the \
-        {unit} of {items} items.
-        Padding would hide rows that are missing. Return one for each of the {unit}, or set what \
-        the rows count (PatchTable(rows=...), buffer_rows).""")
-    offsets = Template("""
-        buffer {key!r}: offsets are {found}; expected {expected}.
-        Offsets are the ends of all sequences behind a leading 0, not lengths: take \
-        [0, *lengths] and cumsum(0).""")
-    offset_count = Template("""
-        buffer {key!r}: {found} offsets; expected {expected}.
-        Offsets are the ends of all sequences behind a leading 0, not lengths. \
-        PatchOffsets(most=...) declares other sequences than one for each frame.""")
-    no_offset_room = Template("""
-        buffer {key!r}{budget}: {entries} offsets fill it, so that none is left for the padding; \
-        real sequences that it holds: {room}.
-        most= of PatchOffsets returned too few for this budget. Without PatchEncoder, capture \
-        offset buffers with max_frames_per_batch + 2 entries: the last one is padding.""")
-    no_offset_end = Template("""
-        prepare_encoder_cudagraph_capture_inputs(): buffer {key!r} is among offset_keys, and its \
-        last entry is {last}; expected the number of rows, no entry above it.
-        Padding extends to the last entry of the capture; no kernel writes rows behind it.""")
-    padding_failed = Template("""
-        buffer {key!r} {room}: its padding logic failed on a value {found}: {error}
-        It is called as logic(dst, src), and writes all of dst in place.""")
-    buffer_moved = Template("""
-        buffer {key!r} {room}: its padding logic left {found} in its place.
-        A graph reads the shape and address that it recorded: write dst in place.""")
-    derive_input = Template("""
-        example_items: {name} is {found}; expected {expected}.
-        An example has the keyword arguments of the tower for one item: rows [n, ...], further \
-        tensors by row, inputs with one entry, constants. Compute others in the tower.""")
-    derive_shapes = Template("""
-        example_items: a row of {name!r} is {one} in one item and {other} in another; a graph has \
-        one shape.
-        Use a manager for each shape, or a tower of flattened patches [rows, C].""")
-    derive_call = Template("""
-        a call of a derived encoder: {name} {found}; expected {expected}.
-        Give the inputs of all items, one after the other, as in the examples; other sizes or \
-        constants need examples of their own, or another manager.""")
-    derive_rows = Template("""
-        example_items: items have {rows} rows, which follow from no input by item.
-        Give the tower, first of all, an input by item whose product is the number of rows, such \
-        as a grid.""")
-    derive_output = Template("""
-        the tower returned {found}; expected one tensor of rows, those of several items one after \
-        the other.
-        Choose the result: output=lambda found: found.pooler_output, or a tuple of several.""")
-    derive_ratio = Template("""
-        examples of {rows} rows have results of {tokens} rows; expected a fixed ratio.
-        Add or leave out rows after the graph, combine=; or use a manager for each size.""")
-    derive_value = Template("""
-        cannot derive {name!r}, which the tower computes from the sizes of items: shapes {found} \
-        for items of {rows} rows and {tokens} tokens, and the value of several items is not joined \
-        from theirs.
-        Values by row, token or item and offsets are derived. Write this one by hand: a \
-        PatchTable or PatchOffsets of PatchEncoder.""")
-    derive_size = Template("""
-        cannot derive {name!r} of shape {found}: it depends on the number of rows of a tensor on \
-        the device, not on inputs by item alone.
-        Compute it inside of a module, from the shape of its input, or write it by hand: a \
-        PatchTable of PatchEncoder.""")
-    derive_new = Template("""
-        item {key!r}: {name!r} has shape {found}; it is no longer the {what} that follows from the \
-        examples.
-        Derive another manager, with this item among the examples.""")
-    derive_number = Template("""
-        item {key!r}: {where} gets {found!r}; {expected!r} for the smallest example.
-        Numbers that depend on sizes are baked in; the longest sequence of offsets alone is \
-        derived. Pass others as tensors, or give PatchEncoder a forward with the largest number.""")
-    derive_calls = Template("""
-        item {key!r}: the tower calls {found} where it calls {expected} for the smallest example.
-        A graph has the same calls for all sizes: give examples of one size, or write the forward \
-        of PatchEncoder without such a branch or loop.""")
-    derive_run = Template("""
-        the tower fails on the rows of the smallest example with the host values of {found}: {error}
-        Its device code reads numbers that depend on sizes: pass them as tensors, made by \
-        torch.as_tensor where they are numpy's (torch.from_numpy is not seen), or give examples of \
-        one size.""")
-    derive_read = Template("""
-        {where}() reads a tensor {found} on the host, which a graph cannot do.
-        If that is attention which splits sequences by length: choose an implementation that takes \
-        offsets (cu_seqlens) on the device, such as "flash_attention_2" or a registered one. Or \
-        give examples of one size.""")
-    derive_order = Template("""
-        the tower ran {found} on the host; before, it ran {expected} there.
-        Host values must be computed alike in each run; write them by hand: PatchEncoder.""")
-    derive_budget = Template("""
-        a budget of {budget} tokens is below the smallest example, of {tokens}, so that its graph \
-        cannot be compared with an eager run.
-        Add a smaller item to the examples, or leave this budget out: token_budgets=.""")
-    derive_result = Template("""
-        items {items} of the examples (all but the first with varied numbers) on a budget of \
-        {budget} tokens, {tail} of them padding: results differ from eager by {found:.1e} of the \
-        largest number; allowed: {most:.0e}.
-        Padding or other items reach the rows of an item, calls depend on the number of rows, or \
-        values are baked in. Attention over all rows needs offsets or a mask. Rounding alone: \
-        tolerance=.""")
-    budget_number = Template("{name} = {found!r}; expected a whole number of at least {least}.")
-    not_a_budget = Template("""
-        encoder budgets: {found!r} is none; expected whole numbers of at least 1.
-        A budget is the number of output tokens of one graph.""")
-    no_budgets = Template("""
-        encoder budgets: the list is empty; expected at least one.
-        Give budgets=None to have them generated from budget_range.""")
-    budget_range = Template("""
-        budget_range = {found!r}; expected the least and the most output tokens of a graph.
-        Both must be positive whole numbers.""")
-    range_order = Template("""
-        budget_range = ({least}, {most}): the least, {least}, is above the most, {most}.
-        Swap them, or raise the most: it is the largest budget that is captured.""")
-    path_above_range = Template("""
-        path {path!r}: its budgets begin at {least} (min_token_budget), above the most, {most}.
-        Raise the most of get_encoder_cudagraph_budget_range(), lower min_token_budget (with \
-        enable_dual_path_graph: global_token_per_image or local_token_per_patch), or give \
-        token_budgets=.""")
-    items_above_range = Template("""
-        {name} = {max_items} is above {most}, the largest budget of budget_range.
-        Items need a token of every budget. Lower {name}, or raise the most of budget_range.""")
-    items_above_budget = Template("""
-        {name} = {max_items}; it must be <= the smallest token budget, {budget}.
-        Items need a token of every budget. Lower {name}, or leave the small budgets out.""")
-    ratio = Template("""
-        ratio = {found!r}; expected a finite number above 1.
-        It is how much larger each budget is than the one before.""")
-    nothing_observed = Template("""
-        fitted_budgets(): nothing was observed, so there is nothing to fit.
-        Count the output tokens of real groups of items, or take generated_budgets().""")
-    item_need = Template("""
-        item {item}: tokens={tokens!r}, frames={frames!r}; expected whole numbers of at least 0.
-        An item without part in a path has 0 tokens there.""")
-    item_paths = Template("""
-        item {item}: {found} numbers of tokens; the capacity has {paths} paths.
-        Give one number per path, in the order of the paths.""")
-    capacity = Template("""
-        {capacity!r}; expected the budgets of one path or more, each ascending from at least 1, at \
-        least one item, and frames of at least 0 or None.""")
-    cost = Template("""
-        Costs: {name} = {found!r}; expected a finite number of at least 0.
-        All costs of a Costs have one unit, such as milliseconds.""")
-
-
-class EncoderShardError(CGCompileError, RuntimeError):
-    """Ranks that encode together do not fit each other."""
-
-    no_group = Template("""
-        Sharder: torch.distributed has no process group, so there are no ranks.
-        Call torch.distributed.init_process_group() first, or leave the sharder out.""")
-    structure = Template("""
-        rank {rank}: results have another structure than those of the first call.
-        Return the same kind of result for each item, or override Sharder.gather().""")
-    failed = Template("""
-        rank {rank}: the share of another rank failed.
-        {shares}
-        Its own error has the cause. No rank has results of this call; the next one is not \
-        affected.""")
-
-
-class CommandError(CGCompileError, ValueError):
-    """Words of the command line, its cache commands included, that cannot be carried out."""
-
-    removed = Template("""
-        there is no command {command!r} any more.
-        Use 'cgcompile {instead}'.""")
-    target_form = Template("""
-        {target!r} is no target; expected module:function or path/to/file.py:function.
-        The function takes nothing and returns a model and its inputs: (model, args).""")
-    no_module = Template("""
-        cannot import {name!r}: {why}.
-        Give a module that Python finds here, or the path of a file: path/to/file.py:function.""")
-    no_function = Template("""
-        {module} has no function {name!r}.{known:close {name}}
-        Functions: {known:list}.""")
-    takes_arguments = Template("""
-        {target} takes arguments, {signature}; expected a function that takes nothing.
-        Let it make the model and inputs: def make(): return Model(), (torch.randn(8, 16),)""")
-    bad_result = Template("""
-        {target} returned {found}; expected a model and its inputs.
-        Return (model, args), (model, args, kwargs) or a dict of them; args is a tuple, \
-        or one tensor.""")
-    no_inputs = Template("""
-        {target} returned a model without inputs, and {command} calls it.
-        Return (model, args) or (model, args, kwargs).""")
-    bad_setting = Template("--set {given}: expected key=value, such as --set compiler=eager.")
-    bad_splitting_ops = Template("splitting_ops: {why}")
-    no_page = Template("""
-        --html {path}: no page can be written there: {why}.
-        Give the path of a file, such as page.html.""")
-    settings_are_fixed = Template("""
-        --set for a model that {target} has compiled already: its settings are fixed.
-        Give them where it is compiled, or return the model before that.""")
-    unknown_entry = Template("""
-        no entry of {folder} has a key that starts with {prefix!r}.
-        'cgcompile cache list' shows what is there; --dir names another folder.""")
-    ambiguous_entry = Template("""
-        {keys:count} entries have a key that starts with {prefix!r}: {keys:list}.
-        Give more of the key.""")
-    caching_is_off = Template("""
-        cache_dir is 'off': there is no cache folder to look at.
-        Name one with --dir, or unset CGCOMPILE_CACHE_DIR.""")
-
-
 def stale_result(item: int, what: str, step: int, released: bool) -> str:
     """Return the text of a ``RuntimeError`` of torch: a result is touched and no longer valid."""
     cause = "a later step has overwritten its memory"
@@ -1189,3 +809,14 @@ def stale_result(item: int, what: str, step: int, released: bool) -> str:
 def missing_attribute(wrapper: str, wrapped: str, name: str) -> str:
     """The text of an ``AttributeError``, which is Python's own and no error of this tree."""
     return f"neither {wrapper} nor the {wrapped} that it wraps has an attribute {name!r}"
+
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(
+        __name__,
+        {
+            "debug.errors": "CommandError",
+            "encoder.errors": "EncoderError EncoderShardError",
+            "serving.errors": "AgreementError InputBufferError",
+        },
+    )

@@ -123,7 +123,8 @@ def error_tree() -> Iterator[str]:
     """Each class of errors, with an example of each of its messages: the cause and the remedy."""
     examples = (ROOT / "tests" / "data" / "errors.txt").read_text()
     messages = re.findall(r"^(\w+)\.(\w+): (.*(?:\n  .*)*)", examples, re.MULTILINE)
-    for name, value in vars(errors).items():
+    for name in dict.fromkeys([*vars(errors), *dir(errors)]):  # those of other folders last
+        value = getattr(errors, name)
         if not (inspect.isclass(value) and issubclass(value, errors.CGCompileError)):
             continue
         yield f".. autoexception:: cgcompile.errors.{name}\n   :show-inheritance:\n"

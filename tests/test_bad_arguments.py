@@ -23,12 +23,10 @@ from cgcompile import (
 from cgcompile.boundaries import Boundaries
 from cgcompile.encoder import EncoderCudaGraphManager
 from cgcompile.errors import (
-    AgreementError,
     BatchError,
     BoundaryError,
     CGCompileError,
     ConfigError,
-    InputBufferError,
     ManagerError,
     SizesError,
 )
@@ -47,6 +45,7 @@ from cgcompile.serving import (
     get_cudagraph_sizes,
     padding_share,
 )
+from cgcompile.serving.errors import AgreementError, InputBufferError
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 CONFIG = CompilationConfig(capture_device="host", compiler="eager", cache_dir="off")

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.packing import Costs
-from cgcompile.errors import EncoderError
 from cgcompile.ladders import checked_histogram, fit_sizes, require_limit, round_sizes
 from cgcompile.settings import checked_last, require, require_arguments, whole
 

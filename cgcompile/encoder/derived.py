@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile import torch_compat as compat
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.graphs import GraphInputs
 from cgcompile.encoder.lifting import HostTrace, LiftedRun, Site
 from cgcompile.encoder.patches import offset_buffer, positions_tail
@@ -28,7 +29,6 @@ from cgcompile.encoder.protocol import (
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
 )
-from cgcompile.errors import EncoderError
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.reads import modules_of
 from cgcompile.settings import require, require_arguments

@@ -25,6 +25,7 @@ from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.encoder.budgets import Limits
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.packing import Capacity
 from cgcompile.encoder.protocol import (
     DEFAULT,
@@ -44,7 +45,7 @@ from cgcompile.encoder.protocol import (
     unpadded_forward,
 )
 from cgcompile.encoder.statistics import on_path
-from cgcompile.errors import CaptureError, EncoderError
+from cgcompile.errors import CaptureError
 from cgcompile.graphs.capture import bulk_capture, capture_postponed, inside_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import EncoderError
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.graphs.host_rules import host_values
 from cgcompile.graphs.reads import modules_of
 

@@ -22,6 +22,7 @@ from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.encoder.budgets import TokenBudgets, checked_number, resolve_limits
 from cgcompile.encoder.derived import derived_encoder
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.graphs import EncoderGraphs, EncoderSetup, GraphKey
 from cgcompile.encoder.packing import Costs, Group, Need, pack
 from cgcompile.encoder.protocol import (
@@ -33,7 +34,7 @@ from cgcompile.encoder.protocol import (
 )
 from cgcompile.encoder.sharding import Sharder
 from cgcompile.encoder.statistics import EncoderStatistics, Ran, on_path
-from cgcompile.errors import ConfigError, DispatchError, EncoderError
+from cgcompile.errors import ConfigError, DispatchError
 from cgcompile.graphs.capture_all import BulkCapture
 from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
-from cgcompile.errors import EncoderError
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.settings import require_arguments, require_fields, require_kind
 
 # Cost of a group besides its replays: of equal groupings, the one with fewer groups wins. Far below

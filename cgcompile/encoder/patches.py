@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.protocol import (
     DEFAULT,
     PATCHES,
@@ -32,7 +33,6 @@ from cgcompile.encoder.protocol import (
     row_counts,
     unpadded_forward,
 )
-from cgcompile.errors import EncoderError
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.reads import modules_of
 from cgcompile.settings import LARGEST_TABLE, checked, require, require_fields, require_whole, whole

@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import ConfigError, EncoderError
+from cgcompile.encoder.errors import EncoderError
+from cgcompile.errors import ConfigError
 from cgcompile.settings import is_whole, require, require_fields, require_items, require_kind, whole
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"  # paths

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import EncoderShardError
+from cgcompile.encoder.errors import EncoderShardError
 from cgcompile.settings import checked, require_whole
 
 MOST_RANKS = 2**16

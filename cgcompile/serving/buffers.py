@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from cgcompile import torch_compat as compat
-from cgcompile.errors import BatchError, CaptureError, InputBufferError, ManagerError
+from cgcompile.errors import BatchError, CaptureError, ManagerError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.device import any_capture, device_named
 from cgcompile.graphs.pinned_buffers import UploadRing, can_represent, host_memory
+from cgcompile.serving.errors import InputBufferError
 from cgcompile.settings import (
     LARGEST_ROWS,
     LARGEST_TABLE,

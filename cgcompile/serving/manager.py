@@ -22,15 +22,7 @@ from cgcompile.compile import compile as compile_model
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
-from cgcompile.errors import (
-    AgreementError,
-    BatchError,
-    CaptureError,
-    ConfigError,
-    DispatchError,
-    InputBufferError,
-    ManagerError,
-)
+from cgcompile.errors import BatchError, CaptureError, ConfigError, DispatchError, ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.capture import bulk_captures, postponed_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
@@ -55,6 +47,7 @@ from cgcompile.serving.batch import (
 )
 from cgcompile.serving.buffers import TOKENS, InputBuffer, Outputs, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, check_numbers
+from cgcompile.serving.errors import AgreementError, InputBufferError
 from cgcompile.serving.full_graphs import REMEDY, FullGraphs
 from cgcompile.serving.memory_plan import (
     MemoryMeter,

@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from cgcompile import torch_compat as compat
 from cgcompile.descriptor import BatchDescriptor
-from cgcompile.errors import AgreementError
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, allowed_modes
+from cgcompile.serving.errors import AgreementError
 from cgcompile.serving.plan import FULL, NONE, PIECEWISE
 from cgcompile.settings import require_kind
 

@@ -16,7 +16,8 @@ from cgcompile.encoder import (
     resolve_frames,
     smallest_budget,
 )
-from cgcompile.errors import EncoderError, SizesError
+from cgcompile.encoder.errors import EncoderError
+from cgcompile.errors import SizesError
 
 POSITIVE = st.integers(1, 5000)
 

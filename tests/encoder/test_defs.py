@@ -12,7 +12,8 @@ from cgcompile.encoder import (
     EncoderCudaGraphPathConfig,
     EncoderItemSpec,
 )
-from cgcompile.errors import ConfigError, EncoderError
+from cgcompile.encoder.errors import EncoderError
+from cgcompile.errors import ConfigError
 
 Path = EncoderCudaGraphPathConfig
 DUAL = {

@@ -13,7 +13,8 @@ from torch import nn
 
 from cgcompile import verify
 from cgcompile.encoder import EncoderCudaGraphManager
-from cgcompile.errors import ConfigError, EncoderError
+from cgcompile.encoder.errors import EncoderError
+from cgcompile.errors import ConfigError
 from cgcompile.reasons import Reason
 
 C, D, H = 3, 8, 6

@@ -9,7 +9,7 @@ import torch
 from lib.encoders import config
 
 from cgcompile.encoder import EncoderCudaGraphManager
-from cgcompile.errors import EncoderError
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.reasons import Reason
 
 transformers = pytest.importorskip("transformers", minversion="5.0")

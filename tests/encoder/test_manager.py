@@ -29,8 +29,9 @@ from lib.encoders import (
 
 import cgcompile
 from cgcompile.encoder import Costs, GraphKey, fitted_budgets
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.manager import _milliseconds
-from cgcompile.errors import ConfigError, EncoderError
+from cgcompile.errors import ConfigError
 from cgcompile.reasons import Reason
 
 # ------------------------------------------------------------------ capture

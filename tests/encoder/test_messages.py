@@ -19,8 +19,9 @@ from cgcompile.encoder import (
     PatchOffsets,
     PatchTable,
 )
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.patches import frame_offsets
-from cgcompile.errors import ConfigError, DispatchError, EncoderError
+from cgcompile.errors import ConfigError, DispatchError
 from cgcompile.reasons import Fallback, Reason, warn_of
 
 notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="no notes of exceptions")

@@ -22,7 +22,7 @@ from lib.oracles import (
 )
 
 from cgcompile.encoder import Capacity, Costs, Group, Need, pack
-from cgcompile.errors import EncoderError
+from cgcompile.encoder.errors import EncoderError
 
 SLACK = 1e-3  # sums of many floats, and the millionth of a token that a group counts
 NOTHING_EAGER = Costs(fixed=300, eager_fixed=10**6)

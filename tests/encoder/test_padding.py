@@ -24,9 +24,9 @@ from cgcompile.encoder import (
     GraphKey,
     PatchOffsets,
 )
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.graphs import GraphInputs
 from cgcompile.encoder.patches import frame_offsets
-from cgcompile.errors import EncoderError
 
 NAN = float("nan")
 

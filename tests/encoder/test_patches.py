@@ -7,8 +7,9 @@ import torch
 from lib.encoders import TABLES, C, H, Tower, check, close, images, manager, patches, videos
 
 from cgcompile.encoder import EncoderItemSpec, PatchEncoder, PatchOffsets, PatchTable
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.patches import frame_offsets
-from cgcompile.errors import ConfigError, EncoderError
+from cgcompile.errors import ConfigError
 from cgcompile.reasons import Reason
 
 

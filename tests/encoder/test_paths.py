@@ -15,7 +15,7 @@ from cgcompile.encoder import (
     EncoderItemSpec,
     GraphKey,
 )
-from cgcompile.errors import EncoderError
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.reasons import Reason
 
 

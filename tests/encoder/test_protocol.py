@@ -29,8 +29,9 @@ from cgcompile.encoder import (
     SupportsEncoderCudaGraph,
     supports_encoder_cudagraph,
 )
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.protocol import MANDATORY, OPTIONAL
-from cgcompile.errors import ConfigError, EncoderError
+from cgcompile.errors import ConfigError
 
 
 def test_names_of_the_protocol() -> None:

@@ -26,9 +26,10 @@ from cgcompile.encoder import (
     PatchOffsets,
     PatchTable,
 )
+from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.patches import Grid, frame_offsets
 from cgcompile.encoder.protocol import EncoderCudaGraphConfig, EncoderItemSpec, check_values
-from cgcompile.errors import ConfigError, EncoderError
+from cgcompile.errors import ConfigError
 
 Make = Callable[[Sequence[Grid]], Any]
 SIZES = ((4, 4), (2, 6))  # 28 patches, 7 tokens

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lib.encoders import DualPath, H, Merges, close, dual, images, manager, one_by_one, patches
 
 from cgcompile.encoder import Sharder, shares_by_load
-from cgcompile.errors import EncoderShardError
+from cgcompile.encoder.errors import EncoderShardError
 
 RANKS = 3
 

@@ -20,9 +20,9 @@ from torch import nn
 
 import cgcompile
 from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context
-from cgcompile.errors import AgreementError
 from cgcompile.graphs.cuda import destroy_unused_graphs
 from cgcompile.serving.batch import Batch
+from cgcompile.serving.errors import AgreementError
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.serving.ranks import Agreement
 from lib.manager import INPUTS, VOCABULARY, dispatcher, eager, metadata, requests

@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgcompile.errors import CaptureError, InputBufferError
+from cgcompile.errors import CaptureError
 from cgcompile.graphs.capture import capture
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.serving.buffers import InputBuffer, StaticInputs
+from cgcompile.serving.errors import InputBufferError
 
 TOKENS, REQS = 8, 4
 SPECS = (

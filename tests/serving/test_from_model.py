@@ -17,11 +17,11 @@ from cgcompile.errors import (
     BatchError,
     CaptureError,
     ConfigError,
-    InputBufferError,
     ManagerError,
 )
 from cgcompile.reasons import Reason
 from cgcompile.serving import Agreement, Batch, GraphHooks, InputBuffer, capture_sizes
+from cgcompile.serving.errors import InputBufferError
 
 ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 LIMITS = {"max_num_tokens": 64, "max_num_reqs": 8}

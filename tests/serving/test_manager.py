@@ -31,15 +31,11 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode
-from cgcompile.errors import (
-    AddressChangedError,
-    BatchError,
-    InputBufferError,
-    ManagerError,
-)
+from cgcompile.errors import AddressChangedError, BatchError, ManagerError
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.reasons import Reason
 from cgcompile.serving import Axis, Batch, GraphHooks, LoraCases, Metadata
+from cgcompile.serving.errors import InputBufferError
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 kinds = pytest.mark.parametrize("kind", ["plain", "compiled"])

@@ -28,8 +28,9 @@ from lib.manager import (
 )
 
 from cgcompile import BatchDescriptor
-from cgcompile.errors import AddressChangedError, InputBufferError, ManagerError
+from cgcompile.errors import AddressChangedError, ManagerError
 from cgcompile.serving import Axis, Batch, InputBuffer, Metadata
+from cgcompile.serving.errors import InputBufferError
 
 SLOTS = 40
 MROPE = InputBuffer("positions", (3, "tokens"), torch.int64, 0)

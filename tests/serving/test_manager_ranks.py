@@ -24,9 +24,10 @@ from lib.patience import PATIENCE
 from lib.ranks import caught, run_ranks
 
 from cgcompile import BatchDescriptor, get_forward_context, verify
-from cgcompile.errors import AgreementError, BatchError, ManagerError
+from cgcompile.errors import BatchError, ManagerError
 from cgcompile.serving.batch import Batch, Metadata
 from cgcompile.serving.buffers import InputBuffer
+from cgcompile.serving.errors import AgreementError
 from cgcompile.serving.plan import Axis, LoraCases
 from cgcompile.serving.ranks import Agreement
 

@@ -10,8 +10,9 @@ from lib.manager import FULL, Decoder, dispatcher, eager, manager, metadata, req
 from lib.ranks import caught, run_ranks
 from torch import nn
 
-from cgcompile.errors import AddressChangedError, AgreementError, InputBufferError, ManagerError
+from cgcompile.errors import AddressChangedError, ManagerError
 from cgcompile.serving.batch import Batch, Metadata
+from cgcompile.serving.errors import AgreementError, InputBufferError
 from cgcompile.serving.ranks import Agreement
 
 pytestmark = pytest.mark.slow
