@@ -24,24 +24,24 @@ from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import callers_context
 from cgcompile.debug.compare import Call, prepared, require_prepare
-from cgcompile.debug.findings import KINDS, SEVERITIES, Finding, Way, finding
+from cgcompile.debug.findings import (
+    KINDS,
+    SEVERITIES,
+    Finding,
+    Way,
+    finding,
+    is_of_inference_tensors,
+    kind_of,
+    kind_of_op,
+)
 from cgcompile.debug.op_observer import Notes, Watch
 from cgcompile.debug.output import sentence
 from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import Snapshot, State
 from cgcompile.debug.subject import check_arguments, name_of, original_of, recorders_of, resolved
 from cgcompile.encoder.manager import EncoderCudaGraphManager
-from cgcompile.errors import (
-    AddressChangedError,
-    CaptureError,
-    CGCompileError,
-    ConfigError,
-    GradientError,
-    HostValueChangedError,
-    with_article,
-)
+from cgcompile.errors import CGCompileError, ConfigError, with_article
 from cgcompile.graphs.contract import is_plain_value, layout_text, named_arguments, same_value
-from cgcompile.graphs.cuda import is_unjoined
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.eligibility import allow_capture
 from cgcompile.graphs.fields import Item
@@ -199,8 +199,6 @@ def _check_model(model: Any) -> None:
 
 # ---------------------------------------------------------------- after the fact
 
-# Messages of CUDA and torch about a stream that must be joined.
-_REFUSALS = ("stream is capturing", "streamcapture", "capturing stream")
 _LINE = re.compile(
     r"\((?P<file>[^()\s]+\.py):(?P<line>\d+) in (?P<function>\w+|<\w+>)(?:: (?P<code>.*))?\)"
 )
@@ -220,7 +218,7 @@ def _of_error(error: BaseException) -> Finding:
     line = next((line for line in lines if line is not None), None)
     message, _, advice = str(deepest).strip().partition("\n")
     name, op = type(deepest).__name__, getattr(deepest, "op", "") or "-"
-    kind = _kind(deepest, op)
+    kind = kind_of(deepest)
     ours = any(isinstance(cause, CGCompileError) or came_by_us(cause) for cause in chain)
     if kind == "capture_failed" and not ours:
         text = f"{name}: {message}" if message else name
@@ -229,41 +227,6 @@ def _of_error(error: BaseException) -> Finding:
     if isinstance(deepest, CGCompileError) and advice.strip():
         return replace(result, fix=" ".join(advice.split()))
     return result
-
-
-def _kind(error: BaseException, op: str) -> str:
-    text = str(error)
-    if isinstance(error, GradientError):
-        return "gradients"
-    if isinstance(error, AddressChangedError):
-        return "replaced_attribute" if ": weight '" in text else "moving_input"
-    if isinstance(error, HostValueChangedError):
-        return "changing_argument"
-    if isinstance(error, CaptureError) and op != "-" and "not permitted" in text:
-        return _kind_of_op(op)
-    if isinstance(error, CaptureError) and "inside of torch.func" in text:
-        return "functorch"
-    if is_unjoined(error):
-        return "side_stream"
-    if _is_of_inference_tensors(error):
-        return "inference_tensor"
-    refused = any(refusal in text.lower() for refusal in _REFUSALS)
-    return "host_sync" if refused else "capture_failed"
-
-
-def _is_of_inference_tensors(error: BaseException) -> bool:
-    """Return whether a tensor of inference mode was written, or kept for gradients, outside."""
-    return isinstance(error, RuntimeError) and "inference tensor" in str(error).lower()
-
-
-def _kind_of_op(op: str) -> str:
-    if "generator" in op:
-        return "generator"
-    result: Any = torch.ops
-    for part in op.partition(" ")[0].split("."):
-        result = getattr(result, part, None)
-    shape = torch.Tag.dynamic_output_shape in getattr(result, "tags", ())
-    return "data_dependent_shape" if shape or op.endswith("with a mask") else "host_sync"
 
 
 def _of_counters(handle: Backend | CUDAGraphWrapper) -> list[Finding]:
@@ -282,7 +245,7 @@ def _of_counters(handle: Backend | CUDAGraphWrapper) -> list[Finding]:
         cause = detail.partition(LAST_CALL)[0]
         named, line = _NAMED_OP.search(cause), _named_line(cause)
         op = named["op"] if named else "-"
-        kind = _kind_of_op(op) if named and reason is Reason.CAPTURE_FAILED else reason.value
+        kind = kind_of_op(op) if named and reason is Reason.CAPTURE_FAILED else reason.value
         if kind in KINDS:
             fallback = finding(Way.SPLIT, kind, op, detail, line, "break")
             result.append(replace(fallback, count=count))
@@ -378,7 +341,7 @@ class _Examination:
         """Run the model and return the code that ran; None after an error, which is noted."""
         watch = self._watch()
         try:
-            with allow_capture(False), watch:
+            with allow_capture(False), watch.observing():
                 _call(self._model, call)
         except Exception as error:
             if isinstance(error, TypeError):  # perhaps of the call, and not of what is in it
@@ -386,7 +349,7 @@ class _Examination:
             line = raised_at(error, _call.__code__)
             known = line is not None and any(note.source == line for note in self._notes)
             if not (known and self._device.type == "meta"):  # which cannot be read at all
-                kind = "inference_tensor" if _is_of_inference_tensors(error) else "forward_raised"
+                kind = "inference_tensor" if is_of_inference_tensors(error) else "forward_raised"
                 name = type(error).__name__
                 text = f"{name}{which}: {error}".strip().splitlines()[0]
                 self._notes.add(kind, name, text, line)

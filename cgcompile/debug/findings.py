@@ -2,8 +2,18 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
+
+import torch
 
 from cgcompile.debug.output import Result
+from cgcompile.errors import (
+    AddressChangedError,
+    CaptureError,
+    GradientError,
+    HostValueChangedError,
+)
+from cgcompile.graphs.cuda import is_unjoined
 from cgcompile.passes.nodes import Line
 
 SEVERITIES = ("error", "break", "note")
@@ -133,3 +143,51 @@ def finding(
     """Return a finding with the fix and, unless it is given, the severity of its kind."""
     severity = severity or _SEVERITY.get(kind, ("break", "break", "error"))[way]
     return Finding(kind, severity, message, _FIXES[kind].replace("{op}", repr(op)), op, line)
+
+
+# ---------------------------------------------------------------- the kind of an error
+
+# Messages of CUDA and torch about a stream that must be joined.
+_REFUSALS = ("stream is capturing", "streamcapture", "capturing stream")
+# Refused where the shape of the result depends on data, and not tagged by torch.
+_COUNTING = ("aten.where.", "aten.repeat_interleave.", "aten.nonzero_numpy.")
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the kind of the finding that explains an error of a capture or a replay."""
+    text, op = str(error), getattr(error, "op", "")
+    if isinstance(error, GradientError):
+        return "gradients"
+    if isinstance(error, AddressChangedError):
+        return "replaced_attribute" if ": weight '" in text else "moving_input"
+    if isinstance(error, HostValueChangedError):
+        return "changing_argument"
+    if isinstance(error, CaptureError) and "pageable host memory" in text:
+        return "device_copy"
+    if isinstance(error, CaptureError) and op and "not permitted" in text:
+        return kind_of_op(op)
+    if isinstance(error, CaptureError) and "inside of torch.func" in text:
+        return "functorch"
+    if is_unjoined(error):
+        return "side_stream"
+    if is_of_inference_tensors(error):
+        return "inference_tensor"
+    refused = any(refusal in text.lower() for refusal in _REFUSALS)
+    return "host_sync" if refused else "capture_failed"
+
+
+def kind_of_op(op: str) -> str:
+    """Return the kind of the finding about an op that a capture refuses."""
+    if "generator" in op:
+        return "generator"
+    overload: Any = torch.ops
+    for part in op.partition(" ")[0].split("."):
+        overload = getattr(overload, part, None)
+    shape = torch.Tag.dynamic_output_shape in getattr(overload, "tags", ())
+    shape |= op.startswith(_COUNTING) or op.endswith("with a mask")
+    return "data_dependent_shape" if shape else "host_sync"
+
+
+def is_of_inference_tensors(error: BaseException) -> bool:
+    """Return whether a tensor of inference mode was written, or kept for gradients, outside."""
+    return isinstance(error, RuntimeError) and "inference tensor" in str(error).lower()

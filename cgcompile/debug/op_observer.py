@@ -1,9 +1,10 @@
-"""Observe one call of a model, op by op: :class:`Watch`.
+"""Observe one call of a model, op by op: :class:`Watch`, the recorder's rules in a collecting mode.
 
-Three observers share one :class:`Notes`: a function mode sees what the user calls (``item``,
-``print``, ``torch.tensor``), a dispatch mode each ATen op below it, and a profile function
-(:class:`PythonCalls`) what reaches neither (``torch.cuda.synchronize``, a read of the forward
-context). Ops inside a boundary run eager, and are not judged.
+A capture on the CPU recorder raises at the first op that a graph cannot hold. Here each such op is
+noted, and runs (:class:`~cgcompile.graphs.host_rules.OpRules`), on any device. What no op shows
+comes from a function mode (``print``, ``torch.tensor``, ``torch.func``) and a profile function
+(:class:`PythonCalls`: ``torch.cuda.synchronize``, reads of the forward context, streams). Ops
+inside a boundary run eager, and are not judged.
 """
 
 import operator
@@ -26,11 +27,12 @@ from cgcompile.context import (
     get_forward_context,
     is_forward_context_available,
 )
-from cgcompile.debug.findings import Finding, Way, finding
+from cgcompile.debug.findings import Finding, Way, finding, kind_of
 from cgcompile.debug.restore import Snapshot
+from cgcompile.graphs.arena import address
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.breaks import foreign_breaks
-from cgcompile.graphs.host_rules import refusal, write_targets
+from cgcompile.graphs.host_rules import OpRules, write_targets
 from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
 from cgcompile.passes.nodes import Line, is_users_file, running_line, short_name
 from cgcompile.reasons import Reason
@@ -41,8 +43,13 @@ _CPU = torch.device("cpu")
 _GUARDED = "the function checks whether it is traced or captured, and may leave this out then"
 
 
+_NOW = Line("", 0, "", "")  # stands for the line that runs now
+
+
 class Notes:
     """Collect findings; equal ones from the same line are counted."""
+
+    is_recording = True  # for functions that break captures: see ``pause``
 
     def __init__(self, way: Way, until: CodeType) -> None:
         self.way = way
@@ -63,27 +70,33 @@ class Notes:
         return not self.muted and not in_region
 
     @contextmanager
-    def quietly(self) -> Iterator[None]:
-        """Collect nothing inside."""
+    def pause(self, name: str = "") -> Iterator[None]:
+        """Collect nothing inside, such as in a function of another package that breaks captures."""
         self.muted += 1
         try:
             yield
         finally:
             self.muted -= 1
 
+    def add_eager(self, *call: Any) -> None:
+        """Do nothing with a function that broke a capture: nothing is recorded."""
+
     def line(self) -> Line | None:
         """Return the user's line that runs now."""
         return running_line(sys._getframe(1), self._until)
 
-    def here(self, kind: str, op: str, message: str, severity: str | None = None) -> None:
-        """Add a finding about the line that runs now."""
-        if self.listens:
-            self.at(self.line(), kind, op, message, severity)
-
-    def at(
-        self, line: Line | None, kind: str, op: str, message: str, severity: str | None = None
+    def here(
+        self,
+        kind: str,
+        op: str,
+        message: str,
+        severity: str | None = None,
+        line: Line | None = _NOW,
     ) -> None:
-        """Add a finding about a line that has run; of severity ``note`` in a guarded function."""
+        """Add a finding about the line that runs now; a note where a capture is checked for."""
+        if not self.listens:
+            return
+        line = running_line(sys._getframe(1), self._until) if line is _NOW else line
         if line is not None and (line.file, line.function) in self.guarded:
             message, severity = f"{message}; {_GUARDED}", "note"
         self.add(kind, op, message, line, severity)
@@ -353,8 +366,8 @@ _ON_THE_CPU |= {"randn", "randint", "randperm", "tril_indices", "triu_indices", 
 _CPU_TENSOR = torch.empty(0, device="cpu")  # stands for the result of a copy
 
 
-class Watch:
-    """Context manager: all three observers, around one call of the model."""
+class Watch(OpRules):
+    """Observe one call of the model: each op is judged, and runs."""
 
     def __init__(
         self,
@@ -364,13 +377,13 @@ class Watch:
         snapshot: Snapshot,
         current_stream: Callable[[], int],
     ) -> None:
+        super().__init__()
         self.notes = notes
         self.device = device
         self.snapshot = snapshot
         self.streams = Streams(current_stream)
         self._match = cache(boundaries.match_call)
         self._calls = PythonCalls(notes, self.streams if device.type == "cuda" else None)
-        self._stack = ExitStack()
 
     @property
     def ran(self) -> set[CodeType]:
@@ -384,41 +397,96 @@ class Watch:
         except TypeError:  # an unhashable callable is in no table
             return False
 
-    def __enter__(self) -> "Watch":
-        with ExitStack() as stack:
-            stack.enter_context(_Ops(self))
-            stack.enter_context(_Functions(self))
-            stack.enter_context(self._calls)
-            if not self._calls.sees:  # compiled functions come
-                stack.enter_context(compat.uncompiled())
-            if self.notes.way is Way.UNTRACED:
-                stack.enter_context(foreign_breaks(_ForeignBreaks(self.notes)))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        self._stack.close()
-        # An error may have come before the join.
-        self.streams.incomplete |= not self._calls.sees or kind is not None
-        if self.notes.listens:
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe the call inside; then note the work on other streams."""
+        ended = False
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self)
+                stack.enter_context(_Functions(self))
+                stack.enter_context(self._calls)
+                if not self._calls.sees:  # compiled functions come
+                    stack.enter_context(compat.uncompiled())
+                if self.notes.way is Way.UNTRACED:
+                    stack.enter_context(foreign_breaks(self.notes))
+                yield
+                ended = True
+        finally:  # an error may have come before a join
+            self.streams.incomplete |= not self._calls.sees or not ended
             for op, line, text, fine in sorted(self.streams.work(), key=operator.itemgetter(3)):
                 severity = "note" if fine and self.notes.way is Way.UNTRACED else None
-                self.notes.at(line, "side_stream", op, text, severity)
+                self.notes.here("side_stream", op, text, severity, line)
+
+    # -------------------------------------------------------------- one op
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = compat.tree_tensors((args, kwargs))
+        self.snapshot.before_call(func, args, kwargs)
+        boundary = self.is_boundary(func)
+        if not boundary and self.notes.listens:
+            self._before(func, args, kwargs, inputs)
+        kernel = compat.python_kernel(func, self.device.type)
+        with self.notes.pause() if boundary else nullcontext():
+            if kernel is None:
+                output = func(*args, **kwargs)
+            else:
+                with self:  # the ops in its body count, and what they write
+                    output = kernel(*args, **kwargs)
+        allocated = self.snapshot.after_call(output, inputs)
+        if self.device == _CPU:
+            lifted = compat.op_names(func)[-1].startswith("aten::lift_fresh")
+            if lifted and not output.dim():
+                allocated = {address(output)}
+            self.mark(allocated, lifted or self.are_numbers(inputs))
+        elif not boundary and self.notes.listens:
+            self._after(func, inputs, compat.tree_tensors(output))
+        return output
+
+    def is_number(self, tensor: torch.Tensor) -> bool:
+        if self.device == _CPU:
+            return super().is_number(tensor)
+        return tensor.dim() == 0 and tensor.device == _CPU
+
+    def _before(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> None:
+        name, notes = str(func), self.notes
+        alike = resembles(func, args, kwargs)
+        if alike is not None:
+            text = f"{alike[1]}, and it is no splitting op; a graph repeats this step"
+            notes.here(alike[0], compat.op_names(func)[-1], text)
+        error = self.refusal(func, args, kwargs)
+        kind = "" if error is None else kind_of(error)
+        here = all(tensor.device == self.device for tensor in inputs)
+        if error is not None and (here or kind != "host_sync"):
+            notes.here(kind, error.op, str(error).partition("\n")[0])
+        elif compat.draws_random(func) and not _is_off(func, args):
+            notes.here("random", name, "it draws random numbers")
+        why = why_no_collective(func, (*args, *kwargs.values()), self.device.type)
+        if why is not None:
+            notes.here("collective", name, why.detail)
+        if self.streams.off_main_stream:
+            self.streams.add_work(name, notes.line())
+
+    def _after(self, func: Any, inputs: list[torch.Tensor], output: list[torch.Tensor]) -> None:
+        name = short_name(func)
+        if name in ("lift_fresh", "detach_", "detach"):
+            return
+        why = why_not_on(self.device, name, inputs, output, from_python=False)
+        if why is None:
+            return
+        # A capture of plain Python can hold a copy from or into pinned memory.
+        severity = None
+        if self.notes.way is Way.UNTRACED and why.reason is Reason.DEVICE_COPY:
+            on_cpu = [tensor for tensor in (*inputs, *output) if tensor.device == _CPU]
+            severity = "note" if all(tensor.is_pinned() for tensor in on_cpu) else None
+        self.notes.here(why.reason.value, name, why.detail, severity)
 
 
-class _ForeignBreaks:
-    """Functions of another package that break captures, which are not judged."""
-
-    is_recording = True
-
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-
-    def pause(self, name: str) -> AbstractContextManager[None]:
-        return self._notes.quietly()
-
-    def add_eager(self, *call: Any) -> None:
-        """Do nothing: nothing is recorded."""
+def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a call of dropout returns its argument."""
+    return short_name(func) in ("dropout", "native_dropout") and len(args) > 2 and not args[2]
 
 
 class _Functions(TorchFunctionMode):
@@ -447,7 +515,7 @@ class _Functions(TorchFunctionMode):
             noted = self._note_copy_to_cpu(first)
         elif not noted and (takes_python_data(name) or name in _ON_THE_CPU):
             noted = self._note_constant(name, kwargs)
-        with self._notes.quietly() if noted else nullcontext():
+        with self._notes.pause() if noted else nullcontext():
             return func(*args, **kwargs)
 
     def _note_read(self, name: str, tensor: torch.Tensor) -> bool:
@@ -485,86 +553,3 @@ class _Functions(TorchFunctionMode):
             self._notes.here(kind, name, f"{name} copies Python data to {self._watch.device}")
             return True
         return False
-
-
-class _Ops(compat.DispatchMode):
-    """See each op, below the functions that the user called."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-        self._notes = watch.notes
-        self._numbers: list[torch.UntypedStorage] = []  # of 0-dim tensors made of Python numbers
-
-    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        watch, inputs = self._watch, compat.tree_tensors((args, kwargs))
-        watch.snapshot.before_call(func, args, kwargs)
-        boundary = watch.is_boundary(func)
-        if not boundary and self._notes.listens:
-            self._before(func, args, kwargs, inputs)
-        kernel = compat.python_kernel(func, watch.device.type)
-        with self._notes.quietly() if boundary else nullcontext():
-            if kernel is None:
-                output = func(*args, **kwargs)
-            else:
-                with self:  # the ops in its body count, and what they write
-                    output = kernel(*args, **kwargs)
-        watch.snapshot.after_call(output, inputs)
-        if compat.op_names(func)[-1].startswith("aten::lift_fresh") and not output.dim():
-            self._numbers.append(output.untyped_storage())
-        if not boundary and self._notes.listens:
-            self._after(func, inputs, compat.tree_tensors(output))
-        return output
-
-    def _before(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
-    ) -> None:
-        name, notes, device = str(func), self._notes, self._watch.device
-        alike = resembles(func, args, kwargs)
-        if alike is not None:
-            text = f"{alike[1]}, and it is no splitting op; a graph repeats this step"
-            notes.here(alike[0], compat.op_names(func)[-1], text)
-        is_number = self._is_number if device == _CPU else _is_on_cpu
-        refused = refusal(func, args, kwargs, is_number)
-        if refused is not None and refused.generator:
-            notes.here("generator", name, "a graph holds registered generators only")
-        elif refused is not None and refused.shape:
-            text = f"the size of what {name} makes depends on data"
-            notes.here("data_dependent_shape", name, text)
-        elif refused is not None and all(tensor.device == device for tensor in inputs):
-            notes.here("host_sync", name, f"{name} makes the host wait for a value of the device")
-        elif compat.draws_random(func) and not _is_off(func, args):
-            notes.here("random", name, "it draws random numbers")
-        why = why_no_collective(func, (*args, *kwargs.values()), device.type)
-        if why is not None:
-            notes.here("collective", name, why.detail)
-        if self._watch.streams.off_main_stream:
-            self._watch.streams.add_work(name, notes.line())
-
-    def _is_number(self, tensor: torch.Tensor) -> bool:
-        """Return whether a 0-dim tensor would be on the CPU beside a model on a GPU."""
-        start = tensor.untyped_storage().data_ptr()
-        return tensor.dim() == 0 and any(start == number.data_ptr() for number in self._numbers)
-
-    def _after(self, func: Any, inputs: list[torch.Tensor], output: list[torch.Tensor]) -> None:
-        name, device = short_name(func), self._watch.device
-        if device == _CPU or name in ("lift_fresh", "detach_", "detach"):
-            return
-        why = why_not_on(device, name, inputs, output, from_python=False)
-        if why is None:
-            return
-        # A capture of plain Python can hold a copy from or into pinned memory.
-        severity = None
-        if self._notes.way is Way.UNTRACED and why.reason is Reason.DEVICE_COPY:
-            on_cpu = [tensor for tensor in (*inputs, *output) if tensor.device == _CPU]
-            severity = "note" if all(tensor.is_pinned() for tensor in on_cpu) else None
-        self._notes.here(why.reason.value, name, why.detail, severity)
-
-
-def _is_on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 0 and tensor.device == _CPU
-
-
-def _is_off(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether a call of dropout returns its argument."""
-    return short_name(func) in ("dropout", "native_dropout") and len(args) > 2 and not args[2]

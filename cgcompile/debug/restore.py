@@ -119,11 +119,12 @@ class Snapshot:
         inputs = compat.tree_tensors((args, kwargs))
         self.before_write(inputs if opaque else write_targets(func, args, kwargs))
 
-    def after_call(self, results: Any, arguments: Any) -> None:
-        """Note the memory that an op allocated for its results."""
+    def after_call(self, results: Any, arguments: Any) -> set[int]:
+        """Note the memory that an op allocated for its results, and return its addresses."""
         old = {address(tensor) for tensor in _dense(compat.tree_tensors(arguments))} | self._known
         new = {address(tensor) for tensor in _dense(compat.tree_tensors(results))}
         self._allocated |= new - old
+        return new - old
 
     def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the bytes of tensors, unless the run has allocated them itself."""

@@ -4,14 +4,15 @@ The recorder itself is ``cgcompile.testing.host``.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from cgcompile import torch_compat as compat
+from cgcompile.errors import CaptureError
 
 aten = torch.ops.aten
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
@@ -24,47 +25,62 @@ _WRITE_UNDECLARED |= {aten.batch_norm_update_stats}
 _COUNT_INSIDE = {aten.nonzero_numpy}  # composite: torch tags the ops in its body alone
 
 
-class Refusal(NamedTuple):
-    """Why a capture refuses a call."""
-
-    what: str  # the call, in words
-    generator: bool = False  # it draws from a random generator of the program's own
-    shape: bool = False  # the size of its result depends on data; otherwise a value of it does
-
-
-def refusal(
+def _refused(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    is_number: Callable[[torch.Tensor], bool] | None = None,
-) -> Refusal | None:
-    """Return why a capture refuses a call, or None. Reads no tensor.
-
-    ``is_number`` returns whether a tensor is a 0-dim tensor on the CPU, whose value a kernel takes.
-    Without it, one that is written at a mask is such a tensor, and one that is read is not.
-    """
+    is_number: Callable[[torch.Tensor], bool],
+) -> str | None:
+    """Return a call in words, if the host reads a value of the device in it."""
     packet = getattr(func, "overloadpacket", None)
     if isinstance(kwargs.get("generator"), torch.Generator):
-        return Refusal(f"{func} with a random generator that is not registered", generator=True)
+        return f"{func} with a random generator that is not registered"
     if packet in _INDEXING:
         indices = compat.tree_tensors(args[1])
         masked = any(index.dtype in _MASKS for index in indices)
         fills = packet in (aten.index_put, aten.index_put_) and len(indices) == 1
-        fills = fills and (is_number or _has_one_item)(args[2]) and not any(args[3:])
-        return Refusal(f"{func} with a mask", shape=True) if masked and not fills else None
+        fills = fills and is_number(args[2]) and not any(args[3:])
+        return f"{func} with a mask" if masked and not fills else None
     if packet is aten.repeat_interleave:
         repeats = kwargs.get("repeats", args[min(1, len(args) - 1)])
         counts = isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
-        return Refusal(str(func), shape=True) if counts else None
+        return str(func) if counts else None
     if packet in _COUNT_INSIDE or (packet is aten.where and len(args) == 1):
-        return Refusal(str(func), shape=True)
-    if compat.call_reads(func, args, kwargs, is_number):
-        return Refusal(str(func), shape=torch.Tag.dynamic_output_shape in func.tags)
-    return None
+        return str(func)
+    return str(func) if compat.call_reads(func, args, kwargs, is_number) else None
 
 
-def _has_one_item(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 1
+class OpRules(compat.DispatchMode):
+    """The rules of captures, op by op: what is refused, and which tensors are Python numbers.
+
+    The CPU recorder raises a refusal. :func:`cgcompile.debug.doctor` notes it and runs the op.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Addresses of 0-dim tensors that CUDA has on the CPU: Python numbers, and what is computed
+        # from them alone. Two cases look the same on a CPU: ``torch.tensor(1.0, device=device)``
+        # counts as such a number, the result of ``torch.zeros(())`` as a tensor of the device.
+        self._numbers: set[int] = set()
+
+    def refusal(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CaptureError | None:
+        """Return the error with which a capture refuses a call, or None. Reads no tensor."""
+        what = _refused(func, args, kwargs, self.is_number)
+        return None if what is None else CaptureError.refused(op=what)
+
+    def is_number(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor would be on the CPU beside a model on a GPU."""
+        return tensor.dim() == 0 and tensor.untyped_storage().data_ptr() in self._numbers
+
+    def are_numbers(self, tensors: Collection[torch.Tensor]) -> bool:
+        """Return whether there are tensors, and all are numbers."""
+        return bool(tensors) and all(map(self.is_number, tensors))
+
+    def mark(self, addresses: Iterable[int], numbers: bool) -> None:
+        """Note whether storages, which were made or written, hold numbers."""
+        (self._numbers.update if numbers else self._numbers.difference_update)(addresses)
 
 
 def write_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -37,9 +37,9 @@ from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import storage_bytes
 from cgcompile.graphs.host_rules import (
+    OpRules,
     is_recording,
     recording,
-    refusal,
     values_on_host,
     write_targets,
 )
@@ -331,17 +331,13 @@ class HostGraph:
                 torch.set_default_dtype(dtype)
 
 
-class _Recorder(compat.DispatchMode):
+class _Recorder(OpRules):
     """Record each op of one capture, and undo what the recording run did outside of the graph."""
 
     def __init__(self, pool: HostPool, steps: list[HostStep]) -> None:
         super().__init__()
         self._pool, self._steps = pool, steps
         self._made: set[int] = set()  # addresses of storages that this capture allocated
-        # Addresses of 0-dim tensors that CUDA has on the CPU: Python numbers, and what is computed
-        # from them alone. Two cases look the same on a CPU: ``torch.tensor(1.0, device=device)``
-        # counts as such a number, the result of ``torch.zeros(())`` as a tensor of the device.
-        self._numbers: set[int] = set()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._profiles = False  # whether the profile function of this thread is ours
         self._op_name = ""  # whose body runs
@@ -387,19 +383,19 @@ class _Recorder(compat.DispatchMode):
         kernel = compat.python_kernel(func)
         if kernel is not None:
             return self._of_op(func, kernel, args, kwargs)
-        refused = refusal(func, args, kwargs, self._is_number)
+        refused = self.refusal(func, args, kwargs)
         if refused is not None:
-            self._refuse(CaptureError.refused(op=refused.what))
+            self.refuse(refused)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         packet = getattr(func, "overloadpacket", None)
         # A device copies Python data from pageable memory; kernels take a 0-dim tensor by value.
         if packet is aten.lift_fresh and first is not None and first.dim() and first.numel():
-            self._refuse(CaptureError.pageable(op=str(func), shape=_shown(first)))
-        if packet is aten.copy_ and self._is_number(args[0]) != self._is_number(args[1]):
-            self._refuse(CaptureError.pageable(op=str(func), shape=_shown(args[1])))
+            self.refuse(CaptureError.pageable(op=str(func), shape=_shown(first)))
+        if packet is aten.copy_ and self.is_number(args[0]) != self.is_number(args[1]):
+            self.refuse(CaptureError.pageable(op=str(func), shape=_shown(args[1])))
         replaced = first if _REPLACE_MEMORY.intersection(compat.op_names(func)) else None
         if replaced is not None and replaced.untyped_storage().data_ptr() not in self._made:
-            self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(replaced)))
+            self.refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(replaced)))
         return self._op(func, args, kwargs)
 
     # -------------------------------------------------------------- one call
@@ -514,22 +510,22 @@ class _Recorder(compat.DispatchMode):
             call = partial(_in_autocast, autocast, call)
         step = self._step(str(func), call, args, kwargs)
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
-        if not all(map(self._is_number, compat.tree_tensors((args, kwargs)))):
-            self._numbers.difference_update(addresses)
+        if not self.are_numbers(compat.tree_tensors((args, kwargs))):
+            self.mark(addresses, False)
         output = self._run(call, *args, **kwargs)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
-            self._refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(written[0])))
+            self.refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(written[0])))
         if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it
             fill = compat.alias(output).copy_
             self._steps.append(HostStep(str(func), fill, (output.clone(),), {}, []))
-            self._numbers.add(output.untyped_storage().data_ptr())
+            self.mark([output.untyped_storage().data_ptr()], True)
             return output
         if packet in _ALLOCATIONS:
             return self._moved(output, [])[0]
         has_effect = bool(written) or not compat.tree_tensors(output)
         output = self._finish(step, output, compat.tree_tensors((args, kwargs)), has_effect)
         if packet is aten.lift_fresh_copy:  # what AOTAutograd makes of it
-            self._numbers.add(output.untyped_storage().data_ptr())
+            self.mark([output.untyped_storage().data_ptr()], True)
         return output
 
     def _step(
@@ -564,7 +560,7 @@ class _Recorder(compat.DispatchMode):
     ) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
         """Return results with new memory moved into the pool, and where the bytes of each are."""
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        of_numbers = bool(inputs) and all(map(self._is_number, inputs))
+        of_numbers = self.are_numbers(inputs)
         homes: dict[int, torch.UntypedStorage] = {}
         results: list[tuple[int, torch.Tensor]] = []
         position = -1
@@ -581,7 +577,7 @@ class _Recorder(compat.DispatchMode):
                 home = self._pool.allocate(leaf.untyped_storage().nbytes(), leaf.dtype)
                 homes[address] = home
                 self._made.add(home.data_ptr())
-                (self._numbers.add if of_numbers else self._numbers.discard)(home.data_ptr())
+                self.mark([home.data_ptr()], of_numbers)
                 target = storage_bytes(home)
                 target.copy_(storage_bytes(leaf.untyped_storage()))
                 results.append((position, compat.weak_tensor(target)))
@@ -591,10 +587,8 @@ class _Recorder(compat.DispatchMode):
 
     # -------------------------------------------------------------- what a capture must not do
 
-    def _is_number(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() == 0 and tensor.untyped_storage().data_ptr() in self._numbers
-
-    def _refuse(self, error: CaptureError) -> None:
+    def refuse(self, error: CaptureError) -> None:
+        """Raise, and lose the capture."""
         self.refused = error
         raise error
 
@@ -612,7 +606,7 @@ class _Recorder(compat.DispatchMode):
             return
         tensor = getattr(function, "__self__", None)
         if isinstance(tensor, torch.Tensor) and id(tensor) not in values_on_host():
-            self._refuse(CaptureError.refused(op=f"Tensor.{function.__name__}()"))
+            self.refuse(CaptureError.refused(op=f"Tensor.{function.__name__}()"))
 
     def _remember(self, tensor: torch.Tensor) -> None:
         """Keep the bytes of memory that this capture did not make, before it is written."""

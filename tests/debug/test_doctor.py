@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lib.debug import by_line, examine, kinds, only_finding
+from lib.debug import by_line, examine, kinds, only_finding, step
 from torch import nn
 
 import cgcompile
@@ -110,6 +110,34 @@ def test_findings_of_ops_and_calls(device: str, model: Any, inputs: Any, expecte
     if model in (reads, counts, maps):
         inputs = [x.to(device) for x in inputs]
     assert kinds(examine(model, *inputs)) == expected
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: torch.allclose(x, x),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.where(x > 0),
+        lambda x: x.unique(),
+        lambda x: x.repeat_interleave((x[:, 0] > 0).long(), dim=0),
+        lambda x: x.tolist(),
+        lambda x: torch.rand(2, generator=torch.Generator()),
+        lambda x: x.masked_fill(x > 0, torch.tensor(2.0).neg()),  # no value of the device
+    ],
+)
+def test_a_capture_gives_the_same_kind_as_the_doctor(read: Any) -> None:
+    wrapper = cgcompile.CUDAGraphWrapper(read, CompilationConfig(capture_device="host"))
+    before = [found.kind for found in examine(read, squares()).findings if found.severity != "note"]
+    after = []
+    try:
+        with torch.inference_mode(), step():
+            wrapper(squares())
+    except cgcompile.errors.CaptureError as error:
+        after = [only_finding(error).kind]
+    assert before == after
+    assert (wrapper.counters.captures, len(after)) in ((1, 0), (0, 1))
 
 
 def test_what_a_finding_names(capsys: pytest.CaptureFixture) -> None:

@@ -60,6 +60,15 @@ def test_a_capture_that_is_refused(device, wrapper, rows, kind, op, mark) -> Non
         assert finding.kind == "host_sync"
 
 
+def test_a_capture_that_copies_python_data() -> None:
+    def makes(x):
+        return x + torch.tensor([1.0, 2.0])  # <makes>
+
+    with pytest.raises(CaptureError, match="pageable host memory") as caught:
+        capture(CUDAGraphWrapper(makes, HOST), torch.ones(2))
+    assert kinds(Diagnosis.of_error(caught.value)) == {"makes": "device_copy error"}
+
+
 def test_an_error_of_a_guard(device: str) -> None:
     model = CUDAGraphWrapper(nn.ReLU(), HOST)
     x = torch.ones(2, device=device)

@@ -80,7 +80,8 @@ JOINED_STEPS = scenario(FORK, SIDE, JOIN)
 def watched(model: Callable[[Board, torch.Tensor], None], way: Way) -> cgcompile.debug.Diagnosis:
     notes, board, x = Notes(way, watched.__code__), Board(), torch.ones(2)
     boundaries, device = cgcompile.boundaries.Boundaries(), torch.device("cuda")
-    with suppress(KeyError), Watch(notes, boundaries, device, Snapshot([x]), lambda: board.now):
+    watch = Watch(notes, boundaries, device, Snapshot([x]), lambda: board.now)
+    with suppress(KeyError), watch.observing():
         model(board, x)
     return cgcompile.debug.Diagnosis.of("model", "cuda", notes)
 
