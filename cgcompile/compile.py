@@ -133,7 +133,12 @@ def _rules(config: CompilationConfig, guards: str | None, check_guards: bool, sh
 
 
 class CompiledModel(Transparent):
-    """What :func:`compile` returns: called like the model, with the model's attributes.
+    """A compiled model, which :func:`compile` returns: it is called like the model.
+
+    1. A call for which the guards of a trace hold runs the compiled graph of that trace.
+    2. Any other call is traced, and its graph compiled; after :meth:`freeze` it is an error.
+
+    Attributes that it does not have are read from the model.
 
     To compile parts of a model, assign ``layer.forward = cgcompile.compile(layer.forward,
     backend)`` with one backend for all layers, or decorate the ``forward`` of their class: each

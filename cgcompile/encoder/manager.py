@@ -442,10 +442,18 @@ def _check_arguments(sharder: Any, costs: Costs | None, calibrate: bool) -> None
 
 
 class EncoderCudaGraphManager:
-    """The graphs of one encoder, and the buffers that they read.
+    """Run the items of an encoder on CUDA graphs of fixed budgets of output tokens.
 
-    Any thread may call; calls, and those of managers that share a pool, are served one after the
-    other, on the stream of the caller, on which results are ready.
+    :meth:`capture` captures one graph for each budget of each path. Each :meth:`execute` then
+
+    1. describes the items of the call, by the protocol of the model;
+    2. packs them into groups, each within the limits of a graph, at the least estimated cost;
+    3. for each group, writes its values into the buffers of the graph, with padding, and replays
+       it; an item that no graph holds, or for which a graph costs more, runs eager, counted;
+    4. splits the results, and returns one for each item, in order.
+
+    Any thread may call. Calls of one manager, and of managers that share a pool, run one after the
+    other, on the stream of the caller.
 
     Args:
         model: implements :class:`~cgcompile.encoder.SupportsEncoderCudaGraph`.

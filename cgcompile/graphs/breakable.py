@@ -495,10 +495,15 @@ def _refuse_other_thread(name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class BreakableCUDAGraphCapture:
-    """Context manager that records what runs inside, with eager breaks; the raw form.
+    """Capture a block of code as CUDA graphs with eager breaks between them.
 
-    Graph segments are not executed while they are recorded, so their results hold nothing before
-    the first :meth:`replay`; eager breaks do run, on the capture stream::
+    1. Entering begins the capture of the first graph segment.
+    2. A splitting op, or a function decorated with :func:`eager_break_during_capture`, ends the
+       segment, runs eager on the capture stream, and begins the next one.
+    3. Leaving ends the last segment. :meth:`replay` runs segments and breaks in order.
+
+    Segments are recorded and not executed: their results are undefined before the first
+    :meth:`replay`, which reads inputs at the addresses that they had::
 
         capture = BreakableCUDAGraphCapture()
         with capture:
@@ -640,14 +645,18 @@ class BreakableCUDAGraphCapture:
 
 
 class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
-    """A :class:`CUDAGraphWrapper` whose graphs may have eager breaks.
+    """A :class:`CUDAGraphWrapper` whose graphs may have eager breaks; it needs no trace.
 
-    It works on a plain ``nn.Module`` and on one that ``torch.compile`` compiled as a whole (warm
-    that up first: code must not be compiled inside of a capture). In mode PIECEWISE splitting ops
-    and decorated functions break; in mode FULL all of it is one graph, and a splitting op that
-    does not support the batch is an error. A capturing call is one execution of the step; eager
-    breaks run on the caller's stream. What the runnable takes is compared as by
-    :class:`CUDAGraphWrapper`; fields that eager breaks rebind are not compared.
+    A call does the steps of :class:`CUDAGraphWrapper`. A capture depends on the runtime mode:
+
+    1. PIECEWISE: splitting ops and functions decorated with :func:`eager_break_during_capture` run
+       eager between graph segments, at each replay, on the caller's stream.
+    2. FULL: the whole step is one graph. A splitting op that does not support the batch is an
+       error.
+
+    ``runnable`` may be a plain ``nn.Module``, or one that ``torch.compile`` compiled as a whole:
+    warm that up first, because code must not be compiled inside of a capture. Fields that eager
+    breaks rebind are not compared before a replay.
 
     Args:
         runnable: what to capture.

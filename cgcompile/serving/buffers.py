@@ -236,7 +236,7 @@ class _Buffer:
 
 
 class StaticInputs:
-    """The persistent buffers of one manager. Not for several threads at a time.
+    """The persistent input buffers of one manager. Not for several threads at a time.
 
     Args:
         specs: the declarations; names are unique.

@@ -324,13 +324,18 @@ def _find_piecewise(
 
 
 class CudagraphDispatcher:
-    """Chooses the graph of each step.
+    """Choose the graph of each step, from the numbers of its batch.
 
-    FULL first if a graph serves the batch, then PIECEWISE, else NONE with the unpadded number of
-    tokens. Of the graphs of a mode it is the smallest ready one that serves: where a size was not
-    captured or is refused, a larger one does. A graph for uniform decode serves uniform decode of
-    its own query length alone; a graph with a bound serves batches whose ``max_query_len`` is
-    given and within it.
+    :meth:`dispatch` returns the first of these that exists:
+
+    1. FULL, with the smallest ready graph that serves the batch. A graph for uniform decode serves
+       only uniform decode of its query length; a graph with a bound serves batches whose
+       ``max_query_len`` is given and within the bound.
+    2. PIECEWISE, with the smallest ready graph of at least this many tokens.
+    3. NONE, with the unpadded number of tokens, and the reason.
+
+    A graph is ready once it is planned, or captured if ``only_captured``, and was not refused. The
+    next larger graph takes the place of one that is not.
 
     After construction only :meth:`captured`, :meth:`refused`, :meth:`forget` and ``only_captured``
     change it; each is safe beside ``dispatch`` in other threads, which then sees the graph as it

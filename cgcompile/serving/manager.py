@@ -194,10 +194,18 @@ def _agreement_of(
 
 
 class CudaGraphManager:
-    """The graphs of one model, and the buffers that they read and write.
+    """Run the batches of one model on CUDA graphs, which it captures and whose buffers it owns.
+
+    :meth:`capture` captures the graphs that the dispatcher plans. Each :meth:`run` then
+
+    1. dispatches the batch to the smallest graph that serves it (ranks agree on it first);
+    2. copies the real rows into the input buffers, and fills the padding rows;
+    3. builds the metadata of the padded batch;
+    4. replays the graph, or runs the model unpadded where no graph serves the batch, and counts it;
+    5. returns the results of the real rows.
 
     One thread runs steps: the first step of another one is a :class:`DispatchError`, unless the
-    program locks them, see :meth:`allow_threads`. Two models (a draft and a target) are two
+    program locks them, see :meth:`allow_threads`. Two models (a draft and a target) need two
     managers.
 
     Args:

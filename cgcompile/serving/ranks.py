@@ -95,11 +95,16 @@ class _RankBatch(NamedTuple):
 
 
 class Agreement:
-    """Dispatches for all ranks of a group alike: one small collective per step.
+    """Make all ranks of a group dispatch to one size and one mode, by one collective per step.
 
-    It costs what a gather of 80 bytes on the CPU costs. A rank that does not come is an error with
-    its number once the timeout of the group is over, or at once if its process has died; the group
-    cannot be used any more then.
+    Each step, the ranks
+
+    1. exchange the numbers of their batches, in one gather of 80 bytes on the CPU;
+    2. take the largest number of tokens and the least of the modes;
+    3. dispatch again with these, and with the common query length if there is one.
+
+    A rank that does not take part is an error with its number: at once if its process has died,
+    else after the timeout of the group. The group cannot be used after that.
 
     Args:
         dispatcher: equal on all ranks; that is checked here, once.
