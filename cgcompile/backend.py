@@ -116,7 +116,7 @@ class Backend(Registry):
         """Forget what was compiled; ``torch._dynamo.reset()`` calls it."""
         if self is None:  # on the class, after ``torch.compile(model, backend=cgcompile.Backend)``
             return
-        self._forget()
+        self._drop()
         self._floats.clear()
         self._differences.clear()
         for shape_env in tuple(self._shape_envs):

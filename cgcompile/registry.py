@@ -90,7 +90,7 @@ class Registry:
         self._graphs.append((weakref.ref(graph), graph.timeline))
         graph.of_handle = self._graphs
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
         """Drop the compiled graphs from the registry, with the counts of calls without a graph."""
         self._graphs.clear()
         self._ended = Counters()
@@ -206,9 +206,9 @@ class Registry:
         for wrapper in tuple(self.untraced):
             wrapper.clear_graphs()
         for traces in tuple(self._traces):
-            traces.clear()
+            traces.drop()
         for manager in managers:
-            manager.graphs_dropped()
+            manager.drop()
 
     def _outside_of_steps(self) -> tuple[Any, ...]:
         """Return the managers of the model; raise if this thread runs a step of one."""
@@ -267,7 +267,7 @@ class Registry:
             wrapper.closed = False
         self.compare_bound()
         for manager in managers:
-            manager.graphs_dropped()
+            manager.drop()
         with releasing():  # graphs of models that were freed
             pass
 

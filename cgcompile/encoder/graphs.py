@@ -550,7 +550,7 @@ class EncoderGraphs:
         check_rows(result, key.budget, self._columns, "encoder_cudagraph_forward")
         self._keep_empty(key.path, result)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Drop graphs, buffers and memory, but nothing of others that share the pool."""
         if inside_capture():
             raise CaptureError.release_inside(what="a capture")

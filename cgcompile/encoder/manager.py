@@ -770,7 +770,7 @@ class EncoderCudaGraphManager:
             CaptureError: called inside of a capture; nothing is dropped then.
         """
         with self._lock:
-            self._graphs.forget()
+            self._graphs.release()
 
     def execute(self, mm_kwargs: dict[str, Any], *, eager: bool = False) -> list[Any]:
         """Encode the items of one call.

@@ -89,7 +89,7 @@ class Arena:
         """Return the owner of the block that begins at an address; None if there is none."""
         return next((block.owner for block in self._blocks if block.address == address), None)
 
-    def free(self, owner: Hashable) -> None:
+    def drop(self, owner: Hashable) -> None:
         """Drop the blocks of a dropped owner; steps that use them keep them alive."""
         self._blocks[:] = [block for block in self._blocks if block.owner != owner]
 
@@ -99,7 +99,7 @@ class Arena:
             if block.owner in (None, owner):
                 block.memory.fill_(block.poison)
 
-    def clear(self) -> None:
+    def release(self) -> None:
         """Drop all blocks; steps that use them keep them alive."""
         self._blocks = []
 

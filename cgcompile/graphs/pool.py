@@ -223,6 +223,6 @@ class GraphPool:
         self._retired.clear()
         self._memory = None
         self.executables = 0
-        self.stale.clear()
-        self.arena.clear()
-        self.thread.forget()
+        self.stale.release()
+        self.arena.release()
+        self.thread.release()

@@ -471,7 +471,7 @@ class StaleResults:
             else:
                 compat.expire_storage(storage, text(released=released))
 
-    def clear(self) -> None:
+    def release(self) -> None:
         """Make all results raise: their memory is released."""
         for owner in [*self._results]:
             self.expire(owner, released=True)

@@ -59,7 +59,7 @@ class StepThread:
         with self._lock:
             self.ident, self._life = ANY, None
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Let any thread be the only one: the memory of earlier results is released."""
         with self._lock:
             if self.ident != ANY:

@@ -745,7 +745,7 @@ class CUDAGraphWrapper(Transparent):
             if self._pool is not None:
                 self._pool.generation += 1
                 if not self._shares_pool:
-                    self._pool.stale.clear()
+                    self._pool.stale.release()
 
     def drop(self, entry: CUDAGraphEntry) -> None:
         """Drop one entry, if it was kept: its step was not finished."""

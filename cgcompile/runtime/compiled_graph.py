@@ -150,8 +150,8 @@ class CompiledGraph:
         more = (self.pool, config, self.timeline, self._frozen, self._rows)
         self._program = Program(split, step, runnables, boundaries, *more)
         self._run_compared = self._program.traced.comparing_step(step, runnables, self._run)
-        clear, static = self.fast_paths.clear, self._roles[FULL].static
-        self._weight_sets = WeightSets(self._program, self._run_compared, clear, static)
+        drop, static = self.fast_paths.drop, self._roles[FULL].static
+        self._weight_sets = WeightSets(self._program, self._run_compared, drop, static)
 
     def __repr__(self) -> str:
         counts = self.counters
@@ -244,7 +244,7 @@ class CompiledGraph:
                     return recording, None
                 if recording is not None and recording.void:  # its graphs have been cleared
                     del weight_set.recordings[key]
-                    paths.clear()
+                    paths.drop()
                 elif recording is not None:
                     if not recording.from_other_weights or not recording.chain_moved(inputs):
                         return self._replay(weight_set, recording, context, inputs)
@@ -363,7 +363,7 @@ class CompiledGraph:
             self.before_capture()
             self.before_capture = None
         sets, program = self._weight_sets, self._program
-        sets.free_dropped()
+        sets.release_dropped()
         owner = sets.owner(weight_set, batch.own_context)
         program.pool.follow_stream()  # a recording copies inputs into shared blocks
         roles = self._roles[batch.mode]
@@ -504,7 +504,7 @@ class CompiledGraph:
             detail = f"{path} was captured at {_MOST_DROPPED} addresses, and has moved again"
             return Fallback(Reason.INPUT_CHANGED, detail)
         self._weight_sets.drop_recording(weight_set, key)
-        self.fast_paths.clear()
+        self.fast_paths.drop()
         return None
 
     def _fast_path(
@@ -557,7 +557,7 @@ class CompiledGraph:
         """Let ``override`` run each recorded step in place of its replay; None ends that."""
         self.fast_paths.refuse_inside()
         with self.fast_paths.lock:
-            self.fast_paths.clear()
+            self.fast_paths.drop()
             self._replay_override = override
 
     def invalidate(self, reason: str) -> None:
@@ -573,9 +573,9 @@ class CompiledGraph:
     def _release(self) -> None:
         self.fast_paths.refuse_inside()
         with releasing(), self.fast_paths.lock:
-            self.fast_paths.clear()
+            self.fast_paths.drop()
             if self.pool is not None:
                 self.pool.device.synchronize()  # a replay may still run on any stream
-                self._weight_sets.clear()
-                self._dispatch.reset()
+                self._weight_sets.release()
+                self._dispatch.use(self._dispatch.initial_mode)
                 self.pool.release()

@@ -146,12 +146,8 @@ class Dispatch:
         of_rows = {p for p, value in enumerate(split.inputs) if value.name in rows}
         chosen = of_rows if config.capture_dim is not None else of_rows - arguments
         self._rows = min(chosen, default=None)  # position of the number that counts the rows
-        self._auto_mode = auto_mode(split, wanted)
-        self.reset()
-
-    def reset(self) -> None:
-        """Return to the initial mode of steps without a context: all graphs have been dropped."""
-        self.use(self._auto_mode)
+        self.initial_mode = auto_mode(split, wanted)  # again after all graphs were dropped
+        self.use(self.initial_mode)
 
     def use(self, mode: CUDAGraphMode) -> None:
         """Set the mode of all steps without a forward context."""

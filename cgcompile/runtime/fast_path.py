@@ -126,7 +126,7 @@ class FastPaths:
         self.call = fast_path
         return fast_path(*call)
 
-    def clear(self) -> None:
+    def drop(self) -> None:
         """Drop all fast paths. Takes no lock: a garbage collection may call it."""
         self.epoch = object()
         self.graph = self.call = None

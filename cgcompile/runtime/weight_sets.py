@@ -150,10 +150,10 @@ class WeightSets:
         self,
         program: Program,
         run: Callable[..., Any],
-        clear: Callable[[], None],  # called when a set is dropped, maybe inside of a collection
+        on_drop: Callable[[], None],  # called when a set is dropped, maybe inside of a collection
         static: Sequence[int],  # positions of parameters, buffers and module attributes
     ) -> None:
-        self._program, self._run, self._on_drop = program, run, clear
+        self._program, self._run, self._on_drop = program, run, on_drop
         self._static, self._is_static = tuple(static), frozenset(static)
         self._watched = tuple([each for each in static if not program.is_frozen(each)])
         self._objects = picker(self._watched)
@@ -233,7 +233,7 @@ class WeightSets:
 
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> WeightSet:
         """Add a weight set for a key that is not known; the oldest one without graphs may go."""
-        self.free_dropped()
+        self.release_dropped()
         idle = [known for known, each in list(self._known.items()) if not each.captured]
         if len(idle) >= _MOST_IDLE:
             self._drop(idle[0])
@@ -311,17 +311,17 @@ class WeightSets:
         for key, weight_set in list(self._known.items()):
             if weight_set.outlived:
                 self._drop(key)
-        self.free_dropped()
+        self.release_dropped()
         return sum(weight_set.captured > 0 for weight_set in self)
 
-    def free_dropped(self) -> None:
-        """Free the graphs of dropped weight sets, if no capture runs."""
+    def release_dropped(self) -> None:
+        """Release the graphs of dropped weight sets, if no capture runs."""
         if self._dead and not captured_elsewhere():
             self._program.pool.device.synchronize()  # a replay may still run on any stream
             self._dead.clear()
 
-    def clear(self) -> None:
-        """Drop all weight sets."""
+    def release(self) -> None:
+        """Drop all weight sets, and the memory of their weights."""
         self._last = None, None
         for weight_set in self:
             weight_set.release()
@@ -339,7 +339,7 @@ class WeightSets:
             weight_set.release()
             self._on_drop()
             if all(each.weights != weight_set.weights for each in self):
-                self._program.pool.arena.free(weight_set.weights)
+                self._program.pool.arena.drop(weight_set.weights)
             if weight_set.recordings:
                 self._dead.append(weight_set)
             else:

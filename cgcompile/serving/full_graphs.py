@@ -123,13 +123,13 @@ class FullGraphs:
         track = partial(self._stale.track, owns=self.outputs.owns, owner=None, what=what)
         return track_result(result, track)
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Drop the graphs and the output buffers."""
         self.wrapper.clear_all_graphs()
         self.outputs.release()
-        self._stale.clear()
+        self._stale.release()
 
-    def forget(self) -> None:
-        """Forget which graphs were added, and their weights."""
+    def drop(self) -> None:
+        """Drop what is known of graphs that were added, and of their weights."""
         self._weights = self._bound = None
         self._by_size.clear()

@@ -532,7 +532,7 @@ class CudaGraphManager:
         """
         self._refuse_captured(self.dispatcher.plan())
         with self._capturing_alone("plan"), together(self.agreement):
-            self._forget_weights()
+            self._drop_weights()
             return plan_memory(self)
 
     @checked
@@ -568,7 +568,7 @@ class CudaGraphManager:
         chosen: Sequence[Planned] = missing
         with self._capturing_alone("capture"), together(self.agreement):
             if len(missing) == len(planned):
-                self._forget_weights()
+                self._drop_weights()
             if max_graph_bytes is not None and self.pool is not None and planned:
                 chosen = choose_graphs(self, max_graph_bytes, histogram)
             with bulk_captures():  # warm-ups in between leave garbage with large tensors
@@ -697,32 +697,28 @@ class CudaGraphManager:
             CaptureError: called inside of a step or of a capture.
         """
         self.refuse_inside()
-        with self._lock:  # after the step of another thread
-            self._drop_all()
-        self._thread.forget()
+        self.drop()
+        self._thread.release()
         if self.backend is not None:  # tells other managers too, whose locks must not be nested
             self.backend.release()  # and what its traces have bound is compared again
 
-    def graphs_dropped(self) -> None:
-        """Drop all graphs of the manager: the handle has dropped those of the compiled model."""
+    def drop(self) -> None:
+        """Drop all graphs of the manager; the handle drops those of the compiled model."""
         with self._lock:  # after the step of another thread
-            self._drop_all()
+            self.release_own()
+            self._drop_weights()
+            self._warmed.clear()
+            self._bulk.clear()
+            self.dispatcher.forget()
 
     def refuse_inside(self) -> None:
         """Raise where this thread runs a step: its hooks and metadata must not drop the graphs."""
         if owns_lock(self._lock):
             raise CaptureError.release_inside(what="a step of a manager")
 
-    def _drop_all(self) -> None:
-        self.drop_graphs()
-        self._forget_weights()
-        self._warmed.clear()
-        self._bulk.clear()
-        self.dispatcher.forget()
-
-    def _forget_weights(self) -> None:
+    def _drop_weights(self) -> None:
         """Guard the weights of the next capture: no graph exists."""
-        self._full.forget()
+        self._full.drop()
         self._guarded = -1
 
     def _check_weights(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
@@ -731,9 +727,9 @@ class CudaGraphManager:
             self.backend.compare_bound()
         self._full.check_weights(mode, descriptor)
 
-    def drop_graphs(self) -> None:
+    def release_own(self) -> None:
         """Drop the manager's own graphs and output buffers; a compiled model's stay."""
-        self._full.drop()
+        self._full.release()
         if self.backend is None:
             self._pieces.clear_all_graphs()
 

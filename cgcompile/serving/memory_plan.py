@@ -158,7 +158,7 @@ class MemoryMeter:
         for graph in self.graphs:
             if set(graph.recordings) != set(self._recorded.get(id(graph), ())):
                 graph.release()
-        manager.drop_graphs()
+        manager.release_own()
         with releasing():
             pass
         manager.pool.device.give_back()

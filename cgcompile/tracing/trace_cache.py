@@ -363,10 +363,10 @@ class Traces:
             for trace in self.traces:
                 trace.proven = trace.trusted = False
                 if trace.fast_paths is not None:
-                    trace.fast_paths.clear()
+                    trace.fast_paths.drop()
 
-    def clear(self) -> None:
-        """Forget all traces."""
+    def drop(self) -> None:
+        """Drop all traces."""
         with self._lock:
             self._set(())
             self._refused.clear()

@@ -163,7 +163,7 @@ def test_cleared_blocks_go_with_the_frames_that_use_them(where) -> None:
     frame = arena.frame()
     block = frame.allocate(1024, where)
     life, address = StorageLife(block.memory), block.address
-    arena.clear()
+    arena.release()
     assert arena.nbytes == 0
     assert not arena.owns(address)
     assert not life.ended  # the frame still uses it

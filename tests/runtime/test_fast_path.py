@@ -65,7 +65,7 @@ def without_graphs(engine: Engine) -> None:
         nothing if kind == "GraphSegment" else step
         for kind, step in zip(kinds, sequence.steps, strict=True)
     )
-    engine.paths.clear()  # they hold the graph's own replay
+    engine.paths.drop()  # they hold the graph's own replay
     for _ in range(2):
         engine.step()
 
@@ -170,7 +170,7 @@ def test_calls_that_are_left() -> None:
             assert step((x,), {}) is NOT_SERVED
     with engine.context, torch.autocast("cpu", torch.bfloat16):
         assert step((x,), {}) is NOT_SERVED
-    engine.paths.clear()
+    engine.paths.drop()
     with engine.context:
         assert step((x,), {}) is NOT_SERVED
 
