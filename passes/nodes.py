@@ -89,8 +89,18 @@ def raised_at(error: BaseException, until: CodeType | None = None) -> Line | Non
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
 
-def user_line(node: fx.Node) -> tuple[str, str] | None:
-    """Return (where, code) of the innermost frame: ``("model.py:41 in forward", "q = ...")``."""
+class SourceLine(NamedTuple):
+    """A line of the user's code, of which torch keeps a text alone."""
+
+    where: str  # ``model.py:41 in forward``
+    code: str  # empty where the file is missing
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.code}" if self.code else self.where
+
+
+def user_line(node: fx.Node) -> SourceLine | None:
+    """Return the innermost frame: ``model.py:41 in forward``, ``q = ...``."""
     innermost, users = None, False  # frames of torch count only where there are no others
     lines = (node.meta.get("stack_trace") or "").splitlines()
     for frame, code in zip(lines, [*lines[1:], ""], strict=False):
@@ -99,7 +109,7 @@ def user_line(node: fx.Node) -> tuple[str, str] | None:
             continue
         users = is_users_file(match["file"])
         where = f"{os.path.basename(match['file'])}:{match['line']} in {match['function'].strip()}"
-        innermost = (where, _ascii(code.strip()))
+        innermost = SourceLine(where, _ascii(code.strip()))
     return innermost
 
 

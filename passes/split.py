@@ -17,7 +17,7 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import AttentionCGSupport, SplittingOp
 from cgcompile.passes.base import Fusions, PassRecord, table
-from cgcompile.passes.nodes import tensors, value
+from cgcompile.passes.nodes import SourceLine, tensors, value
 from cgcompile.passes.printer import count
 from cgcompile.passes.symbols import Symbols
 from cgcompile.reasons import Fallback
@@ -62,7 +62,7 @@ class Piece:
         inputs: names of the values that ``module`` takes, in order.
         outputs: names of the values that it returns, in order.
         num_ops: nodes that compute.
-        lines: the user's source lines, as (where, code), of the boundary or of the first node.
+        lines: the user's source lines, of the boundary or of the first node.
         op: the entry of the splitting op that it begins with, or None.
         same_as: index of the first piece of equal structure; its own index if it is the first.
         support: how far it can go into a FULL graph; ALWAYS for a captured piece.
@@ -84,7 +84,7 @@ class Piece:
     same_as: int
     support: AttentionCGSupport
     uncompiled: str | None = None
-    lines: tuple[tuple[str, str], ...] = ()
+    lines: tuple[SourceLine, ...] = ()
     op: SplittingOp | None = None
 
     @property
@@ -248,7 +248,7 @@ def split_data(split: SplitGraph) -> dict[str, Any]:
                 "support": piece.support.name,
                 "num_ops": piece.num_ops,
                 "why": [{"reason": why.reason.value, "detail": why.detail} for why in piece.why],
-                "lines": [{"where": where, "code": code} for where, code in piece.lines],
+                "lines": [line._asdict() for line in piece.lines],
                 "inputs": list(piece.inputs),
                 "outputs": list(piece.outputs),
             }

@@ -5,7 +5,7 @@ the settings require; then the trace is dropped. The rule: fields of results are
 tuples of such, and a change of a field raises ``VERSION``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -29,6 +29,7 @@ from cgcompile.debug.subject import name_of, resolved
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.passes.nodes import (
     COMPUTING,
+    SourceLine,
     is_symbolic_number,
     symbols_of,
     tensors,
@@ -38,7 +39,7 @@ from cgcompile.passes.nodes import (
 from cgcompile.passes.printer import count
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.subclasses import unwrap_subclasses
-from cgcompile.passes.symbols import dtype_text
+from cgcompile.passes.symbols import Symbols, dtype_text
 from cgcompile.pieces.size_ranges import fusion_texts
 from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Fallback, Reason
@@ -50,16 +51,6 @@ from cgcompile.tracing.preview import Preview
 from cgcompile.tracing.trace_cache import SHAPES, Rules
 
 VERSION = 2  # of the schema of Explanation.to_dict()
-
-
-class SourceLine(NamedTuple):
-    """A line of the user's code."""
-
-    where: str  # ``model.py:41 in forward``
-    code: str  # empty where the file is missing
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.code}" if self.code else self.where
 
 
 @dataclass(frozen=True)
@@ -320,97 +311,104 @@ def _remarks(piece: PieceReport) -> Iterator[str]:
 # ---------------------------------------------------------------- from a split
 
 
-class SplitReporter:
-    """Report pieces, symbols and totals of one split."""
+def split_fields(
+    split: SplitGraph, config: CompilationConfig, sizes: Sequence[int] = (), dim: str | None = None
+) -> dict[str, Any]:
+    """Return the fields ``pieces``, ``symbols`` and ``totals`` of a report on a split."""
+    bytes_of = _measure(split.symbols, config, sizes, dim)
+    return {
+        "pieces": tuple(_piece(split, piece, bytes_of) for piece in split.pieces),
+        "symbols": tuple(_symbols(split.symbols)),
+        "totals": _totals(split, bytes_of),
+    }
 
-    def __init__(
-        self, split: SplitGraph, config: CompilationConfig, sizes: Sequence[int], dim: str | None
-    ) -> None:
-        self._split = split
-        self._symbols = symbols = split.symbols
-        dim, dims = dim or config.capture_dim, list(symbols.dims.values())
-        if sizes and dim is None and len(dims) > 1:
-            raise ConfigError.sizes_of_which(dims=dims)
-        sizes = sizes or config.cudagraph_capture_sizes or ()
-        chosen = symbols.chosen(dim) if sizes else None
-        traced = {symbol: symbols.traced_with(symbol) for symbol in symbols}
-        self._traced = {symbol: number for symbol, number in traced.items() if number is not None}
-        self._at: list[tuple[int, dict[sympy.Symbol, int] | None]] = []
-        if chosen is not None:
-            self._at = [(size, symbols.numbers_with(chosen, size)) for size in sizes]
 
-    def _bytes(self, expression: Any) -> Bytes:
-        """Return an expression, its number in the traced call, and at each size."""
-        at = tuple((size, _evaluated(expression, numbers)) for size, numbers in self._at)
-        return Bytes(self._symbols.pretty(expression), _evaluated(expression, self._traced), at)
+def _measure(
+    symbols: Symbols, config: CompilationConfig, sizes: Sequence[int], dim: str | None
+) -> Callable[[Any], Bytes]:
+    """Return what evaluates an expression in the traced call, and at each size."""
+    dim, dims = dim or config.capture_dim, list(symbols.dims.values())
+    if sizes and dim is None and len(dims) > 1:
+        raise ConfigError.sizes_of_which(dims=dims)
+    sizes = sizes or config.cudagraph_capture_sizes or ()
+    chosen = symbols.chosen(dim) if sizes else None
+    numbers = {symbol: symbols.traced_with(symbol) for symbol in symbols}
+    traced = {symbol: number for symbol, number in numbers.items() if number is not None}
+    at = [] if chosen is None else [(size, symbols.numbers_with(chosen, size)) for size in sizes]
 
-    def _storages(self, values: Iterable[Value]) -> Bytes:
-        """Return the bytes of the memory behind values, each storage once."""
-        memory = [tensor for value in values for tensor in tensors(value.meta)]
-        sizes = map(self._symbols.storage, memory)
-        return self._bytes(sum(dict(sizes).values(), sympy.Integer(0)))
+    def bytes_of(expression: Any) -> Bytes:
+        evaluated = tuple((size, _evaluated(expression, numbers)) for size, numbers in at)
+        return Bytes(symbols.pretty(expression), _evaluated(expression, traced), evaluated)
 
-    def parts(self) -> dict[str, Any]:
-        """Return the fields ``pieces``, ``symbols`` and ``totals`` of a report."""
-        pieces = tuple(map(self._piece, self._split.pieces))
-        return {"pieces": pieces, "symbols": tuple(self._dims()), "totals": self._totals()}
+    return bytes_of
 
-    def _piece(self, piece: Piece) -> PieceReport:
-        inputs = [self._split.values[name] for name in piece.inputs]
-        outputs = [self._split.values[name] for name in piece.outputs]
-        return PieceReport(
-            index=piece.index,
-            name=piece.name,
-            captured=piece.capture,
-            why=piece.why,
-            support=piece.support.name,
-            num_ops=piece.num_ops,
-            source=tuple(SourceLine(*line) for line in piece.lines),
-            inputs=tuple(map(self._value, inputs)),
-            outputs=tuple(map(self._value, outputs)),
-            bytes_in=self._storages(value for value in inputs if not value.static),
-            bytes_out=self._storages(outputs),
-            same_as=piece.same_as,
-            compiled=piece.compiled,
-            uncompiled=piece.uncompiled,
-        )
 
-    def _value(self, value: Value) -> ValueReport:
-        tensor, symbols = value.meta, self._symbols
-        source, static, written = value.source, value.static, value.mutated
-        report = ValueReport(name=value.name, source=source, static=static, written=written)
-        if not isinstance(tensor, torch.Tensor):
-            return report
-        return replace(
-            report,
-            shape=tuple(symbols.pretty(symbols.number(size)) for size in tensor.shape),
-            dtype=dtype_text(tensor.dtype),
-            device=str(tensor.device),
-            bytes=self._bytes(symbols.nbytes(tensor)),
-            storage=self._bytes(symbols.storage(tensor)[1]),
-        )
+def _storages(symbols: Symbols, values: Iterable[Value]) -> sympy.Expr:
+    """Return the bytes of the memory behind values, each storage once."""
+    memory = [tensor for value in values for tensor in tensors(value.meta)]
+    return sum(dict(map(symbols.storage, memory)).values(), sympy.Integer(0))
 
-    def _dims(self) -> Iterator[SymbolReport]:
-        for symbol, dim in zip(self._symbols, self._symbols.dims.items(), strict=True):
-            least, limit = self._symbols.bounds(symbol)
-            largest = int(limit) if getattr(limit, "is_Integer", False) else None
-            guards = tuple(self._symbols.guards_on(symbol))
-            traced = self._traced.get(symbol)
-            yield SymbolReport(*dim, traced, int(least), largest, guards)
 
-    def _totals(self) -> Totals:
-        pieces, distinct = self._split.pieces, self._split.distinct
-        captured = sum(piece.capture for piece in pieces)
-        return Totals(
-            pieces=len(pieces),
-            captured=captured,
-            eager=len(pieces) - captured,
-            distinct=len(distinct),
-            compiled=sum(piece.compiled for piece in distinct),
-            ops=sum(piece.num_ops for piece in pieces),
-            crossing=self._bytes(self._split.crossing_bytes()),
-            static=self._storages(value for value in self._split.values.values() if value.static),
-        )
+def _piece(split: SplitGraph, piece: Piece, bytes_of: Callable[[Any], Bytes]) -> PieceReport:
+    inputs = [split.values[name] for name in piece.inputs]
+    outputs = [split.values[name] for name in piece.outputs]
+    moving = (value for value in inputs if not value.static)
+    return PieceReport(
+        index=piece.index,
+        name=piece.name,
+        captured=piece.capture,
+        why=piece.why,
+        support=piece.support.name,
+        num_ops=piece.num_ops,
+        source=piece.lines,
+        inputs=tuple(_value(split.symbols, value, bytes_of) for value in inputs),
+        outputs=tuple(_value(split.symbols, value, bytes_of) for value in outputs),
+        bytes_in=bytes_of(_storages(split.symbols, moving)),
+        bytes_out=bytes_of(_storages(split.symbols, outputs)),
+        same_as=piece.same_as,
+        compiled=piece.compiled,
+        uncompiled=piece.uncompiled,
+    )
+
+
+def _value(symbols: Symbols, value: Value, bytes_of: Callable[[Any], Bytes]) -> ValueReport:
+    tensor = value.meta
+    report = ValueReport(
+        name=value.name, source=value.source, static=value.static, written=value.mutated
+    )
+    if not isinstance(tensor, torch.Tensor):
+        return report
+    return replace(
+        report,
+        shape=tuple(symbols.pretty(symbols.number(size)) for size in tensor.shape),
+        dtype=dtype_text(tensor.dtype),
+        device=str(tensor.device),
+        bytes=bytes_of(symbols.nbytes(tensor)),
+        storage=bytes_of(symbols.storage(tensor)[1]),
+    )
+
+
+def _symbols(symbols: Symbols) -> Iterator[SymbolReport]:
+    for symbol, (name, source) in zip(symbols, symbols.dims.items(), strict=True):
+        least, limit = symbols.bounds(symbol)
+        most = int(limit) if getattr(limit, "is_Integer", False) else None
+        guards = tuple(symbols.guards_on(symbol))
+        yield SymbolReport(name, source, symbols.traced_with(symbol), int(least), most, guards)
+
+
+def _totals(split: SplitGraph, bytes_of: Callable[[Any], Bytes]) -> Totals:
+    static = (value for value in split.values.values() if value.static)
+    captured = sum(piece.capture for piece in split.pieces)
+    return Totals(
+        pieces=len(split.pieces),
+        captured=captured,
+        eager=len(split.pieces) - captured,
+        distinct=len(split.distinct),
+        compiled=sum(piece.compiled for piece in split.distinct),
+        ops=sum(piece.num_ops for piece in split.pieces),
+        crossing=bytes_of(split.crossing_bytes()),
+        static=bytes_of(_storages(split.symbols, static)),
+    )
 
 
 def _evaluated(expression: Any, numbers: dict[sympy.Symbol, int] | None) -> int | None:
@@ -433,9 +431,9 @@ def _data_breaks(split: SplitGraph) -> tuple[GraphBreak, ...]:
         if any(cause.reason is Reason.HOST_SYNC for cause in piece.why):
             for node in piece.module.graph.nodes:
                 if node.op in COMPUTING and _reads_data(node):
-                    line, what = user_line(node), f"{target_name(node.target)} reads data"
-                    source = None if line is None else SourceLine(*line)
-                    breaks[GraphBreak("torch.compile", what, (), source, _DATA_FIX)] = None
+                    what = f"{target_name(node.target)} reads data"
+                    graph_break = GraphBreak("torch.compile", what, (), user_line(node), _DATA_FIX)
+                    breaks[graph_break] = None
     return tuple(breaks)
 
 
@@ -551,8 +549,8 @@ def explain(
     if split is None:
         return result
     _check_dim(split, capture_dim)
-    parts = SplitReporter(split, chosen, numbers, capture_dim).parts()
-    return replace(result, device=str(split.device), traced=True, split=split, **parts)
+    fields = split_fields(split, chosen, numbers, capture_dim)
+    return replace(result, device=str(split.device), traced=True, split=split, **fields)
 
 
 _FIX = (

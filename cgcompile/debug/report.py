@@ -17,10 +17,10 @@ from cgcompile.debug.environment import versions
 from cgcompile.debug.explain import (
     PieceReport,
     SettingReport,
-    SplitReporter,
     SymbolReport,
     Totals,
     settings_of,
+    split_fields,
 )
 from cgcompile.debug.pages import Page
 from cgcompile.debug.profile import Profile, SegmentTime, timeline
@@ -196,7 +196,7 @@ def report(
     require(positive, "speed", "report", speed, "two positive numbers of seconds, or None")
     config = _config_of(target, recorders)
     compiled = [recorder for recorder in recorders if isinstance(recorder, CompiledGraph)]
-    splits = [SplitReporter(graph.split, config, chosen, capture_dim) for graph in compiled]
+    splits = [split_fields(graph.split, config, chosen, capture_dim) for graph in compiled]
     served = coverage(target)
     model = target.model if isinstance(target, CudaGraphManager) else target
     result = Overview(
@@ -221,9 +221,9 @@ def report(
     return result
 
 
-def _graph(index: int, graph: CompiledGraph, split: SplitReporter) -> GraphReport:
+def _graph(index: int, graph: CompiledGraph, fields: dict[str, Any]) -> GraphReport:
     device = str(graph.split.device)
-    return GraphReport(index, device, compilation=graph.compilation, **split.parts())
+    return GraphReport(index, device, compilation=graph.compilation, **fields)
 
 
 def _config_of(target: Any, recorders: Sequence[Any]) -> CompilationConfig:
