@@ -25,11 +25,11 @@ from cgcompile.adapters.padding import adapt_lengths
 from cgcompile.adapters.subclasses import adapt_subclasses
 from cgcompile.boundaries import Boundaries, UnmetOps
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from cgcompile.counts import count
 from cgcompile.errors import ConfigError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.kernels.small_linear import load_triton
 from cgcompile.passes import check_disabled
-from cgcompile.passes.printer import count
 from cgcompile.passes.split import split_data
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches

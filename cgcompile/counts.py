@@ -125,3 +125,8 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align the columns of rows of text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def count(number: int, noun: str) -> str:
+    """Return text such as ``1 piece`` or ``2 pieces``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

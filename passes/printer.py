@@ -220,8 +220,3 @@ class GraphText:
 
 def _address(thing: Any) -> str:
     return f"{type(thing).__name__} at {id(thing):#x}"
-
-
-def count(number: int, noun: str) -> str:
-    """Return text such as ``1 piece`` or ``2 pieces``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

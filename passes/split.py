@@ -16,9 +16,9 @@ from torch import fx
 
 from cgcompile import torch_compat as compat
 from cgcompile.boundaries import AttentionCGSupport, SplittingOp
+from cgcompile.counts import count
 from cgcompile.passes.base import Fusions, PassRecord, table
 from cgcompile.passes.nodes import SourceLine, tensors, value
-from cgcompile.passes.printer import count
 from cgcompile.passes.symbols import Symbols
 from cgcompile.reasons import Fallback
 

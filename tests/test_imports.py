@@ -27,6 +27,7 @@ FLOORS = (
         "progress",
         "lazy",
         "ladders",
+        "source_lines",
     ),
     ("boundaries", "context", "kernels"),
     ("passes", "graphs"),
@@ -224,6 +225,7 @@ def test_importing_changes_nothing() -> None:
         "before = (dict(os.environ), logging.root.handlers[:], gc.isenabled(),\n"
         "          torch.is_grad_enabled(), torch._dynamo.config.save_config_portable())\n"
         "import cgcompile\n"
+        "names = [getattr(cgcompile, name) for name in cgcompile.__all__]\n"
         "after = (dict(os.environ), logging.root.handlers[:], gc.isenabled(),\n"
         "         torch.is_grad_enabled(), torch._dynamo.config.save_config_portable())\n"
         "assert before == after\n"
@@ -251,6 +253,86 @@ def test_public_names_are_imported_when_they_are_read(package: str) -> None:
         module.other  # noqa: B018
 
 
+# What each room loads of the others: modules of folders, and of these files.
+FILES = {"backend", "cli", "compile", "registry"}
+_COMPILER = {"adapters", "graphs", "kernels", "passes", "pieces", "runtime", "torch_compat"}
+_TOP = {*_COMPILER, "backend", "compile", "registry", "tracing"}
+LOADS: dict[str, set[str]] = {
+    "torch_compat": set(),
+    "kernels": {"torch_compat"},
+    "passes": {"kernels", "torch_compat"},
+    "graphs": {"torch_compat"},
+    "pieces": {"kernels", "passes", "torch_compat"},
+    "testing": {"graphs", "torch_compat"},
+    "runtime": _COMPILER - {"adapters"},
+    "adapters": _COMPILER,
+    "tracing": _COMPILER,
+    "registry": _COMPILER - {"adapters"},
+    "backend": {*_COMPILER, "registry"},
+    "compile": _TOP,
+    "serving": _TOP,
+    "encoder": {"graphs", "torch_compat"},
+    "debug": {*_TOP, "encoder", "serving"},
+}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the modules that a program loads, in a process of its own."""
+    code += "\nimport sys\nprint(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    return set(done.stdout.split())
+
+
+def test_every_room_has_its_loads() -> None:
+    folders = {path.parent.name for path in ROOT.glob("cgcompile/*/__init__.py")}
+    assert folders == LOADS.keys() - FILES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOADS)
+def test_a_room_loads_no_other_than_listed(name: str) -> None:
+    modules = [module_of(path) for path in files()]
+    modules = [module for module in modules if f"{module}.".startswith(f"cgcompile.{name}.")]
+    modules = [module for module in modules if not module.endswith("_triton")]
+    loaded = loaded_by("\n".join(f"import {module}" for module in modules))
+    rooms = {room(module) for module in loaded if module.startswith("cgcompile.")}
+    assert modules
+    assert rooms & (LOADS.keys() | FILES) == {name, *LOADS[name]}
+    assert not loaded & {"torch._dynamo", "torch._inductor.compile_fx", "transformers", "triton"}
+
+
+@pytest.mark.slow
+def test_plans_and_settings_load_no_torch() -> None:
+    names = [name.replace("/", ".") for name in STANDARD_LIBRARY_ONLY]
+    loaded = loaded_by("\n".join(f"import cgcompile.{name}" for name in names))
+    assert "cgcompile.serving.dispatcher" in loaded
+    assert "torch" not in loaded
+
+
+@pytest.mark.slow
+def test_a_user_of_one_layer_loads_no_other() -> None:
+    assert {name for name in loaded_by("import cgcompile") if name.startswith("cgcompile")} == {
+        "cgcompile",
+        "cgcompile.lazy",
+        "cgcompile.version",
+    }
+    wrapper = loaded_by("from cgcompile import CUDAGraphWrapper")
+    compiled = loaded_by(COMPILES)
+    above = {"cgcompile.compile", "cgcompile.tracing", "cgcompile.cli", "cgcompile.debug"}
+    above |= {"cgcompile.serving", "cgcompile.encoder", "cgcompile.testing"}
+    assert "cgcompile.graphs.wrapper" in wrapper
+    assert not wrapper & {*above, "cgcompile.passes", "cgcompile.backend", "cgcompile.runtime"}
+    assert "cgcompile.runtime.compiled_graph" in compiled
+    assert not compiled & above
+
+
+COMPILES = """
+import torch
+model = torch.compile(torch.nn.Linear(2, 2), backend="cgcompile", options={"compiler": "eager"})
+with torch.inference_mode():
+    model(torch.ones(1, 2))
+"""
 SAME_NAMES = """
 import cgcompile.compile, cgcompile.runtime.dispatch, cgcompile.debug.verify, types
 import cgcompile.debug as debug

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cgcompile.config import CUDAGraphMode
-from cgcompile.counts import padding_of, text_table
+from cgcompile.counts import count, padding_of, text_table
 from cgcompile.debug.output import WIDTH, Result, table_lines, wrapped
 from cgcompile.debug.subject import counters_of, not_compiled, recorders_of
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.passes.printer import count
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.serving.manager import CudaGraphManager

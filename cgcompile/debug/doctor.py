@@ -46,9 +46,9 @@ from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.eligibility import allow_capture
 from cgcompile.graphs.fields import Item
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, devices_of
-from cgcompile.passes.nodes import Line, came_by_us, is_users_file, line_at, raised_at
 from cgcompile.reasons import EXPECTED, LAST_CALL, Reason
 from cgcompile.settings import checked, checked_but, require
+from cgcompile.source_lines import Line, came_by_us, is_users_file, line_at, raised_at
 
 VERSION = 1  # of to_dict(); raised when a key goes or changes its meaning
 _ENCODER_FIX = (

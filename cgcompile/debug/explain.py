@@ -21,6 +21,7 @@ from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.compile import CompiledModel, check_compilable
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from cgcompile.counts import count
 from cgcompile.debug.drawing import alone, split_svg
 from cgcompile.debug.op_observer import resembles
 from cgcompile.debug.output import clipped, human, plain, table_lines, wrapped, written
@@ -36,7 +37,6 @@ from cgcompile.passes.nodes import (
     user_line,
     value,
 )
-from cgcompile.passes.printer import count
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.subclasses import unwrap_subclasses
 from cgcompile.passes.symbols import Symbols, dtype_text

@@ -14,7 +14,7 @@ from cgcompile.errors import (
     HostValueChangedError,
 )
 from cgcompile.graphs.cuda import is_unjoined
-from cgcompile.passes.nodes import Line
+from cgcompile.source_lines import Line
 
 SEVERITIES = ("error", "break", "note")
 

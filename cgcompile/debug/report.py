@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from cgcompile.backend import handle_of
 from cgcompile.config import CompilationConfig
+from cgcompile.counts import count
 from cgcompile.debug.coverage import Coverage, coverage
 from cgcompile.debug.environment import versions
 from cgcompile.debug.explain import (
@@ -28,7 +29,6 @@ from cgcompile.debug.subject import name_of, original_of, recorders_of
 from cgcompile.graphs.memory import memory_of
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.passes.printer import count
 from cgcompile.pieces.cache import Compilation
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph

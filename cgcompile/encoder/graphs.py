@@ -56,9 +56,9 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.reads import modules_of
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad
 from cgcompile.ladders import rank_sizes
-from cgcompile.passes.nodes import raised_at
 from cgcompile.reasons import Reason
 from cgcompile.settings import require_arguments, require_kind
+from cgcompile.source_lines import raised_at
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ import torch
 
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
+from cgcompile.counts import count
 from cgcompile.encoder.budgets import TokenBudgets, checked_number, resolve_limits
 from cgcompile.encoder.derived import derived_encoder
 from cgcompile.encoder.errors import EncoderError
@@ -39,7 +40,6 @@ from cgcompile.graphs.capture_all import BulkCapture
 from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.locks import new_lock
-from cgcompile.passes.printer import count
 from cgcompile.reasons import EXPECTED, Counters, Reason
 from cgcompile.settings import checked_but, is_flag, require
 

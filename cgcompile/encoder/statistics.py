@@ -8,9 +8,8 @@ neither.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from cgcompile.counts import Count, Counts, padding_of, text_table
+from cgcompile.counts import Count, Counts, count, padding_of, text_table
 from cgcompile.encoder.protocol import DEFAULT
-from cgcompile.passes.printer import count
 from cgcompile.reasons import EXPECTED, Fallback, Reason, warn_of
 from cgcompile.settings import checked
 

@@ -35,6 +35,7 @@ from cgcompile.context import (
     eager_region_is_open,
     override_forward_context,
 )
+from cgcompile.counts import count
 from cgcompile.errors import DispatchError, GuardError
 from cgcompile.graphs.capture import Attempt, after_other_captures, prepares_graphs, releasing
 from cgcompile.graphs.cuda import wait_for_inputs
@@ -44,7 +45,6 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import check_debug
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.passes.printer import count
 from cgcompile.passes.split import SplitGraph
 from cgcompile.pieces.cache import Compilation
 from cgcompile.pieces.compilers import Runnable

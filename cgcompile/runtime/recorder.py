@@ -33,7 +33,7 @@ from cgcompile.graphs.sequence import (
     Slot,
 )
 from cgcompile.graphs.wrapper import Captured, CUDAGraphEntry, CUDAGraphWrapper
-from cgcompile.passes.nodes import raised_at, tensors
+from cgcompile.passes.nodes import tensors
 from cgcompile.passes.split import Piece, returned_names
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.reasons import Fallback, Reason
@@ -41,6 +41,7 @@ from cgcompile.runtime.layouts import in_traced_layouts
 from cgcompile.runtime.program import EagerCall, Program
 from cgcompile.runtime.recording import Recording
 from cgcompile.runtime.rows import unknown_rows
+from cgcompile.source_lines import raised_at
 
 log = logging.getLogger(__name__)
 
