@@ -1,10 +1,11 @@
 """The layouts that compiled pieces were traced for: :class:`TracedLayout`.
 
-A piece is compiled for the strides of its fake inputs, and the code of Inductor asserts them. An
-eager piece may return others: those of the kernel that the settings of the moment choose
-(``sdpa_kernel``), or of a custom op whose fake implementation differs. The rule: a result that no
-compiler made reaches compiled pieces in the layout of its fake value, as a copy if necessary, in
-plain steps, captures and replays alike. In a replay the bridge is that copy.
+A piece is compiled for the strides of its fake inputs, and the code of Inductor asserts them. The
+piece before it may return others. An eager one: those of the kernel that the settings of the moment
+choose (``sdpa_kernel``), or of a custom op whose fake implementation differs. A compiled one: those
+of a decomposition, which differ from eager's (``torch.cat`` with an empty tensor). The rule: a
+result reaches compiled pieces in the layout of its fake value, as a copy if necessary, in plain
+steps, captures and replays alike. In a replay of an eager piece the bridge is that copy.
 """
 
 from collections import Counter
@@ -83,12 +84,12 @@ Layouts = Mapping[int, TracedLayout]
 
 
 def traced_layouts(split: SplitGraph) -> dict[int, Layouts]:
-    """Return the layouts of results that compiled pieces read and no compiler made, by piece."""
+    """Return the layouts of results that compiled pieces read, by the piece that returns them."""
     read = {name for piece in split.pieces if piece.compiled for name in piece.inputs}
     returned = set(returned_names(split))
     by_piece: dict[int, Layouts] = {}
     for piece in split.pieces:
-        if piece.compiled or read.isdisjoint(piece.outputs):
+        if read.isdisjoint(piece.outputs):
             continue
         layouts = {
             item: TracedLayout(split.values[name].meta, split.symbols.number)

@@ -143,3 +143,32 @@ def test_the_order_of_dimensions_in_memory() -> None:
     gapped, repeated = torch.empty(2, 5)[:, :4], torch.empty(2, 1).expand(2, 4)
     assert dense_order(gapped.shape, gapped.stride()) is None
     assert dense_order(repeated.shape, repeated.stride()) is None
+
+
+class WithAnEmptyPart(nn.Module):
+    """A value of a captured piece that Inductor returns in another layout than eager's ``cat``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.layer(x).view(-1, 3, 2, WIDTH // 2).transpose(1, 2)
+        whole = torch.cat([heads * 2, heads[..., WIDTH:]], -1)
+        y = F.scaled_dot_product_attention(heads, heads, heads)
+        return whole.sum(-2) + (whole + y).sum(-2)
+
+
+@pytest.mark.slow
+def test_layouts_of_a_compiled_piece_are_those_of_the_trace(device: str) -> None:
+    model = WithAnEmptyPart().to(device).eval()
+    backend = cgcompile.Backend(
+        capture_device="host" if device == "cpu" else "auto", decode_attention=False
+    )
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.inference_mode():
+        for _ in range(CALLS):
+            x = torch.randn(6, WIDTH, device=device)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert backend.counters.captures == 1
+    assert backend.counters.replays > 3
