@@ -115,8 +115,12 @@ def text(size: int) -> dict[str, torch.Tensor]:
 
 
 def masked_text(size: int) -> dict[str, torch.Tensor]:
-    """Tokens whose rows end at a length of their own."""
-    lengths = torch.randint(TOKENS // 2, TOKENS + 1, (size, 1))
+    """Tokens whose rows end at a length of their own.
+
+    Rows are longer than half: with a sliding window of half the tokens each query then has a key.
+    What attention returns for a query without one depends on the kernel that torch chooses.
+    """
+    lengths = torch.randint(TOKENS // 2 + 1, TOKENS + 1, (size, 1))
     mask = (torch.arange(TOKENS) < lengths).long()
     return {"input_ids": tokens(size), "attention_mask": mask}
 

@@ -46,6 +46,16 @@ def test_a_model_is_right_and_replayed(name: str, way: str) -> None:
     assert row.moves > 5 * QUICK.tolerance > row.difference
 
 
+def test_each_query_of_padded_text_has_a_key_in_its_sliding_window() -> None:
+    mistral = CATALOGUE["mistral"]
+    window = mistral.make().config.sliding_window
+    for _ in range(20):
+        kept = mistral.inputs(8)["attention_mask"].bool()
+        queries, keys = torch.arange(kept.shape[1])[:, None], torch.arange(kept.shape[1])
+        mask = (keys <= queries) & (keys > queries - window) & kept[:, None]
+        assert mask.any(-1).all()
+
+
 # ---------------------------------------------------------------- faults
 
 
