@@ -22,7 +22,7 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.settings import checked, checked_but, is_flag, items_of, require, require_fields
+from cgcompile.settings import checked_but, items_of, require_fields
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,6 @@ class SplittingOp:
         if self.impl is not None and not all(map(callable, per_device)):
             raise BoundaryError.bad_impl(name=self.name, found=self.impl)
 
-    @checked
     def impl_for(self, device_type: str) -> Callable[..., Any] | None:
         """The function that a replay on such a device calls in place of the op, or None."""
         return self.impl.get(device_type) if isinstance(self.impl, Mapping) else self.impl
@@ -265,7 +264,6 @@ class Boundaries:
         ]
         return repr(rows)
 
-    @checked
     def match(self, node: fx.Node) -> SplittingOp | None:
         """Return the entry that makes ``node`` a boundary, or None."""
         entry = None
@@ -290,7 +288,6 @@ class Boundaries:
             function: the function or op.
             in_place: whether the call writes its argument, as ``relu(x, inplace=True)`` does.
         """
-        require(is_flag(in_place), "in_place", "match_call", in_place, "bool")
         name = compat.aten_name(function)
         entry = self._find(function, f"{name}_" if in_place and name is not None else name)
         if entry is not None:
