@@ -66,15 +66,20 @@ class BatchDescriptor(_Fields):
                 max_query_len = _count("max_query_len", max_query_len, 1)
             for name, value in (("uniform", uniform), ("has_lora", has_lora)):
                 if not is_flag(value):
-                    raise BatchError.descriptor_field(name=name, value=value, expected="bool")
+                    raise BatchError.bad_value(
+                        where="BatchDescriptor", name=name, value=value, expected="bool"
+                    )
         if type(extra) is not tuple or extra:
             _check_extra(extra)
         if uniform and (num_reqs is None or num_tokens % num_reqs):
             raise BatchError.descriptor_not_uniform(num_tokens=num_tokens, num_reqs=num_reqs)
         if num_active_loras and not has_lora:
             expected = "0 where has_lora is False"
-            raise BatchError.descriptor_field(
-                name="num_active_loras", value=num_active_loras, expected=expected
+            raise BatchError.bad_value(
+                where="BatchDescriptor",
+                name="num_active_loras",
+                value=num_active_loras,
+                expected=expected,
             )
         fields = (num_tokens, num_reqs, uniform, has_lora, num_active_loras, max_query_len, extra)
         return tuple.__new__(cls, fields)
@@ -104,18 +109,25 @@ def _count(name: str, value: Any, least: int) -> int:
     if number is None or number < least:
         optional = " or None" if name in ("num_reqs", "max_query_len") else ""
         expected = f"a whole number of at least {least}{optional}"
-        raise BatchError.descriptor_field(name=name, value=value, expected=expected)
+        raise BatchError.bad_value(
+            where="BatchDescriptor", name=name, value=value, expected=expected
+        )
     return number
 
 
 def _check_extra(extra: Any) -> None:
     if not isinstance(extra, tuple):
-        raise BatchError.descriptor_field(name="extra", value=extra, expected="a tuple")
+        raise BatchError.bad_value(
+            where="BatchDescriptor", name="extra", value=extra, expected="a tuple"
+        )
     try:
         hash(extra)
     except TypeError:
-        raise BatchError.descriptor_field(
-            name="extra", value=_kinds(extra), expected="a tuple of hashable values"
+        raise BatchError.bad_value(
+            where="BatchDescriptor",
+            name="extra",
+            value=_kinds(extra),
+            expected="a tuple of hashable values",
         ) from None
 
 

@@ -155,6 +155,13 @@ class CGCompileError(Exception):
         ConfigError
     """
 
+    # Rows of one form, for the classes below as well: ``raise BatchError.bad_value(...)``.
+    bad_value = Template("{where:if {where}: |}{name} = {value:shown}; expected {expected}.")
+    returned = Template("{call} returned {found}; expected {expected}.")
+    no_process_group = Template("""
+        {where}: torch.distributed has no process group, so there are no ranks.
+        Call torch.distributed.init_process_group() first, or leave {name}= out.""")
+
 
 class ConfigError(CGCompileError, ValueError):
     """A setting that does not exist, has a bad value, or contradicts another one."""
@@ -169,7 +176,6 @@ class ConfigError(CGCompileError, ValueError):
         text = f"{where}: there is no setting {name!r}.{hint}"
         return cls(f"{text}\n  Settings: {listed(known)}.")
 
-    bad_value = Template("{where}: {name} = {value:shown}; expected {expected}.")
     backend_class = Template("""
         backend=cgcompile.Backend is a class; expected one of its objects.
         Use backend=cgcompile.Backend() or backend='cgcompile'.""")
@@ -676,7 +682,6 @@ class HostValueChangedError(GuardError):
 class SizesError(CGCompileError, ValueError):
     """Batch sizes to capture that are impossible, or that cannot be chosen."""
 
-    number = Template("{name} = {found:shown}; expected a whole number of at least {least}.")
     not_a_size = Template("""
         capture sizes: {found:shown} is none; expected whole numbers of at least 1.
         A step without rows needs no graph.""")
@@ -703,8 +708,6 @@ class SizesError(CGCompileError, ValueError):
     bytes_unknown = Template("""
         {where}(nbytes={nbytes}): the bytes of a graph are unknown.
         Give bytes_of=, a function from a size to the bytes of its graph.""")
-    bad_measure = Template("""
-        {name}({size}) returned {found:shown}; expected {expected}.""")
     too_few_bytes = Template("""
         nbytes={nbytes}: the graph of size {size}, which alone would cover all that was observed, \
         takes {needed} bytes.
@@ -718,7 +721,6 @@ class SizesError(CGCompileError, ValueError):
 class BatchError(CGCompileError, ValueError):
     """A batch or a descriptor that contradicts itself, or that no planned graph serves."""
 
-    field = Template("dispatch: {name} = {value:shown}; expected {expected}.")
     not_uniform = Template("""
         dispatch(num_tokens={num_tokens}, num_reqs={num_reqs}, max_query_len={max_query_len}, \
         uniform_decode=True): requests of one length need num_tokens == num_reqs * max_query_len.
@@ -740,7 +742,6 @@ class BatchError(CGCompileError, ValueError):
     lengths_differ = Template("""
         is_uniform_decode: {lengths} query lengths and {flags} flags of prefill; expected one of \
         each per request.""")
-    descriptor_field = Template("BatchDescriptor: {name} = {value:shown}; expected {expected}.")
     descriptor_not_uniform = Template("""
         BatchDescriptor(num_tokens={num_tokens}, num_reqs={num_reqs}, uniform=True): a uniform \
         batch needs num_reqs, and num_tokens must be a multiple of it.

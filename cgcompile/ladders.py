@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from numbers import Real
 from typing import Any, TypeVar
 
-from cgcompile.errors import SizesError
+from cgcompile.errors import SizesError, shown
 from cgcompile.settings import (
     LARGEST_TABLE,
     checked_last,
@@ -29,7 +29,8 @@ def checked_number(name: str, value: Any, least: int = 1) -> int:
     """Return ``value`` as an int; raise unless it is a whole number of at least ``least``."""
     number = whole(value)
     if number is None or number < least:
-        raise SizesError.number(name=name, found=value, least=least)
+        expected = f"a whole number of at least {least}"
+        raise SizesError.bad_value(where="", name=name, value=value, expected=expected)
     return number
 
 
@@ -258,7 +259,8 @@ def _measured(name: str, measure: _Measure, size: int) -> float:
         if number is None and type(value) is not bool and isinstance(value, Real):
             number = float(value)
     if number is None or not 0 <= number < math.inf:
-        raise SizesError.bad_measure(name=name, size=size, found=value, expected=expected)
+        call = f"{name}({size})"
+        raise SizesError.returned(call=call, found=shown(value), expected=expected)
     return number
 
 

@@ -286,7 +286,8 @@ def checked_number(name: str, value: Any, least: int) -> int:
     """Return a whole number of at least ``least``; raise EncoderError for anything else."""
     number = whole(value)
     if number is None or number < least:
-        raise EncoderError.budget_number(name=name, found=value, least=least)
+        expected = f"a whole number of at least {least}"
+        raise EncoderError.bad_value(where="", name=name, value=value, expected=expected)
     return number
 
 

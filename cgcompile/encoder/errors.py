@@ -20,7 +20,6 @@ class EncoderError(CGCompileError, ValueError):
     no_range = Template("""
         {model} has no get_encoder_cudagraph_budget_range(), and no token budgets are given.
         Give token_budgets=, or let the method return (least, most) output tokens of a call.""")
-    returned = Template("{method}() returned {found}; expected {expected}.")
     row_ratio = Template("""
         {method}() returned {found}; expected {expected}.
         There are {ratio} rows: check merge_size= of PatchEncoder, which merges \
@@ -217,7 +216,6 @@ class EncoderError(CGCompileError, ValueError):
         Padding or other items reach the rows of an item, calls depend on the number of rows, or \
         values are baked in. Attention over all rows needs offsets or a mask. Rounding alone: \
         tolerance=.""")
-    budget_number = Template("{name} = {found!r}; expected a whole number of at least {least}.")
     not_a_budget = Template("""
         encoder budgets: {found!r} is none; expected whole numbers of at least 1.
         A budget is the number of output tokens of one graph.""")
@@ -256,17 +254,11 @@ class EncoderError(CGCompileError, ValueError):
     capacity = Template("""
         {capacity!r}; expected the budgets of one path or more, each ascending from at least 1, at \
         least one item, and frames of at least 0 or None.""")
-    cost = Template("""
-        Costs: {name} = {found!r}; expected a finite number of at least 0.
-        All costs of a Costs have one unit, such as milliseconds.""")
 
 
 class EncoderShardError(CGCompileError, RuntimeError):
     """Ranks that encode together do not fit each other."""
 
-    no_group = Template("""
-        Sharder: torch.distributed has no process group, so there are no ranks.
-        Call torch.distributed.init_process_group() first, or leave the sharder out.""")
     structure = Template("""
         rank {rank}: results have another structure than those of the first call.
         Return the same kind of result for each item, or override Sharder.gather().""")

@@ -112,13 +112,13 @@ class GraphInputs:
         if not isinstance(values, dict):
             expected = "EncoderCudaGraphCaptureInputs(values={key: tensor})"
             kind = type(inputs).__name__
-            raise EncoderError.returned(method=_CAPTURE, found=kind, expected=expected)
+            raise EncoderError.returned(call=f"{_CAPTURE}()", found=kind, expected=expected)
         check_keys(values, config, _CAPTURE + "()")
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
                 returned = f"{type(value).__name__} for {key!r}"
                 expected = "a tensor for each key"
-                raise EncoderError.returned(method=_CAPTURE, found=returned, expected=expected)
+                raise EncoderError.returned(call=f"{_CAPTURE}()", found=returned, expected=expected)
         self._config = config
         self.values: dict[str, torch.Tensor] = dict(values)
         # Last offsets. A copy on the device, so that nothing synchronises: buffers are overwritten.

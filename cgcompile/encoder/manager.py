@@ -163,7 +163,7 @@ class EncoderCalls:
         for item, spec in enumerate(specs):
             if not isinstance(spec, EncoderItemSpec):
                 raise EncoderError.returned(
-                    method="get_encoder_cudagraph_item_specs",
+                    call="get_encoder_cudagraph_item_specs()",
                     found=type(spec).__name__,
                     expected="a list of EncoderItemSpec",
                 )
@@ -236,7 +236,7 @@ class EncoderCalls:
         missing = [item for item in range(len(specs)) if item not in dest]
         if missing:
             raise EncoderError.returned(
-                method="postprocess_encoder_output",
+                call="postprocess_encoder_output()",
                 found=f"no result for item {missing[0]}",
                 expected="one for each",
             )

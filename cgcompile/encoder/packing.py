@@ -107,7 +107,10 @@ class Costs:
             costs.update({f"eagers[{path!r}][{k}]": cost for k, cost in enumerate(several)})
         for name, cost in costs.items():
             if not (isinstance(cost, (int, float)) and 0 <= cost < inf):
-                raise EncoderError.cost(name=name, found=cost)
+                expected = "a finite number of at least 0; all costs have one unit, such as ms"
+                raise EncoderError.bad_value(
+                    where="Costs", name=name, value=cost, expected=expected
+                )
         require_fields(self)
 
     def replay(self, path: int, budget: int) -> float:

@@ -598,7 +598,7 @@ def check_rows(
             raise EncoderError.row_ratio(
                 method=method, found=str(shape), expected=expected, ratio=ratio
             )
-        raise EncoderError.returned(method=method, found=str(shape), expected=expected)
+        raise EncoderError.returned(call=f"{method}()", found=str(shape), expected=expected)
     if columns is not None:
         check_columns(leaves, columns, method)
 
@@ -807,7 +807,7 @@ class CheckedModel:
         config = model.get_encoder_cudagraph_config()
         if not isinstance(config, EncoderCudaGraphConfig):
             raise EncoderError.returned(
-                method="get_encoder_cudagraph_config",
+                call="get_encoder_cudagraph_config()",
                 found=type(config).__name__,
                 expected="an EncoderCudaGraphConfig",
             )

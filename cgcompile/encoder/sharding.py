@@ -78,7 +78,7 @@ class Sharder:
     @checked
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise EncoderShardError.no_group()
+            raise EncoderShardError.no_process_group(where="Sharder", name="sharder")
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)

@@ -246,22 +246,26 @@ def check_numbers(
     for name, value, optional in counts:
         if not is_whole(value) and not (optional and value is None):
             expected = "a whole number" + (" or None" if optional else "")
-            raise BatchError.field(name=name, value=value, expected=expected)
+            raise BatchError.bad_value(where="dispatch", name=name, value=value, expected=expected)
     for name, value in (("uniform_decode", uniform_decode), ("has_lora", has_lora)):
         if not is_flag(value):
-            raise BatchError.field(name=name, value=value, expected="bool")
+            raise BatchError.bad_value(where="dispatch", name=name, value=value, expected="bool")
     if not isinstance(extra, tuple):
         expected = "a tuple: one hashable value per axis"
-        raise BatchError.field(name="extra", value=extra, expected=expected)
+        raise BatchError.bad_value(where="dispatch", name="extra", value=extra, expected=expected)
 
 
 def check_empty(num_tokens: int, num_reqs: int | None) -> None:
     """Raise if a number is negative, or a batch has tokens and no requests."""
     if num_tokens < 0:
-        raise BatchError.field(name="num_tokens", value=num_tokens, expected="at least 0")
+        raise BatchError.bad_value(
+            where="dispatch", name="num_tokens", value=num_tokens, expected="at least 0"
+        )
     if num_reqs is not None and (num_reqs < 0 or (num_tokens and not num_reqs)):
         expected = "at least 1 for a batch with tokens, and never less than 0"
-        raise BatchError.field(name="num_reqs", value=num_reqs, expected=expected)
+        raise BatchError.bad_value(
+            where="dispatch", name="num_reqs", value=num_reqs, expected=expected
+        )
 
 
 def uniform_numbers(
@@ -302,7 +306,9 @@ def allowed_modes(
                 piecewise = allowed
             elif mode is not NONE:
                 expected = "runtime modes: NONE, PIECEWISE, FULL"
-                raise BatchError.field(name=name, value=mode, expected=expected)
+                raise BatchError.bad_value(
+                    where="dispatch", name=name, value=mode, expected=expected
+                )
     return full, piecewise
 
 

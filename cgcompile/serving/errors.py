@@ -55,9 +55,6 @@ class AgreementError(CGCompileError, RuntimeError):
     differs = Template("""
         rank {rank} is about to run {found}; rank 0 {first}.
         Let every rank call Agreement.dispatch() at each step, and run what it returns.""")
-    no_group = Template("""
-        Agreement: torch.distributed has no process group, so there are no ranks to agree with.
-        Call torch.distributed.init_process_group() first, or leave the agreement out.""")
     backend = Template("""
         the process group has backend {found:shown}, which takes no tensors of the CPU.
         Give Agreement a group of its own: torch.distributed.new_group(backend='gloo').""")

@@ -84,12 +84,18 @@ class LoraCases:
             BatchError: active adapters without LoRA, or fewer than 0.
         """
         if not is_flag(has_lora):
-            raise BatchError.field(name="has_lora", value=has_lora, expected="bool")
+            raise BatchError.bad_value(
+                where="dispatch", name="has_lora", value=has_lora, expected="bool"
+            )
         if not is_whole(active):
-            raise BatchError.field(name="num_active_loras", value=active, expected="a whole number")
+            raise BatchError.bad_value(
+                where="dispatch", name="num_active_loras", value=active, expected="a whole number"
+            )
         if active < 0 or (active and not has_lora):
             expected = "at least 0, and 0 where has_lora is False"
-            raise BatchError.field(name="num_active_loras", value=active, expected=expected)
+            raise BatchError.bad_value(
+                where="dispatch", name="num_active_loras", value=active, expected=expected
+            )
         if not has_lora and self.without:
             return 0
         if has_lora and not active:

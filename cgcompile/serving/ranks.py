@@ -149,7 +149,7 @@ class Agreement:
         self._nested = 0  # `together` inside of `together`
         require_kind("group", "Agreement", group, dist.ProcessGroup, maybe=True)
         if not dist.is_initialized():
-            raise AgreementError.no_group()
+            raise AgreementError.no_process_group(where="Agreement", name="agreement")
         self._group = dist.group.WORLD if group is None else group
         if compat.process_group_backend(self._group, "cpu") is None:
             raise AgreementError.backend(found=dist.get_backend(self._group))
