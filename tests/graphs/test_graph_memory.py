@@ -10,9 +10,10 @@ from lib.manager import manager
 from torch import nn
 
 import cgcompile
-from cgcompile.graphs import cuda, host
+from cgcompile.graphs import cuda
 from cgcompile.graphs.capture import bulk_capture
 from cgcompile.graphs.memory import GraphMemory
+from cgcompile.testing import host
 from cgcompile.torch_compat import allocated_bytes
 
 MIB = 2**20
