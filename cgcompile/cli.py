@@ -49,7 +49,7 @@ TARGET is module:function or path/to/file.py:function. The function takes nothin
   a compiled model or a manager that has run, alone (report and doctor)
 CPU tensors are recorded by the CPU recorder, unless capture_device is set.
 
-The exit status is 0; 1 after an error; 2 after words that cannot be carried out.
+Exits with 0; with 1 after an error; with 2 for words that cannot be carried out.
 """
 
 
@@ -215,7 +215,7 @@ Folder = Annotated[
 def explain(target: On, *, set: Set, json: Json = False, html: Html = None) -> int:
     """Show what would be split where, and why; the model does not run.
 
-    It is 1 after a graph break.
+    Exits with 1 after a graph break, too.
     Example: cgcompile explain model.py:make --set splitting_ops=mylib::attend --html split.html
     """
     with load(target) as loaded:
@@ -237,7 +237,7 @@ def verify(
 ) -> int:
     """Compare eager runs with replays on several sets of inputs.
 
-    It is 1 after a difference, and if nothing was replayed.
+    Exits with 1 after a difference or without a replay, too.
     Example: cgcompile verify model.py:make --set compiler=aot --sets 5
     """
     with load(target) as loaded:
@@ -259,7 +259,7 @@ def verify(
 def doctor(target: On, *, set: Set, json: Json = False, html: Html = None) -> int:
     """Find what CUDA graphs cannot hold, with the line and the fix.
 
-    It is 1 after a finding.
+    Exits with 1 after a finding, too.
     Example: cgcompile doctor mylib.models:decoder --json
     """
     with load(target) as loaded, torch.no_grad():
@@ -287,7 +287,7 @@ def report(
 ) -> int:
     """Show on one page: verdict, batches, memory, split, captures, settings.
 
-    It is 1 if nothing was replayed.
+    Exits with 1 without a replay, too.
     Example: cgcompile report model.py:make --html report.html
     """
     with ExitStack() as stack:
@@ -304,7 +304,7 @@ def report(
 def profile(target: On, *, set: Set, json: Json = False, calls: Calls = 4) -> int:
     """Measure the host time of each segment of replayed steps.
 
-    It is 1 if nothing was replayed.
+    Exits with 1 without a replay, too.
     Example: cgcompile profile model.py:make --calls 100
     """
     with debug.profile() as result, _ran(target, set, "profile", calls, must_call=True):
