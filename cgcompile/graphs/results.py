@@ -329,10 +329,9 @@ class Results:
         """How many leaves the result has."""
         return len(self.constants)
 
-    def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of the step of a call, made of the leaves of its arguments."""
-        inputs = argument_leaves(args, kwargs, self._keywords) if self._inputs else ()
-        return self.make((), inputs)
+    def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the inputs of :meth:`make` for a call of a callable: leaves of its arguments."""
+        return argument_leaves(args, kwargs, self._keywords)
 
     def make(self, slots: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """Return the result of a replay, from the slots after it and the inputs of the call.
@@ -340,11 +339,11 @@ class Results:
         Raises:
             AddressChangedError: a caller let the memory of an earlier result grow.
         """
-        for buffer, source in self._filled:
-            buffer.fill(slots[source] if isinstance(source, int) else source)
         tensors = self.reused.get()
         if tensors is self._last[0]:
             return self._last[1]
+        for buffer, source in self._filled:
+            buffer.fill(slots[source] if isinstance(source, int) else source)
         leaves = list(self.constants)
         for item, tensor in zip(self.reused_items, tensors, strict=True):
             leaves[item] = tensor

@@ -185,7 +185,8 @@ class CUDAGraphEntry:
         Raises:
             AddressChangedError: a caller let the memory of an earlier result grow.
         """
-        return (self.reused or results_of_call(self.output)).of_call(args, kwargs)
+        results = self.reused or results_of_call(self.output)
+        return results.make((), results.inputs_of(args, kwargs) if results.positions else ())
 
     @property
     def graph(self) -> DeviceGraph:

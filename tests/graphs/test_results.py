@@ -173,11 +173,11 @@ def test_dataclasses_and_objects() -> None:
     marker = object()
     captured = Record(torch.randn(2, 2), (torch.randn(3),)), marker, None
     output = results_of_call(captured)
-    first = output.of_call((), {})
+    first = output.make((), ())
     assert first[1] is marker
     first[0].logits.t_()
     first[0].hidden = ()
-    record, _, nothing = output.of_call((), {})
+    record, _, nothing = output.make((), ())
     assert nothing is None
     assert torch.equal(record.logits, captured[0].logits)
     assert torch.equal(record.hidden[0], captured[0].hidden[0])
