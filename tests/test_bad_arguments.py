@@ -30,6 +30,7 @@ from cgcompile.errors import (
     ManagerError,
     SizesError,
 )
+from cgcompile.ladders import checked_sizes, padding_share
 from cgcompile.passes import FunctionPass
 from cgcompile.serving import (
     Agreement,
@@ -41,9 +42,7 @@ from cgcompile.serving import (
     InputBuffer,
     LoraCases,
     StaticInputs,
-    checked_sizes,
     get_cudagraph_sizes,
-    padding_share,
 )
 from cgcompile.serving.errors import AgreementError, InputBufferError
 
@@ -301,7 +300,7 @@ def test_tables_are_bounded(number: int) -> None:
         lambda: get_cudagraph_sizes([4, number], 4, 8, FULL),
         lambda: dispatcher(sizes=[number]),
         lambda: HostStaging(torch.zeros(3), num_slots=number),
-        lambda: cgcompile.encoder.shares_by_load([1, 2], number),
+        lambda: cgcompile.encoder.sharding.shares_by_load([1, 2], number),
         lambda: cgcompile.serving.capture_sizes(number),
     ):
         with pytest.raises(CGCompileError, match="expected"):

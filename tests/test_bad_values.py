@@ -204,8 +204,8 @@ ITEM = {"input_size": 4, "output_tokens": 1}
 BATCH = {"num_tokens": 2, "num_reqs": 2}
 BUFFER = {"name": "x", "shape": ("tokens",), "dtype": torch.int32}
 COSTS = encoder.Costs()
-NEEDS = [encoder.Need((4,)), encoder.Need((8,))]
-CAPACITY = encoder.Capacity(((8, 16),), 4)
+NEEDS = [encoder.packing.Need((4,)), encoder.packing.Need((8,))]
+CAPACITY = encoder.packing.Capacity(((8, 16),), 4)
 PATCHES = {"merge_size": 2, "in_features": 4, "out_hidden_size": 4}
 ENCODER = {"device": "cpu", "dtype": torch.float32, "token_budgets": [16], "config": CONFIG}
 IMAGES = {"pixel_values": torch.zeros(4, 3), "image_grid_thw": torch.tensor([[1, 2, 2]])}
@@ -246,7 +246,16 @@ SPECIAL: dict[str, Callable[[], Callable[..., Any]]] = {
 }
 ENTERED = {"allow_capture", "override_forward_context", "profile", "set_forward_context"}
 ENTERED |= {"tracing_ranges"}
-PLACES = (cgcompile, serving, encoder, passes, cgcompile.debug, cgcompile.graphs)
+PLACES: tuple[Any, ...] = (cgcompile.ladders, encoder.budgets, encoder.packing, encoder.sharding)
+PLACES += (
+    cgcompile.graphs.memory,
+    cgcompile,
+    serving,
+    encoder,
+    passes,
+    cgcompile.debug,
+    cgcompile.graphs,
+)
 PLACES += (cgcompile.boundaries, cgcompile.context)
 WITHOUT_ARGUMENTS = words("""
     CUDAGraphOptions CompilationConfig CompilationConfig.resolve Counters Bisection.to_json
@@ -604,7 +613,7 @@ ROWS_OF_ONE: list[tuple[str, str, Callable[[], Any]]] = [
     ("EncoderCudaGraphConfig", "modalities", lambda: torch.ops.aten.add),
     ("EncoderCudaGraphManager.execute", "mm_kwargs", meta_grid),
     ("EncoderCudaGraphManager.plan", "mm_kwargs", meta_grid),
-    ("pack", "needs", lambda: {encoder.Need((4,)): 1}),
+    ("pack", "needs", lambda: {encoder.packing.Need((4,)): 1}),
     ("smallest_budget", "budgets", lambda: {4: 1}),
     ("report", "path", folder),
     ("report", "path", lambda: f"{folder()}/{'x' * 300}"),

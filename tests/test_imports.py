@@ -354,3 +354,21 @@ def test_public_face() -> None:
     for name in cgcompile.__all__:
         assert getattr(cgcompile, name).__doc__ or name == "__version__"
     assert_snapshot("public_names", "\n".join(cgcompile.__all__))
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "module"),
+    [
+        ("encoder", "pack", "encoder.packing"),
+        ("serving", "checked_sizes", "ladders"),
+        ("graphs", "EagerSegment", "graphs.sequence"),
+    ],
+)
+def test_names_that_packages_export_no_longer_warn(room: str, name: str, module: str) -> None:
+    package = importlib.import_module(f"cgcompile.{room}")
+    told = f"cgcompile.{room}.{name} is deprecated: import it from cgcompile.{module}$"
+    for _ in range(2):
+        with pytest.warns(FutureWarning, match=told):
+            value = getattr(package, name)
+    assert value is getattr(importlib.import_module(f"cgcompile.{module}"), name)
+    assert name not in package.__all__

@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING
 from cgcompile.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from cgcompile.encoder.budgets import (
-        Budgets,
-        fitted_budgets,
-        generated_budgets,
-        resolve_budgets,
-        resolve_frames,
-        smallest_budget,
-    )
+    from cgcompile.encoder.budgets import fitted_budgets, generated_budgets
     from cgcompile.encoder.graphs import GraphKey
     from cgcompile.encoder.manager import EncoderCudaGraphManager, PlannedRun
-    from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
+    from cgcompile.encoder.packing import Costs
     from cgcompile.encoder.patches import PatchEncoder, PatchOffsets, PatchTable
     from cgcompile.encoder.protocol import (
         EncoderCaptureAxis,
@@ -33,12 +26,10 @@ if TYPE_CHECKING:
         SupportsEncoderCudaGraph,
         supports_encoder_cudagraph,
     )
-    from cgcompile.encoder.sharding import Sharder, shares_by_load
+    from cgcompile.encoder.sharding import Sharder
     from cgcompile.encoder.statistics import EncoderStatistics
 
 __all__ = [
-    "Budgets",
-    "Capacity",
     "Costs",
     "EncoderCaptureAxis",
     "EncoderCudaGraphCaptureInputs",
@@ -50,8 +41,6 @@ __all__ = [
     "EncoderItemSpec",
     "EncoderStatistics",
     "GraphKey",
-    "Group",
-    "Need",
     "PatchEncoder",
     "PatchOffsets",
     "PatchTable",
@@ -60,11 +49,6 @@ __all__ = [
     "SupportsEncoderCudaGraph",
     "fitted_budgets",
     "generated_budgets",
-    "pack",
-    "resolve_budgets",
-    "resolve_frames",
-    "shares_by_load",
-    "smallest_budget",
     "supports_encoder_cudagraph",
 ]
 
@@ -72,13 +56,10 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = export_lazily(
         __name__,
         {
-            "encoder.budgets": (
-                "Budgets fitted_budgets generated_budgets resolve_budgets resolve_frames "
-                "smallest_budget"
-            ),
+            "encoder.budgets": "fitted_budgets generated_budgets",
             "encoder.graphs": "GraphKey",
             "encoder.manager": "EncoderCudaGraphManager PlannedRun",
-            "encoder.packing": "Capacity Costs Group Need pack",
+            "encoder.packing": "Costs",
             "encoder.patches": "PatchEncoder PatchOffsets PatchTable",
             "encoder.protocol": (
                 "EncoderCaptureAxis EncoderCudaGraphCaptureInputs EncoderCudaGraphConfig "
@@ -86,7 +67,12 @@ if not TYPE_CHECKING:
                 "EncoderCudaGraphReplayBuffers EncoderItemSpec SupportsEncoderCudaGraph "
                 "supports_encoder_cudagraph"
             ),
-            "encoder.sharding": "Sharder shares_by_load",
+            "encoder.sharding": "Sharder",
             "encoder.statistics": "EncoderStatistics",
+        },
+        moved={
+            "encoder.budgets": "Budgets resolve_budgets resolve_frames smallest_budget",
+            "encoder.packing": "Capacity Group Need pack",
+            "encoder.sharding": "shares_by_load",
         },
     )

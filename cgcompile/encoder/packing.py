@@ -133,7 +133,7 @@ class Group(NamedTuple):
             if it runs eager.
 
     Example:
-        >>> from cgcompile.encoder import Capacity, Costs, Need, pack
+        >>> from cgcompile.encoder.packing import Capacity, Costs, Need, pack
         >>> groups = pack([Need((10,)), Need((5,))], Capacity(((16, 64),), max_items=4), Costs())
         >>> groups
         [Group(items=(1, 0), budgets=(16,))]
@@ -165,7 +165,7 @@ def pack(needs: Sequence[Need], capacity: Capacity, costs: Costs) -> list[Group]
             another number of paths than ``capacity``; or ``capacity`` is not valid.
 
     Example:
-        >>> from cgcompile.encoder import Capacity, Costs, Need
+        >>> from cgcompile.encoder.packing import Capacity, Costs, Need
         >>> needs = [Need((10,)), Need((50,)), Need((5,))]
         >>> capacity = Capacity(budgets=((16, 64),), max_items=4)
         >>> cgcompile.encoder.pack(needs, capacity, Costs())

@@ -10,14 +10,12 @@ from cgcompile.lazy import export_lazily
 if TYPE_CHECKING:
     from cgcompile.graphs.capture_all import BulkCapture
     from cgcompile.graphs.eligibility import allow_capture
-    from cgcompile.graphs.sequence import EagerSegment, GraphSegment, GraphSequence
+    from cgcompile.graphs.sequence import GraphSequence
     from cgcompile.graphs.wrapper import CUDAGraphEntry
 
 __all__ = [
     "BulkCapture",
     "CUDAGraphEntry",
-    "EagerSegment",
-    "GraphSegment",
     "GraphSequence",
     "allow_capture",
 ]
@@ -28,7 +26,8 @@ if not TYPE_CHECKING:
         {
             "graphs.capture_all": "BulkCapture",
             "graphs.eligibility": "allow_capture",
-            "graphs.sequence": "EagerSegment GraphSegment GraphSequence",
+            "graphs.sequence": "GraphSequence",
             "graphs.wrapper": "CUDAGraphEntry",
         },
+        moved={"graphs.sequence": "EagerSegment GraphSegment"},
     )

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 from cgcompile.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from cgcompile.graphs.memory import GraphMemory
     from cgcompile.graphs.pinned_buffers import HostStaging
-    from cgcompile.ladders import FittedSizes, checked_sizes, fit_sizes, padding_share, round_sizes
+    from cgcompile.ladders import FittedSizes, fit_sizes, round_sizes
     from cgcompile.serving.batch import Batch, GraphHooks, Metadata
     from cgcompile.serving.buffers import InputBuffer, StaticInputs
     from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, is_uniform_decode
     from cgcompile.serving.manager import CudaGraphManager
-    from cgcompile.serving.memory_plan import MemoryPlan
     from cgcompile.serving.plan import Axis, LoraCases
     from cgcompile.serving.ranks import Agreement
     from cgcompile.serving.sizes import capture_sizes, decode_sizes, get_cudagraph_sizes
@@ -32,20 +30,16 @@ __all__ = [
     "Dispatched",
     "FittedSizes",
     "GraphHooks",
-    "GraphMemory",
     "HostStaging",
     "InputBuffer",
     "LoraCases",
-    "MemoryPlan",
     "Metadata",
     "StaticInputs",
     "capture_sizes",
-    "checked_sizes",
     "decode_sizes",
     "fit_sizes",
     "get_cudagraph_sizes",
     "is_uniform_decode",
-    "padding_share",
     "round_sizes",
 ]
 
@@ -53,17 +47,20 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = export_lazily(
         __name__,
         {
-            "graphs.memory": "GraphMemory",
             "graphs.pinned_buffers": "HostStaging",
-            "ladders": "FittedSizes checked_sizes fit_sizes padding_share round_sizes",
+            "ladders": "FittedSizes fit_sizes round_sizes",
             "serving.batch": "Batch GraphHooks Metadata",
             "serving.buffers": "InputBuffer StaticInputs",
             "serving.dispatcher": "CudagraphDispatcher Dispatched is_uniform_decode",
             "serving.manager": "CudaGraphManager",
-            "serving.memory_plan": "MemoryPlan",
             "serving.plan": "Axis LoraCases",
             "serving.ranks": "Agreement",
             "serving.sizes": "capture_sizes decode_sizes get_cudagraph_sizes",
             "serving.statistics": "DispatchStatistics",
+        },
+        moved={
+            "graphs.memory": "GraphMemory",
+            "ladders": "checked_sizes padding_share",
+            "serving.memory_plan": "MemoryPlan",
         },
     )

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgcompile.encoder import (
+from cgcompile.encoder import Costs
+from cgcompile.encoder.budgets import (
     Budgets,
-    Costs,
     fitted_budgets,
     generated_budgets,
     resolve_budgets,

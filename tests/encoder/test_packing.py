@@ -21,8 +21,8 @@ from lib.oracles import (
     tokens_of,
 )
 
-from cgcompile.encoder import Capacity, Costs, Group, Need, pack
 from cgcompile.encoder.errors import EncoderError
+from cgcompile.encoder.packing import Capacity, Costs, Group, Need, pack
 
 SLACK = 1e-3  # sums of many floats, and the millionth of a token that a group counts
 NOTHING_EAGER = Costs(fixed=300, eager_fixed=10**6)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lib.encoders import DualPath, H, Merges, close, dual, images, manager, one_by_one, patches
 
-from cgcompile.encoder import Sharder, shares_by_load
 from cgcompile.encoder.errors import EncoderShardError
+from cgcompile.encoder.sharding import Sharder, shares_by_load
 
 RANKS = 3
 

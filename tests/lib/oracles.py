@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode
-from cgcompile.encoder import Capacity, Costs, Group, Need, smallest_budget
+from cgcompile.encoder.budgets import smallest_budget
+from cgcompile.encoder.packing import Capacity, Costs, Group, Need
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched
 from cgcompile.serving.plan import LoraCases
 

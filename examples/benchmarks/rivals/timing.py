@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cgcompile.graphs import EagerSegment, GraphSequence
+from cgcompile.graphs.sequence import EagerSegment, GraphSequence
 
 Call = Callable[[], Any]
 _CYCLES = 2.0e6  # of a sleep kernel in a millisecond, or more; GPUs run at less than 2 GHz
