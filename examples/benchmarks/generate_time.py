@@ -180,18 +180,23 @@ class Step:
     def __init__(self, model: Any, cell: Cell, device: str) -> None:
         from transformers import StaticCache
 
-        config, generator = model.config, torch.Generator(device).manual_seed(1)
+        config = model.config
         shape = (cell.rows, config.num_key_value_heads, config.head_dim)
-        self.used = cell.used
         make: Any = StaticCache
         self.cache = make(config=config, max_cache_len=cell.cache)
         self.cache.early_initialization(*shape, torch.bfloat16, torch.device(device))
+        generator = torch.Generator(device).manual_seed(2)
+        size, vocabulary = (cell.rows, 1), config.vocab_size
+        self.ids = torch.randint(vocabulary, size, device=device, generator=generator)
+        self.use(cell.used)
+
+    def use(self, used: int) -> None:
+        """Fill the cache where it is, with a number of positions in use."""
+        self.used, generator = used, torch.Generator(self.ids.device).manual_seed(1)
         for layer in self.cache.layers:
             for tensor in (layer.keys, layer.values):
                 tensor.normal_(generator=generator)
-                tensor[:, :, cell.used :] = UNUSED
-        size, vocabulary = (cell.rows, 1), config.vocab_size
-        self.ids = torch.randint(vocabulary, size, device=device, generator=generator)
+                tensor[:, :, used:] = UNUSED
         self.rewind()
 
     def rewind(self) -> None:
@@ -318,38 +323,49 @@ def step_rows(args: argparse.Namespace, model_name: str, way: str, turn: Turn) -
     torch._dynamo.config.recompile_limit = 64  # of one code object: each cell is a compilation
     probe = Probe.make() if args.device == "cuda" else None
     model = made_on(args.device, configuration(args, model_name))
-    steps = {cell: Step(model, cell, args.device) for cell in cells(args, "step")}
+    steps: dict[tuple[int, int], Step] = {}  # compiled once, for all cells that differ in use only
+    for cell in cells(args, "step"):
+        if cell[:2] not in steps:
+            steps[cell[:2]] = Step(model, cell, args.device)
     wait(args.device)
     say(args, "made the model")
+    exact = {}
     with turn.alone("memory"), torch.no_grad():
-        exact = {cell: step.in_float32(model) for cell, step in steps.items()}
+        for cell in cells(args, "step"):
+            steps[cell[:2]].use(cell.used)
+            exact[cell] = steps[cell[:2]].in_float32(model)
         if args.device == "cuda":
             torch.cuda.empty_cache()
     say(args, "ran with float32 weights")
     turn.compiling()
     with torch.inference_mode():
-        ready = []
-        for cell, step in steps.items():
-            backend = backend_of(args, way)
-            call = partial(step, compiled(way, backend, model.forward))
+        backends = {shape: backend_of(args, way) for shape in steps}
+        calls = {
+            shape: partial(step, compiled(way, backends[shape], model.forward))
+            for shape, step in steps.items()
+        }
+        ready: list[Row] = []
+        for cell, logits in exact.items():
+            step, call = steps[cell[:2]], calls[cell[:2]]
+            step.use(cell.used)
+            row: Row = {"model": model_name, "cell": cell, "way": way, "part": "step"}
+            row["eager_error"] = relative_error(step(model.forward), logits)
             for _ in range(4):
                 step.rewind()
-                logits = call()
-            step.rewind()
-            row: Row = {"model": model_name, "cell": cell, "way": way, "part": "step"}
-            row["error"] = relative_error(logits, exact[cell])
-            row["eager_error"] = relative_error(step(model.forward), exact[cell])
-            ready.append((step, call, backend, row))
+                result = call()
+            row["error"] = relative_error(result, logits)
+            ready.append(row)
             say(args, f"compiled {cell}")
-        rows = []
         with turn.measuring(args.patient_until) as quiet:
-            for step, call, backend, row in ready:
+            for row in ready:
+                cell = row["cell"]
+                steps[cell[:2]].use(cell.used)
                 row["quiet"] = quiet
                 if probe is not None:
                     row["probe_us"] = 1e6 * probe.seconds()
-                rows.append(row | step_times(args, step, call, backend))
+                row |= step_times(args, steps[cell[:2]], calls[cell[:2]], backends[cell[:2]])
                 say(args, f"measured {cell}")
-    return rows
+    return ready
 
 
 def step_times(args: argparse.Namespace, step: Step, call: Call, backend: Any) -> Row:
