@@ -594,7 +594,7 @@ def all_rows(args: argparse.Namespace) -> Iterator[Row]:
         for name in args.models:
             config = configuration(args, name)
             most = max((cell.rows * cell.cache for job in jobs for cell in job.cells), default=0)
-            most *= max((len(job.cells) for job in jobs), default=0)
+            most *= max((len({cell[:2] for cell in job.cells}) for job in jobs), default=0)
             needs[name] = 1.02 * (weight_bytes(config)[0] + cache_bytes(config, 1, most)) + 0.8e9
         # One process at a time holds float32 weights as well.
         memory = Memory(0.97 * torch.cuda.mem_get_info()[0] - 1.9 * max(needs.values()))
