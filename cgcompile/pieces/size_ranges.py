@@ -26,11 +26,10 @@ from torch import fx
 from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError, PieceCompileError
-from cgcompile.kernels import is_on, rotate_and_cache, small_linear
+from cgcompile.kernels import is_on
 from cgcompile.kernels.small_linear import ROWS, why_unsupported
+from cgcompile.passes.base import Fusions
 from cgcompile.passes.nodes import calls, symbols_of, tensors, value
-from cgcompile.passes.rotary import fuse_rotary
-from cgcompile.passes.small_batch import Fusions, fuse_small_linears
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Runnable
 
@@ -104,8 +103,7 @@ class Variants:
             self._named = self._symbols.only(config.capture_dim)
         self._ranges = () if endpoints is None else ranges_between(endpoints)
         if self._small:
-            for module in (rotate_and_cache, small_linear):
-                module.op()  # an artifact from disk calls it
+            _register_ops()
         captured = config.cudagraph_capture_sizes or ()
         # Steps of few rows are padded to the least capture size.
         self._own_range = (ROWS,) if min(captured, default=0) <= ROWS else ()
@@ -240,8 +238,20 @@ def _on_device(split: SplitGraph, config: CompilationConfig) -> bool:
     return is_on(config, "small_batch_kernels", devices, why_unsupported)
 
 
+def _register_ops() -> None:
+    """Register the ops of fusions: an artifact from disk calls them."""
+    from cgcompile.kernels import rotate_and_cache, small_linear
+
+    for module in (rotate_and_cache, small_linear):
+        module.op()
+
+
 def _fused(variant: Variant) -> Variant:
     """Return a variant in which small linear layers are fused."""
+    # Imported only where a device runs the kernels.
+    from cgcompile.passes.rotary import fuse_rotary
+    from cgcompile.passes.small_batch import fuse_small_linears
+
     module = variant.module if variant.own is not None else compat.copied(variant.module)
     with variant.context():
         rotary = fuse_rotary(module, why_unsupported)
