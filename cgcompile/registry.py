@@ -17,7 +17,8 @@ from cgcompile.errors import DispatchError
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, capture_all
 from cgcompile.graphs.cuda import wait_for_inputs
-from cgcompile.graphs.memory import GraphMemory, memory_of
+from cgcompile.graphs.memory import GraphMemory
+from cgcompile.graphs.pool import memory_of
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason

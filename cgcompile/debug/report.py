@@ -26,7 +26,7 @@ from cgcompile.debug.explain import (
 from cgcompile.debug.pages import Page
 from cgcompile.debug.profile import Profile, SegmentTime, timeline
 from cgcompile.debug.subject import name_of, original_of, recorders_of
-from cgcompile.graphs.memory import memory_of
+from cgcompile.graphs.pool import memory_of
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.pieces.cache import Compilation

@@ -345,10 +345,22 @@ def bulk_memory() -> dict[Any, Any]:
     return {} if bulk is None else bulk.memory
 
 
-def bulk_levels() -> dict[torch.device, tuple[GraphPool, int]] | None:
-    """Return the driver's memory before the first capture of this bulk; None outside of one."""
+@contextmanager
+def measured(pool: GraphPool) -> Iterator[None]:
+    """Add what the driver allocates for the captures inside to :attr:`GraphPool.executables`."""
+    # In a bulk capture the device is read before the first capture and after the last, because
+    # that takes as long as a part of a capture; all of it is added to the pool of the first.
     bulk = _in_bulk.get()
-    return None if bulk is None else bulk.levels
+    if bulk is not None:
+        if pool.where not in bulk.levels:
+            bulk.levels[pool.where] = pool, pool.device.graph_bytes()
+        yield
+        return
+    before = pool.device.graph_bytes()
+    try:
+        yield
+    finally:
+        pool.captured_since(before)
 
 
 # ---------------------------------------------------------------- a capture

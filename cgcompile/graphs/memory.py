@@ -2,21 +2,18 @@
 
 Memory of torch's allocator is read from it. The driver's own memory for graphs is not reported by
 any function of CUDA: it is what the device loses during captures beside torch's allocator, see
-:func:`measured`.
+:func:`cgcompile.graphs.capture.measured`.
 
 Graphs share memory, so the bytes of a set are not the sum of its graphs', and are not estimated:
 :func:`measure_captures` captures the set, the largest first, measures it, and drops it.
 :func:`most_that_fit` finds the largest set within a budget.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cgcompile.graphs.arena import MIB
-from cgcompile.graphs.capture import bulk_levels
-from cgcompile.graphs.pool import GraphPool
 from cgcompile.settings import require_fields
 
 T_ = TypeVar("T_")
@@ -98,45 +95,6 @@ class GraphMemory:
             rest = len(self.captures) - len(grown)
             lines += [f"{'':13} {0:9.2f}  the other {rest}"] if rest else []
         return "\n".join(lines)
-
-
-def memory_of(
-    pools: Iterable[GraphPool | None],
-    outputs: int = 0,
-    captures: Iterable[tuple[str, int]] = (),
-    executables: int | None = None,  # measured by the caller; None: the sum of the pools
-) -> GraphMemory:
-    """Return what graphs of pools take, each pool counted once."""
-    distinct = list({id(pool): pool for pool in pools if pool is not None}.values())
-    if executables is None:
-        executables = sum(max(0, pool.executables) for pool in distinct)
-    return GraphMemory(
-        sum(pool.held for pool in distinct),
-        sum(pool.staging for pool in distinct),
-        outputs,
-        executables,
-        sum(pool.workspaces for pool in distinct),
-        "; ".join(dict.fromkeys(pool.device.executables for pool in distinct)),
-        tuple(captures),
-    )
-
-
-@contextmanager
-def measured(pool: GraphPool) -> Iterator[None]:
-    """Add what the driver allocates for the captures inside to :attr:`GraphPool.executables`."""
-    # In a bulk capture the device is read before the first capture and after the last, because
-    # that takes as long as a part of a capture; all of it is added to the pool of the first.
-    levels = bulk_levels()
-    if levels is not None:
-        if pool.where not in levels:
-            levels[pool.where] = pool, pool.device.graph_bytes()
-        yield
-        return
-    before = pool.device.graph_bytes()
-    try:
-        yield
-    finally:
-        pool.captured_since(before)
 
 
 def measure_captures(

@@ -14,6 +14,7 @@ import torch
 from cgcompile import torch_compat as compat
 from cgcompile.graphs.arena import Arena, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph, DevicePool, chosen_device
+from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.results import StaleResults
 from cgcompile.graphs.threads import StepThread
 from cgcompile.locks import new_lock
@@ -95,14 +96,16 @@ class GraphPool:
         return self.device.device
 
     @property
-    def held(self) -> int:
-        """Bytes that its graphs hold of the device's pool, and of retired ones."""
-        return sum(memory.reserved for memory in self._memories)
-
-    @property
-    def workspaces(self) -> int:
-        """Of that, the bytes that captures used as workspaces of cuBLAS."""
-        return sum(memory.workspaces for memory in self._memories)
+    def usage(self) -> GraphMemory:
+        """What its graphs take of the device; buffers of owners are part of the staging."""
+        buffers: int = sum(owner.input_bytes for owner in list(self._owners))
+        return GraphMemory(
+            sum(memory.reserved for memory in self._memories),
+            self.arena.nbytes + buffers,
+            executables=max(0, self.executables),
+            workspaces=sum(memory.workspaces for memory in self._memories),
+            measured=self.device.executables,
+        )
 
     @property
     def _memories(self) -> list[DevicePool]:
@@ -111,18 +114,14 @@ class GraphPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all that graphs of the pool need: its own, the arena's, and owners' buffers."""
-        return self.held + self.staging
-
-    @property
-    def staging(self) -> int:
-        """Of that, bytes of the arena and of owners' buffers."""
-        buffers: int = sum(owner.input_bytes for owner in list(self._owners))
-        return self.arena.nbytes + buffers
+        usage = self.usage
+        return usage.pools + usage.staging
 
     @property
     def reserved(self) -> int:
         """A counter of bytes that grows by what a capture takes; on CUDA of the whole device."""
-        return self.device.reserved() or self.held + self.arena.nbytes
+        held = sum(memory.reserved for memory in self._memories)
+        return self.device.reserved() or held + self.arena.nbytes
 
     def captured_since(self, level: int) -> None:
         """Add what the driver took for graphs since ``device.graph_bytes()`` was ``level``."""
@@ -226,3 +225,25 @@ class GraphPool:
         self.stale.release()
         self.arena.release()
         self.thread.release()
+
+
+def memory_of(
+    pools: Iterable[GraphPool | None],
+    outputs: int = 0,
+    captures: Iterable[tuple[str, int]] = (),
+    executables: int | None = None,  # measured by the caller; None: the sum of the pools
+) -> GraphMemory:
+    """Return what graphs of pools take, each pool counted once."""
+    distinct = {id(pool): pool for pool in pools if pool is not None}
+    usages = [pool.usage for pool in distinct.values()]
+    if executables is None:
+        executables = sum(usage.executables for usage in usages)
+    return GraphMemory(
+        sum(usage.pools for usage in usages),
+        sum(usage.staging for usage in usages),
+        outputs,
+        executables,
+        sum(usage.workspaces for usage in usages),
+        "; ".join(dict.fromkeys(usage.measured for usage in usages)),
+        tuple(captures),
+    )

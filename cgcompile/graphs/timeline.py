@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.context import BatchDescriptor, callers_context
-from cgcompile.graphs.capture import bulk_descriptors
-from cgcompile.graphs.memory import measured
+from cgcompile.graphs.capture import bulk_descriptors, measured
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.locks import new_lock

@@ -21,8 +21,8 @@ from cgcompile.graphs.arena import MIB
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, by_reason, warm_all
 from cgcompile.graphs.device import no_device
-from cgcompile.graphs.memory import GraphMemory, measure_captures, memory_of, most_that_fit
-from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.memory import GraphMemory, measure_captures, most_that_fit
+from cgcompile.graphs.pool import GraphPool, memory_of
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.ladders import rank_sizes
 from cgcompile.registry import growth_of

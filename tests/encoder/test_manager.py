@@ -605,8 +605,8 @@ def test_bytes_that_count() -> None:
     encoder = manager(Rows(), token_budgets=[64])
     pool = encoder.pool
     assert pool is not None
-    assert pool.nbytes == pool.held + pool.arena.nbytes + 64 * C * 4
-    assert pool.held >= 64 * H * 4
+    assert pool.nbytes == pool.usage.pools + pool.arena.nbytes + 64 * C * 4
+    assert pool.usage.pools >= 64 * H * 4
     encoder.clear()
     assert pool.nbytes == 0
 
