@@ -93,8 +93,9 @@ class Timeline:
         # Reasons that were warned of; a handle shares them among its graphs. None: no warnings.
         self.warned: set[Reason] | None = set() if warns else None
         self.expected: Collection[Reason] = EXPECTED  # no warning of these; an owner may set it
-        self.live = Counters()  # grows with each call
-        self.fast_replays = 0  # by fast paths; counted under their lock
+        self.live = Counters()  # grows with each call that does not replay
+        self._replays = 0  # counted under the lock of the owner's steps, as are those of fast paths
+        self.fast_replays = 0
         self.last_failure = ""  # the type and the message of the error
         self._lock = new_lock()
         self._last: dict[Reason, tuple[str, _Call]] = {}  # the detail and the call of each reason
@@ -108,8 +109,8 @@ class Timeline:
     def counters(self) -> Counters:
         """A copy of the counters."""
         with self._lock:
-            fast = self.fast_replays
-            return self.live + Counters(calls=fast, replays=fast)
+            replays = self._replays + self.fast_replays
+            return self.live + Counters(calls=replays, replays=replays)
 
     def captured(self) -> None:
         """Count a call that captured."""
@@ -118,10 +119,8 @@ class Timeline:
             self.live.captures += 1
 
     def replayed(self) -> None:
-        """Count a call that replayed."""
-        with self._lock:
-            self.live.calls += 1
-            self.live.replays += 1
+        """Count a call that replayed; the caller holds the lock of its owner's steps."""
+        self._replays += 1
 
     def failed(self, error: BaseException) -> None:
         """Count a call that raised, and keep the text of the error."""
