@@ -144,9 +144,12 @@ class CompilationConfig:
             models only.
         check_metadata: compare address, shape, strides and dtype of the tensors of the forward
             context with those of the capture, if a captured op has read the context, as ops of FULL
-            graphs may: all of them, down to four levels of objects, because which ones it has read
+            graphs may: all of them, down to eight levels of objects, because which ones it has read
             is unknown. False is right for metadata that no captured op reads, or that a captured op
             reads by its address alone, whatever its size.
+        check_state: compare what captured Python code may have read of a model, in wrappers and
+            managers: attributes, items of containers, closures, globals, hooks, and tensors in
+            them. False saves a few microseconds a step, and repeats what the capture read.
         poison: fill the memory of graphs with NaN before each replay, so that stale reads show; of
             a shared pool, only what neither results nor other tensors hold; slow.
         debug: raise where a result is touched whose memory a later step has overwritten; slow.
@@ -199,6 +202,7 @@ class CompilationConfig:
     warn_fallbacks: bool = setting(True, parse_bool, "graphs")
     on_input_change: str = setting("raise", one_of("raise", "copy", "recapture", "eager"), "graphs")
     check_metadata: bool = setting(True, parse_bool, "graphs")
+    check_state: bool = setting(True, parse_bool, "graphs")
     poison: bool = setting(False, parse_bool, "graphs")
     debug: bool = setting(False, parse_bool, "graphs")
     num_warmups: int = setting(1, parse_count(0), "graphs")

@@ -650,6 +650,10 @@ class AddressChangedError(GuardError):
         {what}, {batch}: weight {path!r} was replaced or moved after it was captured.
         A CUDA graph reads the weights where they were. Write new values in place \
         (cgcompile.update_weights), or drop the graphs and capture again: {remedy}.""")
+    state = Template("""
+        {what}, {batch}: the tensor {path} is {now:address}, was at {before:#x} when captured.
+        A CUDA graph reads it where it was. Write new values into the same tensor, pass it as an \
+        argument, or drop the graphs and capture again: {remedy}.""")
 
 
 class HostValueChangedError(GuardError):
@@ -669,6 +673,11 @@ class HostValueChangedError(GuardError):
         A graph that reads the forward context repeats the layout of its tensors. Pass the whole \
         buffer at each step (a block table with all columns), and sizes in use in a tensor; or, if \
         the graph does not depend on the layout, set check_metadata=False.""")
+    state = Template("""
+        {what}, {batch}: {path} is {now}, was {before} when captured.
+        A CUDA graph repeats what Python read at capture. Put what varies into a tensor or the \
+        descriptor (extra=...), or drop the graphs and capture again: {remedy}. If the step does \
+        not read it, set check_state=False.""")
     setting = Template("""
         {what}, {batch}: {name} is {now}, was {before} when captured.
         A CUDA graph repeats the kernels and the host values of its capture. Replay it under the \

@@ -140,7 +140,8 @@ def test_fewer_names_are_private_than_before() -> None:
     # 92: pieces run without the torch function modes that their graph was traced under.
     # 93: without _new_with_weak_ptr a graph could not hold what its capture saw by weak pointers.
     # 94: without _foreach_add_ each layer with a static cache increments its counter by a kernel.
-    assert len(listed_in(PRIVATE_NAMES)) <= 94
+    # 98: without versions of dicts the state of 300 modules is compared in 100 us, not in 7.
+    assert len(listed_in(PRIVATE_NAMES)) <= 98
     # 14: _dynamo_marked_constant, for the error of get_forward_context().
     assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 14
 

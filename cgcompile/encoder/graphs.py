@@ -64,6 +64,7 @@ log = logging.getLogger(__name__)
 
 FULL = CUDAGraphMode.FULL
 _DROPOUT = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
+_ENTRY_POINTS = ("encoder_cudagraph_forward",)
 _MANY = 64  # graphs; each costs start-up time and memory
 
 
@@ -326,7 +327,7 @@ class EncoderGraphs:
             device = capture_device(setup.device, setup.settings.capture_device)
             pool = None if device is None else GraphPool(device)
         self.pool = pool  # None where nothing can be captured
-        self._whole = ManagedStep(setup.model.model, self._recorded)
+        self._whole = ManagedStep(setup.model.model, self._recorded, _ENTRY_POINTS)
         self.wrapper = CUDAGraphWrapper(
             self._whole, setup.settings, FULL, pool=pool, name="encoder"
         )

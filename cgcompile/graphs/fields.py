@@ -166,7 +166,7 @@ def _contents(target: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 @cache
-def _names_of_modules() -> frozenset[str]:
+def names_of_modules() -> frozenset[str]:
     """Return what every module has, of which :data:`_TABLES` are opened by themselves."""
     return frozenset(torch.nn.Module().__dict__)
 
@@ -180,7 +180,7 @@ def _holders(value: Any, path: str, longest: int = _LONG) -> Iterator[_Holder]:
         attributes = value.__dict__
         for table in _TABLES:  # first, so that paths go through them and not through bound methods
             yield _Holder(path, ".{}", attributes.get(table, {}), of_module=True)
-        yield _Holder(path, ".{}", attributes, _names_of_modules(), True)
+        yield _Holder(path, ".{}", attributes, names_of_modules(), True)
     if isinstance(value, FunctionType):
         yield _Holder(path, " closure {}", Cells(value))
         yield _Holder(path, " default {}", value.__defaults__ or ())
@@ -192,7 +192,7 @@ def _holders(value: Any, path: str, longest: int = _LONG) -> Iterator[_Holder]:
     if isinstance(value, _CONTAINERS):
         if len(value) < longest:
             yield _Holder(path, "[{!r}]", value)
-    elif isinstance(value, _CLOSED) or _is_closed(value):
+    elif isinstance(value, _CLOSED) or is_closed_object(value):
         return
     if not is_module and not isinstance(value, Transparent):
         attributes = getattr(value, "__dict__", None)
@@ -203,19 +203,19 @@ def _holders(value: Any, path: str, longest: int = _LONG) -> Iterator[_Holder]:
         yield _Holder(path, ".{}", slots, of_module=is_module)
 
 
-def _is_closed(value: Any) -> bool:
+def is_closed_object(value: Any) -> bool:
     """Return whether an object is a part of torch, of Python or of cgcompile."""
     return is_librarys(value) or type(value).__module__.partition(".")[0] == "cgcompile"
 
 
-def _behind(value: Any) -> Any:
+def behind(value: Any) -> Any:
     """Return what is read in place of a value: the owner of a method, what a wrapper wraps."""
     while isinstance(value, (MethodType, Transparent)):
         value = value.__self__ if isinstance(value, MethodType) else value.unwrap()
     return value
 
 
-def _bytes(value: Any) -> bytes | None:
+def array_bytes(value: Any) -> bytes | None:
     """Return the contents of an array of the host, with its type and shape; None of all else."""
     if not isinstance(value, (bytearray, array)) and type(value).__module__ != "numpy":
         return None
@@ -247,14 +247,14 @@ class Fields:
         seen: set[int] = set()
         todo = [Item(path, None, "", root) for path, root in self._roots.items()]
         for item in todo:  # grows meanwhile
-            path, value = item.path, _behind(item.value)
+            path, value = item.path, behind(item.value)
             if id(value) in seen:
                 continue
             seen.add(id(value))
             if isinstance(value, torch.Tensor):
                 tensors[id(value)] = (path, value)
                 continue
-            data = _bytes(value)
+            data = array_bytes(value)
             if data is not None:
                 self._arrays.append((path, value, data))
                 continue
@@ -437,7 +437,7 @@ class FieldsGuard(Fields):
         """Yield the same objects that hold something else: moved tensors, numbers, arrays."""
         yield from self._tensors.changes()
         for path, value, data in self._arrays:
-            if _bytes(value) != data:
+            if array_bytes(value) != data:
                 yield Change(path, "other contents", f"an array of {type(value).__name__}")
 
 
@@ -452,7 +452,7 @@ class Rebinding:
 
     def __init__(self, runnable: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         unwrap = getattr(runnable, "unwrap", None)
-        subject = _behind(unwrap() if callable(unwrap) else runnable)
+        subject = behind(unwrap() if callable(unwrap) else runnable)
         name = subject.__name__ if isinstance(subject, FunctionType) else "self"
         memory = bulk_memory()
         key = (Rebinding, id(subject))  # the fields hold the subject

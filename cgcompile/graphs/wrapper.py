@@ -55,6 +55,7 @@ from cgcompile.graphs.results import (
     track_result,
 )
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
+from cgcompile.graphs.state import ModelState, StateContract
 from cgcompile.graphs.steps import RunPlain, StepTable
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.timeline import Timeline
@@ -105,9 +106,12 @@ class ManagedStep:
 
     compares_weights = True  # the manager does
 
-    def __init__(self, model: Any, step: Callable[..., Any]) -> None:
+    def __init__(
+        self, model: Any, step: Callable[..., Any], entry_points: Sequence[str] = ()
+    ) -> None:
         self._model = model
         self._step = step
+        self.entry_points = entry_points  # the methods of the model that a step calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(*args, **kwargs)
@@ -134,6 +138,7 @@ class CUDAGraphEntry:
         reused: makes the result of each replay; None where the owner of the wrapper does.
         fields: compares the fields of objects among the arguments; None without such objects.
         context: compares the tensors of the forward context; None if the capture did not read it.
+        state: compares what Python code read of the model; None where that is not compared.
 
     Example:
         >>> step = cgcompile.CUDAGraphWrapper(nn.Linear(8, 8))
@@ -157,6 +162,7 @@ class CUDAGraphEntry:
     reused: Results | None = None
     fields: FieldsGuard | None = None
     context: Contract | None = None
+    state: StateContract | None = None
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
         """Compare arguments and weights with those of the capture.
@@ -174,6 +180,8 @@ class CUDAGraphEntry:
             self.weights.check(what, self.batch_descriptor)
         if self.context is not None:
             self.context.check(what, self.batch_descriptor, callers_context())
+        if self.state is not None:
+            self.state.check(what, self.batch_descriptor)
         self.sequence.check_held()
 
     def result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -359,12 +367,13 @@ class CUDAGraphWrapper(Transparent):
     pickle of a wrapper has no graphs.
 
     Before each replay are compared: tensors and plain values among the arguments, passed by
-    position or by name, the fields of objects among them, and the settings of torch that choose
-    kernels or dtypes (``sdpa_kernel``, autocast, a default device, ...). A dataclass may be another
-    one with equal fields; any other object must be the same one. A step that rebinds a tensor in a
-    field of the module, of an argument or of what is around a function runs plain, with a reason,
-    and so does one that changes a number or another plain value that is an attribute of a module
-    itself.
+    position or by name, the fields of objects among them, what the code of ``runnable`` may have
+    read of its state (attributes, containers, closures, globals, hooks: ``check_state``), and the
+    settings of torch that choose kernels or dtypes (``sdpa_kernel``, autocast, ...). A dataclass
+    among the arguments may be another one with equal fields; any other object must be the same one.
+    A step that rebinds a tensor in a field of the module, of an argument or of what is around a
+    function runs plain, with a reason, and so does one that changes a number or another plain value
+    that is an attribute of a module itself.
 
     Args:
         runnable: what to capture; tensors in and out, nested in lists, tuples and dicts at will.
@@ -426,6 +435,7 @@ class CUDAGraphWrapper(Transparent):
         self.remedy = "clear_graphs()"  # what drops its graphs, in messages; its owner may set it
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
+        self._state: ModelState | None = None  # of the model, once a step was captured
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._shares_pool = pool is not None
         self._pool, self._guarded = pool, guarded
@@ -513,6 +523,7 @@ class CUDAGraphWrapper(Transparent):
         if storages is None:
             tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
+        state = self._read_state()
         step = partial(self.runnable, *args, **kwargs)
         with context_of_capture() if self._reads_more else nullcontext() as context:
             sequence, result, refused = self._record_step(step, shown, rebinding, storages, wait)
@@ -522,13 +533,10 @@ class CUDAGraphWrapper(Transparent):
             return None
         sequence.name, sequence.batch, sequence.rows = self.name, shown, descriptor.num_tokens
         sequence.prepare = self._poisoning()
-        metadata = None
-        if context is not None and (context.was_read or not self.config.check_metadata):
-            metadata = read_context(context, self._pool.device.tensor_type)
-        self._hold(sequence, args, kwargs, metadata)
+        touched = {row.address for row in sequence.held}
+        read = self._hold(sequence, args, kwargs, context)
         output, starts = kept_output(result, self._pool.holds, self.options.weak_ref_output)
         tensor_type = self._pool.device.tensor_type
-        read = metadata if metadata and metadata.rows and self.config.check_metadata else None
         if not self._guarded:
             entry = CUDAGraphEntry(descriptor, sequence, output, None, None, False, context=read)
         else:
@@ -545,26 +553,45 @@ class CUDAGraphWrapper(Transparent):
                 results_of_call(output, result, args, kwargs, weights.objects, track),
                 FieldsGuard.of(args, kwargs, tensor_type),
                 read,
+                None if state is None else state.contract(touched, self.remedy),
             )
         return Captured(entry, result, starts, self._executes, refused)
+
+    def _read_state(self) -> ModelState | None:
+        """Return the state of the model, read before a capture."""
+        if not (self._guarded and self.config.check_state):
+            return None
+        if self._state is None:
+            runnable = self.unwrap()
+            model = runnable.unwrap() if isinstance(runnable, ManagedStep) else runnable
+            self._state = ModelState(model, getattr(runnable, "entry_points", ()))
+        self._state.begin()
+        return self._state
 
     def _hold(
         self,
         sequence: GraphSequence,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        metadata: Contract | None,
-    ) -> None:
-        """Let the sequence hold the memory that it touched, but for that of arguments."""
-        if not sequence.held:
-            return
+        context: ForwardContext | None,
+    ) -> Contract | None:
+        """Let the sequence hold the memory that it touched, but for that of arguments.
+
+        Returns:
+            The contract of the forward context, if that is to be compared.
+        """
         assert self._pool is not None
-        # Before a replay, the addresses of arguments are compared with those of the capture.
-        identity = compat.storage_identity
-        arguments = {identity(x) for x in _storages_of(compat.tree_tensors((args, kwargs)))}
-        sequence.held = [row for row in sequence.held if identity(row.storage) not in arguments]
-        compared = _storages_of(weights_of(self.unwrap()))
-        sequence.watch(compared if metadata is None else compared + metadata.held)
+        checks, metadata = self.config.check_metadata, None
+        if context is not None and (context.was_read or not checks):
+            metadata = read_context(context, self._pool.device.tensor_type)
+        if sequence.held:
+            # Before a replay, the addresses of arguments are compared with those of the capture.
+            identity = compat.storage_identity
+            arguments = {identity(x) for x in _storages_of(compat.tree_tensors((args, kwargs)))}
+            sequence.held = [row for row in sequence.held if identity(row.storage) not in arguments]
+            compared = _storages_of(weights_of(self.unwrap()))
+            sequence.watch(compared if metadata is None else compared + metadata.held)
+        return metadata if checks and metadata is not None and metadata.rows else None
 
     def _record_step(
         self,
@@ -634,6 +661,8 @@ class CUDAGraphWrapper(Transparent):
         """
         if entry.guard is not None:
             entry.guard.check_settings(self.name, entry.batch_descriptor)
+        if entry.state is not None:
+            entry.state.check(self.name, entry.batch_descriptor)
         entry.sequence.check_held()
         entry.sequence.replay(inputs, None, runner)
         self.timeline.replayed()

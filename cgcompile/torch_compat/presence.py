@@ -50,7 +50,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "_is_any_autocast_enabled _len_torch_function_stack _pop_torch_function_stack "
     "_push_on_torch_function_stack _set_grad_enabled "
     "_set_storage_data_ptr_access_error_msg _storage_Use_Count _tensors_data_ptrs_at_indices_equal",
-    "torch._C._dynamo.guards": "TensorGuards",
+    "torch._C._dynamo.guards": "RootGuardManager TensorGuards dict_version",
     "torch._C._functorch": "peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo": "callback_handler",
@@ -59,7 +59,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._dynamo.eval_frame": "innermost_backend",
     "torch._dynamo.exc": "RestartAnalysis ShortenTraceback SkipFrame "
     "TensorifyScalarRestartAnalysis TorchDynamoException",
-    "torch._dynamo.guards": "CheckFunctionManager GuardBuilder GuardManagerWrapper",
+    "torch._dynamo.guards": "CheckFunctionManager GuardBuilder GuardManagerType "
+    "GuardManagerWrapper",
     "torch._dynamo.pgo": "get_code_state",
     "torch._dynamo.source": "AttrSource CallFunctionNoArgsSource ConstantSource",
     "torch._dynamo.symbolic_convert": "TensorifyState tls",
@@ -84,6 +85,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.fx.experimental.symbolic_shapes": "ConstraintViolationError",
     "torch.fx.graph_module": "_loader",
     "torch.library": "_impls",
+    "torch.nn.modules.module": "_has_any_global_hook",
     "torch.ops._c10d_functional.wait_tensor": "default",
     "torch.utils": "_pytree",
     "torch.utils._device": "DeviceContext",

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.graph_module import _loader
+from torch.utils.hooks import RemovableHandle
 
 from cgcompile.torch_compat.dynamo import (
     guard_signs_of_zeros,
@@ -495,6 +496,16 @@ def hooks_of(called: Any) -> tuple[Any, ...]:
     if not isinstance(called, torch.nn.Module):
         return ()
     return (called._forward_pre_hooks, called._forward_hooks)
+
+
+def hooks_registered() -> int:
+    """Return a number that rises whenever a hook is registered anywhere."""
+    return RemovableHandle.next_id
+
+
+def has_global_hooks() -> bool:
+    """Return whether there are hooks of all modules."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def trace_call(

@@ -56,7 +56,7 @@ BREAK_FULL = ("breakable, context", "BreakableCUDAGraphWrapper", "CudaGraphManag
 
 # State that Python reads: Dynamo's guards see it, dropped guards are a documented exception, and
 # what captures Python as it runs must compare it.
-OF_STATE = {UNGUARDED: DOCUMENTED, UNTRACED: Contract(HostValueChangedError)}
+OF_STATE = {UNGUARDED: DOCUMENTED, UNTRACED: HostValueChangedError}
 # Hooks that are added below a model are not compared by torch.compile itself.
 OF_STATE_NOT_IN_TORCH = {**OF_STATE, TORCH: DOCUMENTED}
 # What chooses a kernel, or is a default of torch, is baked into every graph.
@@ -802,17 +802,17 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("hook added", hook_added, OF_STATE_NOT_IN_TORCH),
     Row("hook removed", hook_removed, OF_STATE),
-    Row("hook of the model added", hook_of_the_model, {UNTRACED: Contract(HostValueChangedError)}),
-    Row("forward replaced", forward_replaced, {UNTRACED: Contract(HostValueChangedError)}),
+    Row("hook of the model added", hook_of_the_model, {UNTRACED: HostValueChangedError}),
+    Row("forward replaced", forward_replaced, {UNTRACED: HostValueChangedError}),
     Row(
         "forward replaced by a partial",
         forward_becomes_a_partial,
-        {UNTRACED: Contract(HostValueChangedError)},
+        {UNTRACED: HostValueChangedError},
     ),
     Row(
         "forward of the class replaced",
         forward_of_the_class_replaced,
-        {UNTRACED: Contract(HostValueChangedError)},
+        {UNTRACED: HostValueChangedError},
     ),
     Row("forward of a layer replaced", forward_of_a_layer_replaced, OF_STATE),
     Row("training mode", training_mode, OF_STATE),
@@ -893,7 +893,7 @@ TABLE: tuple[Row, ...] = (
                 # A traced global is an input, which stays where it is under a context.
                 WITH_CONTEXT: AddressChangedError if holder_kind == "global" else RIGHT,
                 NONE: DOCUMENTED,
-                UNTRACED: Contract(AddressChangedError) if alive else AddressChangedError,
+                UNTRACED: AddressChangedError,
             },
         )
         for holder_kind in PLACES

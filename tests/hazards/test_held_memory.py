@@ -182,7 +182,10 @@ def test_a_tensor_that_was_resized_is_refused(name: str, device: str) -> None:
     (table,) = model.tables
     model.tables[0] = table.resize_(ROWS << 16, WIDTH)[:1]
     x = torch.randn(ROWS, WIDTH, device=device)
-    with torch.inference_mode(), pytest.raises(AddressChangedError, match="resized"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(AddressChangedError, match=r"tensor self\.tables\[0\] is at"),
+    ):
         served.step(x)
 
 
@@ -211,7 +214,9 @@ def test_a_tensor_of_metadata_that_is_read_from_elsewhere(
             step()
         assert wrapper.counters.replays == 2
         replace(torch.randn(WIDTH, device=device))
-        with pytest.raises(AddressChangedError, match="metadata" if reads else REPLACED):
+        with pytest.raises(
+            AddressChangedError, match="metadata" if reads else r"self\.tables\[0\]"
+        ):
             step()
 
 

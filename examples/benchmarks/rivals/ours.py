@@ -9,6 +9,7 @@ import torch
 
 import cgcompile
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, SplittingOp
+from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.runtime.recording import Recording
 from rivals.decoder import OP, arguments_of, attend, make_decoder
 from rivals.timing import Call, floor_of
@@ -164,8 +165,8 @@ class Breakable(Variant):
         graphs = self._sequence(self.setup.batches[0]).num_graphs
         return Captured(len(capture.captured), capture.capture_seconds, graphs, missing)
 
-    def _sequence(self, batch: int) -> cgcompile.graphs.GraphSequence:
-        sequence: cgcompile.graphs.GraphSequence = self.wrapper.concrete_cudagraph_entries[
+    def _sequence(self, batch: int) -> GraphSequence:
+        sequence: GraphSequence = self.wrapper.concrete_cudagraph_entries[
             BatchDescriptor(batch)
         ].sequence
         return sequence

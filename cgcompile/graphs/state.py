@@ -1,0 +1,570 @@
+"""The Python state that captured code read of a model: found at the capture, compared at a replay.
+
+A replay runs no Python, so a number, a hook or a tensor that the model reads is that of the
+capture. :func:`read_state` finds what the code of a step may load (``code_names.py``): attributes,
+items, closures and globals, from the runnable on. :class:`StateContract` compares it, hundreds of
+values at once by identity, in C. What the step itself changes while it is captured is bookkeeping,
+and is not compared; neither are items that are added to a dict.
+"""
+
+import enum
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from cgcompile import torch_compat as compat
+from cgcompile.errors import AddressChangedError, HostValueChangedError
+from cgcompile.graphs.arena import address
+from cgcompile.graphs.code_names import (
+    ReachedCode,
+    is_always_run,
+    is_closed,
+    names_of_layer,
+    runs_closed,
+)
+from cgcompile.graphs.contract import (
+    Change,
+    Placed,
+    is_plain_value,
+    layout_text,
+    same_value,
+)
+from cgcompile.graphs.fields import array_bytes, behind, is_closed_object, names_of_modules
+from cgcompile.graphs.reads import Slots, cells_of, plainly
+
+_LONG = 10_000  # items of one container: a vocabulary, which holds no state
+_FEW = 64  # holders whose values are compared faster than versions
+_MAX_VALUES = 100_000  # a model of thousands of modules has fewer
+_ALL_HOOKS = "hooks of all modules"
+_MISSING = object()
+
+
+class TensorRead(NamedTuple):
+    """A tensor that a step may read."""
+
+    placed: Placed
+    start: int  # of its memory
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorRead":
+        return cls(Placed.of(tensor), address(tensor))
+
+
+class Place(NamedTuple):
+    """Where a value is held that a step may read."""
+
+    path: str  # for messages, such as ``self.layers.0.scale``
+    holder: Any  # a dict, a class, a cell or the owner of a slot
+    key: Any  # in a dict; the name of an attribute of a class; a slot; None in a cell
+    value: Any  # of a tensor a TensorRead
+
+
+class State:
+    """The state that a step may read, as it is now."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.sequences: list[tuple[str, Any, tuple[Any, ...]]] = []  # lists with their items
+        self.others: list[tuple[str, Any, Any]] = []  # arrays and sets, with their contents
+        self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.complete = True
+        self.dicts: dict[str, str] = {}  # paths of dicts by those of their items
+        self.values: dict[str, Any] = {}  # by path; of a list its length, too
+
+    def take(self) -> None:
+        """Take the values of what was found."""
+        values = self.values
+        values |= {row.path: row.value for row in self.places}
+        for path, _, items in self.sequences:
+            values[f"len({path})"] = len(items)
+            values.update((f"{path}[{index}]", item) for index, item in enumerate(items))
+        values.update((path, contents) for path, _, contents in self.others)
+        for path, module in self.modules:
+            values[f"{path}.forward"] = module.__dict__.get("forward", _MISSING)
+            values[_hooks_of(path)] = _number_of_hooks(module)
+        values[_ALL_HOOKS] = compat.has_global_hooks()
+
+
+class _Reader:
+    """Walks from a runnable to all that its code may load."""
+
+    def __init__(self) -> None:
+        self.state = State()
+        self._reached = ReachedCode(self._global)
+        self._seen: set[int] = set()
+        self._alive: list[Any] = []  # what was seen
+        self._skipped = names_of_modules() - {"training"}
+
+    def read(self, roots: Iterable[tuple[str, Any]], loaded: Collection[str]) -> State:
+        self._reached.load("__call__", "forward", *loaded)
+        for path, root in roots:
+            self._visit(root, path)
+        self._reached.run()
+        self.state.take()
+        return self.state
+
+    def _global(self, scope: dict[str, Any], name: str) -> None:
+        value = scope[name]
+        if not isinstance(value, ModuleType):
+            self._place(f"global {name}", scope, name, value)
+        self._visit(value, f"global {name}")
+
+    def _place(self, path: str, holder: Any, key: Any, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if not _is_dense(value):
+                return
+            value = TensorRead.of(value)
+        self.state.places.append(Place(path, holder, key, value))
+
+    def _held(self, path: str, holder: Any, key: Any, value: Any) -> None:
+        """Note a value where it is held, and open it."""
+        self._place(path, holder, key, value)
+        self._visit(value, path)
+
+    def _visit(self, value: Any, path: str) -> None:
+        if is_plain_value(value) or isinstance(value, torch.Tensor):
+            return
+        if isinstance(value, MethodType):
+            self._visit(value.__func__, path)
+        value = behind(value)
+        if id(value) in self._seen or not self.state.complete:
+            return
+        self._seen.add(id(value))
+        self._alive.append(value)
+        if len(self._seen) > _MAX_VALUES:
+            self.state.complete = False
+        else:
+            self._open(value, path)
+
+    def _open(self, value: Any, path: str) -> None:
+        if isinstance(value, torch.nn.Module):
+            self._module(value, path)
+        elif isinstance(value, FunctionType):
+            self._function(value, path)
+        elif isinstance(value, partial):
+            self._visit(value.func, path)
+            self._container(value.args, path)
+            self._container(value.keywords, path)
+        elif isinstance(value, (dict, list, tuple, deque, set, frozenset)):
+            self._container(value, path)
+            if type(value).__module__ not in ("builtins", "collections"):
+                self._object(value, path)
+        elif isinstance(value, ModuleType):
+            if not is_closed(value.__name__):
+                self._attributes(value.__dict__, path)
+        elif isinstance(value, type):
+            self._methods(value)
+        elif isinstance(value, enum.Enum) or is_closed_object(value):
+            self._wrapped(value, path)
+        elif array_bytes(value) is not None:
+            self.state.others.append((path, value, array_bytes(value)))
+        else:
+            self._object(value, path)
+
+    def _wrapped(self, value: Any, path: str) -> None:
+        """Open what a closed callable wraps, such as that of ``functools.lru_cache``."""
+        wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
+        if isinstance(wrapped, FunctionType):
+            self._visit(wrapped, path)
+
+    def _function(self, function: FunctionType, path: str) -> None:
+        if function.__globals__.get("__name__", "").startswith("cgcompile."):
+            return  # such as an eager break, which runs at each replay
+        self._reached.function(function)
+        hides = runs_closed(function)  # a decorator of torch: its variables are not read by name
+        for name, cell in cells_of(function).items():
+            cell_path = path if hides else f"{path} closure {name}"
+            self._held(cell_path, cell, None, cell.cell_contents)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._visit(value, f"{path} default")
+
+    def _module(self, module: torch.nn.Module, path: str) -> None:
+        self.state.modules.append((path, module))
+        for name, child in module._modules.items():
+            self._visit(child, f"{path}.{name}")
+        for hooks in compat.hooks_of(module):
+            for key, hook in hooks.items():
+                self._held(f"{path} hook {key}", hooks, key, hook)
+        attributes, kind = module.__dict__, cast(Any, type(module))
+        for name in names_of_layer(kind) & attributes.keys() - self._skipped:
+            if not isinstance(attributes[name], torch.Tensor):
+                self._held(f"{path}.{name}", attributes, name, attributes[name])
+        self._attributes(attributes, path, self._skipped | names_of_layer(kind))
+        self._slots(module, path)
+        self._methods(type(module))
+
+    def _object(self, value: Any, path: str) -> None:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._attributes(attributes, path)
+        self._slots(value, path)
+        self._methods(type(value))
+
+    def _attributes(
+        self, attributes: dict[str, Any], path: str, skipped: Collection[str] = ()
+    ) -> None:
+        for name, value in attributes.items():
+            if name in skipped or (skipped and isinstance(value, torch.Tensor)):
+                continue  # weights are compared elsewhere
+            action = partial(self._held, f"{path}.{name}", attributes, name, value)
+            self._reached.when_loaded(name, action)
+
+    def _slots(self, owner: Any, path: str) -> None:
+        for member, value in Slots(owner).read().items():
+            name = member.__name__
+            action = partial(self._held, f"{path}.{name}", owner, member, value)
+            self._reached.when_loaded(name, action)
+
+    def _methods(self, kind: type) -> None:
+        for name, function in self._reached.methods(kind):
+            if is_always_run(name):
+                self._method(kind, name, function)
+            else:
+                self._reached.when_loaded(name, partial(self._method, kind, name, function))
+
+    def _method(self, kind: type, name: str, function: FunctionType) -> None:
+        attribute = getattr(kind, name, None)
+        if isinstance(attribute, (FunctionType, property)):
+            self._place(f"{kind.__qualname__}.{name}", kind, name, attribute)
+        self._function(function, f"{kind.__qualname__}.{name}")
+
+    def _container(self, value: Any, path: str) -> None:
+        if len(value) >= _LONG:
+            return
+        kind = plainly(value)
+        if issubclass(kind, dict):
+            for key, item in list(kind.items(value)):
+                self.state.dicts[f"{path}[{key!r}]"] = path
+                self._held(f"{path}[{key!r}]", value, key, item)
+        elif kind in (set, frozenset):
+            if kind is set:
+                self.state.others.append((path, value, frozenset(value)))
+            for item in kind.__iter__(value):
+                self._visit(item, f"an item of {path}")
+        else:
+            items = tuple(kind.__iter__(value))
+            read = tuple([TensorRead.of(item) if _is_dense(item) else item for item in items])
+            if kind is not tuple or any(isinstance(item, TensorRead) for item in read):
+                self.state.sequences.append((path, value, read))
+            for index, item in enumerate(items):
+                self._visit(item, f"{path}[{index}]")
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and compat.is_plain_tensor(value) and not value.is_nested
+
+
+def read_state(runnable: Any, loaded: Collection[str] = ()) -> State:
+    """Return the state that the code of a runnable may read; ``loaded``: names of its methods."""
+    function = getattr(runnable, "__func__", runnable)
+    name = function.__name__ if isinstance(function, FunctionType) else "self"
+    if isinstance(runnable, MethodType):
+        name = "self"
+    return _Reader().read([(name, runnable)], loaded)
+
+
+# -------------------------------------------------------------- the comparison
+
+
+class ModelState:
+    """The state of one runnable, of which each capture takes a contract."""
+
+    def __init__(self, runnable: Any, loaded: Collection[str] = ()) -> None:
+        self._runnable, self._loaded = runnable, tuple(loaded)
+        self._last: StateContract | None = None  # compares what was read last, with all tensors
+        self._bookkeeping: set[str] = set()  # paths of what captured steps change themselves
+        self.epoch = 0  # rises when a dict is written
+        self._dicts: dict[int, Any] = {}  # by identity, those whose versions are compared
+        self._written: dict[int, Any] = {}  # others, whose values are compared
+        self._versions = compat.DictVersions(())
+
+    def read(self) -> State:
+        """Return the present state."""
+        return read_state(self._runnable, self._loaded)
+
+    def begin(self) -> None:
+        """Read the state before a capture."""
+        if self._last is None or not self._last.holds():
+            self._last = StateContract(self, self.read())
+
+    def contract(self, touched: Collection[int], remedy: str) -> "StateContract":
+        """Return the contract of a capture that has ended, which touched memory at ``touched``."""
+        assert self._last is not None
+        before = self._last.state
+        if not self._last.holds():
+            now = self.read()
+            changed = [path for path, _, _ in _differences(before, now)]
+            self._bookkeeping.update(changed)  # of a dict, such as a counter of calls, all items
+            dicts = {before.dicts[path] for path in changed if path in before.dicts}
+            self._bookkeeping.update(f"len({path})" for path in dicts)
+            self._last = StateContract(self, now)
+        return StateContract(self, self._last.state, touched, remedy)
+
+    def is_bookkeeping(self, path: str) -> bool:
+        """Return whether captured steps change what is at a path, or the list that it is in."""
+        if not self._bookkeeping:
+            return False
+        lists = (known[4:-1] for known in self._bookkeeping if known.startswith("len("))
+        inside = any(path.startswith((f"{name}[", f"{name}.")) for name in lists)
+        return path in self._bookkeeping or inside
+
+    def watches(self, holder: Any) -> bool:
+        """Return whether a write to a holder raises :attr:`epoch`: a dict, until it is written."""
+        if type(holder) is not dict or id(holder) in self._written:
+            return False
+        self._dicts[id(holder)] = holder
+        return True
+
+    def update(self) -> int:
+        """Raise :attr:`epoch` if a dict was written; return it."""
+        versions = self._versions
+        if not versions.hold():
+            self.epoch += 1
+            for holder in versions.changed():
+                self._written[id(holder)] = self._dicts.pop(id(holder))
+        if len(versions.dicts) != len(self._dicts):
+            self._versions = compat.DictVersions(tuple(self._dicts.values()))
+        return self.epoch
+
+
+class _Values:
+    """The values in some places, compared by identity, in C."""
+
+    def __init__(self, places: Iterable[Place], lists: Collection[Any]) -> None:
+        self._lists, self._lengths = tuple(lists), [*map(len, lists)]
+        self._cells: list[CellType] = []
+        self._slots: list[Callable[[], Any]] = []
+        held: dict[tuple[int, bool], tuple[Any, list[Any]]] = {}  # holders and keys
+        for row in places:
+            if isinstance(row.holder, CellType):
+                self._cells.append(row.holder)
+            elif isinstance(row.key, MemberDescriptorType):
+                self._slots.append(partial(row.key.__get__, row.holder))
+            else:
+                known = (id(row.holder), isinstance(row.holder, type))
+                held.setdefault(known, (row.holder, []))[1].append(row.key)
+        groups: dict[tuple[Any, ...], list[Any]] = {}
+        for (_, is_class), (holder, keys) in held.items():
+            groups.setdefault((is_class, *keys), []).append(holder)
+        getters = [
+            ((attrgetter if is_class else itemgetter)(*keys), holders, len(keys))
+            for (is_class, *keys), holders in groups.items()
+        ]
+        # A getter of one key returns no tuple.
+        self._single = [(get, holders) for get, holders, count in getters if count == 1]
+        self._groups = [(get, holders) for get, holders, count in getters if count > 1]
+        now = self._now()
+        self._identities = compat.identities(now)
+        # An identity stays that of its object while that is alive.
+        self._alive = [value for value in now if not isinstance(value, torch.Tensor)]
+        self._died: list[object] = []
+        tensors = [at for at, value in enumerate(now) if isinstance(value, torch.Tensor)]
+        self._references = [weakref.ref(now[at], self._died.append) for at in tensors]
+        dense = [at for at in tensors if _is_dense(now[at])]
+        self._pick = itemgetter(*dense, dense[0]) if dense else None
+        picked = self._pick(now) if self._pick is not None else ()
+        self._addresses = compat.Addresses(picked, range(len(picked)))
+
+    def _now(self) -> tuple[Any, ...]:
+        """Return the values that are held now, in the same order each time."""
+        rows = chain.from_iterable([map(get, holders) for get, holders in self._groups])
+        return (
+            *chain.from_iterable(rows),
+            *chain.from_iterable([map(get, holders) for get, holders in self._single]),
+            *chain.from_iterable(self._lists),
+            *[cell.cell_contents for cell in self._cells],
+            *[read() for read in self._slots],
+        )
+
+    def are_same(self) -> bool:
+        """Return whether the same objects are there, and no tensor moved."""
+        try:
+            now = self._now()
+        except (AttributeError, LookupError, ValueError):  # no such item, slot or variable
+            return False
+        same = compat.identities(now) == self._identities and not self._died
+        same = same and [*map(len, self._lists)] == self._lengths
+        return same and (self._pick is None or self._addresses.hold(self._pick(now)))
+
+
+class StateContract:
+    """What one captured step read of a model: values by identity, tensors by address."""
+
+    # It holds no tensors: the recording holds the memory that it touched. Dicts that are not
+    # written are compared by their versions, all at once; their values where one was written.
+
+    def __init__(
+        self,
+        model: ModelState,
+        state: State,
+        touched: Collection[int] | None = None,  # where memory begins; None: any
+        remedy: str = "",  # what drops the graphs, in messages
+    ) -> None:
+        self._model, self._remedy = model, remedy
+        self._touched = None if touched is None else frozenset(touched)
+        self._take(state)
+
+    def _take(self, state: State) -> None:
+        """Compare with this state from now on."""
+        self.state = state
+        self._places = [row for row in state.places if self._is_compared(row.path, row.value)]
+        self._lists = [
+            value for path, value, _ in state.sequences if self._is_compared(f"len({path})", None)
+        ]
+        self._others = [row for row in state.others if self._is_compared(row[0], row[2])]
+        self._values = _Values(self._places, self._lists)
+        self._modules = [module.__dict__ for _, module in state.modules]
+        self._sizes = [*map(len, self._modules)]
+        self._hooks = compat.hooks_registered()
+        self._divide()
+
+    def _divide(self) -> None:
+        """Divide the places into those in dicts with versions, and others."""
+        model = self._model
+        model.update()
+        rest = {id(holder): holder for holder in self._modules}
+        rest.update((id(row.holder), row.holder) for row in self._places)
+        if len(rest) > _FEW:
+            rest = {key: holder for key, holder in rest.items() if not model.watches(holder)}
+        self._rest = _Values(
+            [
+                row
+                for row in self._places
+                if id(row.holder) in rest or isinstance(row.value, TensorRead)
+            ],
+            self._lists,
+        )
+        self._written = [holder for holder in self._modules if id(holder) in rest]
+        self._written_sizes = [*map(len, self._written)]
+        self._epoch = model.update()
+
+    def _is_compared(self, path: str, value: Any) -> bool:
+        touched = self._touched
+        if touched is not None and isinstance(value, TensorRead) and value.start not in touched:
+            return False
+        return not self._model.is_bookkeeping(path)
+
+    def _is_same(self) -> bool:
+        """Return whether the same objects are held in the same places."""
+        if self._model.update() != self._epoch:
+            if not self._values.are_same() or [*map(len, self._modules)] != self._sizes:
+                return False
+            self._divide()
+        return (
+            self._rest.are_same()
+            and [*map(len, self._written)] == self._written_sizes
+            and (compat.hooks_registered() == self._hooks or self._has_same_hooks())
+            and all(_contents(value) == contents for _, value, contents in self._others)
+        )
+
+    def _has_same_hooks(self) -> bool:
+        """Return whether the hook that was registered is another object's."""
+        values = self.state.values
+        for path, module in self.state.modules:
+            if values[_hooks_of(path)] != _number_of_hooks(module):
+                return False
+        self._hooks = compat.hooks_registered()
+        return bool(values[_ALL_HOOKS] == compat.has_global_hooks())
+
+    def holds(self) -> bool:
+        """Return whether the state is that of the capture."""
+        return self._is_same() or self.first_change() is None
+
+    def first_change(self) -> Change | None:
+        """Return the first difference; without one, compare with the present objects from now."""
+        now = self._model.read()
+        for path, before, after in _differences(self.state, now):
+            if self._is_compared(path, before):
+                return _change(path, before, after)
+        self._take(now)
+        return None
+
+    def check(self, what: str, batch: object) -> None:
+        """Raise AddressChangedError or HostValueChangedError where the state differs."""
+        change = None if self._is_same() else self.first_change()
+        if change is None:
+            return
+        path, before, now, moved = change
+        if moved:
+            raise AddressChangedError.state(
+                what=what, batch=str(batch), path=path, now=now, before=before, remedy=self._remedy
+            )
+        raise HostValueChangedError.state(
+            what=what, batch=str(batch), path=path, now=now, before=before, remedy=self._remedy
+        )
+
+
+def _hooks_of(path: str) -> str:
+    return f"number of hooks of {path}"
+
+
+def _number_of_hooks(module: torch.nn.Module) -> int:
+    return sum(map(len, compat.hooks_of(module)))
+
+
+def _contents(value: Any) -> Any:
+    return frozenset(value) if isinstance(value, set) else array_bytes(value)
+
+
+def _differences(before: State, now: State) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, value, value now) of what differs; what is new is none."""
+    for path, value in before.values.items():
+        after = now.values.get(path, _MISSING)
+        if not _alike(value, after):
+            yield path, value, after
+
+
+def _change(path: str, before: Any, after: Any) -> Change:
+    if isinstance(before, TensorRead):
+        placed = after.placed if isinstance(after, TensorRead) else None
+        if placed is None or placed.address != before.placed.address:
+            address = None if placed is None else placed.address
+            return Change(path, before.placed.address, address, moved=True)
+    texts = _text(before), _text(after)
+    if texts[0] == texts[1]:
+        return Change(path, texts[0], f"another {type(after).__name__} object")
+    return Change(path, *texts)
+
+
+def _text(value: Any) -> str:
+    if value is _MISSING:
+        return "missing"
+    return layout_text(value.placed if isinstance(value, TensorRead) else value)
+
+
+def _alike(before: Any, after: Any) -> bool:
+    """Return whether a step may read either value; what is in it is compared by its own path."""
+    if before is after:
+        return True
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, TensorRead):
+        return bool(before.placed == after.placed)
+    if is_plain_value(before):
+        return same_value(after, before)
+    if isinstance(before, FunctionType):
+        return before.__code__ is after.__code__ and _alike_items(
+            before.__defaults__, after.__defaults__
+        )
+    if isinstance(before, MethodType):
+        return _alike(before.__func__, after.__func__)
+    if isinstance(before, partial):
+        return _alike(before.func, after.func)
+    if isinstance(before, (bytes, frozenset)):
+        return bool(before == after)
+    if isinstance(before, (dict, list, tuple, deque, set, torch.nn.Module)):
+        return True
+    return not (isinstance(before, (type, enum.Enum)) or is_closed_object(before))
+
+
+def _alike_items(before: Any, after: Any) -> bool:
+    if before is None or after is None:
+        return before is after
+    return len(before) == len(after) and all(map(_alike, before, after))

@@ -1,0 +1,212 @@
+"""Which Python state of a model a replay compares; the changes themselves are in ``table.py``."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lib.front_ends import ROWS, WIDTH, WRAPPERS, front_end
+from torch import nn
+
+import cgcompile
+from cgcompile.errors import AddressChangedError, HostValueChangedError
+from cgcompile.graphs.code_names import names_loaded
+from cgcompile.graphs.state import ModelState
+
+SETTING = 1.0
+
+
+class Scaled(nn.Module):
+    """Multiplies by ``scale``; ``other`` is not read."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.requires_grad_(False)
+        self.scale, self.other, self.table = 2.0, 1, {"k": 1.0}
+        self.log = types.SimpleNamespace(calls=0, seen=[])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.calls += 1
+        self.log.seen.append(self.log.calls)
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale * self.table["k"]
+
+
+def replays(served: Any, model: Any, steps: int = 3) -> None:
+    """Compare steps with eager; each must be a replay."""
+    before = served.counters()
+    with torch.inference_mode():
+        for _ in range(steps):
+            x = torch.randn(ROWS, WIDTH)
+            torch.testing.assert_close(served.step(x), model(x))
+    now = served.counters()
+    assert (now.captures, now.replays) == (before.captures, before.replays + steps)
+
+
+def captured(name: str, model: Any, **settings: Any) -> Any:
+    served = front_end(name, model, "cpu", **settings)
+    with torch.inference_mode():
+        served.step(torch.randn(ROWS, WIDTH))
+    return served
+
+
+def refused(served: Any, match: str, error: Any = HostValueChangedError) -> None:
+    with torch.inference_mode(), pytest.raises(error, match=match):
+        served.step(torch.randn(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("layers", [1, 80], ids=["values", "versions"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_code_reads_is_compared_and_nothing_else(name: str, layers: int) -> None:
+    model = Scaled(layers)
+    served = captured(name, model)
+    replays(served, model)  # what the step itself changes is bookkeeping
+    model.other = 7  # named by no code that the step runs
+    model.table["new"] = 3.0
+    model.log.later = 1
+    replays(served, model)
+    model.scale = float("2")  # an equal value
+    model.table = dict(model.table)
+    replays(served, model)
+    model.scale = 3.0
+    refused(served, r"self\.scale is 3\.0, was 2\.0 .*(?s:.)*check_state=False")
+    model.scale = 2.0
+    replays(served, model)
+    model.table["k"] = -1.0
+    refused(served, r"self\.table\['k'\] is -1\.0, was 1\.0")
+    model.table["k"] = 1.0
+    model.layers[-1].register_forward_hook(lambda *_: None)
+    refused(served, "number of hooks of self.layers.")
+
+
+def test_negative_zero_and_other_types_differ() -> None:
+    model = Scaled()
+    model.scale = 0.0
+    served = captured("CUDAGraphWrapper", model)
+    for value in (-0.0, 0, False):
+        model.scale = value
+        refused(served, "self.scale is")
+    model.scale = 0.0
+    replays(served, model)
+
+
+def test_without_the_setting_the_values_of_the_capture_are_repeated() -> None:
+    model = Scaled()
+    served = captured("CUDAGraphWrapper", model, check_state=False)
+    replays(served, model)
+    model.scale = 3.0
+    with torch.inference_mode():
+        x = torch.randn(ROWS, WIDTH)
+        torch.testing.assert_close(served.step(x), model.layers[0](x) * 2.0)
+
+
+@pytest.mark.parametrize(("chosen", "captures"), [("recapture", 2), ("eager", 1)])
+def test_on_input_change_is_followed(chosen: str, captures: int) -> None:
+    model = Scaled()
+    served = captured("CUDAGraphWrapper", model, on_input_change=chosen)
+    for scale in (2.0, 3.0, 2.0, 3.0):
+        model.scale = scale
+        with torch.inference_mode():
+            x = torch.randn(ROWS, WIDTH)
+            torch.testing.assert_close(served.step(x), model(x))
+    assert served.counters().captures == captures
+
+
+class Engine:
+    """An engine whose state changes at each step, around a method that is captured."""
+
+    def __init__(self) -> None:
+        self.model = Scaled()
+        self.requests: list[int] = []
+        self.logits = torch.zeros(1)
+        self.temperature = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) / self.temperature
+
+    def step(self, run: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        self.requests.append(len(self.requests))
+        self.logits = run(x).clone()
+        return self.logits
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_state_of_an_engine_that_its_method_does_not_read(name: str) -> None:
+    engine = Engine()
+    served = captured(name, engine.forward)
+    with torch.inference_mode():
+        for _ in range(4):
+            x = torch.randn(ROWS, WIDTH)
+            torch.testing.assert_close(engine.step(served.step, x), engine.forward(x))
+    assert (served.counters().captures, served.counters().replays) == (1, 4)
+    engine.temperature = 3.0
+    refused(served, r"self\.temperature is 3\.0")
+
+
+def test_an_eager_break_reads_state_anew() -> None:
+    holder = types.SimpleNamespace(factor=2.0)
+
+    @cgcompile.eager_break_during_capture
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * holder.factor
+
+    wrapper = cgcompile.BreakableCUDAGraphWrapper(
+        lambda x: scaled(x + 1) - 1, cgcompile.CompilationConfig(capture_device="host")
+    )
+    batch = cgcompile.BatchDescriptor(ROWS)
+    x = torch.empty(ROWS, WIDTH)
+    for factor in (2.0, 2.0, 3.0, 4.0):
+        holder.factor = factor
+        context = cgcompile.set_forward_context(
+            cudagraph_runtime_mode="PIECEWISE", batch_descriptor=batch
+        )
+        with torch.inference_mode(), context:
+            result = wrapper(x.normal_())
+        torch.testing.assert_close(result, (x + 1) * factor - 1)
+    assert (wrapper.counters.captures, wrapper.counters.replays) == (1, 3)
+
+
+def test_a_tensor_in_a_helper_that_is_moved_in_place() -> None:
+    model = Scaled()
+    model.table["k"] = torch.full((WIDTH,), 2.0)
+    served = captured("CUDAGraphWrapper", model)
+    replays(served, model)
+    model.table["k"].copy_(torch.rand(WIDTH))
+    replays(served, model)
+    model.table["k"].data = torch.rand(WIDTH)
+    refused(served, r"the tensor self\.table\['k'\] is at", AddressChangedError)
+
+
+def test_functions_below_decorators_and_properties_are_followed() -> None:
+    class Decorated(nn.Module):
+        factor = 1.0
+
+        @property
+        def doubled(self) -> float:
+            return self.number * 2
+
+        @torch.no_grad()
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return helper(x) * self.doubled
+
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return x * SETTING
+
+    model = Decorated()
+    model.number = 1.0
+    paths = {place.path for place in ModelState(model).read().places}
+    assert {"self.number", "global SETTING"} <= paths
+
+
+def test_names_of_code() -> None:
+    def code(self: Any) -> Any:
+        return getattr(self, "first", None), self.second["third"], SETTING, lambda: self.fourth
+
+    names, global_names, any_name = names_loaded(code.__code__)
+    assert {"first", "second", "third", "fourth"} <= names
+    assert "SETTING" in global_names
+    assert not any_name
+    assert names_loaded((lambda self, name: getattr(self, name)).__code__)[2]
