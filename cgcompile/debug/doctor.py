@@ -339,7 +339,7 @@ class _Examination:
 
     def _run(self, call: Call, which: str = "") -> set[CodeType] | None:
         """Run the model and return the code that ran; None after an error, which is noted."""
-        watch = self._watch()
+        watch, seed = self._watch(), torch.initial_seed()
         try:
             with allow_capture(False), watch.observing():
                 _call(self._model, call)
@@ -354,6 +354,8 @@ class _Examination:
                 text = f"{name}{which}: {error}".strip().splitlines()[0]
                 self._notes.add(kind, name, text, line)
             return None
+        if torch.initial_seed() != seed:
+            self._add("generator", "torch.manual_seed", "the seed changes, and a replay sets none")
         return watch.ran
 
     def _add(self, kind: str, about: str, text: str, severity: str | None = None) -> None:

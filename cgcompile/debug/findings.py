@@ -43,8 +43,8 @@ _FIXES = {
     "context or numbers of the host, add {op} to splitting_ops.",
     "context_read": "Read the forward context inside of a splitting op, or of a function under "
     "cgcompile.eager_break_during_capture, which run at every step; or pass it as an argument.",
-    "generator": "Draw from the default generator (torch.manual_seed), which graphs register, or "
-    "draw before the step and pass the numbers in.",
+    "generator": "Draw from the default generator, which graphs register, or draw before the step "
+    "and pass the numbers in. Seed (torch.manual_seed) before the step.",
     "random": "Nothing: each replay draws anew from the default generator. For inference, "
     "model.eval() turns dropout off.",
     "gradients": "Call the model under torch.inference_mode() or torch.no_grad().",
@@ -178,7 +178,7 @@ def kind_of(error: BaseException) -> str:
 
 def kind_of_op(op: str) -> str:
     """Return the kind of the finding about an op that a capture refuses."""
-    if "generator" in op:
+    if "generator" in op or op == "torch.manual_seed":
         return "generator"
     overload: Any = torch.ops
     for part in op.partition(" ")[0].split("."):

@@ -27,7 +27,7 @@ from cgcompile.context import (
     get_forward_context,
     is_forward_context_available,
 )
-from cgcompile.debug.findings import Finding, Way, finding, kind_of
+from cgcompile.debug.findings import SEVERITIES, Finding, Way, finding, kind_of
 from cgcompile.debug.restore import Snapshot
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.breakable import eager_break_during_capture
@@ -105,12 +105,12 @@ class Notes:
     def add(
         self, kind: str, op: str, message: str, line: Line | None, severity: str | None = None
     ) -> None:
-        """Add a finding, or count it; ``severity`` None is that of its kind."""
+        """Add a finding, or count it and keep the worst severity; None is that of its kind."""
+        new = finding(self.way, kind, op, message, line, severity)
         key = (kind, op if line is None else line[:2])
-        if key in self._findings:
-            self._findings[key] = replace(self._findings[key], count=self._findings[key].count + 1)
-        else:
-            self._findings[key] = finding(self.way, kind, op, message, line, severity)
+        old = self._findings.get(key, replace(new, count=0))
+        worst = min(old.severity, new.severity, key=SEVERITIES.index)
+        self._findings[key] = replace(old, count=old.count + 1, severity=worst)
 
 
 # ---------------------------------------------------------------- streams
@@ -449,6 +449,13 @@ class Watch(OpRules):
             return super().is_number(tensor)
         return tensor.dim() == 0 and tensor.device == _CPU
 
+    def severity_of_data(self, refused: bool = True) -> str | None:
+        """Return the severity of a copy of Python data on the CPU; None is that of its kind.
+
+        It is a note where Dynamo makes a constant of it, or a kernel takes the number by value.
+        """
+        return None if refused and self.notes.way is Way.UNTRACED else "note"
+
     def _before(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
     ) -> None:
@@ -460,8 +467,11 @@ class Watch(OpRules):
         error = self.refusal(func, args, kwargs)
         kind = "" if error is None else kind_of(error)
         here = all(tensor.device == self.device for tensor in inputs)
-        if error is not None and (here or kind != "host_sync"):
-            notes.here(kind, error.op, str(error).partition("\n")[0])
+        # On another device than the CPU, results show whether data was copied: see _after.
+        judged = self.device == _CPU if kind == "device_copy" else here or kind != "host_sync"
+        if error is not None and judged:
+            severity = self.severity_of_data() if kind == "device_copy" else None
+            notes.here(kind, error.op, str(error).partition("\n")[0], severity)
         elif compat.draws_random(func) and not _is_off(func, args):
             notes.here("random", name, "it draws random numbers")
         why = why_no_collective(func, (*args, *kwargs.values()), self.device.type)
@@ -516,11 +526,19 @@ class _Functions(TorchFunctionMode):
             noted = self._note_copy_to_cpu(first)
         elif not noted and (takes_python_data(name) or name in _ON_THE_CPU):
             noted = self._note_constant(name, kwargs)
-        with self._notes.pause() if noted else nullcontext():
-            return func(*args, **kwargs)
+        data = self._watch.device == _CPU and takes_python_data(name)
+        with self._notes.pause() if noted or data else nullcontext():
+            result = func(*args, **kwargs)
+        if data and not noted and result is not first:
+            text = "for a model on a GPU it would be copied from Python at each call"
+            refused = bool(result.dim() and result.numel())
+            self._notes.here("device_copy", name, text, self._watch.severity_of_data(refused))
+        return result
 
     def _note_read(self, name: str, tensor: torch.Tensor) -> bool:
         if tensor.device == self._watch.device:
+            if self._watch.is_number(tensor):
+                return True  # computed from Python numbers alone
             whole = self._notes.way is Way.WHOLE and name in _UNTRACEABLE
             text = f"{_READS[name]} makes the host wait for a value of the device"
             self._notes.here("host_sync", _READS[name], text, "error" if whole else None)
@@ -542,15 +560,15 @@ class _Functions(TorchFunctionMode):
     def _note_constant(self, name: str, kwargs: dict[str, Any]) -> bool:
         """Note a constant that forward makes: harmless on the CPU, perhaps not on a GPU."""
         from_python = takes_python_data(name)
-        kind = "device_copy" if from_python else "cpu_tensor"
         if self._watch.device == _CPU:
-            if from_python or ("device" not in kwargs and torch.get_default_device() == _CPU):
-                where = "copied from Python" if from_python else "made on the CPU"
-                text = f"for a model on a GPU it would be {where} at each call"
-                self._notes.here(kind, name, text, "note")
+            is_default = "device" not in kwargs and torch.get_default_device() == _CPU
+            if is_default and not from_python:
+                text = "for a model on a GPU it would be made on the CPU at each call"
+                self._notes.here("cpu_tensor", name, text, "note")
             return False
         target = torch.device(kwargs.get("device") or torch.get_default_device())
         if from_python and target.type == self._watch.device.type:
-            self._notes.here(kind, name, f"{name} copies Python data to {self._watch.device}")
+            text = f"{name} copies Python data to {self._watch.device}"
+            self._notes.here("device_copy", name, text)
             return True
         return False

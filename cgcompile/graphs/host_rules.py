@@ -68,7 +68,15 @@ class OpRules(compat.DispatchMode):
     ) -> CaptureError | None:
         """Return the error with which a capture refuses a call, or None. Reads no tensor."""
         what = _refused(func, args, kwargs, self.is_number)
-        return None if what is None else CaptureError.refused(op=what)
+        if what is not None:
+            return CaptureError.refused(op=what)
+        packet = getattr(func, "overloadpacket", None)
+        # A device copies Python data from pageable memory; kernels take a 0-dim tensor by value.
+        if packet is aten.lift_fresh and args[0].dim() and args[0].numel():
+            return CaptureError.pageable(op=str(func), shape=shown(args[0]))
+        if packet is aten.copy_ and self.is_number(args[0]) != self.is_number(args[1]):
+            return CaptureError.pageable(op=str(func), shape=shown(args[1]))
+        return None
 
     def is_number(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor would be on the CPU beside a model on a GPU."""
@@ -81,6 +89,11 @@ class OpRules(compat.DispatchMode):
     def mark(self, addresses: Iterable[int], numbers: bool) -> None:
         """Note whether storages, which were made or written, hold numbers."""
         (self._numbers.update if numbers else self._numbers.difference_update)(addresses)
+
+
+def shown(tensor: torch.Tensor) -> str:
+    """Return the shape and dtype of a tensor, for messages."""
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def write_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

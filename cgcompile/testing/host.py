@@ -40,6 +40,7 @@ from cgcompile.graphs.host_rules import (
     OpRules,
     is_recording,
     recording,
+    shown,
     values_on_host,
     write_targets,
 )
@@ -387,15 +388,9 @@ class _Recorder(OpRules):
         if refused is not None:
             self.refuse(refused)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        packet = getattr(func, "overloadpacket", None)
-        # A device copies Python data from pageable memory; kernels take a 0-dim tensor by value.
-        if packet is aten.lift_fresh and first is not None and first.dim() and first.numel():
-            self.refuse(CaptureError.pageable(op=str(func), shape=_shown(first)))
-        if packet is aten.copy_ and self.is_number(args[0]) != self.is_number(args[1]):
-            self.refuse(CaptureError.pageable(op=str(func), shape=_shown(args[1])))
         replaced = first if _REPLACE_MEMORY.intersection(compat.op_names(func)) else None
         if replaced is not None and replaced.untyped_storage().data_ptr() not in self._made:
-            self.refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(replaced)))
+            self.refuse(CaptureError.replaces_argument(op=str(func), shape=shown(replaced)))
         return self._op(func, args, kwargs)
 
     # -------------------------------------------------------------- one call
@@ -514,7 +509,7 @@ class _Recorder(OpRules):
             self.mark(addresses, False)
         output = self._run(call, *args, **kwargs)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
-            self.refuse(CaptureError.replaces_argument(op=str(func), shape=_shown(written[0])))
+            self.refuse(CaptureError.replaces_argument(op=str(func), shape=shown(written[0])))
         if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it
             fill = compat.alias(output).copy_
             self._steps.append(HostStep(str(func), fill, (output.clone(),), {}, []))
@@ -539,7 +534,7 @@ class _Recorder(OpRules):
                 return leaf
             start = leaf.untyped_storage().data_ptr()
             if leaf.numel() and not self._pool.lasts(start):  # else no byte of it is read
-                outside.append((_check_of_freed(leaf), _shown(leaf)))
+                outside.append((_check_of_freed(leaf), shown(leaf)))
             # Ops made of other ops choose kernels by it, without gradients too.
             return compat.weak_tensor(leaf).requires_grad_(leaf.requires_grad)
 
@@ -626,10 +621,6 @@ def _running_line() -> str:
             return f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
         frame = frame.f_back
     return ""
-
-
-def _shown(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 class HostDevice:

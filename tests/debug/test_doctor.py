@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lib.capture_rules import RULES
 from lib.debug import by_line, examine, kinds, only_finding, step
 from torch import nn
 
@@ -14,6 +15,7 @@ import cgcompile
 from cgcompile import CompilationConfig
 from cgcompile.debug.findings import KINDS, SEVERITIES, Way, finding
 from cgcompile.debug.op_observer import Notes, PythonCalls
+from cgcompile.errors import CaptureError
 
 
 def reads(x):
@@ -112,32 +114,23 @@ def test_findings_of_ops_and_calls(device: str, model: Any, inputs: Any, expecte
     assert kinds(examine(model, *inputs)) == expected
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.sum().item(),
-        lambda x: torch.allclose(x, x),
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: torch.where(x > 0),
-        lambda x: x.unique(),
-        lambda x: x.repeat_interleave((x[:, 0] > 0).long(), dim=0),
-        lambda x: x.tolist(),
-        lambda x: torch.rand(2, generator=torch.Generator()),
-        lambda x: x.masked_fill(x > 0, torch.tensor(2.0).neg()),  # no value of the device
-    ],
-)
-def test_a_capture_gives_the_same_kind_as_the_doctor(read: Any) -> None:
-    wrapper = cgcompile.CUDAGraphWrapper(read, CompilationConfig(capture_device="host"))
-    before = [found.kind for found in examine(read, squares()).findings if found.severity != "note"]
-    after = []
-    try:
-        with torch.inference_mode(), step():
-            wrapper(squares())
-    except cgcompile.errors.CaptureError as error:
-        after = [only_finding(error).kind]
-    assert before == after
-    assert (wrapper.counters.captures, len(after)) in ((1, 0), (0, 1))
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_the_doctor_finds_what_the_recorder_refuses(name: str, inference: bool) -> None:
+    """And gives it the kind that the error of the capture has."""
+    rule, x = RULES[name], torch.rand(8)
+    config = CompilationConfig(capture_device="host", splitting="breakable")
+    wrapper = cgcompile.CUDAGraphWrapper(rule.step, config)
+    with torch.inference_mode(inference), torch.no_grad(), step():
+        diagnosis = cgcompile.debug.doctor(rule.step, x, config=config)
+        worse = [found.kind for found in diagnosis.findings if found.severity != "note"]
+        if rule.refused:
+            with pytest.raises(CaptureError) as caught:
+                wrapper(x)
+            assert only_finding(caught.value).kind == worse[0]
+        else:
+            wrapper(x)
+            assert (worse, wrapper.counters.captures) == ([], 1)
 
 
 def test_what_a_finding_names(capsys: pytest.CaptureFixture) -> None:
