@@ -375,7 +375,11 @@ def qualified_name(target: Any) -> str | None:
     if not module or not name or "<" in name:  # "<": a local function, or a lambda
         return None
     bound = getattr(target, "__self__", None)  # of a function in C its module, or its type
-    if bound is not None and not isinstance(bound, (type, ModuleType)):
+    if type(bound).__module__ == "pybind11_builtins":  # a record that names no module
+        name = target.__name__
+        if getattr(sys.modules.get(module), name, None) is not target:
+            return None
+    elif bound is not None and not isinstance(bound, (type, ModuleType)):
         return None  # a method of another object has the same name
     if name.rpartition(".")[2] != target.__name__:  # torch._refs.abs_ has the path of abs
         return None

@@ -147,6 +147,8 @@ def test_a_users_function_is_not_kept() -> None:
 def test_names_of_functions_are_of_one_function() -> None:
     assert compat.qualified_name(torch.relu) not in (None, compat.qualified_name(torch.relu_))
     assert compat.qualified_name(torch.Tensor.relu) is not None
+    of_pybind11 = torch._C._functorch._add_batch_dim  # bound to no module
+    assert compat.qualified_name(of_pybind11) == "torch._C._functorch._add_batch_dim"
     for target in (torch.Tensor.mT.__get__, torch.Generator().seed, torch.nn.ReLU().forward):
         assert compat.qualified_name(target) is None
     refs = torch._refs
