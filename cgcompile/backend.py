@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.adapters.adapter import AdaptedGraph, innermost
 from cgcompile.adapters.numbers import adapt_numbers
 from cgcompile.adapters.padding import adapt_lengths
@@ -37,6 +36,16 @@ from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
+from cgcompile.torch_compat import (
+    checkpoints,
+    dynamo,
+    presence,
+    repeated_regions,
+    structured_trace,
+    torch_compilers,
+    torch_settings,
+    torch_tracing,
+)
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +85,15 @@ class Backend(Registry):
         check_disabled(
             self.config.disabled_passes, (*self.config.graph_passes, *self.config.piece_passes)
         )
-        compat.warn_of_untested_torch()
+        presence.warn_of_untested_torch()
         if self.config.splitting == "fx":  # else nothing is traced
-            compat.watch_dynamo()
+            dynamo.watch_dynamo()
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # one per trace of Dynamo
         self._pieces = PieceCache(self.config)
         if self.config.small_batch_kernels or self.config.decode_attention:
             load_triton()
-        self._floats: dict[Any, float] = {}  # floats seen, see :func:`compat.varied_floats`
+        self._floats: dict[Any, float] = {}  # floats seen, see :func:`dynamo.varied_floats`
         self._unmet: UnmetOps | None = None
         self._differences: dict[int, list[Fallback]] = {}  # Dynamo frame -> why not to pad
 
@@ -108,7 +117,7 @@ class Backend(Registry):
             return
         if any(tensor.is_cuda for tensor in (*owner.parameters(), *owner.buffers())):
             try:
-                compat.start_compile_workers()
+                torch_compilers.start_compile_workers()
             except (OSError, RuntimeError) as error:  # Inductor starts them, and raises, later
                 log.info("no compile workers yet: %s", error)
 
@@ -120,9 +129,9 @@ class Backend(Registry):
         self._floats.clear()
         self._differences.clear()
         for shape_env in tuple(self._shape_envs):
-            compat.drop_fakes(shape_env)
+            torch_tracing.drop_fakes(shape_env)
         self._shape_envs.clear()
-        compat.drop_trace_caches()
+        torch_tracing.drop_trace_caches()
 
     def __call__(
         self,
@@ -150,25 +159,25 @@ class Backend(Registry):
             raise ConfigError.trace_once_needs_guards_dropped()
         if self.config.splitting == "breakable":
             raise ConfigError.breakable_needs_no_trace()
-        compat.watch_dynamo()
+        dynamo.watch_dynamo()
         try:
-            compat.guard_repeated_regions(gm)
-        except compat.CannotRepeat as error:
+            repeated_regions.guard_repeated_regions(gm)
+        except repeated_regions.CannotRepeat as error:
             raise TraceError.region(problem=str(error)) from error
-        compat.guard_signs_of_zeros()
-        shape_env = compat.current_shape_env()
+        dynamo.guard_signs_of_zeros()
+        shape_env = torch_tracing.current_shape_env()
         if shape_env is not None:
             self._shape_envs.add(shape_env)
         with without_garbage_collection():
             result = self.compile_graph(gm, example_inputs)
         graph = innermost(result)
         if graph is not None:
-            graph.graph_break = compat.graph_break(gm)
-            frame = compat.current_frame()
+            graph.graph_break = dynamo.graph_break(gm)
+            frame = structured_trace.current_frame()
             if frame is not None:
                 graph.differences = self._differences.setdefault(frame, graph.differences)
-        if compat.has_traced_function_modes():
-            return compat.without_function_modes_in(result)
+        if torch_settings.has_traced_function_modes():
+            return torch_settings.without_function_modes_in(result)
         return result
 
     def compile_graph(
@@ -191,36 +200,36 @@ class Backend(Registry):
         config, pieces = self.config, CompilationMode.PIECEWISE
         if config.cudagraph_mode is CUDAGraphMode.NONE and config.mode is not pieces:
             if config.mode is CompilationMode.NONE:
-                return compat.with_checkpoints(gm).forward
-            return compat.compile_whole(gm, example_inputs, inductor_patches(config))
+                return checkpoints.with_checkpoints(gm).forward
+            return torch_compilers.compile_whole(gm, example_inputs, inductor_patches(config))
         # 1. Adapt: the graph takes tensors in place of subclasses, and of numbers that vary.
         unmet = self._unmet_ops(gm)
         gm, unwrapping = adapt_subclasses(gm)
-        floats = compat.varied_floats(gm, self._floats)
+        floats = dynamo.varied_floats(gm, self._floats)
         gm, computing = adapt_numbers(gm, floats, folds=config.mode is pieces)
         adapters = unwrapping + computing
         if adapters or config.pad_lengths is not None:
             frozen = 0  # the caller of the adapters passes all inputs at each call
-        with compat.new_sources() as sources:
+        with torch_tracing.new_sources() as sources:
             # 2. Split at the boundaries. In other modes than PIECEWISE the graph is one piece, for
             # FULL graphs where its ops allow them.
             split, boundaries = split_by_config(gm, config)
             log.info("split graph:\n%s", split)
-            compat.trace_artifact("cgcompile_split", split.text)
-            compat.trace_artifact("cgcompile_split_data", lambda: split_data(split))
+            structured_trace.trace_artifact("cgcompile_split", split.text)
+            structured_trace.trace_artifact("cgcompile_split_data", lambda: split_data(split))
             check_sizes(split, config)
             # 3. Compile the pieces.
             if config.mode is not pieces:
                 compiler = "eager" if config.mode is CompilationMode.NONE else "inductor"
                 config = replace(config, mode=pieces, compiler=compiler)
-            with compat.floats_settled(floats):
+            with dynamo.floats_settled(floats):
                 runnables, compilation = compile_pieces(split, config, self._pieces)
             check_sizes(split, config)  # a compiler may add guards of its own
             # 4. Build the compiled graph, and register it.
             graph = CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)
-        compat.drop_sources_with(graph, sources)
-        compat.trace_artifact("cgcompile_code", lambda: graph.source)
-        compat.trace_artifact(
+        torch_tracing.drop_sources_with(graph, sources)
+        structured_trace.trace_artifact("cgcompile_code", lambda: graph.source)
+        structured_trace.trace_artifact(
             "cgcompile_compilation", lambda: f"{graph.compilation}\n\n{graph.artifacts}\n"
         )
         if unmet is not None:
@@ -252,7 +261,7 @@ class NamedBackend:
         """Return the backend of ``torch.compile(mode=mode, options=options)``."""
         config = CompilationConfig.resolve(options=options, torch_mode=mode)
         if mode is not None and config.compiler == "inductor":
-            tuned = {**compat.inductor_mode_options(mode), **dict(config.inductor_options)}
+            tuned = {**torch_compilers.inductor_mode_options(mode), **dict(config.inductor_options)}
             config = CompilationConfig.resolve(config, options={"inductor_options": tuned})
         for handle in self._handles:  # compared, not hashed: settings may hold lists
             if handle.config == config:
@@ -298,7 +307,7 @@ def __getattr__(name: str) -> Any:
     """Return ``backend``, when ``torch.compile(backend="cgcompile")`` looks it up."""
     if name != "backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    compat.watch_dynamo()  # Dynamo calls no backend for a function of which it compiles nothing
+    dynamo.watch_dynamo()  # Dynamo calls no backend for a function of which it compiles nothing
     return _named_backend()
 
 
@@ -331,7 +340,7 @@ def runtime(compiled: Any) -> Backend:
         >>> len(handle.graphs[-1].split.pieces)
         1
     """
-    torch_backend, mode, options = compat.backend_of(compiled)
+    torch_backend, mode, options = dynamo.backend_of(compiled)
     if isinstance(torch_backend, Backend):
         return torch_backend
     if isinstance(torch_backend, NamedBackend):

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.settings import checked_but, items_of, require_fields
+from cgcompile.torch_compat import torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ def target_name(target: Any) -> str:
     """Return the name of an op, function or method for messages and snapshots."""
     if isinstance(target, str):
         return target
-    if compat.is_op(target):
-        return compat.op_names(target)[0].split(".")[0]
+    if torch_ops.is_op(target):
+        return torch_ops.op_names(target)[0].split(".")[0]
     if target is F.scaled_dot_product_attention:
         return "torch.nn.functional.scaled_dot_product_attention"
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
@@ -46,7 +46,7 @@ def target_name(target: Any) -> str:
 
 
 def _checked_target(target: Any) -> Any:
-    overload = compat.custom_op_overload(target)
+    overload = torch_ops.custom_op_overload(target)
     if overload is not None:
         return overload
     if (isinstance(target, str) and target) or callable(target):
@@ -140,10 +140,10 @@ def _called_name(op: SplittingOp) -> str | None:
         return None
     if isinstance(op.target, str):
         name: str | None = op.target
-    elif compat.is_op(op.target):
-        name = compat.op_names(op.target)[0]
+    elif torch_ops.is_op(op.target):
+        name = torch_ops.op_names(op.target)[0]
     else:
-        name = compat.aten_name(op.target)
+        name = torch_ops.aten_name(op.target)
     return None if name is None else name.removesuffix(".default")
 
 
@@ -171,12 +171,12 @@ class _Table:
         elif isinstance(op.target, str) and "*" in op.target:
             self.patterns.append(op)
         else:
-            present = self.exact.setdefault((*compat.op_names(op.target), op.target)[0], op)
+            present = self.exact.setdefault((*torch_ops.op_names(op.target), op.target)[0], op)
             if replace(present, target=op.target, name=op.name) != op:
                 raise BoundaryError.declared_twice(name=op.name)
         name = _called_name(op)
         if name is not None:  # the name of one overload is never looked up
-            by_name = isinstance(op.target, str) or compat.is_op(op.target)
+            by_name = isinstance(op.target, str) or torch_ops.is_op(op.target)
             (self.packets if by_name else self.called).setdefault(name, op)
 
     def __iter__(self) -> Iterator[SplittingOp]:
@@ -184,7 +184,7 @@ class _Table:
 
     def match(self, function: Any, name: str | None) -> SplittingOp | None:
         """Return the entry of a function or op; ``name`` is the ``aten::op`` that it calls."""
-        for op_name in compat.op_names(function):
+        for op_name in torch_ops.op_names(function):
             entry = self.exact.get(op_name) or self._match_pattern(op_name)
             if entry is not None:
                 return entry
@@ -195,7 +195,7 @@ class _Table:
         if entry is not None or name is None:
             return entry
         entry = self.called.get(name)
-        if entry is None and not compat.is_op(function):
+        if entry is None and not torch_ops.is_op(function):
             entry = self.packets.get(name) or self._match_pattern(name)
         return entry
 
@@ -269,11 +269,11 @@ class Boundaries:
         entry = None
         on_numbers = not isinstance(node.meta.get("example_value"), torch.Tensor)
         if node.op == "call_method":
-            entry = self._find(None, compat.aten_name(node.target))
+            entry = self._find(None, torch_ops.aten_name(node.target))
         elif node.op == "call_function" and not (
-            on_numbers and compat.is_python_operator(node.target)
+            on_numbers and torch_ops.is_python_operator(node.target)
         ):
-            entry = self.match_call(node.target, compat.given_argument(node, "inplace") is True)
+            entry = self.match_call(node.target, torch_ops.given_argument(node, "inplace") is True)
         matches = (table.match_predicate(node) for table in self._tables)
         return entry or next((op for op in matches if op is not None), None)
 
@@ -288,12 +288,12 @@ class Boundaries:
             function: the function or op.
             in_place: whether the call writes its argument, as ``relu(x, inplace=True)`` does.
         """
-        name = compat.aten_name(function)
+        name = torch_ops.aten_name(function)
         entry = self._find(function, f"{name}_" if in_place and name is not None else name)
         if entry is not None:
             return entry
         unsafe = torch.Tag.cudagraph_unsafe
-        if any(unsafe in overload.tags for overload in compat.op_overloads(function)):
+        if any(unsafe in overload.tags for overload in torch_ops.op_overloads(function)):
             return SplittingOp(function, name=f"{target_name(function)} (tag cudagraph_unsafe)")
         return None
 
@@ -317,7 +317,7 @@ class UnmetOps:
                 if entry is not None and entry.name in self._unmet:
                     op = self._unmet[entry.name]
                     self._unmet = {name: of for name, of in self._unmet.items() if of != op}
-                self._seen.add(compat.aten_name(node.target) or target_name(node.target))
+                self._seen.add(torch_ops.aten_name(node.target) or target_name(node.target))
 
     def warn_once(self) -> None:
         """Warn once of declared ops in no graph so far; called when the first graph is captured."""
@@ -351,7 +351,7 @@ def _resolved(name: str) -> Any:
     spelled = name if "::" in name or "." not in name else name.replace(".", "::", 1)
     if _is_op(spelled):
         return spelled
-    ops = compat.all_op_names()  # takes milliseconds
+    ops = torch_ops.all_op_names()  # takes milliseconds
     packets = {op.split(".")[0] for op in ops}
     known = {*ops, *packets}
     # 'ns::op.default' is the overload that the dispatcher lists without a name.

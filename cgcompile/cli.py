@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from cgcompile import debug
-from cgcompile import torch_compat as compat
 from cgcompile.backend import handle_of
 from cgcompile.boundaries import Boundaries
 from cgcompile.compile import compile
@@ -40,6 +39,7 @@ from cgcompile.errors import BoundaryError, CGCompileError, ConfigError
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.pieces.cache import Entry, Store, cache_folder
 from cgcompile.reasons import Reason
+from cgcompile.torch_compat import torch_ops
 
 TARGET = """\
 TARGET is module:function or path/to/file.py:function. The function takes nothing and returns
@@ -391,7 +391,7 @@ def _is_compiled(model: Any) -> bool:
 def _on_cpu(target: Target) -> bool:
     module = getattr(target.model, "__self__", target.model)
     weights = [*module.parameters()] if isinstance(module, nn.Module) else []
-    tensors = [*weights, *compat.tree_tensors((target.args, target.kwargs))]
+    tensors = [*weights, *torch_ops.tree_tensors((target.args, target.kwargs))]
     return all(tensor.device.type == "cpu" for tensor in tensors)
 
 

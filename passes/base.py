@@ -26,7 +26,6 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
 from cgcompile.counts import text_table
 from cgcompile.errors import CGCompileError, ConfigError, PassError
@@ -45,6 +44,7 @@ from cgcompile.passes.nodes import (
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.passes.symbols import Symbols, dtype_text
 from cgcompile.settings import checked, require, require_callable
+from cgcompile.torch_compat import dynamo, torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class PassManager:
             try:
                 gm = graph_pass(gm)
             except Exception as error:
-                if isinstance(error, (CGCompileError, *compat.restarts())):
+                if isinstance(error, (CGCompileError, *dynamo.restarts())):
                     raise
                 raise PassError.raised(name=name, error=error) from error
             seconds = time.perf_counter() - started
@@ -293,7 +293,7 @@ def _op_counts(gm: fx.GraphModule) -> Counter[str]:
 def _signature(gm: fx.GraphModule) -> tuple[list[str], int]:
     """Return the names of the inputs in order, and the number of outputs: a pass keeps them."""
     inputs = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
-    return inputs, len(compat.tree_leaves(gm.graph.output_node().args[0]))
+    return inputs, len(torch_ops.tree_leaves(gm.graph.output_node().args[0]))
 
 
 def _problem_in(gm: fx.GraphModule, expected: tuple[list[str], int]) -> str | None:
@@ -349,7 +349,7 @@ class _Filler:
             return None
         grad = any(tensor.requires_grad for tensor in tensors(old))
         try:
-            fake_mode = compat.fake_context(map(value, self._gm.graph.nodes))
+            fake_mode = dynamo.fake_context(map(value, self._gm.graph.nodes))
             with torch.set_grad_enabled(grad), fake_mode:
                 result = run_on_fakes(self._gm, node)
         except Exception as error:
@@ -358,7 +358,7 @@ class _Filler:
                 return f"node {node.name!r} {problem}: {error}"
             free = symbols_of([old, *map(value, node.all_input_nodes)])
             trusted = node not in self._before or not is_torchs(node)
-            if trusted or any(map(compat.is_unbacked, free)):
+            if trusted or any(map(dynamo.is_unbacked, free)):
                 return None  # the op may need state of the tracer
             return f"node {node.name!r} fails on its new arguments: {error}"
         if new or not alike([result], [old]):
@@ -428,25 +428,25 @@ def run_on_fakes(
 def _autocast_at(gm: fx.GraphModule, node: fx.Node) -> Iterator[None]:
     """Enter the autocast contexts that the graph has open at a node."""
     entered: list[fx.Node] = []
-    leave = compat.LEAVES[compat.ENTER_AUTOCAST]
-    if gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST):
+    leave = dynamo.LEAVES[dynamo.ENTER_AUTOCAST]
+    if gm.graph.find_nodes(op="call_function", target=dynamo.ENTER_AUTOCAST):
         for other in gm.graph.nodes:
             if other is node:
                 break
-            if other.target is compat.ENTER_AUTOCAST:
+            if other.target is dynamo.ENTER_AUTOCAST:
                 entered.append(other)
             elif other.target is leave:
                 entered.remove(other.args[0])
     with ExitStack() as stack:
         for enter in entered:
-            stack.callback(leave, compat.ENTER_AUTOCAST(*enter.args, **enter.kwargs))
+            stack.callback(leave, dynamo.ENTER_AUTOCAST(*enter.args, **enter.kwargs))
         yield
 
 
 def alike(some: list[Any], others: list[Any]) -> bool:
     """Return whether values are the same without their data; unbacked sizes are equal."""
     # An op creates new symbols for these at each run.
-    one, other = compat.tree_leaves(some), compat.tree_leaves(others)
+    one, other = torch_ops.tree_leaves(some), torch_ops.tree_leaves(others)
     return len(one) == len(other) and all(map(_alike, one, other))
 
 
@@ -466,7 +466,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _equal_or_unbacked(one: Any, other: Any) -> bool:
     free = getattr(one, "free_symbols", set()) | getattr(other, "free_symbols", set())
-    return one == other or any(map(compat.is_unbacked, free))
+    return one == other or any(map(dynamo.is_unbacked, free))
 
 
 # ---------------------------------------------------------------- outputs
@@ -477,7 +477,7 @@ _UNKNOWN = object()  # stands for a missing fake value
 
 def _outputs_of(gm: fx.GraphModule) -> tuple[Any, ...]:
     """Return the fake value of each output, in order."""
-    leaves = compat.tree_leaves(gm.graph.output_node().args[0])
+    leaves = torch_ops.tree_leaves(gm.graph.output_node().args[0])
     return tuple(
         _UNKNOWN
         if isinstance(leaf, fx.Node) and leaf.op != "get_attr" and "example_value" not in leaf.meta

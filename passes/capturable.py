@@ -15,7 +15,6 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp, in_eager_region, target_name
 from cgcompile.passes.base import alike, run_on_fakes
 from cgcompile.passes.nodes import (
@@ -35,6 +34,7 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.reasons import Fallback, Reason
+from cgcompile.torch_compat import dynamo, host_reads, torch_ops
 
 _BRANCHES_ON_THE_HOST = {"cond", "while_loop"}
 _COPIES = {"to", "cuda", "cpu", "copy_", "setitem", "_to_copy", "type_as", "type"}
@@ -82,7 +82,7 @@ class Capturability:
         """Refuse a node that reads a list input: compilers of pieces take only tensors."""
         for argument in node.all_input_nodes:
             held = value(argument)
-            if argument.op == "placeholder" and compat.is_container(held):
+            if argument.op == "placeholder" and torch_ops.is_container(held):
                 detail = f"{argument.name} is a {type(held).__name__}"
                 return Fallback(Reason.UNSUPPORTED_INPUT, detail)
         return None
@@ -99,13 +99,13 @@ class Capturability:
 
     def _host(self, node: fx.Node) -> Fallback | None:
         name = short_name(node.target)
-        if compat.is_higher_order_op(node.target) and name in _BRANCHES_ON_THE_HOST:
+        if torch_ops.is_higher_order_op(node.target) and name in _BRANCHES_ON_THE_HOST:
             return Fallback(Reason.HOST_SYNC, f"torch.{name} picks its branch on the host")
         if name in _CHECKS_ON_THE_HOST and any(tensors(value(a)) for a in node.all_input_nodes):
             return Fallback(
                 Reason.HOST_SYNC, f"{target_name(node.target)} reads a tensor on the host"
             )
-        if compat.kernel_reads(node.target, *fx.map_arg((node.args, node.kwargs), value)):
+        if host_reads.kernel_reads(node.target, *fx.map_arg((node.args, node.kwargs), value)):
             detail = f"the CUDA kernel of {target_name(node.target)} reads values on the host"
             return Fallback(Reason.HOST_SYNC, detail)
         if self._assigns_by_mask(node):
@@ -120,7 +120,7 @@ class Capturability:
             return False
         index, new = node.args[1], node.args[2]
         new = value(new) if isinstance(new, fx.Node) else new
-        masks = [value(e) for e in compat.tree_leaves(index) if isinstance(e, fx.Node)]
+        masks = [value(e) for e in torch_ops.tree_leaves(index) if isinstance(e, fx.Node)]
         is_mask = any(m.dtype in (torch.bool, torch.uint8) for m in tensors(masks))
         return is_mask and isinstance(new, torch.Tensor) and new.numel() != 1
 
@@ -174,7 +174,7 @@ class Capturability:
         if not scalars.keys().isdisjoint(written(self._gm, node)):
             return why
         try:
-            with torch.no_grad(), compat.fake_context(scalars.values()):
+            with torch.no_grad(), dynamo.fake_context(scalars.values()):
                 result = run_on_fakes(self._gm, node, scalars)
         except Exception:
             return why
@@ -187,7 +187,7 @@ class Capturability:
 
 def _is_collective(op: Any) -> bool:
     """Return whether an op is one of torch.distributed."""
-    overloads = compat.op_overloads(op)
+    overloads = torch_ops.op_overloads(op)
     return bool(overloads) and overloads[0].namespace in _COLLECTIVE_NAMESPACES
 
 
@@ -196,7 +196,7 @@ def why_no_collective(op: Any, arguments: Iterable[Any], device_type: str) -> Fa
     if not _is_collective(op):
         return None
     # One of the arguments is the process group, with a backend for each type of device.
-    backends = (compat.process_group_backend(argument, device_type) for argument in arguments)
+    backends = (torch_ops.process_group_backend(argument, device_type) for argument in arguments)
     backend = next((backend for backend in backends if backend is not None), None)
     if backend in _CAPTURABLE_COLLECTIVES:
         return None

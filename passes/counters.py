@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
 from cgcompile.passes.nodes import COMPUTING, is_torchs, storages, value, written
 from cgcompile.passes.regions import nodes_in_regions
+from cgcompile.torch_compat import dynamo, raw_memory
 
 _ADVANCES = "cgcompile_advances"  # in node.meta
 
@@ -52,13 +52,13 @@ def advance(gm: fx.GraphModule, moved: Mapping[fx.Node, fx.Node]) -> None:
         gm.graph.erase_node(node)
     with gm.graph.inserting_before(gm.graph.output_node()):
         for (number, _), counters in groups.items():
-            node = gm.graph.call_function(compat.FOREACH_ADD_, (counters, number))
+            node = gm.graph.call_function(dynamo.FOREACH_ADD_, (counters, number))
             node.meta[_ADVANCES] = True
 
 
 def advanced(gm: fx.GraphModule) -> list[int]:
     """Return the positions of the inputs whose increment moved to the end of the graph."""
-    nodes = gm.graph.find_nodes(op="call_function", target=compat.FOREACH_ADD_)
+    nodes = gm.graph.find_nodes(op="call_function", target=dynamo.FOREACH_ADD_)
     moved = {counter for node in nodes if _ADVANCES in node.meta for counter in node.args[0]}
     inputs = gm.graph.find_nodes(op="placeholder")
     return [position for position, node in enumerate(inputs) if node in moved]
@@ -66,7 +66,7 @@ def advanced(gm: fx.GraphModule) -> list[int]:
 
 def _is_counter(node: fx.Node) -> bool:
     number = value(node)
-    plain = isinstance(number, torch.Tensor) and compat.is_plain_tensor(number)
+    plain = isinstance(number, torch.Tensor) and raw_memory.is_plain_tensor(number)
     return plain and (number.dtype, number.dim()) == (torch.int64, 0)
 
 
@@ -78,6 +78,6 @@ def _increments(node: fx.Node, counter: fx.Node) -> bool:
 
 def _is_known(node: fx.Node) -> bool:
     # A tensor of inference mode cannot be written after the region.
-    if node.target is compat.LEAVES[compat.ENTER_INFERENCE_MODE]:
+    if node.target is dynamo.LEAVES[dynamo.ENTER_INFERENCE_MODE]:
         return False
     return is_torchs(node) or target_name(node.target).startswith("cgcompile::")

@@ -24,7 +24,6 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, in_eager_region
 from cgcompile.kernels.decode_attention import SIZE, TOKENS, op, why_unsupported
 from cgcompile.kernels.small_linear import DTYPES
@@ -43,6 +42,7 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.settings import AUTO
+from cgcompile.torch_compat import dynamo, raw_memory, torch_ops, torch_settings, torch_shapes
 
 _SDPA = "scaled_dot_product_attention"
 _REPEATS = ("reshape", "view", "flatten", "contiguous", "repeat_interleave")
@@ -144,7 +144,7 @@ class _Replacer:
     @functools.cached_property
     def _regions(self) -> set[fx.Node]:
         graph = self._gm.graph
-        autocast = bool(graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
+        autocast = bool(graph.find_nodes(op="call_function", target=dynamo.ENTER_AUTOCAST))
         return set(self._order) if autocast else nodes_in_regions(self._gm)
 
     @functools.cached_property
@@ -190,9 +190,11 @@ class _Replacer:
         _require(not any(map(in_eager_region, nodes)), "it is in cgcompile.eager_region()")
         named = next((entry for entry in map(self._users.match, nodes) if entry is not None), None)
         _require(named is None, f"splitting_ops has {named.name if named else ''}")
-        outside = self._regions.isdisjoint(nodes) and not compat.any_autocast()
+        outside = self._regions.isdisjoint(nodes) and not torch_ops.any_autocast()
         _require(outside, "it is in a region of autocast, grad mode or a transform")
-        _require(compat.allows_all_attention(), "torch.nn.attention.sdpa_kernel restricts it")
+        _require(
+            torch_settings.allows_all_attention(), "torch.nn.attention.sdpa_kernel restricts it"
+        )
 
     def _check_writes(self, attention: _Attention) -> None:
         """Refuse attention if a value in it may differ where the op reads it."""
@@ -229,7 +231,7 @@ def _inputs(attention: _Attention) -> list[fx.Node]:
 def _same(some: Iterable[Any], others: Iterable[Any]) -> bool:
     """Return whether sizes are equal for all values of their symbols; adds no guard."""
     one, other = tuple(some), tuple(others)
-    return len(one) == len(other) and all(map(compat.statically_equal, one, other))
+    return len(one) == len(other) and all(map(torch_shapes.statically_equal, one, other))
 
 
 def _is_dense(result: torch.Tensor, *, heads_first: bool) -> bool:
@@ -242,7 +244,7 @@ def _is_dense(result: torch.Tensor, *, heads_first: bool) -> bool:
 
 
 def _is_plain(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and compat.is_plain_tensor(tensor)
+    return isinstance(tensor, torch.Tensor) and raw_memory.is_plain_tensor(tensor)
 
 
 def _check_values(attention: _Attention) -> None:

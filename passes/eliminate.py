@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, in_eager_region
 from cgcompile.passes.base import run_on_fakes
 from cgcompile.passes.nodes import (
@@ -34,9 +33,10 @@ from cgcompile.passes.nodes import (
     written,
 )
 from cgcompile.passes.regions import nodes_in_regions
+from cgcompile.torch_compat import dynamo, torch_ops
 
 _CHANGES_HISTORY = {"requires_grad_", "detach_", "retain_grad", "register_hook"}
-_SWITCHES_GRAD = (compat.SET_GRAD_ENABLED, compat.ENTER_INFERENCE_MODE)
+_SWITCHES_GRAD = (dynamo.SET_GRAD_ENABLED, dynamo.ENTER_INFERENCE_MODE)
 # Views of the same layout that are not their argument: they lack its history.
 _NOT_ITSELF = {"detach", "getattr", "alias"}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -144,7 +144,7 @@ class _Memory:
         if view.op not in COMPUTING or not is_known_view(view) or written(self._gm, view):
             return None
         before = tensors(value(view))
-        mode = compat.fake_context(before)
+        mode = dynamo.fake_context(before)
         try:
             with torch.set_grad_enabled(any(t.requires_grad for t in before)), mode:
                 result = run_on_fakes(self._gm, view, values)
@@ -302,7 +302,7 @@ def _dropout_is_off(node: fx.Node) -> bool:
     if node.op != "call_function" or short_name(node.target) != "dropout":
         return False
     if node.target is torch.nn.functional.dropout:
-        p, on = compat.given_argument(node, "p"), compat.given_argument(node, "training")
+        p, on = torch_ops.given_argument(node, "p"), torch_ops.given_argument(node, "training")
     elif len(node.args) == 3:  # torch.dropout and aten::dropout
         p, on = node.args[1:]
     else:

@@ -15,9 +15,9 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
 from cgcompile.source_lines import ascii_text, is_users_file
+from cgcompile.torch_compat import dynamo, torch_ops
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
@@ -84,7 +84,7 @@ def value(node: fx.Node) -> Any:
 
 def tensors(values: Any) -> list[torch.Tensor]:
     """Return the tensors in a value, containers opened."""
-    return [leaf for leaf in compat.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in torch_ops.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def is_cpu_scalar(scalar: Any, device: torch.device) -> bool:
@@ -96,7 +96,7 @@ def is_cpu_scalar(scalar: Any, device: torch.device) -> bool:
 
 def on_device(scalar: torch.Tensor, device: torch.device, graph: fx.Graph) -> torch.Tensor:
     """Return a fake 0-dim tensor on a device, with the dtype of a value of the graph."""
-    with compat.fake_context(value(node) for node in graph.nodes):
+    with dynamo.fake_context(value(node) for node in graph.nodes):
         return torch.empty((), dtype=scalar.dtype, device=device)
 
 
@@ -124,7 +124,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def symbols_of(values: Any) -> set[sympy.Symbol]:
     """Return the free symbols of numbers, and of sizes, strides and offsets of tensors."""
     numbers: list[Any] = []
-    for leaf in compat.tree_leaves(values):
+    for leaf in torch_ops.tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
             numbers += leaf.shape
             if leaf.layout is torch.strided:
@@ -147,7 +147,7 @@ def bound_symbols(gm: fx.GraphModule) -> dict[sympy.Symbol, fx.Node]:
 
 def is_size_arithmetic(node: fx.Node, bound: Set[sympy.Symbol]) -> bool:
     """Return whether the node is arithmetic on sizes that inputs give: each piece repeats it."""
-    numbers = compat.tree_leaves(value(node))
+    numbers = torch_ops.tree_leaves(value(node))
     return (
         node.op in COMPUTING
         and bool(numbers)
@@ -168,7 +168,7 @@ def nodes_by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
 
 def storages(values: Any) -> set[int]:
     """Return the keys of the storages behind the tensors of a value."""
-    keys = (compat.storage_key(tensor) for tensor in tensors(values))
+    keys = (dynamo.storage_key(tensor) for tensor in tensors(values))
     return {key for key in keys if key is not None}
 
 
@@ -192,9 +192,9 @@ def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     """Return the argument nodes whose tensors ``node`` writes; where in doubt, too many."""
     if node.op not in COMPUTING:
         return []
-    if compat.is_higher_order_op(node.target):
+    if torch_ops.is_higher_order_op(node.target):
         return _written_by_higher_order(gm, node)
-    overloads = compat.op_overloads(node.target)
+    overloads = torch_ops.op_overloads(node.target)
     if node.op != "call_method" and not overloads and _is_users_own(node.target):
         return [n for n in node.all_input_nodes if tensors(value(n))]
     return surely_written(node) or _suspected_write(node)
@@ -206,9 +206,9 @@ def surely_written(node: fx.Node) -> list[fx.Node]:
     if node.op == "call_method":
         name = str(node.target)
         return _nodes(node.args[:1]) if _is_inplace(name) or name == "__setitem__" else []
-    overloads = compat.op_overloads(node.target)
+    overloads = torch_ops.op_overloads(node.target)
     if overloads:
-        writes = {argument for op in overloads for argument in compat.written_arguments(op)}
+        writes = {argument for op in overloads for argument in torch_ops.written_arguments(op)}
         positional = [node.args[i] for i, _ in writes if i < len(node.args)]
         return _nodes(positional + [node.kwargs[name] for _, name in writes if name in node.kwargs])
     return _written_by_function(node) if is_torchs(node) else []
@@ -259,15 +259,15 @@ def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
 def _written_by_function(node: fx.Node) -> list[fx.Node]:
     """Return the writes of a torch function, which has no schema, by torch's naming rules."""
     name = short_name(node.target)
-    if compat.is_python_operator(node.target):  # ``and_`` and ``or_`` write nothing
+    if torch_ops.is_python_operator(node.target):  # ``and_`` and ``or_`` write nothing
         return _nodes(node.args[:1]) if node.target in _INPLACE_OPERATORS else []
-    if _is_inplace(name) or compat.given_argument(node, "inplace") is True:
+    if _is_inplace(name) or torch_ops.given_argument(node, "inplace") is True:
         return _nodes(node.args[:1])
-    if compat.given_argument(node, "out") is not None:
-        return _nodes(compat.given_argument(node, "out"))
+    if torch_ops.given_argument(node, "out") is not None:
+        return _nodes(torch_ops.given_argument(node, "out"))
     for flag, targets in _WRITES_IF.get(name, {}).items():
-        if compat.given_argument(node, flag) not in (None, False):
-            return _nodes([compat.given_argument(node, target) for target in targets])
+        if torch_ops.given_argument(node, flag) not in (None, False):
+            return _nodes([torch_ops.given_argument(node, target) for target in targets])
     return []
 
 
@@ -276,10 +276,10 @@ def is_torchs(node: fx.Node) -> bool:
     if node.op == "call_method":
         owner = node.args[0] if node.args else None
         return isinstance(value(owner) if isinstance(owner, fx.Node) else owner, torch.Tensor)
-    overloads = compat.op_overloads(node.target)
+    overloads = torch_ops.op_overloads(node.target)
     if overloads:
         return all(op.namespace in ("aten", "prims") for op in overloads)
-    plain = node.op == "call_function" and not compat.is_higher_order_op(node.target)
+    plain = node.op == "call_function" and not torch_ops.is_higher_order_op(node.target)
     return plain and not _is_users_own(node.target)
 
 
@@ -334,11 +334,11 @@ def _suspected_write(node: fx.Node) -> list[fx.Node]:
 
 def is_known_view(node: fx.Node) -> bool:
     """Return whether a call whose result is in an argument's memory only makes a view."""
-    overloads = compat.op_overloads(node.target)
+    overloads = torch_ops.op_overloads(node.target)
     if not overloads and is_torchs(node):
-        overloads = compat.aten_overloads(node.target)
+        overloads = torch_ops.aten_overloads(node.target)
     if overloads:
-        writes = {argument for op in overloads for argument in compat.written_arguments(op)}
+        writes = {argument for op in overloads for argument in torch_ops.written_arguments(op)}
         return not any(i < len(node.args) or name in node.kwargs for i, name in writes)
     return short_name(node.target) in _VIEWS
 
@@ -351,7 +351,7 @@ def _written_by_higher_order(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]
 
 
 def _nodes(arguments: Any) -> list[fx.Node]:
-    return [leaf for leaf in compat.tree_leaves(arguments) if isinstance(leaf, fx.Node)]
+    return [leaf for leaf in torch_ops.tree_leaves(arguments) if isinstance(leaf, fx.Node)]
 
 
 def is_view(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -377,7 +377,7 @@ def is_allocation(node: fx.Node) -> bool:
 
 def toggles_state(node: fx.Node) -> bool:
     """Return whether the node switches a state that each piece repeats."""
-    switches = (*compat.LEAVES, *compat.LEAVES.values(), compat.SET_GRAD_ENABLED)
+    switches = (*dynamo.LEAVES, *dynamo.LEAVES.values(), dynamo.SET_GRAD_ENABLED)
     return node.op == "call_function" and node.target in switches
 
 

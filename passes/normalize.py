@@ -15,7 +15,6 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import PassError
 from cgcompile.passes.base import calls_of, fill_values
 from cgcompile.passes.nodes import (
@@ -29,6 +28,7 @@ from cgcompile.passes.nodes import (
     tensors,
     value,
 )
+from cgcompile.torch_compat import dynamo, torch_ops, torch_shapes
 
 # Calls that read a size and do nothing else; only such a node may be erased.
 _SIZE_READERS = {"size", "numel", "nelement", "stride", "storage_offset", "dim", "ndimension"}
@@ -77,7 +77,7 @@ class _Binder:
         if not isinstance(size, torch.SymInt) or placeholder in self._bound.values():
             return
         if symbols_of(size) <= self._bound.keys():
-            compat.replace_uses(placeholder, self._number(size))
+            torch_shapes.replace_uses(placeholder, self._number(size))
 
     def visit(self, node: fx.Node) -> None:
         """Replace a size that the node reads off a tensor."""
@@ -106,8 +106,8 @@ class _Binder:
         elif isinstance(result, torch.SymFloat) and result.node.expr.is_number:
             result = float(result.node.expr)
         if isinstance(result, (int, float, fx.Node)):
-            compat.replace_uses(node, result)
-            if compat.is_arithmetic(node.target):
+            torch_shapes.replace_uses(node, result)
+            if torch_ops.is_arithmetic(node.target):
                 self._graph.erase_node(node)
 
     def _number(self, size: int | torch.SymInt) -> fx.Node | int:
@@ -122,12 +122,12 @@ class _Binder:
         if expression not in self._computed:
             assert self._last_placeholder is not None  # it binds the symbols of the expression
             with self._graph.inserting_before(self._last_placeholder.next):
-                number = compat.expression_nodes(expression, self._bound)
+                number = dynamo.expression_nodes(expression, self._bound)
             self._computed[expression] = number
         return self._computed[expression]
 
     def _replace(self, node: fx.Node, new: Any) -> None:
-        compat.replace_uses(node, new)
+        torch_shapes.replace_uses(node, new)
         if short_name(node.target) in _SIZE_READERS:
             self._graph.erase_node(node)
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.passes.base import alike, run_on_fakes
 from cgcompile.passes.nodes import (
     COMPUTING,
@@ -35,6 +34,7 @@ from cgcompile.passes.nodes import (
     value,
 )
 from cgcompile.passes.regions import nodes_in_regions
+from cgcompile.torch_compat import dynamo, subclasses, torch_ops
 
 _SAME = {"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div"}
 _SAME |= {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
@@ -111,7 +111,12 @@ def _fill_elements(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=operator.setitem):
         tensor, index, number = node.args
         fake, indices = _fake(tensor), index if isinstance(index, tuple) else (index,)
-        if fake is None or compat.is_wrapper(fake) or not fake.is_floating_point() or node.users:
+        if (
+            fake is None
+            or subclasses.is_wrapper(fake)
+            or not fake.is_floating_point()
+            or node.users
+        ):
             continue
         if type(number) not in (int, float) or len(indices) != fake.dim():
             continue
@@ -122,7 +127,7 @@ def _fill_elements(gm: fx.GraphModule) -> None:
             written = gm.graph.call_method("fill_", (element, number))
         for added in (element, written):
             added.meta = {key: mark for key, mark in node.meta.items() if key != "example_value"}
-            with torch.set_grad_enabled(fake.requires_grad), compat.fake_context([fake]):
+            with torch.set_grad_enabled(fake.requires_grad), dynamo.fake_context([fake]):
                 added.meta["example_value"] = run_on_fakes(gm, added)
         gm.graph.erase_node(node)
         filled = True
@@ -264,7 +269,7 @@ class Numbers:
             return None
         grad = any(tensor.requires_grad for tensor in tensors(value(node)))
         try:
-            with torch.set_grad_enabled(grad), compat.fake_context(self._fakes):
+            with torch.set_grad_enabled(grad), dynamo.fake_context(self._fakes):
                 known = {numbers[0]: torch.empty((), dtype=use.dtype)}
                 args = fx.map_arg(node.args, lambda n: known[n] if n in known else value(n))
                 result = use.run(_run, *args)
@@ -276,7 +281,7 @@ class Numbers:
         """Return a copy of the graph that takes the numbers as tensors; None if there are none."""
         if not self._uses and not self._results:
             return None
-        gm = compat.copied(self._gm)
+        gm = dynamo.copied(self._gm)
         copies = dict(zip(self._gm.graph.nodes, gm.graph.nodes, strict=True))
         positions = {n: p for p, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
         numbers = sorted(dict.fromkeys(use.number for use in self._uses.values()), key=_reads_float)
@@ -311,7 +316,7 @@ class Numbers:
 
     def _described(self, number: fx.Node, sources: Sequence[fx.Node]) -> HostNumber:
         dtypes = {use.dtype for use in self._uses.values() if use.number is number}
-        of = ", ".join([compat.source_name(source) or source.name for source in sources])
+        of = ", ".join([dynamo.source_name(source) or source.name for source in sources])
         if _dtype_of(number) is torch.int64:
             return HostNumber(int, torch.int64, math.inf, of)
         limit = min([torch.finfo(d).max for d in dtypes if d.is_floating_point], default=math.inf)
@@ -335,7 +340,7 @@ class Numbers:
         for node in self._gm.graph.nodes:
             if node in needed and node not in copies:
                 if self._is_size(node):
-                    copies[node] = compat.expression_nodes(value(node).node.expr, bound)
+                    copies[node] = dynamo.expression_nodes(value(node).node.expr, bound)
                 else:
                     copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple([copies[node] for node in wanted]))
@@ -367,9 +372,9 @@ class _Rewrite:
         else:
             with self._gm.graph.inserting_after(source):
                 taken = added = self._gm.graph.placeholder(f"{number.name}_as_tensor")
-            with compat.fake_context(self._fakes):
+            with dynamo.fake_context(self._fakes):
                 taken.meta["example_value"] = torch.empty((), dtype=described.dtype)
-            compat.set_source_name(taken, described.of)
+            dynamo.set_source_name(taken, described.of)
         taken.meta[NUMBER] = True
         self._tensors[number, described.dtype] = taken
         return added
@@ -410,7 +415,7 @@ class _Rewrite:
         marks = {} if like.op == "placeholder" else like.meta
         node.meta = {key: mark for key, mark in marks.items() if key != "example_value"}
         grad = any(tensor.requires_grad for tensor in tensors(value(like)))
-        with torch.set_grad_enabled(grad), compat.fake_context(self._fakes):
+        with torch.set_grad_enabled(grad), dynamo.fake_context(self._fakes):
             node.meta["example_value"] = run_on_fakes(self._gm, node)
         return node
 
@@ -435,7 +440,7 @@ def _name_of(node: fx.Node) -> tuple[str, bool]:
     if name[2:-2] in _COMPARES:  # torch 2.11 calls ``__eq__``
         name = name[2:-2]
     inplace = name.endswith("_")
-    if compat.is_python_operator(node.target) and name[1:] in _ARITHMETIC.split():
+    if torch_ops.is_python_operator(node.target) and name[1:] in _ARITHMETIC.split():
         name, inplace = name[1:], True
     name = name.rstrip("_")
     return _SAME.get(name, name), inplace
@@ -473,7 +478,7 @@ def _binary(node: fx.Node, number: fx.Node) -> _Use | None:
     if common in _REDUCED and not wide and name not in (*_ADDS, *_COMPARES):
         return None
     at = 1 if node.args[0] is number else 0  # position of the tensor
-    inverts = name == "div" and at == 1 and compat.is_python_operator(node.target)
+    inverts = name == "div" and at == 1 and torch_ops.is_python_operator(node.target)
     function = torch.mul if inverts else getattr(torch, name)
 
     def run(emit: Emit, one: Any, two: Any) -> Any:

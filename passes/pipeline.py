@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.errors import ConfigError
 from cgcompile.passes.aliases import resolve_aliases
@@ -23,6 +22,7 @@ from cgcompile.passes.normalize import bind_symbols, pull_items
 from cgcompile.passes.partition import cut
 from cgcompile.passes.split import SplitGraph
 from cgcompile.settings import checked, parse_passes, parse_switch, parsed
+from cgcompile.torch_compat import dynamo
 
 PIPELINE: Mapping[str, Callable[[Boundaries], Any]] = {
     "bind_symbols": lambda _: FunctionPass("bind_symbols", bind_symbols, "3"),
@@ -85,7 +85,7 @@ def split_graph(
     where = parsed("decode_attention", "split_graph", decode_attention, parse_switch)
     attention = ReplaceAttention(boundaries, where)
     if graph_passes or attention.concerns(gm):
-        gm = compat.copied(gm)  # Dynamo still owns its graph, and must not find it broken
+        gm = dynamo.copied(gm)  # Dynamo still owns its graph, and must not find it broken
     ours = {name: make(boundaries) for name, make in PIPELINE.items()}
     ours[attention.name] = attention
     on_graph = PassManager([*graph_passes, *ours.values()], dump_dir, disabled_passes)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.kernels.small_linear import DTYPES, ROWS, op, why_unsupported
 from cgcompile.passes.base import Fusions
 from cgcompile.passes.linears import CASTS, Linear, linear_of, only_user
@@ -36,6 +35,7 @@ from cgcompile.passes.nodes import (
     written_storages,
 )
 from cgcompile.passes.regions import nodes_in_regions
+from cgcompile.torch_compat import dynamo, torch_shapes
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}
 _WIDEST = 16384  # rows of a weight; above, cuBLAS is as fast
@@ -95,7 +95,7 @@ class _Fuser:
         self._gm, self._unsupported, self._fusions = gm, unsupported, fusions
         self._written = written_storages(gm)
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
-        autocast = bool(gm.graph.find_nodes(op="call_function", target=compat.ENTER_AUTOCAST))
+        autocast = bool(gm.graph.find_nodes(op="call_function", target=dynamo.ENTER_AUTOCAST))
         self._regions = set(self._order) if autocast else nodes_in_regions(gm)
 
     def why_not(self, linear: Linear) -> str | None:
@@ -295,7 +295,7 @@ def _most_rows(x: torch.Tensor) -> int | None:
     """Return the largest number of rows [..., K] that ``x`` can have, or None."""
     rows = 1
     for size in x.shape[:-1]:
-        most = compat.largest_size(size)
+        most = torch_shapes.largest_size(size)
         if most is None:
             return None
         rows *= most

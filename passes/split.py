@@ -14,13 +14,13 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import AttentionCGSupport, SplittingOp
 from cgcompile.counts import count
 from cgcompile.passes.base import Fusions, PassRecord, table
 from cgcompile.passes.nodes import SourceLine, tensors, value
 from cgcompile.passes.symbols import Symbols
 from cgcompile.reasons import Fallback
+from cgcompile.torch_compat import torch_ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,4 +259,4 @@ def split_data(split: SplitGraph) -> dict[str, Any]:
 
 def returned_names(split: SplitGraph) -> list[str]:
     """Return the name of each leaf of the result; '' for a leaf that is a constant."""
-    return [getattr(leaf, "name", "") for leaf in compat.tree_leaves(split.result)]
+    return [getattr(leaf, "name", "") for leaf in torch_ops.tree_leaves(split.result)]

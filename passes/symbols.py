@@ -20,9 +20,9 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.passes.nodes import bound_symbols, symbols_of, value
+from cgcompile.torch_compat import dynamo
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _INDEX = re.compile(r"\[(\d+)\]")
 
 def dotted_source(placeholder: fx.Node) -> str | None:
     """Return the dotted name of an input at the caller; None if the graph is not from Dynamo."""
-    source = compat.source_name(placeholder)
+    source = dynamo.source_name(placeholder)
     if source is None:
         return None
     text = re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
@@ -59,7 +59,7 @@ def identifier(text: str, taken: set[str]) -> str:
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "b8"}
 
 
-class Symbols(compat.Shapes):
+class Symbols(dynamo.Shapes):
     """The symbols of the inputs of one graph, in the order of the inputs."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -99,7 +99,7 @@ class Symbols(compat.Shapes):
 
     def storage(self, tensor: torch.Tensor) -> tuple[int, sympy.Expr]:
         """Return (key, bytes) of the storage behind a tensor; a view keeps all of it alive."""
-        key = compat.storage_key(tensor)
+        key = dynamo.storage_key(tensor)
         if key is None:
             return id(tensor), self.nbytes(tensor)
         return key, sympy.expand(self.number(tensor.untyped_storage().nbytes()))
@@ -162,7 +162,7 @@ class Symbols(compat.Shapes):
         if symbol is None:
             return
         lower, upper = self.bounds(symbol)
-        own_graph = () if compat.is_unbacked(symbol) else (0, 1)
+        own_graph = () if dynamo.is_unbacked(symbol) else (0, 1)
         for size in sizes:
             if size in own_graph:
                 continue

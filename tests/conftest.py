@@ -153,12 +153,12 @@ _WITH_DEBUG = ("graphs", "hazards", "serving")
 @pytest.fixture(autouse=True)
 def stale_results_raise(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set ``CGCOMPILE_DEBUG`` for a test, unless it is one of those that run without it."""
-    from cgcompile import torch_compat as compat
+    from cgcompile.torch_compat import raw_memory
 
     path, slow = request.path, request.node.get_closest_marker("slow")
     if path.parent.name not in _WITH_DEBUG or path.name == "test_table.py" or slow is not None:
         return
-    if compat.can_expire_storages():
+    if raw_memory.can_expire_storages():
         monkeypatch.setenv("CGCOMPILE_DEBUG", "1")
 
 

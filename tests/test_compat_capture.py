@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cgcompile import torch_compat as compat
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 
 class Ops(TorchDispatchMode):
@@ -20,7 +20,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("make", [compat.weak_tensor, compat.alias])
+@pytest.mark.parametrize("make", [raw_memory.weak_tensor, raw_memory.alias])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_equal_layout_and_no_kernel(make: Any, mode: Any, device: str) -> None:
     base = torch.randn(4, 6, dtype=torch.complex64, device=device)
@@ -46,8 +46,8 @@ def test_bits_are_cleared_and_set(mode: Any, device: str) -> None:
     assert negative.is_neg()
     for tensor in (base.conj(), base.conj().imag[1:, ::2], negative, negative.conj()[1:]):
         with mode():
-            memory = compat.physical(tensor)
-            again = compat.with_bits(memory, tensor.is_conj(), tensor.is_neg())
+            memory = raw_memory.physical(tensor)
+            again = raw_memory.with_bits(memory, tensor.is_conj(), tensor.is_neg())
         assert (memory.is_conj(), memory.is_neg()) == (False, False)
         assert (again.is_conj(), again.is_neg()) == (tensor.is_conj(), tensor.is_neg())
         assert again.dtype is memory.dtype is tensor.dtype
@@ -65,9 +65,9 @@ def test_the_function_behind_compiled_ones() -> None:
     def decorated(x: torch.Tensor) -> torch.Tensor:
         return compiled(x)
 
-    assert compat.compiled_from(compiled) is compat.compiled_from(decorated) is function
+    assert torch_ops.compiled_from(compiled) is torch_ops.compiled_from(decorated) is function
     for other in (function, functools.wraps(function)(lambda x: x), torch.compile(torch.nn.ReLU())):
-        assert compat.compiled_from(other) is None
+        assert torch_ops.compiled_from(other) is None
 
 
 class Calls(torch.nn.Module):
@@ -79,10 +79,10 @@ class Calls(torch.nn.Module):
 def test_modules_with_compiled_code() -> None:
     model = Calls()
     compiled = torch.compile(model, backend="eager")
-    assert compat.original_of(compiled) is model
-    assert compat.original_of(model) is compat.original_of(torch.relu) is None
-    assert not compat.holds_compiled_code(model)
-    assert compat.holds_compiled_code(torch.nn.Sequential(compiled))
-    assert compat.holds_compiled_code(Calls(torch.compile(torch.relu, backend="eager")))
+    assert torch_ops.original_of(compiled) is model
+    assert torch_ops.original_of(model) is torch_ops.original_of(torch.relu) is None
+    assert not torch_ops.holds_compiled_code(model)
+    assert torch_ops.holds_compiled_code(torch.nn.Sequential(compiled))
+    assert torch_ops.holds_compiled_code(Calls(torch.compile(torch.relu, backend="eager")))
     model.inner.compile(backend="eager")
-    assert compat.holds_compiled_code(model)
+    assert torch_ops.holds_compiled_code(model)

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from cgcompile import torch_compat as compat
+from cgcompile.torch_compat import torch_ops
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from cgcompile import torch_compat as compat
     ],
 )
 def test_a_lost_peer_is_told_from_wrong_use(error: Exception, lost: bool) -> None:
-    assert compat.is_lost_peer(error) is lost
+    assert torch_ops.is_lost_peer(error) is lost

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cgcompile
-from cgcompile import torch_compat as compat
+from cgcompile.torch_compat import presence
 from cgcompile.torch_compat.presence import (
     DOCUMENTED_NAMES,
     PRIVATE_ATTRIBUTES,
@@ -149,7 +149,7 @@ def test_fewer_names_are_private_than_before() -> None:
 def test_all_names_exist_in_a_tested_torch() -> None:
     if ".".join(torch.__version__.split(".")[:2]) not in TESTED:
         pytest.skip("this torch was not tested")
-    missing = [name for name, exists in compat.private_names().items() if not exists]
+    missing = [name for name, exists in presence.private_names().items() if not exists]
     cuda_alone = ("torch._C._cuda", "torch._C._CUDA")
     others = (
         "_host_emptyCache",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from cgcompile import torch_compat as compat
+from cgcompile.torch_compat import torch_ops
 
 Pair = namedtuple("Pair", "first second")
 x = torch.zeros(2)
@@ -35,13 +35,13 @@ TREES = {
 def test_same_as_torchs(tree: Any) -> None:
     """Leaves, their order, their paths and what is built around them."""
     leaves = _pytree.tree_leaves(tree)
-    assert list(map(id, compat.tree_leaves(tree))) == list(map(id, leaves))
+    assert list(map(id, torch_ops.tree_leaves(tree))) == list(map(id, leaves))
     seen: list[Any] = []
-    mapped = compat.tree_map(lambda leaf: (seen.append(leaf), id(leaf))[1], tree)
+    mapped = torch_ops.tree_map(lambda leaf: (seen.append(leaf), id(leaf))[1], tree)
     assert list(map(id, seen)) == list(map(id, leaves))
     theirs = _pytree.tree_map(id, tree)
     assert mapped == theirs
-    assert compat.tree_spec(mapped) == compat.tree_spec(theirs)
+    assert torch_ops.tree_spec(mapped) == torch_ops.tree_spec(theirs)
     paths = _pytree.tree_flatten_with_path(tree)[0]
-    assert [path for path, _ in compat.tree_paths(tree)] == [_pytree.keystr(p) for p, _ in paths]
-    assert compat.is_container(tree) is not _pytree.tree_is_leaf(tree)
+    assert [path for path, _ in torch_ops.tree_paths(tree)] == [_pytree.keystr(p) for p, _ in paths]
+    assert torch_ops.is_container(tree) is not _pytree.tree_is_leaf(tree)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.adapters.adapter import Adapter, Prepared
 from cgcompile.passes.numbers import HostNumber, HostNumbers, Numbers
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.weight_sets import picker
+from cgcompile.torch_compat import checkpoints, dynamo
 
 
 def adapt_numbers(
@@ -32,11 +32,11 @@ def adapt_numbers(
     """
     varying = Numbers(gm, floats)
     if folds:
-        compat.make_floats_constant(gm, but=varying.tensors)
+        dynamo.make_floats_constant(gm, but=varying.tensors)
     numbers = varying.taken()
     if numbers is None:
         return gm, []
-    original = compat.with_checkpoints(gm).forward
+    original = checkpoints.with_checkpoints(gm).forward
     return numbers.graph, [Adapter(_Computing(numbers).prepare, original)]
 
 

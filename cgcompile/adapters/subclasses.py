@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.adapters.adapter import Adapter, Prepared
 from cgcompile.graphs.eligibility import GRADIENTS
 from cgcompile.passes.nodes import is_symbolic_number
 from cgcompile.passes.subclasses import Input, Result, Unwrapped, unwrap_subclasses
 from cgcompile.reasons import Fallback, Reason
+from cgcompile.torch_compat import checkpoints, expressions, raw_memory, subclasses, torch_ops
 
 
 def adapt_subclasses(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Adapter]]:
@@ -24,7 +24,7 @@ def adapt_subclasses(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Adapter]]
     unwrapped = unwrap_subclasses(gm)
     if unwrapped is None:
         return gm, []
-    original = compat.with_checkpoints(gm).forward
+    original = checkpoints.with_checkpoints(gm).forward
     return unwrapped.graph, [Adapter(_Unwrapping(unwrapped).prepare, original)]
 
 
@@ -46,10 +46,10 @@ class _Unwrapping:
 
     def prepare(self, inputs: tuple[Any, ...]) -> Prepared | Fallback:
         """Return the plain tensors of a call, or why they do not stand for its inputs."""
-        if compat.has_tangent(inputs) or (torch.is_grad_enabled() and _require_grad(inputs)):
+        if torch_ops.has_tangent(inputs) or (torch.is_grad_enabled() and _require_grad(inputs)):
             return GRADIENTS  # the plain tensors were traced without them
         for position, spec in self._dropped:
-            if inputs[position] is not compat.real_object(spec.fake):
+            if inputs[position] is not subclasses.real_object(spec.fake):
                 return _other(spec)
         for position, spec in self._checked:
             assert spec.wrapper is not None
@@ -76,7 +76,7 @@ class _Unwrapping:
                     return _other(spec)
                 sizes = [None if is_symbolic_number(n) else int(n) for n in fake.shape]
                 layouts.append((sizes, list(tensor.stride())))
-        self._alike = compat.alike(parts, layouts)
+        self._alike = raw_memory.alike(parts, layouts)
         return None
 
     def _built(self, inputs: tuple[Any, ...], result: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -98,7 +98,7 @@ class _Unwrapping:
         if not is_symbolic_number(number):
             return int(number)
         numbers = {symbol: inputs[position] for symbol, position in self._symbols.items()}
-        return int(compat.evaluated(number.node.expr, numbers))
+        return int(expressions.evaluated(number.node.expr, numbers))
 
 
 def _require_grad(inputs: tuple[Any, ...]) -> bool:

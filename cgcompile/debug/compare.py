@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.debug.output import Result
 from cgcompile.debug.restore import copies
 from cgcompile.graphs.arena import comparable, numbers_as_bytes
@@ -22,6 +21,7 @@ from cgcompile.graphs.contract import is_plain_value, layout_text, same_value
 from cgcompile.graphs.reads import Slots
 from cgcompile.graphs.results import field_names, is_record
 from cgcompile.settings import require, require_whole
+from cgcompile.torch_compat import torch_ops
 
 _DEEPEST = 16  # objects in objects
 _CLOSED: tuple[type, ...] = (torch.Tensor, torch.nn.Module, type, ModuleType, Enum)
@@ -46,7 +46,7 @@ def named_values(value: Any, top: str = "") -> dict[str, Any]:
     its fields, as an :class:`Opened`.
     """
     result: dict[str, Any] = {}
-    for path, leaf in compat.tree_paths(value):
+    for path, leaf in torch_ops.tree_paths(value):
         _open(leaf, path or top, (), result)
     return result
 
@@ -62,7 +62,7 @@ def _open(leaf: Any, here: str, around: tuple[Any, ...], result: dict[str, Any])
         return
     inside: dict[str, Any] = {}
     for name, value in fields.items():
-        for path, inner in compat.tree_paths(value):
+        for path, inner in torch_ops.tree_paths(value):
             _open(inner, f"{here}.{name}{path}", (*around, leaf), inside)
     result[here] = Opened(leaf, tuple(sorted(fields)), tuple(inside))
     result |= inside
@@ -271,7 +271,7 @@ class InputSets:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the first call."""
-        return compat.tree_tensors(self.first)
+        return torch_ops.tree_tensors(self.first)
 
     def fill(self, number: int) -> Call:
         """Return the arguments of a call; the tensors of the first one are filled, if they fit."""
@@ -285,7 +285,7 @@ class InputSets:
         call = prepared(self._prepare)
         if _layouts(call) != _layouts(self.first):
             return call
-        for tensor, new in zip(self.tensors, compat.tree_tensors(call), strict=True):
+        for tensor, new in zip(self.tensors, torch_ops.tree_tensors(call), strict=True):
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(new)
         return self.first
@@ -326,7 +326,7 @@ def _layouts(call: Call) -> list[Any]:
     """Return a list that is equal for calls that differ in the numbers of tensors alone."""
     return [
         (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if torch.is_tensor(leaf) else leaf
-        for leaf in compat.tree_leaves(call)
+        for leaf in torch_ops.tree_leaves(call)
     ]
 
 
@@ -360,7 +360,7 @@ def _random_like(
 
 def rows_of(call: Call) -> int:
     """Return the rows of the batch: the first dimension of the first tensor that has one; or 0."""
-    return next((len(tensor) for tensor in compat.tree_tensors(call) if tensor.dim()), 0)
+    return next((len(tensor) for tensor in torch_ops.tree_tensors(call) if tensor.dim()), 0)
 
 
 def padded(call: Call, size: int, tails: str, generator: torch.Generator) -> Call:
@@ -378,5 +378,5 @@ def padded(call: Call, size: int, tails: str, generator: torch.Generator) -> Cal
             tail.fill_(float("nan"))
         return torch.cat([leaf.detach(), tail])
 
-    result: Call = compat.tree_map(pad, call)
+    result: Call = torch_ops.tree_map(pad, call)
     return result

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries
 from cgcompile.compile import CompiledModel, check_compilable
@@ -49,6 +48,7 @@ from cgcompile.graphs.wrapper import CUDAGraphWrapper, devices_of
 from cgcompile.reasons import EXPECTED, LAST_CALL, Reason
 from cgcompile.settings import checked, checked_but, require
 from cgcompile.source_lines import Line, came_by_us, is_users_file, line_at, raised_at
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 VERSION = 1  # of to_dict(); raised when a key goes or changes its meaning
 _ENCODER_FIX = (
@@ -270,7 +270,7 @@ _CPU = torch.device("cpu")
 
 def _leaves(call: Call) -> list[tuple[str, Any]]:
     """Return (path such as ``input 0['mask']``, leaf) of the arguments, containers opened."""
-    arguments = [(top, compat.tree_paths(tree)) for top, tree in named_arguments(*call)]
+    arguments = [(top, torch_ops.tree_paths(tree)) for top, tree in named_arguments(*call)]
     return [(top + path, leaf) for top, paths in arguments for path, leaf in paths]
 
 
@@ -386,7 +386,7 @@ class _Examination:
                 self._add("gradients", due[0][0], f"{text}: steps run without graphs")
 
     def _examine_tensor(self, path: str, leaf: torch.Tensor) -> None:
-        if not compat.is_plain_tensor(leaf):
+        if not raw_memory.is_plain_tensor(leaf):
             kind = with_article(type(leaf).__name__)
             text = f"it is {kind} of layout {leaf.layout}, which no graph takes"
             self._add("unsupported_input", path, text)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.pieces.cache import Store, cache_folder
 from cgcompile.settings import ENV_PREFIX
+from cgcompile.torch_compat import inductor_code, presence
 from cgcompile.version import __version__
 
 
@@ -23,7 +23,7 @@ def environment() -> dict[str, dict[str, Any]]:
     names = sorted(name for name in os.environ if name.startswith(ENV_PREFIX))
     return {
         "versions": versions(),
-        "private": dict(compat.private_names()),
+        "private": dict(presence.private_names()),
         "cache": {
             "folder": None if folder is None else str(folder),
             "entries": len(entries),
@@ -56,7 +56,7 @@ def setting_meanings() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of cgcompile, torch, Python and the driver, and the machine."""
-    result = {"cgcompile": __version__, **compat.versions()}
+    result = {"cgcompile": __version__, **inductor_code.versions()}
     result["python"] = platform.python_version()
     result["system"] = platform.platform()
     result["driver"], result["gpu"] = "none", "none"

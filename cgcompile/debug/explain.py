@@ -16,7 +16,6 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.compile import CompiledModel, check_compilable
@@ -47,6 +46,7 @@ from cgcompile.runtime.dispatch import auto_mode
 from cgcompile.runtime.inputs import full_support, why_never
 from cgcompile.serving.plan import resolve_mode
 from cgcompile.settings import checked, checked_but, sizes_given
+from cgcompile.torch_compat import dynamo, torch_ops, torch_tracing
 from cgcompile.tracing.preview import Preview
 from cgcompile.tracing.trace_cache import SHAPES, Rules
 
@@ -445,7 +445,7 @@ def _reads_data(node: fx.Node) -> bool:
 
 
 def _unbacked(node: fx.Node) -> set[sympy.Symbol]:
-    return {symbol for symbol in symbols_of(value(node)) if compat.is_unbacked(symbol)}
+    return {symbol for symbol in symbols_of(value(node)) if dynamo.is_unbacked(symbol)}
 
 
 def _mode_report(
@@ -575,7 +575,7 @@ def _split_of(
         return None, (), _untraced(config)
     try:
         split = preview.trace(*call, partial(_split, config))
-    except compat.CannotTrace as error:
+    except torch_tracing.CannotTrace as error:
         line = None if error.line is None else SourceLine(*error.line)
         fix = _RAISES_FIX if error.model_raises else _FIX
         graph_break = GraphBreak("cgcompile.compile", error.what, error.hints, line, fix)
@@ -599,7 +599,7 @@ def _traced_as(
             name="dynamic_shapes", where="explain", value=shapes, expected=f"one of {SHAPES}"
         )
     rules = Rules() if shapes is None else Rules(shapes=shapes)
-    original = compat.original_of(model)
+    original = torch_ops.original_of(model)
     if isinstance(model, CompiledModel):
         own_dims, own_rules = model.trace_arguments
         rules = own_rules if shapes is None else rules
@@ -634,7 +634,7 @@ def _with_weights(
         else set()
     )
     meta = next((device for device in weights if device.type == "meta"), None)
-    on_meta = any(tensor.is_meta for tensor in compat.tree_tensors((args, kwargs)))
+    on_meta = any(tensor.is_meta for tensor in torch_ops.tree_tensors((args, kwargs)))
     if not weights or (meta is not None and on_meta):
         return args, kwargs
     replaced = "meta" if meta is None else "cpu"
@@ -642,10 +642,10 @@ def _with_weights(
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == replaced:
-            return compat.without_memory(leaf, target)
+            return torch_tracing.without_memory(leaf, target)
         return leaf
 
-    return compat.tree_map(move, args), compat.tree_map(move, kwargs)
+    return torch_ops.tree_map(move, args), torch_ops.tree_map(move, kwargs)
 
 
 def _untraced(config: CompilationConfig) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import target_name
 from cgcompile.config import CUDAGraphMode
 from cgcompile.context import callers_context
@@ -31,6 +30,7 @@ from cgcompile.runtime.compiled_graph import ReplayOverride
 from cgcompile.runtime.program import Program
 from cgcompile.runtime.recording import Recording
 from cgcompile.runtime.rows import mutated_inputs
+from cgcompile.torch_compat import torch_ops
 
 After = Callable[[Piece, Mapping[str, Any]], None]
 """Called with a piece and what it left, not copied: its outputs and the inputs that it writes."""
@@ -114,7 +114,7 @@ class _MixedRun:
 
     def _disturb(self, results: Mapping[str, Any], real: int | None) -> None:
         """Fill the padding rows of what a piece made with random numbers; not memory of inputs."""
-        known = {address(tensor) for tensor in compat.tree_tensors(list(self.inputs))}
+        known = {address(tensor) for tensor in torch_ops.tree_tensors(list(self.inputs))}
         rows = self.recording.batch.descriptor.num_tokens
         with_rows = self.program.rows.of_batch(rows, self.inputs) or frozenset()
         for name in with_rows.intersection(results):
@@ -414,9 +414,9 @@ class Nodes(fx.Interpreter):
         """Run a node, and copy what it leaves."""
         value = super().run_node(node)
         if node.op not in ("placeholder", "output") and not is_allocation(node):
-            left = dict(compat.tree_paths(value))
+            left = dict(torch_ops.tree_paths(value))
             for number, target in enumerate(written(self._piece, node)):
-                paths = compat.tree_paths(self.env[target])
+                paths = torch_ops.tree_paths(self.env[target])
                 left |= {f"written {number}{path}": leaf for path, leaf in paths}
             self.made[node] = copies(left)
         return value

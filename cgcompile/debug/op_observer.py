@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.context import (
     eager_region_is_open,
@@ -37,6 +36,7 @@ from cgcompile.passes.capturable import takes_python_data, why_no_collective, wh
 from cgcompile.passes.nodes import short_name
 from cgcompile.reasons import Reason
 from cgcompile.source_lines import Line, is_users_file, running_line
+from cgcompile.torch_compat import torch_ops
 
 _CPU = torch.device("cpu")
 
@@ -203,14 +203,14 @@ def resembles(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         return None
     name, targets = short_name(func), write_targets(func, args, kwargs)
     is_cache = _CACHE.search(name) is not None
-    returns = not compat.returns_nothing(func) or re.search(
+    returns = not torch_ops.returns_nothing(func) or re.search(
         r"out(put)?\b|decode|prefill", str(func)
     )
     if _ATTENTION.search(name) and (returns or not is_cache):
         return "unregistered_attention", "its name is that of attention"
     if is_cache and targets:
         return "cache_write", "it writes a cache"
-    if _has_heads(compat.tree_tensors((args, kwargs)), targets):
+    if _has_heads(torch_ops.tree_tensors((args, kwargs)), targets):
         return "unregistered_attention", "it takes queries, keys and values, and writes one"
     return None
 
@@ -244,7 +244,7 @@ class PythonCalls:
         self.sees = False
         self._notes = notes
         self._streams = streams
-        self._compiled = _code(compat.code_of_compiled_functions())
+        self._compiled = _code(torch_ops.code_of_compiled_functions())
         self._uncompiled: list[AbstractContextManager[Any]] = []  # around each that runs
         self._break = _code(None)
         self._on_call: dict[CodeType, Callable[[FrameType], None]] = {
@@ -312,7 +312,7 @@ class PythonCalls:
         self._notes.here("side_stream", "torch.cuda.stream", text, "note")
 
     def _enter_compiled(self, frame: FrameType) -> None:
-        self._uncompiled.append(compat.uncompiled())
+        self._uncompiled.append(torch_ops.uncompiled())
         self._uncompiled[-1].__enter__()
 
     def _mute(self, by: int) -> None:
@@ -408,7 +408,7 @@ class Watch(OpRules):
                 stack.enter_context(_Functions(self))
                 stack.enter_context(self._calls)
                 if not self._calls.sees:  # compiled functions come
-                    stack.enter_context(compat.uncompiled())
+                    stack.enter_context(torch_ops.uncompiled())
                 if self.notes.way is Way.UNTRACED:
                     stack.enter_context(foreign_breaks(self.notes))
                 yield
@@ -422,12 +422,12 @@ class Watch(OpRules):
     # -------------------------------------------------------------- one op
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = compat.tree_tensors((args, kwargs))
+        inputs = torch_ops.tree_tensors((args, kwargs))
         self.snapshot.before_call(func, args, kwargs)
         boundary = self.is_boundary(func)
         if not boundary and self.notes.listens:
             self._before(func, args, kwargs, inputs)
-        kernel = compat.python_kernel(func, self.device.type)
+        kernel = torch_ops.python_kernel(func, self.device.type)
         with self.notes.pause() if boundary else nullcontext():
             if kernel is None:
                 output = func(*args, **kwargs)
@@ -436,12 +436,12 @@ class Watch(OpRules):
                     output = kernel(*args, **kwargs)
         allocated = self.snapshot.after_call(output, inputs)
         if self.device == _CPU:
-            lifted = compat.op_names(func)[-1].startswith("aten::lift_fresh")
+            lifted = torch_ops.op_names(func)[-1].startswith("aten::lift_fresh")
             if lifted and not output.dim():
                 allocated = {address(output)}
             self.mark(allocated, lifted or self.are_numbers(inputs))
         elif not boundary and self.notes.listens:
-            self._after(func, inputs, compat.tree_tensors(output))
+            self._after(func, inputs, torch_ops.tree_tensors(output))
         return output
 
     def is_number(self, tensor: torch.Tensor) -> bool:
@@ -463,7 +463,7 @@ class Watch(OpRules):
         alike = resembles(func, args, kwargs)
         if alike is not None:
             text = f"{alike[1]}, and it is no splitting op; a graph repeats this step"
-            notes.here(alike[0], compat.op_names(func)[-1], text)
+            notes.here(alike[0], torch_ops.op_names(func)[-1], text)
         error = self.refusal(func, args, kwargs)
         kind = "" if error is None else kind_of(error)
         here = all(tensor.device == self.device for tensor in inputs)
@@ -472,7 +472,7 @@ class Watch(OpRules):
         if error is not None and judged:
             severity = self.severity_of_data() if kind == "device_copy" else None
             notes.here(kind, error.op, str(error).partition("\n")[0], severity)
-        elif compat.draws_random(func) and not _is_off(func, args):
+        elif torch_ops.draws_random(func) and not _is_off(func, args):
             notes.here("random", name, "it draws random numbers")
         why = why_no_collective(func, (*args, *kwargs.values()), self.device.type)
         if why is not None:
@@ -515,7 +515,7 @@ class _Functions(TorchFunctionMode):
         if not self._notes.listens:
             return func(*args, **kwargs)
         name, first = getattr(func, "__name__", ""), args[0] if args else None
-        transform = compat.functorch_transform()
+        transform = torch_ops.functorch_transform()
         if transform is not None:
             text = f"{name} runs inside of {transform}"
             self._notes.here("functorch", f"torch.func {transform}", text)

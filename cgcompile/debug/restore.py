@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.graphs.arena import address, storage_bytes
 from cgcompile.graphs.contract import named_arguments
 from cgcompile.graphs.fields import Fields, Item
 from cgcompile.graphs.host_rules import write_targets
 from cgcompile.graphs.transparent import Transparent
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 
 class State:
@@ -34,7 +34,7 @@ class State:
         for number, call in enumerate(calls):
             roots |= {"second " * number + name: value for name, value in named_arguments(*call)}
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (tensor, its alias)
-        with compat.outside_inference_mode(), torch.no_grad():
+        with raw_memory.outside_inference_mode(), torch.no_grad():
             self._fields = Fields(roots, longest=sys.maxsize)
             self.values = {item.path: item for item in self._fields.items()}
             leaves = [item.value for item in self.values.values()]
@@ -78,7 +78,7 @@ class State:
         for module in [owner for owner in owners.values() if isinstance(owner, torch.nn.Module)]:
             for name, part in list(module.__dict__.items()):
                 wrapped = isinstance(part, Transparent)
-                original = part.unwrap() if wrapped else compat.compiled_from(part)
+                original = part.unwrap() if wrapped else torch_ops.compiled_from(part)
                 if original is not None:
                     module.__dict__[name] = original
 
@@ -115,14 +115,16 @@ class Snapshot:
         generator = kwargs.get("generator")
         if isinstance(generator, torch.Generator):
             self._generators.setdefault(id(generator), (generator, generator.get_state()))
-        opaque = compat.compiled_region(func, args) is not None  # its writes are not declared
-        inputs = compat.tree_tensors((args, kwargs))
+        opaque = torch_ops.compiled_region(func, args) is not None  # its writes are not declared
+        inputs = torch_ops.tree_tensors((args, kwargs))
         self.before_write(inputs if opaque else write_targets(func, args, kwargs))
 
     def after_call(self, results: Any, arguments: Any) -> set[int]:
         """Note the memory that an op allocated for its results, and return its addresses."""
-        old = {address(tensor) for tensor in _dense(compat.tree_tensors(arguments))} | self._known
-        new = {address(tensor) for tensor in _dense(compat.tree_tensors(results))}
+        old = {
+            address(tensor) for tensor in _dense(torch_ops.tree_tensors(arguments))
+        } | self._known
+        new = {address(tensor) for tensor in _dense(torch_ops.tree_tensors(results))}
         self._allocated |= new - old
         return new - old
 
@@ -165,19 +167,19 @@ class Snapshot:
 def _dense(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield dense tensors, and those inside tensor subclasses; others have no single storage."""
     for tensor in tensors:
-        if compat.is_plain_tensor(tensor):
+        if raw_memory.is_plain_tensor(tensor):
             yield tensor
         elif hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
             inner = [getattr(tensor, name) for name in names]
-            yield from _dense(compat.tree_tensors(inner))  # a DTensor wraps a mesh as well
+            yield from _dense(torch_ops.tree_tensors(inner))  # a DTensor wraps a mesh as well
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.data_ptr()
 
 
-class WriteObserver(compat.DispatchMode):
+class WriteObserver(torch_ops.DispatchMode):
     """Fill a snapshot before each op of this thread that writes."""
 
     def __init__(self, snapshot: Snapshot) -> None:

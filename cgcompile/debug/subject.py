@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.compile import CompiledModel, check_compilable, compile
 from cgcompile.config import CompilationConfig, CompilationMode
@@ -27,6 +26,7 @@ from cgcompile.pieces.size_ranges import fusion_texts
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph, ReplayOverride
 from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.torch_compat import dynamo, torch_ops
 from cgcompile.tracing.dynamic_dims import bind_arguments
 
 
@@ -81,7 +81,7 @@ class Subject:
         uncompiled |= config.mode is CompilationMode.NONE or self.wrapper is not None
         own |= config.decode_attention is True  # on a CPU by ops of torch
         changed = bool(config.graph_passes or config.piece_passes or own)
-        tensors = [*compat.tree_tensors(call), *self.buffers]
+        tensors = [*torch_ops.tree_tensors(call), *self.buffers]
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         return Tolerance(uncompiled and not changed and on_cpu, rtol, atol)
 
@@ -98,7 +98,7 @@ class Subject:
         """Return copies of what a call returns and writes; everything is restored after it."""
         args, kwargs = call
         self._find_written(call)
-        with restored_after([*compat.tree_tensors(call), *self.kept]), torch.no_grad():
+        with restored_after([*torch_ops.tree_tensors(call), *self.kept]), torch.no_grad():
             result = named_values(run(*args, **kwargs), "result")
             return copies({**result, **self.memory(call)})
 
@@ -111,13 +111,13 @@ class Subject:
                 state.uncompile()
                 self.original(*args, **kwargs)
                 written = state.written(snapshot).items()
-            known = {id(tensor) for tensor in (*self.buffers, *compat.tree_tensors(call))}
+            known = {id(tensor) for tensor in (*self.buffers, *torch_ops.tree_tensors(call))}
             self._written = {path: tensor for path, tensor in written if id(tensor) not in known}
         return self._written
 
     def memory(self, call: Call) -> dict[str, torch.Tensor]:
         """Return the tensors that a call may write."""
-        left = {f"input {path}": leaf for path, leaf in compat.tree_paths(call)}
+        left = {f"input {path}": leaf for path, leaf in torch_ops.tree_paths(call)}
         left |= {f"buffer {index}": buffer for index, buffer in enumerate(self.buffers)}
         tensors = {name: v for name, v in left.items() if isinstance(v, torch.Tensor)}
         return tensors | self._find_written(call)
@@ -162,7 +162,7 @@ def not_compiled(counters: Counters, has_graphs: bool = False) -> str:
     if Reason.NOT_COMPILED in counters.degraded:
         return counters.details[Reason.NOT_COMPILED]
     # Code that is compiled no more since a backend, or a handle, before this one.
-    others = [] if counters.calls or has_graphs else compat.given_up()
+    others = [] if counters.calls or has_graphs else dynamo.given_up()
     names = "; of ".join(dict.fromkeys(others))
     return names and f"in this process, for any model, Dynamo compiled nothing of {names}"
 
@@ -199,9 +199,9 @@ def observed(handle: Backend | None, observer: Callable[[int], ReplayOverride]) 
 def original_of(model: Any) -> Any:
     """Return the eager model behind what was compiled or wrapped."""
     while True:
-        inner = compat.original_of(model)
+        inner = torch_ops.original_of(model)
         if inner is None:
-            inner = compat.compiled_from(model)
+            inner = torch_ops.compiled_from(model)
         if inner is None and isinstance(model, (CompiledModel, CUDAGraphWrapper)):
             inner = model.unwrap()
         if inner is None:

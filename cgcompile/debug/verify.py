@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.boundaries import SplittingOp, target_name
 from cgcompile.config import CompilationConfig, CUDAGraphMode
@@ -61,6 +60,7 @@ from cgcompile.reasons import Reason
 from cgcompile.serving.batch import Batch
 from cgcompile.serving.manager import CudaGraphManager
 from cgcompile.settings import checked_but, require, sizes_given
+from cgcompile.torch_compat import torch_ops
 
 TAILS = ("random", "nan")
 
@@ -415,7 +415,7 @@ def find_break(
     if entry is None:
         return Difference(detail="no graph serves the step")
     try:
-        with torch.no_grad(), restored_after([*compat.tree_tensors(call), *kept]):
+        with torch.no_grad(), restored_after([*torch_ops.tree_tensors(call), *kept]):
             entry.check(*call, wrapper.name)
             plain, result = _run_plain(wrapper, call, kept)
             replayed: list[dict[str, Any]] = []
@@ -443,8 +443,8 @@ def _run_plain(
     """Run a step plain; return the arguments of its breaks, and its result; restore the state."""
     model = wrapper.unwrap()
     state, breaks = State(model, call), _PlainBreaks(wrapper)
-    unseen = state.tensors if compat.holds_compiled_code(model) else kept
-    with restored_after([*compat.tree_tensors(call), *unseen], state=state):
+    unseen = state.tensors if torch_ops.holds_compiled_code(model) else kept
+    with restored_after([*torch_ops.tree_tensors(call), *unseen], state=state):
         return breaks.arguments, copied(breaks.run(*call))
 
 
@@ -482,7 +482,7 @@ class _PlainBreaks(Breaker):
             stack.enter_context(capture_lock(f"verify {self.name}", self))
             stack.enter_context(wrapper.pool.device.around())
             if below:
-                stack.enter_context(compat.below_autograd())
+                stack.enter_context(torch_ops.below_autograd())
             self._mode = mode
             mode.switch_on()
             stack.callback(mode.switch_off)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.graphs import GraphInputs
 from cgcompile.encoder.lifting import HostTrace, LiftedRun, Site
@@ -32,6 +31,7 @@ from cgcompile.encoder.protocol import (
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.reads import modules_of
 from cgcompile.settings import require, require_arguments
+from cgcompile.torch_compat import torch_ops
 
 ITEMS, CONSTANT, OFFSETS, TABLE = "items", "constant", "offsets", "table"
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2}
@@ -264,11 +264,11 @@ def rows_of_results(
     alone: Sequence[Any], together: Sequence[Any], orders: Sequence[Sequence[int]]
 ) -> tuple[int, list[int]]:
     """Return how many dimensions behind the first are of rows too, and the rows of each item."""
-    leaves = [leaf for tree in (alone[0], together[0]) for leaf in compat.tree_leaves(tree)]
+    leaves = [leaf for tree in (alone[0], together[0]) for leaf in torch_ops.tree_leaves(tree)]
     if not all(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
         raise EncoderError.derive_output(found=[type(leaf).__name__ for leaf in leaves])
     for depth in reversed(range(max(leaf.dim() for leaf in leaves))):
-        trees = [compat.tree_leaves(tree) for tree in (*alone, *together)]
+        trees = [torch_ops.tree_leaves(tree) for tree in (*alone, *together)]
         counts = [{len(_flattened(leaf, depth)) for leaf in tree} for tree in trees]
         if all(len(lengths) == 1 for lengths in counts):
             rows = [lengths.pop() for lengths in counts]
@@ -394,7 +394,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             except (TypeError, ValueError) as error:
                 text = f"{type(output).__name__}, on which output= failed: {error}"
                 raise EncoderError.derive_output(found=text) from error
-        leaves = compat.tree_leaves(output)
+        leaves = torch_ops.tree_leaves(output)
         if len(leaves) != 1 or not isinstance(leaves[0], torch.Tensor):
             names = output if isinstance(output, Mapping) else [type(leaf) for leaf in leaves]
             raise EncoderError.derive_output(found=", ".join(map(str, names)))
@@ -402,7 +402,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
 
     def _flat(self, output: Any) -> Any:
         """Return the result as tensors [tokens, ...]."""
-        return compat.tree_map(lambda leaf: _flattened(leaf, self._depth), self._result(output))
+        return torch_ops.tree_map(lambda leaf: _flattened(leaf, self._depth), self._result(output))
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], **_: Any) -> Any:
         return self._flat(self.tower(**self._inputs.constants, **self._moved(mm_kwargs)))
@@ -426,7 +426,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         self._ratio = Fraction(tokens[0], rows[0])
         if self._sizes(rows)[TOKENS] != tokens:
             raise EncoderError.derive_ratio(rows=rows, tokens=tokens)
-        self._columns = compat.tree_leaves(results[0])[0].shape[-1]
+        self._columns = torch_ops.tree_leaves(results[0])[0].shape[-1]
         self._range = (min(tokens), _MOST * max(tokens))
         if self._fixed:
             return
@@ -556,11 +556,11 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
             for number in (first, first ^ 1) if position else ():
                 other = call | _with_other_numbers(self._rows(call), number)
                 with suppress(Exception):  # the tower may refuse such numbers
-                    results = compat.tree_leaves(self.encoder_eager_forward(other))
+                    results = torch_ops.tree_leaves(self.encoder_eager_forward(other))
                     if all(bool(leaf.isfinite().all()) for leaf in results):
                         break
             else:
-                other, results = call, compat.tree_leaves(self.encoder_eager_forward(call))
+                other, results = call, torch_ops.tree_leaves(self.encoder_eager_forward(call))
             varied.append(other)
             expected.append(results)
         return varied, expected
@@ -576,7 +576,7 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
         budget, call = size[0], self._inputs.joined(calls)
         inputs = GraphInputs(self._config, self._buffers(*size), budget)
         inputs.write(self.prepare_encoder_cudagraph_replay_buffers(call, size[1], 0), poison=True)
-        results = compat.tree_leaves(self.encoder_cudagraph_forward(dict(inputs.values)))
+        results = torch_ops.tree_leaves(self.encoder_cudagraph_forward(dict(inputs.values)))
         worst = max(map(_difference, results, zip(*expected, strict=True)))
         if not worst <= self._tolerance:
             tail, most = (

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
@@ -59,6 +58,7 @@ from cgcompile.ladders import rank_sizes
 from cgcompile.reasons import Reason
 from cgcompile.settings import require_arguments, require_kind
 from cgcompile.source_lines import raised_at
+from cgcompile.torch_compat import torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -506,7 +506,7 @@ class EncoderGraphs:
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """Return the device's context around compiled code, which the host recorder cannot see."""
-        if self.pool is None or not any(map(compat.holds_compiled_code, self._modules)):
+        if self.pool is None or not any(map(torch_ops.holds_compiled_code, self._modules)):
             return nullcontext()
         return self.pool.device.around()
 
@@ -523,7 +523,7 @@ class EncoderGraphs:
                 path = on_path(key.path)
                 text = _NOTE.format(budget=key.budget, path=path, buffers=buffers)
                 text += self._other_dtypes()
-                compat.add_note(error, text)
+                torch_ops.add_note(error, text)
             raise
 
     def _other_dtypes(self) -> str:
@@ -596,7 +596,7 @@ class EncoderGraphs:
             self.pool.poison()
         for name in self.inputs(key).write(buffers, poison=settings.poison):
             self.kept_keys[name] = self.kept_keys.get(name, 0) + 1
-        return compat.tree_map(lambda leaf: leaf[:rows].clone(), self.run(key))
+        return torch_ops.tree_map(lambda leaf: leaf[:rows].clone(), self.run(key))
 
     def eager(self, path: str, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Any:
         """Run items without a graph: [output tokens, ...]."""
@@ -636,11 +636,11 @@ class EncoderGraphs:
         if path not in self._empty:  # nothing has run yet
             key, sample = self._sample(path)
             self._keep_empty(path, self._forward(key, sample.values))
-        return compat.tree_map(torch.clone, self._empty[path])
+        return torch_ops.tree_map(torch.clone, self._empty[path])
 
     def _keep_empty(self, path: str, result: Any) -> None:
         if path not in self._empty:
-            self._empty[path] = compat.tree_map(
+            self._empty[path] = torch_ops.tree_map(
                 lambda leaf: leaf.new_empty((0, *leaf.shape[1:])), result
             )
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cgcompile import torch_compat as compat
 from cgcompile.encoder.errors import EncoderError
 from cgcompile.graphs.host_rules import host_values
 from cgcompile.graphs.reads import modules_of
+from cgcompile.torch_compat import torch_ops
 
 _READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
 _COMPARED = (bool, int, float, complex, str, torch.dtype, type(None))
@@ -71,7 +71,7 @@ class LiftedRun(TorchFunctionMode):
         self._buffers, self._bounds = buffers, bounds or {}
         self._filled = bool(trace.results or trace.calls)
         # Strong references, so that no other tensor gets the id of a host value.
-        self._hosts = {id(leaf): leaf for leaf in compat.tree_tensors(trace.inputs)}
+        self._hosts = {id(leaf): leaf for leaf in torch_ops.tree_tensors(trace.inputs)}
         self._inputs = {id(value) for value in trace.inputs.values()}
         self._lifted: dict[int, torch.Tensor] = {}
         self._numbers: dict[int, str] = {}  # which host value it is, by id of a buffer
@@ -98,7 +98,7 @@ class LiftedRun(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", type(func).__name__)
         if self._off or self._hooking or (name == "__get__" and id(args[0]) not in self._hosts):
             return func(*args, **kwargs)
-        leaves = compat.tree_leaves((args, kwargs))
+        leaves = torch_ops.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         hosts = [tensor for tensor in tensors if id(tensor) in self._hosts]
         module, inside = self._modules[-1]
@@ -108,8 +108,8 @@ class LiftedRun(TorchFunctionMode):
         if name in _READS:
             raise EncoderError.derive_read(where=where, found=list(tensors[0].shape))
         if hosts or slice in map(type, leaves):
-            args, kwargs = compat.tree_map(partial(self._on_device, where), (args, kwargs))
-            leaves = compat.tree_leaves((args, kwargs))
+            args, kwargs = torch_ops.tree_map(partial(self._on_device, where), (args, kwargs))
+            leaves = torch_ops.tree_leaves((args, kwargs))
         self._called(where, leaves)
         return func(*args, **kwargs)
 
@@ -125,7 +125,7 @@ class LiftedRun(TorchFunctionMode):
             result = run()
             self._trace.results.append((name, result))
         self._ops += 1
-        for tensor in compat.tree_tensors(result):
+        for tensor in torch_ops.tree_tensors(result):
             self._hosts[id(tensor)] = tensor
         return result
 
@@ -175,7 +175,7 @@ class LiftedRun(TorchFunctionMode):
         if inside or reads or not self._lifts:
             return None
         names = {id(value): key for key, value in kwargs.items()}
-        index = iter(range(len(compat.tree_leaves((args, kwargs)))))
+        index = iter(range(len(torch_ops.tree_leaves((args, kwargs)))))
 
         def replaced(leaf: Any) -> Any:
             bound = self._bounds.get((self._calls, next(index)))
@@ -184,10 +184,10 @@ class LiftedRun(TorchFunctionMode):
 
         self._hooking = True
         try:
-            arguments = compat.tree_map(replaced, (args, kwargs))
+            arguments = torch_ops.tree_map(replaced, (args, kwargs))
             if not self._filled:
                 self._trace.modules.add(self._calls)
-            self._called(name, compat.tree_leaves(arguments))
+            self._called(name, torch_ops.tree_leaves(arguments))
         finally:
             self._hooking = False
         # The mode stays on the stack, where modes of the tower may be above it.

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.counts import count
 from cgcompile.encoder.budgets import TokenBudgets, checked_number, resolve_limits
@@ -42,6 +41,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Counters, Reason
 from cgcompile.settings import checked_but, is_flag, require
+from cgcompile.torch_compat import torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -399,7 +399,7 @@ class EncoderCalls:
             batch_mm_kwargs=mm_kwargs,
         )
         if self._model.splits_results and items and items[0] in dest:
-            leaves = compat.tree_leaves(dest[items[0]])
+            leaves = torch_ops.tree_leaves(dest[items[0]])
             tables = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
             if tables:
                 check_columns(tables, self._config.out_hidden_size, "postprocess_encoder_output")

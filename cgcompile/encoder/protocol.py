@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.encoder.errors import EncoderError
 from cgcompile.errors import ConfigError
 from cgcompile.settings import is_whole, require, require_fields, require_items, require_kind, whole
+from cgcompile.torch_compat import torch_ops
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"  # paths
 VIDEO = "video"
@@ -554,7 +554,7 @@ class SupportsEncoderCudaGraph(Protocol):
         by_path = [_split_rows(tree, counts[path]) for path, tree in parts.items()]
         for index, *trees in zip(indices, *by_path, strict=True):
             joined = _joined_rows(trees)
-            dest[index] = compat.tree_map(torch.clone, joined) if clone else joined
+            dest[index] = torch_ops.tree_map(torch.clone, joined) if clone else joined
 
 
 def _split_rows(tree: Any, counts: Sequence[int]) -> list[Any]:
@@ -562,19 +562,19 @@ def _split_rows(tree: Any, counts: Sequence[int]) -> list[Any]:
     total = sum(counts)
     if isinstance(tree, torch.Tensor):
         return list(torch.split(tree[:total], list(counts)))
-    leaves, spec = compat.tree_leaves(tree), compat.tree_spec(tree)
+    leaves, spec = torch_ops.tree_leaves(tree), torch_ops.tree_spec(tree)
     parts = [torch.split(leaf[:total], list(counts)) for leaf in leaves]
-    return [compat.tree_unflatten(list(mine), spec) for mine in zip(*parts, strict=True)]
+    return [torch_ops.tree_unflatten(list(mine), spec) for mine in zip(*parts, strict=True)]
 
 
 def _joined_rows(trees: Sequence[Any]) -> Any:
     """Concatenate results along the rows; a single one is returned without a copy."""
-    kept = [tree for tree in trees if any(len(leaf) for leaf in compat.tree_leaves(tree))]
+    kept = [tree for tree in trees if any(len(leaf) for leaf in torch_ops.tree_leaves(tree))]
     if len(kept) < 2:
         return [*kept, *trees][0]
-    columns = zip(*map(compat.tree_leaves, kept), strict=True)
-    spec = compat.tree_spec(kept[0])
-    return compat.tree_unflatten([torch.cat(column) for column in columns], spec)
+    columns = zip(*map(torch_ops.tree_leaves, kept), strict=True)
+    spec = torch_ops.tree_spec(kept[0])
+    return torch_ops.tree_unflatten([torch.cat(column) for column in columns], spec)
 
 
 # ---------------------------------------------------------------- what managers check and call
@@ -584,7 +584,7 @@ def check_rows(
     tree: Any, least: int, columns: int | None, method: str, exactly: bool = False
 ) -> None:
     """Raise unless all tensors of a result have enough rows, and one has ``columns`` columns."""
-    leaves = compat.tree_leaves(tree)
+    leaves = torch_ops.tree_leaves(tree)
     for leaf in leaves or [None]:
         fits = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
         if fits and (len(leaf) == least if exactly else len(leaf) >= least):

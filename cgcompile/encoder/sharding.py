@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cgcompile import torch_compat as compat
 from cgcompile.encoder.errors import EncoderShardError
 from cgcompile.settings import checked, require_whole
+from cgcompile.torch_compat import torch_ops
 
 MOST_RANKS = 2**16
 
@@ -162,8 +162,8 @@ class Sharder:
         """
         if self._like is None:
             self._like = self._agreed_structure(own, like)
-        columns = list(map(compat.tree_leaves, own))
-        templates = compat.tree_leaves(self._like)
+        columns = list(map(torch_ops.tree_leaves, own))
+        templates = torch_ops.tree_leaves(self._like)
         if rows is None:
             ranks = self._exchanged([list(map(len, leaves)) for leaves in columns])
             counts = [
@@ -179,19 +179,19 @@ class Sharder:
             for items, pieces in zip(shares, tensors, strict=True):
                 for item, piece in zip(items, pieces, strict=True):
                     parts[item].append(piece)
-        spec = compat.tree_spec(self._like)
-        return [compat.tree_unflatten(leaves, spec) for leaves in parts]
+        spec = torch_ops.tree_spec(self._like)
+        return [torch_ops.tree_unflatten(leaves, spec) for leaves in parts]
 
     def _agreed_structure(self, own: Sequence[Any], like: Any) -> Any:
         """Return a result without rows, from the first rank that has a result."""
-        bare = compat.tree_map(lambda leaf: leaf[:0].cpu(), own[0]) if own else None
+        bare = torch_ops.tree_map(lambda leaf: leaf[:0].cpu(), own[0]) if own else None
         results = self._exchanged(bare)
         first = next(result for result in results if result is not None)
         for rank, result in enumerate(results):
             if result is not None and _structure(result) != _structure(first):
                 raise EncoderShardError.structure(rank=rank)
-        device = compat.tree_leaves(like)[0].device
-        return compat.tree_map(lambda leaf: leaf.to(device), first)
+        device = torch_ops.tree_leaves(like)[0].device
+        return torch_ops.tree_map(lambda leaf: leaf.to(device), first)
 
     def _gathered(
         self, own: Sequence[torch.Tensor], like: torch.Tensor, counts: Sequence[Sequence[int]]
@@ -211,5 +211,5 @@ class Sharder:
 
 def _structure(result: Any) -> tuple[Any, ...]:
     """Return how a result is nested, and the sizes of a row of each of its tensors."""
-    leaves = compat.tree_leaves(result)
-    return (compat.tree_spec(result), *[leaf.shape[1:] for leaf in leaves])
+    leaves = torch_ops.tree_leaves(result)
+    return (torch_ops.tree_spec(result), *[leaf.shape[1:] for leaf in leaves])

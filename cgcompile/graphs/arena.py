@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
+from cgcompile.torch_compat import raw_memory
 
 MIB = 2**20
 _ALIGNMENT = 256  # bytes; what CUDA's allocator gives
@@ -34,7 +34,7 @@ class Block:
         with torch.inference_mode(False), torch.no_grad():
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.poison = 0xFF  # the byte that makes NaN, or a huge index, of what was stored last
-        self.lives: list[compat.StorageLife] = []  # of tensors that the program may hold
+        self.lives: list[raw_memory.StorageLife] = []  # of tensors that the program may hold
         self.owner: Hashable = None  # whose results it serves alone; None for any use
 
     @property
@@ -45,8 +45,8 @@ class Block:
 
     def alias(self, layout: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the block with a life of its own, which keeps the block in use."""
-        tensor = compat.weak_tensor(layout)
-        self.lives.append(compat.StorageLife(tensor))
+        tensor = raw_memory.weak_tensor(layout)
+        self.lives.append(raw_memory.StorageLife(tensor))
         return tensor
 
     @property
@@ -233,7 +233,7 @@ class OwnedCopy:
         with torch.inference_mode(False), torch.no_grad():
             self._flat = block.view(template.dtype, (size,), (1,), start)
             strided = self._flat.as_strided(template.size(), template.stride())
-            self.tensor = compat.with_bits(strided, *bits_of(template))
+            self.tensor = raw_memory.with_bits(strided, *bits_of(template))
         order = dense_order(template.shape, template.stride())
         self._is_dense = order is not None and not any(bits_of(template))
         self.takes_any_layout = self._is_dense or takes_any_layout(template)
@@ -245,7 +245,7 @@ class OwnedCopy:
         if self._is_dense or (self.takes_any_layout and source.stride() != self.tensor.stride()):
             self.tensor.copy_(source, non_blocking=True)
         else:
-            memory = compat.physical(source).as_strided(self._flat.shape, (1,))
+            memory = raw_memory.physical(source).as_strided(self._flat.shape, (1,))
             self._flat.copy_(memory, non_blocking=True)
 
 

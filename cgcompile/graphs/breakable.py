@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp, target_name
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import (
@@ -60,6 +59,7 @@ from cgcompile.graphs.results import check_leaves, flatten, opener, rebuilt
 from cgcompile.graphs.sequence import Crossing, EagerSegment, GraphSegment, GraphSequence, Segment
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.settings import checked_but, require_callable
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +106,12 @@ class SegmentRecorder(Breaker):
         self._failed: tuple[str, BaseException] | None = None
         self._bridges: list[Block] = []
         self._touched = TouchedMemory(pool.device.tensor_type)
-        self._copied: dict[int, tuple[list[compat.StorageLife], str]] = {}  # by bridge
+        self._copied: dict[int, tuple[list[raw_memory.StorageLife], str]] = {}  # by bridge
         self._host_results: dict[int, list[SameOnHost]] = {}  # by address
         self._originals: list[Original] = []  # copied results, until the program drops them
-        self._writes: list[tuple[list[compat.StorageLife], str, str]] = []  # to bridges
-        self._left_behind: dict[int, tuple[compat.StorageLife, str]] = {}
-        self._outside: dict[int, compat.StorageLife] = {}  # by address
+        self._writes: list[tuple[list[raw_memory.StorageLife], str, str]] = []  # to bridges
+        self._left_behind: dict[int, tuple[raw_memory.StorageLife, str]] = {}
+        self._outside: dict[int, raw_memory.StorageLife] = {}  # by address
         self._stack = ExitStack()
 
     # -------------------------------------------------------------- begin and end
@@ -128,9 +128,9 @@ class SegmentRecorder(Breaker):
             enter_capture(stack, self.pool, self.name, self, wait=wait, before=before)
             device.wait_for(self._callers_stream)
             stack.enter_context(device.around())
-            stack.enter_context(compat.own_cached_casts(self._compiled))
+            stack.enter_context(torch_ops.own_cached_casts(self._compiled))
             if self._below_autograd:
-                stack.enter_context(compat.below_autograd())
+                stack.enter_context(torch_ops.below_autograd())
             if not self.is_full:
                 stack.enter_context(foreign_breaks(self))
             try:
@@ -250,13 +250,13 @@ class SegmentRecorder(Breaker):
     def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._touched.note(args, kwargs)
         if self._left_behind or self._host_results:
-            for leaf in compat.tree_tensors((args, kwargs)):
+            for leaf in torch_ops.tree_tensors((args, kwargs)):
                 life, name = self._left_behind.get(address(leaf), (None, ""))
                 if life is not None and not life.ended:
                     raise CaptureError.escaped(op=str(op), name=name)
                 for result in self._host_results.get(address(leaf), ()):
                     result.is_read |= not getattr(op, "is_view", False)
-        for leaf in compat.written_tensors(op, args, kwargs) if self._copied else ():
+        for leaf in torch_ops.written_tensors(op, args, kwargs) if self._copied else ():
             if address(leaf) in self._copied:
                 lives, name = self._copied[address(leaf)]
                 self._writes.append((lives, str(op), name))
@@ -266,7 +266,7 @@ class SegmentRecorder(Breaker):
     ) -> Any:
         if not self.is_full:
             own = entry.impl_for(self.pool.device.tensor_type) if not kwargs else None
-            silent = compat.returns_nothing(op)
+            silent = torch_ops.returns_nothing(op)
             return self._between(target_name(op), own or op, (args, dict(kwargs)), silent)
         if not allows_full(entry.support, self._descriptor):
             raise CaptureError.inside_full(
@@ -293,7 +293,7 @@ class SegmentRecorder(Breaker):
         self, name: str, function: Callable[..., Any], arguments: Arguments, silent: bool
     ) -> Any:
         """Run a break; the schema of a ``silent`` function returns nothing."""
-        if compat.inside_backward():
+        if torch_ops.inside_backward():
             raise self.fail(name, CaptureError.break_in_backward(name=name))
         with self.pause(name):
             return self._break(name, function, arguments, silent)
@@ -381,7 +381,7 @@ class SegmentRecorder(Breaker):
         results = list(leaves)
         places = [Place(name, self._batch, item, f"[{item}]") for item in range(len(leaves))]
         ours = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and self._owns(leaf)]
-        fixed = {address(tensor) for tensor in (*compat.tree_tensors(inputs), *ours)} - {0}
+        fixed = {address(tensor) for tensor in (*torch_ops.tree_tensors(inputs), *ours)} - {0}
         names = {position.name for position in places}
         across, bridges = crossings(places, leaves, names, (), fixed, self._frame)
         for crossing in across:
@@ -419,7 +419,7 @@ class SegmentRecorder(Breaker):
         ours = self.pool.owns(tensor) or self.pool.arena.owns(start)
         if not ours:
             # A query of the allocator takes milliseconds; an address may be used again.
-            self._outside[start] = compat.StorageLife(tensor)
+            self._outside[start] = raw_memory.StorageLife(tensor)
         return ours
 
     def _refuse_stale_originals(self) -> None:
@@ -488,9 +488,9 @@ def _refuse_other_thread(name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         return
     pool = recorder.pool
     # The backward pass of CUDA runs in a thread of autograd, on the stream of the forward pass.
-    if compat.inside_backward() and pool.device.is_capturing():
+    if torch_ops.inside_backward() and pool.device.is_capturing():
         raise recorder.fail(name, CaptureError.break_in_backward(name=name))
-    if any(map(pool.owns, compat.tree_tensors((args, kwargs)))):
+    if any(map(pool.owns, torch_ops.tree_tensors((args, kwargs)))):
         raise recorder.fail(name, CaptureError.other_thread(name=name, what=recorder.name))
 
 
@@ -720,7 +720,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         """Whether a capture here lets ops skip autograd, so that composite ones arrive whole."""
         if torch.is_inference_mode_enabled():
             return False  # they do so anyway
-        return not compat.holds_compiled_code(self.runnable)  # it would compile again
+        return not torch_ops.holds_compiled_code(self.runnable)  # it would compile again
 
     def _record_step(
         self,
@@ -751,7 +751,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
             if refused is not None and not recorder.has_run:
                 raise refused
         except BaseException as error:
-            compat.add_note(error, f"{self.name}: in a breakable capture, {recorder.reached}")
+            torch_ops.add_note(error, f"{self.name}: in a breakable capture, {recorder.reached}")
             recorder.abandon()
             if not recorder.has_run:  # else tensors may be computed
                 rebinding.restore(tensors_alone=getattr(error, "field", "") == "")

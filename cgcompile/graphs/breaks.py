@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import Block, address, numbers_as_bytes
 from cgcompile.graphs.contract import layout_text
 from cgcompile.graphs.sequence import HeldMemory
+from cgcompile.torch_compat import raw_memory, structured_trace, torch_ops
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """By position, by name."""
@@ -36,35 +36,37 @@ def held(arguments: Arguments, owns: Callable[[torch.Tensor], bool]) -> Argument
 
     def keep(leaf: Any) -> Any:
         ours = isinstance(leaf, torch.Tensor) and address(leaf) and owns(leaf)
-        return compat.weak_tensor(leaf) if ours else leaf
+        return raw_memory.weak_tensor(leaf) if ours else leaf
 
-    with compat.outside_inference_mode():  # once for all that is held weakly
-        kept: Arguments = compat.tree_map(keep, arguments)
+    with raw_memory.outside_inference_mode():  # once for all that is held weakly
+        kept: Arguments = torch_ops.tree_map(keep, arguments)
     return kept
 
 
 def transform_around(arguments: Arguments) -> str | None:
     """Return the transform of ``torch.func`` that lets no break run, if there is one."""
     # Under vmap the arguments may be ordinary tensors, which are not mapped.
-    transform = compat.functorch_transform()
-    if transform == "Vmap" and not any(map(compat.is_wrapped, compat.tree_tensors(arguments))):
+    transform = torch_ops.functorch_transform()
+    if transform == "Vmap" and not any(
+        map(torch_ops.is_wrapped, torch_ops.tree_tensors(arguments))
+    ):
         return None
     return transform
 
 
 def watch_containers(arguments: Arguments) -> tuple[list[Any], Callable[[], bool]]:
     """Return the leaves of arguments, and whether their containers have changed since."""
-    leaves = compat.tree_leaves(arguments)
+    leaves = torch_ops.tree_leaves(arguments)
     args, kwargs = arguments
     # A function cannot change the tuple and the dict that its arguments come in.
-    if not any(map(compat.is_container, (*args, *kwargs.values()))):
+    if not any(map(torch_ops.is_container, (*args, *kwargs.values()))):
         return leaves, lambda: False
-    spec = compat.tree_spec(arguments)
+    spec = torch_ops.tree_spec(arguments)
 
     def changed() -> bool:
-        if compat.tree_spec(arguments) != spec:
+        if torch_ops.tree_spec(arguments) != spec:
             return True
-        return any(map(operator.is_not, compat.tree_leaves(arguments), leaves))
+        return any(map(operator.is_not, torch_ops.tree_leaves(arguments), leaves))
 
     return leaves, changed
 
@@ -75,8 +77,8 @@ class Original:
     def __init__(self, name: str, source: torch.Tensor, bridge: torch.Tensor, block: Block) -> None:
         self.name = name
         self.block: Block | None = block  # of the bridge; None when the program dropped the bridge
-        self.life, self.tensor = compat.StorageLife(source), weakref.ref(source)
-        self._source, self._bridge = compat.weak_tensor(source), compat.weak_tensor(bridge)
+        self.life, self.tensor = raw_memory.StorageLife(source), weakref.ref(source)
+        self._source, self._bridge = raw_memory.weak_tensor(source), raw_memory.weak_tensor(bridge)
         self._before: torch.Tensor | None = None  # the values at the first check
 
     @property
@@ -99,7 +101,7 @@ def foreign_breaks(recorder: Any) -> Iterator[None]:
     listener = _Listener(recorder)
     with ExitStack() as stack:
         stack.push(listener.leave)  # the last: what it restores was there before
-        stack.enter_context(compat.listen_to_no_graph(listener))
+        stack.enter_context(structured_trace.listen_to_no_graph(listener))
         yield
 
 
@@ -173,7 +175,7 @@ class Breaker:
         raise NotImplementedError
 
 
-class BreakMode(compat.DispatchMode):
+class BreakMode(torch_ops.DispatchMode):
     """Pass each op of the segments of one capture to a breaker."""
 
     def __init__(
@@ -202,7 +204,7 @@ class BreakMode(compat.DispatchMode):
     def switch_off(self) -> None:
         if not self._on:
             return
-        top = compat.top_mode()
+        top = torch_ops.top_mode()
         if top is not self:
             raise CaptureError.mode_in_between(found=type(top).__name__)
         self._on = False
@@ -237,17 +239,17 @@ class BreakMode(compat.DispatchMode):
         self, func: Any, args: tuple[Any, ...]
     ) -> tuple[SplittingOp | None, Callable[..., Any] | None]:
         """Look an op up once: a segment calls dozens."""
-        op = compat.functionalized_op(func, args)
+        op = torch_ops.functionalized_op(func, args)
         known = (
             self._boundaries.match_call(op or func),
-            compat.python_kernel(func, self._tensor_type),
+            torch_ops.python_kernel(func, self._tensor_type),
         )
         if op is None:  # else the next call may be that of another op
             self._known[func] = known
         return known
 
 
-class _EachOp(compat.DispatchMode):
+class _EachOp(torch_ops.DispatchMode):
     """Run each op; of one whose kernel is written in Python, pass the ops in its body too."""
 
     def __init__(self, tensor_type: str) -> None:
@@ -257,7 +259,7 @@ class _EachOp(compat.DispatchMode):
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in self._kernels:
-            self._kernels[func] = compat.python_kernel(func, self._tensor_type)
+            self._kernels[func] = torch_ops.python_kernel(func, self._tensor_type)
         kernel = self._kernels[func]
         if kernel is None:
             return func(*args, **kwargs)
@@ -273,7 +275,7 @@ class TouchedMemory(_EachOp):
 
     def __init__(self, tensor_type: str) -> None:
         super().__init__(tensor_type)
-        self._lives: dict[int, tuple[compat.StorageLife, str]] = {}  # by storage, with a layout
+        self._lives: dict[int, tuple[raw_memory.StorageLife, str]] = {}  # by storage, with a layout
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.note(args, kwargs)
@@ -282,9 +284,9 @@ class TouchedMemory(_EachOp):
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the memory of the tensors among the arguments of an op."""
         for leaf in _dense((args, kwargs)):
-            key = compat.storage_identity(leaf.untyped_storage())
+            key = raw_memory.storage_identity(leaf.untyped_storage())
             if key not in self._lives and leaf.numel():  # else no byte of it is touched
-                self._lives[key] = compat.StorageLife(leaf), layout_text(leaf)
+                self._lives[key] = raw_memory.StorageLife(leaf), layout_text(leaf)
 
     def outside(self, owns: Callable[[int], bool]) -> list[HeldMemory]:
         """Return what is alive and not at an address that the pool ``owns``; after the capture."""
@@ -301,21 +303,21 @@ class NewMemory(_EachOp):
 
     def __init__(self, tensor_type: str) -> None:
         super().__init__(tensor_type)
-        self._lives: dict[int, compat.StorageLife] = {}
+        self._lives: dict[int, raw_memory.StorageLife] = {}
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().on_call(func, args, kwargs)
         known = {address(leaf) for leaf in _dense((args, kwargs))} | {0}
         for leaf in _dense(result):
             if address(leaf) not in known:
-                self._lives[address(leaf)] = compat.StorageLife(leaf)
+                self._lives[address(leaf)] = raw_memory.StorageLife(leaf)
         return result
 
     @property
-    def alive(self) -> dict[int, compat.StorageLife]:
+    def alive(self) -> dict[int, raw_memory.StorageLife]:
         """The lives of the memory that was allocated here and is in use, by address."""
         return {start: life for start, life in self._lives.items() if not life.ended}
 
 
 def _dense(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.tree_tensors(tree) if leaf.layout is torch.strided]
+    return [leaf for leaf in torch_ops.tree_tensors(tree) if leaf.layout is torch.strided]

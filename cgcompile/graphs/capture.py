@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.context import BatchDescriptor
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.cuda import destroy_unused_graphs
@@ -28,6 +27,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.reads import modules_of
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Fallback, Reason
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 # ---------------------------------------------------------------- memory that stays
 
@@ -47,18 +47,18 @@ class SameStorages:
         self._tensors = [
             tensor
             for tensor in distinct
-            if compat.is_plain_tensor(tensor) and not (tensor.is_quantized or tensor.is_nested)
+            if raw_memory.is_plain_tensor(tensor) and not (tensor.is_quantized or tensor.is_nested)
         ]
         self._accept()
 
     def _accept(self) -> None:
-        with compat.without_modes():
+        with torch_ops.without_modes():
             self._before = [tensor.data for tensor in self._tensors]
-        self._addresses: compat.Addresses | None = None  # of these; few owners compare them
+        self._addresses: raw_memory.Addresses | None = None  # of these; few owners compare them
 
     def _same_addresses(self) -> bool:
         if self._addresses is None:
-            self._addresses = compat.Addresses(self._before, range(len(self._before)))
+            self._addresses = raw_memory.Addresses(self._before, range(len(self._before)))
         return self._addresses.hold(self._tensors)
 
     def accept(self) -> None:
@@ -83,7 +83,7 @@ class SameStorages:
     def restore(self) -> list[torch.Tensor]:
         """Give each tensor the memory and layout that it had; return those that had others."""
         pairs = zip(self._tensors, self._before, strict=True)
-        with compat.without_modes():
+        with torch_ops.without_modes():
             changed = [(now, before) for now, before in pairs if not now.is_set_to(before)]
             for tensor, before in changed:
                 tensor.data = before
@@ -406,7 +406,7 @@ def capture(
         enter_capture(stack, pool, what, wait=wait, collect=collect)
         graph, memory = pool.device.new_graph(), pool.memory
         try:
-            with compat.own_cached_casts(compiled):
+            with torch_ops.own_cached_casts(compiled):
                 graph.begin(memory)
                 result = function()
                 if storages is not None:

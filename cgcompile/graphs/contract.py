@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import (
     AddressChangedError,
     GuardError,
     HostValueChangedError,
     with_article,
 )
+from cgcompile.torch_compat import raw_memory, subclasses
 
 # -------------------------------------------------------------- values and layouts
 
@@ -139,7 +139,7 @@ class Tensors:
         self._paths = [path for path, _ in pairs]
         self.tensors = [tensor for _, tensor in pairs]
         self._starts = [tensor.data_ptr() for tensor in self.tensors]
-        self._addresses = compat.Addresses(self.tensors, range(len(self.tensors)))
+        self._addresses = raw_memory.Addresses(self.tensors, range(len(self.tensors)))
         self._numbers = [
             (path, tensor, tensor.item())
             for path, tensor in pairs
@@ -286,7 +286,7 @@ class Reads:
 
     def wrapper(self, path: str, expression: str, tensor: Any, local: str = "") -> None:
         """Compare a tensor subclass: how it is built, and the tensors inside of it."""
-        built = compat.Wrapper.of(tensor)
+        built = subclasses.Wrapper.of(tensor)
         self.rows.append(Read(path, expression, Kind.STRUCTURE, built))
         local = local or expression
         self.unless(f"not {self.bound('fits', built.fits)}({local})")

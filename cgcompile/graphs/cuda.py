@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import MIB
+from cgcompile.torch_compat import raw_memory, structured_trace
 
 # Note [cuBLAS workspaces]
 # torch (2.11 to 2.14) caches one workspace of cuBLAS per handle and stream, 32 MiB on Hopper, and a
@@ -48,7 +48,7 @@ def wait_for_inputs(
     if device is not None and device.type != "cuda":
         return
     with torch.cuda.device(device):
-        if compat.cuda_is_capturing():
+        if raw_memory.cuda_is_capturing():
             return
         current = torch.cuda.current_stream()
         if isinstance(ready, torch.cuda.Event):
@@ -101,7 +101,7 @@ def destroy_unused_graphs(give_back: bool = False) -> None:
     for device in _kept:
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
-    compat.empty_host_cache()
+    raw_memory.empty_host_cache()
     _kept.clear()
 
 
@@ -145,7 +145,7 @@ class CudaPool:
 
     @property
     def reserved(self) -> int:
-        return compat.pool_bytes(self.id)
+        return raw_memory.pool_bytes(self.id)
 
     def begin_capture(self) -> None:
         """Note a capture, which may add memory."""
@@ -155,38 +155,38 @@ class CudaPool:
     def drop_workspaces(self) -> None:
         """Free the workspaces of the capture that has just ended; see Note [cuBLAS workspaces]."""
         if not self._unmeasured or self.workspaces:
-            compat.drop_blas_workspaces()
+            raw_memory.drop_blas_workspaces()
             return
         self._unmeasured -= 1
-        before = compat.allocated_bytes(self._device)
-        compat.drop_blas_workspaces()
-        self.workspaces = max(0, before - compat.allocated_bytes(self._device))
+        before = structured_trace.allocated_bytes(self._device)
+        raw_memory.drop_blas_workspaces()
+        self.workspaces = max(0, before - structured_trace.allocated_bytes(self._device))
 
     def poison(self) -> None:
         """Set every byte to 0xFF: NaN for floating point, -1 for integers."""
         self._read_segments()
         for start, size in self._segments:
-            compat.memory_at(start, size, self._device).fill_(0xFF)
+            raw_memory.memory_at(start, size, self._device).fill_(0xFF)
 
     def poison_free(self, kept: list[tuple[int, int]]) -> None:
         """Poison all but what tensors hold, and (address, bytes) of ``kept``."""
-        for start, size in compat.free_blocks(self.id):
+        for start, size in raw_memory.free_blocks(self.id):
             end = start + size
             for first, nbytes in sorted(kept):
                 if start < first < end:
-                    compat.memory_at(start, first - start, self._device).fill_(0xFF)
+                    raw_memory.memory_at(start, first - start, self._device).fill_(0xFF)
                 if first < end and start < first + nbytes:
                     start = min(first + nbytes, end)
             if start < end:
-                compat.memory_at(start, end - start, self._device).fill_(0xFF)
+                raw_memory.memory_at(start, end - start, self._device).fill_(0xFF)
 
     def _read_segments(self) -> bool:
         """Read the memory of the pool from the allocator; False if no pool has got any since."""
-        taken = compat.reserved_bytes(self._device, ever=True)
+        taken = structured_trace.reserved_bytes(self._device, ever=True)
         self._up_to_date = self.open_captures == 0
         if taken and taken == self._taken:
             return False
-        self._segments = sorted(compat.pool_segments(self.id))
+        self._segments = sorted(raw_memory.pool_segments(self.id))
         self._starts = [start for start, _ in self._segments]
         self._taken = taken
         return True
@@ -212,7 +212,7 @@ class CudaGraph:
         self._pool, self._used = pool, True
         pool.begin_capture()
         self._stream = torch.cuda.current_stream(self._device.index)
-        compat.drop_blas_workspaces()  # see Note [cuBLAS workspaces]
+        raw_memory.drop_blas_workspaces()  # see Note [cuBLAS workspaces]
         # "global" mode would let unsafe calls of other threads fail this capture.
         self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         self._begun = True
@@ -222,7 +222,7 @@ class CudaGraph:
         with named_failures():
             self._graph.capture_end()
         self._pool.drop_workspaces()
-        self.replay = compat.replay_of(self._graph)
+        self.replay = raw_memory.replay_of(self._graph)
         self._pool.open_captures -= 1
 
     def release_pool(self) -> None:
@@ -240,9 +240,9 @@ class CudaGraph:
                 self._graph.capture_end()
         except RuntimeError:  # the capture had failed, which was raised before
             assert self._device.index is not None
-            compat.stop_allocating_to(self._device.index, self._pool.id)
+            raw_memory.stop_allocating_to(self._device.index, self._pool.id)
             _broken.append(self._graph)
-        compat.drop_blas_workspaces()
+        raw_memory.drop_blas_workspaces()
 
     def reset(self) -> None:
         self.replay = _nothing_recorded
@@ -268,8 +268,8 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self._index = index  # torch takes ten times as long to find the index of a device
         # Called at every replay, so torch's C functions as they are.
-        self.is_capturing: Callable[[], bool] = compat.cuda_stream_is_capturing
-        self.stream_key: Callable[[], int] = compat.raw_stream_of(index)
+        self.is_capturing: Callable[[], bool] = raw_memory.cuda_stream_is_capturing
+        self.stream_key: Callable[[], int] = raw_memory.raw_stream_of(index)
 
     def new_pool(
         self, stream: torch.cuda.Stream, lasting: Callable[[int], bool] | None = None
@@ -283,7 +283,7 @@ class CudaDevice:
         return _capture_stream(self.device)
 
     def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        return compat.OnStream(stream)
+        return raw_memory.OnStream(stream)
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._index)
@@ -304,11 +304,11 @@ class CudaDevice:
         return contextlib.nullcontext()
 
     def reserved(self) -> int:
-        return compat.reserved_bytes(self.device)
+        return structured_trace.reserved_bytes(self.device)
 
     def graph_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
-        return total - free - compat.reserved_bytes(self.device)
+        return total - free - structured_trace.reserved_bytes(self.device)
 
     def give_back(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -13,12 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.host_rules import is_recording
 from cgcompile.reasons import Fallback, Reason
+from cgcompile.torch_compat import raw_memory
 
 
 class DevicePool(Protocol):
@@ -128,7 +128,7 @@ class CaptureDevice(Protocol):
 
 def any_capture() -> bool:
     """Return whether this thread's work is being captured, on any device, by any code."""
-    return is_recording() or compat.cuda_is_capturing()
+    return is_recording() or raw_memory.cuda_is_capturing()
 
 
 def device_named(device: torch.device | str, where: str) -> torch.device:

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import REGION_MARK
 from cgcompile.config import CUDAGraphMode
 from cgcompile.context import (
@@ -30,6 +29,7 @@ from cgcompile.graphs.capture import (
 from cgcompile.graphs.device import any_capture
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.settings import require_kind
+from cgcompile.torch_compat import dynamo
 
 _allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
 
@@ -153,7 +153,7 @@ def eager_region() -> AbstractContextManager[Any]:
         [True, False, True]
     """
     if is_dynamo_compiling():
-        return compat.annotate(REGION_MARK)
+        return dynamo.annotate(REGION_MARK)
     if holder_here() is not None and any_capture():
         raise CaptureError.region_inside()
     return EagerRegion()

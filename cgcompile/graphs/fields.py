@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import address, storage_bytes
 from cgcompile.graphs.capture import bulk_memory
@@ -43,6 +42,7 @@ from cgcompile.graphs.contract import (
 )
 from cgcompile.graphs.reads import Cells, Slots, is_librarys, plainly, restore
 from cgcompile.graphs.transparent import Transparent
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 _MAX_VALUES = 100_000  # a model of thousands of modules has fewer
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
@@ -121,10 +121,10 @@ class _Holder:
         keys, values = _contents(self.target)
         if isinstance(self.target, (set, frozenset)):
             return bool(values == self.values)
-        if compat.identities(values) != compat.identities(self.values):
+        if raw_memory.identities(values) != raw_memory.identities(self.values):
             return False
         if isinstance(self.target, dict):  # whose keys may be tensors, which == compares by item
-            return compat.identities(keys) == compat.identities(self.keys)
+            return raw_memory.identities(keys) == raw_memory.identities(self.keys)
         return keys == self.keys
 
     def changes(self) -> Iterator[Change]:
@@ -335,7 +335,7 @@ def _identities(groups: Iterable[tuple[Any, list[dict[Any, Any]]]]) -> bytes | N
     """Return the identities of what dicts hold under their keys; None if one has another key."""
     rows = chain.from_iterable(map(get, dicts) for get, dicts in groups)
     try:
-        return compat.identities(tuple(chain.from_iterable(rows)))
+        return raw_memory.identities(tuple(chain.from_iterable(rows)))
     except KeyError:
         return None
 
@@ -407,7 +407,7 @@ class FieldsGuard(Fields):
         roots = {
             top + path: leaf
             for top, tree in named_arguments(args, kwargs)
-            for path, leaf in compat.tree_paths(tree)
+            for path, leaf in torch_ops.tree_paths(tree)
             if not isinstance(leaf, torch.Tensor) and not is_plain_value(leaf)
         }
         return cls(roots, tensor_type) if roots else None
@@ -501,7 +501,7 @@ class Rebinding:
         """Copy the tensors of fields out of memory of graphs, which ``holds`` an address."""
         storages: dict[int, torch.UntypedStorage] = {}
         self.begin_segment()
-        for tensor in filter(compat.is_plain_tensor, self.tensors):
+        for tensor in filter(raw_memory.is_plain_tensor, self.tensors):
             start = address(tensor)
             if not start or not holds(start):
                 continue

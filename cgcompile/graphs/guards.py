@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.contract import (
     Change,
@@ -29,6 +28,7 @@ from cgcompile.graphs.contract import (
     same_value,
 )
 from cgcompile.graphs.reads import modules_of
+from cgcompile.torch_compat import raw_memory, subclasses, torch_ops, torch_settings
 
 # -------------------------------------------------------------- guards
 
@@ -73,7 +73,7 @@ class WeightsGuard:
             self._items += compared
         self.objects = self._now()  # the tensors and sub-modules, as they were
         self._known = self._current()
-        self._identities = compat.identities(self._known)
+        self._identities = raw_memory.identities(self._known)
         pairs = zip((path for _, _, path in self._items), self.objects, strict=True)
         self._tensors = Tensors((pair for pair in pairs if _is_tensor(pair[1])), tensor_type)
         self._memory = [tensor.untyped_storage() for tensor in self._tensors.tensors]
@@ -89,11 +89,11 @@ class WeightsGuard:
     def check(self, what: str, batch: object) -> None:
         """Raise AddressChangedError or HostValueChangedError for a weight; 0.1 us for each."""
         seen = self._current()
-        if compat.identities(seen) != self._identities:
+        if raw_memory.identities(seen) != self._identities:
             for held, before, item in zip(self._now(), self.objects, self._items, strict=True):
                 if held is not before:
                     raise self._replaced(what, batch, item[2])
-            self._known, self._identities = seen, compat.identities(seen)  # others were added
+            self._known, self._identities = seen, raw_memory.identities(seen)  # others were added
         for change in self._tensors.changes():
             if change.moved:
                 raise self._replaced(what, batch, change.path)
@@ -115,17 +115,17 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _wrapped(leaves: Sequence[Any]) -> Iterator[tuple[int, compat.Wrapper, list[Placed]]]:
+def _wrapped(leaves: Sequence[Any]) -> Iterator[tuple[int, subclasses.Wrapper, list[Placed]]]:
     """Yield (position, how it is built, tensors inside) of each tensor that wraps others."""
     for position, leaf in enumerate(leaves):
-        if _is_tensor(leaf) and compat.is_wrapper(leaf):
-            with suppress(compat.CannotUnwrap):
-                wrapper = compat.Wrapper.of(leaf)
+        if _is_tensor(leaf) and subclasses.is_wrapper(leaf):
+            with suppress(subclasses.CannotUnwrap):
+                wrapper = subclasses.Wrapper.of(leaf)
                 yield position, wrapper, list(map(Placed.of, wrapper.parts(leaf)))
 
 
 def _change_inside(
-    path: str, leaf: Any, wrapper: compat.Wrapper, parts: Sequence[Placed]
+    path: str, leaf: Any, wrapper: subclasses.Wrapper, parts: Sequence[Placed]
 ) -> Change | None:
     """Return what differs inside of a tensor that wraps others."""
     if not wrapper.fits(leaf):
@@ -147,22 +147,25 @@ class ArgumentGuard:
     ) -> None:
         self._count = len(args)
         self._tensor_type = tensor_type
-        self._kernels, self._traced = compat.kernel_settings(), compat.trace_settings()
+        self._kernels, self._traced = (
+            torch_settings.kernel_settings(),
+            torch_settings.trace_settings(),
+        )
         self._names = tuple(kwargs)
         self._name_set = frozenset(kwargs)
         self._signature: Signature | None = None  # of what is called, once a call has another form
         pairs = [
             (top + path, leaf)
             for top, tree in named_arguments(args, kwargs)
-            for path, leaf in compat.tree_paths(tree)
+            for path, leaf in torch_ops.tree_paths(tree)
         ]
         self._reads_scalars = any(is_cpu_scalar(leaf, tensor_type) for _, leaf in pairs)
         self._paths = [path for path, _ in pairs]
         leaves = self._numbers_of([leaf for _, leaf in pairs])
         self._known = [Placed.of(leaf) if _is_tensor(leaf) else leaf for leaf in leaves]
         self._wrapped = list(_wrapped(leaves))
-        self._flat = not any(compat.is_container(value) for value in (*args, *kwargs.values()))
-        self._spec = None if self._flat else compat.tree_spec((list(args), dict(kwargs)))
+        self._flat = not any(torch_ops.is_container(value) for value in (*args, *kwargs.values()))
+        self._spec = None if self._flat else torch_ops.tree_spec((list(args), dict(kwargs)))
 
     def _numbers_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return the leaves, with numbers in place of 0-dim CPU tensors."""
@@ -222,9 +225,9 @@ class ArgumentGuard:
         leaves: Sequence[Any] = (*args, *(kwargs[name] for name in names)) if kwargs else args
         if not self._flat:
             ordered = {name: kwargs[name] for name in names}
-            if compat.tree_spec((list(args), ordered)) != self._spec:
+            if torch_ops.tree_spec((list(args), ordered)) != self._spec:
                 self._refuse_structure(args, kwargs, what, batch)
-            leaves = compat.tree_leaves(leaves)
+            leaves = torch_ops.tree_leaves(leaves)
         for position, leaf in enumerate(self._numbers_of(leaves)):
             captured = self._known[position]
             if type(captured) is Placed and isinstance(leaf, torch.Tensor):
@@ -255,11 +258,11 @@ class ArgumentGuard:
 
     def check_settings(self, what: str, batch: object) -> None:
         """Raise HostValueChangedError under other settings of torch: for unchanged arguments."""
-        kernels, traced = compat.kernel_settings(), compat.trace_settings()
+        kernels, traced = torch_settings.kernel_settings(), torch_settings.trace_settings()
         if kernels == self._kernels and traced == self._traced:
             return
         pair = (self._traced, traced) if kernels == self._kernels else (self._kernels, kernels)
-        name, before, now = compat.changed_setting(*pair)
+        name, before, now = torch_settings.changed_setting(*pair)
         raise HostValueChangedError.setting(
             what=what, batch=str(batch), name=name, now=now, before=before
         )
@@ -283,7 +286,7 @@ def _signature_of(function: Any) -> Signature:
     """Return the signature by which arguments of a call can be bound."""
     if not isinstance(function, torch.nn.Module):
         return signature(function)
-    if any(compat.hooks_of(function)):
+    if any(torch_ops.hooks_of(function)):
         raise ValueError  # a hook sees which arguments are passed by position
     return signature(function.forward)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
+from cgcompile.torch_compat import host_reads, torch_ops
 
 aten = torch.ops.aten
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
@@ -36,7 +36,7 @@ def _refused(
     if isinstance(kwargs.get("generator"), torch.Generator):
         return f"{func} with a random generator that is not registered"
     if packet in _INDEXING:
-        indices = compat.tree_tensors(args[1])
+        indices = torch_ops.tree_tensors(args[1])
         masked = any(index.dtype in _MASKS for index in indices)
         fills = packet in (aten.index_put, aten.index_put_) and len(indices) == 1
         fills = fills and is_number(args[2]) and not any(args[3:])
@@ -47,10 +47,10 @@ def _refused(
         return str(func) if counts else None
     if packet in _COUNT_INSIDE or (packet is aten.where and len(args) == 1):
         return str(func)
-    return str(func) if compat.call_reads(func, args, kwargs, is_number) else None
+    return str(func) if host_reads.call_reads(func, args, kwargs, is_number) else None
 
 
-class OpRules(compat.DispatchMode):
+class OpRules(torch_ops.DispatchMode):
     """The rules of captures, op by op: what is refused, and which tensors are Python numbers.
 
     The CPU recorder raises a refusal. :func:`cgcompile.debug.doctor` notes it and runs the op.
@@ -99,8 +99,8 @@ def shown(tensor: torch.Tensor) -> str:
 def write_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call writes, those included that torch does not declare."""
     if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
-        return compat.tree_tensors((args, kwargs))
-    return compat.written_tensors(func, args, kwargs)
+        return torch_ops.tree_tensors((args, kwargs))
+    return torch_ops.written_tensors(func, args, kwargs)
 
 
 # -------------------------------------------------------------- the state of a recording

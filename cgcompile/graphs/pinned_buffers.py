@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.cuda import CudaDevice
 from cgcompile.graphs.device import any_capture
 from cgcompile.settings import checked_but, parse_count, parsed, require, require_whole
+from cgcompile.torch_compat import raw_memory
 
 MOST_SLOTS = 2**10
 
@@ -105,7 +105,9 @@ class HostStaging:
         expected = f"a value that {buffer.dtype} can hold, or None"
         require(fits, "sentinel", "HostStaging", sentinel, expected)
         self.buffer = buffer
-        self._target = compat.alias(buffer)  # no inference tensor: a fill may write it in any mode
+        self._target = raw_memory.alias(
+            buffer
+        )  # no inference tensor: a fill may write it in any mode
         self._slots = [host_memory(buffer) for _ in range(num_slots)]
         if sentinel is not None:
             for memory in self._slots:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.graphs.arena import Arena, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph, DevicePool, chosen_device
 from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.results import StaleResults
 from cgcompile.graphs.threads import StepThread
 from cgcompile.locks import new_lock
+from cgcompile.torch_compat import raw_memory
 
 RESULT_AS_INPUT = (
     "an input is what a replay of another graph of this pool returned: its memory is not held, and "
@@ -160,7 +160,7 @@ class GraphPool:
 
     def aliases_results(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether one is memory of a graph's result: not held, a capture may use it."""
-        identity, origin = compat.storage_identity, self.stale.origin
+        identity, origin = raw_memory.storage_identity, self.stale.origin
         results = {identity(tensor.untyped_storage()) for tensor in self._weak_results()}
         return any(origin(identity(tensor.untyped_storage())) in results for tensor in tensors)
 
@@ -183,7 +183,7 @@ class GraphPool:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         kept = [tensor.untyped_storage() for tensor in tensors if self.holds(address(tensor))]
         ranges = {(storage.data_ptr(), storage.nbytes()) for storage in kept}
-        memory = [compat.memory_at(start, nbytes, self.where) for start, nbytes in ranges]
+        memory = [raw_memory.memory_at(start, nbytes, self.where) for start, nbytes in ranges]
         saved = [target.clone() for target in memory]
         self._memory.poison()
         self.arena.poison(owner)

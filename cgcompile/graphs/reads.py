@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.graphs.contract import Contract, Reads
+from cgcompile.torch_compat import raw_memory, subclasses
 
 log = logging.getLogger(__name__)
 
@@ -237,10 +237,10 @@ class _ContextReader:
     def _tensor(self, tensor: torch.Tensor, path: str, expression: str, local: str) -> None:
         if tensor.device.type != self._tensor_type:
             return
-        if compat.is_plain_tensor(tensor):
+        if raw_memory.is_plain_tensor(tensor):
             self.reads.tensor(path, expression, tensor, local)
-        elif compat.is_wrapper(tensor):
-            with suppress(compat.CannotUnwrap):
+        elif subclasses.is_wrapper(tensor):
+            with suppress(subclasses.CannotUnwrap):
                 self.reads.wrapper(path, expression, tensor, local)
 
     def _open(self, value: Any, path: str, expression: str, local: str, depth: int) -> None:

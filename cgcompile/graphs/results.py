@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import (
     AddressChangedError,
     CaptureError,
@@ -42,6 +41,7 @@ from cgcompile.errors import (
 )
 from cgcompile.graphs.arena import OwnedCopy, address, bits_of, span
 from cgcompile.graphs.contract import Change, is_plain_value, same_layout
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _ONLY = operator.itemgetter(0)
@@ -65,8 +65,8 @@ def field_names(record: Any) -> tuple[str, ...]:
 def flatten(value: Any) -> tuple[list[Any], Any]:
     """Return the leaves of a value, and its structure, equal for values that are built alike."""
     leaves: list[Any] = []
-    structure: list[Any] = [compat.tree_spec(value)]
-    for leaf in compat.tree_leaves(value):
+    structure: list[Any] = [torch_ops.tree_spec(value)]
+    for leaf in torch_ops.tree_leaves(value):
         if not is_record(leaf):
             leaves.append(leaf)
             structure.append(None)
@@ -84,7 +84,7 @@ def rebuilt(value: Any, leaves: Sequence[Any]) -> Any:
 
 def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
     tops = []
-    for leaf in compat.tree_leaves(value):
+    for leaf in torch_ops.tree_leaves(value):
         if not is_record(leaf):
             tops.append(next(leaves))
             continue
@@ -93,7 +93,7 @@ def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
             inner = _rebuilt(getattr(leaf, name), leaves)
             object.__setattr__(record, name, inner)  # a frozen one too: it is a copy
         tops.append(record)
-    return compat.tree_unflatten(tops, compat.tree_spec(value))
+    return torch_ops.tree_unflatten(tops, torch_ops.tree_spec(value))
 
 
 def check_leaves(leaves: Sequence[Any], name: str) -> None:
@@ -103,10 +103,10 @@ def check_leaves(leaves: Sequence[Any], name: str) -> None:
         if not isinstance(leaf, torch.Tensor):
             if not is_plain_value(leaf):
                 raise CaptureError.opaque_result(name=name, found=f"{kind} object")
-        elif compat.is_wrapped(leaf):
-            transform = compat.functorch_transform() or "vmap"
+        elif torch_ops.is_wrapped(leaf):
+            transform = torch_ops.functorch_transform() or "vmap"
             raise CaptureError.under_transform(name=name, transform=transform)
-        elif not compat.is_plain_tensor(leaf):
+        elif not raw_memory.is_plain_tensor(leaf):
             raise CaptureError.opaque_result(name=name, found=f"{kind} of no dense memory")
 
 
@@ -135,7 +135,7 @@ class ReusedTensors:
     def __init__(self, kept: Sequence[torch.Tensor]) -> None:
         self._kept = tuple(kept)  # no caller gets these
         self.starts = tuple([tensor.data_ptr() for tensor in kept])
-        self.tensors = tuple(map(compat.alias, kept))  # what callers have got last
+        self.tensors = tuple(map(raw_memory.alias, kept))  # what callers have got last
         self._alike = self._comparison()
 
     def get(self) -> tuple[torch.Tensor, ...]:
@@ -154,7 +154,7 @@ class ReusedTensors:
             if kept.data_ptr() != start:
                 raise AddressChangedError.grown(now=kept.data_ptr(), before=start)
         renewed = [
-            tensor if _is_unchanged(tensor, kept) else compat.alias(kept)
+            tensor if _is_unchanged(tensor, kept) else raw_memory.alias(kept)
             for tensor, kept in zip(self.tensors, self._kept, strict=True)
         ]
         if any(map(operator.is_not, renewed, self.tensors)):
@@ -164,7 +164,9 @@ class ReusedTensors:
 
     def _comparison(self) -> Callable[..., bool]:
         """Return what compares all but addresses, in one call."""
-        return compat.alike(self.tensors, [(list(t.shape), list(t.stride())) for t in self._kept])
+        return raw_memory.alike(
+            self.tensors, [(list(t.shape), list(t.stride())) for t in self._kept]
+        )
 
 
 def _is_unchanged(tensor: torch.Tensor, kept: torch.Tensor) -> bool:
@@ -179,7 +181,7 @@ def is_reusable(leaf: Any) -> bool:
         return False
     if leaf.is_quantized or leaf.is_nested:  # more than a layout over memory
         return False
-    return compat.is_plain_tensor(leaf)
+    return raw_memory.is_plain_tensor(leaf)
 
 
 class FreshCopies:
@@ -201,7 +203,7 @@ class FreshCopies:
                 continue
             first = min(tensor.storage_offset() for tensor in group)
             last = max(tensor.storage_offset() + span(tensor) for tensor in group)
-            base = compat.physical(group[0]).as_strided((last - first,), (1,), first)
+            base = raw_memory.physical(group[0]).as_strided((last - first,), (1,), first)
             layouts = [(t.size(), t.stride(), t.storage_offset() - first) for t in group]
             self._shared.append(
                 (base, [*zip(positions, layouts, map(bits_of, group), strict=True)])
@@ -215,7 +217,7 @@ class FreshCopies:
         for base, members in self._shared:
             copy = base.clone()
             for position, layout, bits in members:
-                copies[position] = compat.with_bits(copy.as_strided(*layout), *bits)
+                copies[position] = raw_memory.with_bits(copy.as_strided(*layout), *bits)
         return copies
 
 
@@ -228,14 +230,14 @@ def view_of(source: torch.Tensor, view: torch.Tensor) -> Callable[[torch.Tensor]
     offset = (int(view.storage_offset()) * view.element_size() - own) // view.element_size()
 
     def make(source: torch.Tensor) -> torch.Tensor:
-        source = compat.physical(source.detach() if source.requires_grad else source)
+        source = raw_memory.physical(source.detach() if source.requires_grad else source)
         if dtype is source.dtype:
             result = source.as_strided(size, stride, source.storage_offset() + offset)
         else:
             result = torch.empty(0, dtype=dtype, device=source.device)
             start = source.storage_offset() * source.element_size() // result.element_size()
             result.set_(source.untyped_storage(), start + offset, size, stride)
-        return compat.with_bits(result, conjugate, negative)
+        return raw_memory.with_bits(result, conjugate, negative)
 
     return make
 
@@ -260,14 +262,16 @@ def kept_output(result: Any, holds: Callable[[int], bool], weakly: bool) -> tupl
         if key not in known:  # results that share memory go on sharing it
             known[key] = None
             if holds(start):
-                known[key] = compat.weak_storage(start, nbytes, leaf.device) if weakly else storage
+                known[key] = (
+                    raw_memory.weak_storage(start, nbytes, leaf.device) if weakly else storage
+                )
         memory = known[key]
         if memory is not None:
-            return compat.laid_over(memory, leaf)
-        return compat.alias(leaf) if is_reusable(leaf) else leaf
+            return raw_memory.laid_over(memory, leaf)
+        return raw_memory.alias(leaf) if is_reusable(leaf) else leaf
 
-    with compat.outside_inference_mode(), compat.below_autograd():  # once for all
-        return compat.tree_map(keep, result), starts
+    with raw_memory.outside_inference_mode(), torch_ops.below_autograd():  # once for all
+        return torch_ops.tree_map(keep, result), starts
 
 
 # ---------------------------------------------------------------- all leaves
@@ -366,13 +370,13 @@ class Results:
 
 def builder(tree: Any) -> Callable[[list[Any]], Any]:
     """Return what builds a value like ``tree``, of other leaves; dataclasses are not opened."""
-    leaves = compat.tree_leaves(tree)
+    leaves = torch_ops.tree_leaves(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return _ONLY
     if type(tree) is tuple and len(leaves) == len(tree) and all(map(operator.is_, tree, leaves)):
         return tuple
-    spec = compat.tree_spec(tree)
-    return lambda leaves: compat.tree_unflatten(leaves, spec)
+    spec = torch_ops.tree_spec(tree)
+    return lambda leaves: torch_ops.tree_unflatten(leaves, spec)
 
 
 def argument_leaves(
@@ -395,7 +399,7 @@ def results_of_call(
     positions = {id(leaf): position for position, leaf in enumerate(arguments)}
     own = {id(weight) for weight in weights}
     constants, _ = flatten(output)
-    opened = any(map(is_record, compat.tree_leaves(output)))
+    opened = any(map(is_record, torch_ops.tree_leaves(output)))
     rebuild = partial(rebuilt, output) if opened else builder(output)
     inputs: dict[int, int] = {}
     for item, leaf in enumerate(flatten(result)[0]):
@@ -418,7 +422,7 @@ def results_of_call(
 
 def check_debug(debug: bool) -> None:
     """Refuse ``debug`` where this build of torch cannot make a storage raise."""
-    if debug and not compat.can_expire_storages():
+    if debug and not raw_memory.can_expire_storages():
         raise ConfigError.impossible(
             what="debug = True",
             because="this torch was built without the function that makes a result raise",
@@ -451,24 +455,24 @@ class StaleResults:
                 return leaf
             start, nbytes = address(leaf), leaf.untyped_storage().nbytes()
             if start not in known:
-                known[start] = compat.weak_storage(start, nbytes, leaf.device)
+                known[start] = raw_memory.weak_storage(start, nbytes, leaf.device)
                 text = partial(stale_result, item, what, self._steps)
                 results.append((known[start], leaf.untyped_storage(), text))
-            return compat.laid_over(known[start], leaf)
+            return raw_memory.laid_over(known[start], leaf)
 
         return [own(item, leaf) for item, leaf in enumerate(leaves)]
 
     def expire(self, owner: Hashable, inputs: Iterable[Any] = (), released: bool = False) -> None:
         """Make the results of an owner raise, except ``inputs`` of its step that runs next."""
         tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
-        read = {compat.storage_identity(tensor.untyped_storage()) for tensor in tensors}
+        read = {raw_memory.storage_identity(tensor.untyped_storage()) for tensor in tensors}
         results, self._results[owner] = self._results.get(owner, []), []
         for result in results:
             storage, _, text = result
-            if compat.storage_identity(storage) in read:
+            if raw_memory.storage_identity(storage) in read:
                 self._results[owner].append(result)
             else:
-                compat.expire_storage(storage, text(released=released))
+                raw_memory.expire_storage(storage, text(released=released))
 
     def release(self) -> None:
         """Make all results raise: their memory is released."""
@@ -479,8 +483,8 @@ class StaleResults:
     def origin(self, identity: int) -> int:
         """Return the identity of the storage that a result was made of; ``identity`` otherwise."""
         for storage, origin, _ in chain.from_iterable(self._results.values()):
-            if compat.storage_identity(storage) == identity:
-                return compat.storage_identity(origin)
+            if raw_memory.storage_identity(storage) == identity:
+                return raw_memory.storage_identity(origin)
         return identity
 
 

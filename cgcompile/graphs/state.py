@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.code_names import (
@@ -38,6 +37,7 @@ from cgcompile.graphs.contract import (
 )
 from cgcompile.graphs.fields import array_bytes, behind, is_closed_object, names_of_modules
 from cgcompile.graphs.reads import Slots, cells_of, plainly
+from cgcompile.torch_compat import raw_memory, torch_ops, torch_tracing
 
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
 _FEW = 64  # holders whose values are compared faster than versions
@@ -89,7 +89,7 @@ class State:
         for path, module in self.modules:
             values[f"{path}.forward"] = module.__dict__.get("forward", _MISSING)
             values[_hooks_of(path)] = _number_of_hooks(module)
-        values[_ALL_HOOKS] = compat.has_global_hooks()
+        values[_ALL_HOOKS] = torch_tracing.has_global_hooks()
 
 
 class _Reader:
@@ -189,7 +189,7 @@ class _Reader:
         self.state.modules.append((path, module))
         for name, child in module._modules.items():
             self._visit(child, f"{path}.{name}")
-        for hooks in compat.hooks_of(module):
+        for hooks in torch_ops.hooks_of(module):
             for key, hook in hooks.items():
                 self._held(f"{path} hook {key}", hooks, key, hook)
         attributes, kind = module.__dict__, cast(Any, type(module))
@@ -258,7 +258,11 @@ class _Reader:
 
 
 def _is_dense(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and compat.is_plain_tensor(value) and not value.is_nested
+    return (
+        isinstance(value, torch.Tensor)
+        and raw_memory.is_plain_tensor(value)
+        and not value.is_nested
+    )
 
 
 def read_state(runnable: Any, loaded: Collection[str] = ()) -> State:
@@ -283,7 +287,7 @@ class ModelState:
         self.epoch = 0  # rises when a dict is written
         self._dicts: dict[int, Any] = {}  # by identity, those whose versions are compared
         self._written: dict[int, Any] = {}  # others, whose values are compared
-        self._versions = compat.DictVersions(())
+        self._versions = raw_memory.DictVersions(())
 
     def read(self) -> State:
         """Return the present state."""
@@ -330,7 +334,7 @@ class ModelState:
             for holder in versions.changed():
                 self._written[id(holder)] = self._dicts.pop(id(holder))
         if len(versions.dicts) != len(self._dicts):
-            self._versions = compat.DictVersions(tuple(self._dicts.values()))
+            self._versions = raw_memory.DictVersions(tuple(self._dicts.values()))
         return self.epoch
 
 
@@ -361,7 +365,7 @@ class _Values:
         self._single = [(get, holders) for get, holders, count in getters if count == 1]
         self._groups = [(get, holders) for get, holders, count in getters if count > 1]
         now = self._now()
-        self._identities = compat.identities(now)
+        self._identities = raw_memory.identities(now)
         # An identity stays that of its object while that is alive.
         self._alive = [value for value in now if not isinstance(value, torch.Tensor)]
         self._died: list[object] = []
@@ -370,7 +374,7 @@ class _Values:
         dense = [at for at in tensors if _is_dense(now[at])]
         self._pick = itemgetter(*dense, dense[0]) if dense else None
         picked = self._pick(now) if self._pick is not None else ()
-        self._addresses = compat.Addresses(picked, range(len(picked)))
+        self._addresses = raw_memory.Addresses(picked, range(len(picked)))
 
     def _now(self) -> tuple[Any, ...]:
         """Return the values that are held now, in the same order each time."""
@@ -389,7 +393,7 @@ class _Values:
             now = self._now()
         except (AttributeError, LookupError, ValueError):  # no such item, slot or variable
             return False
-        same = compat.identities(now) == self._identities and not self._died
+        same = raw_memory.identities(now) == self._identities and not self._died
         same = same and [*map(len, self._lists)] == self._lengths
         return same and (self._pick is None or self._addresses.hold(self._pick(now)))
 
@@ -422,7 +426,7 @@ class StateContract:
         self._values = _Values(self._places, self._lists)
         self._modules = [module.__dict__ for _, module in state.modules]
         self._sizes = [*map(len, self._modules)]
-        self._hooks = compat.hooks_registered()
+        self._hooks = torch_tracing.hooks_registered()
         self._divide()
 
     def _divide(self) -> None:
@@ -460,7 +464,7 @@ class StateContract:
         return (
             self._rest.are_same()
             and [*map(len, self._written)] == self._written_sizes
-            and (compat.hooks_registered() == self._hooks or self._has_same_hooks())
+            and (torch_tracing.hooks_registered() == self._hooks or self._has_same_hooks())
             and all(_contents(value) == contents for _, value, contents in self._others)
         )
 
@@ -470,8 +474,8 @@ class StateContract:
         for path, module in self.state.modules:
             if values[_hooks_of(path)] != _number_of_hooks(module):
                 return False
-        self._hooks = compat.hooks_registered()
-        return bool(values[_ALL_HOOKS] == compat.has_global_hooks())
+        self._hooks = torch_tracing.hooks_registered()
+        return bool(values[_ALL_HOOKS] == torch_tracing.has_global_hooks())
 
     def holds(self) -> bool:
         """Return whether the state is that of the capture."""
@@ -506,7 +510,7 @@ def _hooks_of(path: str) -> str:
 
 
 def _number_of_hooks(module: torch.nn.Module) -> int:
-    return sum(map(len, compat.hooks_of(module)))
+    return sum(map(len, torch_ops.hooks_of(module)))
 
 
 def _contents(value: Any) -> Any:

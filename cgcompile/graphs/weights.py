@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import WeightsError
 from cgcompile.settings import checked
+from cgcompile.torch_compat import torch_ops
 
 
 @checked
@@ -34,7 +34,7 @@ def update_weights(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         >>> model.weight.data_ptr() == address
         True
     """
-    original = compat.original_of(module)
+    original = torch_ops.original_of(module)
     module = module if original is None else original
     state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))

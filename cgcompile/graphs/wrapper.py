@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import (
     BatchDescriptor,
@@ -62,6 +61,7 @@ from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.reasons import Counters, Fallback, Reason
 from cgcompile.settings import checked_but, require_callable, require_fields
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def _under(mode: AbstractContextManager[Any], step: Callable[[], Any]) -> Any:
 
 def _storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the memory of dense tensors."""
-    return [tensor.untyped_storage() for tensor in tensors if compat.is_plain_tensor(tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if raw_memory.is_plain_tensor(tensor)]
 
 
 # ---------------------------------------------------------------- what a call needs
@@ -236,7 +236,7 @@ def _storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 def devices_of(runnable: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.device]:
     """Return the devices of the tensors of a call and of a module; the CPU only if it is alone."""
-    tensors = compat.tree_tensors((args, kwargs))
+    tensors = torch_ops.tree_tensors((args, kwargs))
     if isinstance(runnable, torch.nn.Module):
         tensors += weights_of(runnable)
     if not tensors:  # they are inside of objects, or around the function
@@ -248,9 +248,9 @@ def devices_of(runnable: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def gradients_due(needed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a result must be differentiable, backward or forward."""
     if not torch.is_grad_enabled():
-        return compat.has_tangent((args, kwargs))
-    needed = needed or any(leaf.requires_grad for leaf in compat.tree_tensors((args, kwargs)))
-    return needed or compat.has_tangent((args, kwargs))
+        return torch_ops.has_tangent((args, kwargs))
+    needed = needed or any(leaf.requires_grad for leaf in torch_ops.tree_tensors((args, kwargs)))
+    return needed or torch_ops.has_tangent((args, kwargs))
 
 
 def holds_parameters_with_grad(runnable: Any) -> bool:
@@ -265,7 +265,7 @@ def requires_grad_beside(
 ) -> bool:
     """Return whether one of ``tensors`` requires grad and is no argument of a call."""
     with_grad = {id(tensor) for tensor in tensors if tensor.requires_grad}
-    return bool(with_grad) and not with_grad <= set(map(id, compat.tree_tensors((args, kwargs))))
+    return bool(with_grad) and not with_grad <= set(map(id, torch_ops.tree_tensors((args, kwargs))))
 
 
 def _fallback_or_raise(error: CaptureError) -> Fallback:
@@ -339,7 +339,7 @@ class _WrapperCall:
                 result = captured.run()
                 ended(captured.entry.sequence)
                 if wrapper.step_table.debug:
-                    arguments = compat.tree_tensors((self._args, self._kwargs))
+                    arguments = torch_ops.tree_tensors((self._args, self._kwargs))
                     result = track_result(result, wrapper._track(descriptor), arguments)
                 return captured.entry, result
             if captured is not None:
@@ -356,7 +356,7 @@ class _WrapperCall:
         pool = self._wrapper.pool
         assert pool is not None
         for owner in {None, self._wrapper._owner(self.descriptor)}:
-            pool.stale.expire(owner, compat.tree_tensors(self._compared))
+            pool.stale.expire(owner, torch_ops.tree_tensors(self._compared))
 
 
 class CUDAGraphWrapper(Transparent):
@@ -485,7 +485,7 @@ class CUDAGraphWrapper(Transparent):
             self.step_table.device = self._pool.where
         if self.config.on_input_change == "copy":
             raise DispatchError.cannot_copy(what=self.name)
-        if self._pool.aliases_results(compat.tree_tensors((args, kwargs))):
+        if self._pool.aliases_results(torch_ops.tree_tensors((args, kwargs))):
             raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, RESULT_AS_INPUT))
         if self._guarded:
             try:
@@ -521,7 +521,7 @@ class CUDAGraphWrapper(Transparent):
         if reads_grad and torch.is_grad_enabled() and self._executes:
             return None  # its ops skip autograd: a result would not show it
         if storages is None:
-            tensors = compat.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
+            tensors = torch_ops.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
         state = self._read_state()
         step = partial(self.runnable, *args, **kwargs)
@@ -586,8 +586,8 @@ class CUDAGraphWrapper(Transparent):
             metadata = read_context(context, self._pool.device.tensor_type)
         if sequence.held:
             # Before a replay, the addresses of arguments are compared with those of the capture.
-            identity = compat.storage_identity
-            arguments = {identity(x) for x in _storages_of(compat.tree_tensors((args, kwargs)))}
+            identity = raw_memory.storage_identity
+            arguments = {identity(x) for x in _storages_of(torch_ops.tree_tensors((args, kwargs)))}
             sequence.held = [row for row in sequence.held if identity(row.storage) not in arguments]
             compared = _storages_of(weights_of(self.unwrap()))
             sequence.watch(compared if metadata is None else compared + metadata.held)
@@ -640,7 +640,7 @@ class CUDAGraphWrapper(Transparent):
         if not self._guarded:  # pieces
             return False
         owner = getattr(self.runnable, "__self__", self.runnable)
-        return not isinstance(owner, torch.nn.Module) or compat.holds_compiled_code(owner)
+        return not isinstance(owner, torch.nn.Module) or torch_ops.holds_compiled_code(owner)
 
     def keep(self, entry: CUDAGraphEntry, mode: CUDAGraphMode | None = None) -> None:
         """Let later calls of the entry's descriptor replay it, in the wrapper's mode or another."""
@@ -675,7 +675,7 @@ class CUDAGraphWrapper(Transparent):
             return None
         if self._shares_pool:
             return lambda _: pool.poison_free()
-        return lambda inputs: pool.poison(compat.tree_tensors(inputs))
+        return lambda inputs: pool.poison(torch_ops.tree_tensors(inputs))
 
     def _owner(self, descriptor: BatchDescriptor) -> Hashable:
         """Return whose next replay overwrites the results of a descriptor; None for any replay."""
@@ -740,7 +740,7 @@ class CUDAGraphWrapper(Transparent):
     def weak_results(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that replays return and that do not hold their memory."""
         if self._pool is not None and self.options.weak_ref_output:
-            outputs = compat.tree_tensors([entry.output for entry in self.entries])
+            outputs = torch_ops.tree_tensors([entry.output for entry in self.entries])
             yield from [tensor for tensor in outputs if self._pool.holds(address(tensor))]
 
     def unwrap(self) -> Callable[..., Any]:

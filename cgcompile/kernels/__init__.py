@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError
 from cgcompile.locks import new_lock
+from cgcompile.torch_compat import torch_shapes
 
 
 def is_on(
@@ -133,6 +133,6 @@ def compile_kernels(name: str, device: torch.device, arguments: Sequence[Any]) -
     before = _ONLY_COMPILES.set(True)
     try:
         with torch.cuda.device(device):
-            compat.call_with_fakes(module.on_cuda, arguments)
+            torch_shapes.call_with_fakes(module.on_cuda, arguments)
     finally:
         _ONLY_COMPILES.reset(before)

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError
 from cgcompile.kernels import multiprocessors, power_of_two, registered, start
 from cgcompile.kernels.small_linear import DTYPES, why_unsupported
+from cgcompile.torch_compat import torch_ops
 
 __all__ = ["TOKENS", "op", "takes", "why_unsupported"]
 
@@ -136,7 +136,7 @@ def by_torch(
 
 def _require_no_tangent(*tensors: torch.Tensor | None) -> None:
     """Raise ConfigError for forward-mode AD, of which the op would lose the tangents."""
-    if compat.has_tangent(tensors):
+    if torch_ops.has_tangent(tensors):
         raise ConfigError.impossible(
             what="decode_attention of a tensor with a tangent",
             because="the op has no forward derivative",

@@ -23,7 +23,6 @@ import sympy
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError, PieceCompileError
 from cgcompile.kernels import is_on
@@ -32,6 +31,7 @@ from cgcompile.passes.base import Fusions
 from cgcompile.passes.nodes import calls, symbols_of, tensors, value
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Runnable
+from cgcompile.torch_compat import dynamo, expressions, torch_shapes
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Variant:
     piece: Piece
     module: fx.GraphModule  # its inputs carry the fake values to compile with
     sizes: SizeRange | None = None
-    own: compat.OwnShapes | None = None  # symbols of the second trace of ``module``
+    own: torch_shapes.OwnShapes | None = None  # symbols of the second trace of ``module``
     conditions: tuple[sympy.Expr, ...] = ()  # assumptions on other sizes
     readers: Mapping[sympy.Symbol, Reader] = field(default_factory=dict)  # ``sizes`` first
     fusions: Fusions | None = None  # texts of ``small_batch_kernels``
@@ -132,7 +132,7 @@ class Variants:
             return [whole]
         ordered = sorted(free, key=lambda other: (other != symbol, str(other)))
         readers = {other: read for other in ordered if (read := reader(inputs, other)) is not None}
-        why = compat.why_not_copied(piece.module, free)
+        why = torch_shapes.why_not_copied(piece.module, free)
         if why is None and not all(other in readers and other in self._symbols for other in free):
             why = "the value of a size in it cannot be read"
         if why is not None:
@@ -159,18 +159,18 @@ class Variants:
         values = self._values_for(symbol, sizes, first, upper)
         if values is None:
             return None
-        spans: dict[sympy.Symbol, int | compat.Span] = {}
+        spans: dict[sympy.Symbol, int | torch_shapes.Span] = {}
         conditions = []
         for other in readers:
             low, high = (first, upper) if other == symbol else self._symbols.bounds(other)
             if low < 1:
                 conditions.append(sympy.Ge(other, 1))
             low = max(int(low), 1)
-            spans[other] = low if low == high else compat.Span(values[other], low, high)
+            spans[other] = low if low == high else torch_shapes.Span(values[other], low, high)
         served = SizeRange(first, int(upper) if upper.is_Integer else None)
-        own = compat.OwnShapes(spans, str(served))
+        own = torch_shapes.OwnShapes(spans, str(served))
         try:
-            module = own.copied(piece.module, compat.copied(piece.module))
+            module = own.copied(piece.module, dynamo.copied(piece.module))
         except Exception as error:
             name = f"{piece.name}, {served}"
             raise PieceCompileError.not_traced(
@@ -252,7 +252,7 @@ def _fused(variant: Variant) -> Variant:
     from cgcompile.passes.rotary import fuse_rotary
     from cgcompile.passes.small_batch import fuse_small_linears
 
-    module = variant.module if variant.own is not None else compat.copied(variant.module)
+    module = variant.module if variant.own is not None else dynamo.copied(variant.module)
     with variant.context():
         rotary = fuse_rotary(module, why_unsupported)
         fusions = fuse_small_linears(module, why_unsupported)
@@ -271,7 +271,7 @@ def _check(
 ) -> Callable[[Sequence[Any]], bool]:
     symbols = sorted(set().union(*(guard.free_symbols for guard in assumed)), key=str)
     values = [readers[symbol] for symbol in symbols]
-    holds = compat.python_predicate(assumed, symbols)
+    holds = expressions.python_predicate(assumed, symbols)
     return lambda inputs: holds(*(read(inputs) for read in values))
 
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CompilationMode
 from cgcompile.passes import split_graph
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.pieces.compilers import Runnable
+from cgcompile.torch_compat import torch_ops
 
 
 def split_by_config(gm: fx.GraphModule, config: CompilationConfig) -> tuple[SplitGraph, Boundaries]:
@@ -101,7 +101,7 @@ class Step:
         if called is not None:
             piece = self._split.pieces[int(called[1])]
             where = ": ".join(piece.lines[0]) if piece.lines else piece.where
-            compat.add_note(
+            torch_ops.add_note(
                 error, f"in {piece.name} of the compiled model, which begins at {where}"
             )
 
@@ -168,7 +168,9 @@ def _last_uses(split: SplitGraph, calls: list[Piece]) -> dict[str, int]:
         for name in (*piece.inputs, *piece.outputs):
             if name in outputs:
                 last[name] = position
-    returned = {item.name for item in compat.tree_leaves(split.result) if isinstance(item, Value)}
+    returned = {
+        item.name for item in torch_ops.tree_leaves(split.result) if isinstance(item, Value)
+    }
     return {name: position for name, position in last.items() if name not in returned}
 
 

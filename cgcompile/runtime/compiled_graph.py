@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import (
@@ -65,6 +64,7 @@ from cgcompile.runtime.recorder import record
 from cgcompile.runtime.recording import BatchKey, Recording
 from cgcompile.runtime.rows import BatchRows, unknown_rows, zeroing
 from cgcompile.runtime.weight_sets import WeightSet, WeightSets
+from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings
 
 log = logging.getLogger(__name__)
 
@@ -333,10 +333,10 @@ class CompiledGraph:
         self, fallback: Fallback, weight_set: WeightSet, batch: BatchKey
     ) -> Fallback:
         """Add to a fallback the setting of torch under which the step has a graph."""
-        now = compat.kernel_settings()
+        now = torch_settings.kernel_settings()
         for recording in weight_set.recorded:
             if recording.batch == batch and recording.settings != now:
-                name, before, after = compat.changed_setting(recording.settings, now)
+                name, before, after = torch_settings.changed_setting(recording.settings, now)
                 detail = f"{fallback.detail}; it has one where {name} is {before}, now {after}"
                 return fallback._replace(detail=detail)
         return fallback
@@ -345,7 +345,7 @@ class CompiledGraph:
         self, fallback: Fallback, weight_set: WeightSet, key: Hashable
     ) -> Fallback:
         """Add to a fallback the other grad mode, and so the other trace, that has the graph."""
-        here = compat.grad_mode_name()
+        here = raw_memory.grad_mode_name()
         for other in [graph for ref, _ in self.of_handle if (graph := ref()) is not None]:
             if other._grad_mode in ("", here) or other._named != self._named:
                 continue
@@ -383,7 +383,7 @@ class CompiledGraph:
         fallback, ran, result = record(program, wrappers, full, recording, inputs)
         if fallback is None:
             weight_set.recordings[key] = recording
-            self._grad_mode = compat.grad_mode_name()
+            self._grad_mode = raw_memory.grad_mode_name()
             self.timeline.captured()
             return None, result
         if fallback.reason is Reason.CAPTURE_FAILED:
@@ -487,10 +487,10 @@ class CompiledGraph:
 
     def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
         if not torch.is_grad_enabled():
-            return compat.has_tangent(inputs)
+            return torch_ops.has_tangent(inputs)
         needed = any(inputs[position].requires_grad for position in self._may_require_grad)
         needed = needed or any(constant.requires_grad for constant in self._constants)
-        return needed or compat.has_tangent(inputs)
+        return needed or torch_ops.has_tangent(inputs)
 
     def _drop_moved(
         self, weight_set: WeightSet, key: Hashable, recording: Recording, inputs: tuple[Any, ...]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig, CUDAGraphMode
 from cgcompile.context import BatchDescriptor, ForwardContext
 from cgcompile.descriptor import allows_full
@@ -28,6 +27,7 @@ from cgcompile.reasons import VARYING, Fallback, Reason, varying_number
 from cgcompile.runtime.inputs import Roles, full_support
 from cgcompile.runtime.recording import BatchKey
 from cgcompile.runtime.weight_sets import MOVED, WeightSet, WeightSets, picker
+from cgcompile.torch_compat import torch_settings
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class Dispatch:
             addresses = (inputs[position].data_ptr() for position in (*roles.read, *roles.mutated))
             numbers = (repr(inputs[position]) for position in (*roles.strides, *roles.numbers))
             key = (*key, *addresses, *numbers)
-        settings = compat.kernel_settings()
+        settings = torch_settings.kernel_settings()
         if settings == self._settings:  # nearly always
             return key
         if self._settings is None:

@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.context import ENTERED, ENTERED_NAMES, ForwardContext, callers_context
 from cgcompile.errors import CaptureError, GuardError
 from cgcompile.graphs.contract import same_value
@@ -47,6 +46,7 @@ from cgcompile.graphs.sequence import REPLAY_OF_ONE
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock, owns_lock
 from cgcompile.runtime.recording import Recording
+from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ def _source(
     """Return the text of a fast path, of lines ``before`` the lock is taken and ``inside``."""
     # Without ``inputs``, the step is one graph that reads them where they were at capture.
     indent = textwrap.indent
-    context = _CONTEXT.format(other=other, forward=compat.FORWARD_GRADIENTS[0])
+    context = _CONTEXT.format(other=other, forward=torch_ops.FORWARD_GRADIENTS[0])
     run = f"outputs = replay({inputs}, context.num_unpadded_tokens)\n"
     return (
         f"def step({signature}):\n{indent(context + before, ' ' * 4)}"
@@ -264,9 +264,9 @@ class GraphFastPath:
             "mode": recording.batch.mode,
             "descriptor": recording.batch.descriptor,
             "grad_is_on": torch.is_grad_enabled,
-            "forward_ad": compat.FORWARD_GRADIENTS[1],
+            "forward_ad": torch_ops.FORWARD_GRADIENTS[1],
             "capturing": pool.device.is_capturing,
-            "kernel_settings": compat.kernel_settings,
+            "kernel_settings": torch_settings.kernel_settings,
             "settings": recording.settings,
             "pool": pool,
             "step_thread": pool.thread,
@@ -402,7 +402,7 @@ class _CallLines:
         if None in begins or len(set(begins)) < len(begins):
             return False
         elsewhere = self._checks.elsewhere
-        return all(compat.is_plain_tensor(x) and x.data_ptr() not in begins for x in elsewhere)
+        return all(raw_memory.is_plain_tensor(x) and x.data_ptr() not in begins for x in elsewhere)
 
     def arguments(
         self, count: int, keywords: Sequence[str], bound: int, inputs: Sequence[Any]
@@ -421,7 +421,9 @@ class _CallLines:
     def layouts(self, inputs: Sequence[Any]) -> None:
         """Check that tensors have the same sizes, strides and addresses as at the replay."""
         tensors = [pair for pair in self._pairs if isinstance(pair[1], torch.Tensor)]
-        if not all(type(value) in _PLAIN and compat.is_plain_tensor(value) for _, value in tensors):
+        if not all(
+            type(value) in _PLAIN and raw_memory.is_plain_tensor(value) for _, value in tensors
+        ):
             raise _NoFastPath
         conditions = self._moved(inputs)
         unpack = ""
@@ -437,7 +439,7 @@ class _CallLines:
         if tensors:
             values = [value for _, value in tensors]
             layouts = [(list(tensor.shape), list(tensor.stride())) for tensor in values]
-            self.names["alike"] = compat.alike(values, layouts)
+            self.names["alike"] = raw_memory.alike(values, layouts)
             variables = ", ".join(variable for variable, _ in tensors)
             conditions.insert(0, f"not alike({variables})")
         if conditions:

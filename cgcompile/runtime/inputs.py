@@ -32,7 +32,6 @@ from typing import Any
 import sympy
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import AttentionCGSupport
 from cgcompile.config import CUDAGraphMode
 from cgcompile.errors import GuardError
@@ -49,6 +48,7 @@ from cgcompile.passes.nodes import (
 from cgcompile.passes.nodes import value as value_of
 from cgcompile.passes.split import SplitGraph, Value
 from cgcompile.reasons import EXPECTED, Fallback, Reason
+from cgcompile.torch_compat import dynamo, raw_memory, torch_ops
 
 
 class BoundTensors:
@@ -80,11 +80,11 @@ class BoundTensors:
         """Return a result with the tensors of the model in place of their views."""
         if not self._originals:
             return result
-        leaves = compat.tree_leaves(result)
+        leaves = torch_ops.tree_leaves(result)
         restored = [self._originals.get(id(leaf), leaf) for leaf in leaves]
         if all(one is other for one, other in zip(leaves, restored, strict=True)):
             return result
-        return compat.tree_unflatten(restored, compat.tree_spec(result))
+        return torch_ops.tree_unflatten(restored, torch_ops.tree_spec(result))
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _unsupported_value(split: SplitGraph) -> str | None:
     """Return the first input or crossing value that graphs cannot hold, in words."""
     for value in split.values.values():
         name = value.source or value.name
-        if not all(map(compat.is_plain_tensor, tensors(value.meta))):
+        if not all(map(raw_memory.is_plain_tensor, tensors(value.meta))):
             return f"{name} is no plain dense tensor"
         other = not isinstance(value.meta, (torch.Tensor, int))
         if other and value in split.inputs and not is_symbolic_number(value.meta):
@@ -207,7 +207,7 @@ class Overlaps:
     def __init__(self, split: SplitGraph) -> None:
         tensors = [(p, v) for p, v in enumerate(split.inputs) if isinstance(v.meta, torch.Tensor)]
         self._inputs = split.inputs
-        self._storages = {position: compat.storage_key(value.meta) for position, value in tensors}
+        self._storages = {position: dynamo.storage_key(value.meta) for position, value in tensors}
         self._mutated = frozenset(position for position, value in tensors if value.mutated)
         moved = {piece.inputs[k] for piece in split.pieces for k in advanced(piece.module)}
         self._counters = {position for position, value in tensors if value.name in moved}

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.graphs.arena import dense_order
 from cgcompile.passes.nodes import storages, symbols_of
 from cgcompile.passes.split import Piece, SplitGraph, returned_names
 from cgcompile.pieces.compilers import Runnable
+from cgcompile.torch_compat import raw_memory
 
 _UNUSUAL = 1009  # the first of the sizes that stand for symbols
 
@@ -103,7 +103,7 @@ def traced_layouts(split: SplitGraph) -> dict[int, Layouts]:
 def _may_be_copied(split: SplitGraph, piece: Piece, name: str, returned: set[str]) -> bool:
     """Return whether a result may be copied: no other value has to share its memory."""
     result = split.values[name]
-    if not isinstance(result.meta, torch.Tensor) or not compat.is_plain_tensor(result.meta):
+    if not isinstance(result.meta, torch.Tensor) or not raw_memory.is_plain_tensor(result.meta):
         return False
     if result.meta.is_conj() or result.meta.is_neg() or result.meta.layout is not torch.strided:
         return False

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.config import CompilationConfig
 from cgcompile.context import unreadable_context
@@ -32,6 +31,7 @@ from cgcompile.pieces.stitch import Step
 from cgcompile.runtime.inputs import BoundTensors
 from cgcompile.runtime.layouts import Layouts, traced_layouts
 from cgcompile.runtime.rows import BatchRows
+from cgcompile.torch_compat import checkpoints, dynamo, torch_ops
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _NAMESPACES_OF_TORCH = ("aten", "prims", "prim")
@@ -82,7 +82,7 @@ def _eager_call(
         return EagerCall.of_all(piece, _with_functions(piece.module, own) if own else plain)
     names = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
     args = tuple(Name(names[arg]) if isinstance(arg, fx.Node) else arg for arg in node.args)
-    overloads = compat.op_overloads(node.target)  # a packet looks its overload up at every call
+    overloads = torch_ops.op_overloads(node.target)  # a packet looks its overload up at every call
     target: Any = overloads[0] if len(overloads) == 1 else node.target
     return EagerCall(own.get(node, target), args, _one if piece.outputs else _nothing)
 
@@ -92,7 +92,7 @@ def _with_functions(
 ) -> Runnable:
     """Return the code of a piece with functions in place of ops."""
     by_name = {node.name: function for node, function in functions.items()}
-    copy = compat.copied(gm)
+    copy = dynamo.copied(gm)
     for node in copy.graph.nodes:
         node.target = by_name.get(node.name, node.target)
     copy.recompile()
@@ -103,7 +103,7 @@ def _with_functions(
 def _single_op(gm: fx.GraphModule) -> fx.Node | None:
     """Return the only op of a graph, if it is called with inputs and constants and is all of it."""
     calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    if len(calls) != 1 or not compat.op_overloads(calls[0].target) or calls[0].kwargs:
+    if len(calls) != 1 or not torch_ops.op_overloads(calls[0].target) or calls[0].kwargs:
         return None
     (node,) = calls
     is_flat = all(isinstance(arg, (fx.Node, *_CONSTANTS)) for arg in node.args)
@@ -219,7 +219,7 @@ def _custom_ops(module: fx.GraphModule) -> Iterator[fx.Node]:
     for graph in module.modules():
         nodes = graph.graph.nodes if isinstance(graph, fx.GraphModule) else ()
         for node in nodes:
-            overloads = compat.op_overloads(node.target) if node.op == "call_function" else ()
+            overloads = torch_ops.op_overloads(node.target) if node.op == "call_function" else ()
             if any(overload.namespace not in _NAMESPACES_OF_TORCH for overload in overloads):
                 yield node
 
@@ -375,7 +375,7 @@ def copying_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> lis
 
 def uncompiled(split: SplitGraph) -> list[Runnable]:
     """Return the code of each piece, for tensors that may require grad."""
-    return [compat.with_checkpoints(piece.module).forward for piece in split.pieces]
+    return [checkpoints.with_checkpoints(piece.module).forward for piece in split.pieces]
 
 
 def _copying(run: Runnable, positions: Sequence[int], device: torch.device) -> Runnable:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.context import callers_context
 from cgcompile.errors import CaptureBusyError, DispatchError, PieceCompileError
@@ -42,6 +41,7 @@ from cgcompile.runtime.program import EagerCall, Program
 from cgcompile.runtime.recording import Recording
 from cgcompile.runtime.rows import unknown_rows
 from cgcompile.source_lines import raised_at
+from cgcompile.torch_compat import torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def _record_full(
     result = captured.run()
     full.keep(captured.entry)
     fixed = {*recording.starts, *map(address, tensors(result))} - {0}
-    results = recording.results(result, compat.tree_leaves(captured.entry.output), fixed, inputs)
+    results = recording.results(result, torch_ops.tree_leaves(captured.entry.output), fixed, inputs)
     recording.kept, recording.context = [(full, captured.entry)], captured.entry.context
     recording.finish(captured.entry.sequence, results, {})
     return None, True, results.make((), inputs)
@@ -185,12 +185,12 @@ class _Recorder:
             call = EagerCall.of_all(numbers, numbers.module.forward)
             args = [self._value(name) for name in numbers.inputs]
             self._append(numbers, call, list(numbers.module.forward(*args)), [], [])
-        leaves = compat.tree_leaves(result)
+        leaves = torch_ops.tree_leaves(result)
         names = zip(returned_names(self._program.split), leaves, strict=True)
         sources = [self._source(name) if name else leaf for name, leaf in names]
         pairs = zip(sources, leaves, strict=True)
         values = [self._slots[s.at] if isinstance(s, Slot) else leaf for s, leaf in pairs]
-        result = compat.tree_unflatten(values, compat.tree_spec(result))
+        result = torch_ops.tree_unflatten(values, torch_ops.tree_spec(result))
         inputs, recording = self._call_inputs, self._recording
         results = recording.results(result, sources, self._fixed, inputs)
         sequence = GraphSequence(
@@ -217,7 +217,7 @@ class _Recorder:
 
     def _copied_out(self, result: Any) -> Any:
         """Return the result of a call whose step is not kept: copied out of memory of the pool."""
-        leaves = compat.tree_leaves(result)
+        leaves = torch_ops.tree_leaves(result)
         arena = self._program.pool.arena
         fixed = self._fixed | {address(x) for x in tensors(leaves) if arena.owns(address(x))}
         results = self._recording.results(result, leaves, fixed, self._call_inputs)

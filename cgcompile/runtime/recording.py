@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.context import (
     BatchDescriptor,
@@ -29,6 +28,7 @@ from cgcompile.pieces.stitch import restoring_grad_mode
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.inputs import Roles, input_name
 from cgcompile.runtime.program import Program
+from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Recording:
     ) -> None:
         self.batch = batch
         self.roles = roles
-        self.settings = compat.kernel_settings()  # that its kernels were chosen under
+        self.settings = torch_settings.kernel_settings()  # that its kernels were chosen under
         self.reserved = program.pool.reserved  # bytes, before there are buffers for this step
         self.owner = owner
         self.frame = program.pool.arena.frame(None if batch.own_context else owner)
@@ -303,7 +303,7 @@ class Recording:
         filled: dict[int, tuple[OwnedCopy, torch.Tensor | int]] = {}
         copied: dict[int, torch.Tensor] = {}
         reused: dict[int, torch.Tensor] = {}
-        pairs = zip(compat.tree_leaves(result), sources, strict=True)
+        pairs = zip(torch_ops.tree_leaves(result), sources, strict=True)
         for item, (leaf, source) in enumerate(pairs):
             slot = source.at if isinstance(source, Slot) else None
             constants.append(source if slot is None else None)
@@ -320,14 +320,14 @@ class Recording:
                 at = self.starts.index(start)
                 views[item] = at, view_of(self.inputs[at], leaf)
             elif is_fixed and buffer_of is not None and (buffer := buffer_of(leaf)) is not None:
-                filled[item] = buffer, compat.weak_tensor(leaf) if slot is None else slot
-                constants[item], reused[item] = None, compat.weak_tensor(buffer.tensor)
+                filled[item] = buffer, raw_memory.weak_tensor(leaf) if slot is None else slot
+                constants[item], reused[item] = None, raw_memory.weak_tensor(buffer.tensor)
             elif slot is not None and not (copies and is_fixed and holds(start)):
                 slots[item] = slot
             elif is_fixed:
-                (copied if copies else reused)[item] = compat.weak_tensor(leaf)
+                (copied if copies else reused)[item] = raw_memory.weak_tensor(leaf)
             elif is_reusable(source):
-                reused[item] = compat.alias(source)
+                reused[item] = raw_memory.alias(source)
         return Results(
             builder(result),
             constants,
@@ -359,7 +359,7 @@ class Recording:
         # Results that share memory get buffers that share it as well.
         blocks: dict[int, tuple[Block, int]] = {}
         members: dict[int, list[torch.Tensor]] = {}
-        for leaf in compat.tree_tensors(result):
+        for leaf in torch_ops.tree_tensors(result):
             members.setdefault(address(leaf), []).append(leaf)
 
         def owned(leaf: torch.Tensor) -> OwnedCopy | None:

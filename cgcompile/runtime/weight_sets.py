@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import captured_elsewhere
@@ -24,6 +23,7 @@ from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.reasons import Fallback
 from cgcompile.runtime.program import Program
 from cgcompile.runtime.recording import Recording
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 _MOST_SEEN = 4096  # shapes whose warm-up is counted, per weight set
 _MOST_PLAIN = 256  # results of steps without graphs that are known
@@ -50,9 +50,9 @@ class WeightSet:
         self.shares_results = False  # graphs of other weights could write to its results' memory
         self.starts: dict[int, int] = {}  # addresses of the weights, by position
         self._held: list[torch.UntypedStorage] = []
-        self._addresses = compat.Addresses((), ())
+        self._addresses = raw_memory.Addresses((), ())
         self._last: list[int] | None = None  # addresses of watched weights at the last call
-        self._mutated: list[compat.StorageLife] = []
+        self._mutated: list[raw_memory.StorageLife] = []
 
     def hold(
         self,
@@ -65,8 +65,8 @@ class WeightSet:
         # The memory of weights is held. A mutated input may be freed, and its graphs with it.
         self._held = [inputs[position].untyped_storage() for position in static]
         self.starts = {position: address(inputs[position]) for position in static}
-        self._addresses = compat.Addresses(inputs, watched)
-        self._mutated = [compat.StorageLife(inputs[position]) for position in mutated]
+        self._addresses = raw_memory.Addresses(inputs, watched)
+        self._mutated = [raw_memory.StorageLife(inputs[position]) for position in mutated]
 
     def follow(self, inputs: Sequence[Any], watched: Sequence[int]) -> tuple[int, ...]:
         """Return the positions of weights that moved since the last call; before a capture."""
@@ -158,12 +158,12 @@ class WeightSets:
         self._watched = tuple([each for each in static if not program.is_frozen(each)])
         self._objects = picker(self._watched)
         self._ranges = _ranges(self._watched)
-        size = len(compat.identities((None,)))
+        size = len(raw_memory.identities((None,)))
         self._slices = [slice(first * size, last * size) for first, last in self._ranges]
         self._known: dict[Hashable, WeightSet] = {}
         self._references: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._dead: list[WeightSet | Recording] = []
-        self._plain: deque[tuple[int, bytes, compat.StorageLife]] = deque(maxlen=_MOST_PLAIN)
+        self._plain: deque[tuple[int, bytes, raw_memory.StorageLife]] = deque(maxlen=_MOST_PLAIN)
         self._dropped_idle = 0  # weight sets without graphs, since the last capture
         self._unused: Hashable = None  # the last dropped one, if its graphs were never replayed
         self._unused_in_a_row = 0
@@ -202,7 +202,7 @@ class WeightSets:
         return key, None
 
     def _weights(self, inputs: tuple[Any, ...]) -> bytes:
-        identities = compat.identities(inputs)
+        identities = raw_memory.identities(inputs)
         return b"".join([identities[part] for part in self._slices])
 
     def ran_plain(self, inputs: tuple[Any, ...], result: Any) -> None:
@@ -210,11 +210,11 @@ class WeightSets:
         if len(self._known) < 2:
             return
         dynamic = [each for position, each in enumerate(inputs) if position not in self._is_static]
-        starts = {address(tensor) for tensor in compat.tree_tensors(dynamic)}
+        starts = {address(tensor) for tensor in torch_ops.tree_tensors(dynamic)}
         weights = self._weights(inputs)
-        for leaf in filter(compat.is_plain_tensor, compat.tree_tensors(result)):
+        for leaf in filter(raw_memory.is_plain_tensor, torch_ops.tree_tensors(result)):
             if address(leaf) not in starts:
-                self._plain.append((address(leaf), weights, compat.StorageLife(leaf)))
+                self._plain.append((address(leaf), weights, raw_memory.StorageLife(leaf)))
 
     def is_plain_result(self, weight_set: WeightSet, start: int) -> bool:
         """Return whether a step of other weights returned this memory without a graph."""
@@ -229,7 +229,7 @@ class WeightSets:
         """Return predicates that are true for a call with other or moved weights."""
         if not self._watched:
             return []
-        return [compat.SameObjects(inputs, self._ranges).differ, weight_set.moved]
+        return [raw_memory.SameObjects(inputs, self._ranges).differ, weight_set.moved]
 
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> WeightSet:
         """Add a weight set for a key that is not known; the oldest one without graphs may go."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import BatchError, CaptureError, ManagerError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.device import any_capture, device_named
@@ -38,6 +37,7 @@ from cgcompile.settings import (
     require_whole,
     whole,
 )
+from cgcompile.torch_compat import torch_ops
 
 TOKENS, REQS, BOUNDARIES = "tokens", "reqs", "reqs+1"
 NUM_TOKENS = "num_tokens"
@@ -487,7 +487,7 @@ class Outputs:
         """The buffers in the structure of the results; None before the first step."""
         if self._spec is None:
             return None
-        return compat.tree_unflatten(list(self._buffers), self._spec)
+        return torch_ops.tree_unflatten(list(self._buffers), self._spec)
 
     def owns(self, start: int) -> bool:
         """Return whether the storage at an address is an output buffer."""
@@ -505,7 +505,7 @@ class Outputs:
 
     def keep(self, result: Any, sizes: tuple[int, int]) -> Any:
         """Copy the result of a step to the front of the buffers; return views of those."""
-        leaves, spec = compat.tree_leaves(result), compat.tree_spec(result)
+        leaves, spec = torch_ops.tree_leaves(result), torch_ops.tree_spec(result)
         kinds = self._kinds(leaves, sizes)
         if self._spec is None:
             buffers = []  # all, or none where memory runs out
@@ -523,23 +523,23 @@ class Outputs:
         fronts = [b[: leaf.shape[0]] for b, leaf in zip(self._buffers, leaves, strict=True)]
         for front, leaf in zip(fronts, leaves, strict=True):
             front.copy_(leaf)
-        return compat.tree_unflatten(fronts, spec)
+        return torch_ops.tree_unflatten(fronts, spec)
 
     def real(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
         """Return the real rows of a padded result, as views."""
-        leaves = compat.tree_leaves(result)
+        leaves = torch_ops.tree_leaves(result)
         kinds = self._kinds(leaves, padded)
         if padded == real:
             return result
-        return _cut(leaves, kinds, real, compat.tree_spec(result))
+        return _cut(leaves, kinds, real, torch_ops.tree_spec(result))
 
     def replayed(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
         """Do as :meth:`real` for a graph, whose result is the same object at each step."""
         known = self._known.get(padded)
         if known is None or known[0] is not result:
-            leaves = compat.tree_leaves(result)
+            leaves = torch_ops.tree_leaves(result)
             kinds = self._kinds(leaves, padded)
-            known = self._known[padded] = (result, leaves, kinds, compat.tree_spec(result))
+            known = self._known[padded] = (result, leaves, kinds, torch_ops.tree_spec(result))
         _, leaves, kinds, spec = known
         if leaves and leaves[0] is result:
             return result[: real[kinds[0]]]
@@ -561,4 +561,4 @@ class Outputs:
 
 def _cut(leaves: list[Any], kinds: list[int], real: tuple[int, int], spec: Any) -> Any:
     cut = [leaf[: real[kind]] for leaf, kind in zip(leaves, kinds, strict=True)]
-    return compat.tree_unflatten(cut, spec)
+    return torch_ops.tree_unflatten(cut, spec)

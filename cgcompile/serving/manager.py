@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.backend import Backend, handle_of
 from cgcompile.compile import CompiledModel
 from cgcompile.compile import compile as compile_model
@@ -70,6 +69,7 @@ from cgcompile.settings import (
     require_whole,
     whole,
 )
+from cgcompile.torch_compat import torch_ops
 
 Prepare = Callable[[BatchDescriptor, str], Batch]
 BuildMetadata = Callable[[Batch, BatchDescriptor, dict[str, Any]], Metadata]
@@ -107,7 +107,7 @@ def _declared(inputs: Iterable[InputBuffer]) -> list[InputBuffer]:
 def _arguments(model: Any, inputs: Iterable[InputBuffer]) -> list[str]:
     """Return the names of the buffers that a model gets; raise where it has no such parameter."""
     names = [spec.name for spec in inputs if spec.argument]
-    original = compat.original_of(model) or model
+    original = torch_ops.original_of(model) or model
     while isinstance(original, CompiledModel | CUDAGraphWrapper):
         original = original.unwrap()
     try:

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cgcompile import torch_compat as compat
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.modes import CUDAGraphMode
 from cgcompile.reasons import Fallback, Reason
@@ -33,6 +32,7 @@ from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, allowe
 from cgcompile.serving.errors import AgreementError
 from cgcompile.serving.plan import FULL, NONE, PIECEWISE
 from cgcompile.settings import require_kind
+from cgcompile.torch_compat import torch_ops
 
 # ---------------------------------------------------------------- the exchange
 
@@ -151,11 +151,11 @@ class Agreement:
         if not dist.is_initialized():
             raise AgreementError.no_process_group(where="Agreement", name="agreement")
         self._group = dist.group.WORLD if group is None else group
-        if compat.process_group_backend(self._group, "cpu") is None:
+        if torch_ops.process_group_backend(self._group, "cpu") is None:
             raise AgreementError.backend(found=dist.get_backend(self._group))
         self._size = dist.get_world_size(self._group)
         self.rank = dist.get_rank(self._group)
-        self._store = compat.process_group_store(self._group)
+        self._store = torch_ops.process_group_store(self._group)
         self.agreed: Agreed | None = None
         self._round = self._step = 0
         self._name = "cgcompile"
@@ -389,7 +389,7 @@ class Agreement:
 
     def check_lost(self, error: BaseException) -> None:
         """Raise AgreementError for the error of a collective of the model whose peer has ended."""
-        if not isinstance(error, AgreementError) and compat.is_lost_peer(error):
+        if not isinstance(error, AgreementError) and torch_ops.is_lost_peer(error):
             self._note()
             self._round += 1  # where ranks that had no part in that collective wait
             raise self._failed("runs a collective of the model", error) from error

@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import storage_bytes
 from cgcompile.graphs.host_rules import (
@@ -44,6 +43,7 @@ from cgcompile.graphs.host_rules import (
     values_on_host,
     write_targets,
 )
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ class _Block:
         self._start = -ctypes.addressof(self._buffer) % _ALIGNMENT
         self.nbytes = nbytes
         self.address = ctypes.addressof(self._buffer) + self._start
-        self.life: compat.StorageLife | None = None
+        self.life: raw_memory.StorageLife | None = None
         self.dtype = torch.uint8
 
     def bytes(self, nbytes: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _check_of_freed(tensor: torch.Tensor) -> Callable[[], bool]:
     owner = next((weakref.ref(pool) for pool in list(_pools) if pool.holds(start)), None)
     if owner is not None:
         return lambda: owner() is None
-    life = compat.StorageLife(tensor)
+    life = raw_memory.StorageLife(tensor)
     return lambda: life.ended
 
 
@@ -162,7 +162,7 @@ class HostPool:
         block.dtype = dtype
         block.poison()
         tensor = block.bytes(nbytes)
-        block.life = compat.StorageLife(tensor)
+        block.life = raw_memory.StorageLife(tensor)
         return tensor.untyped_storage()
 
 
@@ -190,7 +190,7 @@ class HostStep:
                 raise CaptureError.freed_input(what=self.name + self.inside, shape=shape)
         output = self.call(*self.args, **self.kwargs)
         if self.results:
-            leaves = compat.tree_leaves(output)
+            leaves = torch_ops.tree_leaves(output)
             for position, target in self.results:
                 target.copy_(storage_bytes(leaves[position].untyped_storage()))
 
@@ -208,7 +208,7 @@ class _Body:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the steps on the arguments of this call, and return what the kernel returned."""
-        leaves = compat.tree_leaves((args, kwargs))
+        leaves = torch_ops.tree_leaves((args, kwargs))
         pairs = [(storage_bytes(leaves[i].untyped_storage()), home) for i, home in self.copied]
         for memory, home in pairs:
             home.copy_(memory)
@@ -226,7 +226,7 @@ class _Body:
             address = leaf.untyped_storage().data_ptr() if isinstance(leaf, torch.Tensor) else 0
             return _placed(leaf, owners[address].untyped_storage()) if address in owners else leaf
 
-        return compat.tree_map(own, self.result)
+        return torch_ops.tree_map(own, self.result)
 
 
 def _placed(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -235,7 +235,7 @@ def _placed(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor
     return torch.empty(0, dtype=tensor.dtype).set_(storage, *layout)
 
 
-class _InRegion(compat.DispatchMode):
+class _InRegion(torch_ops.DispatchMode):
     """Give the calls of Python kernels in compiled code to a function."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -243,14 +243,14 @@ class _InRegion(compat.DispatchMode):
         self._run = run
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kernel = compat.python_kernel(func)
+        kernel = torch_ops.python_kernel(func)
         return func(*args, **kwargs) if kernel is None else self._run(func, kernel, args, kwargs)
 
 
 def _in_autocast(
     state: dict[str, torch.dtype], call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    with compat.autocast_on(state):
+    with torch_ops.autocast_on(state):
         return call(*args, **kwargs)
 
 
@@ -321,8 +321,8 @@ class HostGraph:
             raise CaptureError.empty()
         if is_recording():
             raise CaptureError.nested(what="replay()")
-        off = compat.autocast_off()
-        with torch.inference_mode(False), torch.no_grad(), off, compat.without_modes():
+        off = torch_ops.autocast_off()
+        with torch.inference_mode(False), torch.no_grad(), off, torch_ops.without_modes():
             dtype = torch.get_default_dtype()
             torch.set_default_dtype(self._default_dtype)
             try:
@@ -360,7 +360,7 @@ class _Recorder(OpRules):
                 op="torch.manual_seed", before=self._seed, after=torch.initial_seed()
             )
         torch.set_rng_state(self._random)
-        with torch.inference_mode(False), torch.no_grad(), compat.without_modes():
+        with torch.inference_mode(False), torch.no_grad(), torch_ops.without_modes():
             for memory, bytes_before in self._before.values():
                 memory.copy_(bytes_before)
             self._pool.end()
@@ -368,7 +368,7 @@ class _Recorder(OpRules):
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ended:  # the autograd engine restores the modes that were on when it started
-            if compat.inside_backward() or is_recording():
+            if torch_ops.inside_backward() or is_recording():
                 raise CaptureError.ended_recording(op=str(func))
             return func(*args, **kwargs)
         self._refuse_reads(False)  # of its own code it takes half of the time of a capture
@@ -378,17 +378,17 @@ class _Recorder(OpRules):
             self._refuse_reads(True)
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region = compat.compiled_region(func, args)
+        region = torch_ops.compiled_region(func, args)
         if region is not None:
             return self._compiled_region(*region)
-        kernel = compat.python_kernel(func)
+        kernel = torch_ops.python_kernel(func)
         if kernel is not None:
             return self._of_op(func, kernel, args, kwargs)
         refused = self.refusal(func, args, kwargs)
         if refused is not None:
             self.refuse(refused)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        replaced = first if _REPLACE_MEMORY.intersection(compat.op_names(func)) else None
+        replaced = first if _REPLACE_MEMORY.intersection(torch_ops.op_names(func)) else None
         if replaced is not None and replaced.untyped_storage().data_ptr() not in self._made:
             self.refuse(CaptureError.replaces_argument(op=str(func), shape=shown(replaced)))
         return self._op(func, args, kwargs)
@@ -399,7 +399,7 @@ class _Recorder(OpRules):
         self, func: Any, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record the ops in the body of an op, not the call."""
-        outer, self._op_name = self._op_name, compat.op_names(func)[-1]
+        outer, self._op_name = self._op_name, torch_ops.op_names(func)[-1]
         try:
             with self:
                 return self._run(kernel, *args, **kwargs)
@@ -415,7 +415,7 @@ class _Recorder(OpRules):
             self._refuse_reads(False)
 
     def _compiled_region(self, call: Callable[[list[Any]], Any], inputs: Any) -> Any:
-        tensors = compat.tree_tensors(inputs)
+        tensors = torch_ops.tree_tensors(inputs)
         for tensor in tensors:  # which of them it writes is not known
             self._remember(tensor)
         known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -470,11 +470,11 @@ class _Recorder(OpRules):
                 self._made.add(homes[start].data_ptr())
                 home = storage_bytes(homes[start])
                 home.copy_(storage_bytes(storage))
-                body.copied.append((position, compat.weak_tensor(home)))
+                body.copied.append((position, raw_memory.weak_tensor(home)))
             return _placed(leaf, homes[start])
 
-        leaves = compat.tree_leaves((args, kwargs))
-        args, kwargs = compat.tree_map(last, (args, kwargs))
+        leaves = torch_ops.tree_leaves((args, kwargs))
+        args, kwargs = torch_ops.tree_map(last, (args, kwargs))
         self._steps = body.steps
         try:
             body.result = self._of_op(func, kernel, args, kwargs)
@@ -483,7 +483,7 @@ class _Recorder(OpRules):
         for index, home in body.copied:
             storage_bytes(leaves[index].untyped_storage()).copy_(home)
         returned = body.returned(leaves)
-        body.result = compat.tree_map(self._weak, body.result)
+        body.result = torch_ops.tree_map(self._weak, body.result)
         bodies.append(body)
         return returned
 
@@ -492,33 +492,33 @@ class _Recorder(OpRules):
         is_pooled = (
             isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in self._made
         )
-        return compat.weak_tensor(leaf) if is_pooled else leaf
+        return raw_memory.weak_tensor(leaf) if is_pooled else leaf
 
     def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packet = getattr(func, "overloadpacket", func)
         written = write_targets(func, args, kwargs)
         for tensor in written:
             self._remember(tensor)
-        call = compat.waited_collective(func) or func  # its result is moved at once
-        autocast = compat.autocast_state()
+        call = torch_ops.waited_collective(func) or func  # its result is moved at once
+        autocast = torch_ops.autocast_state()
         if autocast:
             call = partial(_in_autocast, autocast, call)
         step = self._step(str(func), call, args, kwargs)
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
-        if not self.are_numbers(compat.tree_tensors((args, kwargs))):
+        if not self.are_numbers(torch_ops.tree_tensors((args, kwargs))):
             self.mark(addresses, False)
         output = self._run(call, *args, **kwargs)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
             self.refuse(CaptureError.replaces_argument(op=str(func), shape=shown(written[0])))
         if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it
-            fill = compat.alias(output).copy_
+            fill = raw_memory.alias(output).copy_
             self._steps.append(HostStep(str(func), fill, (output.clone(),), {}, []))
             self.mark([output.untyped_storage().data_ptr()], True)
             return output
         if packet in _ALLOCATIONS:
             return self._moved(output, [])[0]
-        has_effect = bool(written) or not compat.tree_tensors(output)
-        output = self._finish(step, output, compat.tree_tensors((args, kwargs)), has_effect)
+        has_effect = bool(written) or not torch_ops.tree_tensors(output)
+        output = self._finish(step, output, torch_ops.tree_tensors((args, kwargs)), has_effect)
         if packet is aten.lift_fresh_copy:  # what AOTAutograd makes of it
             self.mark([output.untyped_storage().data_ptr()], True)
         return output
@@ -536,9 +536,9 @@ class _Recorder(OpRules):
             if leaf.numel() and not self._pool.lasts(start):  # else no byte of it is read
                 outside.append((_check_of_freed(leaf), shown(leaf)))
             # Ops made of other ops choose kernels by it, without gradients too.
-            return compat.weak_tensor(leaf).requires_grad_(leaf.requires_grad)
+            return raw_memory.weak_tensor(leaf).requires_grad_(leaf.requires_grad)
 
-        weak_args, weak_kwargs = compat.tree_map(held, (args, kwargs))
+        weak_args, weak_kwargs = torch_ops.tree_map(held, (args, kwargs))
         inside = f" in {self._op_name}{_running_line()}" if outside and self._op_name else ""
         return HostStep(name, call, weak_args, weak_kwargs, outside, inside=inside)
 
@@ -575,10 +575,10 @@ class _Recorder(OpRules):
                 self.mark([home.data_ptr()], of_numbers)
                 target = storage_bytes(home)
                 target.copy_(storage_bytes(leaf.untyped_storage()))
-                results.append((position, compat.weak_tensor(target)))
+                results.append((position, raw_memory.weak_tensor(target)))
             return _placed(leaf, homes[address])
 
-        return compat.tree_map(move, output), results
+        return torch_ops.tree_map(move, output), results
 
     # -------------------------------------------------------------- what a capture must not do
 
@@ -645,9 +645,9 @@ class HostDevice:
     is_capturing = staticmethod(is_recording)
 
     def around(self, function: Any = None) -> AbstractContextManager[Any]:
-        if function is not None and not compat.holds_compiled_code(function):
+        if function is not None and not torch_ops.holds_compiled_code(function):
             return nullcontext()
-        return compat.uncompiled()
+        return torch_ops.uncompiled()
 
     def stream_key(self) -> int:
         return 0

@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from cgcompile.torch_compat.dynamo import copied
-from cgcompile.torch_compat.ops import is_named
+from cgcompile.torch_compat.torch_ops import is_named
 
 _OP = "tag_activation_checkpoint"
 _CONTEXT = "_checkpoint_context_fn"  # of selective checkpointing, in the ``meta`` of a body

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from cgcompile.torch_compat.capture import storage_identity
 from cgcompile.torch_compat.expressions import evaluated, text_of
-from cgcompile.torch_compat.ops import OpOverload, original_of
+from cgcompile.torch_compat.raw_memory import storage_identity
+from cgcompile.torch_compat.torch_ops import OpOverload, original_of
 
 # State that a graph switches with nodes of its own: what enters a context, and what leaves it.
 FOREACH_ADD_: Any = torch._foreach_add_

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile.torch_compat.ops import (
+from cgcompile.torch_compat.torch_ops import (
     aten_overloads,
     op_overloads,
     reads_on_host,

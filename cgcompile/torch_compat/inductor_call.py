@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from cgcompile.locks import new_lock
-from cgcompile.torch_compat.ops import any_autocast, top_mode
 from cgcompile.torch_compat.structured_trace import is_profiling
+from cgcompile.torch_compat.torch_ops import any_autocast, top_mode
 
 
 class InductorCall:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
-from cgcompile.torch_compat.ops import autocast_state
+from cgcompile.torch_compat.torch_ops import autocast_state
 
 # Functions of C: the public ones around them take twice the time, those of cuDNN 1 to 4 us each.
 _flash = torch._C._get_flash_sdp_enabled

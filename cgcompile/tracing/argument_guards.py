@@ -40,8 +40,8 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.runtime.fast_path import ArgumentChecks
+from cgcompile.torch_compat import expressions, raw_memory, subclasses, torch_ops, torch_settings
 
 _PLAIN = (bool, int, str, bytes, range, type(None))
 _SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format, types.MethodType)
@@ -104,7 +104,7 @@ class Fits:
     ) -> None:
         self.references: list[weakref.ref[Any]] = []
         self._lines: list[str] = []
-        self._names: dict[str, Any] = {**compat.NAMES_IN_TEXT}
+        self._names: dict[str, Any] = {**expressions.NAMES_IN_TEXT}
         self._elsewhere = LiveTensors(elsewhere)
         self._shapes, self._strides, self._pinned = shapes, strides, pinned
         self._offsets, self._numbers, self._alone = offsets, numbers, alone
@@ -274,8 +274,8 @@ class Fits:
     def _inside(self, name: str, value: torch.Tensor, path: str) -> None:
         """Compare how a tensor subclass is built, and each tensor inside of it as an argument."""
         try:
-            wrapper = compat.Wrapper.of(value) if compat.is_wrapper(value) else None
-        except compat.CannotUnwrap:
+            wrapper = subclasses.Wrapper.of(value) if subclasses.is_wrapper(value) else None
+        except subclasses.CannotUnwrap:
             return
         if wrapper is None:
             return
@@ -308,7 +308,7 @@ class Fits:
         if not self._usual:
             return
         names, tensors, sizes = zip(*self._usual, strict=True)
-        alike = self._bound("w", compat.alike(tensors, [_with_strides(each) for each in sizes]))
+        alike = self._bound("w", raw_memory.alike(tensors, [_with_strides(each) for each in sizes]))
         self._lines.append(f"    if not {alike}({', '.join(names)}):")
         self._lines += [f"    {line}" for line in self._detailed]
 
@@ -390,7 +390,7 @@ class Fits:
 
     def _compare_settings(self) -> None:
         """Compare what Dynamo compares too: autocast, default dtype and device, determinism, ..."""
-        now, was = self._bound("a", compat.trace_settings), compat.trace_settings()
+        now, was = self._bound("a", torch_settings.trace_settings), torch_settings.trace_settings()
         self._unless(f"{now}() != {self._bound('c', was)}")
 
 
@@ -408,7 +408,9 @@ def _symbols(text: str) -> tuple[str, ...]:
     """Return the symbols in the text of an expression; other names are of modules and builtins."""
     nodes = ast.walk(ast.parse(text, mode="eval"))
     names = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
-    return tuple(n for n in names if n not in compat.NAMES_IN_TEXT and not hasattr(builtins, n))
+    return tuple(
+        n for n in names if n not in expressions.NAMES_IN_TEXT and not hasattr(builtins, n)
+    )
 
 
 def _is_usual(value: torch.Tensor, sizes: tuple[int | str, ...]) -> bool:
@@ -435,7 +437,7 @@ def with_numbers(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call with its numbers replaced, in order."""
     others = iter(numbers)
-    replaced: tuple[tuple[Any, ...], dict[str, Any]] = compat.tree_map(
+    replaced: tuple[tuple[Any, ...], dict[str, Any]] = torch_ops.tree_map(
         lambda leaf: next(others) if is_number(leaf) else leaf, (args, kwargs)
     )
     return replaced
@@ -446,6 +448,6 @@ def tensors_in(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {
         f"{source}{path}": leaf
         for source, value in named.items()
-        for path, leaf in compat.tree_paths(value)
+        for path, leaf in torch_ops.tree_paths(value)
         if isinstance(leaf, torch.Tensor)
     }

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ArgumentsError, ConfigError, TraceError
 from cgcompile.settings import require_fields
+from cgcompile.torch_compat import torch_ops
 from cgcompile.tracing.argument_guards import Shapes
 
 
@@ -82,7 +82,7 @@ class DynamicDims:
         dims = [
             _tensor_dim(dim, leaf, f"{name}{path}", f"{source}{path}")
             for name, source, value in arguments
-            for path, leaf in compat.tree_paths(value)
+            for path, leaf in torch_ops.tree_paths(value)
             if isinstance(leaf, torch.Tensor)
             for dim in self.by_name.get(name, ())
         ]

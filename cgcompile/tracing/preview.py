@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
+from cgcompile.torch_compat import torch_ops, torch_tracing
 from cgcompile.tracing.dynamic_dims import TensorDim, bind_arguments, check_dims, with_two_rows
 from cgcompile.tracing.trace_cache import Rules, Traces
 
@@ -27,18 +27,18 @@ class Preview(Traces):
         # the model, the arguments and the globals of the function; tensors that the function reads
         # from elsewhere may keep a mark of Dynamo's.
         bind_arguments(self.name, self._signature, args, kwargs, self._bound)
-        tensors = compat.tree_tensors((args, kwargs))
+        tensors = torch_ops.tree_tensors((args, kwargs))
         if isinstance(self._bound, torch.nn.Module):
             for module in self._bound.modules():
-                tensors += compat.tree_tensors(vars(module))
+                tensors += torch_ops.tree_tensors(vars(module))
         if self._bound is not None:
             args = (self._bound, *args)
         dims = self._dims.of_call(self._named(args, kwargs))
         unbacked = self._rules.shapes == "unbacked"
         kept = [dim for dim in dims if dim.size > 1 or unbacked]
-        with torch.no_grad(), compat.without_traces_left(self._called, tensors):
+        with torch.no_grad(), torch_tracing.without_traces_left(self._called, tensors):
             if len(kept) < len(dims):  # torch would treat a size of 0 or 1 as a constant
-                with suppress(compat.CannotTrace):
+                with suppress(torch_tracing.CannotTrace):
                     return self._preview(*with_two_rows(args, kwargs, dims), use)
             return self._preview(args, kwargs, kept, use)
 
@@ -48,7 +48,7 @@ class Preview(Traces):
         called = self._function if self._bound is not None else self._called
         with (
             self.tracing(dims),
-            closing(compat.trace_call(called, args, kwargs, freeze=False)) as trace,
+            closing(torch_tracing.trace_call(called, args, kwargs, freeze=False)) as trace,
         ):
             check_dims(self.name, dims, trace.sizes)
             if trace.graph is None:

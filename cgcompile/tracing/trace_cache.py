@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile import torch_compat as compat
 from cgcompile.adapters.adapter import RunPlain, innermost
 from cgcompile.errors import AddressChangedError, RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
@@ -29,6 +28,13 @@ from cgcompile.reasons import VARYING, Fallback, varying_number
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths
 from cgcompile.runtime.inputs import BoundTensors
+from cgcompile.torch_compat import (
+    dynamo,
+    repeated_regions,
+    torch_ops,
+    torch_settings,
+    torch_tracing,
+)
 from cgcompile.tracing.argument_guards import Fits, is_number, tensors_in, with_numbers
 from cgcompile.tracing.dynamic_dims import (
     DynamicDims,
@@ -73,7 +79,7 @@ class CompiledTrace:
 
     def __init__(
         self,
-        trace: compat.Trace,
+        trace: torch_tracing.Trace,
         compiled: Callable[..., Any] | None,
         fits: Fits,
         rules: Rules,
@@ -107,7 +113,7 @@ class CompiledTrace:
             # An op that replaces the memory of a view of a weight would not reach the weight.
             run = _frozen(compiled, tensors, tensors if changes_layouts else self.held)
         if run is not None and trace.function_modes:
-            run = compat.without_function_modes_in(run)
+            run = torch_settings.without_function_modes_in(run)
         python = partial(trace.python.function, trace.original)  # the trace itself must go
         self.run = python(run)
         self.fast_paths: FastPaths | None = None
@@ -185,7 +191,7 @@ class Traces:
         run_plain: RunPlain | None = None,
     ) -> None:
         self._called = called
-        self._hooks = compat.hooks_of(called)
+        self._hooks = torch_ops.hooks_of(called)
         self._module = called if isinstance(called, torch.nn.Module) else None
         self._dims_by_name = dims
         self._resolve_function()
@@ -256,9 +262,9 @@ class Traces:
         if getattr(forward, "_traces", None) is self:  # the module now calls the compiled model
             self._forward = forward
             return
-        users_function = compat.users_function(self._called)
+        users_function = torch_tracing.users_function(self._called)
         signature = inspect.signature(users_function)  # behind decorators and hooks
-        function, bound = compat.traced_function(self._called)
+        function, bound = torch_tracing.traced_function(self._called)
         is_bound = bound is not None
         self._dims = DynamicDims(self._dims_by_name, signature, users_function, is_bound)
         self._users_signature, self._function, self._bound = signature, function, bound
@@ -374,7 +380,7 @@ class Traces:
             self._constant.clear()
             self._differences.clear()
             self._count, self._unfrozen = 0, False
-            compat.drop_trace_caches()
+            torch_tracing.drop_trace_caches()
 
     # -------------------------------------------------------------- numbers that vary
 
@@ -461,7 +467,7 @@ class Traces:
         return [
             (f"{name}{path}", f"{source}{path}", leaf)
             for name, source, value in self._named(args, kwargs)
-            for path, leaf in compat.tree_paths(value)
+            for path, leaf in torch_ops.tree_paths(value)
             if is_number(leaf)
         ]
 
@@ -488,7 +494,9 @@ class Traces:
         if not any(self._serves(trace, *larger[:2]) for trace in self.traces):
             try:
                 trace = self._attempt(*larger)
-            except compat.CannotTrace as error:  # other arguments may depend on the size as well
+            except (
+                torch_tracing.CannotTrace
+            ) as error:  # other arguments may depend on the size as well
                 log.info("%s: traced with the sizes that it has: %s", self.name, error)
             else:
                 if self._serves(trace, args, kwargs):
@@ -501,7 +509,7 @@ class Traces:
         """Trace a call with these dynamic sizes; raise what the model raises in Python."""
         try:
             return self._attempt(args, kwargs, dims)
-        except compat.CannotTrace as error:
+        except torch_tracing.CannotTrace as error:
             if self._varied and not error.model_raises:  # it may need a number as a constant
                 self._varied.clear()
                 return self._trace_with(args, kwargs, dims)
@@ -516,7 +524,7 @@ class Traces:
         with self.tracing(dims):
             for _ in range(_RESTARTS):
                 # A compiler may request another trace; Dynamo keeps the changes for it.
-                with suppress(*compat.restarts()):
+                with suppress(*dynamo.restarts()):
                     trace = self._compiled_trace(args, kwargs, dims)
                     break
             else:
@@ -547,13 +555,13 @@ class Traces:
         oblivious = self._rules.shapes == "backed_size_oblivious"
         with (
             without_garbage_collection(),  # 0.4 to 0.9 s of a trace of 3.6 s
-            compat.size_oblivious(oblivious),
-            compat.marked(marks, unbacked),
+            torch_tracing.size_oblivious(oblivious),
+            torch_tracing.marked(marks, unbacked),
         ):
             try:
                 yield
             finally:
-                compat.drop_trace_caches()
+                torch_tracing.drop_trace_caches()
 
     def _compiled_trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[TensorDim]
@@ -564,12 +572,14 @@ class Traces:
         start = time.perf_counter()
         varying = self._varied - self._constant
         try:
-            traced_call = compat.trace_call(called, args, kwargs, freeze=freezes, varying=varying)
-        except compat.CannotBind as error:
+            traced_call = torch_tracing.trace_call(
+                called, args, kwargs, freeze=freezes, varying=varying
+            )
+        except torch_tracing.CannotBind as error:
             log.info("%s: tensors of the model are looked up at each call: %s", self.name, error)
             self._unfrozen = True
             return self._compiled_trace(args, kwargs, dims)
-        except compat.CannotRepeat as error:
+        except repeated_regions.CannotRepeat as error:
             raise TraceError.region(problem=str(error)) from error
         with closing(traced_call) as trace:
             if trace.written_globals:
@@ -583,7 +593,7 @@ class Traces:
                 try:
                     with trace.compiling():
                         compiled = self._compile(trace.graph, trace.inputs, len(trace.frozen))
-                except compat.restarts():
+                except dynamo.restarts():
                     # Not in torch's way: it loses the sign of zero, and fails for ``n += tensor``.
                     self._constant |= trace.constants_to_be
                     raise
@@ -595,7 +605,7 @@ class Traces:
 
     def _fits(
         self,
-        trace: compat.Trace,
+        trace: torch_tracing.Trace,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dims: list[TensorDim],

@@ -14,7 +14,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import CompilationConfig
-from cgcompile import torch_compat as compat
+from cgcompile.torch_compat import torch_ops
 
 BREAKABLE = CompilationConfig(splitting="breakable")
 
@@ -263,7 +263,7 @@ def test_the_switch_is_restored_by_the_last_of_two_threads() -> None:
 
     def second() -> None:
         assert entered.wait(PATIENCE)
-        with compat.uncompiled():
+        with torch_ops.uncompiled():
             inside.set()
             assert done.wait(PATIENCE)
         left.set()

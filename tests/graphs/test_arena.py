@@ -11,7 +11,7 @@ from torch import nn
 
 from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig
 from cgcompile.graphs.arena import Arena, Block, OwnedCopy, ScalarCopy
-from cgcompile.torch_compat import StorageLife
+from cgcompile.torch_compat.raw_memory import StorageLife
 
 
 @pytest.fixture

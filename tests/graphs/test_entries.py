@@ -2,10 +2,10 @@
 
 import torch
 
-from cgcompile import torch_compat as compat
 from cgcompile.graphs.capture import capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import kept_output
+from cgcompile.torch_compat import raw_memory
 
 
 def test_results_are_kept_weakly_where_the_pool_holds_them_and_share_what_they_shared(
@@ -25,7 +25,7 @@ def test_results_are_kept_weakly_where_the_pool_holds_them_and_share_what_they_s
 
     with torch.inference_mode():
         graph, result = capture(step, pool, "a step")
-        life = compat.StorageLife(result[0])
+        life = raw_memory.StorageLife(result[0])
         output, starts = kept_output(result, pool.holds, True)
     one, rest, passed, number, conjugate = output
     assert number == 7
@@ -36,7 +36,7 @@ def test_results_are_kept_weakly_where_the_pool_holds_them_and_share_what_they_s
     mine, theirs = (each.untyped_storage().data_ptr() for each in (one, x))
     assert starts == [mine, mine, theirs, 0, theirs]
     storages = (one.untyped_storage(), rest["rest"].untyped_storage())
-    assert compat.storage_identity(storages[0]) == compat.storage_identity(storages[1])
+    assert raw_memory.storage_identity(storages[0]) == raw_memory.storage_identity(storages[1])
     assert not one.is_inference()
     assert not one.requires_grad
     graph.replay()
@@ -51,7 +51,7 @@ def test_results_are_kept_strongly_where_they_shall_outlive_the_caller(
 ) -> None:
     x = torch.randn(4, device=device)
     graph, result = capture(lambda: [x + 1], pool, "a step")
-    life = compat.StorageLife(result[0])
+    life = raw_memory.StorageLife(result[0])
     output, _ = kept_output(result, pool.holds, False)
     del result
     assert not life.ended

@@ -12,7 +12,7 @@ from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs import pinned_buffers as module
 from cgcompile.graphs.capture import capture
 from cgcompile.graphs.pinned_buffers import HostStaging
-from cgcompile.torch_compat import StorageLife
+from cgcompile.torch_compat.raw_memory import StorageLife
 
 LONG = 50_000_000  # cycles; tens of milliseconds
 SHORT = 2_000_000  # about a millisecond, far more than the host needs for a fill

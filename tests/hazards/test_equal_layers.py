@@ -13,7 +13,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import CUDAGraphMode
-from cgcompile import torch_compat as compat
+from cgcompile.torch_compat import raw_memory
 
 
 class Layer(nn.Module):
@@ -163,7 +163,7 @@ def test_the_last_result_outlives_the_calls_of_other_layers(
     mode: CUDAGraphMode, kind: type[nn.Module], setting: str, device: str
 ) -> None:
     """It is valid until the next call of its own layer; what poison fills and debug expires too."""
-    if setting == "debug" and not compat.can_expire_storages():
+    if setting == "debug" and not raw_memory.can_expire_storages():
         pytest.skip("this build of torch cannot make a storage raise")
     chain = Chain(kind, 3, device, mode, **{setting: True})
     chain.step(times=4)

@@ -15,8 +15,8 @@ from torch import nn
 
 import cgcompile
 from cgcompile import CUDAGraphMode
-from cgcompile import torch_compat as compat
 from cgcompile.errors import AddressChangedError
+from cgcompile.torch_compat import raw_memory
 
 FULL = CUDAGraphMode.FULL
 REPLACED = (
@@ -126,7 +126,7 @@ def test_a_tensor_that_the_body_of_an_op_read_is_held(name: str, device: str) ->
     served = front_end(name, model, device)
     check(served.step, model, device, steps=3)
     assert served.counters().replays >= 2
-    life = compat.StorageLife(table)
+    life = raw_memory.StorageLife(table)
     del table
     replace(torch.randn(WIDTH, device=device))
     gc.collect()
@@ -230,7 +230,7 @@ def test_memory_is_held_as_long_as_the_graphs(name: str, device: str) -> None:
         for _ in range(2):
             torch.testing.assert_close(wrapper(x), model(x))
     assert wrapper.counters.replays == 1
-    lives = compat.StorageLife(x), compat.StorageLife(model.tables[0])
+    lives = raw_memory.StorageLife(x), raw_memory.StorageLife(model.tables[0])
     del x
     replace(torch.randn(WIDTH, device=device))
     gc.collect()

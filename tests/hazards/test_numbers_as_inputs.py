@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import cgcompile
 from cgcompile import CUDAGraphMode
-from cgcompile import torch_compat as compat
 from cgcompile.adapters.adapter import innermost
 from cgcompile.errors import DispatchError
 from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import Reason
+from cgcompile.torch_compat import torch_ops
 
 KINDS = [int, float]
 
@@ -237,7 +237,7 @@ def outcome(function: Callable[..., Any], *args: Any) -> Any:
         result = function(*args)
     except Exception as error:
         return type(error)
-    return [repr(item.tolist()) for item in compat.tree_leaves(result)]
+    return [repr(item.tolist()) for item in torch_ops.tree_leaves(result)]
 
 
 EDGES: dict[str, tuple[Callable[..., Any], list[Any]]] = {

@@ -19,14 +19,14 @@ from lib.front_ends import (
 from torch import nn
 
 from cgcompile import CompilationConfig, CUDAGraphMode, CUDAGraphOptions, CUDAGraphWrapper
-from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
+from cgcompile.torch_compat import raw_memory
 
 pytestmark = pytest.mark.skipif(
-    not compat.can_expire_storages(), reason="this build of torch cannot make a storage raise"
+    not raw_memory.can_expire_storages(), reason="this build of torch cannot make a storage raise"
 )
 OWNING = ("EncoderCudaGraphManager",)  # results are the caller's
 
@@ -231,7 +231,7 @@ def test_a_result_that_outlives_other_sizes_expires_with_its_own(device: str) ->
 
 
 def test_a_build_of_torch_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "can_expire_storages", lambda: False)
+    monkeypatch.setattr(raw_memory, "can_expire_storages", lambda: False)
     monkeypatch.delenv("CGCOMPILE_DEBUG")
     CUDAGraphWrapper(Model(), CompilationConfig())  # debug is off by default
     with pytest.raises(ConfigError, match="built without the function that makes a result raise"):

@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 
 import cgcompile
-from cgcompile import torch_compat as compat
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph
+from cgcompile.torch_compat import dynamo
 from lib.cases import CASES, Case, library
 from lib.patience import PATIENCE
 
@@ -81,7 +81,7 @@ class Several:
         self.backends, self.chosen = backends, 0
 
     def __call__(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        compiled = [backend(compat.copied(gm), inputs) for backend in self.backends]
+        compiled = [backend(dynamo.copied(gm), inputs) for backend in self.backends]
         return lambda *args: compiled[self.chosen](*args)
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from cgcompile import CompilationConfig
-from cgcompile import torch_compat as compat
 from cgcompile.encoder import (
     Costs,
     EncoderCudaGraphCaptureInputs,
@@ -23,6 +22,7 @@ from cgcompile.encoder import (
 from cgcompile.encoder.patches import Grid, frame_offsets
 from cgcompile.graphs.device import capture_device
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.torch_compat import torch_ops
 
 C, D, H, MERGE = 3, 8, 6, 2
 BUDGETS = (8, 16, 32, 64)
@@ -340,7 +340,7 @@ def check(encoder: EncoderCudaGraphManager, model: Any, call: dict[str, Any]) ->
     """Execute a call, and compare each item with its eager run alone."""
     results = encoder.execute(call)
     close(results, one_by_one(model, call))
-    for leaf in compat.tree_leaves(results):
+    for leaf in torch_ops.tree_leaves(results):
         assert leaf.isfinite().all()
         assert leaf.any() or not leaf.numel()
     return results

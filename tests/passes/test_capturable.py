@@ -114,7 +114,7 @@ def test_collective_over_gloo_is_a_boundary(gloo) -> None:
 
 def test_collective_over_nccl_is_captured(gloo, monkeypatch) -> None:
     monkeypatch.setattr(
-        "cgcompile.torch_compat.process_group_backend", lambda group, device: "nccl"
+        "cgcompile.torch_compat.torch_ops.process_group_backend", lambda group, device: "nccl"
     )
     split = split_of(Reduce(), torch.randn(6, D))
     assert [piece.capture for piece in split.pieces] == [True]

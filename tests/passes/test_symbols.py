@@ -11,8 +11,8 @@ from torch import fx
 from torch.utils._sympy import functions as of_sizes
 
 import cgcompile
-from cgcompile import torch_compat as compat
 from cgcompile.errors import ConfigError, SymbolError
+from cgcompile.torch_compat import expressions
 
 
 def refused(name: str, **more) -> Exception:
@@ -196,13 +196,13 @@ def test_expressions_have_one_value_as_node_as_text_and_as_number() -> None:
     for name, expression in EXPRESSIONS.items():
         graph = fx.Graph()
         nodes = {S: graph.placeholder("s0"), T: graph.placeholder("s1")}
-        graph.output(compat.evaluated(expression, nodes))
+        graph.output(expressions.evaluated(expression, nodes))
         in_graph = fx.GraphModule({}, graph)
-        text = f"lambda s0, s1: {compat.text_of(expression)}"
-        in_text = eval(text, {**compat.NAMES_IN_TEXT})
-        holds = compat.python_predicate([expression], [S, T])
+        text = f"lambda s0, s1: {expressions.text_of(expression)}"
+        in_text = eval(text, {**expressions.NAMES_IN_TEXT})
+        holds = expressions.python_predicate([expression], [S, T])
         for s, t in ((2, 3), (5, 2), (6, 3), (12, 5), (31, 7)):
-            number = compat.evaluated(expression, {S: s, T: t})
+            number = expressions.evaluated(expression, {S: s, T: t})
             assert type(in_graph(s, t)) is type(in_text(s, t)) is type(number), name
             assert in_graph(s, t) == in_text(s, t) == number, name
             assert bool(holds(s, t)) is bool(number), name

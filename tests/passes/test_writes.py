@@ -13,9 +13,9 @@ from torch import fx
 from torch.nn import functional as F
 
 import cgcompile
-from cgcompile import torch_compat as compat
 from cgcompile.boundaries import Boundaries
 from cgcompile.passes.nodes import is_known_view, is_view, written
+from cgcompile.torch_compat import inductor_code
 
 EMPTY = fx.GraphModule(torch.nn.Module(), fx.Graph())
 
@@ -145,11 +145,14 @@ def test_a_users_function_is_not_kept() -> None:
 
 
 def test_names_of_functions_are_of_one_function() -> None:
-    assert compat.qualified_name(torch.relu) not in (None, compat.qualified_name(torch.relu_))
-    assert compat.qualified_name(torch.Tensor.relu) is not None
+    assert inductor_code.qualified_name(torch.relu) not in (
+        None,
+        inductor_code.qualified_name(torch.relu_),
+    )
+    assert inductor_code.qualified_name(torch.Tensor.relu) is not None
     of_pybind11 = torch._C._functorch._add_batch_dim  # bound to no module
-    assert compat.qualified_name(of_pybind11) == "torch._C._functorch._add_batch_dim"
+    assert inductor_code.qualified_name(of_pybind11) == "torch._C._functorch._add_batch_dim"
     for target in (torch.Tensor.mT.__get__, torch.Generator().seed, torch.nn.ReLU().forward):
-        assert compat.qualified_name(target) is None
+        assert inductor_code.qualified_name(target) is None
     refs = torch._refs
-    assert compat.qualified_name(refs.abs_) != compat.qualified_name(refs.abs)
+    assert inductor_code.qualified_name(refs.abs_) != inductor_code.qualified_name(refs.abs)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from cgcompile import torch_compat as compat
-from cgcompile.torch_compat import InductorCall
+from cgcompile.torch_compat import inductor_call, inductor_code
+from cgcompile.torch_compat.inductor_call import InductorCall
 
 Function = Callable[..., Any]
 
@@ -31,7 +31,7 @@ def inductor(
             gm.graph.output_node().args = ((*results, placeholders[returned]),)
             gm.recompile()
         with torch.no_grad():
-            calls.append(compat.compile_inductor(gm, fakes, {}))
+            calls.append(inductor_code.compile_inductor(gm, fakes, {}))
         return gm.forward
 
     torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*inputs)
@@ -198,7 +198,7 @@ WRAPPERS: dict[str, Function] = {
 def test_a_wrapper_that_does_something_stays(name: str) -> None:
     with torch.no_grad():
         call = inductor(product, *pair())
-        graph = compat.compiled_graph(call.artifact)
+        graph = inductor_call.compiled_graph(call.artifact)
         wrap, inputs = WRAPPERS[name], pair()
         call = InductorCall(lambda *inputs: wrap(graph, *inputs))
         for _ in range(3):
@@ -211,7 +211,7 @@ def test_a_wrapper_that_does_something_stays(name: str) -> None:
 
 def test_a_wrapper_that_does_nothing_goes() -> None:
     with torch.no_grad():
-        graph = compat.compiled_graph(inductor(product, *pair()).artifact)
+        graph = inductor_call.compiled_graph(inductor(product, *pair()).artifact)
         call, function = InductorCall(lambda *inputs: graph(list(inputs))), graph.current_callable
         inputs = pair()
         assert torch.equal(call(*inputs)[0], inputs[0] @ inputs[1])
@@ -230,7 +230,7 @@ def test_what_holds_no_graph_runs_as_it_is() -> None:
 def test_an_error_of_the_first_call_leaves_all_as_it_was() -> None:
     with torch.no_grad():
         call = inductor(product, *pair())
-        graph = compat.compiled_graph(call.artifact)
+        graph = inductor_call.compiled_graph(call.artifact)
         function, inputs = graph.current_callable, pair()
         with pytest.raises((AssertionError, RuntimeError)):
             call(torch.randn(3, 3), inputs[1])
@@ -244,7 +244,7 @@ def test_an_error_of_the_first_call_leaves_all_as_it_was() -> None:
 def test_threads_may_make_the_first_call_together() -> None:
     with torch.no_grad():
         call = inductor(product, *pair())
-    function = compat.compiled_graph(call.artifact).current_callable
+    function = inductor_call.compiled_graph(call.artifact).current_callable
     together, wrong = threading.Barrier(4), []
 
     def run() -> None:
@@ -262,7 +262,7 @@ def test_threads_may_make_the_first_call_together() -> None:
         thread.join()
     assert not wrong
     assert call.function is function
-    assert compat.compiled_graph(call.artifact).current_callable is function
+    assert inductor_call.compiled_graph(call.artifact).current_callable is function
 
 
 # ---------------------------------------------------------------- modes of the thread

@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cgcompile
-from cgcompile.torch_compat import compilers, inductor_passes
+from cgcompile.torch_compat import inductor_passes
+from cgcompile.torch_compat import torch_compilers as compilers
 from cgcompile.torch_compat.inductor_passes import (
     fold_batches,
     spell_out,

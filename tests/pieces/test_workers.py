@@ -11,13 +11,13 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import cgcompile
-from cgcompile import torch_compat as compat
+from cgcompile.torch_compat import torch_compilers
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     starts: list[bool] = []
-    monkeypatch.setattr(compat, "start_compile_workers", lambda: starts.append(True))
+    monkeypatch.setattr(torch_compilers, "start_compile_workers", lambda: starts.append(True))
     return starts
 
 
@@ -63,7 +63,7 @@ def test_a_machine_that_starts_no_processes(
     def start() -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(compat, "start_compile_workers", start)
+    monkeypatch.setattr(torch_compilers, "start_compile_workers", start)
     with caplog.at_level("INFO", "cgcompile"):
         cgcompile.Backend(compiler="inductor").anticipate(Model())
     assert "no compile workers yet: no more processes" in caplog.text
@@ -71,19 +71,19 @@ def test_a_machine_that_starts_no_processes(
 
 PROGRAM = """
 import os
-from cgcompile import torch_compat as compat
+from cgcompile.torch_compat import torch_compilers
 from torch._inductor.async_compile import AsyncCompile
 
 def pools():
     return AsyncCompile.process_pool.cache_info().currsize
 
 os.environ["TORCH_WARM_POOL"] = "0"
-compat.start_compile_workers()
+torch_compilers.start_compile_workers()
 refused = pools()
 os.environ["TORCH_WARM_POOL"] = "1"
-compat.start_compile_workers()
+torch_compilers.start_compile_workers()
 first = AsyncCompile.process_pool()
-compat.start_compile_workers()
+torch_compilers.start_compile_workers()
 print(refused, pools(), AsyncCompile.process_pool() is first)
 """
 

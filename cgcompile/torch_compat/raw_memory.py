@@ -344,3 +344,19 @@ def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
         return  # no route, so no use count either
     with suppress(RuntimeError):
         release(device_index, pool)
+
+
+def alike(
+    tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[list[int | None], list[int]]]
+) -> Callable[..., bool]:
+    """Return a function that compares other tensors with these; 0.15 us for two of them."""
+    # True: equal types, dtypes, devices, ``requires_grad``, ranks, strides, and those sizes that
+    # are not None in ``layouts``. False may also mean another dispatch key, as of an inference
+    # tensor.
+    sizes: list[Any] = [sizes for sizes, _ in layouts]
+    strides: list[Any] = [strides for _, strides in layouts]
+    guards = torch._C._dynamo.guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    )
+    check: Callable[..., bool] = guards.check
+    return check

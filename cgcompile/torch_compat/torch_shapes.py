@@ -16,7 +16,6 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from cgcompile.torch_compat.capture import is_plain_tensor
 from cgcompile.torch_compat.dynamo import (
     ENTER_INFERENCE_MODE,
     LEAVES,
@@ -25,6 +24,7 @@ from cgcompile.torch_compat.dynamo import (
     storage_key,
 )
 from cgcompile.torch_compat.expressions import evaluated
+from cgcompile.torch_compat.raw_memory import is_plain_tensor
 
 _NO_EFFECT_ON_SIZES = (SET_GRAD_ENABLED, ENTER_INFERENCE_MODE, LEAVES[ENTER_INFERENCE_MODE])
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)

@@ -14,7 +14,7 @@ import os
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -34,7 +34,7 @@ from cgcompile.torch_compat.dynamo import (
     size_conditions,
     squeeze_conditions,
 )
-from cgcompile.torch_compat.regions import guard_repeated_regions
+from cgcompile.torch_compat.repeated_regions import guard_repeated_regions
 from cgcompile.torch_compat.torch_settings import (
     function_mode_stack,
     traced_function_modes,
@@ -169,22 +169,6 @@ def _globals_read(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= _globals_read(constant)
     return names
-
-
-def alike(
-    tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[list[int | None], list[int]]]
-) -> Callable[..., bool]:
-    """Return a function that compares other tensors with these; 0.15 us for two of them."""
-    # True: equal types, dtypes, devices, ``requires_grad``, ranks, strides, and those sizes that
-    # are not None in ``layouts``. False may also mean another dispatch key, as of an inference
-    # tensor.
-    sizes: list[Any] = [sizes for sizes, _ in layouts]
-    strides: list[Any] = [strides for _, strides in layouts]
-    guards = torch._C._dynamo.guards.TensorGuards(
-        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-    )
-    check: Callable[..., bool] = guards.check
-    return check
 
 
 @contextmanager
@@ -489,13 +473,6 @@ def users_function(called: Any) -> Any:
     forward = called.forward if isinstance(called, torch.nn.Module) else called
     is_method = isinstance(forward, types.MethodType)  # else it may be a functools.partial
     return traced_function(forward)[0] if is_method else forward
-
-
-def hooks_of(called: Any) -> tuple[Any, ...]:
-    """Return the live dictionaries of the hooks of a module; of other callables none."""
-    if not isinstance(called, torch.nn.Module):
-        return ()
-    return (called._forward_pre_hooks, called._forward_hooks)
 
 
 def hooks_registered() -> int:

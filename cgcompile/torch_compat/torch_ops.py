@@ -635,3 +635,10 @@ def autocast_on(state: dict[str, torch.dtype]) -> Iterator[None]:
         for kind, dtype in state.items():
             stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
         yield
+
+
+def hooks_of(called: Any) -> tuple[Any, ...]:
+    """Return the live dictionaries of the hooks of a module; of other callables none."""
+    if not isinstance(called, torch.nn.Module):
+        return ()
+    return (called._forward_pre_hooks, called._forward_hooks)

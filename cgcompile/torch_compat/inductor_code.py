@@ -20,10 +20,10 @@ import torch
 from torch import fx
 
 from cgcompile.locks import new_lock
-from cgcompile.torch_compat.compilers import compile_standalone, known_patches
 from cgcompile.torch_compat.guard_text import guards_hold, require_guards
 from cgcompile.torch_compat.inductor_call import InductorCall
-from cgcompile.torch_compat.ops import (
+from cgcompile.torch_compat.torch_compilers import compile_standalone, known_patches
+from cgcompile.torch_compat.torch_ops import (
     OpOverload,
     OpOverloadPacket,
     autocast_state,

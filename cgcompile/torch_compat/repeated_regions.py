@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile.torch_compat.ops import is_named
+from cgcompile.torch_compat.torch_ops import is_named
 
 
 class CannotRepeat(Exception):
