@@ -10,8 +10,7 @@ the caller is decided once, at the capture:
   the next step returns another one over the same memory.
 * *copy* (without a forward context): a tensor of the caller's own (:class:`FreshCopies`), whichever
   piece made the value: an eager piece may return a view of memory of graphs.
-* *slice* (of managers): the real rows of a padded result, as a view; see
-  :class:`cgcompile.serving.buffers.Outputs`.
+* *slice* (of managers): views of the real rows of a padded result (:class:`Slices`).
 
 A value that is memory of an input is that of *this* call's input: the very object, where the step
 returned an input, and otherwise a view of it, another one each time, because the caller may change
@@ -272,6 +271,22 @@ def kept_output(result: Any, holds: Callable[[int], bool], weakly: bool) -> tupl
 
     with raw_memory.outside_inference_mode(), torch_ops.below_autograd():  # once for all
         return torch_ops.tree_map(keep, result), starts
+
+
+class Slices:
+    """The real rows of a padded result: ``kinds`` are which count of rows each leaf has."""
+
+    def __init__(self, result: Any, kinds: Sequence[int]) -> None:
+        self.result = result
+        self._leaves, self._kinds = torch_ops.tree_leaves(result), kinds
+        self._rebuild = builder(result)
+
+    def cut(self, real: Sequence[int]) -> Any:
+        """Return views of the real rows; ``real`` are the counts of rows."""
+        if self._rebuild is _ONLY:
+            return self.result[: real[self._kinds[0]]]
+        pairs = zip(self._leaves, self._kinds, strict=True)
+        return self._rebuild([leaf[: real[kind]] for leaf, kind in pairs])
 
 
 # ---------------------------------------------------------------- all leaves

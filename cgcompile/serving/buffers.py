@@ -21,6 +21,7 @@ from cgcompile.errors import BatchError, CaptureError, ManagerError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.device import any_capture, device_named
 from cgcompile.graphs.pinned_buffers import UploadRing, can_represent, host_memory
+from cgcompile.graphs.results import Slices
 from cgcompile.serving.errors import InputBufferError
 from cgcompile.settings import (
     LARGEST_ROWS,
@@ -474,8 +475,7 @@ class Outputs:
         self._most = most  # (tokens, requests) of the largest FULL graph
         self._buffers: list[torch.Tensor] = []
         self._spec: Any = None  # the structure of the results; None before the first step
-        # by padded sizes: the result of a graph, its leaves, their kinds, its structure
-        self._known: dict[tuple[int, int], tuple[Any, list[Any], list[int], Any]] = {}
+        self._slices: dict[tuple[int, int], Slices] = {}  # of the results of graphs, by size
 
     @property
     def nbytes(self) -> int:
@@ -501,7 +501,7 @@ class Outputs:
     def release(self) -> None:
         """Drop the buffers and the results of graphs."""
         self._buffers, self._spec = [], None
-        self._known.clear()
+        self._slices.clear()
 
     def keep(self, result: Any, sizes: tuple[int, int]) -> Any:
         """Copy the result of a step to the front of the buffers; return views of those."""
@@ -527,23 +527,16 @@ class Outputs:
 
     def real(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
         """Return the real rows of a padded result, as views."""
-        leaves = torch_ops.tree_leaves(result)
-        kinds = self._kinds(leaves, padded)
-        if padded == real:
-            return result
-        return _cut(leaves, kinds, real, torch_ops.tree_spec(result))
+        kinds = self._kinds(torch_ops.tree_leaves(result), padded)
+        return result if padded == real else Slices(result, kinds).cut(real)
 
     def replayed(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
         """Do as :meth:`real` for a graph, whose result is the same object at each step."""
-        known = self._known.get(padded)
-        if known is None or known[0] is not result:
-            leaves = torch_ops.tree_leaves(result)
-            kinds = self._kinds(leaves, padded)
-            known = self._known[padded] = (result, leaves, kinds, torch_ops.tree_spec(result))
-        _, leaves, kinds, spec = known
-        if leaves and leaves[0] is result:
-            return result[: real[kinds[0]]]
-        return _cut(leaves, kinds, real, spec)
+        slices = self._slices.get(padded)
+        if slices is None or slices.result is not result:
+            kinds = self._kinds(torch_ops.tree_leaves(result), padded)
+            slices = self._slices[padded] = Slices(result, kinds)
+        return slices.cut(real)
 
     def _kinds(self, leaves: Sequence[Any], sizes: tuple[int, int]) -> list[int]:
         """Return for each leaf 0 if its rows are tokens, 1 if they are requests."""
@@ -557,8 +550,3 @@ class Outputs:
                 output = str(list(leaf.shape)) if tensor else type(leaf).__name__
                 raise ManagerError.output(found=output, rows=name, size=sizes[kind])
         return kinds
-
-
-def _cut(leaves: list[Any], kinds: list[int], real: tuple[int, int], spec: Any) -> Any:
-    cut = [leaf[: real[kind]] for leaf, kind in zip(leaves, kinds, strict=True)]
-    return torch_ops.tree_unflatten(cut, spec)
