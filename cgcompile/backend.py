@@ -86,7 +86,7 @@ class Backend(Registry):
             self.config.disabled_passes, (*self.config.graph_passes, *self.config.piece_passes)
         )
         presence.warn_of_untested_torch()
-        if self.config.splitting == "fx":  # else nothing is traced
+        if self.config.splitting == "fx":  # with "breakable" nothing is traced
             dynamo.watch_dynamo()
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # one per trace of Dynamo

@@ -175,7 +175,7 @@ class _Table:
             if replace(present, target=op.target, name=op.name) != op:
                 raise BoundaryError.declared_twice(name=op.name)
         name = _called_name(op)
-        if name is not None:  # the name of one overload is never looked up
+        if name is not None:  # names of single overloads are never looked up
             by_name = isinstance(op.target, str) or torch_ops.is_op(op.target)
             (self.packets if by_name else self.called).setdefault(name, op)
 

@@ -358,7 +358,7 @@ def _show(result: Any, bad: bool, json: bool, html: Path | None) -> int:
 
 
 def _config(set: list[str], target: Target, recorded: bool = False) -> CompilationConfig | None:
-    """Return the settings of a model that is to be compiled; None of one that is."""
+    """Return the settings for a model; None if it is compiled already."""
     config = _config_of(set)
     if _is_compiled(target.model):
         if set:

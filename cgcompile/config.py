@@ -84,7 +84,7 @@ class CompilationConfig:
 
     Attributes:
         mode: how much is compiled: ``NONE``, ``STOCK_TORCH_COMPILE`` (not split, compiled by
-            Inductor), ``DYNAMO_TRACE_ONCE`` (likewise, traced once), or ``PIECEWISE``.
+            Inductor), ``DYNAMO_TRACE_ONCE`` (the same, traced once), or ``PIECEWISE``.
         cudagraph_mode: which CUDA graphs serve a step; unset: the first in the table above.
         compiler: what compiles a piece: ``inductor``, ``aot`` (functorch's ATen graph, run op by
             op), ``eager``, or a callable ``(gm, fake_inputs) -> callable``.

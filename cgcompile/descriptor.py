@@ -50,7 +50,7 @@ class BatchDescriptor(_Fields):
         max_query_len: int | None = None,
         extra: tuple[Any, ...] = (),
     ) -> "BatchDescriptor":
-        if not (  # a step creates one: what is only checked here costs little
+        if not (  # fast path: each step creates a descriptor
             type(num_tokens) is int
             and num_tokens >= 0
             and (num_reqs is None or (type(num_reqs) is int and num_reqs >= 1))

@@ -90,7 +90,7 @@ _SPECS: dict[str, Callable[[Any, str], str]] = {
     "address": lambda value, _: "missing" if value is None else f"at {value:#x}",
     "count": lambda values, _: str(len(values)),
     "list": listed,  # {names:list nothing}: with the text of an empty one
-    "first": _first,  # {sizes:first 8}: so many, and how many more there are
+    "first": _first,  # {sizes:first 8}: the first 8, and the number of the rest
     "plural": lambda values, noun: f"{noun}{'s' * (len(values) > 1)} {listed(values)}",
     "close": _close,  # {known:close {name}}: a question for each known name near to this one
     "if": _if,  # {value:if text|other}: the other text for None, False and what is empty
@@ -414,7 +414,8 @@ class CaptureError(CGCompileError, RuntimeError):
 
     Attributes:
         op: the op that a capture cannot hold; empty where it is not about one.
-        field: the field that captured code rebinds, such as ``self.buf``; empty likewise.
+        field: the field that captured code rebinds, such as ``self.buf``; empty where it
+            is not about one.
     """
 
     attributes: tuple[str, ...] = ("op", "field")
@@ -496,7 +497,7 @@ class CaptureError(CGCompileError, RuntimeError):
         Call the model under torch.inference_mode(), where it arrives as one op; or put its caller \
         under cgcompile.eager_break_during_capture.""")
     no_breaks = Template("""
-        capture of {what}: splitting ops were declared ({names}), and none of them ran. Attention \
+        capture of {what}: splitting ops were declared ({names}), and no such op ran. Attention \
         that the graph holds would repeat this step's metadata for ever.
         Check the names against the ops that really run, or declare none.""")
     inside_full = Template("""

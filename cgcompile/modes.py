@@ -54,7 +54,7 @@ class CUDAGraphMode(enum.Enum):
     FULL_AND_PIECEWISE = (FULL, PIECEWISE)
     """FULL for uniform decode batches, PIECEWISE for all others."""
 
-    __hash__ = object.__hash__  # that of an enumeration is a call of Python, slow in keys of steps
+    __hash__ = object.__hash__  # Enum.__hash__ is Python code, slow in keys of steps
 
     def separate_routine(self) -> bool:
         """Return whether uniform decode batches have a mode of their own."""

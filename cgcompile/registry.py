@@ -283,7 +283,7 @@ class Registry:
         fallback = Fallback(Reason.RECOMPILE_LIMIT, detail)
         if self.config.strict:
             raise DispatchError.strict(what="the model", why=fallback)
-        if self.timeline.warned is not None:  # of each function, so not by the timeline
+        if self.timeline.warned is not None:  # once per function: the timeline warns once in all
             log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
             self.timeline.warned.add(fallback.reason)
         self.timeline.degraded(fallback)

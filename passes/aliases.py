@@ -131,7 +131,7 @@ def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
     """Create ``view`` in each other piece that uses it."""
     own, last = _piece(view), _last_placement(gm)
     users_by_piece: dict[int, list[fx.Node]] = {}
-    for user in view.users:  # what the caller gets is created in the last piece
+    for user in view.users:  # results are created in the last piece
         piece = last.piece if user.op == "output" and last is not None else _piece(user)
         if piece != own:
             users_by_piece.setdefault(piece, []).append(user)

@@ -148,7 +148,7 @@ class Capturability:
         inputs = [t for a in node.all_input_nodes for t in tensors(value(a))]
         name, outputs = short_name(node.target), tensors(value(node))
         fills = name in _FROM_PYTHON and launches_kernel(self._gm, node)
-        if self.device.type == "cpu":  # the host recorder refuses what a device would have to copy
+        if self.device.type == "cpu":  # the recorder refuses copies from the host
             other = next((t for t in (*outputs, *inputs) if t.device.type == "meta"), None)
             if other is not None:
                 return Fallback(

@@ -16,7 +16,7 @@ from cgcompile.passes.nodes import COMPUTING, is_torchs, storages, value, writte
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.torch_compat import dynamo, raw_memory
 
-_ADVANCES = "cgcompile_advances"  # in node.meta
+_ADVANCES = "cgcompile_advances"  # key in node.meta
 
 
 def increments(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:

@@ -90,7 +90,7 @@ class _Memory:
         if not all(self._is_of_this_graph(member) for member in (*old, *new)):
             return False
         if value(source).requires_grad or value(copy).requires_grad:
-            return False  # a write to the copy could reach what a gradient needs
+            return False  # a write to the copy could change saved tensors of autograd
         later_old = {user for user in _users(old) if self._after(user, filled)}
         if not later_old:
             return True

@@ -34,7 +34,7 @@ class SourceLine(NamedTuple):
 
 def user_line(node: fx.Node) -> SourceLine | None:
     """Return the innermost frame: ``model.py:41 in forward``, ``q = ...``."""
-    innermost, users = None, False  # frames of torch count only where there are no others
+    innermost, users = None, False  # frames of torch count only if there are no user frames
     lines = (node.meta.get("stack_trace") or "").splitlines()
     for frame, code in zip(lines, [*lines[1:], ""], strict=False):
         match = _FRAME.search(frame)
@@ -50,7 +50,7 @@ def user_line(node: fx.Node) -> SourceLine | None:
 
 COMPUTING = ("call_function", "call_method", "call_module")
 
-NUMBER = "cgcompile_number"  # in node.meta: a Python number of the caller as a 0-dim tensor
+NUMBER = "cgcompile_number"  # key in node.meta: a Python number as a 0-dim tensor
 
 _INPLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
 _INPLACE_OPERATORS = {getattr(operator, name) for name in ("setitem", "delitem", *_INPLACE.split())}
@@ -70,7 +70,7 @@ _RESTRIDES = {"as_strided", "as_strided_copy"}
 _LAYOUT_CHANGES = _words("""
     t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ resize_ resize_as_ set_
     rename_ shallow_copy_data_
-""")  # the last is what ``x.data = y`` is in a graph
+""")  # the last one is ``x.data = y`` in a graph
 _RUN_ONCE_ON_THE_HOST = _words("""
     _log_api_usage_once lazy_load_decompositions _assert_scalar _check sym_constrain_range
     sym_constrain_range_for_size

@@ -120,7 +120,7 @@ class _Binder:
         if expression in self._bound:
             return self._bound[expression]
         if expression not in self._computed:
-            assert self._last_placeholder is not None  # it binds the symbols of the expression
+            assert self._last_placeholder is not None  # it binds the symbols
             with self._graph.inserting_before(self._last_placeholder.next):
                 number = dynamo.expression_nodes(expression, self._bound)
             self._computed[expression] = number

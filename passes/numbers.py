@@ -167,7 +167,7 @@ class _Use(NamedTuple):
     """How an op takes a number as a tensor."""
 
     number: fx.Node
-    dtype: torch.dtype  # of the tensor
+    dtype: torch.dtype  # dtype of the tensor
     run: Callable[..., Any]  # (emit, the arguments of the op with the tensor) -> result
 
 
@@ -300,7 +300,7 @@ class Numbers:
             kept = [node for item, node in enumerate(returned) if item not in self._results]
             output.args = (tuple(kept),)
         of_numbers = {*self._inputs, *frozenset().union(*self._inputs.values())}
-        removed = {copies[node] for node in of_numbers if node in copies}  # others are constants
+        removed = {copies[node] for node in of_numbers if node in copies}  # the rest are constants
         made_of = set[fx.Node]().union(*(_made_of(copies[n]) for n in self._results.values()))
         removed.update(node for node in made_of if node.op != "placeholder")  # tensors have sizes
         for node in reversed(gm.graph.nodes):
@@ -367,7 +367,7 @@ class _Rewrite:
 
     def take(self, number: fx.Node, source: fx.Node, described: HostNumber) -> fx.Node | None:
         """Take a number as a 0-dim tensor; return the input that was added behind ``source``."""
-        if _reads_float(number):  # which is a tensor already
+        if _reads_float(number):  # the number is a tensor already
             (taken,), added = number.all_input_nodes, None
         else:
             with self._gm.graph.inserting_after(source):

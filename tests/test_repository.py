@@ -3,6 +3,7 @@
 import ast
 import re
 import stat
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,3 +156,27 @@ def test_security_names_the_checks_of_the_cache() -> None:
     assert cache.LARGEST == 1 << 30
     assert "at most 1 GiB" in text
     assert "New folders get mode 0700, new files 0600." in text
+
+
+RIDDLES = re.compile(
+    r"\b(likewise|so many|nobody|whoever)\b|\bNone of (a|an|any|all|anything|each|one|others?|such)\b"
+)
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of each comment and each text of a file, docstrings and messages included."""
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type in (tokenize.COMMENT, tokenize.STRING):
+                yield token.start[0], token.string
+
+
+def test_the_prose_of_the_library_has_a_noun_where_one_fits() -> None:
+    paths = [*ROOT.glob("cgcompile/**/*.py"), *ROOT.glob("passes/*.py")]
+    riddles = [
+        f"{path.relative_to(ROOT)}:{line}: {match[0]}"
+        for path in paths
+        for line, text in prose(path)
+        if (match := RIDDLES.search(" ".join(text.split()))) is not None
+    ]
+    assert not riddles, "say which value, case or argument it is"

@@ -143,7 +143,7 @@ class Column(NamedTuple):
 
 
 def columns_svg(columns: Sequence[Column], label: str, labels: int) -> str:
-    """Return columns over one line, at most so many of them with text."""
+    """Return columns over one line; a bounded number of them has text."""
     width, interval = 100 / max(len(columns), 8), -(-len(columns) // labels)
     floor = _HIGH + 20
     shapes = [f'<line class="edge" x1="0" x2="100%" y1="{floor}" y2="{floor}"/>']

@@ -511,10 +511,10 @@ def explain(
     Args:
         model: a module, bound method or function; or what ``torch.compile`` or
             :func:`cgcompile.compile` made of one, whose settings are then used.
-        *args: of the call; ``**kwargs`` likewise.
+        *args: positional arguments of the call; ``**kwargs``: its keyword arguments.
         config: a config, a backend, or a mapping as for ``options``; None: as in the environment.
         dynamic_dims: which dimensions vary, as for :func:`cgcompile.compile`; None: as compiled.
-        dynamic_shapes: what a trace may assume of them; likewise.
+        dynamic_shapes: what a trace may assume of these dimensions; None: as compiled.
         sizes: sizes of the batch dimension at which bytes are evaluated, as numbers or as text
             ``"8,64"``; empty: ``cudagraph_capture_sizes``.
         capture_dim: the dimension of ``sizes``, such as ``"x.size()[0]"``; None: the setting.

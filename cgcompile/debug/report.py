@@ -179,7 +179,7 @@ def report(
         path: of the page; None writes none.
         title: of the page; None: the name of the model.
         sizes: at which bytes are evaluated, as of :func:`cgcompile.explain`.
-        capture_dim: the dimension that they are sizes of, likewise.
+        capture_dim: the dimension of ``sizes``, as of :func:`cgcompile.explain`.
         speed: seconds of an eager call and of a replayed one, if you have measured them.
         profile: of :func:`cgcompile.debug.profile`, if you have one: the timeline of a step.
 

@@ -101,7 +101,8 @@ def resolve_budgets(
     None         given         generated, from at least ``max_items`` as given
     given        None          as given                               the smaller of most // least
                                                                       and the smallest budget
-    None         None          generated                              likewise
+    None         None          generated                              most // least, at most the
+                                                                      smallest budget
     ============ ============= ====================================== ============================
 
     Args:

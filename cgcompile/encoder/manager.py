@@ -358,13 +358,13 @@ class EncoderCalls:
         return None, reason
 
     def _why_none(self, path: str, room: int) -> Reason:
-        """Return why no graph of a path holds so many tokens, although a budget does."""
+        """Return why no graph of a path holds ``room`` tokens, although a budget does."""
         if self._graphs.pool is None:
             return Reason.NO_DEVICE
         return Reason.CAPTURE_FAILED if self._detail(path, room) else Reason.NOT_CAPTURED
 
     def _detail(self, path: str, room: int) -> str:
-        """Return the error of the smallest graph of a path for so many tokens that failed."""
+        """Return the error of the smallest failed graph of a path with room for ``room`` tokens."""
         failed = [key for key in self._graphs.failed if key.path == path and key.budget >= room]
         return self._graphs.failed[min(failed)] if failed else ""
 
@@ -729,10 +729,10 @@ class EncoderCudaGraphManager:
 
         With a limit of bytes, graphs are first captured on memory that is dropped again, and
         measured there: up to one graph more than the limit is in use meanwhile, and captures take
-        twice the time. Chosen are the largest graph of each path, or none of a path for which that
-        has no room, and then whichever saves the most padding, as long as their buffers and all
-        that was measured down to the smallest of them stay within the limit. It is never exceeded
-        to find out, because a pool gives no memory back for one graph.
+        twice the time. Chosen are the largest graph of each path, or none where that has no room,
+        and then the graphs that save the most padding, as long as their buffers and all that was
+        measured down to the smallest of them stay within the limit. It is never exceeded to find
+        out, because a pool gives no memory back for one graph.
 
         Args:
             max_graph_bytes: most bytes of ``pool.nbytes`` afterwards: memory of the graphs, of

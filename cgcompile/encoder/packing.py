@@ -300,7 +300,7 @@ def _grouped(
         order = sorted(ordinary, key=lambda index: (sum(needs[index].tokens), *needs[index]))
         keys = [costs.key(needs[index]) for index in order]
     least, groups = _runs(keys, costs, top, limits.items)
-    if keys[0] != keys[-1]:  # else the items are equal, and their order does not matter
+    if keys[0] != keys[-1]:  # equal items need no order
         other, fitted = _best_fit(keys, costs, top, limits.items)
         groups = fitted if other < least else groups
     return [tuple([order[at] for at in group]) for group in groups]

@@ -361,7 +361,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         for key, spec in self._computed.items():
             try:
                 value = spec.make(grids)
-            except Exception:  # a function may take other sizes alone: each call checks it
+            except Exception:  # the function may refuse these sizes: each call checks it
                 continue
             value = _checked(key, spec, value, grids)
             check_row_count(key, value, self._config, counts, len(grids), synchronises=True)

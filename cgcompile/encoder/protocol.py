@@ -180,7 +180,7 @@ class EncoderCudaGraphConfig:
         offset_keys: which buffers are offsets (``cu_seqlens``, one dimension, rising): entries
             behind the real ones go on to the last entry that the buffer had at capture, so that
             padded rows are one real sequence at the end; or, given as ``{key: rows}``, sequences of
-            at most so many rows. Attention that leaves rows unwritten leaves there what the memory
+            at most ``rows`` rows. Attention that leaves rows unwritten leaves there what the memory
             pool held, and that may be NaN.
         input_rows_per_token: rows that the input buffer has for each output token; an item with
             more of them takes the room of more tokens. 0: the input always fits.

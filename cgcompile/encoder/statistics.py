@@ -79,7 +79,7 @@ class EncoderStatistics:
         self._costs = dict(costs)
 
     def record(self, ran: Sequence[Ran], items: int) -> None:
-        """Count one group of so many items."""
+        """Count one executed group."""
         served: list[bool | None] = [None] * items
         for on_path in ran:
             for item, tokens in enumerate(on_path.tokens):

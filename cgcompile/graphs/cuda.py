@@ -105,7 +105,7 @@ def destroy_unused_graphs(give_back: bool = False) -> None:
     _kept.clear()
 
 
-# The allocator is read around the end of so many captures of a pool: 0.1 ms each.
+# Captures of a pool around whose end the allocator is read: 0.1 ms each.
 _MEASURED = 8
 
 

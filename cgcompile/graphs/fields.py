@@ -61,7 +61,7 @@ class Item(NamedTuple):
     """A value, and where it is held."""
 
     path: str  # such as ``self.layers.0.cache``
-    owner: Any  # the object whose attribute holds it, in containers or not; None of a root
+    owner: Any  # the object whose attribute holds it, in containers or not; None for a root
     attribute: str  # of the owner
     value: Any
 
@@ -216,7 +216,7 @@ def behind(value: Any) -> Any:
 
 
 def array_bytes(value: Any) -> bytes | None:
-    """Return the contents of an array of the host, with its type and shape; None of all else."""
+    """Return the contents of an array of the host, with its type and shape, else None."""
     if not isinstance(value, (bytearray, array)) and type(value).__module__ != "numpy":
         return None
     try:

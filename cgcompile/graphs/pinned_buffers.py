@@ -133,7 +133,7 @@ class HostStaging:
 
         Raises:
             ConfigError: for other rows; nothing has changed then.
-            CaptureError: inside a capture, where an upload would be recorded; likewise.
+            CaptureError: inside a capture, where an upload would be recorded; nothing has changed.
         """
         self._check_rows(rows)
         if any_capture():

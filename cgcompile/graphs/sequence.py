@@ -174,7 +174,7 @@ class GraphSequence:
         slots: how many slots there are.
         kept: slots that are read after the replay.
         name: of the captured step, for profilers; may be set until a profiler reads it.
-        batch: the captured batch as text, likewise.
+        batch: the captured batch as text, for profilers; may be set like ``name``.
         pool: the memory of the graphs; None: the caller orders streams.
         rows: of the captured batch, padding included; may be set.
 

@@ -133,7 +133,7 @@ class CUDAGraphEntry:
         output: where a replay leaves its results: tensors in pool memory, valid until another graph
             of the pool runs; and memory from outside of the pool, held here. Not to be changed.
         guard: compares the arguments; None where the owner of the wrapper does.
-        weights: compares the parameters and buffers; None likewise.
+        weights: compares parameters and buffers; None where the owner of the wrapper does.
         needs_grad: whether gradients would be due if grad mode were on.
         reused: makes the result of each replay; None where the owner of the wrapper does.
         fields: compares the fields of objects among the arguments; None without such objects.

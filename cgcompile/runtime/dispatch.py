@@ -339,7 +339,7 @@ class Dispatch:
         """Describe the size, stride or number that differs from the call before."""
         numbers = self._roles[batch.mode].numbers
         in_key = batch.own_context or self._config.on_input_change == "recapture"
-        keys: list[Any] = list(weight_set.seen)[-2:]  # the last one is of this call
+        keys: list[Any] = list(weight_set.seen)[-2:]  # the last key is this call's
         if not (numbers and in_key and len(keys) == 2):
             return ""
         before, now = (key[-len(numbers) :] for key in keys)

@@ -53,7 +53,7 @@ class Batch:
             return
         for name in ("num_tokens", "num_reqs", "max_query_len", "num_active_loras"):
             number = whole(getattr(self, name))
-            if number is not None:  # else the dispatcher raises and names it
+            if number is not None:  # the dispatcher raises for None
                 object.__setattr__(self, name, number)
 
     def numbers(self) -> dict[str, Any]:

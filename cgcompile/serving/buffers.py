@@ -233,7 +233,7 @@ class _Buffer:
         elif real:
             tail.copy_(memory.narrow(self.spec.dim, real - 1, 1).expand_as(tail))
         else:
-            tail.zero_()  # the last value would be one of an earlier step
+            tail.zero_()  # rows of an earlier step would stay
 
 
 class StaticInputs:
@@ -341,7 +341,7 @@ class StaticInputs:
         # Other offsets, such as those of pages, may have the ends of query starts by chance: one
         # buffer that has the starts of equal queries is enough.
         uneven: dict[str, list[int]] = {}
-        values = values if isinstance(values, Mapping) else {}  # else ``check`` raises
+        values = values if isinstance(values, Mapping) else {}  # ``check`` raises for it
         for spec in self.specs if num_tokens and num_reqs else ():
             value = values.get(spec.name) if spec.shape == (BOUNDARIES,) else None
             if spec.tail is not None or not isinstance(value, torch.Tensor):
@@ -386,7 +386,7 @@ class StaticInputs:
         self.follow_stream()
         if type(values) is not dict:
             require_kind("inputs", "batch", values, Mapping)
-        for name, value in values.items():  # also where the batch is refused below
+        for name, value in values.items():  # also for batches that are refused below
             held = self._held.get(name)
             if held is not None and not held.shared and isinstance(value, torch.Tensor):
                 held.shared = held.is_front(value)
@@ -468,7 +468,7 @@ class Outputs:
     """The results of a model: cuts them to real rows; owns the output buffers of FULL graphs."""
 
     def __init__(self, rows: str | Sequence[str], most: tuple[int, int]) -> None:
-        self._rows = rows if isinstance(rows, str) else tuple(rows)  # one for all, or for each
+        self._rows = rows if isinstance(rows, str) else tuple(rows)  # for all results, or each
         for name in (rows,) if isinstance(rows, str) else rows:
             if name not in (TOKENS, REQS):
                 raise ManagerError.rows(found=name)

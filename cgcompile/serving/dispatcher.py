@@ -86,7 +86,7 @@ class PlannedGraph:
     def __init__(self, result: Dispatched) -> None:
         self.result = result
         self.num_tokens = result.descriptor.num_tokens
-        self.ready = True  # may be dispatched; the one field that dispatch() reads
+        self.ready = True  # may be dispatched; the only field that dispatch() reads
         self.captured = False
         self.refused = ""
         self.tables: list[SizeTable] = []  # tables that contain the graph
@@ -665,7 +665,7 @@ class CudagraphDispatcher:
                 why = graph
         table = None if tables is None else tables.piecewise
         if table is None:
-            assert why is not None  # without PIECEWISE graphs, FULL ones were requested
+            assert why is not None  # a FULL graph was requested, as there are no PIECEWISE ones
             return _plain(num_tokens, why)
         return _find_piecewise(table, num_tokens, piecewise, why, unlisted is None)
 

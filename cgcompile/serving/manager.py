@@ -243,7 +243,7 @@ class CudaGraphManager:
 
     Attributes:
         model: as given.
-        backend: the handle of the model; None of one that is not compiled.
+        backend: the handle of the model; None if it is not compiled.
         dispatcher: as given; it records what has been captured.
         agreement: as given or constructed.
         inputs: the input buffers.

@@ -162,7 +162,7 @@ class Agreement:
         plan = [(mode.name, descriptor) for mode, descriptor in dispatcher.plan()]
         self._smallest = min((descriptor.num_tokens for _, descriptor in plan), default=1)
         rows = self._gather(Purpose.TABLES, getrandbits(62), _digest(plan))
-        self._name = f"cgcompile.{rows[0][0]}"  # notes of other agreements of the group differ
+        self._name = f"cgcompile.{rows[0][0]}"  # unique among the agreements of a group
         _require_equal([row[1] for row in rows])
 
     def dispatch(
@@ -342,8 +342,8 @@ class Agreement:
         self._note()
         until = time.monotonic() + 2 * _SOON.total_seconds()
         ranks, missing = list(range(self._size)), []
-        with suppress(RuntimeError):  # its server may end as well: then those known so far
-            while ranks and time.monotonic() < until:  # others may be about to note it
+        with suppress(RuntimeError):  # the server may have ended: keep the ranks known so far
+            while ranks and time.monotonic() < until:  # other ranks may be about to write
                 missing = ranks = [n for n in ranks if not self._store.check([self._key(n)])]
                 time.sleep(0.05)
         return missing

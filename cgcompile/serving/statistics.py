@@ -33,11 +33,11 @@ class StatisticsRow(NamedTuple):
 
     batches: str  # which batches, in words: "5..8 tokens"
     mode: str
-    graph: BatchDescriptor | None  # the key; None of steps with a reason
+    graph: BatchDescriptor | None  # the key; None for steps with a reason
     hits: int  # steps
     real: int  # their real rows
     ran: int  # their rows, with padding
-    reason: Reason | None = None  # of a lesser mode than the requested one; None of a graph
+    reason: Reason | None = None  # why the mode is less than the requested one; None for a graph
     detail: str = ""  # the last one of that reason
 
 

@@ -59,7 +59,7 @@ def graph_break(gm: fx.GraphModule) -> str | None:
     stack = [frame for frame in reason.user_stack or () if frame.filename]
     if not stack:
         return text
-    if text == "step_unsupported":  # torch keeps no other reason of it
+    if text == "step_unsupported":  # the only reason that torch keeps
         text = f"Dynamo cannot trace {str(stack[-1].line).strip()!r}"
     return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
 
@@ -368,7 +368,7 @@ def make_floats_constant(gm: fx.GraphModule, but: Iterable[fx.Node] = ()) -> Non
     names = sorted({str(symbol) for floats in users.values() for symbol in floats - zeros})
     new = [name for name in names if not TensorifyState.should_specialize(name)]
     for name in (*new, *map(str, zeros)):
-        TensorifyState.specialize(name)  # else Inductor restarts the trace
+        TensorifyState.specialize(name)  # Inductor would restart the trace
     if users and not _fold(gm, list(users)) and new:
         raise TensorifyScalarRestartAnalysis
 
@@ -433,7 +433,7 @@ def _guard_sign(source: Any, output: Any) -> float | None:
     try:
         number = eval(source.name, {"L": output.local_scope, "G": output.global_scope})
     except (AttributeError, LookupError, NameError, SyntaxError, TypeError):
-        return None  # at a place that guards alone can read
+        return None  # only guards can read this source
     if type(number) is not float:
         return None
     if number == 0:  # "0x0.0p+0" or "-0x0.0p+0"
@@ -494,7 +494,7 @@ def _fold(gm: fx.GraphModule, computed: list[fx.Node]) -> bool:
         return False
     for node in computed:
         run: Any = node.target
-        known = node.meta["example_value"]  # as a float it is guarded
+        known = node.meta["example_value"]  # a float is guarded
         number = float(known) if node in items else run(*node.args, **node.kwargs)
         node.replace_all_uses_with(number)
     for node in (*reversed(computed), *inputs):

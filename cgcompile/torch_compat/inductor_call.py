@@ -120,7 +120,7 @@ def _writes_inputs(graph: Any) -> bool:
 
 def compiled_graph(artifact: Any) -> Any:
     """Return the ``CompiledFxGraph`` that an artifact calls; None unless there is exactly one."""
-    reached: dict[int, Any] = {}  # what may run when it is called; some twenty objects
+    reached: dict[int, Any] = {}  # objects that a call may run, about twenty
     waiting = [artifact]
     while waiting and len(reached) < _MOST:
         value = waiting.pop()
@@ -137,7 +137,7 @@ _MOST = 1000
 
 def _held(function: Any) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # not filled yet
+        with suppress(ValueError):  # an empty cell
             yield cell.cell_contents
     yield from (getattr(function, name, None) for name in ("__self__", "__func__"))
     if isinstance(function, functools.partial):

@@ -316,7 +316,7 @@ def _setting_text(name: str, value: Any) -> str:
     if callable(getattr(value, "uuid", None)):
         uuid = value.uuid()
         text = None if uuid is None else f"{type(value).__name__} {uuid!r}"
-        value = getattr(value, "then", value)  # the user's pass, behind one of ours
+        value = getattr(value, "then", value)  # unwrap the user's pass
     else:
         text = qualified_name(value)
     if text is None:
@@ -336,7 +336,7 @@ def _state() -> dict[str, Any]:
         "float32 precision": _float32_precision(),
         "fp16 reduction": matmul.allow_fp16_reduced_precision_reduction,
         "bf16 reduction": matmul.allow_bf16_reduced_precision_reduction,
-        "attention": [  # which kernel attention becomes inside of a piece
+        "attention": [  # settings that choose the attention kernel
             cuda.flash_sdp_enabled(),
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),

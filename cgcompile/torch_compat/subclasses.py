@@ -118,7 +118,7 @@ def _kind_of(value: Any) -> Wrapper | Held | None:
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # such as tensors of several elements
+    except (RuntimeError, TypeError, ValueError):  # e.g. the truth of a tensor of several elements
         return False
 
 

@@ -104,7 +104,7 @@ def all_op_names() -> list[str]:
 
 
 def custom_op_overload(obj: Any) -> Any:
-    """Return the operator of a function of ``torch.library.custom_op``; None of any other."""
+    """Return the operator of a function of ``torch.library.custom_op``, else None."""
     return obj._opoverload if isinstance(obj, torch.library.CustomOpDef) else None
 
 
@@ -149,7 +149,7 @@ _PYTHON_OPERATORS: Mapping[Any, str] = {
 
 
 def aten_name(target: Any) -> str | None:
-    """Return the ``aten::op`` that a function or method of torch calls; None of any other."""
+    """Return the ``aten::op`` that a function or method of torch calls, else None."""
     # ``torch.sigmoid``, ``torch.Tensor.sigmoid``, ``torch.nn.functional.sigmoid``, the name of the
     # method and the op have one name; ``sigmoid_`` has another.
     if isinstance(target, str):
@@ -275,7 +275,7 @@ def process_group_backend(group: Any, device_type: str | None = None) -> str | N
     if not dist.is_available():
         return None
     try:
-        if isinstance(group, torch.ScriptObject):  # as an op of c10d has it
+        if isinstance(group, torch.ScriptObject):  # the form in which ops of c10d take it
             group = dist.ProcessGroup.unbox(group)
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)
@@ -359,15 +359,15 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else Dynamo skips every compiled frame under this mode
+        return True  # False: Dynamo skips every compiled frame under this mode
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the subclass, such as DTensor, calls ops on its plain tensors
+            return NotImplemented  # a subclass such as DTensor calls ops on its plain tensors
         if any(type(mode) is FakeTensorMode for mode in _get_current_dispatch_mode_stack()):
-            return func(*args, **(kwargs or {}))  # it computes shapes, such as those of a DTensor
+            return func(*args, **(kwargs or {}))  # fakes that compute shapes, such as a DTensor's
         if is_named(func, "invoke_subgraph"):  # its kernel refuses to run under a mode
             body, _, *operands = args
             with self:
@@ -501,14 +501,14 @@ _UNCOMPILED = _Uncompiled()
 
 
 def compiled_from(function: Any) -> Any:
-    """Return the function that ``torch.compile`` wrapped; None of anything else, and of modules."""
+    """Return the function that ``torch.compile`` wrapped; None for modules and all else."""
     # Decorators around it (``functools.wraps``) are passed through.
     seen: list[Any] = []
     while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
         if function.__code__ is code_of_compiled_functions():
             return function.__wrapped__
         if function in seen:
-            return None  # it wraps itself
+            return None  # the function wraps itself
         seen.append(function)
         function = function.__wrapped__
     return None

@@ -102,7 +102,7 @@ def traced_function_modes(modes: list[Any]) -> Iterator[None]:
         with torch_function_mode_stack_state_mgr:
             yield
     finally:
-        if _count_function_modes() < len(modes):  # 2.11 loses those of a nested use
+        if _count_function_modes() < len(modes):  # torch 2.11 loses the modes of a nested use
             for mode in modes[_count_function_modes() :]:
                 torch._C._push_on_torch_function_stack(mode)
 

@@ -412,7 +412,7 @@ def _weak_guards() -> Any:
             return builder, tree
 
         def id_ref(self, obj: object, obj_str: str) -> int:
-            with suppress(TypeError):  # no weak reference to it is possible
+            with suppress(TypeError):  # objects without weak references
                 vars(self).setdefault("identities", {}).setdefault(id(obj), weakref.ref(obj))
             return id(obj)
 
@@ -471,7 +471,7 @@ def traced_function(called: Any) -> tuple[types.FunctionType, Any]:
 def users_function(called: Any) -> Any:
     """Return the function with the user's parameters: of a module with hooks its ``forward``."""
     forward = called.forward if isinstance(called, torch.nn.Module) else called
-    is_method = isinstance(forward, types.MethodType)  # else it may be a functools.partial
+    is_method = isinstance(forward, types.MethodType)  # it may also be a functools.partial
     return traced_function(forward)[0] if is_method else forward
 
 
@@ -540,7 +540,7 @@ def _captured(called: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         with traced_function_modes(modes):
             output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
         if list(output.graph_capture_output.output_graph.torch_function_mode_stack) == modes:
-            return output  # else Dynamo takes them by itself, as 2.11 does
+            return output  # otherwise Dynamo traces them by itself, as 2.11 does
     return convert_frame.fullgraph_capture(called, args, dict(kwargs))
 
 
@@ -591,7 +591,7 @@ def _as_cannot_trace() -> Iterator[None]:
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import (
         ConstraintViolationError,
-        GuardOnDataDependentSymNode,  # not wrapped where the fake of an op raises it
+        GuardOnDataDependentSymNode,  # raised unwrapped by the fake of an op
     )
 
     try:
@@ -606,7 +606,7 @@ def _as_cannot_trace() -> Iterator[None]:
 
 def _in_short(error: BaseException) -> CannotTrace:
     """Return the beginning of torch's explanation, and the user's line."""
-    explanation = getattr(error, "explanation", "")  # of :func:`raised_while_tracing`
+    explanation = getattr(error, "explanation", "")  # set by :func:`raised_while_tracing`
     lines = [line.strip() for line in (explanation or str(error)).splitlines() if line.strip()]
     stack = [frame for frame in getattr(error, "real_stack", None) or () if frame.filename]
     hints = [line for line in lines if line.startswith(("Explanation:", "Hint:"))][:2]
@@ -716,7 +716,7 @@ def without_traces_left(called: Any, tensors: Iterable[torch.Tensor]) -> Iterato
                 if name.startswith("__"):
                     del names[name]
             for kind in [*counters]:
-                counters[kind].clear()  # the same object: others may refer to it
+                counters[kind].clear()  # in place: other modules hold references
                 counters[kind].update(counted.get(kind, {}))
                 if kind not in counted:
                     del counters[kind]

@@ -127,7 +127,7 @@ def _annotated(function: Callable[..., Any]) -> Dims:
     scope = getattr(inspect.unwrap(function), "__globals__", {})
     for name, hint in getattr(function, "__annotations__", {}).items():
         one = types.SimpleNamespace(__annotations__={name: hint})
-        with suppress(Exception):  # annotations may name what only type checkers import
+        with suppress(Exception):  # annotations may name types that only type checkers import
             hint = typing.get_type_hints(one, globalns=scope, include_extras=True)[name]
         dims = tuple(each for each in _metadata(hint) if isinstance(each, DynamicDim))
         if dims:

@@ -93,9 +93,9 @@ class CompiledTrace:
         self.frozen = trace.frozen  # (path, tensor) of the bound weights
         self.held = _held(tensor for _, tensor in trace.frozen)  # views that it computes with
         self.start = start  # text: how long Dynamo took, and splitting and compiling the graph
-        self.proven = False  # whether a call has ended: only then is known what it replaces
+        self.proven = False  # whether a call has ended, so that its replacements are known
         self.trusted = False  # whether it is proven, and nothing but ``fits`` is checked
-        self.repeated = False  # whether it has served another call than the traced one
+        self.repeated = False  # whether it has served a call after the traced one
         self.number = 0  # among all traces of the function
         self.numbers: tuple[Any, ...] = ()  # the numbers among the arguments that were traced
         self._varies = fits.varies
@@ -243,7 +243,7 @@ class Traces:
                 if result is not NOT_SERVED:
                     return result
         if trace is not None and trace.proven:
-            trace.repeated = True  # fast paths begin after such a call
+            trace.repeated = True  # fast paths begin after the second call
             result = trace.run(*args, **kwargs)
             if trace.fast_paths is not None and trace.fast_paths.graph is not None:
                 called = None if module is None else (module, self._forward)
@@ -345,7 +345,7 @@ class Traces:
     def _use_first(self, trace: CompiledTrace) -> None:
         with self._lock:
             others = tuple(each for each in self.traces if each is not trace)
-            if len(others) < len(self.traces):  # else it was dropped in the meantime
+            if len(others) < len(self.traces):  # otherwise it was dropped in the meantime
                 self._set((trace, *others))
 
     def _names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -452,7 +452,7 @@ class Traces:
         if count > VARYING:
             self._set(tuple(each for each in self.traces if each is not oldest))
             return False
-        self._refused[key] = count  # at the end: the oldest one is dropped
+        self._refused[key] = count  # moved to the end: the oldest is dropped first
         if len(self._refused) > _MOST_REFUSED:
             del self._refused[next(iter(self._refused))]
         return True
@@ -496,7 +496,7 @@ class Traces:
                 trace = self._attempt(*larger)
             except (
                 torch_tracing.CannotTrace
-            ) as error:  # other arguments may depend on the size as well
+            ) as error:  # sizes of other arguments may be tied to this one
                 log.info("%s: traced with the sizes that it has: %s", self.name, error)
             else:
                 if self._serves(trace, args, kwargs):
@@ -510,11 +510,11 @@ class Traces:
         try:
             return self._attempt(args, kwargs, dims)
         except torch_tracing.CannotTrace as error:
-            if self._varied and not error.model_raises:  # it may need a number as a constant
+            if self._varied and not error.model_raises:  # a number may have to be constant
                 self._varied.clear()
                 return self._trace_with(args, kwargs, dims)
-            if error.model_raises:  # in Python, and its own type is lost here
-                self._function(*args, **kwargs)  # raises what the model raises
+            if error.model_raises:  # raised by the model's Python code; its type is lost here
+                self._function(*args, **kwargs)  # raises the model's own error
             several = error.becomes_several
             raise TraceError.refused(name=self.name, why=str(error), several=several) from error
 
@@ -627,7 +627,7 @@ class Traces:
         scope = self._scope(args, kwargs)
         elsewhere: dict[int, Any] = {}
         for path in trace.sizes:
-            if not path.startswith(tuple(tensors)):  # neither an argument nor the base of one
+            if not path.startswith(tuple(tensors)):  # not below a tensor argument
                 with suppress(AttributeError, LookupError, NameError, TypeError):
                     value = eval(path, scope)
                     elsewhere[id(value)] = value
