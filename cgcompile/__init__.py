@@ -9,7 +9,6 @@ passes) and ``cgcompile.graphs`` (the values of a capture).
 from typing import TYPE_CHECKING
 
 from cgcompile.lazy import export_lazily
-from cgcompile.version import __version__
 
 if TYPE_CHECKING:
     from cgcompile import debug as debug
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from cgcompile.reasons import Reason
     from cgcompile.serving import CudaGraphManager
     from cgcompile.tracing.dynamic_dims import DynamicDim
+    from cgcompile.version import __version__
 
 __all__ = [
     "AttentionCGSupport",
@@ -105,5 +105,6 @@ if not TYPE_CHECKING:
             "reasons": "Reason",
             "serving.manager": "CudaGraphManager",
             "tracing.dynamic_dims": "DynamicDim",
+            "version": "__version__",
         },
     )

@@ -29,7 +29,7 @@ from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import ForwardContextError
 from cgcompile.reasons import Fallback
 from cgcompile.settings import whole
-from cgcompile.torch_compat.dynamo import raised_while_tracing
+from cgcompile.torch_compat.torch_ops import raised_while_tracing
 
 
 @raised_while_tracing

@@ -7,6 +7,7 @@ only there.
 """
 
 import importlib
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +17,6 @@ import torch
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.cuda import CudaDevice
-from cgcompile.graphs.host_rules import is_recording
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.torch_compat import raw_memory
 
@@ -124,6 +124,14 @@ class CaptureDevice(Protocol):
 
     def give_back(self) -> None:
         """Return unused memory to the device. Synchronises."""
+
+
+recording = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
+
+
+def is_recording() -> bool:
+    """Return whether the CPU recorder records in this thread."""
+    return getattr(recording, "graph", None) is not None
 
 
 def any_capture() -> bool:

@@ -29,7 +29,7 @@ from cgcompile.graphs.capture import (
 from cgcompile.graphs.device import any_capture
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.settings import require_kind
-from cgcompile.torch_compat import dynamo
+from cgcompile.torch_compat import torch_ops
 
 _allowed: ContextVar[bool] = ContextVar("cgcompile_capture_allowed", default=True)
 
@@ -153,7 +153,7 @@ def eager_region() -> AbstractContextManager[Any]:
         [True, False, True]
     """
     if is_dynamo_compiling():
-        return dynamo.annotate(REGION_MARK)
+        return torch_ops.annotate(REGION_MARK)
     if holder_here() is not None and any_capture():
         raise CaptureError.region_inside()
     return EagerRegion()

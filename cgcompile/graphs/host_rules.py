@@ -3,7 +3,6 @@
 The recorder itself is ``cgcompile.testing.host``.
 """
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -101,16 +100,6 @@ def write_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if getattr(func, "overloadpacket", None) in _WRITE_UNDECLARED:
         return torch_ops.tree_tensors((args, kwargs))
     return torch_ops.written_tensors(func, args, kwargs)
-
-
-# -------------------------------------------------------------- the state of a recording
-
-recording = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
-
-
-def is_recording() -> bool:
-    """Return whether the CPU recorder records in this thread."""
-    return getattr(recording, "graph", None) is not None
 
 
 # Ids of tensors that stay on the CPU where others are on a GPU, so that a capture may read them.

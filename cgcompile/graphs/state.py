@@ -37,7 +37,7 @@ from cgcompile.graphs.contract import (
 )
 from cgcompile.graphs.fields import array_bytes, behind, is_closed_object, names_of_modules
 from cgcompile.graphs.reads import Slots, cells_of, plainly
-from cgcompile.torch_compat import raw_memory, torch_ops, torch_tracing
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
 _FEW = 64  # holders whose values are compared faster than versions
@@ -89,7 +89,7 @@ class State:
         for path, module in self.modules:
             values[f"{path}.forward"] = module.__dict__.get("forward", _MISSING)
             values[_hooks_of(path)] = _number_of_hooks(module)
-        values[_ALL_HOOKS] = torch_tracing.has_global_hooks()
+        values[_ALL_HOOKS] = torch_ops.has_global_hooks()
 
 
 class _Reader:
@@ -426,7 +426,7 @@ class StateContract:
         self._values = _Values(self._places, self._lists)
         self._modules = [module.__dict__ for _, module in state.modules]
         self._sizes = [*map(len, self._modules)]
-        self._hooks = torch_tracing.hooks_registered()
+        self._hooks = torch_ops.hooks_registered()
         self._divide()
 
     def _divide(self) -> None:
@@ -464,7 +464,7 @@ class StateContract:
         return (
             self._rest.are_same()
             and [*map(len, self._written)] == self._written_sizes
-            and (torch_tracing.hooks_registered() == self._hooks or self._has_same_hooks())
+            and (torch_ops.hooks_registered() == self._hooks or self._has_same_hooks())
             and all(_contents(value) == contents for _, value, contents in self._others)
         )
 
@@ -474,8 +474,8 @@ class StateContract:
         for path, module in self.state.modules:
             if values[_hooks_of(path)] != _number_of_hooks(module):
                 return False
-        self._hooks = torch_tracing.hooks_registered()
-        return bool(values[_ALL_HOOKS] == torch_tracing.has_global_hooks())
+        self._hooks = torch_ops.hooks_registered()
+        return bool(values[_ALL_HOOKS] == torch_ops.has_global_hooks())
 
     def holds(self) -> bool:
         """Return whether the state is that of the capture."""

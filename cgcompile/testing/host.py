@@ -35,10 +35,9 @@ import torch
 
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import storage_bytes
+from cgcompile.graphs.device import is_recording, recording
 from cgcompile.graphs.host_rules import (
     OpRules,
-    is_recording,
-    recording,
     shown,
     values_on_host,
     write_targets,

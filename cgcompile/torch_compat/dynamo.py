@@ -2,9 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -24,13 +24,6 @@ LEAVES: Mapping[Any, Any] = {
 }
 ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
-
-
-def annotate(mark: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Return a context that updates ``node.meta["custom"]`` of each traced node with ``mark``."""
-    import torch.fx.traceback
-
-    return torch.fx.traceback.annotate(mark)
 
 
 def source_name(placeholder: fx.Node) -> str | None:
@@ -62,29 +55,6 @@ def graph_break(gm: fx.GraphModule) -> str | None:
     if text == "step_unsupported":  # the only reason that torch keeps
         text = f"Dynamo cannot trace {str(stack[-1].line).strip()!r}"
     return f"{text} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
-
-
-def raised_while_tracing(error_of: Callable[..., Exception]) -> Callable[..., Any]:
-    """Return a function that raises ``error_of(...)`` to the caller of what Dynamo traces."""
-    # Dynamo traces neither it nor what it calls, and passes on errors of ``ShortenTraceback``. An
-    # error that traced code raises makes Dynamo run the function without any graph instead.
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        from torch import _dynamo
-        from torch._dynamo.exc import ShortenTraceback
-
-        error = error_of(*args, **kwargs)
-        kind: Any = type(error)
-        kind = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
-        passed_on = kind(str(error), first_useful_frame=sys._getframe())
-        others = error_of.__code__.co_filename, os.path.dirname(_dynamo.__file__)
-        stack = torch._guards.TracingContext.extract_stack()
-        users = [frame for frame in stack if not frame.filename.startswith(others)]
-        vars(passed_on).update(vars(error), explanation=str(error), real_stack=users)
-        raise passed_on
-
-    refuse._dynamo_marked_constant = True
-    return refuse
 
 
 def fake_context(values: Iterable[Any]) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""torch's structured trace (``TORCH_TRACE``), its profiler, and statistics of its allocator."""
+"""torch's structured trace (``TORCH_TRACE``), profiler and allocator; breaks of other packages."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -6,11 +6,13 @@ numbers, which most steps pass, are walked here, at a tenth of the cost.
 
 import inspect
 import operator
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import BuiltinFunctionType, CodeType, FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -18,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 from cgcompile.errors import ArgumentsError
 from cgcompile.locks import new_lock
@@ -637,8 +640,48 @@ def autocast_on(state: dict[str, torch.dtype]) -> Iterator[None]:
         yield
 
 
+def hooks_registered() -> int:
+    """Return a number that rises whenever a hook is registered anywhere."""
+    return RemovableHandle.next_id
+
+
+def has_global_hooks() -> bool:
+    """Return whether there are hooks of all modules."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
 def hooks_of(called: Any) -> tuple[Any, ...]:
     """Return the live dictionaries of the hooks of a module; of other callables none."""
     if not isinstance(called, torch.nn.Module):
         return ()
     return (called._forward_pre_hooks, called._forward_hooks)
+
+
+def annotate(mark: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Return a context that updates ``node.meta["custom"]`` of each traced node with ``mark``."""
+    import torch.fx.traceback
+
+    return torch.fx.traceback.annotate(mark)
+
+
+def raised_while_tracing(error_of: Callable[..., Exception]) -> Callable[..., Any]:
+    """Return a function that raises ``error_of(...)`` to the caller of what Dynamo traces."""
+    # Dynamo traces neither it nor what it calls, and passes on errors of ``ShortenTraceback``. An
+    # error that traced code raises makes Dynamo run the function without any graph instead.
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        from torch import _dynamo
+        from torch._dynamo.exc import ShortenTraceback
+
+        error = error_of(*args, **kwargs)
+        kind: Any = type(error)
+        kind = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+        passed_on = kind(str(error), first_useful_frame=sys._getframe())
+        others = error_of.__code__.co_filename, os.path.dirname(_dynamo.__file__)
+        stack = torch._guards.TracingContext.extract_stack()
+        users = [frame for frame in stack if not frame.filename.startswith(others)]
+        vars(passed_on).update(vars(error), explanation=str(error), real_stack=users)
+        raise passed_on
+
+    refuse._dynamo_marked_constant = True
+    return refuse

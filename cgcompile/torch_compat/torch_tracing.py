@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.graph_module import _loader
-from torch.utils.hooks import RemovableHandle
 
 from cgcompile.torch_compat.dynamo import (
     guard_signs_of_zeros,
@@ -473,16 +472,6 @@ def users_function(called: Any) -> Any:
     forward = called.forward if isinstance(called, torch.nn.Module) else called
     is_method = isinstance(forward, types.MethodType)  # it may also be a functools.partial
     return traced_function(forward)[0] if is_method else forward
-
-
-def hooks_registered() -> int:
-    """Return a number that rises whenever a hook is registered anywhere."""
-    return RemovableHandle.next_id
-
-
-def has_global_hooks() -> bool:
-    """Return whether there are hooks of all modules."""
-    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def trace_call(
