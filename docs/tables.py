@@ -19,10 +19,17 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cgcompile import config, debug, errors
+from cgcompile import config, errors
 from cgcompile.cli import command_line
+from cgcompile.debug.bisect import Bisection
+from cgcompile.debug.coverage import Coverage
+from cgcompile.debug.doctor import Diagnosis
 from cgcompile.debug.environment import setting_meanings
+from cgcompile.debug.explain import Explanation
 from cgcompile.debug.output import sentence
+from cgcompile.debug.report import Overview
+from cgcompile.debug.verify import Verification
+from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.reasons import Reason
 from cgcompile.settings import ENV_PREFIX
 
@@ -35,6 +42,10 @@ ROOMS = (
     "cgcompile.graphs",
     "cgcompile.passes",
 )
+
+
+# What commands and functions return as JSON.
+RESULTS = (Explanation, Verification, Diagnosis, Coverage, Overview, CaptureRecord, Bisection)
 
 
 def indented(text: str, columns: int = 3) -> str:
@@ -153,11 +164,10 @@ def commands(
 
 def schemas() -> Iterator[str]:
     """The JSON Schema of what each command and ``to_json()`` write."""
-    for name in debug.__all__:
-        value = getattr(debug, name)
-        if dataclasses.is_dataclass(value) and hasattr(value, "to_dict"):
-            yield f".. _json-{name}:\n\n{name}\n{'-' * len(name)}\n"
-            yield literal(json.dumps(schema(value), indent=2), "json")
+    for result in RESULTS:
+        name = result.__name__
+        yield f".. _json-{name}:\n\n{name}\n{'-' * len(name)}\n"
+        yield literal(json.dumps(schema(result), indent=2), "json")
 
 
 # ---------------------------------------------------------------- JSON Schema

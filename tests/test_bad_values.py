@@ -26,6 +26,9 @@ from torch import fx, nn
 
 import cgcompile
 from cgcompile import CompilationConfig, CUDAGraphMode, encoder, passes, serving, settings
+from cgcompile.debug.bisect import Bisection
+from cgcompile.debug.compare import Difference
+from cgcompile.debug.findings import Finding
 from cgcompile.errors import ArgumentsError, CGCompileError, ConfigError, TraceError
 
 ROOT = Path(cgcompile.__file__).resolve().parents[1]
@@ -215,14 +218,14 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Backend": backend,
     "Boundaries": lambda: cgcompile.boundaries.Boundaries(),
     "CompiledModel": lambda: cgcompile.compile(MODEL, CONFIG),
-    "Bisection": lambda: cgcompile.debug.Bisection("m", "", (), "", None, (), 0),
-    "Difference": lambda: cgcompile.debug.Difference(),
-    "Finding": lambda: cgcompile.debug.Finding("k", "note", "m", "f", "-"),
     "Profile": lambda: cgcompile.debug.Profile(),
     "Coverage": lambda: cgcompile.coverage(manager()),
     "CudaGraphManager": manager,
     "CudagraphDispatcher": dispatcher,
     "Diagnosis": lambda: cgcompile.debug.Diagnosis("m", "cpu"),
+    "Bisection": lambda: Bisection("m", "", (), "", None, (), 0),
+    "Difference": lambda: Difference(),
+    "Finding": lambda: Finding("k", "note", "m", "f", "-"),
     "LoraCases": lambda: serving.LoraCases((1, 2)),
     "EncoderCudaGraphManager": encoders,
     "EncoderItemSpec": lambda: encoder.EncoderItemSpec(**ITEM),

@@ -360,6 +360,7 @@ def test_public_face() -> None:
         ("encoder", "pack", "encoder.packing"),
         ("serving", "checked_sizes", "ladders"),
         ("graphs", "EagerSegment", "graphs.sequence"),
+        ("debug", "Check", "debug.verify"),
     ],
 )
 def test_names_that_packages_export_no_longer_warn(room: str, name: str, module: str) -> None:

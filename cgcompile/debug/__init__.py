@@ -11,30 +11,19 @@ from typing import TYPE_CHECKING
 from cgcompile.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from cgcompile.debug.bisect import Bisection, bisect
-    from cgcompile.debug.compare import Difference
+    from cgcompile.debug.bisect import bisect
     from cgcompile.debug.coverage import Coverage, coverage
-    from cgcompile.debug.doctor import Diagnosis, Finding, doctor
+    from cgcompile.debug.doctor import Diagnosis, doctor
     from cgcompile.debug.explain import Explanation, explain
-    from cgcompile.debug.profile import Captures, Profile, profile, timeline
-    from cgcompile.debug.report import Overview, report
-    from cgcompile.debug.verify import Check, Verification, verify
+    from cgcompile.debug.profile import Profile, profile, timeline
+    from cgcompile.debug.report import report
+    from cgcompile.debug.verify import Verification, verify
     from cgcompile.graphs.profiling import tracing_ranges
-    from cgcompile.graphs.timeline import CaptureRecord
-    from cgcompile.reasons import Counters
 
 __all__ = [
-    "Bisection",
-    "CaptureRecord",
-    "Captures",
-    "Check",
-    "Counters",
     "Coverage",
     "Diagnosis",
-    "Difference",
     "Explanation",
-    "Finding",
-    "Overview",
     "Profile",
     "Verification",
     "bisect",
@@ -52,15 +41,22 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = export_lazily(
         __name__,
         {
-            "debug.bisect": "Bisection bisect",
-            "debug.compare": "Difference",
+            "debug.bisect": "bisect",
             "debug.coverage": "Coverage coverage",
-            "debug.doctor": "Diagnosis Finding doctor",
+            "debug.doctor": "Diagnosis doctor",
             "debug.explain": "Explanation explain",
-            "debug.profile": "Captures Profile profile timeline",
-            "debug.report": "Overview report",
-            "debug.verify": "Check Verification verify",
+            "debug.profile": "Profile profile timeline",
+            "debug.report": "report",
+            "debug.verify": "Verification verify",
             "graphs.profiling": "tracing_ranges",
+        },
+        moved={
+            "debug.bisect": "Bisection",
+            "debug.compare": "Difference",
+            "debug.findings": "Finding",
+            "debug.profile": "Captures",
+            "debug.report": "Overview",
+            "debug.verify": "Check",
             "graphs.timeline": "CaptureRecord",
             "reasons": "Counters",
         },

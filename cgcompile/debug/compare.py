@@ -147,7 +147,8 @@ class Difference(Result):
         culprit: with ``verify(bisect=True)`` the name of the pass, if a pass makes it wrong.
 
     Example:
-        >>> difference = cgcompile.debug.Difference(stage="replay", piece="piece_2", rows=(3,))
+        >>> from cgcompile.debug.compare import Difference
+        >>> difference = Difference(stage="replay", piece="piece_2", rows=(3,))
         >>> difference.piece
         'piece_2'
     """

@@ -9,7 +9,8 @@ from lib.debug import examine
 from lib.snapshots import assert_snapshot
 from torch import nn
 
-from cgcompile.debug import Diagnosis, Finding
+from cgcompile.debug import Diagnosis
+from cgcompile.debug.findings import Finding
 
 
 class Faulty(nn.Module):

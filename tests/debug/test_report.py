@@ -17,10 +17,10 @@ from lib.manager import manager, requests
 from torch import nn
 
 import cgcompile
-from cgcompile.debug import Overview
 from cgcompile.debug.drawing import histogram_svg, sizes_svg, split_svg, steps_svg
 from cgcompile.debug.output import duration, human
 from cgcompile.debug.pages import render
+from cgcompile.debug.report import Overview
 from cgcompile.errors import ConfigError
 from cgcompile.reasons import Reason
 

@@ -42,7 +42,6 @@ from cgcompile import (
     capture_all,
     set_forward_context,
 )
-from cgcompile.debug import Counters
 from cgcompile.errors import ConfigError, DispatchError
 from cgcompile.graphs import BulkCapture
 from cgcompile.graphs.capture import (
@@ -51,7 +50,7 @@ from cgcompile.graphs.capture import (
     postponed_capture,
     without_garbage_collection,
 )
-from cgcompile.reasons import Reason
+from cgcompile.reasons import Counters, Reason
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

@@ -9,7 +9,9 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode, set_forward_context
-from cgcompile.debug import Diagnosis, Difference, Finding
+from cgcompile.debug import Diagnosis
+from cgcompile.debug.compare import Difference
+from cgcompile.debug.findings import Finding
 
 D = 16
 CALLS: list[str] = []
