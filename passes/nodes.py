@@ -297,6 +297,24 @@ def keep_meta(node: fx.Node, replaced: fx.Node) -> None:
     node.meta |= {name: replaced.meta[name] for name in kept if name in replaced.meta}
 
 
+def erase_unused(
+    gm: fx.GraphModule, node: fx.Node, names: Set[str], also: Set[fx.Node] = frozenset()
+) -> None:
+    """Erase a node without users, then its inputs.
+
+    Args:
+        names: of the ops of torch that may be erased where they write nothing.
+        also: nodes that may be erased in any case.
+    """
+    if node.users or node.op not in COMPUTING or not is_torchs(node):
+        return
+    if node in also or (short_name(node.target) in names and not written(gm, node)):
+        inputs = node.all_input_nodes
+        gm.graph.erase_node(node)
+        for source in inputs:
+            erase_unused(gm, source, names, also)
+
+
 def changes_layout(node: fx.Node) -> bool:
     """Return whether the node changes the shape, strides or storage of its argument in place."""
     return node.op in COMPUTING and short_name(node.target) in _LAYOUT_CHANGES

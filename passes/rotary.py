@@ -20,6 +20,7 @@ from cgcompile.passes.base import Fusions
 from cgcompile.passes.counters import advance, increments
 from cgcompile.passes.nodes import (
     calls,
+    erase_unused,
     is_torchs,
     keep_meta,
     layout_of,
@@ -224,7 +225,7 @@ class _Fuser:
             write.node.replace_all_uses_with(write.cache)
             graph.erase_node(write.node)
         for unused in (self._q.node, self._k.node, self._keys.positions):
-            _erase(gm, unused)
+            erase_unused(gm, unused, _ERASABLE)
         norm = "" if q.weight is None and k.weight is None else "norm, "
         names = f"{self._q.node.name} + {self._k.node.name}"
         return f"{norm}{names}, {self._keys.node.name} + {self._values.node.name}"
@@ -247,17 +248,6 @@ class _Fuser:
 
 _ERASABLE = {"add", "mul", "cat", "neg", "getitem", "transpose", "rms_norm", "rsqrt", "mean", "pow"}
 _ERASABLE |= {"arange", "to", "type", "type_as", "float", "bfloat16", "half"}
-
-
-def _erase(gm: fx.GraphModule, node: fx.Node) -> None:
-    """Erase a node without users, and then its inputs; ops of torch without writes only."""
-    if node.users or not is_torchs(node) or short_name(node.target) not in _ERASABLE:
-        return
-    if not written(gm, node):
-        inputs = node.all_input_nodes
-        gm.graph.erase_node(node)
-        for source in inputs:
-            _erase(gm, source)
 
 
 # ---------------------------------------------------------------- patterns

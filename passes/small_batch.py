@@ -25,13 +25,11 @@ from cgcompile.passes.linears import CASTS, Linear, linear_of, only_user
 from cgcompile.passes.nodes import (
     COMPUTING,
     calls,
-    is_torchs,
+    erase_unused,
     keep_meta,
     layout_of,
-    short_name,
     storages,
     value,
-    written,
     written_storages,
 )
 from cgcompile.passes.regions import nodes_in_regions
@@ -236,21 +234,11 @@ class _Fuser:
                 keep_meta(item, node)
         own = sources.union(*(layer.inner for layer in layers))
         for node in replaced:
-            self._erase(node, own)
+            erase_unused(self._gm, node, _ERASABLE, own)
         parts = ["" if norm is None else "norm, ", names]
         parts += [f", {_named(value(weights[0]).dtype)}"] if scales else []
         parts += [f", {activation} * up" if activation else "", ", residual" if residual else ""]
         self._fusions.fused.append("".join(parts))
-
-    def _erase(self, node: fx.Node, own: set[fx.Node]) -> None:
-        """Erase a node without users, then its inputs; only ops of torch that write nothing."""
-        unused = not node.users and node.op in COMPUTING and is_torchs(node)
-        pure = not written(self._gm, node) and short_name(node.target) in _ERASABLE
-        if unused and (pure or node in own):
-            inputs = node.all_input_nodes
-            self._gm.graph.erase_node(node)
-            for source in inputs:
-                self._erase(source, own)
 
 
 # What a match consists of.
