@@ -13,7 +13,7 @@ in between.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +50,14 @@ class _Norm(NamedTuple):
 def fuse_small_linears(
     gm: fx.GraphModule,
     unsupported: Callable[[torch.device], str | None] = why_unsupported,
+    constants: Collection[int] = (),
 ) -> Fusions:
     """Fuse the linear layers of a graph in place.
 
     Args:
         gm: a piece, with fake values.
         unsupported: returns why kernels do not run on a device, or None.
+        constants: positions of the inputs that no node of any piece writes.
 
     Returns:
         What was fused, and why the other linear layers were not.
@@ -63,7 +65,8 @@ def fuse_small_linears(
     fusions = Fusions()
     groups: dict[tuple[fx.Node, torch.dtype], list[Linear]] = {}
     _read_results_of_sums(gm)
-    fuser = _Fuser(gm, unsupported, fusions)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    fuser = _Fuser(gm, unsupported, fusions, {placeholders[position] for position in constants})
     for node in gm.graph.nodes:
         linear = linear_of(node)
         if linear is None:
@@ -89,8 +92,10 @@ class _Fuser:
         gm: fx.GraphModule,
         unsupported: Callable[[torch.device], str | None],
         fusions: Fusions,
+        constants: set[fx.Node],
     ) -> None:
         self._gm, self._unsupported, self._fusions = gm, unsupported, fusions
+        self._constants = constants
         self._written = written_storages(gm)
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
         autocast = bool(gm.graph.find_nodes(op="call_function", target=dynamo.ENTER_AUTOCAST))
@@ -223,7 +228,9 @@ class _Fuser:
                 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
                 residual, activation, *([scales] if scales else []),
             )  # fmt: skip
-            call = graph.call_function(op(), arguments)
+            constant = self._constants.issuperset(parameters)
+            named: dict[str, Any] = {"constant": True} if constant else {}
+            call = graph.call_function(op(), arguments, named)
             call.meta["stack_trace"] = layers[0].node.meta.get("stack_trace")
             replaced = [end] if activation or residual is not None else [a.node for a in layers]
             call.meta["example_value"] = [value(node) for node in replaced]

@@ -216,9 +216,11 @@ class CudaGraph:
         # "global" mode would let unsafe calls of other threads fail this capture.
         self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         self._begun = True
+        raw_memory.CAPTURED_MEMORY.set(pool.holds)
 
     def end(self) -> None:
         assert self._pool is not None
+        raw_memory.CAPTURED_MEMORY.set(None)
         with named_failures():
             self._graph.capture_end()
         self._pool.drop_workspaces()
@@ -232,6 +234,7 @@ class CudaGraph:
     def abandon(self) -> None:
         if self._pool is None or self.replay is not _nothing_recorded:
             return  # nothing was tried, or it has ended well
+        raw_memory.CAPTURED_MEMORY.set(None)
         self._pool.open_captures -= 1
         try:
             if not self._begun:  # ending it would end a capture of other code

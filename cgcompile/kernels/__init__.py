@@ -21,7 +21,7 @@ import torch
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError
 from cgcompile.locks import new_lock
-from cgcompile.torch_compat import torch_shapes
+from cgcompile.torch_compat import raw_memory, torch_shapes
 
 
 def is_on(
@@ -110,6 +110,19 @@ def power_of_two(size: int, least: int = 16) -> int:
 
 
 _ONLY_COMPILES: ContextVar[bool] = ContextVar("only_compiles", default=False)
+
+
+def stays_constant(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether a kernel may read tensors before the kernels in front of it have ended.
+
+    Args:
+        tensors: that no node of the model's graph writes.
+    """
+    # A replay begins after all that was launched before it, such as a change of a weight. Outside
+    # of a capture that change may be the kernel in front; so it may in a capture of other code.
+    # Inductor copies a weight at an odd address into memory of the graph.
+    holds = raw_memory.CAPTURED_MEMORY.get()
+    return holds is not None and not any(holds(tensor.data_ptr()) for tensor in tensors)
 
 
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:

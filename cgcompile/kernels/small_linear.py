@@ -8,12 +8,14 @@ For rows x [..., K] it computes, in this order::
     y = y + residual                                     with a residual [..., N]
 
 With an activation there are two weights of one shape, or one weight whose halves are the two.
-Weights of int8 or float8 have a scale for each row; the others have none.
+Weights of int8 or float8 have a scale for each row; the others have none. Weights and norm are
+``constant`` if no node of the model's graph writes them.
 
 On an NVIDIA GPU of compute capability 9.0 or newer one Triton kernel computes all of it, and reads
 each weight once; it starts before the kernel in front of it has ended (programmatic dependent
-launch). A kernel without tensor cores computes most products of one row. Elsewhere, and for inputs
-that the kernels do not take (:func:`takes`), torch's ops compute it.
+launch). A kernel without tensor cores computes products of one row; in a CUDA graph it begins to
+read constant weights before the kernel in front of it has ended. Elsewhere, and for inputs that the
+kernels do not take (:func:`takes`), torch's ops compute it.
 """
 
 import functools
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from cgcompile.kernels import multiprocessors, power_of_two, registered, start
+from cgcompile.kernels import multiprocessors, power_of_two, registered, start, stays_constant
 
 ROWS = 16  # of a tile of the tensor cores
 ACTIVATIONS = ("", "silu", "gelu_tanh")
@@ -37,7 +39,8 @@ SCALES = (torch.float32, *DTYPES)
 SHARED_MEMORY = 227 * 1024  # bytes for a thread block, which bound the tiles
 _SCHEMA = (
     "small_linear(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm, float eps, "
-    "float offset, Tensor? residual, str activation, Tensor[]? scales=None) -> Tensor[]"
+    "float offset, Tensor? residual, str activation, Tensor[]? scales=None, "
+    "bool constant=False) -> Tensor[]"
 )
 
 
@@ -65,7 +68,7 @@ def tile_for(
         processors: of the GPU.
         size: bytes of an element of a weight.
     """
-    if size > 1 and rows == 1 and (gated or depth < 8192):
+    if size > 1 and rows == 1 and (gated or depth <= 8192):
         return _row_tile(depth, gated)
     # The fastest of a search on an H100 and an H200 over the layers of three decoders. What counts
     # is the memory in flight, so the programs of a processor share its memory among their stages.
@@ -227,6 +230,7 @@ def by_torch(
     residual: torch.Tensor | None,
     activation: str,
     scales: Sequence[torch.Tensor] | None = None,
+    constant: bool = False,
 ) -> list[torch.Tensor]:
     """Compute the op by ops of torch."""
     if norm is not None:
@@ -260,6 +264,7 @@ def _fake(
     residual: torch.Tensor | None,
     activation: str,
     scales: Sequence[torch.Tensor] | None = None,
+    constant: bool = False,
 ) -> list[torch.Tensor]:
     sizes = [weight.shape[0] for weight in weights]
     if activation:
@@ -277,13 +282,14 @@ def on_cuda(
     residual: torch.Tensor | None,
     activation: str,
     scales: Sequence[torch.Tensor] | None = None,
+    constant: bool = False,
 ) -> list[torch.Tensor]:
     rest = (weights, biases, norm, eps, offset, residual, activation, scales)
     inputs = (x, weights, biases, norm, residual, activation, scales)
     if why_unsupported(x.device) is not None or not takes(*inputs):
         return by_torch(x, *rest)
     with torch.cuda.device(x.device):
-        return launch(x, *rest, dependent=True)
+        return launch(x, *rest, constant, dependent=True)
 
 
 def launch(
@@ -296,6 +302,7 @@ def launch(
     residual: torch.Tensor | None,
     activation: str,
     scales: Sequence[torch.Tensor] | None = None,
+    constant: bool = False,
     *,
     dependent: bool,
     tile: Tile | None = None,
@@ -320,13 +327,15 @@ def launch(
         tile = tile_for(*shape, bool(activation), norm is not None, processors, size)
     programs = sum(-(-count // tile.columns) for count in counted)
     missing = [x] * (3 - len(weights))  # stand for what is absent, and are not read
+    read_early = [*weights, *([] if norm is None else [norm])]
+    early = () if tile.stages else (constant and stays_constant(read_early),)
     start(
         kernels.project if tile.stages else kernels.project_row, (programs,), x, *weights, *missing,
         *scales, *[x] * (3 - len(scales)),
         *(x if bias is None else bias for bias in biases), *missing,
         x if norm is None else norm, x if residual is None else residual.contiguous(),
         *outputs, *[x] * (3 - len(outputs)),
-        x.numel() // depth, *columns, *[0] * len(missing), eps, offset,
+        x.numel() // depth, *columns, *[0] * len(missing), *map(int, early), eps, offset,
         K=depth, COUNT=len(weights), ACTIVATION=ACTIVATIONS.index(activation),
         NORM=norm is not None, RESIDUAL=residual is not None,
         BIASES=sum(1 << n for n, bias in enumerate(biases) if bias is not None),

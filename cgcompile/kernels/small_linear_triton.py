@@ -74,16 +74,26 @@ def _scaled(y, scale, columns, N, SCALED: tl.constexpr):
 
 
 @triton.jit
-def _stored(out, scale, bias, residual, y, rows, columns, live, N, SCALED: tl.constexpr,
+def _residual_of(residual, rows, columns, live, N, RESIDUAL: tl.constexpr):
+    """Load a tile of the residual, if there is one."""
+    if RESIDUAL:
+        mask = live[:, None] & (columns < N)[None, :]
+        return tl.load(residual + rows[:, None] * N + columns[None, :], mask=mask, other=0.0)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _stored(out, scale, bias, rest, y, rows, columns, live, N, SCALED: tl.constexpr,
             HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr):  # fmt: skip
-    """Apply scale, bias and residual, and write a tile of an output."""
+    """Apply scale and bias, add a tile of the residual, and write a tile of an output."""
     y = _scaled(y, scale, columns, N, SCALED)
     if HAS_BIAS:
         y += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     mask = live[:, None] & (columns < N)[None, :]
     offsets = rows[:, None] * N + columns[None, :]
     if RESIDUAL:
-        y += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+        y += rest.to(tl.float32)
     tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -187,19 +197,20 @@ def project(x, w0, w1, w2, s0, s1, s2, b0, b1, b2, norm, residual, o0, o1, o2, M
         if ACTIVATION > 0:
             b = _multiplied(b, two, x_tile, SCALED)
     a, b = _summed(a, SCALED), _summed(b, SCALED)
+    rest = _residual_of(residual, rows, columns, live, N, RESIDUAL)
     if NORM:
         root = _root(tl.sum(squares, 0), rows, K, eps, SCALED)
         a, b = a * root, b * root
     if ACTIVATION > 0:
         a, b = _scaled(a, s0, columns, N, SCALED), _scaled(b, s1, columns, N, SCALED)
         gated = _gated(a, b, b0, b1, columns, N, ACTIVATION, BIASES)
-        _stored(o0, s0, b0, residual, gated, rows, columns, live, N, False, False, RESIDUAL)
+        _stored(o0, s0, b0, rest, gated, rows, columns, live, N, False, False, RESIDUAL)
     elif which == 0:
-        _stored(o0, s0, b0, residual, a, rows, columns, live, N, SCALED, BIASES & 1, RESIDUAL)
+        _stored(o0, s0, b0, rest, a, rows, columns, live, N, SCALED, BIASES & 1, RESIDUAL)
     elif which == 1:
-        _stored(o1, s1, b1, residual, a, rows, columns, live, N, SCALED, BIASES & 2, False)
+        _stored(o1, s1, b1, rest, a, rows, columns, live, N, SCALED, BIASES & 2, False)
     else:
-        _stored(o2, s2, b2, residual, a, rows, columns, live, N, SCALED, BIASES & 4, False)
+        _stored(o2, s2, b2, rest, a, rows, columns, live, N, SCALED, BIASES & 4, False)
 
 
 @triton.jit
@@ -212,23 +223,34 @@ def _row_of(weight, at, rows, k, N, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _added(a, b, squares, one, two, x, norm, offset, k, K: tl.constexpr, GATED: tl.constexpr,
-           NORM: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """Add the products of tiles with a part of the row to sums of each place in a tile."""
-    part = (tl.load(x + k) if EVEN else tl.load(x + k, mask=k < K, other=0.0)).to(tl.float32)
-    if NORM:
-        squares += part * part
-        scale = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
-        part *= scale.to(tl.float32) + offset
-    a += one.to(tl.float32) * part[None, :]
-    if GATED:
-        b += two.to(tl.float32) * part[None, :]
-    return a, b, squares
+def _part_of(vector, k, K: tl.constexpr, EVEN: tl.constexpr):
+    """Load a part of a vector [K]."""
+    return tl.load(vector + k) if EVEN else tl.load(vector + k, mask=k < K, other=0.0)
 
 
 @triton.jit
+def _folded(x):
+    """Add 8 neighbours in each row, which a thread has: sums take fewer registers."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8)), 2)
+
+
+@triton.jit
+def _added(a, b, squares, one, two, x, scale, offset, k, K: tl.constexpr, GATED: tl.constexpr,
+           NORM: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Add the products of tiles with a part of the row to sums of 8 places in a tile each."""
+    part = _part_of(x, k, K, EVEN).to(tl.float32)
+    if NORM:
+        squares += part * part
+        part *= scale.to(tl.float32) + offset
+    a += _folded(one.to(tl.float32) * part[None, :])
+    if GATED:
+        b += _folded(two.to(tl.float32) * part[None, :])
+    return a, b, squares
+
+
+@triton.jit(do_not_specialize=["M", "early"])
 def project_row(x, w0, w1, w2, s0, s1, s2, b0, b1, b2, norm, residual, o0, o1, o2, M, N0, N1, N2,
-                eps, offset,
+                early, eps, offset,
                 K: tl.constexpr, COUNT: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
                 RESIDUAL: tl.constexpr, BIASES: tl.constexpr, COLUMNS: tl.constexpr,
                 DEPTH: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
@@ -237,44 +259,52 @@ def project_row(x, w0, w1, w2, s0, s1, s2, b0, b1, b2, norm, residual, o0, o1, o
     """Compute what :func:`project` computes, for one row and without tensor cores.
 
     Weights go from memory to registers: the loads of the next tile are under way while a tile is
-    multiplied, and the registers of a processor hold more of them than its shared memory.
+    multiplied, and the registers of a processor hold more of them than its shared memory. With
+    ``early``, those of the first tile begin before the kernel in front has ended.
     """
-    tile = tl.program_id(0)
+    tile, rows = tl.program_id(0), tl.arange(0, 1)
+    live = rows < 1
     GATED: tl.constexpr = ACTIVATION > 0
     weight, N, which, tile = _chosen(w0, w1, w2, N0, N1, N2, tile, COUNT, ACTIVATION, COLUMNS)
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     at = columns.to(tl.int64) if WIDE else columns  # offsets into a weight
     if DEPENDENT:
         gdc_launch_dependents()
-        gdc_wait()
-    a = tl.zeros((COLUMNS, DEPTH), tl.float32)
-    b = tl.zeros((COLUMNS, DEPTH), tl.float32)
+        if early == 0:
+            gdc_wait()
+    a = tl.zeros((COLUMNS, DEPTH // 8), tl.float32)
+    b = tl.zeros((COLUMNS, DEPTH // 8), tl.float32)
     squares = tl.zeros((DEPTH,), tl.float32)
     k = tl.arange(0, DEPTH)
     one = _row_of(weight, at, columns, k, N, K, EVEN)
     two = _row_of(w1, at, columns, k, N, K, EVEN) if GATED else one
+    scale = _part_of(norm, k, K, EVEN) if NORM else 0.0
+    if DEPENDENT:
+        gdc_wait()  # again costs nothing
+    rest = _residual_of(residual, rows, columns, live, N, RESIDUAL)  # its load is beside the others
     for start in range(DEPTH, K, DEPTH):
         one_next = _row_of(weight, at, columns, start + k, N, K, EVEN)
         two_next = _row_of(w1, at, columns, start + k, N, K, EVEN) if GATED else one_next
+        scale_next = _part_of(norm, start + k, K, EVEN) if NORM else 0.0
         a, b, squares = _added(
-            a, b, squares, one, two, x, norm, offset, start - DEPTH + k, K, GATED, NORM, EVEN
+            a, b, squares, one, two, x, scale, offset, start - DEPTH + k, K, GATED, NORM, EVEN
         )
-        one, two = one_next, two_next
+        one, two, scale = one_next, two_next, scale_next
     last: tl.constexpr = (K - 1) // DEPTH * DEPTH
-    a, b, squares = _added(a, b, squares, one, two, x, norm, offset, last + k, K, GATED, NORM, EVEN)
+    a, b, squares = _added(
+        a, b, squares, one, two, x, scale, offset, last + k, K, GATED, NORM, EVEN
+    )
     a, b = tl.sum(a, 1)[None, :], tl.sum(b, 1)[None, :]
     if NORM:
         root = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         a, b = a * root, b * root
-    rows = tl.arange(0, 1)
-    live = rows < 1
     if GATED:
         a, b = _scaled(a, s0, columns, N, SCALED), _scaled(b, s1, columns, N, SCALED)
         gated = _gated(a, b, b0, b1, columns, N, ACTIVATION, BIASES)
-        _stored(o0, s0, b0, residual, gated, rows, columns, live, N, False, False, RESIDUAL)
+        _stored(o0, s0, b0, rest, gated, rows, columns, live, N, False, False, RESIDUAL)
     elif which == 0:
-        _stored(o0, s0, b0, residual, a, rows, columns, live, N, SCALED, BIASES & 1, RESIDUAL)
+        _stored(o0, s0, b0, rest, a, rows, columns, live, N, SCALED, BIASES & 1, RESIDUAL)
     elif which == 1:
-        _stored(o1, s1, b1, residual, a, rows, columns, live, N, SCALED, BIASES & 2, False)
+        _stored(o1, s1, b1, rest, a, rows, columns, live, N, SCALED, BIASES & 2, False)
     else:
-        _stored(o2, s2, b2, residual, a, rows, columns, live, N, SCALED, BIASES & 4, False)
+        _stored(o2, s2, b2, rest, a, rows, columns, live, N, SCALED, BIASES & 4, False)

@@ -12,7 +12,7 @@ a capture the artifact is selected once, so a replay pays nothing for it.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -109,6 +109,7 @@ class Variants:
         self._own_range = (ROWS,) if min(captured, default=0) <= ROWS else ()
         self._likely = (*captured, *config.sizes_to_compile)
         self._compiles = config.compiler != "eager"
+        self._constants = _constants(split)
         self._values: dict[SizeRange, dict[sympy.Symbol, int] | None] = {}
 
     def of(self, piece: Piece) -> list[Variant]:
@@ -116,7 +117,8 @@ class Variants:
         if self._small:
             endpoints = [span.last for span in self._ranges if span.last is not None]
             cut = ranges_between(sorted({*endpoints, *self._own_range}))
-            variants = list(map(_fused, self._of(piece, cut)))
+            constants = self._constants[piece.same_as]
+            variants = [_fused(variant, constants) for variant in self._of(piece, cut)]
             if any(variant.fusions and variant.fusions.fused for variant in variants):
                 return variants
             first, *others = self._of(piece, self._ranges)
@@ -246,7 +248,20 @@ def _register_ops() -> None:
         module.op()
 
 
-def _fused(variant: Variant) -> Variant:
+def _constants(split: SplitGraph) -> dict[int, set[int]]:
+    """Return the positions of inputs of pieces of one structure that no node of any piece writes.
+
+    Results of pieces are not among them: the piece in front writes them.
+    """
+    names = {known.name for known in split.inputs if known.static and not known.mutated}
+    positions: dict[int, set[int]] = {}
+    for piece in split.pieces:
+        own = {position for position, name in enumerate(piece.inputs) if name in names}
+        positions[piece.same_as] = own & positions.get(piece.same_as, own)
+    return positions
+
+
+def _fused(variant: Variant, constants: Collection[int]) -> Variant:
     """Return a variant in which small linear layers are fused."""
     # Imported only where a device runs the kernels.
     from cgcompile.passes.rotary import fuse_rotary
@@ -255,7 +270,7 @@ def _fused(variant: Variant) -> Variant:
     module = variant.module if variant.own is not None else dynamo.copied(variant.module)
     with variant.context():
         rotary = fuse_rotary(module, why_unsupported)
-        fusions = fuse_small_linears(module, why_unsupported)
+        fusions = fuse_small_linears(module, why_unsupported, constants)
         fusions.fused += rotary.fused
         fusions.unfused += rotary.unfused
     for line in str(fusions).splitlines():

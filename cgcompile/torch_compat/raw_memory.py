@@ -4,6 +4,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -299,6 +300,10 @@ def cuda_is_capturing() -> bool:
 cuda_stream_is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
+
+
+# Tells whether an address is in the memory of the CUDA graph that a thread captures; else None.
+CAPTURED_MEMORY: ContextVar[Callable[[int], bool] | None] = ContextVar("memory", default=None)
 
 
 def _segments(pool: tuple[int, int]) -> list[dict[str, Any]]:

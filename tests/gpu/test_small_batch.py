@@ -12,6 +12,7 @@ import torch
 from lib.patience import PATIENCE
 from lib.quantized import quantize
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import cgcompile
@@ -131,12 +132,13 @@ def test_a_backend_loads_triton_before_it_is_called(monkeypatch) -> None:
         assert not thread.is_alive()
 
 
-def test_replays_read_weights_that_were_changed_in_place(launched) -> None:
+@pytest.mark.parametrize("rows", [1, 4])
+def test_replays_read_weights_that_were_changed_in_place(launched, rows) -> None:
     model = model_of()
     call = torch.compile(model, backend=cgcompile.Backend(small_batch_kernels=True), dynamic=False)
     with torch.inference_mode():
         for step in range(6):
-            x = torch.randn(4, D, device="cuda", dtype=torch.bfloat16)
+            x = torch.randn(rows, D, device="cuda", dtype=torch.bfloat16)
             close(call(x), model(x))
             for parameter in model.parameters():
                 parameter.mul_(1.01 if step % 2 else 0.98)
@@ -159,13 +161,14 @@ def test_quantized_weights_are_read_as_they_are(launched, data) -> None:
     assert set(launched) == {4}
 
 
-def test_a_chain_of_replays_is_the_same_each_time(launched) -> None:
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_chain_of_replays_is_the_same_each_time(launched, rows) -> None:
     """Kernels that start early wait for the results of those before them."""
     model = model_of()
     backend = cgcompile.Backend(small_batch_kernels=True, cudagraph_mode="FULL")
     call = torch.compile(model, backend=backend, dynamic=False)
     # What a kernel that did not wait would read is the value of the step before: another one.
-    inputs = [torch.randn(8, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    inputs = [torch.randn(rows, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     with torch.inference_mode():
         first = [[call(x).clone() for x in inputs] for _ in range(4)][-1]
         for result, x in zip(first, inputs, strict=True):
@@ -174,6 +177,68 @@ def test_a_chain_of_replays_is_the_same_each_time(launched) -> None:
             for result, x in zip(first, inputs, strict=True):
                 assert torch.equal(call(x), result)
     assert launched
+
+
+@pytest.fixture
+def early(monkeypatch) -> list[bool]:
+    """Whether each launch of the kernel of one row may read weights early."""
+    launches: list[bool] = []
+    start = small_linear.start
+
+    def noted(kernel, grid, *arguments, **named):
+        if kernel.fn.__name__ == "project_row" and not isinstance(arguments[0], FakeTensor):
+            launches.append(bool(arguments[kernel.arg_names.index("early")]))
+        start(kernel, grid, *arguments, **named)
+
+    monkeypatch.setattr(small_linear, "start", noted)
+    return launches
+
+
+def test_weights_are_read_early_in_graphs_alone(launched, early) -> None:
+    """Also a capture of the user begins with kernels that may write them."""
+    model = model_of()
+    weights = [parameter.clone() for parameter in model.parameters()]
+    backend = cgcompile.Backend(small_batch_kernels=True, cudagraph_mode="FULL")
+    call = torch.compile(model, backend=backend, dynamic=False)
+    x = torch.randn(1, D, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for _ in range(4):
+            close(call(x), model(x))
+        assert early[-12:] == [True] * 12  # of a capture; plain calls come first
+        assert not any(early[:-12])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch._foreach_copy_(list(model.parameters()), weights)
+            result = call(x)
+        assert early[-12:] == [False] * 12
+        for _ in range(20):
+            torch._foreach_mul_(weights, 1.01)
+            graph.replay()
+            close(result, model(x))
+
+
+class Written(nn.Module):
+    """A weight that the kernel in front writes, and one that a step never writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.one.weight.mul_(-1)
+        return self.two(self.one(x))
+
+
+def test_a_weight_that_a_step_writes_is_not_read_early(launched, early) -> None:
+    with torch.device("cuda"):
+        model = Written().bfloat16().requires_grad_(False)
+    backend = cgcompile.Backend(small_batch_kernels=True, cudagraph_mode="FULL")
+    call = torch.compile(model, backend=backend, dynamic=False)
+    with torch.inference_mode():
+        for _ in range(6):
+            x = torch.randn(1, D, device="cuda", dtype=torch.bfloat16)
+            close(call(x), model.two(model.one(x)))
+    assert early[-2:] == [False, True]
 
 
 class Cached(nn.Module):

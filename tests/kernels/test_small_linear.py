@@ -10,6 +10,7 @@ import torch
 from lib.quantized import quantized
 from torch.nn import functional as F
 
+from cgcompile.kernels import small_linear
 from cgcompile.kernels.small_linear import (
     Tile,
     op,
@@ -18,6 +19,7 @@ from cgcompile.kernels.small_linear import (
     tile_for,
     why_unsupported,
 )
+from cgcompile.torch_compat import raw_memory
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -127,12 +129,16 @@ def test_the_kernel_compiles_for_hopper(kind, rows, data) -> None:
     constants["SCALED"] = DATA[data] == 1
     constants |= {"COLUMNS": tile.columns, "DEPTH": tile.depth, "PARTS": tile.parts}
     constants |= {"STAGES": tile.stages, "LINES": tile.lines, "ROWS": rows, **changes}
-    types = dict.fromkeys(("M", "N0", "N1", "N2"), "i32") | {"eps": "fp32", "offset": "fp32"}
+    types = dict.fromkeys(("M", "N0", "N1", "N2", "early"), "i32") | {
+        "eps": "fp32",
+        "offset": "fp32",
+    }
     types |= dict.fromkeys(("w0", "w1", "w2"), data) | dict.fromkeys(("s0", "s1", "s2"), "*fp32")
     types |= dict.fromkeys(constants, "constexpr")
     kernel = kernels.project if tile.stages else kernels.project_row
     names = [parameter.name for parameter in kernel.params]
-    arguments = [name for name in names if name not in constants | {"eps": 0, "offset": 0, "M": 0}]
+    plain = (*constants, "eps", "offset", "M", "early")
+    arguments = [name for name in names if name not in plain]
     source = triton.compiler.ASTSource(
         kernel,
         {name: types.get(name, "*bf16") for name in names},
@@ -144,7 +150,10 @@ def test_the_kernel_compiles_for_hopper(kind, rows, data) -> None:
     assert "griddepcontrol.wait" in compiled.asm["ptx"]
     if kernel is kernels.project_row:
         assert compiled.metadata.shared <= 1024  # of sums of warps alone
-        assert "ld.global.v4" in compiled.asm["ptx"]
+        text, _, _ = compiled.asm["ptx"].rpartition("griddepcontrol.wait")
+        assert "griddepcontrol.wait" in text  # unless weights may be read early
+        early = tile.columns * tile.depth * (1 + how[0]) + tile.depth * how[1]  # elements
+        assert text.count("ld.global") == 2 * early // (16 * 32 * tile.parts)
         return
     _, _, loop = compiled.asm["ttgir"].partition("scf.for")
     loop, _, _ = loop.partition("scf.yield")
@@ -242,7 +251,7 @@ def test_tiles_are_powers_of_two_with_loads_ahead() -> None:
     ):
         tile = tile_for(rows, columns, depth, *kind, processors, size)
         assert tile.depth & (tile.depth - 1) == 0
-        if size == 2 and rows == 1 and (kind[0] or depth < 8192):
+        if size == 2 and rows == 1 and (kind[0] or depth <= 8192):
             assert tile == (2 if kind[0] else 4, tile.depth, 0, 4, 0)
             continue
         assert tile.depth // tile.parts >= 16
@@ -265,6 +274,7 @@ def test_tiles_of_a_decoder() -> None:
     assert tile_for(1, 3072, 1024, True, True, 132) == Tile(2, 1024, 0, 4, 0)
     assert tile_for(1, 14336, 4096, True, True, 132) == Tile(2, 2048, 0, 4, 0)
     assert tile_for(1, 1024, 3072, False, False, 132) == Tile(4, 1024, 0, 4, 0)
+    assert tile_for(1, 2048, 8192, False, False, 132) == Tile(4, 2048, 0, 4, 0)
     assert tile_for(1, 4096, 14336, False, False, 132).stages == 8
 
 
@@ -276,6 +286,36 @@ def test_tiles_of_quantized_weights() -> None:
     assert tile_for(8, 4096, 14336, False, False, 132, 1) == Tile(16, 512, 7, 4, 8)
     assert tile_for(16, 28672 // 2, 4096, True, True, 132, 1) == Tile(32, 128, 5, 2, 4)
     assert tile_for(1, 2048, 2048, False, False, 132, 1) == Tile(16, 1024, 3, 4, 8)
+
+
+def early_of(tensors, memory, monkeypatch, **named) -> int:
+    """Return whether a launch for one row may read weights early, in a capture into memory."""
+    started = []
+    monkeypatch.setattr(small_linear, "start", lambda *args, **_: started.append(args))
+    x, weight, norm = tensors
+    tile = Tile(4, 16, 0, 1, 0)
+    before = raw_memory.CAPTURED_MEMORY.set(memory)
+    try:
+        small_linear.launch(
+            x, [weight], [None], norm, 0.0, 0.0, None, "", dependent=True, tile=tile, **named
+        )
+    finally:
+        raw_memory.CAPTURED_MEMORY.reset(before)
+    ((_, _, *arguments),) = started
+    return arguments[19]  # after the number of rows and of columns of each weight
+
+
+def test_constant_weights_are_read_early_in_a_capture_alone(monkeypatch) -> None:
+    pytest.importorskip("triton")
+    x, weight, norm = tensors = torch.randn(1, 16), torch.randn(8, 16), torch.randn(16)
+    outside = set().__contains__
+    assert early_of(tensors, outside, monkeypatch, constant=True) == 1
+    assert early_of(tensors, outside, monkeypatch) == 0
+    assert early_of(tensors, None, monkeypatch, constant=True) == 0
+    assert early_of(tensors, {x.data_ptr()}.__contains__, monkeypatch, constant=True) == 1
+    for copied in (weight, norm):  # it lies in memory of the graph, so a kernel wrote it
+        inside = {copied.data_ptr()}.__contains__
+        assert early_of(tensors, inside, monkeypatch, constant=True) == 0
 
 
 def test_tiles_have_one_eight_or_sixteen_rows() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cgcompile
+from cgcompile.kernels.small_linear import op
 from cgcompile.passes.small_batch import Fusions, fuse_small_linears
 from cgcompile.pieces import size_ranges
 
@@ -298,6 +299,80 @@ def test_what_looks_alike_keeps_its_result(case, rows, dtype) -> None:
         assert not any(found.fused for found in fusions)
     elif dtype is torch.bfloat16:
         assert_snapshot(f"small_batch/{case.__name__[1:]}", "\n".join(map(str, fusions)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(D)
+        self.q, self.k, self.v, self.out = (nn.Linear(D, D, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        y = self.norm(x)
+        heads = (layer(y).view(-1, 1, 2, D // 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (x.transpose(1, 2) for x in heads)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).reshape(x.shape))
+
+
+class Layers(nn.Module):
+    """Three layers: four pieces between their boundaries, of which the middle ones are alike."""
+
+    def __init__(self, change=None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.change = change
+        self.to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x, weight=None):
+        for layer in self.layers:
+            x = layer(x)
+        if self.change is not None:
+            self.change(self.layers)
+        return x if weight is None else F.linear(x, weight)
+
+
+CHANGES = {
+    "nothing": (None, [True, True, True, True, True, True]),
+    "a weight": (lambda layers: layers[0].q.weight.mul_(2), [False, True, True, True, True, True]),
+    "a norm": (lambda layers: layers[0].norm.weight.add_(1), [False, True, True, True, True, True]),
+    "a part": (lambda layers: layers[0].q.weight[1].zero_(), [False, True, True, True, True, True]),
+    "one of two alike": (
+        lambda layers: layers[1].out.weight.neg_(),
+        [True, False, True, False, True, True],
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "constant"), CHANGES.values(), ids=CHANGES)
+def test_weights_are_constant_where_no_piece_writes_them(change, constant, monkeypatch) -> None:
+    model, x = Layers(change), torch.randn(4, D).bfloat16()
+    assert constant_of(model, x, monkeypatch=monkeypatch) == constant
+
+
+def test_an_argument_is_no_constant_weight(monkeypatch) -> None:
+    x, weight = torch.randn(4, D).bfloat16(), torch.randn(D, D).bfloat16()
+    assert constant_of(Layers(), x, weight, monkeypatch=monkeypatch) == [True] * 6 + [False]
+
+
+def test_a_result_is_no_constant_weight(monkeypatch) -> None:
+    class Sum(Layers):
+        def forward(self, x):
+            weight = self.layers[0].q.weight + self.layers[1].q.weight
+            return F.linear(super().forward(x), weight)
+
+    x = torch.randn(4, D).bfloat16()
+    assert constant_of(Sum(), x, monkeypatch=monkeypatch) == [True] * 6 + [False]
+
+
+def constant_of(model, *inputs, monkeypatch) -> list[bool]:
+    """Return which calls of the op have constant weights, in the order of the pieces."""
+    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    config = cgcompile.CompilationConfig()
+    split = cgcompile.explain(model, *inputs, config=config).split
+    variants = size_ranges.Variants(split, config)
+    modules = {piece.index: variants.of(piece)[0].module for piece in split.distinct}
+    nodes = [node for piece in split.pieces for node in modules[piece.same_as].graph.nodes]
+    return [node.kwargs.get("constant", False) for node in nodes if node.target is op()]
 
 
 def test_a_size_without_bound_is_not_fused() -> None:
