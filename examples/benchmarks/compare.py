@@ -85,7 +85,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--layers", type=int, help="in place of 32 and 64, or on a CPU 8 and 16")
     parser.add_argument("--batches", type=int, nargs="+", help="default: 8 1 64 256; deep: 8 64")
-    parser.add_argument("--only", nargs="+", default=[], help="names of variants, beside eager")
+    # Not "--only": Inductor writes what follows it in sys.argv into its code, without quoting it.
+    parser.add_argument("--variants", nargs="+", default=[], help="names, beside eager")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=5, help="samples in a round")
     parser.add_argument("--at-once", type=int, default=3, help="processes of the part compile")
@@ -136,7 +137,7 @@ def run_worker(args: argparse.Namespace) -> int:
         make_setup(args, args.worker),
         args.out / f"{args.worker}.json",
         few=args.worker == "deep",
-        only=tuple(args.only),
+        only=tuple(args.variants),
         deadline=args.deadline,
     )
     rounds = args.rounds if "time" in args.parts else 0

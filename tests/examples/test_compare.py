@@ -44,7 +44,7 @@ def test_compare_measures_cgcompile_on_a_cpu(tmp_path: Path) -> None:
     arguments += ["--repeats", "2", "--batches", "4", "2", "--out", str(tmp_path)]
     arguments += ["--seconds", str(2 * PATIENCE)]  # a process is ended that has had half of it
     names = ["cgcompile piecewise", "cgcompile FULL", "reduce-overhead"]
-    printed = run("benchmarks/compare.py", *arguments, "--only", *names)
+    printed = run("benchmarks/compare.py", *arguments, "--variants", *names)
     results = json.loads((tmp_path / "compare.json").read_text())
     assert results["schema"] == 1
     assert set(results["versions"]) >= {"python", "torch"}
