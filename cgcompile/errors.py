@@ -671,7 +671,7 @@ class HostValueChangedError(GuardError):
         device of the model; a graph reads it there at each replay.""")
     metadata = Template("""
         {what}, {batch}: metadata {path} is {now}, was {before} when captured.
-        A graph that reads the forward context repeats the layout of its tensors. Pass the whole \
+        A graph that reads the forward context repeats layouts and numbers in it. Pass the whole \
         buffer at each step (a block table with all columns), and sizes in use in a tensor; or, if \
         the graph does not depend on the layout, set check_metadata=False.""")
     state = Template("""

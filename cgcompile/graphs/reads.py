@@ -8,7 +8,7 @@ Objects of torch and of Python's own libraries are closed.
 import dataclasses
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dis import Instruction, get_instructions
 from functools import lru_cache, partial
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from cgcompile.graphs.contract import Contract, Reads
+from cgcompile.graphs.contract import Contract, Reads, is_plain_value
 from cgcompile.torch_compat import raw_memory, subclasses
 
 log = logging.getLogger(__name__)
@@ -201,14 +201,26 @@ def _attributes(value: Any) -> Iterable[Any]:
 _DEPTH = 8  # objects in objects
 _FIELDS = ("attn_metadata", "slot_mapping", "additional")
 # Weights are compared elsewhere.
-_OPAQUE = (int, float, str, bytes, type, torch.nn.Module, ModuleType)
+_OPAQUE = (type, torch.nn.Module, ModuleType)
 
 
-def read_context(context: Any, tensor_type: str) -> Contract:
-    """Return the contract ``holds(context)`` of the tensors in a forward context."""
-    reader = _ContextReader(tensor_type)
-    for name in _FIELDS:
-        reader.visit(getattr(context, name), name, f"context.{name}", f"context.{name}", _DEPTH)
+def metadata_of(context: Any) -> list[Any]:
+    """Return what ops may read of a forward context."""
+    return [getattr(context, name) for name in _FIELDS]
+
+
+def read_context(context: Any, tensor_type: str, loads: Callable[[str], bool]) -> Contract:
+    """Return the contract ``holds(context)`` of a forward context.
+
+    Args:
+        context: of the capture.
+        tensor_type: the device type of graphs, whose tensors are compared.
+        loads: whether captured code loads an attribute or key, so that a number there is compared.
+    """
+    reader = _ContextReader(tensor_type, loads)
+    for name, value in zip(_FIELDS, metadata_of(context), strict=True):
+        at = f"context.{name}"
+        reader.visit(value, name, at, at, _DEPTH, loads(name))
     if reader.unreached:
         log.info("metadata: %d objects are too deep to be compared", reader.unreached)
     return Contract("context", reader.reads, "metadata")
@@ -217,20 +229,25 @@ def read_context(context: Any, tensor_type: str) -> Contract:
 class _ContextReader:
     """Walks the metadata of a forward context, and collects what ops may read of it."""
 
-    def __init__(self, tensor_type: str) -> None:
-        self._tensor_type = tensor_type
+    def __init__(self, tensor_type: str, loads: Callable[[str], bool]) -> None:
+        self._tensor_type, self._loads = tensor_type, loads
         self.reads = Reads()
         self.unreached = 0
         self._variables: dict[int, str] = {}  # of objects, by identity; "" without reads
         self._alive: list[Any] = []  # the same objects
 
-    def visit(self, value: Any, path: str, expression: str, local: str, depth: int) -> None:
+    def visit(
+        self, value: Any, path: str, expression: str, local: str, depth: int, loaded: bool
+    ) -> None:
         """Add what can be read of a value; ``local`` is its expression in generated lines."""
         if isinstance(value, torch.Tensor):
             self._tensor(value, path, expression, local)
-        elif value is not None and not isinstance(value, _OPAQUE):
+        elif is_plain_value(value):
+            if loaded and value is not None:
+                self.reads.value(path, expression, value, local)
+        elif not isinstance(value, _OPAQUE):
             if depth:
-                self._open(value, path, expression, local, depth)
+                self._open(value, path, expression, local, depth, loaded)
             else:
                 self.unreached += 1
 
@@ -243,7 +260,9 @@ class _ContextReader:
             with suppress(subclasses.CannotUnwrap):
                 self.reads.wrapper(path, expression, tensor, local)
 
-    def _open(self, value: Any, path: str, expression: str, local: str, depth: int) -> None:
+    def _open(
+        self, value: Any, path: str, expression: str, local: str, depth: int, loaded: bool
+    ) -> None:
         known = self._variables.get(id(value))
         if known is not None:  # layers often share one object
             if known:
@@ -256,8 +275,9 @@ class _ContextReader:
         reads.lines.append(f"{variable} = {local}")
         for step, access, key, item in _items(value):
             before, names = len(reads.lines), len(reads.names)
+            read = self._is_loaded(step, key, loaded)
             text = access.format(reads.bound("key", key)) if key is not None else access
-            self.visit(item, path + step, expression + text, variable + text, depth - 1)
+            self.visit(item, path + step, expression + text, variable + text, depth - 1, read)
             if len(reads.lines) == before and len(reads.names) > names:
                 reads.names.popitem()  # the key, which must not be kept alive
         if isinstance(value, (set, frozenset)):
@@ -268,6 +288,14 @@ class _ContextReader:
         self._variables[id(value)] = variable
         if isinstance(value, FunctionType):
             reads.identity(path, f"{expression}.__code__", value.__code__, f"{variable}.__code__")
+
+    def _is_loaded(self, step: str, key: Any, loaded: bool) -> bool:
+        """Return whether code may load an item of an object that it may load itself."""
+        if key is not None and not is_plain_value(key):
+            return False  # it is not kept alive for a number
+        name = step.removeprefix(".").removeprefix(" closure ") if key is None else key
+        is_name = isinstance(name, str) and name.isidentifier()
+        return self._loads(name) if is_name else loaded
 
     def _members(self, value: Any, path: str, expression: str, variable: str) -> None:
         """Compare a set that holds tensors: the same ones, which did not move."""

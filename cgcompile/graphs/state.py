@@ -10,11 +10,11 @@ and is not compared; neither are items that are added to a dict.
 import enum
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -97,16 +97,16 @@ class _Reader:
 
     def __init__(self) -> None:
         self.state = State()
-        self._reached = ReachedCode(self._global)
+        self.reached = ReachedCode(self._global)
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # what was seen
         self._skipped = names_of_modules() - {"training"}
 
     def read(self, roots: Iterable[tuple[str, Any]], loaded: Collection[str]) -> State:
-        self._reached.load("__call__", "forward", *loaded)
+        self.reached.load("__call__", "forward", *loaded)
         for path, root in roots:
             self._visit(root, path)
-        self._reached.run()
+        self.reached.run()
         self.state.take()
         return self.state
 
@@ -177,7 +177,7 @@ class _Reader:
     def _function(self, function: FunctionType, path: str) -> None:
         if function.__globals__.get("__name__", "").startswith("cgcompile."):
             return  # such as an eager break, which runs at each replay
-        self._reached.function(function)
+        self.reached.function(function)
         hides = runs_closed(function)  # a decorator of torch: its variables are not read by name
         for name, cell in cells_of(function).items():
             cell_path = path if hides else f"{path} closure {name}"
@@ -214,20 +214,20 @@ class _Reader:
             if name in skipped or (skipped and isinstance(value, torch.Tensor)):
                 continue  # weights are compared elsewhere
             action = partial(self._held, f"{path}.{name}", attributes, name, value)
-            self._reached.when_loaded(name, action)
+            self.reached.when_loaded(name, action)
 
     def _slots(self, owner: Any, path: str) -> None:
         for member, value in Slots(owner).read().items():
             name = member.__name__
             action = partial(self._held, f"{path}.{name}", owner, member, value)
-            self._reached.when_loaded(name, action)
+            self.reached.when_loaded(name, action)
 
     def _methods(self, kind: type) -> None:
-        for name, function in self._reached.methods(kind):
+        for name, function in self.reached.methods(kind):
             if is_always_run(name):
                 self._method(kind, name, function)
             else:
-                self._reached.when_loaded(name, partial(self._method, kind, name, function))
+                self.reached.when_loaded(name, partial(self._method, kind, name, function))
 
     def _method(self, kind: type, name: str, function: FunctionType) -> None:
         attribute = getattr(kind, name, None)
@@ -272,6 +272,17 @@ def read_state(runnable: Any, loaded: Collection[str] = ()) -> State:
     if isinstance(runnable, MethodType):
         name = "self"
     return _Reader().read([(name, runnable)], loaded)
+
+
+def names_read(
+    readers: Mapping[CodeType, dict[str, Any]], values: Iterable[Any]
+) -> Callable[[str], bool]:
+    """Return whether code with these globals, or a method of ``values``, may load a name."""
+    reader = _Reader()
+    for code, scope in readers.items():
+        reader.reached.code(code, scope)
+    reader.read([("metadata", value) for value in values], ())
+    return reader.reached.is_loaded
 
 
 # -------------------------------------------------------------- the comparison

@@ -44,7 +44,7 @@ from cgcompile.graphs.eligibility import GRADIENTS, why_not_in
 from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
-from cgcompile.graphs.reads import read_context
+from cgcompile.graphs.reads import metadata_of, read_context
 from cgcompile.graphs.results import (
     Results,
     Track,
@@ -54,7 +54,7 @@ from cgcompile.graphs.results import (
     track_result,
 )
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
-from cgcompile.graphs.state import ModelState, StateContract
+from cgcompile.graphs.state import ModelState, StateContract, names_read
 from cgcompile.graphs.steps import RunPlain, StepTable
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.timeline import Timeline
@@ -583,7 +583,8 @@ class CUDAGraphWrapper(Transparent):
         assert self._pool is not None
         checks, metadata = self.config.check_metadata, None
         if context is not None and (context.was_read or not checks):
-            metadata = read_context(context, self._pool.device.tensor_type)
+            loads = names_read(context.readers or {}, metadata_of(context))
+            metadata = read_context(context, self._pool.device.tensor_type, loads)
         if sequence.held:
             # Before a replay, the addresses of arguments are compared with those of the capture.
             identity = raw_memory.storage_identity

@@ -973,7 +973,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "number in metadata",
         _metadata(lambda m: m["k"], lambda t: {"k": 2.0}, lambda t: {"k": 3.0}),
-        {READ_CONTEXT: Contract(HostValueChangedError), **NO_METADATA},
+        {READ_CONTEXT: HostValueChangedError, **NO_METADATA},
         settings=WITH_OP,
     ),
     Row(
