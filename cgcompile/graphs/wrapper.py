@@ -360,20 +360,26 @@ class _WrapperCall:
 
 
 class CUDAGraphWrapper(Transparent):
-    """A callable that is captured once per batch descriptor and replayed after.
+    """Capture a callable as one CUDA graph per batch descriptor, and replay it.
 
-    Without a forward context, with another runtime mode in it, or inside of any capture, a call
-    runs ``runnable``. Attributes that the wrapper has not are those of ``runnable``; a copy or a
-    pickle of a wrapper has no graphs.
+    Each call reads the forward context, and does one of these:
 
-    Before each replay are compared: tensors and plain values among the arguments, passed by
-    position or by name, the fields of objects among them, what the code of ``runnable`` may have
-    read of its state (attributes, containers, closures, globals, hooks: ``check_state``), and the
-    settings of torch that choose kernels or dtypes (``sdpa_kernel``, autocast, ...). A dataclass
-    among the arguments may be another one with equal fields; any other object must be the same one.
-    A step that rebinds a tensor in a field of the module, of an argument or of what is around a
-    function runs plain, with a reason, and so does one that changes a number or another plain value
-    that is an attribute of a module itself.
+    1. It calls ``runnable``, if there is no context, if the context has another runtime mode, or
+       inside of any capture.
+    2. It captures ``runnable`` for the batch descriptor, if there is no graph for it.
+    3. It compares what the capture read with the same now, and replays the graph. A difference is
+       an error, or handled as ``on_input_change`` sets.
+
+    Compared are tensors and plain values among the arguments, passed by position or by name, and
+    the fields of objects among them; what the code of ``runnable`` may have read of its state
+    (attributes, containers, closures, globals, hooks: ``check_state``); and the settings of torch
+    that choose kernels or dtypes (``sdpa_kernel``, autocast, ...). A dataclass among the arguments
+    may be another one with equal fields; any other object must be the same one.
+
+    A step runs plain, with a reason, if it rebinds a tensor in a field of the module, of an
+    argument or of what is around a function, or if it changes a number or another plain value that
+    is an attribute of a module itself. Attributes that the wrapper does not have are read from
+    ``runnable``. A copy or a pickle of a wrapper has no graphs.
 
     Args:
         runnable: what to capture; tensors in and out, nested in lists, tuples and dicts at will.
