@@ -27,7 +27,7 @@ from cgcompile.context import (
     is_forward_context_available,
 )
 from cgcompile.debug.findings import SEVERITIES, Finding, Way, finding, kind_of
-from cgcompile.debug.restore import Snapshot
+from cgcompile.debug.restore import Snapshot, dense_parts
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.breaks import foreign_breaks
@@ -437,9 +437,9 @@ class Watch(OpRules):
         allocated = self.snapshot.after_call(output, inputs)
         if self.device == _CPU:
             lifted = torch_ops.op_names(func)[-1].startswith("aten::lift_fresh")
-            if lifted and not output.dim():
-                allocated = {address(output)}
-            self.mark(allocated, lifted or self.are_numbers(inputs))
+            numbers = lifted or self.are_numbers(inputs)
+            written = [output] if lifted else [] if numbers else write_targets(func, args, kwargs)
+            self.mark({*allocated, *map(address, dense_parts(written))}, numbers)
         elif not boundary and self.notes.listens:
             self._after(func, inputs, torch_ops.tree_tensors(output))
         return output

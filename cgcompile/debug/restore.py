@@ -38,7 +38,7 @@ class State:
             self._fields = Fields(roots, longest=sys.maxsize)
             self.values = {item.path: item for item in self._fields.items()}
             leaves = [item.value for item in self.values.values()]
-            for part in _dense(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
+            for part in dense_parts(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)):
                 self._tensors.setdefault(id(part), (part, part.detach()))
 
     @property
@@ -99,7 +99,7 @@ class Snapshot:
     """
 
     def __init__(self, known: Iterable[torch.Tensor], *, alone: bool = False) -> None:
-        tensors = list(_dense(known))
+        tensors = list(dense_parts(known))
         self._alone = alone
         self._known = {address(tensor) for tensor in tensors}
         self._allocated: set[int] = set()  # no memory from before can begin where the run allocates
@@ -122,15 +122,15 @@ class Snapshot:
     def after_call(self, results: Any, arguments: Any) -> set[int]:
         """Note the memory that an op allocated for its results, and return its addresses."""
         old = {
-            address(tensor) for tensor in _dense(torch_ops.tree_tensors(arguments))
+            address(tensor) for tensor in dense_parts(torch_ops.tree_tensors(arguments))
         } | self._known
-        new = {address(tensor) for tensor in _dense(torch_ops.tree_tensors(results))}
+        new = {address(tensor) for tensor in dense_parts(torch_ops.tree_tensors(results))}
         self._allocated |= new - old
         return new - old
 
     def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the bytes of tensors, unless the run has allocated them itself."""
-        for tensor in _dense(tensors):
+        for tensor in dense_parts(tensors):
             start = address(tensor)
             if not start or start in self._allocated:
                 continue
@@ -146,7 +146,7 @@ class Snapshot:
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of a tensor was written."""
-        return any(address(part) in self._copied for part in _dense([tensor]))
+        return any(address(part) in self._copied for part in dense_parts([tensor]))
 
     def restore(self) -> None:
         """Restore all copied bytes, and the state of all generators."""
@@ -164,7 +164,7 @@ class Snapshot:
         self._generators.clear()
 
 
-def _dense(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def dense_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield dense tensors, and those inside tensor subclasses; others have no single storage."""
     for tensor in tensors:
         if raw_memory.is_plain_tensor(tensor):
@@ -172,7 +172,7 @@ def _dense(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         elif hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
             inner = [getattr(tensor, name) for name in names]
-            yield from _dense(torch_ops.tree_tensors(inner))  # a DTensor wraps a mesh as well
+            yield from dense_parts(torch_ops.tree_tensors(inner))  # a DTensor wraps a mesh as well
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -73,6 +73,7 @@ def pads(x, longest=2, flag=True):  # <pads>
 
 
 def dense(x):  # <dense>
+    x = x.mul_(2.0)
     return x.to_dense() + 1
 
 
@@ -131,6 +132,15 @@ def test_the_doctor_finds_what_the_recorder_refuses(name: str, inference: bool) 
         else:
             wrapper(x)
             assert (worse, wrapper.counters.captures) == ([], 1)
+
+
+def test_a_number_that_takes_a_value_of_the_model_is_read() -> None:
+    def adds(x):
+        number = torch.tensor(2.0)
+        number += x.sum()
+        return x * number.item()  # <read>
+
+    assert kinds(examine(adds, squares()))["read"] == "host_sync break"
 
 
 def test_what_a_finding_names(capsys: pytest.CaptureFixture) -> None:
