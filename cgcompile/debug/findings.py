@@ -159,9 +159,10 @@ def kind_of(error: BaseException) -> str:
     if isinstance(error, GradientError):
         return "gradients"
     if isinstance(error, AddressChangedError):
-        return "replaced_attribute" if ": weight '" in text else "moving_input"
+        of_model = ": weight '" in text or ": the tensor self" in text
+        return "replaced_attribute" if of_model else "moving_input"
     if isinstance(error, HostValueChangedError):
-        return "changing_argument"
+        return "changing_attribute" if "check_state" in text else "changing_argument"
     if isinstance(error, CaptureError) and "pageable host memory" in text:
         return "device_copy"
     if isinstance(error, CaptureError) and op and "not permitted" in text:

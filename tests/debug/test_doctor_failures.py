@@ -17,7 +17,7 @@ from cgcompile import (
     CUDAGraphWrapper,
 )
 from cgcompile.debug import Diagnosis
-from cgcompile.errors import AddressChangedError, CaptureError, DispatchError
+from cgcompile.errors import AddressChangedError, CaptureError, DispatchError, GuardError
 
 
 def masks(x):
@@ -58,6 +58,30 @@ def test_a_capture_that_is_refused(device, wrapper, rows, kind, op, mark) -> Non
         assert "splitting op or cgcompile.eager_region()" in finding.fix
     else:
         assert finding.kind == "host_sync"
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any = torch.ones(2)
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [(torch.ones(2), torch.zeros(2), "replaced_attribute"), (1.0, 2.0, "changing_attribute")],
+)
+def test_an_error_of_the_state_of_a_model(before: Any, after: Any, kind: str) -> None:
+    module, x = Scaled(), torch.ones(2)
+    module.scale = before
+    model = CUDAGraphWrapper(module, HOST)
+    assert torch.equal(capture(model, x), x)
+    module.scale = after
+    with pytest.raises(GuardError) as caught:
+        capture(model, x)
+    assert only_finding(caught.value).kind == kind
 
 
 def test_a_capture_that_copies_python_data() -> None:

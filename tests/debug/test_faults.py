@@ -214,16 +214,19 @@ def test_an_input_buffer_that_moves() -> None:
 
 
 def test_a_number_that_went_stale() -> None:
-    def changed(first: Any, change: Any) -> Any:
+    def changed(first: Any, change: Any, **settings: Any) -> Any:
         model.scale = first
-        wrapper = CUDAGraphWrapper(model, config())
+        wrapper = CUDAGraphWrapper(model, config(**settings))
         with torch.inference_mode(), step():
             assert verify(wrapper, x, sets=2).ok
             change()
             return verify(wrapper, x, sets=1)
 
     model, x, scale = Weighs(), rows("cpu"), torch.ones(())
-    difference = only(changed(1.0, lambda: setattr(model, "scale", 3.0)))
+    with pytest.raises(HostValueChangedError, match=r"self\.scale is 3\.0, was 1\.0") as stale:
+        changed(1.0, lambda: setattr(model, "scale", 3.0))
+    assert only_finding(stale.value).kind == "changing_attribute"
+    difference = only(changed(1.0, lambda: setattr(model, "scale", 3.0), check_state=False))
     assert (difference.stage, difference.piece, difference.rows) == (
         "replay",
         "the result",
