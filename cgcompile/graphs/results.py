@@ -276,10 +276,9 @@ def kept_output(result: Any, holds: Callable[[int], bool], weakly: bool) -> tupl
 class Slices:
     """The real rows of a padded result: ``kinds`` are which count of rows each leaf has."""
 
-    def __init__(self, result: Any, kinds: Sequence[int]) -> None:
-        self.result = result
-        self._leaves, self._kinds = torch_ops.tree_leaves(result), kinds
-        self._rebuild = builder(result)
+    def __init__(self, result: Any, leaves: Sequence[Any], kinds: Sequence[int]) -> None:
+        self.result, self._leaves, self._kinds = result, leaves, kinds
+        self._rebuild = builder(result, leaves)
 
     def cut(self, real: Sequence[int]) -> Any:
         """Return views of the real rows; ``real`` are the counts of rows."""
@@ -383,9 +382,8 @@ class Results:
         return result
 
 
-def builder(tree: Any) -> Callable[[list[Any]], Any]:
+def builder(tree: Any, leaves: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Return what builds a value like ``tree``, of other leaves; dataclasses are not opened."""
-    leaves = torch_ops.tree_leaves(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return _ONLY
     if type(tree) is tuple and len(leaves) == len(tree) and all(map(operator.is_, tree, leaves)):
@@ -415,7 +413,7 @@ def results_of_call(
     own = {id(weight) for weight in weights}
     constants, _ = flatten(output)
     opened = any(map(is_record, torch_ops.tree_leaves(output)))
-    rebuild = partial(rebuilt, output) if opened else builder(output)
+    rebuild = partial(rebuilt, output) if opened else builder(output, constants)
     inputs: dict[int, int] = {}
     for item, leaf in enumerate(flatten(result)[0]):
         if not isinstance(leaf, torch.Tensor):

@@ -303,8 +303,8 @@ class Recording:
         filled: dict[int, tuple[OwnedCopy, torch.Tensor | int]] = {}
         copied: dict[int, torch.Tensor] = {}
         reused: dict[int, torch.Tensor] = {}
-        pairs = zip(torch_ops.tree_leaves(result), sources, strict=True)
-        for item, (leaf, source) in enumerate(pairs):
+        leaves = torch_ops.tree_leaves(result)
+        for item, (leaf, source) in enumerate(zip(leaves, sources, strict=True)):
             slot = source.at if isinstance(source, Slot) else None
             constants.append(source if slot is None else None)
             is_tensor = isinstance(leaf, torch.Tensor)
@@ -329,7 +329,7 @@ class Recording:
             elif is_reusable(source):
                 reused[item] = raw_memory.alias(source)
         return Results(
-            builder(result),
+            builder(result, leaves),
             constants,
             inputs=passed,
             views=views,

@@ -527,15 +527,16 @@ class Outputs:
 
     def real(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
         """Return the real rows of a padded result, as views."""
-        kinds = self._kinds(torch_ops.tree_leaves(result), padded)
-        return result if padded == real else Slices(result, kinds).cut(real)
+        leaves = torch_ops.tree_leaves(result)
+        kinds = self._kinds(leaves, padded)
+        return result if padded == real else Slices(result, leaves, kinds).cut(real)
 
     def replayed(self, result: Any, padded: tuple[int, int], real: tuple[int, int]) -> Any:
         """Do as :meth:`real` for a graph, whose result is the same object at each step."""
         slices = self._slices.get(padded)
         if slices is None or slices.result is not result:
-            kinds = self._kinds(torch_ops.tree_leaves(result), padded)
-            slices = self._slices[padded] = Slices(result, kinds)
+            leaves = torch_ops.tree_leaves(result)
+            slices = self._slices[padded] = Slices(result, leaves, self._kinds(leaves, padded))
         return slices.cut(real)
 
     def _kinds(self, leaves: Sequence[Any], sizes: tuple[int, int]) -> list[int]:
