@@ -165,8 +165,22 @@ def _has_address(tensor: torch.Tensor) -> bool:
     return True
 
 
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors inside of a tensor subclass that torch can take apart."""
+    if not subclasses.is_wrapper(tensor):
+        return []
+    try:
+        return subclasses.Wrapper.of(tensor).parts(tensor)
+    except subclasses.CannotUnwrap:
+        return []
+
+
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have one address and one layout."""
+    """Return whether two tensors have one address and one layout, and so have those in them."""
+    inner, others = inner_tensors(one), inner_tensors(other)
+    if inner or others:
+        same = subclasses.Wrapper.of(one).fits(other) if inner and others else False
+        return same and all(same_memory(*pair) for pair in zip(inner, others, strict=True))
     return _has_address(one) and _has_address(other) and Placed.of(one) == Placed.of(other)
 
 

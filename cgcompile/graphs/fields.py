@@ -33,6 +33,7 @@ from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.contract import (
     Change,
     Tensors,
+    inner_tensors,
     is_plain_value,
     layout_text,
     named_arguments,
@@ -253,6 +254,7 @@ class Fields:
             seen.add(id(value))
             if isinstance(value, torch.Tensor):
                 tensors[id(value)] = (path, value)
+                tensors.update((id(inner), (path, inner)) for inner in inner_tensors(value))
                 continue
             data = array_bytes(value)
             if data is not None:

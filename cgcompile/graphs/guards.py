@@ -78,6 +78,11 @@ class WeightsGuard:
         self._tensors = Tensors((pair for pair in pairs if _is_tensor(pair[1])), tensor_type)
         self._memory = [tensor.untyped_storage() for tensor in self._tensors.tensors]
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a tensor needs gradients now."""
+        return any([tensor.requires_grad for tensor in self._tensors.tensors])
+
     def _now(self) -> tuple[Any, ...]:
         return tuple([table.get(name) for table, name, _ in self._items])
 

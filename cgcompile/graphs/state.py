@@ -31,6 +31,7 @@ from cgcompile.graphs.code_names import (
 from cgcompile.graphs.contract import (
     Change,
     Placed,
+    inner_tensors,
     is_plain_value,
     layout_text,
     same_value,
@@ -50,11 +51,16 @@ class TensorRead(NamedTuple):
     """A tensor that a step may read."""
 
     placed: Placed
-    start: int  # of its memory
+    start: int | None  # of its memory; None: it has none of its own
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorRead":
-        return cls(Placed.of(tensor), address(tensor))
+        if _is_dense(tensor):
+            return cls(Placed.of(tensor), address(tensor))
+        kind, inner = type(tensor), inner_tensors(tensor)
+        parts = tuple([Placed.of(part) for part in inner if _is_dense(part)])
+        at = parts[0].address if len(parts) == len(inner) > 0 else id(tensor)
+        return cls(Placed(at, (tuple(tensor.shape), kind, parts, False, False)), None)
 
 
 class Place(NamedTuple):
@@ -118,8 +124,6 @@ class _Reader:
 
     def _place(self, path: str, holder: Any, key: Any, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            if not _is_dense(value):
-                return
             value = TensorRead.of(value)
         self.state.places.append(Place(path, holder, key, value))
 
@@ -250,7 +254,9 @@ class _Reader:
                 self._visit(item, f"an item of {path}")
         else:
             items = tuple(kind.__iter__(value))
-            read = tuple([TensorRead.of(item) if _is_dense(item) else item for item in items])
+            tensors = [isinstance(item, torch.Tensor) for item in items]
+            pairs = zip(items, tensors, strict=True)
+            read = tuple([TensorRead.of(item) if tensor else item for item, tensor in pairs])
             if kind is not tuple or any(isinstance(item, TensorRead) for item in read):
                 self.state.sequences.append((path, value, read))
             for index, item in enumerate(items):
@@ -461,8 +467,8 @@ class StateContract:
         self._epoch = model.update()
 
     def _is_compared(self, path: str, value: Any) -> bool:
-        touched = self._touched
-        if touched is not None and isinstance(value, TensorRead) and value.start not in touched:
+        start = value.start if isinstance(value, TensorRead) else None
+        if start is not None and self._touched is not None and start not in self._touched:
             return False
         return not self._model.is_bookkeeping(path)
 

@@ -304,7 +304,10 @@ class _WrapperCall:
 
     def compare(self, step: CUDAGraphEntry) -> None:
         args, kwargs, guard = self._args, self._kwargs, step.guard
-        if gradients_due(step.needs_grad, args, kwargs):
+        needs_grad = step.needs_grad
+        if torch.is_grad_enabled() and step.weights is not None:
+            needs_grad = needs_grad or step.weights.requires_grad
+        if gradients_due(needs_grad, args, kwargs):
             raise RunPlain(GRADIENTS)
         if guard is not None and not guard.has_form(args, kwargs):
             args, kwargs = guard.in_form(self._wrapper.unwrap(), args, kwargs)

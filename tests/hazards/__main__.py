@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hazards.table import TABLE, library
 from lib.dynamo import guards_of_later_torch
 from lib.front_ends import COLUMNS
-from lib.hazards import ABSENT, Contract, Row, cell, observe
+from lib.hazards import ABSENT, Row, cell, observe
 
 
 def observed(row: Row, name: str, device: str) -> str:
@@ -24,8 +24,6 @@ def observed(row: Row, name: str, device: str) -> str:
         text = cell(observe(row, name, device))
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
-    if isinstance(expected, Contract):
-        return f"{text} (contract: {cell(expected.then)})"
     return text if cell(expected).startswith(text) else f"{text} (expected {cell(expected)})"
 
 

@@ -2,7 +2,7 @@
 
 Each row builds a model whose result depends on something that Python reads, changes it after the
 graphs were captured, and names the outcome of each front end (``lib.front_ends.COLUMNS``) that is
-not ``RIGHT``. A new hazard is a row here. ``Contract(error)`` is a cell that is stale today.
+not ``RIGHT``. A new hazard is a row here.
 
 ``python -m tests.hazards`` prints the observed table.
 """
@@ -10,6 +10,7 @@ not ``RIGHT``. A new hazard is a row here. ``Contract(error)`` is a cell that is
 import dataclasses
 import functools
 import types
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -22,7 +23,6 @@ from lib.hazards import (
     ABSENT,
     DOCUMENTED,
     RIGHT,
-    Contract,
     Refused,
     Row,
     Scene,
@@ -350,6 +350,14 @@ def _tensor(holder_kind: str, alive: bool) -> Callable[[str], Scene]:
             model.table = {"scale": scale}
             model.read = lambda x: x * model.table["scale"]
             change = lambda: model.table.update(scale=fresh())  # noqa: E731
+        elif holder_kind == "deque":
+            model.items = deque([scale])
+            model.read = lambda x: x * model.items[0]
+            change = lambda: model.items.append(model.items.popleft() + 5)  # noqa: E731
+        elif holder_kind == "subclass":
+            model.items = [TwoTensor(scale, scale)]
+            model.read = lambda x: x * model.items[0].a
+            change = lambda: model.items.__setitem__(0, TwoTensor(fresh(), fresh()))  # noqa: E731
         elif holder_kind == "plain object":
             model.holder = Holder(scale)
             model.read = lambda x: x * model.holder.tensor
@@ -380,7 +388,16 @@ def _closure(scale: torch.Tensor, fresh: Callable[[], torch.Tensor]) -> Any:
     return scaled, change
 
 
-PLACES = ("list", "dict", "plain object", "owner of a bound method", "closure", "global")
+PLACES = (
+    "list",
+    "dict",
+    "deque",
+    "subclass",
+    "plain object",
+    "owner of a bound method",
+    "closure",
+    "global",
+)
 
 
 def cache_in_a_list(device: str) -> Scene:
@@ -729,6 +746,17 @@ def field_of_an_argument(name: str, value: Any) -> Callable[[str], Scene]:
     return build
 
 
+def subclass_in_a_field(device: str) -> Scene:
+    """An argument holds a tensor subclass, which is replaced by one of other tensors."""
+    scale = torch.full((WIDTH,), 2.0, device=device)
+    options = Options(TwoTensor(scale, scale))
+    return Scene(
+        Takes(device, lambda options: options.scale.a),
+        lambda: setattr(options, "scale", TwoTensor(scale * 2, scale)),
+        call=lambda step, x: step(x, options),
+    )
+
+
 def input_moves(device: str) -> Scene:
     """Each call has an input at another address, without a copy into a buffer."""
     kept: list[torch.Tensor] = []
@@ -1047,6 +1075,11 @@ TABLE: tuple[Row, ...] = (
         {WITH_CONTEXT: AddressChangedError, **OF_TENSORS},
     ),
     Row(
+        "tensors inside of a tensor in an argument's field",
+        subclass_in_a_field,
+        {("shape, context", "none, context"): AddressChangedError, **OF_TENSORS},
+    ),
+    Row(
         "tensor in nested arguments replaced",
         _argument(lambda t: {"k": [(t,)]}, lambda t: {"k": [(t.clone(),)]}, lambda a: a["k"][0][0]),
         {WITH_CONTEXT: AddressChangedError, **OF_TENSORS},
@@ -1077,7 +1110,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "weights need gradients",
         weights_need_gradients,
-        {TRACES: Reason.GRADIENTS, UNTRACED: Contract(Reason.GRADIENTS), MANAGERS: DOCUMENTED},
+        {TRACES: Reason.GRADIENTS, UNTRACED: Reason.GRADIENTS, MANAGERS: DOCUMENTED},
         grad=torch.enable_grad,
     ),
     Row(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from hazards.table import TABLE, library
 from lib.front_ends import COLUMNS, TRACED
-from lib.hazards import ABSENT, DOCUMENTED, STALE, Contract, Row, observe
+from lib.hazards import ABSENT, DOCUMENTED, STALE, Row, observe
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,8 +22,6 @@ def cells() -> Iterator[object]:
                 marks = [pytest.mark.gpu] if device == "cuda" else []
                 if name in TRACED[1:]:  # the same with a context runs always
                     marks.append(pytest.mark.slow)
-                if isinstance(row.outcome(name, device), Contract):
-                    marks.append(pytest.mark.xfail(reason="contract", strict=True))
                 yield pytest.param(row, name, device, id=f"{row.name}-{name}-{device}", marks=marks)
 
 
@@ -31,6 +29,4 @@ def cells() -> Iterator[object]:
 def test_hazard(row: Row, name: str, device: str) -> None:
     """Each call equals eager, or raises, or has a reason, as the row expects of the front end."""
     expected = row.outcome(name, device)
-    if isinstance(expected, Contract):
-        expected = expected.then
     assert observe(row, name, device) == (STALE if expected is DOCUMENTED else expected)

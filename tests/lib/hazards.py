@@ -27,22 +27,13 @@ _PREPARING = {Reason.WARMING, Reason.INSIDE_CAPTURE}
 
 
 @dataclass(frozen=True)
-class Contract:
-    """A cell that is stale until the contract of a capture compares it; ``then`` comes after."""
-
-    then: Any
-
-
-@dataclass(frozen=True)
 class Refused:
     """A cell whose step is an error before the change already: no graph can hold it."""
 
     error: type[Exception]
 
 
-Outcome = (
-    Any  # RIGHT, STALE, DOCUMENTED, ABSENT, a class of errors, a Reason, Refused, or a Contract
-)
+Outcome = Any  # RIGHT, STALE, DOCUMENTED, ABSENT, a class of errors, a Reason, or Refused
 
 
 def _input(device: str) -> torch.Tensor:
@@ -230,8 +221,6 @@ def in_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
 
 def cell(outcome: Outcome) -> str:
     """Return an outcome as text."""
-    if isinstance(outcome, Contract):
-        return f"contract: {cell(outcome.then)}"
     if isinstance(outcome, Refused):
         return f"refused: {cell(outcome.error)}"
     return outcome.value if isinstance(outcome, Reason) else getattr(outcome, "__name__", outcome)
