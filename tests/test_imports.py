@@ -346,6 +346,28 @@ def test_functions_stay_where_submodules_have_their_names() -> None:
     subprocess.run([sys.executable, "-c", SAME_NAMES], check=True, cwd=ROOT)
 
 
+READ_IN_TRACED_CODE = """
+import torch, cgcompile
+def model(x):
+    with cgcompile.eager_region():
+        x = x.sin()
+    return x * 2
+backend = cgcompile.Backend(compiler="eager", capture_device="host")
+compiled = torch.compile(model, backend=backend, fullgraph=True)
+assert "eager_region" not in vars(cgcompile)
+with torch.inference_mode():
+    for _ in range(4):
+        x = torch.randn(4)
+        torch.testing.assert_close(compiled(x), x.sin() * 2)
+assert backend.counters.captures == 1 and backend.counters.replays == 2
+"""
+
+
+@pytest.mark.slow
+def test_a_public_name_may_be_read_in_traced_code_first() -> None:
+    subprocess.run([sys.executable, "-c", READ_IN_TRACED_CODE], check=True, cwd=ROOT)
+
+
 def test_public_face() -> None:
     import cgcompile
 
