@@ -145,7 +145,7 @@ class CudaPool:
 
     @property
     def reserved(self) -> int:
-        return raw_memory.pool_bytes(self.id)
+        return sum(nbytes for _, nbytes in raw_memory.pool_segments(self.id))
 
     def begin_capture(self) -> None:
         """Note a capture, which may add memory."""

@@ -331,11 +331,6 @@ def free_blocks(pool: tuple[int, int]) -> list[tuple[int, int]]:
     return blocks
 
 
-def pool_bytes(pool: tuple[int, int]) -> int:
-    """Return the bytes that the allocator holds for a private pool, in use or not."""
-    return sum(row["total_size"] for row in _segments(pool))
-
-
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
     """Undo what a failed capture left in the allocator: route to the pool, and use count."""
     # No effect where the capture ended that itself, or never began.
