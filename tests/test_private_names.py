@@ -141,7 +141,8 @@ def test_fewer_names_are_private_than_before() -> None:
     # 93: without _new_with_weak_ptr a graph could not hold what its capture saw by weak pointers.
     # 94: without _foreach_add_ each layer with a static cache increments its counter by a kernel.
     # 98: without versions of dicts the state of 300 modules is compared in 100 us, not in 7.
-    assert len(listed_in(PRIVATE_NAMES)) <= 98
+    # 101: three read how products of 16-bit numbers are summed; a change was a stale result.
+    assert len(listed_in(PRIVATE_NAMES)) <= 101
     # 14: _dynamo_marked_constant, for the error of get_forward_context().
     assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 14
 

@@ -43,6 +43,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "_cuda_endAllocateToPool _cuda_getCurrentRawStream _cuda_getCurrentStream "
     "_cuda_isCurrentStreamCapturing _cuda_memorySnapshot "
     "_cuda_releasePool _cuda_setStream _current_graph_task_id _dispatch_get_all_op_names "
+    "_get_cublas_allow_bf16_reduced_precision_reduction _get_cublas_allow_fp16_accumulation "
+    "_get_cublas_allow_fp16_reduced_precision_reduction "
     "_get_cudnn_benchmark _get_cudnn_deterministic _get_cudnn_enabled _get_cudnn_sdp_enabled "
     "_get_deterministic_algorithms _get_flash_sdp_enabled _get_fp32_precision_getter "
     "_get_function_stack_at _get_math_sdp_enabled _get_mem_efficient_sdp_enabled "

@@ -3,7 +3,7 @@
 A graph repeats the kernels of its capture, whatever the settings are at a replay. Dynamo's guards
 compare those of :func:`trace_settings`; they do not compare those of :func:`kernel_settings`. Each
 is a tuple, read before every replay, so nothing here may allocate more or take longer than it must:
-together they take one microsecond.
+together they take 1.5 microseconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,6 +25,9 @@ _cudnn_is_on = torch._C._get_cudnn_enabled
 _benchmark = torch._C._get_cudnn_benchmark
 _cudnn_deterministic = torch._C._get_cudnn_deterministic
 _precision = torch._C._get_fp32_precision_getter  # the older getters may raise
+_fp16_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction
+_bf16_sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
+_fp16_accumulation = torch._C._get_cublas_allow_fp16_accumulation
 _is_deterministic = torch._C._get_deterministic_algorithms
 _any_autocast = torch._C._is_any_autocast_enabled
 _default_dtype = torch.get_default_dtype
@@ -40,12 +43,15 @@ _KERNEL_SETTINGS = (
     "torch.backends.cudnn.benchmark",
     "torch.backends.cudnn.deterministic",
     "TF32 of convolutions (torch.backends.cudnn.conv.fp32_precision)",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation",
 )
 _TRACE_SETTINGS = (
     "autocast",
     "torch.use_deterministic_algorithms",
     "the default dtype",
     "TF32 of products (torch.backends.cuda.matmul.fp32_precision)",
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     "torch function modes, which include the default device,",
 )
 
@@ -62,6 +68,7 @@ def kernel_settings() -> tuple[Any, ...]:
         _benchmark(),
         _cudnn_deterministic(),
         _precision("cuda", "conv") == "tf32",  # "none" and "ieee" are equal
+        _fp16_accumulation(),
     )
 
 
@@ -77,6 +84,8 @@ def trace_settings() -> tuple[Any, ...]:
         _is_deterministic(),
         _default_dtype(),
         _precision("cuda", "matmul") == "tf32",
+        _fp16_sums(),
+        _bf16_sums(),
         _function_modes() if _count_function_modes() else (),
     )
 

@@ -909,6 +909,24 @@ TABLE: tuple[Row, ...] = (
         ),
         OF_SETTINGS,
     ),
+    *(
+        Row(
+            f"allow_{name} of products",
+            _setting(
+                # Two flags: sums in reduced precision, and splits of the sum.
+                lambda name=name: getattr(torch.backends.cuda.matmul, f"allow_{name}") is True,
+                lambda on, name=name: setattr(torch.backends.cuda.matmul, f"allow_{name}", on),
+                "reduction" in name,
+                "reduction" not in name,
+            ),
+            OF_SETTINGS,
+        )
+        for name in (
+            "fp16_reduced_precision_reduction",
+            "bf16_reduced_precision_reduction",
+            "fp16_accumulation",
+        )
+    ),
     Row("priority of sdpa_kernel", priority_of_kernels, OF_SETTINGS),
     Row("autocast", _autocast(torch.bfloat16), OF_SETTINGS),
     Row("autocast left", _autocast(None, torch.bfloat16), OF_SETTINGS),
