@@ -198,14 +198,14 @@ def surface() -> list[int]:
 
 
 def stale() -> list[int]:
-    """Cells of the table of hazards that the contract of a capture has yet to make right."""
+    """Cells of the table of hazards on the CPU that are stale, but those that the docs name."""
     from hazards.table import TABLE
     from lib.front_ends import COLUMNS
-    from lib.hazards import Contract
+    from lib.hazards import STALE
 
     rows = [row for row in TABLE if "cpu" in row.devices]
     cells = [row.outcome(name, "cpu") for row in rows for name in COLUMNS]
-    return [sum(isinstance(outcome, Contract) for outcome in cells)]
+    return [cells.count(STALE)]
 
 
 # ------------------------------------------------------------------ what a call runs
