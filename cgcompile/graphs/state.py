@@ -30,7 +30,9 @@ from cgcompile.graphs.code_names import (
 )
 from cgcompile.graphs.contract import (
     Change,
+    Contract,
     Placed,
+    Reads,
     inner_tensors,
     is_plain_value,
     layout_text,
@@ -52,15 +54,16 @@ class TensorRead(NamedTuple):
 
     placed: Placed
     start: int | None  # of its memory; None: it has none of its own
+    identity: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorRead":
         if _is_dense(tensor):
-            return cls(Placed.of(tensor), address(tensor))
+            return cls(Placed.of(tensor), address(tensor), id(tensor))
         kind, inner = type(tensor), inner_tensors(tensor)
         parts = tuple([Placed.of(part) for part in inner if _is_dense(part)])
         at = parts[0].address if len(parts) == len(inner) > 0 else id(tensor)
-        return cls(Placed(at, (tuple(tensor.shape), kind, parts, False, False)), None)
+        return cls(Placed(at, (tuple(tensor.shape), kind, parts, False, False)), None, id(tensor))
 
 
 class Place(NamedTuple):
@@ -385,9 +388,9 @@ class _Values:
         self._identities = raw_memory.identities(now)
         # An identity stays that of its object while that is alive.
         self._alive = [value for value in now if not isinstance(value, torch.Tensor)]
-        self._died: list[object] = []
+        self.died: list[object] = []
         tensors = [at for at, value in enumerate(now) if isinstance(value, torch.Tensor)]
-        self._references = [weakref.ref(now[at], self._died.append) for at in tensors]
+        self._references = [weakref.ref(now[at], self.died.append) for at in tensors]
         dense = [at for at in tensors if _is_dense(now[at])]
         self._pick = itemgetter(*dense, dense[0]) if dense else None
         picked = self._pick(now) if self._pick is not None else ()
@@ -410,7 +413,7 @@ class _Values:
             now = self._now()
         except (AttributeError, LookupError, ValueError):  # no such item, slot or variable
             return False
-        same = raw_memory.identities(now) == self._identities and not self._died
+        same = raw_memory.identities(now) == self._identities and not self.died
         same = same and [*map(len, self._lists)] == self._lengths
         return same and (self._pick is None or self._addresses.hold(self._pick(now)))
 
@@ -437,53 +440,87 @@ class StateContract:
         self.state = state
         self._places = [row for row in state.places if self._is_compared(row.path, row.value)]
         self._lists = [
-            value for path, value, _ in state.sequences if self._is_compared(f"len({path})", None)
+            (value, items)
+            for path, value, items in state.sequences
+            if self._is_compared(f"len({path})", None)
         ]
         self._others = [row for row in state.others if self._is_compared(row[0], row[2])]
-        self._values = _Values(self._places, self._lists)
+        self._values = _Values(self._places, [value for value, _ in self._lists])
         self._modules = [module.__dict__ for _, module in state.modules]
         self._sizes = [*map(len, self._modules)]
         self._hooks = torch_ops.hooks_registered()
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the places into those in dicts with versions, and others."""
-        model = self._model
-        model.update()
+        """Write the comparison: of dicts that have versions all at once, of others each place."""
+        model, reads = self._model, Reads()
         rest = {id(holder): holder for holder in self._modules}
         rest.update((id(row.holder), row.holder) for row in self._places)
         if len(rest) > _FEW:
+            model.update()
             rest = {key: holder for key, holder in rest.items() if not model.watches(holder)}
-        self._rest = _Values(
-            [
-                row
-                for row in self._places
-                if id(row.holder) in rest or isinstance(row.value, TensorRead)
-            ],
-            self._lists,
-        )
-        self._written = [holder for holder in self._modules if id(holder) in rest]
-        self._written_sizes = [*map(len, self._written)]
-        self._epoch = model.update()
+            self._epoch = model.update()
+            update = reads.bound("update", model.update)
+            reads.unless(f"{update}() != {reads.bound('epoch', self._epoch)}")
+        for row in self._places:
+            if id(row.holder) in rest or isinstance(row.value, TensorRead):
+                self._compare(reads, self._expression(reads, row), row.value)
+        for value, items in self._lists:
+            name = reads.bound("list", value)
+            reads.unless(f"len({name}) != {len(items)}")
+            for index, item in enumerate(items):
+                if self._is_touched(item):
+                    self._compare(reads, f"{name}[{index}]", item)
+        for holder, size in zip(self._modules, self._sizes, strict=True):
+            if id(holder) in rest:
+                reads.unless(f"len({reads.bound('module', holder)}) != {size}")
+        for _, value, contents in self._others:
+            now = f"{reads.bound('contents', _contents)}({reads.bound('other', value)})"
+            reads.unless(f"{now} != {reads.bound('before', contents)}")
+        count = reads.bound("hooks", self._hooks)
+        reads.unless(f"{reads.bound('registered', torch_ops.hooks_registered)}() != {count}")
+        reads.unless(reads.bound("died", self._values.died))
+        self._contract = Contract("", reads, "state")
+
+    def _expression(self, reads: Reads, row: Place) -> str:
+        """Return the expression of a place."""
+        holder = reads.bound("holder", row.holder)
+        if isinstance(row.holder, CellType):
+            return f"{holder}.cell_contents"
+        if isinstance(row.key, MemberDescriptorType):
+            return f"{reads.bound('slot', row.key.__get__)}({holder})"
+        if isinstance(row.holder, type):
+            return f"{holder}.{row.key}"
+        return f"{holder}[{reads.bound('key', row.key)}]"
+
+    def _compare(self, reads: Reads, expression: str, value: Any) -> None:
+        """Compare a value by identity; it holds no tensors."""
+        if not isinstance(value, TensorRead):
+            reads.unless(f"{expression} is not {reads.bound('is', value)}")
+            return
+        now, same = f"t{len(reads.lines)}", reads.bound("id", value.identity)
+        moved = f" or {now}.data_ptr() != {reads.bound('at', value.placed.address)}"
+        differs = f"id({now} := {expression}) != {same}"
+        reads.unless(differs if value.start is None else differs + moved)
 
     def _is_compared(self, path: str, value: Any) -> bool:
+        return self._is_touched(value) and not self._model.is_bookkeeping(path)
+
+    def _is_touched(self, value: Any) -> bool:
+        """Return whether captured ops have touched a tensor; True of other values."""
         start = value.start if isinstance(value, TensorRead) else None
-        if start is not None and self._touched is not None and start not in self._touched:
-            return False
-        return not self._model.is_bookkeeping(path)
+        return start is None or self._touched is None or start in self._touched
 
     def _is_same(self) -> bool:
         """Return whether the same objects are held in the same places."""
-        if self._model.update() != self._epoch:
-            if not self._values.are_same() or [*map(len, self._modules)] != self._sizes:
-                return False
-            self._divide()
-        return (
-            self._rest.are_same()
-            and [*map(len, self._written)] == self._written_sizes
-            and (torch_ops.hooks_registered() == self._hooks or self._has_same_hooks())
-            and all(_contents(value) == contents for _, value, contents in self._others)
-        )
+        if self._contract.holds():
+            return True
+        others = all(_contents(value) == contents for _, value, contents in self._others)
+        sizes = [*map(len, self._modules)] == self._sizes
+        if not (others and sizes and self._values.are_same() and self._has_same_hooks()):
+            return False
+        self._divide()
+        return True
 
     def _has_same_hooks(self) -> bool:
         """Return whether the hook that was registered is another object's."""
