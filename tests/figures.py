@@ -36,8 +36,6 @@ LIBRARY = {ROOT / "cgcompile", ROOT / "passes"}
 # Whether a call may have a graph, whether there is one, and what happens else.
 STATE_MACHINES = (
     "StepTable.run",
-    "CompiledGraph._with_graph",
-    "Dispatch.why_not_now",
     "CudaGraphManager._step",
     "EncoderCalls._graph_for",
 )

@@ -71,7 +71,7 @@ STORY = 100  # of those that tell a whole procedure, step by step
 STORIES = {
     "backend.py:Backend.compile_graph",
     "compiled_graph.py:CompiledGraph.__call__",
-    "compiled_graph.py:CompiledGraph._capture",
+    "steps.py:StepTable.run",
 }
 
 # Private names of torch, and modules it does not document, are compat's alone.

@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 
 from cgcompile.adapters.adapter import Adapter, Prepared
 from cgcompile.context import callers_context
-from cgcompile.errors import DispatchError
 from cgcompile.graphs.arena import address
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of
 from cgcompile.passes.split import SplitGraph, Value
@@ -89,9 +88,7 @@ class _Padding:
                 fallback = self._never_padded() or self._refused.get(plan.key(sizes))
                 if fallback is None:
                     return Prepared(plan.pad(inputs, sizes), partial(plan.cut, real))
-        if self._graph.strict:
-            raise DispatchError.strict(what="padding of the compiled step", why=fallback)
-        self._graph.timeline.degraded(fallback)
+        self._graph.degrade(fallback, "padding of the compiled step")
         return Prepared(inputs)
 
     def _never_padded(self) -> Fallback | None:

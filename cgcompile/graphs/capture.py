@@ -26,7 +26,6 @@ from cgcompile.graphs.device import DeviceGraph, any_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.reads import modules_of
 from cgcompile.locks import new_lock
-from cgcompile.reasons import Fallback, Reason
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 # ---------------------------------------------------------------- memory that stays
@@ -231,9 +230,6 @@ def who_captures_elsewhere() -> object:
     return None if holder is None else holder.owner
 
 
-Attempt = tuple[Fallback | None, Any]  # (None, result) of a step that ran; else (reason, None)
-
-
 def ends_of_captures() -> Iterator[None]:
     """Yield whenever the captures of other threads have ended, for some seconds."""
     # Hold no lock meanwhile that those captures may want.
@@ -241,15 +237,6 @@ def ends_of_captures() -> Iterator[None]:
     while (left := until - time.monotonic()) > 0 and _lock.acquire(timeout=left):
         _lock.release()
         yield
-
-
-def after_other_captures(result: Attempt, attempt: Callable[..., Attempt], *args: Any) -> Attempt:
-    """Return ``result``; while it is CAPTURE_BUSY, attempt again, for some seconds."""
-    for _ in ends_of_captures() if result[0] is not None else ():
-        if result[0] is None or result[0].reason is not Reason.CAPTURE_BUSY:
-            break
-        result = attempt(*args)
-    return result
 
 
 @contextmanager

@@ -15,11 +15,10 @@ decisions, ``strict``, counts, failures, stale results and the thread of views a
 lock is never held while a call waits for the capture of another thread.
 """
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator
+from itertools import chain
 from threading import get_ident
-from typing import Any, Generic, Protocol, TypeVar
-
-import torch
+from typing import Any, Generic, TypeVar
 
 from cgcompile.config import CompilationConfig
 from cgcompile.context import ForwardContext, entered
@@ -28,15 +27,20 @@ from cgcompile.errors import DispatchError, GuardError
 from cgcompile.graphs.capture import ends_of_captures, prepares_graphs
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.eligibility import IN_REGION, why_never_captured, why_not_captured_yet
+from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Fallback, Reason
 
 K_ = TypeVar("K_", bound=Hashable)  # a key
-S_ = TypeVar("S_")  # what was captured of a step: an entry of a wrapper
+S_ = TypeVar(
+    "S_"
+)  # what was captured of a step: an entry of a wrapper, a recording of a compiled graph
 
-_MAX_REFUSALS = 2  # captures of a key; the first may meet what the first step creates
+OTHER_THREAD = Fallback(
+    Reason.OTHER_THREAD, "results of steps under a forward context in another thread may be in use"
+)
 
 
 def refuse_strict(
@@ -67,17 +71,69 @@ class RunPlain(Exception):
         self.why, self.ran = why, ran
 
 
-class Call(Protocol[S_]):
+class Steps(Generic[K_, S_]):
+    """The captured steps of one set of weights by key, and why captures failed."""
+
+    __slots__ = ("_attempts", "captured", "refused")
+
+    def __init__(self, attempts: int) -> None:
+        self._attempts = attempts  # captures of a key that may fail
+        # One step of a key, or with on_input_change="recapture" several, the one used last first.
+        self.captured: dict[K_, list[S_]] = {}
+        self.refused: dict[K_, list[str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.captured or self.refused)
+
+    def __iter__(self) -> Iterator[S_]:
+        # Another thread may capture meanwhile.
+        return chain.from_iterable([*self.captured.values()])
+
+    def keep(self, key: K_, step: S_) -> None:
+        """Let later calls of a key replay a step."""
+        self.captured.setdefault(key, []).insert(0, step)
+
+    def drop(self, key: K_, step: S_) -> None:
+        """Drop one step, if it is there."""
+        kept = self.captured.get(key, [])
+        if step in kept:
+            kept.remove(step)
+
+    def refuse(self, key: K_, detail: str) -> None:
+        """Note why a capture failed."""
+        self.refused.setdefault(key, []).append(detail)
+
+    def check_not_refused(self, key: K_) -> None:
+        """Raise RunPlain where captures of a key have failed too often."""
+        refusals = self.refused.get(key, [])
+        if len(refusals) >= self._attempts:
+            raise RunPlain(Fallback(Reason.CAPTURE_FAILED, refusals[-1]))
+
+    def clear(self) -> None:
+        """Drop all steps, and why others could not be captured."""
+        self.captured.clear()
+        self.refused.clear()
+
+
+class Call(Generic[S_]):
     """One call of a front end: what is compared and what runs.
 
-    Each method may raise :class:`RunPlain`. All but ``enter`` and ``plain`` run under the lock.
+    Each method may raise :class:`RunPlain`. Those from ``find`` to ``record`` run under the lock.
     """
 
-    key: Any  # of the steps that may serve it; set by ``enter``
-    descriptor: BatchDescriptor
+    __slots__ = ("context", "descriptor", "key", "steps")
 
-    def enter(self, context: ForwardContext | None) -> None:
-        """Check that a graph may run in a forward context; set the key and the descriptor."""
+    owns_result = False  # whether results are copies, which no later step overwrites
+    context: ForwardContext | None  # of the caller; set before all methods
+    key: Any  # of the steps that may serve the call; set by ``enter`` or ``find``
+    descriptor: BatchDescriptor  # read where no step serves the call
+    steps: Steps[Any, S_]  # for the weights of the call; set by ``enter`` or ``find``
+
+    def enter(self) -> None:
+        """Check that a graph may run in the forward context of the call."""
+
+    def find(self) -> None:
+        """Find the steps for the weights of the call."""
 
     def compare(self, step: S_) -> None:
         """Raise GuardError where the call differs from the captured one."""
@@ -85,39 +141,55 @@ class Call(Protocol[S_]):
     def replay(self, step: S_) -> Any:
         """Replay a step that was compared, and return the result."""
 
+    def check_due(self) -> None:
+        """Check the limits of captures, and count the warm-up of the step."""
+
     def check_fit(self) -> None:
         """Check that this call can be captured."""
-
-    def record(self) -> tuple[S_, Any]:
-        """Capture the step and execute it once; return what later calls replay, and the result."""
-
-    def plain(self) -> Any:
-        """Run the step without a graph."""
 
     def expire(self) -> None:
         """Make results raise that the step is about to overwrite; where ``debug`` is set."""
 
+    def record(self) -> tuple[S_, Any]:
+        """Capture the step and execute it once; return what later calls replay, and the result."""
+        raise NotImplementedError
 
-class StepTable(Generic[K_, S_]):
-    """The steps that one front end captured, by key, and the state machine of its calls."""
+    def explain(self, why: Fallback) -> Fallback:
+        """Return the reason to count for a plain run, which may be more exact."""
+        return why
+
+    def plain(self, why: Fallback) -> Any:
+        """Run the step without a graph."""
+
+    def label(self) -> Any:
+        """Return the name of the call in the counts, or shapes; empty for its descriptor."""
+        return ""
+
+
+class StepLock:
+    """The lock of buffers, weights and graphs, and the thread that runs a step under it."""
+
+    __slots__ = ("lock", "owner")
+
+    def __init__(self) -> None:
+        self.lock, self.owner = new_lock(), 0
+
+
+class StepTable:
+    """The state machine of the calls of one front end."""
 
     def __init__(
-        self, name: str, config: CompilationConfig, timeline: Timeline, thread: StepThread
+        self, name: str, config: CompilationConfig, timeline: Timeline, pool: GraphPool | None
     ) -> None:
         self.name, self.timeline = name, timeline
         self.closed = False  # whether captures have ended
-        # One step of a key, or with on_input_change="recapture" several, the one used last first.
-        self.steps: dict[K_, list[S_]] = {}
-        self.refused: dict[K_, list[str]] = {}  # why captures failed, by key
-        self.lock = new_lock()
-        self.thread = thread  # whose calls get results that are views
+        self.running = StepLock()
+        self.thread = StepThread() if pool is None else pool.thread  # gets results that are views
         self.returns_views = True
-        self.device: torch.device | None = None  # whose stream waits for inputs; None: the current
+        self.device = None if pool is None else pool.where  # its stream waits for inputs
         self.debug = False  # whether results raise once they are stale
-        self._strict = config.strict
-        self._on_change, self._most = config.on_input_change, config.max_captured_shapes
-
-    # -------------------------------------------------------------- a call
+        self.on_change = config.on_input_change
+        self._strict, self._most = config.strict, config.max_captured_shapes
 
     def run(self, call: Call[S_]) -> Any:
         """Replay a call, capture it, or run it plain; count it.
@@ -129,17 +201,17 @@ class StepTable(Generic[K_, S_]):
         """
         try:
             try:
-                entry, context = entered(), None
-                in_region = False
+                entry, context, in_region = entered(), None, False
                 if entry is not None:
                     context = entry[1]  # the caller's
                     if context is None and entry[4]:
                         in_region, context = True, entry[0]
+                call.context = context
                 if context is not None and context.inputs_ready is not None:
                     wait_for_inputs(context.inputs_ready, self.device)
                 if in_region:
                     raise RunPlain(IN_REGION)
-                call.enter(context)
+                call.enter()
                 return self._with_step(call)
             except RunPlain as refusal:
                 why, ran = refusal.why, refusal.ran
@@ -164,91 +236,88 @@ class StepTable(Generic[K_, S_]):
 
     def _plain(self, call: Call[S_], why: Fallback, ran: tuple[Any, ...]) -> Any:
         """Run a call without a graph, unless it has run, and count that; with ``strict`` raise."""
+        why = call.explain(why)
         refuse_strict(self._strict, self.name, why, self.timeline.expected)
-        result = ran[0] if ran else call.plain()
-        self.timeline.plain(why)
+        result = ran[0] if ran else call.plain(why)
+        self.timeline.plain(why, call.label())
         return result
+
+    def degrade(self, why: Fallback, what: str = "") -> None:
+        """Count a lesser mode than was requested; with ``strict`` raise."""
+        refuse_strict(self._strict, what or self.name, why)
+        self.timeline.degraded(why)
 
     def _with_step(self, call: Call[S_]) -> Any:
         """Replay or capture a call."""
-        with self.lock:
-            steps = self.steps.get(call.key)
-            if not steps:
-                return self._capture(call)
+        running = self.running
+        with running.lock:
+            running.owner = get_ident()
             try:
-                call.compare(steps[0])
-            except GuardError as error:
-                return self._changed(call, steps, error)
-            return self._replay(call, steps[0])
+                call.find()
+                captured = call.steps.captured.get(call.key)
+                if not captured:
+                    return self._capture(call)
+                try:
+                    call.compare(captured[0])
+                except GuardError as error:
+                    return self._changed(call, captured, error)
+                return self._replay(call, captured[0])
+            finally:
+                running.owner = 0
 
     def _replay(self, call: Call[S_], step: S_) -> Any:
-        if self.thread.ident != get_ident():
-            self._admit()
+        if self.thread.ident != self.running.owner:
+            self._admit(call)
         if self.debug:
             call.expire()
         result = call.replay(step)
         self.timeline.replayed()
         return result
 
-    def _admit(self) -> None:
-        """Raise where results of another thread would be overwritten."""
-        self.thread.admit(self.name, claim=self.returns_views and not prepares_graphs())
+    def _admit(self, call: Call[S_]) -> None:
+        """Refuse to overwrite results of another thread that may be in use."""
+        if not call.owns_result:
+            self.thread.admit(self.name, claim=self.returns_views and not prepares_graphs())
+        elif self.thread.is_other():
+            raise RunPlain(OTHER_THREAD)
 
-    def _changed(self, call: Call[S_], steps: list[S_], error: GuardError) -> Any:
+    def _changed(self, call: Call[S_], captured: list[S_], error: GuardError) -> Any:
         """Follow ``on_input_change``: ``error`` refused the step that was used last."""
-        if self._on_change == "eager":
+        if self.on_change == "eager":
             raise RunPlain(Fallback(Reason.INPUT_CHANGED, str(error).splitlines()[0]))
-        if self._on_change != "recapture":
+        if self.on_change != "recapture":
             raise error
-        for index, step in enumerate(steps):
+        for index, step in enumerate(captured):
             try:
                 call.compare(step)
             except GuardError:
                 continue
-            steps.insert(0, steps.pop(index))
+            captured.insert(0, captured.pop(index))
             return self._replay(call, step)
-        if sum(map(len, self.steps.values())) >= self._most:
+        if sum(1 for _ in call.steps) >= self._most:
             detail = f"{self._most} steps are captured (max_captured_shapes); on_input_change"
             raise RunPlain(Fallback(Reason.TOO_MANY_SHAPES, detail))
         return self._capture(call)
 
     def _capture(self, call: Call[S_]) -> Any:
         """Capture a step that has no graph, unless a reason forbids it."""
-        why = why_never_captured(self.closed, call.descriptor) or why_not_captured_yet()
-        refusals = self.refused.get(call.key, [])
-        if why is None and len(refusals) >= _MAX_REFUSALS:
-            why = Fallback(Reason.CAPTURE_FAILED, refusals[-1])
+        call.steps.check_not_refused(call.key)
+        why = why_never_captured(self.closed, call.descriptor)
+        if why is None:
+            call.check_due()
+            why = why_not_captured_yet()
         if why is not None:
             raise RunPlain(why)
         call.check_fit()
-        self._admit()
+        self._admit(call)
         if self.debug:
             call.expire()
         try:
             step, result = call.record()
         except RunPlain as refusal:
             if refusal.why.reason is Reason.CAPTURE_FAILED:
-                self.refused.setdefault(call.key, []).append(refusal.why.detail)
+                call.steps.refuse(call.key, refusal.why.detail)
             raise
-        self.keep(call.key, step)
+        call.steps.keep(call.key, step)
         self.timeline.captured()
         return result
-
-    # -------------------------------------------------------------- what is captured
-
-    def keep(self, key: K_, step: S_) -> None:
-        """Let later calls of a key replay a step."""
-        with self.lock:
-            self.steps.setdefault(key, []).insert(0, step)
-
-    def drop(self, key: K_, step: S_) -> None:
-        """Drop one step, if it is there."""
-        with self.lock:
-            kept = self.steps.get(key, [])
-            if step in kept:
-                kept.remove(step)
-
-    def clear(self) -> None:
-        """Drop all steps, and why others could not be captured."""
-        self.steps.clear()
-        self.refused.clear()

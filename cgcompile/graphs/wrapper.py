@@ -55,8 +55,7 @@ from cgcompile.graphs.results import (
 )
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
 from cgcompile.graphs.state import ModelState, StateContract, names_read
-from cgcompile.graphs.steps import RunPlain, StepTable
-from cgcompile.graphs.threads import StepThread
+from cgcompile.graphs.steps import Call, RunPlain, Steps, StepTable
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
 from cgcompile.reasons import Counters, Fallback, Reason
@@ -65,6 +64,7 @@ from cgcompile.torch_compat import raw_memory, torch_ops
 
 log = logging.getLogger(__name__)
 
+_MAX_REFUSALS = 2  # captures of a batch; the first may meet what the first step creates
 _TOO_MANY_FIELDS = "an argument has too many fields to compare before each replay"
 
 Key = tuple[CUDAGraphMode, BatchDescriptor]
@@ -278,22 +278,20 @@ def _fallback_or_raise(error: CaptureError) -> Fallback:
     return Fallback(Reason.CAPTURE_FAILED, text)
 
 
-class _WrapperCall:
+class _WrapperCall(Call[CUDAGraphEntry]):
     """A call of a wrapper, under the mode and the descriptor of its forward context."""
 
-    __slots__ = ("_args", "_compared", "_kwargs", "_wrapper", "descriptor", "key")
-
-    key: Key
-    descriptor: BatchDescriptor
+    __slots__ = ("_args", "_compared", "_kwargs", "_wrapper")
 
     def __init__(
         self, wrapper: "CUDAGraphWrapper", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._wrapper, self._args, self._kwargs = wrapper, args, kwargs
         self._compared = args, kwargs  # passed as at the capture
+        self.steps = wrapper.captured_steps
 
-    def enter(self, context: ForwardContext | None) -> None:
-        wrapper = self._wrapper
+    def enter(self) -> None:
+        wrapper, context = self._wrapper, self.context
         why = why_not_in(context, wrapper._modes, wrapper.name)
         if why is not None:
             raise RunPlain(why)
@@ -352,7 +350,7 @@ class _WrapperCall:
             wrapper._grads.add(descriptor)
         raise RunPlain(why, *([] if captured is None else [captured.result]))
 
-    def plain(self) -> Any:
+    def plain(self, why: Fallback) -> Any:
         return self._wrapper.runnable(*self._args, **self._kwargs)
 
     def expire(self) -> None:
@@ -448,15 +446,11 @@ class CUDAGraphWrapper(Transparent):
         self._grads: set[BatchDescriptor] = set()  # their outputs require grad, in grad mode
         self._shares_pool = pool is not None
         self._pool, self._guarded = pool, guarded
-        thread = StepThread() if pool is None else pool.thread
-        steps: StepTable[Key, CUDAGraphEntry] = StepTable(
-            self.name, self.config, self.timeline, thread
-        )
-        self.step_table = steps
+        steps = self.step_table = StepTable(self.name, self.config, self.timeline, pool)
+        self.captured_steps = Steps[Key, CUDAGraphEntry](_MAX_REFUSALS)
         steps.debug = self.config.debug and guarded
         check_debug(steps.debug)
         if pool is not None:
-            steps.device = pool.where
             pool.add_user(self)
 
     # -------------------------------------------------------------- a call
@@ -654,7 +648,8 @@ class CUDAGraphWrapper(Transparent):
 
     def keep(self, entry: CUDAGraphEntry, mode: CUDAGraphMode | None = None) -> None:
         """Let later calls of the entry's descriptor replay it, in the wrapper's mode or another."""
-        self.step_table.keep((mode or self.runtime_mode, entry.batch_descriptor), entry)
+        with self.step_table.running.lock:
+            self.captured_steps.keep((mode or self.runtime_mode, entry.batch_descriptor), entry)
 
     # -------------------------------------------------------------- replay
 
@@ -724,23 +719,23 @@ class CUDAGraphWrapper(Transparent):
         Of a wrapper that serves two modes, PIECEWISE hides FULL; with ``on_input_change`` set to
         ``"recapture"`` this is the entry that was used last.
         """
-        entries = [*self.step_table.steps.items()]  # other threads may capture meanwhile
+        entries = [*self.captured_steps.captured.items()]  # other threads may capture meanwhile
         ordered = sorted(entries, key=lambda item: -self._modes.index(item[0][0]))
         return MappingProxyType({key[1]: values[0] for key, values in ordered if values})
 
     @property
     def entries(self) -> tuple[CUDAGraphEntry, ...]:
         """All entries, of whatever mode and descriptor."""
-        return tuple([entry for entries in [*self.step_table.steps.values()] for entry in entries])
+        return tuple(self.captured_steps)
 
     def entry_of(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> CUDAGraphEntry | None:
         """Return the entry of a batch in a runtime mode that was used last, or None."""
-        entries = self.step_table.steps.get((mode, batch))
+        entries = self.captured_steps.captured.get((mode, batch))
         return entries[0] if entries else None
 
     def entries_of(self, mode: CUDAGraphMode, batch: BatchDescriptor) -> list[CUDAGraphEntry]:
         """Return all entries of a batch in a runtime mode, the one used last first."""
-        return [*self.step_table.steps.get((mode, batch), ())]
+        return [*self.captured_steps.captured.get((mode, batch), ())]
 
     @property
     def pool(self) -> GraphPool | None:
@@ -780,8 +775,8 @@ class CUDAGraphWrapper(Transparent):
 
     def clear_graphs(self) -> None:
         """Drop the graphs of this wrapper. The next call of a descriptor captures again."""
-        with self.step_table.lock:
-            self.step_table.clear()
+        with self.step_table.running.lock:
+            self.captured_steps.clear()
             if self._pool is not None:
                 self._pool.generation += 1
                 if not self._shares_pool:
@@ -789,7 +784,8 @@ class CUDAGraphWrapper(Transparent):
 
     def drop(self, entry: CUDAGraphEntry) -> None:
         """Drop one entry, if it was kept: its step was not finished."""
-        self.step_table.drop((self.runtime_mode, entry.batch_descriptor), entry)
+        with self.step_table.running.lock:
+            self.captured_steps.drop((self.runtime_mode, entry.batch_descriptor), entry)
 
     def clear_all_graphs(self) -> None:
         """Drop the graphs of all wrappers that share this one's pool, and the pool's memory.

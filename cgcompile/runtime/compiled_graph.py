@@ -2,46 +2,37 @@
 
 A backend call is not a model: two instances of a class can share one, and one model can make
 several (graph breaks, a static and then a dynamic size). A compiled graph owns the split, the
-compiled pieces, the pool of its CUDA graphs and the counters. A call goes through five steps, which
-are the methods of :class:`CompiledGraph` in this order:
+compiled pieces, the pool of its CUDA graphs and the counters. A call first tries the fast path of
+the last step, which checks and replays it. Else :meth:`cgcompile.graphs.steps.StepTable.run`
+decides, in this order, and the methods of :class:`_GraphCall` are its parts:
 
-1. ``__call__``: is it the step of the last call? Then its fast path checks and replays it.
-2. ``_with_graph``: may it have a graph? Else there is a reason (gradients, mode, another capture).
-3. ``_find``: is there one, for these weights? Under the lock: one thread runs a step at a time.
-4. ``_replay``: are the inputs those of the capture? Then replay it; else an error, or a reason.
-5. ``_capture`` it, or run it without a graph (``_run_plain``), and count that.
-
-Each call replays, captures, runs plain, or raises. Steps 2 to 5 return ``(fallback, result)``: a
-reason why the call has to run plain, or None and its result.
+1. ``enter``: may it have a graph? Else there is a reason (gradients, mode, another capture).
+2. ``find``: is there one, for these weights? Under the lock: one thread runs a step at a time.
+3. ``compare``: are the inputs those of the capture? Then ``replay``; else an error, or a reason.
+4. ``check_due``, ``check_fit``: may it be captured now? Then ``record``.
+5. ``plain``: run it without a graph, for the reason that is counted.
 """
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
 
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CUDAGraphMode
-from cgcompile.context import (
-    ForwardContext,
-    callers_context,
-    current_forward_context,
-    eager_region_is_open,
-    override_forward_context,
-)
+from cgcompile.context import ForwardContext, override_forward_context
 from cgcompile.counts import count
-from cgcompile.errors import DispatchError, GuardError
-from cgcompile.graphs.capture import Attempt, after_other_captures, prepares_graphs, releasing
-from cgcompile.graphs.cuda import wait_for_inputs
+from cgcompile.descriptor import BatchDescriptor
+from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.device import any_capture, capture_device
-from cgcompile.graphs.eligibility import GRADIENTS, IN_REGION, INSIDE_CAPTURE
+from cgcompile.graphs.eligibility import GRADIENTS, INSIDE_CAPTURE
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import check_debug
+from cgcompile.graphs.steps import Call, RunPlain, StepTable
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.split import SplitGraph
@@ -49,7 +40,7 @@ from cgcompile.pieces.cache import Compilation
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.size_ranges import artifacts_text
 from cgcompile.pieces.stitch import Step
-from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
+from cgcompile.reasons import Counters, Fallback, Reason
 from cgcompile.runtime.dispatch import Dispatch
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths, GraphFastPath
 from cgcompile.runtime.inputs import BoundTensors, Overlaps, Roles, why_never
@@ -72,10 +63,6 @@ ReplayOverride = Callable[[Program, Recording, Sequence[Any], int | None], Any]
 """Runs a recorded step in place of its replay: (program, recording, inputs, real rows) -> result.
 
 It leaves what one execution of the step leaves, and returns what that returns."""
-
-OTHER_THREAD = Fallback(
-    Reason.OTHER_THREAD, "results of steps under a forward context in another thread may be in use"
-)
 
 _MOST_NAMED = 4  # inputs whose shapes name a step in messages
 _MOST_DROPPED = 8  # recordings of one step; after these a moved input runs plain
@@ -139,10 +126,14 @@ class CompiledGraph:
             if split.differentiable and isinstance(value.meta, torch.Tensor)
         )
         self._roles = {mode: Roles.of(split, mode) for mode in (FULL, PIECEWISE)}
-        self._dispatch = Dispatch(split, config, self._roles, self.timeline)
         device = capture_device(split.device, config.capture_device)
         self._never = why_never(split, config.cudagraph_mode, device is not None)
         self.pool = None if device is None else GraphPool(device)  # the memory of its graphs
+        steps = self._step_table = StepTable("the compiled step", config, self.timeline, self.pool)
+        steps.running = self.fast_paths
+        if steps.on_change == "recapture":
+            steps.on_change = "raise"  # the keys of steps have the addresses of inputs
+        self._dispatch = Dispatch(split, config, self._roles, steps)
         if self.pool is None:
             return
         check_debug(config.debug)
@@ -187,38 +178,10 @@ class CompiledGraph:
             if result is not NOT_SERVED:
                 return result
         try:
-            context = callers_context()
-            in_region = context is None and eager_region_is_open()
-            if in_region:
-                context = current_forward_context()
-            if context is not None and context.inputs_ready is not None:
-                wait_for_inputs(context.inputs_ready, self.split.device)
-            fallback: Fallback | None = IN_REGION
-            if not in_region:
-                fallback, result = self._with_graph(context, inputs + self._frozen.held)
-            if fallback is not None:
-                inputs += self._frozen.for_plain_run
-                result = self._run_plain(fallback, context, inputs)
+            return self._step_table.run(_GraphCall(self, inputs))
         except BaseException as error:
             self._step.add_note(error)
-            self.timeline.failed(error)
             raise
-        return result
-
-    def _with_graph(self, context: ForwardContext | None, inputs: tuple[Any, ...]) -> Attempt:
-        """Refuse what may not have a graph; run the rest, again while another thread captures."""
-        why = self.why_without(inputs)
-        if why is not None:
-            if why is INSIDE_CAPTURE or (why is self._never and any_capture()):
-                self._refuse_replaced()
-            return why, None
-        self.fast_paths.refuse_inside()
-        mode = self._dispatch.mode_for(context)
-        if isinstance(mode, Fallback):
-            return mode, None
-        return after_other_captures(
-            self._find(mode, context, inputs), self._find, mode, context, inputs
-        )
 
     def _refuse_replaced(self) -> None:
         """Raise where another graph would record weights that the model no longer has."""
@@ -226,219 +189,7 @@ class CompiledGraph:
         if traces is not None:
             traces.refuse_replaced(self)
 
-    def _find(
-        self, mode: CUDAGraphMode, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> Attempt:
-        """Find the recording of the step, for the weights of this call; replay or capture it."""
-        paths = self.fast_paths
-        with paths.lock:
-            paths.owner = get_ident()
-            try:
-                key = self._dispatch.key(mode, context, inputs)
-                mutated = self._dispatch.mutated if context is None else ()
-                name, weight_set = self._weight_sets.find(inputs, mutated)
-                if weight_set is None:
-                    weight_set = self._weight_sets.add(name, inputs)
-                recording = weight_set.recordings.get(key)
-                if isinstance(recording, Fallback):
-                    return recording, None
-                if recording is not None and recording.void:  # its graphs have been cleared
-                    del weight_set.recordings[key]
-                    paths.drop()
-                elif recording is not None:
-                    if not recording.from_other_weights or not recording.chain_moved(inputs):
-                        return self._replay(weight_set, recording, context, inputs)
-                    fallback = self._drop_moved(weight_set, key, recording, inputs)
-                    if fallback is not None:
-                        return fallback, None
-                return self._capture_if_due(weight_set, key, mode, context, inputs)
-            finally:
-                paths.owner = 0
-
-    def _replay(
-        self,
-        weight_set: WeightSet,
-        recording: Recording,
-        context: ForwardContext | None,
-        inputs: tuple[Any, ...],
-    ) -> Attempt:
-        """Compare the inputs with those of the capture, replay the step, and count it."""
-        real, policy = None, self._config.on_input_change
-        try:
-            if context is None:  # inputs are part of the key, or copied
-                recording.sequence.check_held()
-            else:
-                real = context.num_unpadded_tokens
-                recording.check(inputs)
-        except GuardError as error:
-            if policy != "eager":
-                raise
-            return Fallback(Reason.INPUT_CHANGED, str(error).splitlines()[0]), None
-        fallback = recording.why_not_copied(inputs) or self._why_other_thread(context)
-        if fallback is not None:
-            return fallback, None
-        if self._replay_override is not None:
-            result = self._replay_override(self._program, recording, inputs, real)
-            self.timeline.replayed()
-            return None, result
-        result = recording.replay(inputs, real)
-        simple = policy == "raise" and not recording.from_other_weights and not self._config.debug
-        if (
-            simple
-            and context is not None
-            and recording.batch.mode is context.cudagraph_runtime_mode
-        ):
-            self.fast_paths.graph = self._fast_path(weight_set, recording, inputs)
-        self.timeline.replayed()
-        return None, result
-
-    def _capture_if_due(
-        self,
-        weight_set: WeightSet,
-        key: Hashable,
-        mode: CUDAGraphMode,
-        context: ForwardContext | None,
-        inputs: tuple[Any, ...],
-    ) -> Attempt:
-        """Capture a step that is not recorded, or return why this call does not."""
-        batch = self._dispatch.batch(mode, context, inputs)
-        fallback = self._dispatch.why_not_now(self._weight_sets, weight_set, key, batch, inputs)
-        if fallback is not None:
-            if fallback.reason is Reason.CAPTURE_FORBIDDEN:
-                fallback = self._naming_setting(fallback, weight_set, batch)
-                fallback = self._naming_grad_mode(fallback, weight_set, key)
-            return fallback, None
-        fallback = self._why_other_thread(context)
-        if fallback is not None:
-            return fallback, None
-        if context is not None:
-            self._dispatch.check_rows(batch.descriptor, inputs)
-        if not weight_set.captured:
-            mutated = self._dispatch.mutated if context is None else ()
-            self._weight_sets.hold(weight_set, inputs, mutated)
-        return self._capture(weight_set, key, batch, inputs)
-
-    def _why_other_thread(self, context: ForwardContext | None) -> Fallback | None:
-        """Raise, or return a reason, where results of another thread would be overwritten."""
-        assert self.pool is not None
-        thread = self.pool.thread
-        if thread.ident == self.fast_paths.owner:
-            return None
-        if context is not None:
-            thread.admit("the compiled step", claim=not prepares_graphs())
-            return None
-        return OTHER_THREAD if thread.is_other() else None
-
-    def _naming_setting(
-        self, fallback: Fallback, weight_set: WeightSet, batch: BatchKey
-    ) -> Fallback:
-        """Add to a fallback the setting of torch under which the step has a graph."""
-        now = torch_settings.kernel_settings()
-        for recording in weight_set.recorded:
-            if recording.batch == batch and recording.settings != now:
-                name, before, after = torch_settings.changed_setting(recording.settings, now)
-                detail = f"{fallback.detail}; it has one where {name} is {before}, now {after}"
-                return fallback._replace(detail=detail)
-        return fallback
-
-    def _naming_grad_mode(
-        self, fallback: Fallback, weight_set: WeightSet, key: Hashable
-    ) -> Fallback:
-        """Add to a fallback the other grad mode, and so the other trace, that has the graph."""
-        here = raw_memory.grad_mode_name()
-        for other in [graph for ref, _ in self.of_handle if (graph := ref()) is not None]:
-            if other._grad_mode in ("", here) or other._named != self._named:
-                continue
-            same = (s for s in other.weight_sets if s.weights == weight_set.weights)
-            if any(isinstance(s.recordings.get(key), Recording) for s in same):
-                detail = f"it has one in {other._grad_mode}, and this call is in {here}"
-                return fallback._replace(detail=f"{fallback.detail}; {detail}")
-        return fallback
-
-    def _capture(
-        self, weight_set: WeightSet, key: Hashable, batch: BatchKey, inputs: tuple[Any, ...]
-    ) -> Attempt:
-        """Run and record a step; where a FULL graph is refused, as a PIECEWISE one."""
-        if self.before_capture is not None:
-            self.before_capture()
-            self.before_capture = None
-        sets, program = self._weight_sets, self._program
-        sets.release_dropped()
-        owner = sets.owner(weight_set, batch.own_context)
-        program.pool.follow_stream()  # a recording copies inputs into shared blocks
-        roles = self._roles[batch.mode]
-        recording = Recording(program, roles, batch, inputs, weight_set.starts, owner)
-        keeps = partial(sets.keeps, weight_set)
-        is_plain_result = partial(sets.is_plain_result, weight_set)
-        fallback = (
-            self._overlaps.why(inputs)
-            or recording.why_not_copied(inputs)
-            or recording.why_not_bound(inputs, keeps, is_plain_result)
-        )
-        if fallback is not None:
-            return fallback, None
-        if self._config.debug:
-            recording.expire(inputs)
-        wrappers, full = weight_set.wrappers, weight_set.full
-        fallback, ran, result = record(program, wrappers, full, recording, inputs)
-        if fallback is None:
-            weight_set.recordings[key] = recording
-            self._grad_mode = raw_memory.grad_mode_name()
-            self.timeline.captured()
-            return None, result
-        if fallback.reason is Reason.CAPTURE_FAILED:
-            if batch.mode is FULL and self._dispatch.has_pieces:
-                return self._capture_pieces(fallback, weight_set, key, batch, inputs)
-            weight_set.recordings[key] = fallback
-        if not ran:
-            return fallback, None
-        self.timeline.plain(fallback, self._shapes(inputs) if batch.own_context else "")
-        return None, result
-
-    def _capture_pieces(
-        self,
-        fallback: Fallback,
-        weight_set: WeightSet,
-        key: Hashable,
-        batch: BatchKey,
-        inputs: tuple[Any, ...],
-    ) -> Attempt:
-        """Capture the pieces of a step whose FULL capture failed before anything ran."""
-        self.timeline.degraded(fallback)
-        if batch.own_context:
-            mutated = self._dispatch.mutated
-            self._dispatch.use(PIECEWISE)
-            if self._dispatch.mutated != mutated:
-                return fallback, None  # another weight set; its first call is still to come
-            key = self._dispatch.key(PIECEWISE, None, inputs)
-        return self._capture(weight_set, key, replace(batch, mode=PIECEWISE), inputs)
-
-    def _run_plain(
-        self, fallback: Fallback, context: ForwardContext | None, inputs: tuple[Any, ...]
-    ) -> Any:
-        """Run the step without a graph, and count why."""
-        if fallback.reason is Reason.EAGER_REGION and self._needs_grad(inputs):
-            fallback = GRADIENTS
-        overlap = self._overlaps.why(inputs)
-        fallback = overlap or fallback
-        reason = fallback.reason
-        if self._config.strict and reason not in EXPECTED:
-            raise DispatchError.strict(what="the compiled step", why=fallback)
-        run = self._run_compared if reason is Reason.WARMING else self._run
-        if overlap is not None or reason in (Reason.GRADIENTS, Reason.EAGER_REGION):
-            run = self._run_differentiable
-        elif context is not None and reason is not Reason.INSIDE_CAPTURE:
-            run = self._zeroing_rows(run, context, inputs)
-        if context is None and reason is not Reason.INSIDE_CAPTURE:
-            with override_forward_context(ForwardContext.synthetic(NONE, None)):
-                result = run(*inputs)
-            self._dispatch.growth.remember(result)
-        else:
-            result = run(*inputs)
-        self.timeline.plain(fallback, self._shapes(inputs) if context is None else "")
-        if context is not None and self.pool is not None:
-            self._weight_sets.ran_plain(inputs, result)
-        return self._frozen.restore(result)
+    # -------------------------------------------------------------- what a call uses
 
     def _zeroing_rows(
         self, run: Callable[..., Any], context: ForwardContext, inputs: tuple[Any, ...]
@@ -466,12 +217,9 @@ class CompiledGraph:
         with override_forward_context(ForwardContext.synthetic(NONE, None)):
             return self._run(*inputs)
 
-    # -------------------------------------------------------------- what a call uses
-
-    @property
-    def strict(self) -> bool:
-        """Whether a step without a graph is an error."""
-        return self._config.strict
+    def degrade(self, why: Fallback, what: str) -> None:
+        """Count a call that takes a lesser mode than was requested; with ``strict`` raise."""
+        self._step_table.degrade(why, what)
 
     def why_without(self, inputs: tuple[Any, ...]) -> Fallback | None:
         """Return why no step of these inputs has a graph now, or None: gradients, mode, capture."""
@@ -491,21 +239,6 @@ class CompiledGraph:
         needed = any(inputs[position].requires_grad for position in self._may_require_grad)
         needed = needed or any(constant.requires_grad for constant in self._constants)
         return needed or torch_ops.has_tangent(inputs)
-
-    def _drop_moved(
-        self, weight_set: WeightSet, key: Hashable, recording: Recording, inputs: tuple[Any, ...]
-    ) -> Fallback | None:
-        """Drop a step whose input, a result of other weights, moved; else return the fallback."""
-        path = recording.path(recording.from_other_weights[0][0])
-        if not recording.reads_results(inputs):
-            detail = f"{path} was a result of other weights at capture, and is not now"
-            return Fallback(Reason.INPUT_CHANGED, detail)
-        if weight_set.dropped[key] >= _MOST_DROPPED:
-            detail = f"{path} was captured at {_MOST_DROPPED} addresses, and has moved again"
-            return Fallback(Reason.INPUT_CHANGED, detail)
-        self._weight_sets.drop_recording(weight_set, key)
-        self.fast_paths.drop()
-        return None
 
     def _fast_path(
         self, weight_set: WeightSet, recording: Recording, inputs: tuple[Any, ...]
@@ -551,7 +284,7 @@ class CompiledGraph:
 
     def close_capture(self) -> None:
         """Forbid captures: a step without a graph runs plain, or raises if ``strict``."""
-        self._dispatch.closed = True
+        self._step_table.closed = True
 
     def override_replay(self, override: ReplayOverride | None) -> None:
         """Let ``override`` run each recorded step in place of its replay; None ends that."""
@@ -568,7 +301,7 @@ class CompiledGraph:
     def release(self) -> None:
         """Free all graphs and their memory. Later calls warm up and capture again."""
         self._release()
-        self._dispatch.closed = False
+        self._step_table.closed = False
 
     def _release(self) -> None:
         self.fast_paths.refuse_inside()
@@ -579,3 +312,200 @@ class CompiledGraph:
                 self._weight_sets.release()
                 self._dispatch.use(self._dispatch.initial_mode)
                 self.pool.release()
+
+
+class _GraphCall(Call[Recording]):
+    """A call of a compiled graph; without a forward context its sizes make a descriptor."""
+
+    __slots__ = ("_graph", "_inputs", "_mode", "_overlap", "_passed", "_weight_set")
+
+    def __init__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> None:
+        self._graph, self._passed = graph, inputs
+        self._inputs = inputs + graph._frozen.held
+
+    @property
+    def owns_result(self) -> bool:  # type: ignore[override]
+        return self.context is None
+
+    def enter(self) -> None:
+        graph = self._graph
+        why = graph.why_without(self._inputs)
+        if why is not None:
+            if why is INSIDE_CAPTURE or (why is graph._never and any_capture()):
+                graph._refuse_replaced()
+            raise RunPlain(why)
+        graph.fast_paths.refuse_inside()
+        self._mode = graph._dispatch.mode_for(self.context)
+
+    def find(self) -> None:
+        graph, context, inputs = self._graph, self.context, self._inputs
+        key = self.key = graph._dispatch.key(self._mode, context, inputs)
+        mutated = graph._dispatch.mutated if context is None else ()
+        name, weight_set = graph._weight_sets.find(inputs, mutated)
+        if weight_set is None:
+            weight_set = graph._weight_sets.add(name, inputs)
+        self._weight_set, self.steps = weight_set, weight_set.steps
+        for recording in weight_set.steps.captured.get(key, ()):
+            if recording.void:  # its graphs have been cleared
+                del weight_set.steps.captured[key]
+                graph.fast_paths.drop()
+            elif recording.from_other_weights and recording.chain_moved(inputs):
+                self._drop_moved(recording)
+
+    def _drop_moved(self, recording: Recording) -> None:
+        """Drop a step whose input, a result of other weights, moved, unless it moves too often."""
+        graph, weight_set, key = self._graph, self._weight_set, self.key
+        path = recording.path(recording.from_other_weights[0][0])
+        if not recording.reads_results(self._inputs):
+            detail = f"{path} was a result of other weights at capture, and is not now"
+            raise RunPlain(Fallback(Reason.INPUT_CHANGED, detail))
+        if weight_set.dropped[key] >= _MOST_DROPPED:
+            detail = f"{path} was captured at {_MOST_DROPPED} addresses, and has moved again"
+            raise RunPlain(Fallback(Reason.INPUT_CHANGED, detail))
+        graph._weight_sets.drop_recording(weight_set, key)
+        graph.fast_paths.drop()
+
+    def compare(self, step: Recording) -> None:
+        if self.context is None:  # inputs are part of the key, or copied
+            step.sequence.check_held()
+        else:
+            step.check(self._inputs)
+        step.check_copies(self._inputs)
+
+    def replay(self, step: Recording) -> Any:
+        graph, context, inputs = self._graph, self.context, self._inputs
+        real = None if context is None else context.num_unpadded_tokens
+        if graph._replay_override is not None:
+            return graph._replay_override(graph._program, step, inputs, real)
+        result = step.replay(inputs, real)
+        config = graph._config
+        simple = config.on_input_change == "raise" and not step.from_other_weights
+        if (
+            simple
+            and not config.debug
+            and context is not None
+            and step.batch.mode is context.cudagraph_runtime_mode
+        ):
+            graph.fast_paths.graph = graph._fast_path(self._weight_set, step, inputs)
+        return result
+
+    # -------------------------------------------------------------- capture
+
+    @property
+    def batch(self) -> BatchKey:
+        """The batch of the step; without a context, from its concrete sizes."""
+        return self._graph._dispatch.batch(self._mode, self.context, self._inputs)
+
+    @property
+    def descriptor(self) -> BatchDescriptor:  # type: ignore[override]
+        return self.batch.descriptor
+
+    def check_due(self) -> None:
+        graph = self._graph
+        more = self.key, self.batch, self._inputs
+        graph._dispatch.check_due(graph._weight_sets, self._weight_set, *more)
+
+    def check_fit(self) -> None:
+        if self.context is not None:
+            self._graph._dispatch.check_rows(self.descriptor, self._inputs)
+
+    def record(self) -> tuple[Recording, Any]:
+        """Run and record the step; where a FULL graph is refused, as a PIECEWISE one."""
+        graph, weight_set, batch = self._graph, self._weight_set, self.batch
+        mutated = graph._dispatch.mutated if self.context is None else ()
+        if not weight_set.captured:
+            graph._weight_sets.hold(weight_set, self._inputs, mutated)
+        try:
+            return self._record(batch)
+        except RunPlain as refusal:
+            why = refusal.why
+            if why.reason is not Reason.CAPTURE_FAILED or batch.mode is not FULL:
+                raise
+            if not graph._dispatch.has_pieces:
+                raise
+        graph.timeline.degraded(why)
+        if batch.own_context:
+            graph._dispatch.use(PIECEWISE)
+            if graph._dispatch.mutated != mutated:
+                raise RunPlain(why)  # another weight set; its first call is still to come
+            self.key = graph._dispatch.key(PIECEWISE, None, self._inputs)
+        return self._record(replace(batch, mode=PIECEWISE))
+
+    def _record(self, batch: BatchKey) -> tuple[Recording, Any]:
+        graph, weight_set, inputs = self._graph, self._weight_set, self._inputs
+        if graph.before_capture is not None:
+            graph.before_capture()
+            graph.before_capture = None
+        sets, program = graph._weight_sets, graph._program
+        sets.release_dropped()
+        owner = sets.owner(weight_set, batch.own_context)
+        program.pool.follow_stream()  # a recording copies inputs into shared blocks
+        roles = graph._roles[batch.mode]
+        recording = Recording(program, roles, batch, inputs, weight_set.starts, owner)
+        overlap = graph._overlaps.why(inputs)
+        if overlap is not None:
+            raise RunPlain(overlap)
+        recording.check_copies(inputs)
+        recording.check_bound(
+            inputs, partial(sets.keeps, weight_set), partial(sets.is_plain_result, weight_set)
+        )
+        if graph._config.debug:
+            recording.expire(inputs)
+        result = record(program, weight_set.wrappers, weight_set.full, recording, inputs)
+        graph._grad_mode = raw_memory.grad_mode_name()
+        return recording, result
+
+    # -------------------------------------------------------------- without a graph
+
+    def explain(self, why: Fallback) -> Fallback:
+        graph = self._graph
+        if why.reason is Reason.CAPTURE_FORBIDDEN:
+            why = self._naming_grad_mode(self._naming_setting(why))
+        inputs = self._passed + graph._frozen.for_plain_run
+        if why.reason is Reason.EAGER_REGION and graph._needs_grad(inputs):
+            why = GRADIENTS
+        self._overlap = graph._overlaps.why(inputs)
+        return self._overlap or why
+
+    def _naming_setting(self, why: Fallback) -> Fallback:
+        """Add to a fallback the setting of torch under which the step has a graph."""
+        now, batch = torch_settings.kernel_settings(), self.batch
+        for recording in self._weight_set.recorded:
+            if recording.batch == batch and recording.settings != now:
+                name, before, after = torch_settings.changed_setting(recording.settings, now)
+                detail = f"{why.detail}; it has one where {name} is {before}, now {after}"
+                return why._replace(detail=detail)
+        return why
+
+    def _naming_grad_mode(self, why: Fallback) -> Fallback:
+        """Add to a fallback the other grad mode, and so the other trace, that has the graph."""
+        here, graph = raw_memory.grad_mode_name(), self._graph
+        for other in [known for ref, _ in graph.of_handle if (known := ref()) is not None]:
+            if other._grad_mode in ("", here) or other._named != graph._named:
+                continue
+            same = (s for s in other.weight_sets if s.weights == self._weight_set.weights)
+            if any(s.steps.captured.get(self.key) for s in same):
+                detail = f"it has one in {other._grad_mode}, and this call is in {here}"
+                return why._replace(detail=f"{why.detail}; {detail}")
+        return why
+
+    def plain(self, why: Fallback) -> Any:
+        graph, context, reason = self._graph, self.context, why.reason
+        inputs = self._passed + graph._frozen.for_plain_run
+        run = graph._run_compared if reason is Reason.WARMING else graph._run
+        if self._overlap is not None or reason in (Reason.GRADIENTS, Reason.EAGER_REGION):
+            run = graph._run_differentiable
+        elif context is not None and reason is not Reason.INSIDE_CAPTURE:
+            run = graph._zeroing_rows(run, context, inputs)
+        if context is None and reason is not Reason.INSIDE_CAPTURE:
+            with override_forward_context(ForwardContext.synthetic(NONE, None)):
+                result = run(*inputs)
+            graph._dispatch.growth.remember(result)
+        else:
+            result = run(*inputs)
+        if context is not None and graph.pool is not None:
+            graph._weight_sets.ran_plain(inputs, result)
+        return graph._frozen.restore(result)
+
+    def label(self) -> dict[str, Sequence[int]] | str:
+        return self._graph._shapes(self._passed) if self.context is None else ""

@@ -2,7 +2,8 @@
 
 It decides mode, key and eligibility of a call before it runs; guards are checked later. Without a
 forward context, a step gets a synthetic batch descriptor from its concrete sizes; the number of
-such shapes is bounded. The rule: a refusal is a :class:`~cgcompile.reasons.Fallback`.
+such shapes is bounded. The rule: a refusal is a
+:class:`~cgcompile.graphs.steps.RunPlain`.
 """
 
 import logging
@@ -19,8 +20,9 @@ from cgcompile.context import BatchDescriptor, ForwardContext
 from cgcompile.descriptor import allows_full
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.arena import takes_any_layout
-from cgcompile.graphs.eligibility import why_never_captured, why_not_captured_yet, why_not_in
-from cgcompile.graphs.timeline import Timeline
+from cgcompile.graphs.capture import capture_postponed
+from cgcompile.graphs.eligibility import why_not_in
+from cgcompile.graphs.steps import RunPlain, StepTable
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import VARYING, Fallback, Reason, varying_number
@@ -73,8 +75,8 @@ class GrowingState:
         if self._grows:
             self._last = [(position, result[item].shape) for position, item in self._grows]
 
-    def why_not(self, inputs: Sequence[Any]) -> Fallback | None:
-        """Return why a step should not be captured: the last result came back."""
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Raise RunPlain where the last result came back as an input."""
         for position, shape in self._last:
             if inputs[position].shape == shape:
                 value = self._inputs[position]
@@ -83,8 +85,7 @@ class GrowingState:
                     "each. Keep it in a buffer of fixed size that the model writes in place: in "
                     "transformers a StaticCache (cache_implementation='static'), not a DynamicCache"
                 )
-                return Fallback(Reason.GROWING_STATE, detail)
-        return None
+                raise RunPlain(Fallback(Reason.GROWING_STATE, detail))
 
 
 def _is_longer(split: SplitGraph, before: torch.Tensor, after: object) -> bool:
@@ -122,14 +123,13 @@ class Dispatch:
         split: SplitGraph,
         config: CompilationConfig,
         roles: Mapping[CUDAGraphMode, Roles],
-        timeline: Timeline,
+        steps: StepTable,
     ) -> None:
         wanted = config.cudagraph_mode
         assert wanted is not None
-        self.closed = False  # whether captures have ended
         self.growth = GrowingState(split)
         self._settings: tuple[Any, ...] | None = None  # torch settings of the first step
-        self._config, self._roles, self._timeline = config, roles, timeline
+        self._config, self._roles, self._steps = config, roles, steps
         self._inputs = split.inputs
         self._support = full_support(split)
         self._served = (wanted.decode_mode(), wanted.mixed_mode())
@@ -160,23 +160,23 @@ class Dispatch:
 
     # -------------------------------------------------------------- the mode and the key
 
-    def mode_for(self, context: ForwardContext | None) -> CUDAGraphMode | Fallback:
-        """Return the mode of a step, or why it has none."""
+    def mode_for(self, context: ForwardContext | None) -> CUDAGraphMode:
+        """Return the mode of a step; raise RunPlain where it has none."""
         if context is None:
             return self.mode
         mode = context.cudagraph_runtime_mode
         if mode is NONE or mode not in self._served or context.batch_descriptor is None:
             fallback = why_not_in(context, self._served, "the compiled model")
             assert fallback is not None
-            return fallback
+            raise RunPlain(fallback)
         if mode is FULL and not allows_full(self._support, context.batch_descriptor):
             detail = (
                 f"a boundary supports {self._support.name} only, not {context.batch_descriptor}"
             )
             fallback = Fallback(Reason.ATTENTION_SUPPORT, detail)
-            if self._config.strict or PIECEWISE not in self._served:
-                return fallback
-            self._timeline.degraded(fallback)
+            if PIECEWISE not in self._served:
+                raise RunPlain(fallback)
+            self._steps.degrade(fallback)
             return PIECEWISE
         return mode
 
@@ -239,90 +239,76 @@ class Dispatch:
 
     # -------------------------------------------------------------- may a step be captured
 
-    def why_not_now(
+    def check_due(
         self,
         sets: WeightSets,
         weight_set: WeightSet,
         key: Hashable,
         batch: BatchKey,
         inputs: tuple[Any, ...],
-    ) -> Fallback | None:
-        """Return why a step that is not recorded is not captured by this call."""
-        fallback = (
-            why_never_captured(self.closed, batch.descriptor)
-            or (self._why_not_auto(weight_set, inputs) if batch.own_context else None)
-            or self._why_over_limits(sets, weight_set, batch)
-        )
-        if fallback is not None:
-            return fallback
+    ) -> None:
+        """Raise RunPlain where a step exceeds the limits, or is not warm; count its warm-up."""
+        if batch.own_context:
+            self._check_shape(weight_set, inputs)
+        self._check_limits(sets, weight_set, batch)
         warmed = weight_set.count_warming(key)
-        warming = None
-        if warmed < max(self._config.num_warmups, weight_set.unsettled):
-            detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
-            detail += self._what_is_new(weight_set, batch) if warmed == 0 else ""
-            warming = (
-                self._why_moving(sets, weight_set)
-                or self._why_varying(weight_set, batch)
-                or (self._why_too_many_seen(weight_set) if batch.own_context else None)
-                or Fallback(Reason.WARMING, detail)
-            )
-        return why_not_captured_yet(warming)
+        if warmed >= max(self._config.num_warmups, weight_set.unsettled) or capture_postponed():
+            return
+        self._check_settling(sets, weight_set, batch)
+        detail = f"call {warmed + 1} of {self._config.num_warmups} before a capture"
+        detail += self._what_is_new(weight_set, batch) if warmed == 0 else ""
+        raise RunPlain(Fallback(Reason.WARMING, detail))
 
-    def _why_not_auto(self, weight_set: WeightSet, inputs: tuple[Any, ...]) -> Fallback | None:
-        """Return why a shape without a context is never captured."""
+    def _check_shape(self, weight_set: WeightSet, inputs: tuple[Any, ...]) -> None:
+        """Raise RunPlain where a shape without a context is never captured."""
         if self.mode is NONE:
             detail = f"a boundary supports {self._support.name} only, and no piece may be captured"
-            return Fallback(Reason.ATTENTION_SUPPORT, detail)
+            raise RunPlain(Fallback(Reason.ATTENTION_SUPPORT, detail))
         sizes = self._config.cudagraph_capture_sizes
         if sizes is not None and self._rows is not None and inputs[self._rows] not in sizes:
             detail = f"{inputs[self._rows]} is not in cudagraph_capture_sizes"
-            return Fallback(Reason.UNLISTED_SIZE, detail)
-        growing = self.growth.why_not(inputs)
-        if growing is None and weight_set.captured >= self._config.max_captured_shapes:
+            raise RunPlain(Fallback(Reason.UNLISTED_SIZE, detail))
+        self.growth.check(inputs)
+        if weight_set.captured >= self._config.max_captured_shapes:
             detail = (
                 f"{weight_set.captured} shapes are captured (max_captured_shapes). Pad to fewer "
                 "shapes, or keep what grows in a buffer of fixed size"
             )
-            return Fallback(Reason.TOO_MANY_SHAPES, detail)
-        return growing
+            raise RunPlain(Fallback(Reason.TOO_MANY_SHAPES, detail))
 
-    def _why_over_limits(
-        self, sets: WeightSets, weight_set: WeightSet, batch: BatchKey
-    ) -> Fallback | None:
-        """Return why one more recorded step is too many."""
+    def _check_limits(self, sets: WeightSets, weight_set: WeightSet, batch: BatchKey) -> None:
+        """Raise RunPlain where one more recorded step is too many."""
         limit = self._config.max_captured_shapes
         recaptures = not batch.own_context and self._config.on_input_change == "recapture"
         if recaptures and weight_set.captured >= limit:
             detail = f"{limit} steps are captured (max_captured_shapes); on_input_change"
-            return Fallback(Reason.TOO_MANY_SHAPES, detail)
+            raise RunPlain(Fallback(Reason.TOO_MANY_SHAPES, detail))
         limit = self._config.max_weight_sets
         if not weight_set.captured and sets.captured >= limit:
             detail = f"{limit} sets of weights or written inputs have graphs (max_weight_sets)"
-            return Fallback(Reason.TOO_MANY_WEIGHT_SETS, detail)
-        return None
+            raise RunPlain(Fallback(Reason.TOO_MANY_WEIGHT_SETS, detail))
 
-    def _why_too_many_seen(self, weight_set: WeightSet) -> Fallback | None:
-        """Return why warming does not end: shapes do not repeat."""
-        once = len(weight_set.seen) - weight_set.captured
-        if once <= 2 * self._config.max_captured_shapes:
-            return None
-        detail = (
-            f"{once} shapes were seen once: a number changes at every call, or sizes never repeat"
-        )
-        return Fallback(Reason.TOO_MANY_SHAPES, detail)
-
-    def _why_moving(self, sets: WeightSets, weight_set: WeightSet) -> Fallback | None:
-        """Return why warming does not end: weights or mutated inputs do not last."""
+    def _check_settling(self, sets: WeightSets, weight_set: WeightSet, batch: BatchKey) -> None:
+        """Raise RunPlain where warming does not end: weights, inputs or shapes do not last."""
         if weight_set.moved_in_a_row >= MOVED:
             detail = self._moving(sets, "has other memory")
             detail += f" ({weight_set.moved_in_a_row} calls in a row)"
-            return Fallback(Reason.TOO_MANY_WEIGHT_SETS, detail)
+            raise RunPlain(Fallback(Reason.TOO_MANY_WEIGHT_SETS, detail))
         idle = sets.idle
         if idle > max(_MOVING, self._config.max_weight_sets):
             detail = f"{idle} sets of weights or written inputs were seen once: "
             detail += self._moving(sets, "is a new tensor")
-            return Fallback(Reason.TOO_MANY_WEIGHT_SETS, detail)
-        return None
+            raise RunPlain(Fallback(Reason.TOO_MANY_WEIGHT_SETS, detail))
+        varying = self._why_varying(weight_set, batch)
+        if varying is not None:
+            raise RunPlain(varying)
+        once = len(weight_set.seen) - weight_set.captured
+        if batch.own_context and once > 2 * self._config.max_captured_shapes:
+            detail = (
+                f"{once} shapes were seen once: a number changes at every call, or sizes never "
+                "repeat"
+            )
+            raise RunPlain(Fallback(Reason.TOO_MANY_SHAPES, detail))
 
     def _moving(self, sets: WeightSets, how: str) -> str:
         """Describe the difference from the call before, and what to do."""

@@ -43,8 +43,9 @@ from cgcompile.graphs.contract import same_value
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import REPLAY_OF_ONE
+from cgcompile.graphs.steps import StepLock
 from cgcompile.graphs.timeline import Timeline
-from cgcompile.locks import new_lock, owns_lock
+from cgcompile.locks import owns_lock
 from cgcompile.runtime.recording import Recording
 from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings
 
@@ -70,7 +71,7 @@ class ArgumentChecks(NamedTuple):
     elsewhere: Iterable[torch.Tensor]  # tensors that the trace reads, and that no argument was
 
 
-class FastPaths:
+class FastPaths(StepLock):
     """The fast paths of one compiled graph, and the lock under which its steps run."""
 
     __slots__ = (
@@ -80,14 +81,11 @@ class FastPaths:
         "calls",
         "epoch",
         "graph",
-        "lock",
-        "owner",
         "timeline",
     )
 
     def __init__(self, timeline: Timeline | None = None) -> None:
-        self.lock = new_lock()  # of buffers, weight sets and graphs: one thread runs a step
-        self.owner = 0  # the thread that runs a step
+        super().__init__()
         self.epoch = object()  # replaced as soon as no fast path made before may run
         self.graph: GraphFastPath | None = None  # of the last step; set under the lock
         self.by_recording: dict[Recording, GraphFastPath] = {}  # slow to make

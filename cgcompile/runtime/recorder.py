@@ -19,7 +19,7 @@ import torch
 
 from cgcompile.config import CUDAGraphMode
 from cgcompile.context import callers_context
-from cgcompile.errors import CaptureBusyError, DispatchError, PieceCompileError
+from cgcompile.errors import CaptureBusyError, PieceCompileError
 from cgcompile.graphs.arena import Block, ScalarCopy, address, rows_apart
 from cgcompile.graphs.bridges import Bridges, Place, crossings
 from cgcompile.graphs.capture import SameStorages
@@ -31,6 +31,7 @@ from cgcompile.graphs.sequence import (
     Segment,
     Slot,
 )
+from cgcompile.graphs.steps import RunPlain, refuse_strict
 from cgcompile.graphs.wrapper import Captured, CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.split import Piece, returned_names
@@ -56,19 +57,21 @@ def record(
     full: CUDAGraphWrapper,
     recording: Recording,
     inputs: Sequence[Any],
-) -> Outcome:
-    """Run one step and record it: by ``full``, or by the ``wrappers`` of its pieces."""
+) -> Any:
+    """Run one step, record it by ``full`` or the wrappers of its pieces, and return its result."""
     mode, batch = recording.batch.mode, recording.batch.display
     capturing = program.timeline.record_capture(
         program.pool, full.name, mode, batch, recording.reserved
     )
     with capturing as ended:
         if mode is CUDAGraphMode.FULL:
-            outcome = _record_full(program, full, recording, inputs)
+            why, ran, result = _record_full(program, full, recording, inputs)
         else:
-            outcome = _Recorder(program, wrappers, recording, inputs).run()
-        ended(recording.sequence if outcome[0] is None else str(outcome[0]))
-    return outcome
+            why, ran, result = _Recorder(program, wrappers, recording, inputs).run()
+        ended(recording.sequence if why is None else str(why))
+    if why is not None:
+        raise RunPlain(why, *([result] if ran else []))
+    return result
 
 
 def _record_full(
@@ -120,8 +123,7 @@ def _fallback_of_failure(program: Program, error: Exception, what: str, where: s
         at = "" if line is None else f" ({line})"
         detail = f"{what}{where}: {type(error).__name__}: {first}{at}"
         fallback = Fallback(Reason.CAPTURE_FAILED, detail)
-    if program.config.strict:
-        raise DispatchError.strict(what="the compiled step", why=fallback) from error
+    refuse_strict(program.config.strict, "the compiled step", fallback, cause=error)
     log.warning("%s%s cannot be captured: %s: %s", what, where, type(error).__name__, first)
     log.debug("the capture of %s failed", what, exc_info=error)
     return fallback
@@ -173,10 +175,7 @@ class _Recorder:
         if self._fallback is None:
             return None, True, self._finish(result)
         self._drop()
-        result = self._copied_out(result)
-        if self._program.config.strict:
-            raise DispatchError.strict(what="the compiled step", why=self._fallback)
-        return self._fallback, True, result
+        return self._fallback, True, self._copied_out(result)
 
     def _finish(self, result: Any) -> Any:
         """Keep the step that has run; return the result of the call."""

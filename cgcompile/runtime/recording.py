@@ -23,6 +23,7 @@ from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretc
 from cgcompile.graphs.contract import Change, Contract, same_layout, same_value
 from cgcompile.graphs.results import Results, Track, builder, is_reusable, view_of
 from cgcompile.graphs.sequence import GraphSequence, SegmentRunner, Slot
+from cgcompile.graphs.steps import RunPlain
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.pieces.stitch import restoring_grad_mode
 from cgcompile.reasons import Fallback, Reason
@@ -140,34 +141,32 @@ class Recording:
         """Return the name of an input, for messages."""
         return input_name(self._program.split.inputs, position)
 
-    def why_not_copied(self, inputs: Sequence[Any]) -> Fallback | None:
-        """Return why inputs must not be copied this time: one is memory that the step mutates."""
+    def check_copies(self, inputs: Sequence[Any]) -> None:
+        """Raise RunPlain where an input to copy is memory that the step mutates."""
         if not self._written_memory:
-            return None
+            return
         for position, _ in self._copied:
             if inputs[position].untyped_storage().data_ptr() in self._written_memory:
                 detail = f"{self.path(position)} is memory that the step writes"
-                return Fallback(Reason.UNSUPPORTED_INPUT, detail)
-        return None
+                raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, detail))
 
-    def why_not_bound(
+    def check_bound(
         self,
         inputs: Sequence[Any],
         keeps: Callable[[int], bool],  # no graph of this weight set writes that address
         is_plain_result: Callable[[int], bool],  # returned for other weights without a graph
-    ) -> Fallback | None:
-        """Return why an input cannot be read at the next step."""
+    ) -> None:
+        """Raise RunPlain where an input cannot be read at the next step."""
         for position, _ in self.from_other_weights:
             if not keeps(address(inputs[position])):
                 path = self.path(position)
                 detail = f"{path} is a result of this graph, which the next step overwrites"
-                return Fallback(Reason.UNSUPPORTED_INPUT, f"{detail}: clone it")
+                raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, f"{detail}: clone it"))
         for position, _ in self.addresses:
             if is_plain_result(address(inputs[position])):
                 path = self.path(position)
                 detail = f"{path} is a result of a step without a graph: its memory does not stay"
-                return Fallback(Reason.UNSUPPORTED_INPUT, detail)
-        return None
+                raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, detail))
 
     def chain_moved(self, inputs: Sequence[Any]) -> bool:
         """Return whether results of other weight sets have moved, and no other input."""

@@ -19,6 +19,7 @@ import torch
 from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import captured_elsewhere
+from cgcompile.graphs.steps import Steps
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.reasons import Fallback
 from cgcompile.runtime.program import Program
@@ -40,7 +41,7 @@ class WeightSet:
     def __init__(self, program: Program, run: Callable[..., Any], weights: Hashable) -> None:
         self._program, self._run = program, run
         self.weights = weights  # equal for the same weights with other mutated inputs
-        self.recordings: dict[Hashable, Recording | Fallback] = {}  # by key; or why there is none
+        self.steps = Steps[Hashable, Recording](attempts=1)  # each key is warmed before
         self.dropped: Counter[Hashable] = Counter()  # recordings whose chained input moved, by key
         self.seen: dict[Hashable, int] = {}  # warming calls by key
         self.new_in_a_row = self._served = 0  # calls in a row with a key that no call had before
@@ -119,7 +120,7 @@ class WeightSet:
     @property
     def recorded(self) -> list[Recording]:
         """The recorded steps. Another thread may capture meanwhile."""
-        return [each for each in [*self.recordings.values()] if isinstance(each, Recording)]
+        return list(self.steps)
 
     @property
     def captured(self) -> int:
@@ -186,7 +187,7 @@ class WeightSets:
         weight_set = self._last[1]
         if weight_set is None:
             return key, None
-        if not weight_set.recordings:
+        if not weight_set.steps:
             moved = weight_set.follow(inputs, self._watched)
             self.replaced = moved or self.replaced
             return key, weight_set
@@ -293,9 +294,8 @@ class WeightSets:
 
     def drop_recording(self, weight_set: WeightSet, key: Hashable) -> None:
         """Drop a recorded step; its graphs are freed before the next capture."""
-        recording = weight_set.recordings.pop(key)
+        (recording,) = weight_set.steps.captured.pop(key)
         weight_set.dropped[key] += 1
-        assert isinstance(recording, Recording)
         for wrapper, entry in recording.kept:
             wrapper.drop(entry)
         self._dead.append(recording)
@@ -340,7 +340,7 @@ class WeightSets:
             self._on_drop()
             if all(each.weights != weight_set.weights for each in self):
                 self._program.pool.arena.drop(weight_set.weights)
-            if weight_set.recordings:
+            if weight_set.steps:
                 self._dead.append(weight_set)
             else:
                 self._dropped_idle += 1
