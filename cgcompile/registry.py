@@ -13,12 +13,12 @@ from typing import Any
 
 from cgcompile.config import CompilationConfig
 from cgcompile.context import current_forward_context
-from cgcompile.errors import DispatchError
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, capture_all
 from cgcompile.graphs.cuda import wait_for_inputs
 from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.pool import memory_of
+from cgcompile.graphs.steps import refuse_strict
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
@@ -281,8 +281,7 @@ class Registry:
             DispatchError: ``strict``.
         """
         fallback = Fallback(Reason.RECOMPILE_LIMIT, detail)
-        if self.config.strict:
-            raise DispatchError.strict(what="the model", why=fallback)
+        refuse_strict(self.config.strict, "the model", fallback)
         if self.timeline.warned is not None:  # once per function: the timeline warns once in all
             log.warning("%s. Let what varies be a tensor, or raise the limit", detail)
             self.timeline.warned.add(fallback.reason)
@@ -317,8 +316,7 @@ class Registry:
         if context is not None and context.inputs_ready is not None:
             wait_for_inputs(context.inputs_ready, None)
         try:
-            if self.config.strict:
-                raise DispatchError.strict(what=name, why=fallback)
+            refuse_strict(self.config.strict, name, fallback)
             result = function()
         except BaseException as error:
             self.timeline.failed(error)

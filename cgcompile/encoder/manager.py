@@ -34,12 +34,13 @@ from cgcompile.encoder.protocol import (
 )
 from cgcompile.encoder.sharding import Sharder
 from cgcompile.encoder.statistics import EncoderStatistics, Ran, on_path
-from cgcompile.errors import ConfigError, DispatchError
+from cgcompile.errors import ConfigError
 from cgcompile.graphs.capture_all import BulkCapture
 from cgcompile.graphs.device import device_named
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.steps import refuse_strict
 from cgcompile.locks import new_lock
-from cgcompile.reasons import EXPECTED, Counters, Reason
+from cgcompile.reasons import Counters, Fallback, Reason
 from cgcompile.settings import checked_but, is_flag, require
 from cgcompile.torch_compat import torch_ops
 
@@ -201,12 +202,10 @@ class EncoderCalls:
     def check(self, specs: list[EncoderItemSpec]) -> None:
         """Refuse items that would run eager, unless that is the cheaper way; for ``strict``."""
         for run in self.plan(specs):
-            if run.reason is not None and run.reason not in EXPECTED:
+            if run.reason is not None:
                 more = f" and {len(run.items) - 1} more" if run.items[1:] else ""
-                raise DispatchError.strict(
-                    what=f"item {run.items[0]}{more} of an encoder",
-                    why=f"{run.reason.value}: {run.tokens} output tokens" + on_path(run.path),
-                )
+                why = Fallback(run.reason, f"{run.tokens} output tokens" + on_path(run.path))
+                refuse_strict(True, f"item {run.items[0]}{more} of an encoder", why)
 
     def plan(self, specs: list[EncoderItemSpec]) -> list[PlannedRun]:
         """Return how the items of a call will run."""

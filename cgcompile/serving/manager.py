@@ -21,7 +21,7 @@ from cgcompile.compile import compile as compile_model
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
-from cgcompile.errors import BatchError, CaptureError, ConfigError, DispatchError, ManagerError
+from cgcompile.errors import BatchError, CaptureError, ConfigError, ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.capture import bulk_captures, postponed_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
@@ -30,6 +30,7 @@ from cgcompile.graphs.eligibility import why_not_here
 from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import check_debug
+from cgcompile.graphs.steps import refuse_strict
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.ladders import padding_table
@@ -800,9 +801,8 @@ class CudaGraphManager:
         """Dispatch a batch; raise if ``strict`` or its optional inputs forbid it."""
         chosen = self.dispatched(batch, **restrictions)
         why = chosen.why
-        if self._config.strict and chosen.mode is NONE and why and why.reason not in EXPECTED:
-            what = f"a batch of {batch.num_tokens} tokens"
-            raise DispatchError.strict(what=what, why=why)
+        if chosen.mode is NONE and why is not None:
+            refuse_strict(self._config.strict, f"a batch of {batch.num_tokens} tokens", why)
         if batch.num_tokens:  # else there is no graph, and `extra` does not matter
             for name, index in self._optional.items():
                 if batch.extra[index] is not (batch.inputs.get(name) is not None):
