@@ -795,7 +795,9 @@ class EncoderCudaGraphManager:
             EncoderShardError: with a sharder: the share of another rank failed.
             BaseException: what the model raised.
         """
-        require(is_flag(eager), "eager", "execute", eager, "True or False")
+        flag: Any = eager
+        if type(flag) is not bool:
+            require(is_flag(flag), "eager", "execute", flag, "True or False")
         with self._lock, self._mode():
             if self._sharder is not None:
                 results = self._sharded(self._sharder, mm_kwargs, eager)

@@ -271,7 +271,8 @@ class PatchEncoder(SupportsEncoderCudaGraph):
 
     def _grid(self, name: str, item: int, grid: Any) -> Grid:
         numbers = _on_host(grid)
-        sizes = [whole(size) for size in numbers] if isinstance(numbers, Iterable) else []
+        items = numbers if isinstance(numbers, Iterable) else ()
+        sizes = [size if type(size) is int else whole(size) for size in items]
         valid = [size for size in sizes if size is not None and size >= 0]
         if len(sizes) == len(valid) == 3:
             t, h, w = valid

@@ -42,6 +42,8 @@ _TOKENS = {
 
 
 def _item_number(name: str, value: Any) -> int:
+    if type(value) is int and 0 <= value < 1 << 63:
+        return value
     if not is_whole(value, 0):
         raise EncoderError.item_number(name=name, found=value)
     return int(value)
@@ -83,7 +85,8 @@ class EncoderItemSpec:
             setattr(self, name, _item_number(name, getattr(self, name)))
         for name in ("path_output_tokens", "axes"):
             numbers = getattr(self, name)
-            require_kind(name, "EncoderItemSpec", numbers, Mapping)
+            if type(numbers) is not dict:
+                require_kind(name, "EncoderItemSpec", numbers, Mapping)
             setattr(self, name, {key: _item_number(key, number) for key, number in numbers.items()})
 
     def tokens(self, path: str = DEFAULT) -> int:

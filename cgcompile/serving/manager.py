@@ -774,7 +774,11 @@ class CudaGraphManager:
         with self._lock:
             if self.agreement is not None:
                 return self._run_agreed(self.agreement, batch or NO_WORK, restrictions)
-            if batch is None or (whole(batch.num_tokens) == 0 and not batch.inputs):
+            if batch is None:
+                return None
+            number = batch.num_tokens
+            tokens = number if type(number) is int else whole(number)
+            if tokens == 0 and not batch.inputs:
                 return None
             return self._run(batch, self._allowed(batch, restrictions))
 
