@@ -16,7 +16,7 @@ from cgcompile.reasons import Fallback
 from cgcompile.runtime.compiled_graph import CompiledGraph
 
 # Runs a call without a graph: (name, fallback, function) -> its result.
-RunPlain = Callable[[str, Fallback, Callable[[], Any]], Any]
+PlainRunner = Callable[[str, Fallback, Callable[[], Any]], Any]
 
 
 class Prepared(NamedTuple):
@@ -43,7 +43,7 @@ class AdaptedGraph:
     """A compiled graph behind adapters, the outermost first."""
 
     def __init__(
-        self, graph: CompiledGraph, adapters: Sequence[Adapter], run_plain: RunPlain
+        self, graph: CompiledGraph, adapters: Sequence[Adapter], run_plain: PlainRunner
     ) -> None:
         self.graph, self.adapters, self._run_plain = graph, tuple(adapters), run_plain
 

@@ -34,9 +34,7 @@ from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, Fallback, Reason
 
 K_ = TypeVar("K_", bound=Hashable)  # a key
-S_ = TypeVar(
-    "S_"
-)  # what was captured of a step: an entry of a wrapper, a recording of a compiled graph
+S_ = TypeVar("S_")  # a captured step: an entry of a wrapper, a recording of a compiled graph
 
 OTHER_THREAD = Fallback(
     Reason.OTHER_THREAD, "results of steps under a forward context in another thread may be in use"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile.adapters.adapter import RunPlain, innermost
+from cgcompile.adapters.adapter import PlainRunner, innermost
 from cgcompile.errors import AddressChangedError, RecompileError, TraceError
 from cgcompile.graphs.capture import capture_postponed, without_garbage_collection
 from cgcompile.graphs.contract import same_memory
@@ -188,7 +188,7 @@ class Traces:
         compile_graph: Compile,
         dims: Mapping[str, Any] | None,
         rules: Rules,
-        run_plain: RunPlain | None = None,
+        run_plain: PlainRunner | None = None,
     ) -> None:
         self._called = called
         self._hooks = torch_ops.hooks_of(called)
