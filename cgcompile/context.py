@@ -12,7 +12,6 @@ ambient state of cgcompile.
 
 import difflib
 import enum
-import sys
 from asyncio import Task, _get_running_loop, current_task
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from contextvars import ContextVar, Token
 from copy import copy
 from functools import lru_cache
 from threading import get_ident
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -82,7 +80,6 @@ class ForwardContext:
         "num_unpadded_tokens",
         "origin",
         "ran_plain",
-        "readers",
         "slot_mapping",
         "was_read",
     )
@@ -126,7 +123,6 @@ class ForwardContext:
         self.ran_plain: Fallback | None = None
         self.origin: ForwardContext | None = None  # the caller's, of which this one is a copy
         self.was_read = False  # by a captured op, in a copy made for the capture
-        self.readers: dict[CodeType, dict[str, Any]] | None = None  # with globals, in such a copy
 
     @classmethod
     def synthetic(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor | None) -> "ForwardContext":
@@ -152,7 +148,6 @@ _STATE = (
     "lacks_mode",
     "origin",
     "ran_plain",
-    "readers",
     "was_read",
 )
 _PARAMETERS = tuple(name for name in ForwardContext.__slots__ if name not in _STATE)
@@ -316,7 +311,7 @@ def context_of_capture() -> Iterator[ForwardContext | None]:
         yield None
         return
     own = copy(context)
-    own.origin, own.was_read, own.readers = context, False, {}
+    own.origin, own.was_read = context, False
     with override_forward_context(own):
         yield own
     context.ran_plain = own.ran_plain or context.ran_plain
@@ -432,14 +427,6 @@ def is_forward_context_available() -> bool:
     return context is not None and not context.is_synthetic
 
 
-def _note_readers(readers: dict[CodeType, dict[str, Any]]) -> None:
-    """Note the code that may read the context, from its caller up to what captures it."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") != "cgcompile.graphs.wrapper":
-        readers[frame.f_code] = frame.f_globals
-        frame = frame.f_back
-
-
 def get_forward_context() -> ForwardContext:
     """Return the forward context of this thread or task.
 
@@ -459,6 +446,4 @@ def get_forward_context() -> ForwardContext:
     if context.captured_piece:
         raise ForwardContextError.captured(piece=context.captured_piece)
     context.was_read = True
-    if context.readers is not None:
-        _note_readers(context.readers)
     return context

@@ -64,7 +64,6 @@ log = logging.getLogger(__name__)
 
 FULL = CUDAGraphMode.FULL
 _DROPOUT = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
-_ENTRY_POINTS = ("encoder_cudagraph_forward",)
 _MANY = 64  # graphs; each costs start-up time and memory
 
 
@@ -327,11 +326,12 @@ class EncoderGraphs:
             device = capture_device(setup.device, setup.settings.capture_device)
             pool = None if device is None else GraphPool(device)
         self.pool = pool  # None where nothing can be captured
-        self._whole = ManagedStep(setup.model.model, self._recorded, _ENTRY_POINTS)
+        self._whole = ManagedStep(setup.model.model, self._recorded)
         self.wrapper = CUDAGraphWrapper(
             self._whole, setup.settings, FULL, pool=pool, name="encoder"
         )
         self.wrapper.closed = True  # except in capture()
+        self.wrapper.remedy = _REMEDY
         self.wrapper.returns_views = False  # results are copied under the lock of the pool
         if pool is not None:
             pool.add_owner(self)

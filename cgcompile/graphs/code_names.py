@@ -1,55 +1,38 @@
 """Which names the code of a step loads: attributes, globals, constants that may be keys.
 
-A replay must find the Python state that captured code read. What code loads is found without
-running it: :class:`ReachedCode` follows functions to what they name, and methods by their names.
-So it finds too much rather than too little: a name that is loaded anywhere counts for all objects.
-Not followed is code of torch, of Python's own libraries and of cgcompile; an eager break is code of
-cgcompile, and reads what it needs at each replay.
+A replay must find the Python state that captured code read. :class:`RanCode` notes which code runs
+while a step is captured; what that code loads by name may have been read, of whatever object. Code
+of torch, of Python's own libraries and of cgcompile is not looked into, and neither is an eager
+break, which reads what it needs at each replay. A name that code computes is not seen.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dis import get_instructions
-from functools import cached_property, lru_cache
-from types import CodeType, FunctionType
+from functools import lru_cache
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from cgcompile.graphs.reads import cells_of
-
 _CLOSED = sys.stdlib_module_names | {"torch", "triton", "numpy", "cgcompile"}
-_BY_NAME = frozenset(("getattr", "vars", "attrgetter", "__dict__", "__getattribute__"))
-# Methods that make, copy or show an object.
-_CREATION = frozenset(("__init__", "__new__", "__init_subclass__", "__post_init__", "__del__"))
-_CREATION |= {"__repr__", "__str__", "__reduce__", "__reduce_ex__", "__getstate__"}
-_CREATION |= {"__setstate__", "__deepcopy__", "__copy__"}
 
 
 @lru_cache(maxsize=8192)
-def names_loaded(code: CodeType) -> tuple[frozenset[str], frozenset[str], bool]:
-    """Return the names that code loads, those of globals, and whether it may load any name."""
+def names_loaded(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that code loads, with constants that may be keys; those of globals."""
     names: set[str] = set()
     global_names: set[str] = set()
-    constants: set[str] = set()
-    any_name = False
     for instruction in get_instructions(code):
         kind, value = instruction.opname, instruction.argval
         if kind.startswith("LOAD_") and isinstance(value, str):
+            names.add(value)
             if kind in ("LOAD_GLOBAL", "LOAD_NAME"):
                 global_names.add(value)
-            names.add(value)
         elif kind == "IMPORT_FROM":
             names.add(value)
-        elif kind == "LOAD_CONST" and isinstance(value, CodeType):
-            inner = names_loaded(value)
-            names |= inner[0]
-            global_names |= inner[1]
-            any_name |= inner[2]
         elif isinstance(value, tuple):  # keys of a dict, and of keyword arguments
-            constants.update(item for item in value if isinstance(item, str))
-    constants.update(item for item in code.co_consts if isinstance(item, str))
-    words = {item for item in constants if item.isidentifier()}
-    any_name |= bool(names & _BY_NAME) and not words
-    return frozenset(names | constants), frozenset(global_names), any_name
+            names.update(item for item in value if isinstance(item, str))
+    names.update(item for item in code.co_consts if isinstance(item, str))
+    return frozenset(names), frozenset(global_names)
 
 
 def is_closed(module_name: str) -> bool:
@@ -74,98 +57,53 @@ def names_of_layer(kind: Any) -> frozenset[str]:
 
 
 def runs_closed(function: FunctionType) -> bool:
-    """Return whether the code of a function is not followed, whatever it wraps."""
+    """Return whether the code of a function is not looked into, whatever it wraps."""
     return is_closed(function.__globals__.get("__name__") or "")
 
 
-class ReachedCode:
-    """The code that a step may run, and the names that it loads."""
+class RanCode:
+    """Context manager: notes the code that runs in this thread, but for that of eager breaks."""
 
-    def __init__(self, on_global: Callable[[dict[str, Any], str], None]) -> None:
-        self._on_global = on_global  # called for each global that is loaded
-        self._names: set[str] = set()
-        self._all = False  # a name may be computed
-        self._codes: set[CodeType] = set()
-        self._kinds: set[type] = set()
-        self._waiting: dict[str, list[Callable[[], None]]] = {}
-        self._ready: list[Callable[[], None]] = []
+    # By a trace function, which is called once a Python call; that of a debugger goes on.
 
-    def when_loaded(self, name: str, action: Callable[[], None]) -> None:
-        """Call ``action`` in :meth:`run`, once code that loads ``name`` is reached."""
-        if self._all or name in self._names:
-            self._ready.append(action)
-        else:
-            self._waiting.setdefault(name, []).append(action)
+    def __init__(self, is_recording: Callable[[], bool] = lambda: True) -> None:
+        self.codes: dict[CodeType, dict[str, Any]] = {}  # with their globals
+        self._is_recording = is_recording
 
-    def load(self, *names: str) -> None:
-        """Note names as loaded."""
-        for name in set(names) - self._names:
-            self._names.add(name)
-            self._ready += self._waiting.pop(name, ())
+    def __enter__(self) -> "RanCode":
+        self._before: Any = sys.gettrace()
+        sys.settrace(self._note)
+        return self
 
-    def run(self) -> None:
-        """Call what waits for names that are loaded, and what that adds."""
-        while self._ready:
-            self._ready.pop()()
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
 
-    def is_loaded(self, name: str) -> bool:
-        return self._all or name in self._names
-
-    def function(self, function: FunctionType) -> None:
-        """Follow a function."""
-        self.code(function.__code__, function.__globals__)
-
-    def code(self, code: CodeType, scope: dict[str, Any]) -> None:
-        """Follow code with these globals."""
-        if code in self._codes:
-            return
-        self._codes.add(code)
-        module_name = scope.get("__name__") or ""
-        if is_closed(module_name):
-            return
-        names, global_names, any_name = names_loaded(code)
-        if module_name.startswith("torch."):
-            return  # a layer reads its own attributes: see :func:`names_of_layer`
-        if any_name and not self._all:
-            self._all = True
-            self._ready += [action for waits in self._waiting.values() for action in waits]
-            self._waiting.clear()
-        self.load(*names)
-        for name in global_names & scope.keys():
-            self._on_global(scope, name)
-
-    def methods(self, kind: type) -> Iterator[tuple[str, FunctionType]]:
-        """Yield the functions of a class by name; none a second time."""
-        if kind in self._kinds:
-            return
-        self._kinds.add(kind)
-        for base in kind.__mro__:
-            for name, value in () if is_closed(base.__module__) else vars(base).items():
-                yield from ((name, function) for function in functions_of(value))
+    def _note(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code not in self.codes and self._is_recording():
+            self.codes[frame.f_code] = frame.f_globals
+        return None if self._before is None else self._before(frame, event, argument)
 
 
-def functions_of(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions that an attribute of a class runs, through decorators."""
-    if isinstance(value, (staticmethod, classmethod)):
-        value = value.__func__
-    elif isinstance(value, property):
-        value = value.fget
-    elif isinstance(value, cached_property):
-        value = value.func
-    todo, seen = [value], set()
-    for function in todo:  # grows meanwhile
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        if isinstance(function, FunctionType):
-            if function.__globals__.get("__name__", "").startswith("cgcompile."):
-                continue  # such as an eager break
-            yield function
-            todo += [cell.cell_contents for cell in cells_of(function).values()]
-        if callable(function) and not isinstance(function, type):
-            todo.append(getattr(function, "__wrapped__", None))
+class LoadedNames:
+    """The names that some code loads, and the globals among them."""
+
+    def __init__(self, codes: Mapping[CodeType, dict[str, Any]]) -> None:
+        self.codes = codes
+        self.names: set[str] = set()
+        self.globals: list[tuple[dict[str, Any], str]] = []
+        stored: set[tuple[int, str]] = set()
+        for code, scope in codes.items():
+            module_name = scope.get("__name__") or ""
+            if is_closed(module_name) or module_name.startswith("torch."):
+                continue  # a layer reads its own attributes: see :func:`names_of_layer`
+            names, global_names = names_loaded(code)
+            self.names |= names
+            self.globals += [(scope, name) for name in global_names if name in scope]
+            stored.update((id(scope), name) for name in globals_stored(code))
+        self.globals = [row for row in self.globals if (id(row[0]), row[1]) not in stored]
 
 
-def is_always_run(name: str) -> bool:
-    """Return whether a method of this name may run without code that names it."""
-    return name.startswith("__") and name.endswith("__") and name not in _CREATION
+def globals_stored(code: CodeType) -> list[str]:
+    """Return the names of globals that code writes itself: bookkeeping."""
+    rows = get_instructions(code)
+    return [str(row.argval) for row in rows if row.opname == "STORE_GLOBAL"]

@@ -8,9 +8,10 @@ and is not compared; neither are items that are added to a dict.
 """
 
 import enum
+import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -22,8 +23,8 @@ import torch
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.code_names import (
-    ReachedCode,
-    is_always_run,
+    LoadedNames,
+    RanCode,
     is_closed,
     names_of_layer,
     runs_closed,
@@ -42,11 +43,14 @@ from cgcompile.graphs.fields import array_bytes, behind, is_closed_object, names
 from cgcompile.graphs.reads import Slots, cells_of, plainly
 from cgcompile.torch_compat import raw_memory, torch_ops
 
+log = logging.getLogger(__name__)
+
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
 _FEW = 64  # holders whose values are compared faster than versions
 _MAX_VALUES = 100_000  # a model of thousands of modules has fewer
 _ALL_HOOKS = "hooks of all modules"
 _MISSING = object()
+_MOST_COMPARED = 20_000  # values; a step would take milliseconds
 
 
 class TensorRead(NamedTuple):
@@ -102,28 +106,30 @@ class State:
 
 
 class _Reader:
-    """Walks from a runnable to all that its code may load."""
+    """Walks from a runnable to all that code may load; without ``loaded`` to all that it holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, loaded: LoadedNames | None) -> None:
         self.state = State()
-        self.reached = ReachedCode(self._global)
+        self._loaded = loaded
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # what was seen
         self._skipped = names_of_modules() - {"training"}
 
-    def read(self, roots: Iterable[tuple[str, Any]], loaded: Collection[str]) -> State:
-        self.reached.load("__call__", "forward", *loaded)
-        for path, root in roots:
-            self._visit(root, path)
-        self.reached.run()
+    def read(self, root: Any, path: str) -> State:
+        self._visit(root, path)
+        for scope, name in () if self._loaded is None else self._loaded.globals:
+            value = scope[name]
+            if not isinstance(value, ModuleType):
+                self._place(f"global {name}", scope, name, value)
+            self._visit(value, f"global {name}")
         self.state.take()
         return self.state
 
-    def _global(self, scope: dict[str, Any], name: str) -> None:
-        value = scope[name]
-        if not isinstance(value, ModuleType):
-            self._place(f"global {name}", scope, name, value)
-        self._visit(value, f"global {name}")
+    def _is_loaded(self, name: str) -> bool:
+        return self._loaded is None or name in self._loaded.names
+
+    def _has_run(self, function: FunctionType) -> bool:
+        return self._loaded is None or function.__code__ in self._loaded.codes
 
     def _place(self, path: str, holder: Any, key: Any, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -182,13 +188,15 @@ class _Reader:
             self._visit(wrapped, path)
 
     def _function(self, function: FunctionType, path: str) -> None:
-        if function.__globals__.get("__name__", "").startswith("cgcompile."):
-            return  # such as an eager break, which runs at each replay
-        self.reached.function(function)
+        if not self._has_run(function):
+            return
         hides = runs_closed(function)  # a decorator of torch: its variables are not read by name
         for name, cell in cells_of(function).items():
-            cell_path = path if hides else f"{path} closure {name}"
-            self._held(cell_path, cell, None, cell.cell_contents)
+            value = cell.cell_contents
+            if hides:
+                self._visit(value, path)
+            else:
+                self._held(f"{path} closure {name}", cell, None, value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(value, f"{path} default")
 
@@ -217,30 +225,31 @@ class _Reader:
     def _attributes(
         self, attributes: dict[str, Any], path: str, skipped: Collection[str] = ()
     ) -> None:
-        for name, value in attributes.items():
+        for name, value in list(attributes.items()):
             if name in skipped or (skipped and isinstance(value, torch.Tensor)):
                 continue  # weights are compared elsewhere
-            action = partial(self._held, f"{path}.{name}", attributes, name, value)
-            self.reached.when_loaded(name, action)
+            if self._is_loaded(name):
+                self._held(f"{path}.{name}", attributes, name, value)
 
     def _slots(self, owner: Any, path: str) -> None:
         for member, value in Slots(owner).read().items():
-            name = member.__name__
-            action = partial(self._held, f"{path}.{name}", owner, member, value)
-            self.reached.when_loaded(name, action)
+            if self._is_loaded(member.__name__):
+                self._held(f"{path}.{member.__name__}", owner, member, value)
 
     def _methods(self, kind: type) -> None:
-        for name, function in self.reached.methods(kind):
-            if is_always_run(name):
-                self._method(kind, name, function)
-            else:
-                self.reached.when_loaded(name, partial(self._method, kind, name, function))
-
-    def _method(self, kind: type, name: str, function: FunctionType) -> None:
-        attribute = getattr(kind, name, None)
-        if isinstance(attribute, (FunctionType, property)):
-            self._place(f"{kind.__qualname__}.{name}", kind, name, attribute)
-        self._function(function, f"{kind.__qualname__}.{name}")
+        """Note the methods that have run, and open what their decorators hold."""
+        if id(kind) in self._seen or self._loaded is None or is_closed(kind.__module__):
+            return
+        self._seen.add(id(kind))
+        for base in kind.__mro__:
+            for name, value in () if is_closed(base.__module__) else vars(base).items():
+                function = value.fget if isinstance(value, property) else value
+                if not isinstance(function, FunctionType) or not self._has_run(function):
+                    continue
+                attribute = getattr(kind, name, None)
+                self._function(function, f"{kind.__qualname__}.{name}")
+                if isinstance(attribute, (FunctionType, property)):
+                    self._place(f"{kind.__qualname__}.{name}", kind, name, attribute)
 
     def _container(self, value: Any, path: str) -> None:
         if len(value) >= _LONG:
@@ -274,24 +283,10 @@ def _is_dense(value: Any) -> bool:
     )
 
 
-def read_state(runnable: Any, loaded: Collection[str] = ()) -> State:
-    """Return the state that the code of a runnable may read; ``loaded``: names of its methods."""
-    function = getattr(runnable, "__func__", runnable)
-    name = function.__name__ if isinstance(function, FunctionType) else "self"
-    if isinstance(runnable, MethodType):
-        name = "self"
-    return _Reader().read([(name, runnable)], loaded)
-
-
-def names_read(
-    readers: Mapping[CodeType, dict[str, Any]], values: Iterable[Any]
-) -> Callable[[str], bool]:
-    """Return whether code with these globals, or a method of ``values``, may load a name."""
-    reader = _Reader()
-    for code, scope in readers.items():
-        reader.reached.code(code, scope)
-    reader.read([("metadata", value) for value in values], ())
-    return reader.reached.is_loaded
+def read_state(runnable: Any, loaded: LoadedNames | None) -> State:
+    """Return the state that code may read of a runnable; without ``loaded`` all that it holds."""
+    is_function = isinstance(runnable, FunctionType)
+    return _Reader(loaded).read(runnable, runnable.__name__ if is_function else "self")
 
 
 # -------------------------------------------------------------- the comparison
@@ -300,8 +295,11 @@ def names_read(
 class ModelState:
     """The state of one runnable, of which each capture takes a contract."""
 
-    def __init__(self, runnable: Any, loaded: Collection[str] = ()) -> None:
-        self._runnable, self._loaded = runnable, tuple(loaded)
+    def __init__(self, runnable: Any) -> None:
+        self._runnable = runnable
+        self._codes: dict[CodeType, dict[str, Any]] = {}  # that ran in captures, with globals
+        self._loaded: LoadedNames | None = None  # by them; None before the first capture
+        self._before: State | None = None  # the capture that runs
         self._last: StateContract | None = None  # compares what was read last, with all tensors
         self._bookkeeping: set[str] = set()  # paths of what captured steps change themselves
         self.epoch = 0  # rises when a dict is written
@@ -315,20 +313,33 @@ class ModelState:
 
     def begin(self) -> None:
         """Read the state before a capture."""
-        if self._last is None or not self._last.holds():
-            self._last = StateContract(self, self.read())
+        if self._last is not None and self._last.holds():
+            self._before = self._last.state
+        else:
+            self._before = self.read()
 
-    def contract(self, touched: Collection[int], remedy: str) -> "StateContract":
+    def contract(
+        self, ran: RanCode, touched: Collection[int], remedy: str
+    ) -> "StateContract | None":
         """Return the contract of a capture that has ended, which touched memory at ``touched``."""
-        assert self._last is not None
-        before = self._last.state
-        if not self._last.holds():
+        assert self._before is not None
+        known = len(self._codes)
+        self._codes.update(ran.codes)
+        grew = len(self._codes) > known
+        if grew:
+            self._loaded = LoadedNames(self._codes)
+        if grew or self._last is None or not self._last.holds():
             now = self.read()
-            changed = [path for path, _, _ in _differences(before, now)]
+            both = self._before.values.keys() & now.values.keys()
+            changed = [p for p, _, _ in _differences(self._before, now) if p in both]
             self._bookkeeping.update(changed)  # of a dict, such as a counter of calls, all items
-            dicts = {before.dicts[path] for path in changed if path in before.dicts}
+            dicts = {now.dicts[path] for path in changed if path in now.dicts}
             self._bookkeeping.update(f"len({path})" for path in dicts)
             self._last = StateContract(self, now)
+        self._before = None
+        if len(self._last.state.values) > _MOST_COMPARED:
+            log.warning("a model has too much state to compare: check_state has no effect on it")
+            return None
         return StateContract(self, self._last.state, touched, remedy)
 
     def is_bookkeeping(self, path: str) -> bool:

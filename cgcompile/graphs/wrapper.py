@@ -37,14 +37,16 @@ from cgcompile.graphs.capture import (
     releasing,
     weight_name,
     weights_of,
+    who_captures_here,
 )
+from cgcompile.graphs.code_names import LoadedNames, RanCode
 from cgcompile.graphs.contract import Contract
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
 from cgcompile.graphs.eligibility import GRADIENTS, why_not_in
 from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
-from cgcompile.graphs.reads import metadata_of, read_context
+from cgcompile.graphs.reads import read_context
 from cgcompile.graphs.results import (
     Results,
     Track,
@@ -54,7 +56,7 @@ from cgcompile.graphs.results import (
     track_result,
 )
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
-from cgcompile.graphs.state import ModelState, StateContract, names_read
+from cgcompile.graphs.state import ModelState, StateContract
 from cgcompile.graphs.steps import Call, RunPlain, Steps, StepTable
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
@@ -106,12 +108,9 @@ class ManagedStep:
 
     compares_weights = True  # the manager does
 
-    def __init__(
-        self, model: Any, step: Callable[..., Any], entry_points: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, model: Any, step: Callable[..., Any]) -> None:
         self._model = model
         self._step = step
-        self.entry_points = entry_points  # the methods of the model that a step calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(*args, **kwargs)
@@ -219,6 +218,11 @@ class Captured:
         if not self.executed:
             self.entry.sequence.run_once()
         return self.result
+
+
+def is_recording() -> bool:
+    """Return whether this thread captures, and is in no eager break."""
+    return bool(getattr(who_captures_here(), "is_recording", True))
 
 
 def _under(mode: AbstractContextManager[Any], step: Callable[[], Any]) -> Any:
@@ -527,7 +531,9 @@ class CUDAGraphWrapper(Transparent):
             tensors = torch_ops.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
         state = self._read_state()
+        ran = RanCode(is_recording)
         step = partial(self.runnable, *args, **kwargs)
+        step = partial(_under, ran, step) if self._reads_more else step
         with context_of_capture() if self._reads_more else nullcontext() as context:
             sequence, result, refused = self._record_step(step, shown, rebinding, storages, wait)
         if gradients_due(False, (result,), {}):
@@ -537,7 +543,7 @@ class CUDAGraphWrapper(Transparent):
         sequence.name, sequence.batch, sequence.rows = self.name, shown, descriptor.num_tokens
         sequence.prepare = self._poisoning()
         touched = {row.address for row in sequence.held}
-        read = self._hold(sequence, args, kwargs, context)
+        read = self._hold(sequence, args, kwargs, context, ran)
         output, starts = kept_output(result, self._pool.holds, self.options.weak_ref_output)
         tensor_type = self._pool.device.tensor_type
         if not self._guarded:
@@ -556,7 +562,7 @@ class CUDAGraphWrapper(Transparent):
                 results_of_call(output, result, args, kwargs, weights.objects, track),
                 FieldsGuard.of(args, kwargs, tensor_type),
                 read,
-                None if state is None else state.contract(touched, self.remedy),
+                None if state is None else state.contract(ran, touched, self.remedy),
             )
         return Captured(entry, result, starts, self._executes, refused)
 
@@ -567,7 +573,7 @@ class CUDAGraphWrapper(Transparent):
         if self._state is None:
             runnable = self.unwrap()
             model = runnable.unwrap() if isinstance(runnable, ManagedStep) else runnable
-            self._state = ModelState(model, getattr(runnable, "entry_points", ()))
+            self._state = ModelState(model)
         self._state.begin()
         return self._state
 
@@ -577,6 +583,7 @@ class CUDAGraphWrapper(Transparent):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         context: ForwardContext | None,
+        ran: RanCode,
     ) -> Contract | None:
         """Let the sequence hold the memory that it touched, but for that of arguments.
 
@@ -586,7 +593,7 @@ class CUDAGraphWrapper(Transparent):
         assert self._pool is not None
         checks, metadata = self.config.check_metadata, None
         if context is not None and (context.was_read or not checks):
-            loads = names_read(context.readers or {}, metadata_of(context))
+            loads = LoadedNames(ran.codes).names.__contains__
             metadata = read_context(context, self._pool.device.tensor_type, loads)
         if sequence.held:
             # Before a replay, the addresses of arguments are compared with those of the capture.

@@ -44,6 +44,7 @@ class FullGraphs:
         whole = ManagedStep(model, self._record)
         self.wrapper = BreakableCUDAGraphWrapper(whole, config, FULL, pool=pool, name="step")
         self.wrapper.before_capture = self._before_capture
+        self.wrapper.remedy = REMEDY
         self._by_size: dict[int, list[BatchDescriptor]] = {}
         self._weights: WeightsGuard | None = None
         self._bound: WeightsGuard | None = None  # of what a model without guards has bound

@@ -12,7 +12,6 @@ from torch import nn
 import cgcompile
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.code_names import names_loaded
-from cgcompile.graphs.state import ModelState
 
 SETTING = 1.0
 
@@ -182,8 +181,6 @@ def test_a_tensor_in_a_helper_that_is_moved_in_place() -> None:
 
 def test_functions_below_decorators_and_properties_are_followed() -> None:
     class Decorated(nn.Module):
-        factor = 1.0
-
         @property
         def doubled(self) -> float:
             return self.number * 2
@@ -193,20 +190,23 @@ def test_functions_below_decorators_and_properties_are_followed() -> None:
             return helper(x) * self.doubled
 
     def helper(x: torch.Tensor) -> torch.Tensor:
-        return x * SETTING
+        return x * factor * SETTING
 
+    factor = 1.0
     model = Decorated()
     model.number = 1.0
-    paths = {place.path for place in ModelState(model).read().places}
-    assert {"self.number", "global SETTING"} <= paths
+    served = captured("CUDAGraphWrapper", model)
+    replays(served, model)
+    model.number = 2.0
+    refused(served, "self.number is 2.0")
+    model.number, factor = 1.0, 2.0
+    refused(served, "closure factor is 2.0")
 
 
 def test_names_of_code() -> None:
     def code(self: Any) -> Any:
-        return getattr(self, "first", None), self.second["third"], SETTING, lambda: self.fourth
+        return getattr(self, "first", None), self.second["third"], SETTING
 
-    names, global_names, any_name = names_loaded(code.__code__)
-    assert {"first", "second", "third", "fourth"} <= names
+    names, global_names = names_loaded(code.__code__)
+    assert {"first", "second", "third"} <= names
     assert "SETTING" in global_names
-    assert not any_name
-    assert names_loaded((lambda self, name: getattr(self, name)).__code__)[2]
