@@ -13,7 +13,9 @@ from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-_CLOSED = sys.stdlib_module_names | {"torch", "triton", "numpy", "cgcompile"}
+# Python's own libraries, torch, and what torch is built on.
+_CLOSED = sys.stdlib_module_names | {"torch", "functorch", "triton", "numpy", "cgcompile", "jinja2"}
+_CLOSED |= {"sympy", "mpmath", "networkx", "typing_extensions", "fsspec", "filelock", "setuptools"}
 
 
 @lru_cache(maxsize=8192)
@@ -94,6 +96,8 @@ class LoadedNames:
         stored: set[tuple[int, str]] = set()
         for code, scope in codes.items():
             module_name = scope.get("__name__") or ""
+            if code.co_name == "<module>":
+                continue  # an import
             if is_closed(module_name) or module_name.startswith("torch."):
                 continue  # a layer reads its own attributes: see :func:`names_of_layer`
             names, global_names = names_loaded(code)
