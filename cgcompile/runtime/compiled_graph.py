@@ -508,4 +508,6 @@ class _GraphCall(Call[Recording]):
         return graph._frozen.restore(result)
 
     def label(self) -> dict[str, Sequence[int]] | str:
-        return self._graph._shapes(self._passed) if self.context is None else ""
+        if self.context is not None:
+            return ""
+        return self._graph._shapes(self._passed + self._graph._frozen.for_plain_run)
