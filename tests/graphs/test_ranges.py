@@ -299,7 +299,8 @@ def test_a_replayed_step_of_a_model_asks_once() -> None:
         results.append(compiled(x))
 
     _, calls = executed(run)
-    assert (calls["replay"], calls["is_profiling"]) == (4, 1)  # of the entry, two graphs, the step
+    # Of the call, the recording, two graphs, and the sequence.
+    assert (calls["replay"], calls["is_profiling"]) == (5, 1)
     assert not {"run_observed", "around", "_entered", "labels", "label"} & set(calls)
     assert "labels" not in vars(recording.sequence), "no name was made"
     _, looked = executed(lambda: profiled(run))
