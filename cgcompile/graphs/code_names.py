@@ -71,6 +71,13 @@ class RanCode:
     def __init__(self, is_recording: Callable[[], bool] = lambda: True) -> None:
         self.codes: dict[CodeType, dict[str, Any]] = {}  # with their globals
         self._is_recording = is_recording
+        self._containers: dict[str, tuple[Any, list[int]]] = {}  # of globals, before the code ran
+
+    @property
+    def written(self) -> list[str]:
+        """The globals whose items the code has changed."""
+        rows = self._containers.items()
+        return [name for name, (value, before) in rows if _contents(value) != before]
 
     def __enter__(self) -> "RanCode":
         self._before: Any = sys.gettrace()
@@ -81,9 +88,18 @@ class RanCode:
         sys.settrace(self._before)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code not in self.codes and self._is_recording():
-            self.codes[frame.f_code] = frame.f_globals
+        code, scope = frame.f_code, frame.f_globals
+        if code not in self.codes and self._is_recording():
+            self.codes[code] = scope
+            if not is_closed(scope.get("__name__") or ""):
+                for name in names_loaded(code)[1] & scope.keys():
+                    if isinstance(scope[name], (dict, list)):
+                        self._containers.setdefault(name, (scope[name], _contents(scope[name])))
         return None if self._before is None else self._before(frame, event, argument)
+
+
+def _contents(value: Any) -> list[int]:
+    return [*map(id, value.values() if isinstance(value, dict) else value)]
 
 
 class LoadedNames:

@@ -325,6 +325,7 @@ class ModelState:
         assert self._before is not None
         known = len(self._codes)
         self._codes.update(ran.codes)
+        self._bookkeeping.update(f"len(global {name})" for name in ran.written)
         grew = len(self._codes) > known
         if grew:
             self._loaded = LoadedNames(self._codes)
