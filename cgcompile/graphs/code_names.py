@@ -46,15 +46,18 @@ def is_closed(module_name: str) -> bool:
 
 @lru_cache(maxsize=256)
 def names_of_layer(kind: Any) -> frozenset[str]:
-    """Return the names that the code of a layer of torch loads of itself."""
-    names: set[str] = {"forward"}
-    todo = ["forward"]
-    for method in todo:  # grows meanwhile
-        function = getattr(kind, method, None)
-        if isinstance(function, FunctionType) and not runs_closed(function):
-            new = names_loaded(function.__code__)[0] - names
-            names |= new
-            todo += new
+    """Return the names that the code of the layers of torch which a class is loads of itself."""
+    names = {"forward"}
+    for base in kind.__mro__:
+        if not base.__module__.startswith("torch.") or is_closed(base.__module__):
+            continue
+        todo = ["forward"]
+        for method in todo:  # grows meanwhile
+            function = getattr(base, method, None)
+            if isinstance(function, FunctionType) and not runs_closed(function):
+                new = names_loaded(function.__code__)[0] - names
+                names |= new
+                todo += new
     return frozenset(names)
 
 

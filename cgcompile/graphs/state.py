@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -87,6 +87,9 @@ class State:
         self.sequences: list[tuple[str, Any, tuple[Any, ...]]] = []  # lists with their items
         self.others: list[tuple[str, Any, Any]] = []  # arrays and sets, with their contents
         self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.objects: list[dict[str, Any]] = []  # attributes of objects and modules
+        self.names: dict[str, set[str]] = {}  # of those attributes, by path of the object
+        self.attributes: dict[str, tuple[str, str]] = {}  # path of the object and name, by path
         self.complete = True
         self.dicts: dict[str, str] = {}  # paths of dicts by those of their items
         self.values: dict[str, Any] = {}  # by path; of a list its length, too
@@ -113,6 +116,7 @@ class _Reader:
         self._loaded = loaded
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # what was seen
+        self._kinds: set[int] = set()  # classes that were opened
         self._skipped = names_of_modules() - {"training"}
 
     def read(self, root: Any, path: str) -> State:
@@ -171,7 +175,7 @@ class _Reader:
                 self._object(value, path)
         elif isinstance(value, ModuleType):
             if not is_closed(value.__name__):
-                self._attributes(value.__dict__, path)
+                self._attributes(value.__dict__, path, ModuleType)
         elif isinstance(value, type):
             self._methods(value)
         elif isinstance(value, enum.Enum) or is_closed_object(value):
@@ -210,26 +214,33 @@ class _Reader:
         attributes, kind = module.__dict__, cast(Any, type(module))
         for name in names_of_layer(kind) & attributes.keys() - self._skipped:
             if not isinstance(attributes[name], torch.Tensor):
-                self._held(f"{path}.{name}", attributes, name, attributes[name])
-        self._attributes(attributes, path, self._skipped | names_of_layer(kind))
+                self._attribute(path, attributes, name, kind)
+        self._attributes(attributes, path, kind, self._skipped | names_of_layer(kind))
         self._slots(module, path)
         self._methods(type(module))
 
     def _object(self, value: Any, path: str) -> None:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
-            self._attributes(attributes, path)
+            self._attributes(attributes, path, type(value))
         self._slots(value, path)
         self._methods(type(value))
 
     def _attributes(
-        self, attributes: dict[str, Any], path: str, skipped: Collection[str] = ()
+        self, attributes: dict[str, Any], path: str, kind: Any, skipped: Collection[str] = ()
     ) -> None:
+        self.state.objects.append(attributes)
+        self.state.names.setdefault(path, set()).update(attributes)
         for name, value in list(attributes.items()):
             if name in skipped or (skipped and isinstance(value, torch.Tensor)):
                 continue  # weights are compared elsewhere
             if self._is_loaded(name):
-                self._held(f"{path}.{name}", attributes, name, value)
+                self._attribute(path, attributes, name, kind)
+
+    def _attribute(self, path: str, attributes: dict[str, Any], name: str, kind: Any) -> None:
+        if not isinstance(getattr(kind, name, None), cached_property):  # which adds it when read
+            self.state.attributes[f"{path}.{name}"] = path, name
+        self._held(f"{path}.{name}", attributes, name, attributes[name])
 
     def _slots(self, owner: Any, path: str) -> None:
         for member, value in Slots(owner).read().items():
@@ -237,19 +248,26 @@ class _Reader:
                 self._held(f"{path}.{member.__name__}", owner, member, value)
 
     def _methods(self, kind: type) -> None:
-        """Note the methods that have run, and open what their decorators hold."""
-        if id(kind) in self._seen or self._loaded is None or is_closed(kind.__module__):
+        """Note attributes of a class and methods that have run; open what decorators hold."""
+        if id(kind) in self._kinds or is_closed(kind.__module__):
             return
-        self._seen.add(id(kind))
+        self._kinds.add(id(kind))
+        named: dict[str, Any] = {}
         for base in kind.__mro__:
             for name, value in () if is_closed(base.__module__) else vars(base).items():
+                named.setdefault(name, value)
                 function = value.fget if isinstance(value, property) else value
-                if not isinstance(function, FunctionType) or not self._has_run(function):
-                    continue
-                attribute = getattr(kind, name, None)
-                self._function(function, f"{kind.__qualname__}.{name}")
-                if isinstance(attribute, (FunctionType, property)):
-                    self._place(f"{kind.__qualname__}.{name}", kind, name, attribute)
+                if isinstance(function, FunctionType) and self._loaded and self._has_run(function):
+                    self._function(function, f"{kind.__qualname__}.{name}")
+                    if isinstance(named[name], (FunctionType, property)):
+                        self._place(f"{kind.__qualname__}.{name}", kind, name, named[name])
+        for name, value in named.items():
+            if name.startswith("__") or isinstance(value, type) or hasattr(type(value), "__get__"):
+                continue
+            if self._loaded is None:
+                self._place(f"{kind.__qualname__}.{name}", kind, name, value)
+            elif self._is_loaded(name):
+                self._held(f"{kind.__qualname__}.{name}", kind, name, value)
 
     def _container(self, value: Any, path: str) -> None:
         if len(value) >= _LONG:
@@ -269,8 +287,7 @@ class _Reader:
             tensors = [isinstance(item, torch.Tensor) for item in items]
             pairs = zip(items, tensors, strict=True)
             read = tuple([TensorRead.of(item) if tensor else item for item, tensor in pairs])
-            if kind is not tuple or any(isinstance(item, TensorRead) for item in read):
-                self.state.sequences.append((path, value, read))
+            self.state.sequences.append((path, value, read))
             for index, item in enumerate(items):
                 self._visit(item, f"{path}[{index}]")
 
@@ -332,7 +349,8 @@ class ModelState:
         if grew or self._last is None or not self._last.holds():
             now = self.read()
             both = self._before.values.keys() & now.values.keys()
-            changed = [p for p, _, _ in _differences(self._before, now) if p in both]
+            differences = _differences(self._before, now)
+            changed = [path for path, value, _ in differences if path in both or value is _MISSING]
             self._bookkeeping.update(changed)  # of a dict, such as a counter of calls, all items
             dicts = {now.dicts[path] for path in changed if path in now.dicts}
             self._bookkeeping.update(f"len({path})" for path in dicts)
@@ -347,9 +365,11 @@ class ModelState:
         """Return whether captured steps change what is at a path, or the list that it is in."""
         if not self._bookkeeping:
             return False
-        lists = (known[4:-1] for known in self._bookkeeping if known.startswith("len("))
-        inside = any(path.startswith((f"{name}[", f"{name}.")) for name in lists)
-        return path in self._bookkeeping or inside
+        lists = [known[4:-1] for known in self._bookkeeping if known.startswith("len(")]
+        inside = (f"{name}{access}" for name in lists for access in "[.")
+        items = (f"{name}[" for name in self._bookkeeping)  # of a tuple that steps make anew
+        path = path[4:-1] if path.startswith("len(") and path not in self._bookkeeping else path
+        return path in self._bookkeeping or path.startswith((*inside, *items))
 
     def watches(self, holder: Any) -> bool:
         """Return whether a write to a holder raises :attr:`epoch`: a dict, until it is written."""
@@ -454,19 +474,19 @@ class StateContract:
         self._lists = [
             (value, items)
             for path, value, items in state.sequences
-            if self._is_compared(f"len({path})", None)
+            if self._is_compared(f"len({path})", None) and _may_change(value, items)
         ]
         self._others = [row for row in state.others if self._is_compared(row[0], row[2])]
         self._values = _Values(self._places, [value for value, _ in self._lists])
-        self._modules = [module.__dict__ for _, module in state.modules]
-        self._sizes = [*map(len, self._modules)]
+        self._objects = state.objects
+        self._sizes = [*map(len, self._objects)]
         self._hooks = torch_ops.hooks_registered()
         self._divide()
 
     def _divide(self) -> None:
         """Write the comparison: of dicts that have versions all at once, of others each place."""
         model, reads = self._model, Reads()
-        rest = {id(holder): holder for holder in self._modules}
+        rest = {id(holder): holder for holder in self._objects}
         rest.update((id(row.holder), row.holder) for row in self._places)
         if len(rest) > _FEW:
             model.update()
@@ -483,9 +503,9 @@ class StateContract:
             for index, item in enumerate(items):
                 if self._is_touched(item):
                     self._compare(reads, f"{name}[{index}]", item)
-        for holder, size in zip(self._modules, self._sizes, strict=True):
+        for holder, size in zip(self._objects, self._sizes, strict=True):
             if id(holder) in rest:
-                reads.unless(f"len({reads.bound('module', holder)}) != {size}")
+                reads.unless(f"len({reads.bound('object', holder)}) != {size}")
         for _, value, contents in self._others:
             now = f"{reads.bound('contents', _contents)}({reads.bound('other', value)})"
             reads.unless(f"{now} != {reads.bound('before', contents)}")
@@ -528,7 +548,7 @@ class StateContract:
         if self._contract.holds():
             return True
         others = all(_contents(value) == contents for _, value, contents in self._others)
-        sizes = [*map(len, self._modules)] == self._sizes
+        sizes = [*map(len, self._objects)] == self._sizes
         if not (others and sizes and self._values.are_same() and self._has_same_hooks()):
             return False
         self._divide()
@@ -575,6 +595,11 @@ def _hooks_of(path: str) -> str:
     return f"number of hooks of {path}"
 
 
+def _may_change(value: Any, items: Collection[Any]) -> bool:
+    """Return whether a sequence may be read as something else while it is the same object."""
+    return not isinstance(value, tuple) or any(isinstance(item, TensorRead) for item in items)
+
+
 def _number_of_hooks(module: torch.nn.Module) -> int:
     return sum(map(len, torch_ops.hooks_of(module)))
 
@@ -584,11 +609,14 @@ def _contents(value: Any) -> Any:
 
 
 def _differences(before: State, now: State) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, value, value now) of what differs; what is new is none."""
+    """Yield (path, value, value now) of what differs; new items are none, new attributes are."""
     for path, value in before.values.items():
         after = now.values.get(path, _MISSING)
         if not _alike(value, after):
             yield path, value, after
+    for path, (owner, name) in now.attributes.items():
+        if name not in before.names.get(owner, (name,)):
+            yield path, _MISSING, now.values[path]
 
 
 def _change(path: str, before: Any, after: Any) -> Change:
@@ -620,8 +648,12 @@ def _alike(before: Any, after: Any) -> bool:
     if is_plain_value(before):
         return same_value(after, before)
     if isinstance(before, FunctionType):
-        return before.__code__ is after.__code__ and _alike_items(
-            before.__defaults__, after.__defaults__
+        named = before.__kwdefaults__ or {}, after.__kwdefaults__ or {}
+        return (
+            before.__code__ is after.__code__
+            and _alike_items(before.__defaults__, after.__defaults__)
+            and named[0].keys() == named[1].keys()
+            and all(_alike(value, named[1][name]) for name, value in named[0].items())
         )
     if isinstance(before, MethodType):
         return _alike(before.__func__, after.__func__)
@@ -631,6 +663,8 @@ def _alike(before: Any, after: Any) -> bool:
         return bool(before == after)
     if isinstance(before, (dict, list, tuple, deque, set, torch.nn.Module)):
         return True
+    if type(before).__module__ == "builtins":  # a range, a slice, a function of C
+        return bool(before == after)
     return not (isinstance(before, (type, enum.Enum)) or is_closed_object(before))
 
 

@@ -1,5 +1,6 @@
 """Which Python state of a model a replay compares; the changes themselves are in ``table.py``."""
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -201,6 +202,95 @@ def test_functions_below_decorators_and_properties_are_followed() -> None:
     refused(served, "self.number is 2.0")
     model.number, factor = 1.0, 2.0
     refused(served, "closure factor is 2.0")
+
+
+def _scaled_by(factor: float) -> Callable[..., Any]:
+    return lambda x, *, by=factor: x * by
+
+
+class Helper:
+    power = 2.0
+
+
+class Pool(nn.MaxPool1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+class Choices(nn.Module):
+    """Reads a class, a tuple, an object that cannot be opened, and attributes that may be added."""
+
+    offset = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.columns = (1.0, (2.0,)), slice(0, 4)
+        self.helper, self.scaled = Helper(), _scaled_by(1.0)
+        self.pool = Pool(3, padding=(1,))
+        self.last: Any = None
+
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def for_many_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "made"):
+            self.made = 1.0
+        return x * self.made
+
+    @functools.cached_property
+    def rows(self) -> int:
+        return ROWS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.helper.shape = self.last = x.shape, x.dtype
+        x = self.pool(self.act(self.scaled(x)))
+        x = (x * self.pair[1][0] + self.offset) * getattr(self, "gain", 1.0)
+        x = x if len(x) == ROWS else self.for_many_rows(x) * self.rows
+        return x[:, self.columns] * self.helper.power
+
+
+CHANGES: dict[str, tuple[Callable[[Choices], Any], str]] = {
+    "of its class": (
+        lambda model: setattr(type(model), "offset", 3.0),
+        r"\.offset is 3\.0, was 1\.",
+    ),
+    "over one of its class": (
+        lambda model: setattr(model, "offset", 3.0),
+        "offset is 3.0, was mis",
+    ),
+    "of a helper's class": (lambda model: setattr(Helper, "power", 3.0), r"Helper\.power is 3\.0"),
+    "over one of a helper's class": (
+        lambda model: setattr(model.helper, "power", 3.0),
+        r"self\.helper\.power is 3\.0, was missing",
+    ),
+    "added": (lambda model: setattr(model, "gain", 3.0), r"self\.gain is 3\.0, was missing"),
+    "over a method": (lambda model: setattr(model, "act", torch.relu), r"self\.act is"),
+    "tuple": (lambda model: setattr(model, "pair", (1.0, (3.0,))), r"self\.pair\[1\]\[0\] is 3\.0"),
+    "tuple of a layer": (lambda model: setattr(model.pool, "padding", (0,)), r"padding\[0\] is 0"),
+    "slice": (lambda model: setattr(model, "columns", slice(2, 6)), r"self\.columns is another"),
+    "default by name": (
+        lambda model: setattr(model, "scaled", _scaled_by(3.0)),
+        r"self\.scaled is",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_an_attribute(name: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Choices, "offset", 1.0)
+    monkeypatch.setattr(Helper, "power", 2.0)
+    model = Choices()
+    served = captured(name, model)
+    replays(served, model)
+    with torch.inference_mode():
+        model(torch.randn(2 * ROWS, WIDTH))  # which adds what no captured code reads
+    model.pair, model.columns, model.scaled = (1.0, (2.0,)), slice(0, 4), _scaled_by(1.0)
+    model.helper, model.unread = Helper(), 1
+    replays(served, model)
+    write, match = CHANGES[change]
+    write(model)
+    refused(served, match)
 
 
 def test_names_of_code() -> None:

@@ -145,6 +145,7 @@ def manager(
     model: nn.Module | None = None,
     dispatch: CudagraphDispatcher | None = None,
     strict: bool = False,
+    check_state: bool = True,
     wrapped: Any = None,
     **more: Any,
 ) -> CudaGraphManager:
@@ -158,6 +159,7 @@ def manager(
         capture_device="host" if device == "cpu" else "auto",
         compiler="eager",
         strict=strict,
+        check_state=check_state,
     )
     called: Any = module
     if kind == "compiled":
