@@ -146,6 +146,7 @@ def manager(
     dispatch: CudagraphDispatcher | None = None,
     strict: bool = False,
     check_state: bool = True,
+    check_metadata: bool = True,
     wrapped: Any = None,
     **more: Any,
 ) -> CudaGraphManager:
@@ -160,6 +161,7 @@ def manager(
         compiler="eager",
         strict=strict,
         check_state=check_state,
+        check_metadata=check_metadata,
     )
     called: Any = module
     if kind == "compiled":
