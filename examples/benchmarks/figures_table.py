@@ -9,7 +9,7 @@
 A section is between two comments and is made of the JSON alone. That of ``compare.py``: machine,
 versions, date, the times of a step of 32 layers at batch 8, what capturing costs, and each row of
 the budget. A result of ``generate_time.py`` is kept as ``results/generate.json``, without the
-kernels of its steps.
+kernels of its steps and without what failed.
 """
 
 import argparse
@@ -107,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "rows" not in result:
         args.page.write_text(with_section(args.page.read_text(), section_of(args.file)))
         return 0
+    result["rows"] = [row for row in result["rows"] if "failure" not in row]
     for row in result["rows"]:
         row.pop("timeline", None)
     GENERATE.write_text(json.dumps(result, indent=1) + "\n")

@@ -234,6 +234,16 @@ def test_the_pages_have_the_figures_that_are_kept() -> None:
         assert figures_table.between(page.read_text()) == text
 
 
+def test_the_short_table_has_no_column_without_a_figure(result: dict[str, Any]) -> None:
+    result["rows"] = [row for row in result["rows"] if row["part"] == "step"]
+    head, _, last = decoders.short_section(result).splitlines()
+    assert [cell.strip() for cell in head.split("|")[3:-1]] == [
+        "GPU, `reduce-overhead`",
+        "GPU, cgcompile",
+    ]
+    assert last == "| llama-1b-like | 0.58 / 0.58 | 1.61 / 1.68 | 0.81 / 0.88 |"
+
+
 def test_a_result_is_written_to_both_pages(
     result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +257,7 @@ def test_a_result_is_written_to_both_pages(
     assert figures_table.main([str(tmp_path / "new.json")]) == 0
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert kept["rows"][0]["gpu_ms"] == 1.61
+    assert not [row for row in kept["rows"] if "failure" in row]
     assert not [row for row in kept["rows"] if "timeline" in row]
     for page, text_of in files.items():
         assert figures_table.between(page.read_text()) == text_of(result)

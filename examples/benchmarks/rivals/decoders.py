@@ -124,7 +124,10 @@ def section(result: Row) -> str:
 
 
 def short_section(result: Row, cache: int = 1024, used: int = 200) -> str:
-    """Return the Markdown of the README: each model, the numbers of rows beside each other."""
+    """Return the Markdown of the README: each model, the numbers of rows beside each other.
+
+    A column without a figure is left out.
+    """
     columns = {  # heading: (part, way, figure, digits)
         "floor of a step": ("step", "cgcompile", "floor_ms", 2),
         "GPU, `reduce-overhead`": ("step", "reduce-overhead", "gpu_ms", 2),
@@ -143,6 +146,8 @@ def short_section(result: Row, cache: int = 1024, used: int = 200) -> str:
         for row in rows
         if row["part"] != "first"
     }
+    measured = {(part, way, name) for (part, _, way, _), row in figures.items() for name in row}
+    columns = {text: what for text, what in columns.items() if what[:3] in measured}
     numbers = " / ".join(map(str, counts))
     table: Table = [[f"decoder, ms at {numbers} rows", *columns]]
     for model in result["models"]:
