@@ -36,6 +36,7 @@ from cgcompile.graphs.contract import (
     Reads,
     inner_tensors,
     is_plain_value,
+    layout_of,
     layout_text,
     same_value,
 )
@@ -67,7 +68,8 @@ class TensorRead(NamedTuple):
         kind, inner = type(tensor), inner_tensors(tensor)
         parts = tuple([Placed.of(part) for part in inner if _is_dense(part)])
         at = parts[0].address if len(parts) == len(inner) > 0 else id(tensor)
-        return cls(Placed(at, (tuple(tensor.shape), kind, parts, False, False)), None, id(tensor))
+        shape = layout_of(tensor)[0]
+        return cls(Placed(at, (shape, kind, parts, False, False)), None, id(tensor))
 
 
 class Place(NamedTuple):
@@ -354,7 +356,7 @@ class ModelState:
             self._bookkeeping.update(changed)  # of a dict, such as a counter of calls, all items
             dicts = {now.dicts[path] for path in changed if path in now.dicts}
             self._bookkeeping.update(f"len({path})" for path in dicts)
-            self._last = StateContract(self, now)
+            self._last = StateContract(weakref.proxy(self), now)  # a cycle would keep the model
         self._before = None
         if len(self._last.state.values) > _MOST_COMPARED:
             log.warning("a model has too much state to compare: check_state has no effect on it")
@@ -492,7 +494,7 @@ class StateContract:
             model.update()
             rest = {key: holder for key, holder in rest.items() if not model.watches(holder)}
             self._epoch = model.update()
-            update = reads.bound("update", model.update)
+            update = reads.bound("update", partial(ModelState.update, model))
             reads.unless(f"{update}() != {reads.bound('epoch', self._epoch)}")
         for row in self._places:
             if id(row.holder) in rest or isinstance(row.value, TensorRead):

@@ -1,7 +1,9 @@
 """Which Python state of a model a replay compares; the changes themselves are in ``table.py``."""
 
 import functools
+import gc
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +82,22 @@ def test_what_code_reads_is_compared_and_nothing_else(name: str, layers: int) ->
     model.table["k"] = 1.0
     model.layers[-1].register_forward_hook(lambda *_: None)
     refused(served, "number of hooks of self.layers.")
+
+
+@pytest.mark.parametrize("layers", [1, 80], ids=["values", "versions"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_dropped_model_is_freed_at_once(name: str, layers: int) -> None:
+    model = Scaled(layers)
+    served = captured(name, model)
+    replays(served, model)
+    reference = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model, served
+        assert reference() is None  # without a collection: no cycle holds it, nor its graphs
+    finally:
+        gc.enable()
 
 
 def test_negative_zero_and_other_types_differ() -> None:
