@@ -88,7 +88,8 @@ class RanCode:
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
+        if sys.gettrace() == self._note:  # else the code has begun to debug
+            sys.settrace(self._before)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> Any:
         code, scope = frame.f_code, frame.f_globals

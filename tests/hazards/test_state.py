@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -162,6 +163,34 @@ def test_state_of_an_engine_that_its_method_does_not_read(name: str) -> None:
     assert (served.counters().captures, served.counters().replays) == (1, 4)
     engine.temperature = 3.0
     refused(served, r"self\.temperature is 3\.0")
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["before the capture", "in the step"])
+def test_the_trace_function_of_a_debugger_stays(inside: bool) -> None:
+    traced = []
+
+    def trace(frame: types.FrameType, event: str, argument: Any) -> None:
+        traced.append(frame.f_code.co_name)
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if inside and traced == ["begin"]:
+            sys.settrace(trace)
+        return doubled(x)
+
+    before, x = sys.gettrace(), torch.randn(ROWS, WIDTH)
+    traced.append("begin")
+    try:
+        if not inside:
+            sys.settrace(trace)
+        captured("CUDAGraphWrapper", step)
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)
+    assert "doubled" in traced
+    torch.testing.assert_close(step(x), x * 2)
 
 
 def test_an_eager_break_reads_state_anew() -> None:
