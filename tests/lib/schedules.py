@@ -309,7 +309,7 @@ class Engine:
         op = SplittingOp(f"cgsched::{scenario.op}", support=scenario.support)
         defaults = {"capture_device": "host", "compiler": "eager", "splitting_ops": (op,)}
         # Ambient.held changes in steps without a FULL graph, by the code that such a graph captures.
-        defaults["check_state"] = False
+        defaults["check_state"] = scenario.op != "fresh"
         config = CompilationConfig(**defaults, **scenario.settings, **settings)
         self.warmups = config.num_warmups if scenario.driver != "breakable" else 0
         if scenario.driver == "breakable":
