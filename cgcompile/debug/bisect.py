@@ -69,7 +69,8 @@ def bisect(model: Any, *args: Any, **kwargs: Any) -> Bisection:
 
     Raises:
         DispatchError: nothing was replayed.
-        CGCompileError: as of ``verify``.
+        ConfigError: settings for a model that has its own, or no model.
+        ArgumentsError: the model does not take these arguments.
         BaseException: what the model raised.
 
     Example:
