@@ -295,6 +295,18 @@ class Fallback(NamedTuple):
         return f"{self.reason.value}: {self.detail}"
 
 
+class RunPlain(Exception):
+    """A call has to run without a graph.
+
+    Attributes:
+        why: the reason, which is counted.
+        ran: the result, of a step that ran while it was captured; else empty.
+    """
+
+    def __init__(self, why: Fallback, *ran: Any) -> None:
+        self.why, self.ran = why, ran
+
+
 LAST_CALL = "; last call: "
 """Between a detail of :class:`Counters` and the call that it is of."""
 

@@ -48,14 +48,14 @@ from cgcompile.errors import CaptureError
 from cgcompile.graphs.capture import bulk_capture, capture_postponed, inside_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.eligibility import why_not_here
+from cgcompile.graphs.eligibility import check_here
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.memory import measure_captures, most_that_fit
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.reads import modules_of
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad
 from cgcompile.ladders import rank_sizes
-from cgcompile.reasons import Reason
+from cgcompile.reasons import Reason, RunPlain
 from cgcompile.settings import require_arguments, require_kind
 from cgcompile.source_lines import raised_at
 from cgcompile.torch_compat import torch_ops
@@ -569,8 +569,11 @@ class EncoderGraphs:
     def blocked(self) -> Reason | None:
         """Return why nothing may be replayed now, whatever is captured."""
         due = torch.is_grad_enabled() and any(map(holds_parameters_with_grad, self._modules))
-        why = why_not_here(gradients=due)
-        return None if why is None else why.reason
+        try:
+            check_here(gradients=due)
+        except RunPlain as refusal:
+            return refusal.why.reason
+        return None
 
     def check_weights(self) -> None:
         """Raise if a weight was replaced or moved."""

@@ -1,7 +1,8 @@
-"""Whether a step may have a graph: functions ``why_...``, with the texts for users.
+"""Whether a step may have a graph: functions ``check_...``, with the texts for users.
 
-Each returns the fallback of a step that runs without a graph, or None. :class:`allow_capture`
-closes capture for a block of code; :func:`eager_region` is code that runs outside of graphs.
+Each raises :class:`~cgcompile.reasons.RunPlain` where a step runs without one. The rule: what has
+no graph here is decided in this file for all front ends. :class:`allow_capture` closes capture for
+a block of code; :func:`eager_region` is code that runs outside of graphs.
 """
 
 from collections.abc import Collection
@@ -27,7 +28,7 @@ from cgcompile.graphs.capture import (
     inside_capture,
 )
 from cgcompile.graphs.device import any_capture
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.reasons import Fallback, Reason, RunPlain
 from cgcompile.settings import require_kind
 from cgcompile.torch_compat import torch_ops
 
@@ -78,57 +79,51 @@ GRADIENTS = Fallback(
 )
 
 
-def why_not_here(gradients: bool = False) -> Fallback | None:
-    """Return why no graph may run at this point of the program, in whatever context to be set."""
+def check_here(gradients: bool = False) -> None:
+    """Raise RunPlain where no graph may run at this point of the program, whatever its context."""
     if eager_region_is_open():
-        return IN_REGION
+        raise RunPlain(IN_REGION)
     if gradients:
-        return GRADIENTS
-    return INSIDE_CAPTURE if inside_capture() else None
+        raise RunPlain(GRADIENTS)
+    if inside_capture():
+        raise RunPlain(INSIDE_CAPTURE)
 
 
-def why_not_in(
+def check_context(
     context: ForwardContext | None, modes: Collection[CUDAGraphMode], what: str
-) -> Fallback | None:
-    """Return why no graph of ``modes`` may run in a caller's forward context; None if one may."""
+) -> None:
+    """Raise RunPlain where no graph of ``modes`` may run in a caller's forward context."""
     if context is None:
         no_context = Fallback(Reason.NO_CONTEXT, "no forward context")
-        return IN_REGION if eager_region_is_open() else no_context
+        raise RunPlain(IN_REGION if eager_region_is_open() else no_context)
     mode = context.cudagraph_runtime_mode
     if mode is CUDAGraphMode.NONE:
         lacks = "a batch_descriptor, and no cudagraph_runtime_mode"
         detail = lacks if context.lacks_mode else "runtime mode NONE"
-        return Fallback(Reason.MODE_NONE, f"the forward context has {detail}")
+        raise RunPlain(Fallback(Reason.MODE_NONE, f"the forward context has {detail}"))
     if mode not in modes:
         names = " and ".join(sorted({served.name for served in modes} - {"NONE"}))
-        return Fallback(
-            Reason.OTHER_MODE, f"the forward context has mode {mode.name}; graphs are for {names}"
-        )
+        detail = f"the forward context has mode {mode.name}; graphs are for {names}"
+        raise RunPlain(Fallback(Reason.OTHER_MODE, detail))
     if inside_capture():
-        return INSIDE_CAPTURE
+        raise RunPlain(INSIDE_CAPTURE)
     if context.batch_descriptor is None:
         raise DispatchError.no_descriptor(what=what, mode=mode.name)
-    return None
 
 
-def why_never_captured(closed: bool, descriptor: BatchDescriptor) -> Fallback | None:
-    """Return why a step without a graph gets none; None if it may get one, now or later."""
-    if not closed and capture_allowed():
-        return None
-    detail = f"no graph for {descriptor}, and capture is closed"
-    return Fallback(Reason.CAPTURE_FORBIDDEN, detail)
+def check_open(closed: bool, descriptor: BatchDescriptor) -> None:
+    """Raise RunPlain where captures have ended, or are not allowed here."""
+    if closed or not capture_allowed():
+        detail = f"no graph for {descriptor}, and capture is closed"
+        raise RunPlain(Fallback(Reason.CAPTURE_FORBIDDEN, detail))
 
 
-def why_not_captured_yet(warming: Fallback | None = None) -> Fallback | None:
-    """Return why this call does not capture although a later one may; None if it may capture.
-
-    ``warming`` is returned for a step whose own warm-up is not finished.
-    """
+def check_not_busy() -> None:
+    """Raise RunPlain where a capture has to wait: for a bulk capture, or for another thread."""
     if capture_postponed():
-        return Fallback(Reason.WARMING, "a bulk capture runs all batches plain first")
-    if warming is None and captured_elsewhere():
-        return Fallback(Reason.CAPTURE_BUSY, "another thread is capturing")
-    return warming
+        raise RunPlain(Fallback(Reason.WARMING, "a bulk capture runs all batches plain first"))
+    if captured_elsewhere():
+        raise RunPlain(Fallback(Reason.CAPTURE_BUSY, "another thread is capturing"))
 
 
 def eager_region() -> AbstractContextManager[Any]:

@@ -26,12 +26,12 @@ from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import DispatchError, GuardError
 from cgcompile.graphs.capture import ends_of_captures, prepares_graphs
 from cgcompile.graphs.cuda import wait_for_inputs
-from cgcompile.graphs.eligibility import IN_REGION, why_never_captured, why_not_captured_yet
+from cgcompile.graphs.eligibility import IN_REGION, check_not_busy, check_open
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.threads import StepThread
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.locks import new_lock
-from cgcompile.reasons import EXPECTED, Fallback, Reason
+from cgcompile.reasons import EXPECTED, Fallback, Reason, RunPlain
 
 K_ = TypeVar("K_", bound=Hashable)  # a key
 S_ = TypeVar("S_")  # a captured step: an entry of a wrapper, a recording of a compiled graph
@@ -55,18 +55,6 @@ def refuse_strict(
     """
     if strict and why.reason not in expected:
         raise DispatchError.strict(what=what, why=why) from cause
-
-
-class RunPlain(Exception):
-    """A call has to run without a graph.
-
-    Attributes:
-        why: the reason, which is counted.
-        ran: the result, of a step that ran while it was captured; else empty.
-    """
-
-    def __init__(self, why: Fallback, *ran: Any) -> None:
-        self.why, self.ran = why, ran
 
 
 class Steps(Generic[K_, S_]):
@@ -116,7 +104,8 @@ class Steps(Generic[K_, S_]):
 class Call(Generic[S_]):
     """One call of a front end: what is compared and what runs.
 
-    Each method may raise :class:`RunPlain`. Those from ``find`` to ``record`` run under the lock.
+    Each method may raise :class:`~cgcompile.reasons.RunPlain`. Those from ``find`` to ``record``
+    run under the lock.
     """
 
     __slots__ = ("context", "descriptor", "key", "steps")
@@ -300,12 +289,9 @@ class StepTable:
     def _capture(self, call: Call[S_]) -> Any:
         """Capture a step that has no graph, unless a reason forbids it."""
         call.steps.check_not_refused(call.key)
-        why = why_never_captured(self.closed, call.descriptor)
-        if why is None:
-            call.check_due()
-            why = why_not_captured_yet()
-        if why is not None:
-            raise RunPlain(why)
+        check_open(self.closed, call.descriptor)
+        call.check_due()
+        check_not_busy()
         call.check_fit()
         self._admit(call)
         if self.debug:

@@ -42,7 +42,7 @@ from cgcompile.graphs.capture import (
 from cgcompile.graphs.code_names import LoadedNames, RanCode
 from cgcompile.graphs.contract import Contract
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
-from cgcompile.graphs.eligibility import GRADIENTS, why_not_in
+from cgcompile.graphs.eligibility import GRADIENTS, check_context
 from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
@@ -57,10 +57,10 @@ from cgcompile.graphs.results import (
 )
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
 from cgcompile.graphs.state import ModelState, StateContract
-from cgcompile.graphs.steps import Call, RunPlain, Steps, StepTable
+from cgcompile.graphs.steps import Call, Steps, StepTable
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.transparent import Transparent
-from cgcompile.reasons import Counters, Fallback, Reason
+from cgcompile.reasons import Counters, Fallback, Reason, RunPlain
 from cgcompile.settings import checked_but, require_callable, require_fields
 from cgcompile.torch_compat import raw_memory, torch_ops
 
@@ -296,9 +296,7 @@ class _WrapperCall(Call[CUDAGraphEntry]):
 
     def enter(self) -> None:
         wrapper, context = self._wrapper, self.context
-        why = why_not_in(context, wrapper._modes, wrapper.name)
-        if why is not None:
-            raise RunPlain(why)
+        check_context(context, wrapper._modes, wrapper.name)
         assert context is not None
         assert context.batch_descriptor is not None
         self.descriptor = context.batch_descriptor

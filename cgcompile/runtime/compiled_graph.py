@@ -32,7 +32,7 @@ from cgcompile.graphs.device import any_capture, capture_device
 from cgcompile.graphs.eligibility import GRADIENTS, INSIDE_CAPTURE
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import check_debug
-from cgcompile.graphs.steps import Call, RunPlain, StepTable
+from cgcompile.graphs.steps import Call, StepTable
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.split import SplitGraph
@@ -40,7 +40,7 @@ from cgcompile.pieces.cache import Compilation
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.size_ranges import artifacts_text
 from cgcompile.pieces.stitch import Step
-from cgcompile.reasons import Counters, Fallback, Reason
+from cgcompile.reasons import Counters, Fallback, Reason, RunPlain
 from cgcompile.runtime.dispatch import Dispatch
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths, GraphFastPath
 from cgcompile.runtime.inputs import BoundTensors, Overlaps, Roles, why_never

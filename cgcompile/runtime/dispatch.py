@@ -3,7 +3,7 @@
 It decides mode, key and eligibility of a call before it runs; guards are checked later. Without a
 forward context, a step gets a synthetic batch descriptor from its concrete sizes; the number of
 such shapes is bounded. The rule: a refusal is a
-:class:`~cgcompile.graphs.steps.RunPlain`.
+:class:`~cgcompile.reasons.RunPlain`.
 """
 
 import logging
@@ -21,11 +21,11 @@ from cgcompile.descriptor import allows_full
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.arena import takes_any_layout
 from cgcompile.graphs.capture import capture_postponed
-from cgcompile.graphs.eligibility import why_not_in
-from cgcompile.graphs.steps import RunPlain, StepTable
+from cgcompile.graphs.eligibility import check_context
+from cgcompile.graphs.steps import StepTable
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.split import SplitGraph
-from cgcompile.reasons import VARYING, Fallback, Reason, varying_number
+from cgcompile.reasons import VARYING, Fallback, Reason, RunPlain, varying_number
 from cgcompile.runtime.inputs import Roles, full_support
 from cgcompile.runtime.recording import BatchKey
 from cgcompile.runtime.weight_sets import MOVED, WeightSet, WeightSets, picker
@@ -166,9 +166,7 @@ class Dispatch:
             return self.mode
         mode = context.cudagraph_runtime_mode
         if mode is NONE or mode not in self._served or context.batch_descriptor is None:
-            fallback = why_not_in(context, self._served, "the compiled model")
-            assert fallback is not None
-            raise RunPlain(fallback)
+            check_context(context, self._served, "the compiled model")
         if mode is FULL and not allows_full(self._support, context.batch_descriptor):
             detail = (
                 f"a boundary supports {self._support.name} only, not {context.batch_descriptor}"

@@ -31,12 +31,12 @@ from cgcompile.graphs.sequence import (
     Segment,
     Slot,
 )
-from cgcompile.graphs.steps import RunPlain, refuse_strict
+from cgcompile.graphs.steps import refuse_strict
 from cgcompile.graphs.wrapper import Captured, CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.passes.nodes import tensors
 from cgcompile.passes.split import Piece, returned_names
 from cgcompile.pieces.compilers import Runnable
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.reasons import Fallback, Reason, RunPlain
 from cgcompile.runtime.layouts import in_traced_layouts
 from cgcompile.runtime.program import EagerCall, Program
 from cgcompile.runtime.recording import Recording

@@ -23,10 +23,9 @@ from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretc
 from cgcompile.graphs.contract import Change, Contract, same_layout, same_value
 from cgcompile.graphs.results import Results, Track, builder, is_reusable, view_of
 from cgcompile.graphs.sequence import GraphSequence, SegmentRunner, Slot
-from cgcompile.graphs.steps import RunPlain
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.pieces.stitch import restoring_grad_mode
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.reasons import Fallback, Reason, RunPlain
 from cgcompile.runtime.inputs import Roles, input_name
 from cgcompile.runtime.program import Program
 from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings

@@ -26,7 +26,7 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.capture import bulk_captures, postponed_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.eligibility import why_not_here
+from cgcompile.graphs.eligibility import check_here
 from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import check_debug
@@ -36,7 +36,7 @@ from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.ladders import padding_table
 from cgcompile.locks import new_lock, owns_lock
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason, RunPlain
 from cgcompile.serving.batch import (
     NO_WORK,
     Batch,
@@ -928,7 +928,7 @@ class CudaGraphManager:
         # The arguments are views of our own buffers, and a graph reads no context: where a change
         # of the inputs raises, a replay needs no further check.
         direct = mode is FULL and self._config.on_input_change == "raise"
-        if direct and self._why_not_here() is None:
+        if direct and self._may_replay_here():
             entry = full.wrapper.entry_of(FULL, descriptor)
             if entry is not None and entry.context is not None:
                 entry.context.check("FULL", descriptor, metadata)
@@ -957,9 +957,13 @@ class CudaGraphManager:
         result = full.outputs.real(result, padded, real)
         return full.track(result, descriptor) if self._config.debug else result
 
-    def _why_not_here(self) -> Fallback | None:
-        """Return why no graph may run here; in grad mode the wrapper checks for gradients."""
-        return why_not_here(gradients=not self._inference_mode and torch.is_grad_enabled())
+    def _may_replay_here(self) -> bool:
+        """Return whether a graph may run here; in grad mode the wrapper checks for gradients."""
+        try:
+            check_here(gradients=not self._inference_mode and torch.is_grad_enabled())
+        except RunPlain:
+            return False
+        return True
 
     def run_fullgraph(
         self,
@@ -1000,7 +1004,7 @@ class CudaGraphManager:
                 self._across = self.agreement.across(num_tokens)
             with self._autograd_mode():
                 entry = full.wrapper.entry_of(FULL, descriptor)
-                if entry is None or self._why_not_here() is not None:
+                if entry is None or not self._may_replay_here():
                     raise ManagerError.no_replay(batch=str(descriptor))
                 self.inputs.follow_stream()
                 self.inputs.written_by_others()

@@ -8,9 +8,9 @@ from lib.patience import PATIENCE
 from cgcompile import BatchDescriptor, CompilationConfig
 from cgcompile.errors import DispatchError, HostValueChangedError
 from cgcompile.graphs.capture import capture_lock
-from cgcompile.graphs.steps import Call, RunPlain, Steps, StepTable
+from cgcompile.graphs.steps import Call, Steps, StepTable
 from cgcompile.graphs.timeline import Timeline
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.reasons import Fallback, Reason, RunPlain
 
 FAILED = Fallback(Reason.CAPTURE_FAILED, "an op was refused")
 
