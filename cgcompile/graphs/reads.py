@@ -15,11 +15,11 @@ from functools import lru_cache, partial
 from itertools import chain
 from keyword import iskeyword
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile.graphs.contract import Contract, Reads, is_plain_value
+from cgcompile.graphs.contract import Contract, Kind, Read, Reads, is_plain_value
 from cgcompile.torch_compat import raw_memory, subclasses
 
 log = logging.getLogger(__name__)
@@ -226,6 +226,15 @@ def read_context(context: Any, tensor_type: str, loads: Callable[[str], bool]) -
     return Contract("context", reader.reads, "metadata")
 
 
+class _Opened(NamedTuple):
+    """An object that was opened, in its first place."""
+
+    path: str
+    expression: str
+    variable: str  # in the lines
+    rows: list[Read]  # of what is in it
+
+
 class _ContextReader:
     """Walks the metadata of a forward context, and collects what ops may read of it."""
 
@@ -233,7 +242,7 @@ class _ContextReader:
         self._tensor_type, self._loads = tensor_type, loads
         self.reads = Reads()
         self.unreached = 0
-        self._variables: dict[int, str] = {}  # of objects, by identity; "" without reads
+        self._opened: dict[int, _Opened | None] = {}  # by identity; None: nothing to compare in it
         self._alive: list[Any] = []  # the same objects
 
     def visit(
@@ -263,15 +272,13 @@ class _ContextReader:
     def _open(
         self, value: Any, path: str, expression: str, local: str, depth: int, loaded: bool
     ) -> None:
-        known = self._variables.get(id(value))
-        if known is not None:  # layers often share one object
-            if known:
-                self.reads.unless(f"{local} is not {known}")
+        if id(value) in self._opened:  # layers often share one object
+            self._share(self._opened[id(value)], path, expression, local)
             return
-        self._variables[id(value)] = ""  # for objects that hold each other
         self._alive.append(value)
-        reads, line = self.reads, len(self.reads.lines)
+        reads, line, first = self.reads, len(self.reads.lines), len(self.reads.rows)
         variable = f"v{line}"
+        self._opened[id(value)] = _Opened(path, expression, variable, [])  # they hold each other
         reads.lines.append(f"{variable} = {local}")
         for step, access, key, item in _items(value):
             before, names = len(reads.lines), len(reads.names)
@@ -284,10 +291,28 @@ class _ContextReader:
             self._members(value, path, expression, variable)
         if len(reads.lines) == line + 1:  # nothing to compare in it
             reads.lines.pop()
+            self._opened[id(value)] = None
             return
-        self._variables[id(value)] = variable
         if isinstance(value, FunctionType):
             reads.identity(path, f"{expression}.__code__", value.__code__, f"{variable}.__code__")
+        self._opened[id(value)] = _Opened(path, expression, variable, reads.rows[first:])
+
+    def _share(self, known: _Opened | None, path: str, expression: str, local: str) -> None:
+        """Compare an object in a second place: by identity; if it is another one, by its rows."""
+        if known is None:
+            return
+        self.reads.unless(f"{local} is not {known.variable}")
+        if not known.rows:  # it is inside of itself
+            same = f"{expression} is {known.expression}"
+            self.reads.rows.append(Read(f"{path} is {known.path}", same, Kind.VALUE, True))
+        else:
+            self.reads.rows += [
+                row._replace(
+                    path=row.path.replace(known.path, path, 1),
+                    expression=row.expression.replace(known.expression, expression, 1),
+                )
+                for row in known.rows
+            ]
 
     def _is_loaded(self, step: str, key: Any, loaded: bool) -> bool:
         """Return whether code may load an item of an object that it may load itself."""

@@ -651,6 +651,17 @@ def _nested(value: Any) -> dict[str, Any]:
     return value
 
 
+def _shared(value: Any, other: Any = None) -> dict[str, Any]:
+    layer = {"k": value}
+    return {"a": layer, "b": layer if other is None else {"k": other}}
+
+
+def _cycle(value: Any, inner: Any = None) -> dict[str, Any]:
+    outer = {"k": value}
+    outer["m"] = outer if inner is None else inner
+    return outer
+
+
 def _captured(value: Any) -> Callable[[], Any]:
     return lambda: value
 
@@ -1030,6 +1041,18 @@ TABLE: tuple[Row, ...] = (
             lambda t: _nested(t + 1),
         ),
         {READ_CONTEXT: AddressChangedError, **NO_METADATA},
+        settings=WITH_OP,
+    ),
+    Row(
+        "metadata that two layers share",
+        _metadata(lambda m: m["a"]["k"] + m["b"]["k"], _shared, lambda t: _shared(t, t + 1)),
+        {READ_CONTEXT: AddressChangedError, **NO_METADATA},
+        settings=WITH_OP,
+    ),
+    Row(
+        "metadata that holds itself",
+        _metadata(lambda m: m["m"]["k"] + m["k"], _cycle, lambda t: _cycle(t, {"k": t + 1})),
+        {READ_CONTEXT: HostValueChangedError, **NO_METADATA},
         settings=WITH_OP,
     ),
     Row(
