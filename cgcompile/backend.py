@@ -36,16 +36,7 @@ from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
-from cgcompile.torch_compat import (
-    checkpoints,
-    dynamo,
-    presence,
-    repeated_regions,
-    structured_trace,
-    torch_compilers,
-    torch_settings,
-    torch_tracing,
-)
+from cgcompile.torch_compat import dynamo, inductor, presence, torch_settings
 
 log = logging.getLogger(__name__)
 
@@ -112,12 +103,12 @@ class Backend(Registry):
     def anticipate(self, model: Any) -> None:
         """Start the processes that compile kernels for a GPU model or method; do not wait."""
         config, owner = self.config, getattr(model, "__self__", model)
-        inductor = config.mode is not CompilationMode.PIECEWISE or config.compiler == "inductor"
-        if not inductor or not isinstance(owner, torch.nn.Module):
+        used = config.mode is not CompilationMode.PIECEWISE or config.compiler == "inductor"
+        if not used or not isinstance(owner, torch.nn.Module):
             return
         if any(tensor.is_cuda for tensor in (*owner.parameters(), *owner.buffers())):
             try:
-                torch_compilers.start_compile_workers()
+                inductor.start_compile_workers()
             except (OSError, RuntimeError) as error:  # Inductor starts them, and raises, later
                 log.info("no compile workers yet: %s", error)
 
@@ -129,9 +120,9 @@ class Backend(Registry):
         self._floats.clear()
         self._differences.clear()
         for shape_env in tuple(self._shape_envs):
-            torch_tracing.drop_fakes(shape_env)
+            dynamo.drop_fakes(shape_env)
         self._shape_envs.clear()
-        torch_tracing.drop_trace_caches()
+        dynamo.drop_trace_caches()
 
     def __call__(
         self,
@@ -161,11 +152,11 @@ class Backend(Registry):
             raise ConfigError.breakable_needs_no_trace()
         dynamo.watch_dynamo()
         try:
-            repeated_regions.guard_repeated_regions(gm)
-        except repeated_regions.CannotRepeat as error:
+            dynamo.guard_repeated_regions(gm)
+        except dynamo.CannotRepeat as error:
             raise TraceError.region(problem=str(error)) from error
         dynamo.guard_signs_of_zeros()
-        shape_env = torch_tracing.current_shape_env()
+        shape_env = dynamo.current_shape_env()
         if shape_env is not None:
             self._shape_envs.add(shape_env)
         with without_garbage_collection():
@@ -173,7 +164,7 @@ class Backend(Registry):
         graph = innermost(result)
         if graph is not None:
             graph.graph_break = dynamo.graph_break(gm)
-            frame = structured_trace.current_frame()
+            frame = torch_settings.current_frame()
             if frame is not None:
                 graph.differences = self._differences.setdefault(frame, graph.differences)
         if torch_settings.has_traced_function_modes():
@@ -200,8 +191,8 @@ class Backend(Registry):
         config, pieces = self.config, CompilationMode.PIECEWISE
         if config.cudagraph_mode is CUDAGraphMode.NONE and config.mode is not pieces:
             if config.mode is CompilationMode.NONE:
-                return checkpoints.with_checkpoints(gm).forward
-            return torch_compilers.compile_whole(gm, example_inputs, inductor_patches(config))
+                return dynamo.with_checkpoints(gm).forward
+            return inductor.compile_whole(gm, example_inputs, inductor_patches(config))
         # 1. Adapt: the graph takes tensors in place of subclasses, and of numbers that vary.
         unmet = self._unmet_ops(gm)
         gm, unwrapping = adapt_subclasses(gm)
@@ -210,13 +201,13 @@ class Backend(Registry):
         adapters = unwrapping + computing
         if adapters or config.pad_lengths is not None:
             frozen = 0  # the caller of the adapters passes all inputs at each call
-        with torch_tracing.new_sources() as sources:
+        with dynamo.new_sources() as sources:
             # 2. Split at the boundaries. In other modes than PIECEWISE the graph is one piece, for
             # FULL graphs where its ops allow them.
             split, boundaries = split_by_config(gm, config)
             log.info("split graph:\n%s", split)
-            structured_trace.trace_artifact("cgcompile_split", split.text)
-            structured_trace.trace_artifact("cgcompile_split_data", lambda: split_data(split))
+            torch_settings.trace_artifact("cgcompile_split", split.text)
+            torch_settings.trace_artifact("cgcompile_split_data", lambda: split_data(split))
             check_sizes(split, config)
             # 3. Compile the pieces.
             if config.mode is not pieces:
@@ -227,9 +218,9 @@ class Backend(Registry):
             check_sizes(split, config)  # a compiler may add guards of its own
             # 4. Build the compiled graph, and register it.
             graph = CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)
-        torch_tracing.drop_sources_with(graph, sources)
-        structured_trace.trace_artifact("cgcompile_code", lambda: graph.source)
-        structured_trace.trace_artifact(
+        dynamo.drop_sources_with(graph, sources)
+        torch_settings.trace_artifact("cgcompile_code", lambda: graph.source)
+        torch_settings.trace_artifact(
             "cgcompile_compilation", lambda: f"{graph.compilation}\n\n{graph.artifacts}\n"
         )
         if unmet is not None:
@@ -261,7 +252,7 @@ class NamedBackend:
         """Return the backend of ``torch.compile(mode=mode, options=options)``."""
         config = CompilationConfig.resolve(options=options, torch_mode=mode)
         if mode is not None and config.compiler == "inductor":
-            tuned = {**torch_compilers.inductor_mode_options(mode), **dict(config.inductor_options)}
+            tuned = {**inductor.inductor_mode_options(mode), **dict(config.inductor_options)}
             config = CompilationConfig.resolve(config, options={"inductor_options": tuned})
         for handle in self._handles:  # compared, not hashed: settings may hold lists
             if handle.config == config:

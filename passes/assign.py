@@ -30,7 +30,7 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.regions import state_regions
 from cgcompile.reasons import Fallback, Reason
-from cgcompile.torch_compat import dynamo
+from cgcompile.torch_compat import torch_ops
 
 PLACEMENT = "cgcompile_placement"  # the key in node.meta
 
@@ -140,7 +140,9 @@ def _group(gm: fx.GraphModule, fallbacks: _Fallbacks, cuts: bool) -> list[_Run]:
     for node, fallback in fallbacks.items():
         if fallback is None and _is_neutral(node):
             waiting.append(node)
-            if node.target in dynamo.LEAVES.values() and runs:  # close in the piece that ends here
+            if (
+                node.target in torch_ops.LEAVES.values() and runs
+            ):  # close in the piece that ends here
                 runs[-1].nodes += waiting
                 waiting = []
             continue

@@ -44,7 +44,7 @@ from cgcompile.passes.nodes import (
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.passes.symbols import Symbols, dtype_text
 from cgcompile.settings import checked, require, require_callable
-from cgcompile.torch_compat import dynamo, torch_ops
+from cgcompile.torch_compat import dynamo, expressions, torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -358,7 +358,7 @@ class _Filler:
                 return f"node {node.name!r} {problem}: {error}"
             free = symbols_of([old, *map(value, node.all_input_nodes)])
             trusted = node not in self._before or not is_torchs(node)
-            if trusted or any(map(dynamo.is_unbacked, free)):
+            if trusted or any(map(expressions.is_unbacked, free)):
                 return None  # the op may need state of the tracer
             return f"node {node.name!r} fails on its new arguments: {error}"
         if new or not alike([result], [old]):
@@ -428,18 +428,18 @@ def run_on_fakes(
 def _autocast_at(gm: fx.GraphModule, node: fx.Node) -> Iterator[None]:
     """Enter the autocast contexts that the graph has open at a node."""
     entered: list[fx.Node] = []
-    leave = dynamo.LEAVES[dynamo.ENTER_AUTOCAST]
-    if gm.graph.find_nodes(op="call_function", target=dynamo.ENTER_AUTOCAST):
+    leave = torch_ops.LEAVES[torch_ops.ENTER_AUTOCAST]
+    if gm.graph.find_nodes(op="call_function", target=torch_ops.ENTER_AUTOCAST):
         for other in gm.graph.nodes:
             if other is node:
                 break
-            if other.target is dynamo.ENTER_AUTOCAST:
+            if other.target is torch_ops.ENTER_AUTOCAST:
                 entered.append(other)
             elif other.target is leave:
                 entered.remove(other.args[0])
     with ExitStack() as stack:
         for enter in entered:
-            stack.callback(leave, dynamo.ENTER_AUTOCAST(*enter.args, **enter.kwargs))
+            stack.callback(leave, torch_ops.ENTER_AUTOCAST(*enter.args, **enter.kwargs))
         yield
 
 
@@ -466,7 +466,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _equal_or_unbacked(one: Any, other: Any) -> bool:
     free = getattr(one, "free_symbols", set()) | getattr(other, "free_symbols", set())
-    return one == other or any(map(dynamo.is_unbacked, free))
+    return one == other or any(map(expressions.is_unbacked, free))
 
 
 # ---------------------------------------------------------------- outputs

@@ -34,7 +34,7 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.reasons import Fallback, Reason
-from cgcompile.torch_compat import dynamo, host_reads, torch_ops
+from cgcompile.torch_compat import dynamo, torch_ops
 
 _BRANCHES_ON_THE_HOST = {"cond", "while_loop"}
 _COPIES = {"to", "cuda", "cpu", "copy_", "setitem", "_to_copy", "type_as", "type"}
@@ -105,7 +105,7 @@ class Capturability:
             return Fallback(
                 Reason.HOST_SYNC, f"{target_name(node.target)} reads a tensor on the host"
             )
-        if host_reads.kernel_reads(node.target, *fx.map_arg((node.args, node.kwargs), value)):
+        if torch_ops.kernel_reads(node.target, *fx.map_arg((node.args, node.kwargs), value)):
             detail = f"the CUDA kernel of {target_name(node.target)} reads values on the host"
             return Fallback(Reason.HOST_SYNC, detail)
         if self._assigns_by_mask(node):

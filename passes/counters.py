@@ -14,7 +14,7 @@ from torch import fx
 from cgcompile.boundaries import target_name
 from cgcompile.passes.nodes import COMPUTING, is_torchs, storages, value, written
 from cgcompile.passes.regions import nodes_in_regions
-from cgcompile.torch_compat import dynamo, raw_memory
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 _ADVANCES = "cgcompile_advances"  # key in node.meta
 
@@ -52,13 +52,13 @@ def advance(gm: fx.GraphModule, moved: Mapping[fx.Node, fx.Node]) -> None:
         gm.graph.erase_node(node)
     with gm.graph.inserting_before(gm.graph.output_node()):
         for (number, _), counters in groups.items():
-            node = gm.graph.call_function(dynamo.FOREACH_ADD_, (counters, number))
+            node = gm.graph.call_function(torch_ops.FOREACH_ADD_, (counters, number))
             node.meta[_ADVANCES] = True
 
 
 def advanced(gm: fx.GraphModule) -> list[int]:
     """Return the positions of the inputs whose increment moved to the end of the graph."""
-    nodes = gm.graph.find_nodes(op="call_function", target=dynamo.FOREACH_ADD_)
+    nodes = gm.graph.find_nodes(op="call_function", target=torch_ops.FOREACH_ADD_)
     moved = {counter for node in nodes if _ADVANCES in node.meta for counter in node.args[0]}
     inputs = gm.graph.find_nodes(op="placeholder")
     return [position for position, node in enumerate(inputs) if node in moved]
@@ -78,6 +78,6 @@ def _increments(node: fx.Node, counter: fx.Node) -> bool:
 
 def _is_known(node: fx.Node) -> bool:
     # A tensor of inference mode cannot be written after the region.
-    if node.target is dynamo.LEAVES[dynamo.ENTER_INFERENCE_MODE]:
+    if node.target is torch_ops.LEAVES[torch_ops.ENTER_INFERENCE_MODE]:
         return False
     return is_torchs(node) or target_name(node.target).startswith("cgcompile::")

@@ -42,7 +42,7 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.settings import AUTO
-from cgcompile.torch_compat import dynamo, raw_memory, torch_ops, torch_settings, torch_shapes
+from cgcompile.torch_compat import expressions, raw_memory, torch_ops, torch_settings
 
 _SDPA = "scaled_dot_product_attention"
 _REPEATS = ("reshape", "view", "flatten", "contiguous", "repeat_interleave")
@@ -144,7 +144,7 @@ class _Replacer:
     @functools.cached_property
     def _regions(self) -> set[fx.Node]:
         graph = self._gm.graph
-        autocast = bool(graph.find_nodes(op="call_function", target=dynamo.ENTER_AUTOCAST))
+        autocast = bool(graph.find_nodes(op="call_function", target=torch_ops.ENTER_AUTOCAST))
         return set(self._order) if autocast else nodes_in_regions(self._gm)
 
     @functools.cached_property
@@ -231,7 +231,7 @@ def _inputs(attention: _Attention) -> list[fx.Node]:
 def _same(some: Iterable[Any], others: Iterable[Any]) -> bool:
     """Return whether sizes are equal for all values of their symbols; adds no guard."""
     one, other = tuple(some), tuple(others)
-    return len(one) == len(other) and all(map(torch_shapes.statically_equal, one, other))
+    return len(one) == len(other) and all(map(expressions.statically_equal, one, other))
 
 
 def _is_dense(result: torch.Tensor, *, heads_first: bool) -> bool:

@@ -36,7 +36,7 @@ from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.torch_compat import dynamo, torch_ops
 
 _CHANGES_HISTORY = {"requires_grad_", "detach_", "retain_grad", "register_hook"}
-_SWITCHES_GRAD = (dynamo.SET_GRAD_ENABLED, dynamo.ENTER_INFERENCE_MODE)
+_SWITCHES_GRAD = (torch_ops.SET_GRAD_ENABLED, torch_ops.ENTER_INFERENCE_MODE)
 # Views of the same layout that are not their argument: they lack its history.
 _NOT_ITSELF = {"detach", "getattr", "alias"}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -17,7 +17,7 @@ from torch import fx
 
 from cgcompile.boundaries import target_name
 from cgcompile.source_lines import ascii_text, is_users_file
-from cgcompile.torch_compat import dynamo, torch_ops
+from cgcompile.torch_compat import dynamo, raw_memory, torch_ops
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
@@ -168,7 +168,7 @@ def nodes_by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
 
 def storages(values: Any) -> set[int]:
     """Return the keys of the storages behind the tensors of a value."""
-    keys = (dynamo.storage_key(tensor) for tensor in tensors(values))
+    keys = (raw_memory.storage_key(tensor) for tensor in tensors(values))
     return {key for key in keys if key is not None}
 
 
@@ -395,7 +395,7 @@ def is_allocation(node: fx.Node) -> bool:
 
 def toggles_state(node: fx.Node) -> bool:
     """Return whether the node switches a state that each piece repeats."""
-    switches = (*dynamo.LEAVES, *dynamo.LEAVES.values(), dynamo.SET_GRAD_ENABLED)
+    switches = (*torch_ops.LEAVES, *torch_ops.LEAVES.values(), torch_ops.SET_GRAD_ENABLED)
     return node.op == "call_function" and node.target in switches
 
 

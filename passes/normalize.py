@@ -28,7 +28,7 @@ from cgcompile.passes.nodes import (
     tensors,
     value,
 )
-from cgcompile.torch_compat import dynamo, torch_ops, torch_shapes
+from cgcompile.torch_compat import expressions, torch_ops
 
 # Calls that read a size and do nothing else; only such a node may be erased.
 _SIZE_READERS = {"size", "numel", "nelement", "stride", "storage_offset", "dim", "ndimension"}
@@ -77,7 +77,7 @@ class _Binder:
         if not isinstance(size, torch.SymInt) or placeholder in self._bound.values():
             return
         if symbols_of(size) <= self._bound.keys():
-            torch_shapes.replace_uses(placeholder, self._number(size))
+            expressions.replace_uses(placeholder, self._number(size))
 
     def visit(self, node: fx.Node) -> None:
         """Replace a size that the node reads off a tensor."""
@@ -106,7 +106,7 @@ class _Binder:
         elif isinstance(result, torch.SymFloat) and result.node.expr.is_number:
             result = float(result.node.expr)
         if isinstance(result, (int, float, fx.Node)):
-            torch_shapes.replace_uses(node, result)
+            expressions.replace_uses(node, result)
             if torch_ops.is_arithmetic(node.target):
                 self._graph.erase_node(node)
 
@@ -122,12 +122,12 @@ class _Binder:
         if expression not in self._computed:
             assert self._last_placeholder is not None  # it binds the symbols
             with self._graph.inserting_before(self._last_placeholder.next):
-                number = dynamo.expression_nodes(expression, self._bound)
+                number = expressions.expression_nodes(expression, self._bound)
             self._computed[expression] = number
         return self._computed[expression]
 
     def _replace(self, node: fx.Node, new: Any) -> None:
-        torch_shapes.replace_uses(node, new)
+        expressions.replace_uses(node, new)
         if short_name(node.target) in _SIZE_READERS:
             self._graph.erase_node(node)
 

@@ -34,7 +34,7 @@ from cgcompile.passes.nodes import (
     value,
 )
 from cgcompile.passes.regions import nodes_in_regions
-from cgcompile.torch_compat import dynamo, subclasses, torch_ops
+from cgcompile.torch_compat import dynamo, expressions, raw_memory, torch_ops
 
 _SAME = {"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div"}
 _SAME |= {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
@@ -113,7 +113,7 @@ def _fill_elements(gm: fx.GraphModule) -> None:
         fake, indices = _fake(tensor), index if isinstance(index, tuple) else (index,)
         if (
             fake is None
-            or subclasses.is_wrapper(fake)
+            or raw_memory.is_wrapper(fake)
             or not fake.is_floating_point()
             or node.users
         ):
@@ -340,7 +340,7 @@ class Numbers:
         for node in self._gm.graph.nodes:
             if node in needed and node not in copies:
                 if self._is_size(node):
-                    copies[node] = dynamo.expression_nodes(value(node).node.expr, bound)
+                    copies[node] = expressions.expression_nodes(value(node).node.expr, bound)
                 else:
                     copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple([copies[node] for node in wanted]))

@@ -40,7 +40,7 @@ from cgcompile.passes.regions import grad_mode_around
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.symbols import Symbols, dotted_source, identifier
 from cgcompile.reasons import Fallback, Reason
-from cgcompile.torch_compat import dynamo
+from cgcompile.torch_compat import dynamo, torch_ops
 
 
 def cut(gm: fx.GraphModule) -> SplitGraph:
@@ -57,7 +57,7 @@ class _State:
 
     def allows_gradients(self) -> bool:
         """Return whether a result may need gradients, if the caller's grad mode is on."""
-        inference = any(enter.target is dynamo.ENTER_INFERENCE_MODE for enter in self.entered)
+        inference = any(enter.target is torch_ops.ENTER_INFERENCE_MODE for enter in self.entered)
         return self.grad is not False and not inference
 
 
@@ -88,12 +88,12 @@ class _Cutter:
                 continue
             self._members.setdefault(assigned.piece, []).append(node)
             self._before.setdefault(assigned.piece, state)
-            if node.target in dynamo.LEAVES:
+            if node.target in torch_ops.LEAVES:
                 state = _State((*state.entered, node), state.grad)
-            elif node.target in dynamo.LEAVES.values():
+            elif node.target in torch_ops.LEAVES.values():
                 rest = tuple(enter for enter in state.entered if enter is not node.args[0])
                 state = _State(rest, state.grad)
-            elif node.target is dynamo.SET_GRAD_ENABLED:
+            elif node.target is torch_ops.SET_GRAD_ENABLED:
                 state = _State(state.entered, bool(node.args[0]))
             elif not runs_once_on_host(node):
                 self._differentiable |= state.allows_gradients()
@@ -212,7 +212,7 @@ class _Cutter:
 
     def _is_output(self, node: fx.Node, index: int) -> bool:
         """Return whether something outside of the piece uses the node's value."""
-        if node.target in dynamo.LEAVES:
+        if node.target in torch_ops.LEAVES:
             return False
         return any(
             user.op == "output" or ((p := placement(user)) is not None and p.piece != index)
@@ -238,13 +238,13 @@ class _Cutter:
         for enter in before.entered:
             copies[enter] = graph.node_copy(enter)
         if before.grad != self._grad_outside:
-            graph.call_function(dynamo.SET_GRAD_ENABLED, (before.grad,))
+            graph.call_function(torch_ops.SET_GRAD_ENABLED, (before.grad,))
         for node in members:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         for enter in reversed(after.entered):
-            graph.call_function(dynamo.LEAVES[enter.target], (copies[enter],))
+            graph.call_function(torch_ops.LEAVES[enter.target], (copies[enter],))
         if after.grad != self._grad_outside:
-            graph.call_function(dynamo.SET_GRAD_ENABLED, (self._grad_outside,))
+            graph.call_function(torch_ops.SET_GRAD_ENABLED, (self._grad_outside,))
         graph.output(tuple(copies[node] for node in outputs))
         return graph, tuple(self._names[node] for node in foreign)
 
@@ -268,7 +268,7 @@ class _Cutter:
         bodies: dict[fx.Node, None] = {}
 
         def use(node: fx.Node) -> None:
-            if node in inside or node.target in dynamo.LEAVES:
+            if node in inside or node.target in torch_ops.LEAVES:
                 return
             if is_size_arithmetic(node, self._bound.keys()) or is_number_tensor(node):
                 for argument in node.all_input_nodes:

@@ -30,7 +30,7 @@ from cgcompile.passes.nodes import (
     value,
 )
 from cgcompile.passes.symbols import dtype_text
-from cgcompile.torch_compat import dynamo, expressions, inductor_code, raw_memory, torch_ops
+from cgcompile.torch_compat import expressions, inductor, raw_memory, torch_ops
 
 _LARGEST_CONSTANT = 1 << 16  # bytes of a tensor that a lasting text hashes
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -91,14 +91,14 @@ class GraphText:
         if node.op == "call_module":
             self._refuse_lasting(f"it calls the module {target}, whose code may change")
             return f"module {target}"
-        name = inductor_code.qualified_name(target)
+        name = inductor.qualified_name(target)
         if name is None:
             text = getattr(target, "__qualname__", None) or type(target).__name__
             self._refuse_lasting(f"it calls {text}, whose code is not torch's and may change")
             return _address(target)
         if "triton_kernel" in name:
             self._refuse_lasting("it holds a Triton kernel of the user's, whose code may change")
-        inside = inductor_code.traced_through(target) if self._lasting else None
+        inside = inductor.traced_through(target) if self._lasting else None
         if inside is not None:
             self._refuse_lasting(f"{inside}, by code that may change")
         return name
@@ -133,7 +133,7 @@ class GraphText:
             names, _ = tensor.__tensor_flatten__()
             inner = [getattr(tensor, name) for name in names]
             return "".join(self._memory(each, position) for each in tensors(inner))
-        storage = dynamo.storage_key(tensor)
+        storage = raw_memory.storage_key(tensor)
         first = position if storage is None else self._storages.setdefault(storage, position)
         return f" in the memory of input {first}" if first != position else ""
 
@@ -189,7 +189,7 @@ class GraphText:
             return str(argument)
         if type(argument) in _PLAIN or isinstance(argument, torch.SymInt):
             return self._value(argument)
-        name = inductor_code.qualified_name(argument) if callable(argument) else None
+        name = inductor.qualified_name(argument) if callable(argument) else None
         if name is None:
             self._refuse_lasting(f"a {kind} is among its arguments")
         return name or _address(argument)
@@ -209,7 +209,7 @@ class GraphText:
         expression = sympy.sympify(size)
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in self.symbols:
-                if dynamo.is_unbacked(symbol):
+                if expressions.is_unbacked(symbol):
                     raise Unnameable("it has a size that depends on data")
                 name = f"s{len(self.symbols)}"
                 self.symbols[symbol] = sympy.Symbol(name, **symbol.assumptions0)

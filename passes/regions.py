@@ -17,7 +17,7 @@ from torch import fx
 
 from cgcompile.passes.nodes import COMPUTING, short_name
 from cgcompile.reasons import Reason
-from cgcompile.torch_compat import dynamo
+from cgcompile.torch_compat import torch_ops
 
 _PAIRS = {  # opening function: (closing function, label)
     "_vmap_increment_nesting": ("_vmap_decrement_nesting", "torch.vmap"),
@@ -59,7 +59,7 @@ def nodes_in_regions(gm: fx.GraphModule) -> set[fx.Node]:
 
 def grad_mode_around(gm: fx.GraphModule) -> bool | None:
     """Return the grad mode that the graph starts in and, by its last toggle, ends in, or None."""
-    toggles = [n for n in gm.graph.nodes if n.target is dynamo.SET_GRAD_ENABLED]
+    toggles = [n for n in gm.graph.nodes if n.target is torch_ops.SET_GRAD_ENABLED]
     return bool(toggles[-1].args[0]) if toggles else None
 
 

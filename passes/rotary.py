@@ -31,7 +31,7 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.passes.small_batch import between, norm_of, only_user
-from cgcompile.torch_compat import dynamo, torch_shapes
+from cgcompile.torch_compat import expressions, torch_ops
 
 
 class _Rotated(NamedTuple):
@@ -111,7 +111,7 @@ class _Graph:
         writes = {node: written(gm, node) for node in self.nodes}
         self.writes = {node: storages(list(map(value, writes[node]))) for node in self.nodes}
         self.written = set().union(*self.writes.values())
-        autocast = bool(gm.graph.find_nodes(op="call_function", target=dynamo.ENTER_AUTOCAST))
+        autocast = bool(gm.graph.find_nodes(op="call_function", target=torch_ops.ENTER_AUTOCAST))
         self.in_regions = set(self.nodes) if autocast else nodes_in_regions(gm)
         self.increments = increments(gm)
         self.moved: dict[fx.Node, fx.Node] = {}  # those that move to the end of the graph
@@ -164,7 +164,7 @@ class _Fuser:
         if len({(t.dtype, t.device) for t in plain}) > 1 or q.dtype not in DTYPES:
             return f"its dtypes are {', '.join(sorted({str(t.dtype) for t in plain}))}"
         (rows, _, tokens, size), (_, pairs, length, _) = _sizes(q), _sizes(keys)
-        most = [torch_shapes.largest_size(q.shape[dim]) for dim in (0, 2)]
+        most = [expressions.largest_size(q.shape[dim]) for dim in (0, 2)]
         if most[0] is None or most[1] is None or most[0] * most[1] > ROWS:
             return f"it may get more than {ROWS} tokens"
         if type(tokens) is not int:

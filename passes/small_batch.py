@@ -33,7 +33,7 @@ from cgcompile.passes.nodes import (
     written_storages,
 )
 from cgcompile.passes.regions import nodes_in_regions
-from cgcompile.torch_compat import dynamo, torch_shapes
+from cgcompile.torch_compat import expressions, torch_ops
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}
 _WIDEST = 16384  # rows of a weight; above, cuBLAS is as fast
@@ -98,7 +98,7 @@ class _Fuser:
         self._constants = constants
         self._written = written_storages(gm)
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
-        autocast = bool(gm.graph.find_nodes(op="call_function", target=dynamo.ENTER_AUTOCAST))
+        autocast = bool(gm.graph.find_nodes(op="call_function", target=torch_ops.ENTER_AUTOCAST))
         self._regions = set(self._order) if autocast else nodes_in_regions(gm)
 
     def why_not(self, linear: Linear) -> str | None:
@@ -290,7 +290,7 @@ def _most_rows(x: torch.Tensor) -> int | None:
     """Return the largest number of rows [..., K] that ``x`` can have, or None."""
     rows = 1
     for size in x.shape[:-1]:
-        most = torch_shapes.largest_size(size)
+        most = expressions.largest_size(size)
         if most is None:
             return None
         rows *= most

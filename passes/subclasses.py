@@ -26,7 +26,7 @@ from cgcompile.passes.nodes import (
     written_storages,
 )
 from cgcompile.passes.regions import nodes_in_regions
-from cgcompile.torch_compat import dynamo, subclasses, torch_ops, torch_shapes
+from cgcompile.torch_compat import dynamo, expressions, raw_memory, torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class Input:
     """An input of the original graph, and the tensors that replace it in the new graph."""
 
-    wrapper: subclasses.Wrapper | None  # how to build the subclass; None: a plain input
+    wrapper: raw_memory.Wrapper | None  # how to build the subclass; None: a plain input
     fakes: tuple[Any, ...] = ()  # fakes of the plain tensors inside
     static: bool = False
     dropped: bool = False  # the new graph does not read it
@@ -48,7 +48,7 @@ class Result:
     """A result of the original graph: an input, a subclass to build, or a plain result."""
 
     input: int | None = None  # the position of the input that it is
-    wrapper: subclasses.Wrapper | None = None
+    wrapper: raw_memory.Wrapper | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Unwrapped:
 def unwrap_subclasses(gm: fx.GraphModule) -> Unwrapped | None:
     """Return the graph on the plain tensors inside of subclasses; None without subclasses."""
     leaves = tensors([value(node) for node in gm.graph.nodes])
-    if not any(map(subclasses.is_wrapper, leaves)):
+    if not any(map(raw_memory.is_wrapper, leaves)):
         return None
     try:
         return _Unwrapper(gm).run()
@@ -84,18 +84,18 @@ class _Unwrapper:
         self._bound = bound_symbols(self._gm)
         self._in_regions = nodes_in_regions(self._gm)
         leaves = [leaf for node in self._graph.nodes for leaf in tensors(value(node))]
-        wrapped = [part for leaf in filter(subclasses.is_wrapper, leaves) for part in _inside(leaf)]
+        wrapped = [part for leaf in filter(raw_memory.is_wrapper, leaves) for part in _inside(leaf)]
         self._mode = dynamo.fake_context([*leaves, *wrapped])
         # Nodes that are replaced, with a node or constant for each leaf of their value: a tuple of
         # nodes for a subclass.
         self._parts: dict[fx.Node, list[Any]] = {}
-        self._wrappers: dict[fx.Node, list[subclasses.Wrapper | None]] = {}
+        self._wrappers: dict[fx.Node, list[raw_memory.Wrapper | None]] = {}
         self._replaced: set[int] = set()  # traced storages that the new graph does not use
 
     def run(self) -> Unwrapped:
-        enters = self._graph.find_nodes(op="call_function", target=dynamo.ENTER_AUTOCAST)
+        enters = self._graph.find_nodes(op="call_function", target=torch_ops.ENTER_AUTOCAST)
         if enters or torch_ops.any_autocast():
-            raise subclasses.CannotUnwrap("autocast is on")
+            raise raw_memory.CannotUnwrap("autocast is on")
         placeholders = self._graph.find_nodes(op="placeholder")
         symbols = {symbol: placeholders.index(node) for symbol, node in self._bound.items()}
         inputs = [self._input(node) for node in placeholders]
@@ -111,7 +111,7 @@ class _Unwrapper:
         for node in reversed([*self._parts]):
             self._graph.erase_node(node)
         for position, node in enumerate(placeholders):
-            if subclasses.is_stand_in(value(node)) and not node.users:
+            if raw_memory.is_stand_in(value(node)) and not node.users:
                 self._graph.erase_node(node)
                 inputs[position] = Input(None, dropped=True, fake=value(node))
         self._graph.lint()
@@ -125,7 +125,7 @@ class _Unwrapper:
         for node in self._graph.find_nodes(op="placeholder"):
             keys = storages(value(node)) if node not in self._parts else set[int]()
             if seen & keys & written:
-                raise subclasses.CannotUnwrap(
+                raise raw_memory.CannotUnwrap(
                     f"{node.name} is memory of another input, and written"
                 )
             seen |= keys
@@ -133,13 +133,13 @@ class _Unwrapper:
     def _input(self, node: fx.Node) -> Input:
         """Replace a subclass among the inputs by the tensors inside of it."""
         outer = value(node)
-        if not subclasses.is_wrapper(outer):
+        if not raw_memory.is_wrapper(outer):
             return Input(None)
-        wrapper = subclasses.Wrapper.of(outer)
+        wrapper = raw_memory.Wrapper.of(outer)
         fakes = wrapper.parts(outer)
         self._check_sizes(wrapper, node)
         if not symbols_of(fakes) <= self._bound.keys():
-            raise subclasses.CannotUnwrap(f"no input gives the sizes inside of {node.name}")
+            raise raw_memory.CannotUnwrap(f"no input gives the sizes inside of {node.name}")
         source, new = dynamo.source_name(node), []
         for path, fake in zip(wrapper.paths, fakes, strict=True):
             with self._graph.inserting_before(node):
@@ -156,7 +156,7 @@ class _Unwrapper:
         """Return whether a node reads or returns a subclass, or an item of a replaced result."""
         if not self._parts.keys().isdisjoint(node.all_input_nodes):
             return True
-        return any(map(subclasses.is_wrapper, tensors(value(node))))
+        return any(map(raw_memory.is_wrapper, tensors(value(node))))
 
     # -------------------------------------------------------------- one call
 
@@ -167,7 +167,7 @@ class _Unwrapper:
         parts = [n for leaves in arguments.values() for n in _flat(leaves)]
         new_nodes = [n for n in parts if isinstance(n, fx.Node)]
         call = _Call(self._gm, node, arguments, self._wrappers)
-        traced = subclasses.traced_on_parts(call, [value(n) for n in new_nodes], self._mode)
+        traced = raw_memory.traced_on_parts(call, [value(n) for n in new_nodes], self._mode)
         nodes = self._inline(traced, node, new_nodes)
         leaves = iter(nodes)
         parts = []
@@ -177,30 +177,30 @@ class _Unwrapper:
             parts.append(taken[0] if wrapper is None else taken)
         self._note_replaced(value(node), call.wrappers, parts)
         if call.is_leaf and call.wrappers == [None]:
-            torch_shapes.replace_uses(node, parts[0])
+            expressions.replace_uses(node, parts[0])
             self._graph.erase_node(node)
         else:
             self._parts[node], self._wrappers[node] = parts, call.wrappers
 
     def _check(self, node: fx.Node) -> None:
         if node in self._in_regions:
-            raise subclasses.CannotUnwrap(
+            raise raw_memory.CannotUnwrap(
                 f"{node.name} is in a region that switches a state of torch"
             )
         if node.op == "call_module" or torch_ops.is_higher_order_op(node.target):
-            raise subclasses.CannotUnwrap(f"{node.name} calls {short_name(node.target)}")
+            raise raw_memory.CannotUnwrap(f"{node.name} calls {short_name(node.target)}")
         if any(tensor.requires_grad for tensor in tensors(value(node))):
-            raise subclasses.CannotUnwrap(f"{node.name} requires grad")
+            raise raw_memory.CannotUnwrap(f"{node.name} requires grad")
 
     def _leaves(self, argument: fx.Node) -> list[Any]:
         """Return the new nodes of an argument, one per leaf of its value."""
         if argument in self._parts:
             return self._parts[argument]
         known = value(argument)
-        if subclasses.is_stand_in(known):
+        if raw_memory.is_stand_in(known):
             return []
         if not isinstance(known, (torch.Tensor, torch.SymInt)):
-            raise subclasses.CannotUnwrap(f"{argument.name} is a {type(known).__name__}")
+            raise raw_memory.CannotUnwrap(f"{argument.name} is a {type(known).__name__}")
         return [argument]
 
     def _inline(
@@ -221,7 +221,7 @@ class _Unwrapper:
                     continue
                 known = source.meta.get("val")
                 if source.op == "get_attr" and known is None:
-                    raise subclasses.CannotUnwrap(f"{node.name} makes a constant")
+                    raise raw_memory.CannotUnwrap(f"{node.name} makes a constant")
                 copies[source].meta = {**node.meta, "example_value": known}
         results = traced.graph.output_node().args[0]
         return [copies[n] if isinstance(n, fx.Node) else n for n in results]  # type: ignore[union-attr]
@@ -229,7 +229,7 @@ class _Unwrapper:
     def _constant(self, traced: fx.GraphModule, node: fx.Node) -> fx.Node:
         held = getattr(traced, str(node.target))
         if not isinstance(held, torch.Tensor) or hasattr(held, "fake_mode"):
-            raise subclasses.CannotUnwrap(f"a constant is a {type(held).__name__}")
+            raise raw_memory.CannotUnwrap(f"a constant is a {type(held).__name__}")
         number = 0
         while hasattr(self._gm, f"_inner_constant{number}"):
             number += 1
@@ -237,17 +237,17 @@ class _Unwrapper:
         return self._graph.get_attr(f"_inner_constant{number}")
 
     def _note_replaced(
-        self, old: Any, wrappers: list[subclasses.Wrapper | None], parts: list[Any]
+        self, old: Any, wrappers: list[raw_memory.Wrapper | None], parts: list[Any]
     ) -> None:
         """Note the traced storages that were replaced in the new graph."""
         leaves = torch_ops.tree_leaves(old)
         if len(leaves) != len(parts):
-            raise subclasses.CannotUnwrap("a call returns other results than when traced")
+            raise raw_memory.CannotUnwrap("a call returns other results than when traced")
         for leaf, wrapper, part in zip(leaves, wrappers, parts, strict=True):
             before = [leaf] if wrapper is None else wrapper.parts(leaf)
             after = [_known(n) for n in _flat([part])]
             if not alike(after, before):
-                raise subclasses.CannotUnwrap("a call returns other sizes than when traced")
+                raise raw_memory.CannotUnwrap("a call returns other sizes than when traced")
             for one, other in zip(before, after, strict=True):
                 if isinstance(one, torch.Tensor) and storages(one) != storages(other):
                     self._replaced |= storages(one)
@@ -255,21 +255,21 @@ class _Unwrapper:
     def _run_again(self, node: fx.Node) -> None:
         """Re-run views and in-place ops on the replacement, so that fakes share its storage."""
         if node in self._in_regions:
-            raise subclasses.CannotUnwrap(
+            raise raw_memory.CannotUnwrap(
                 f"{node.name} is in a region that switches a state of torch"
             )
         with torch.no_grad(), self._mode:
             new = run_on_fakes(self._gm, node)
         if not alike([new], [value(node)]):
-            raise subclasses.CannotUnwrap(f"{node.name} returns other sizes than when traced")
+            raise raw_memory.CannotUnwrap(f"{node.name} returns other sizes than when traced")
         node.meta["example_value"] = new
 
-    def _check_sizes(self, wrapper: subclasses.Wrapper, node: fx.Node) -> None:
+    def _check_sizes(self, wrapper: raw_memory.Wrapper, node: fx.Node) -> None:
         """Refuse a result subclass whose sizes no input gives."""
         if not symbols_of([*wrapper.size, *wrapper.stride]) <= self._bound.keys():
-            raise subclasses.CannotUnwrap(f"no input gives the sizes of {node.name}")
+            raise raw_memory.CannotUnwrap(f"no input gives the sizes of {node.name}")
         if symbols_of(wrapper.fixed):
-            raise subclasses.CannotUnwrap(f"{node.name} holds a size that varies")
+            raise raw_memory.CannotUnwrap(f"{node.name} holds a size that varies")
 
     # -------------------------------------------------------------- results
 
@@ -277,7 +277,7 @@ class _Unwrapper:
         """Return plain tensors instead of subclasses."""
         output = self._graph.output_node()
         if not isinstance(output.args[0], (tuple, list)):
-            raise subclasses.CannotUnwrap("the graph returns no tuple")
+            raise raw_memory.CannotUnwrap("the graph returns no tuple")
         results, new = list[Result](), list[Any]()
         for item in output.args[0]:
             if not isinstance(item, fx.Node) or item not in self._parts:
@@ -286,7 +286,7 @@ class _Unwrapper:
             elif item in placeholders:
                 results.append(Result(input=placeholders.index(item)))
             elif len(self._parts[item]) != 1 or not isinstance(self._parts[item][0], tuple):
-                raise subclasses.CannotUnwrap(f"{item.name} is a container with a subclass")
+                raise raw_memory.CannotUnwrap(f"{item.name} is a container with a subclass")
             else:
                 (wrapper,) = self._wrappers[item]
                 assert wrapper is not None
@@ -301,7 +301,7 @@ _IDLE = ("detach", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset")
 
 
 def _inside(tensor: Any) -> list[Any]:
-    return subclasses.Wrapper.of(tensor).parts(tensor) if tensor.layout is torch.strided else []
+    return raw_memory.Wrapper.of(tensor).parts(tensor) if tensor.layout is torch.strided else []
 
 
 def _known(node: Any) -> Any:
@@ -320,16 +320,16 @@ class _Call:
         gm: fx.GraphModule,
         node: fx.Node,
         arguments: dict[fx.Node, list[Any]],
-        wrappers: dict[fx.Node, list[subclasses.Wrapper | None]],
+        wrappers: dict[fx.Node, list[raw_memory.Wrapper | None]],
     ) -> None:
         self._gm, self._node, self._arguments, self._known = gm, node, arguments, wrappers
-        self.wrappers: list[subclasses.Wrapper | None] = []  # one per leaf of the result
+        self.wrappers: list[raw_memory.Wrapper | None] = []  # one per leaf of the result
         self.is_leaf = True  # whether the result is no container
 
     def __call__(self, *parts: Any) -> list[Any]:
         plain = iter(parts)
         values: dict[fx.Node, Any] = {}
-        built: list[tuple[subclasses.Wrapper, Any, list[Any]]] = []
+        built: list[tuple[raw_memory.Wrapper, Any, list[Any]]] = []
         for argument, leaves in self._arguments.items():
             values[argument] = self._value(argument, leaves, plain, built)
         result = run_on_fakes(self._gm, self._node, values)
@@ -337,14 +337,14 @@ class _Call:
             if not wrapper.fits(tensor) or any(
                 one is not other for one, other in zip(wrapper.parts(tensor), inner, strict=True)
             ):
-                raise subclasses.CannotUnwrap(
+                raise raw_memory.CannotUnwrap(
                     f"{self._node.name} replaces what is inside of a tensor"
                 )
         leaves = torch_ops.tree_leaves(result)
         self.is_leaf = len(leaves) == 1 and leaves[0] is result
         flat: list[Any] = []
         for leaf in leaves:
-            how = subclasses.Wrapper.of(leaf) if subclasses.is_wrapper(leaf) else None
+            how = raw_memory.Wrapper.of(leaf) if raw_memory.is_wrapper(leaf) else None
             self.wrappers.append(how)
             flat += [leaf] if how is None else how.parts(leaf)
         return flat
@@ -352,8 +352,8 @@ class _Call:
     def _value(self, argument: fx.Node, leaves: list[Any], plain: Any, built: list[Any]) -> Any:
         """Return an argument, its subclasses built from plain tensors."""
         known = value(argument)
-        if subclasses.is_stand_in(known):
-            return subclasses.real_object(known)
+        if raw_memory.is_stand_in(known):
+            return raw_memory.real_object(known)
         if argument not in self._known:
             return next(plain)
         items: list[Any] = []

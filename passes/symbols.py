@@ -22,7 +22,7 @@ from torch import fx
 
 from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.passes.nodes import bound_symbols, symbols_of, value
-from cgcompile.torch_compat import dynamo
+from cgcompile.torch_compat import dynamo, expressions, raw_memory
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def identifier(text: str, taken: set[str]) -> str:
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "b8"}
 
 
-class Symbols(dynamo.Shapes):
+class Symbols(expressions.Shapes):
     """The symbols of the inputs of one graph, in the order of the inputs."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -99,7 +99,7 @@ class Symbols(dynamo.Shapes):
 
     def storage(self, tensor: torch.Tensor) -> tuple[int, sympy.Expr]:
         """Return (key, bytes) of the storage behind a tensor; a view keeps all of it alive."""
-        key = dynamo.storage_key(tensor)
+        key = raw_memory.storage_key(tensor)
         if key is None:
             return id(tensor), self.nbytes(tensor)
         return key, sympy.expand(self.number(tensor.untyped_storage().nbytes()))
@@ -162,7 +162,7 @@ class Symbols(dynamo.Shapes):
         if symbol is None:
             return
         lower, upper = self.bounds(symbol)
-        own_graph = () if dynamo.is_unbacked(symbol) else (0, 1)
+        own_graph = () if expressions.is_unbacked(symbol) else (0, 1)
         for size in sizes:
             if size in own_graph:
                 continue

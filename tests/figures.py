@@ -68,7 +68,7 @@ WALKERS = (
     "results.flatten",
     "torch_ops.tree_leaves",
     "capture.weights_of",
-    "inductor_call._held",
+    "inductor._held",
 )
 
 LOADS = {

@@ -17,7 +17,7 @@ from cgcompile.adapters.adapter import Adapter, Prepared
 from cgcompile.passes.numbers import HostNumber, HostNumbers, Numbers
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.weight_sets import picker
-from cgcompile.torch_compat import checkpoints, dynamo
+from cgcompile.torch_compat import dynamo
 
 
 def adapt_numbers(
@@ -36,7 +36,7 @@ def adapt_numbers(
     numbers = varying.taken()
     if numbers is None:
         return gm, []
-    original = checkpoints.with_checkpoints(gm).forward
+    original = dynamo.with_checkpoints(gm).forward
     return numbers.graph, [Adapter(_Computing(numbers).prepare, original)]
 
 

@@ -16,7 +16,7 @@ from cgcompile.graphs.eligibility import GRADIENTS
 from cgcompile.passes.nodes import is_symbolic_number
 from cgcompile.passes.subclasses import Input, Result, Unwrapped, unwrap_subclasses
 from cgcompile.reasons import Fallback, Reason
-from cgcompile.torch_compat import checkpoints, expressions, raw_memory, subclasses, torch_ops
+from cgcompile.torch_compat import dynamo, expressions, raw_memory, torch_ops
 
 
 def adapt_subclasses(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Adapter]]:
@@ -24,7 +24,7 @@ def adapt_subclasses(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Adapter]]
     unwrapped = unwrap_subclasses(gm)
     if unwrapped is None:
         return gm, []
-    original = checkpoints.with_checkpoints(gm).forward
+    original = dynamo.with_checkpoints(gm).forward
     return unwrapped.graph, [Adapter(_Unwrapping(unwrapped).prepare, original)]
 
 
@@ -49,7 +49,7 @@ class _Unwrapping:
         if torch_ops.has_tangent(inputs) or (torch.is_grad_enabled() and _require_grad(inputs)):
             return GRADIENTS  # the plain tensors were traced without them
         for position, spec in self._dropped:
-            if inputs[position] is not subclasses.real_object(spec.fake):
+            if inputs[position] is not raw_memory.real_object(spec.fake):
                 return _other(spec)
         for position, spec in self._checked:
             assert spec.wrapper is not None

@@ -12,7 +12,7 @@ import torch
 from cgcompile.config import CompilationConfig
 from cgcompile.pieces.cache import Store, cache_folder
 from cgcompile.settings import ENV_PREFIX
-from cgcompile.torch_compat import inductor_code, presence
+from cgcompile.torch_compat import inductor, presence
 from cgcompile.version import __version__
 
 
@@ -56,7 +56,7 @@ def setting_meanings() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of cgcompile, torch, Python and the driver, and the machine."""
-    result = {"cgcompile": __version__, **inductor_code.versions()}
+    result = {"cgcompile": __version__, **inductor.versions()}
     result["python"] = platform.python_version()
     result["system"] = platform.platform()
     result["driver"], result["gpu"] = "none", "none"

@@ -46,7 +46,7 @@ from cgcompile.runtime.dispatch import auto_mode
 from cgcompile.runtime.inputs import full_support, why_never
 from cgcompile.serving.plan import resolve_mode
 from cgcompile.settings import checked, checked_but, sizes_given
-from cgcompile.torch_compat import dynamo, torch_ops, torch_tracing
+from cgcompile.torch_compat import dynamo, expressions, torch_ops
 from cgcompile.tracing.preview import Preview
 from cgcompile.tracing.trace_cache import SHAPES, Rules
 
@@ -445,7 +445,7 @@ def _reads_data(node: fx.Node) -> bool:
 
 
 def _unbacked(node: fx.Node) -> set[sympy.Symbol]:
-    return {symbol for symbol in symbols_of(value(node)) if dynamo.is_unbacked(symbol)}
+    return {symbol for symbol in symbols_of(value(node)) if expressions.is_unbacked(symbol)}
 
 
 def _mode_report(
@@ -575,7 +575,7 @@ def _split_of(
         return None, (), _untraced(config)
     try:
         split = preview.trace(*call, partial(_split, config))
-    except torch_tracing.CannotTrace as error:
+    except dynamo.CannotTrace as error:
         line = None if error.line is None else SourceLine(*error.line)
         fix = _RAISES_FIX if error.model_raises else _FIX
         graph_break = GraphBreak("cgcompile.compile", error.what, error.hints, line, fix)
@@ -642,7 +642,7 @@ def _with_weights(
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == replaced:
-            return torch_tracing.without_memory(leaf, target)
+            return dynamo.without_memory(leaf, target)
         return leaf
 
     return torch_ops.tree_map(move, args), torch_ops.tree_map(move, kwargs)

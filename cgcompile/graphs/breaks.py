@@ -13,9 +13,11 @@ keeps, such as a cache, exists twice; where either is written, the other is stal
 """
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import Block, address, numbers_as_bytes
 from cgcompile.graphs.contract import layout_text
 from cgcompile.graphs.sequence import HeldMemory
-from cgcompile.torch_compat import raw_memory, structured_trace, torch_ops
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """By position, by name."""
@@ -95,13 +97,32 @@ class Original:
         return not torch.equal(numbers_as_bytes(self._bridge), self._before)
 
 
+_PACKAGE, _VARIABLE = "piecewise_cuda_graphs", "_current_piecewise_graph_ctx"
+
+
+@contextmanager
+def listen_to_no_graph(listener: Any) -> Iterator[None]:
+    """Let ``no_graph`` of Meta's ``piecewise-cuda-graphs`` call ``listener`` at its breaks."""
+    # The listener has ``_end_segment()``, ``_insert_eager(fn, args, kwargs)`` and
+    # ``_begin_segment()``. No effect if that package is not imported. Tried on its version 0.1.0.
+    variable = getattr(sys.modules.get(_PACKAGE), _VARIABLE, None)
+    if not isinstance(variable, ContextVar):
+        yield
+        return
+    token = variable.set(listener)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 @contextmanager
 def foreign_breaks(recorder: Any) -> Iterator[None]:
     """Within it, in this thread, functions under ``no_graph`` break what a recorder records."""
     listener = _Listener(recorder)
     with ExitStack() as stack:
         stack.push(listener.leave)  # the last: what it restores was there before
-        stack.enter_context(structured_trace.listen_to_no_graph(listener))
+        stack.enter_context(listen_to_no_graph(listener))
         yield
 
 

@@ -21,7 +21,7 @@ from cgcompile.errors import (
     HostValueChangedError,
     with_article,
 )
-from cgcompile.torch_compat import raw_memory, subclasses
+from cgcompile.torch_compat import raw_memory
 
 # -------------------------------------------------------------- values and layouts
 
@@ -167,11 +167,11 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors inside of a tensor subclass that torch can take apart."""
-    if not subclasses.is_wrapper(tensor):
+    if not raw_memory.is_wrapper(tensor):
         return []
     try:
-        return subclasses.Wrapper.of(tensor).parts(tensor)
-    except subclasses.CannotUnwrap:
+        return raw_memory.Wrapper.of(tensor).parts(tensor)
+    except raw_memory.CannotUnwrap:
         return []
 
 
@@ -179,7 +179,7 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have one address and one layout, and so have those in them."""
     inner, others = inner_tensors(one), inner_tensors(other)
     if inner or others:
-        same = subclasses.Wrapper.of(one).fits(other) if inner and others else False
+        same = raw_memory.Wrapper.of(one).fits(other) if inner and others else False
         return same and all(same_memory(*pair) for pair in zip(inner, others, strict=True))
     return _has_address(one) and _has_address(other) and Placed.of(one) == Placed.of(other)
 
@@ -300,7 +300,7 @@ class Reads:
 
     def wrapper(self, path: str, expression: str, tensor: Any, local: str = "") -> None:
         """Compare a tensor subclass: how it is built, and the tensors inside of it."""
-        built = subclasses.Wrapper.of(tensor)
+        built = raw_memory.Wrapper.of(tensor)
         self.rows.append(Read(path, expression, Kind.STRUCTURE, built))
         local = local or expression
         self.unless(f"not {self.bound('fits', built.fits)}({local})")

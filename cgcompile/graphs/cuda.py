@@ -17,7 +17,7 @@ import torch
 
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import MIB
-from cgcompile.torch_compat import raw_memory, structured_trace
+from cgcompile.torch_compat import raw_memory
 
 # Note [cuBLAS workspaces]
 # torch (2.11 to 2.14) caches one workspace of cuBLAS per handle and stream, 32 MiB on Hopper, and a
@@ -158,9 +158,9 @@ class CudaPool:
             raw_memory.drop_blas_workspaces()
             return
         self._unmeasured -= 1
-        before = structured_trace.allocated_bytes(self._device)
+        before = raw_memory.allocated_bytes(self._device)
         raw_memory.drop_blas_workspaces()
-        self.workspaces = max(0, before - structured_trace.allocated_bytes(self._device))
+        self.workspaces = max(0, before - raw_memory.allocated_bytes(self._device))
 
     def poison(self) -> None:
         """Set every byte to 0xFF: NaN for floating point, -1 for integers."""
@@ -182,7 +182,7 @@ class CudaPool:
 
     def _read_segments(self) -> bool:
         """Read the memory of the pool from the allocator; False if no pool has got any since."""
-        taken = structured_trace.reserved_bytes(self._device, ever=True)
+        taken = raw_memory.reserved_bytes(self._device, ever=True)
         self._up_to_date = self.open_captures == 0
         if taken and taken == self._taken:
             return False
@@ -307,11 +307,11 @@ class CudaDevice:
         return contextlib.nullcontext()
 
     def reserved(self) -> int:
-        return structured_trace.reserved_bytes(self.device)
+        return raw_memory.reserved_bytes(self.device)
 
     def graph_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
-        return total - free - structured_trace.reserved_bytes(self.device)
+        return total - free - raw_memory.reserved_bytes(self.device)
 
     def give_back(self) -> None:
         torch.cuda.synchronize(self.device)

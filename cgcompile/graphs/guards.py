@@ -28,7 +28,7 @@ from cgcompile.graphs.contract import (
     same_value,
 )
 from cgcompile.graphs.reads import modules_of
-from cgcompile.torch_compat import raw_memory, subclasses, torch_ops, torch_settings
+from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings
 
 # -------------------------------------------------------------- guards
 
@@ -120,17 +120,17 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _wrapped(leaves: Sequence[Any]) -> Iterator[tuple[int, subclasses.Wrapper, list[Placed]]]:
+def _wrapped(leaves: Sequence[Any]) -> Iterator[tuple[int, raw_memory.Wrapper, list[Placed]]]:
     """Yield (position, how it is built, tensors inside) of each tensor that wraps others."""
     for position, leaf in enumerate(leaves):
-        if _is_tensor(leaf) and subclasses.is_wrapper(leaf):
-            with suppress(subclasses.CannotUnwrap):
-                wrapper = subclasses.Wrapper.of(leaf)
+        if _is_tensor(leaf) and raw_memory.is_wrapper(leaf):
+            with suppress(raw_memory.CannotUnwrap):
+                wrapper = raw_memory.Wrapper.of(leaf)
                 yield position, wrapper, list(map(Placed.of, wrapper.parts(leaf)))
 
 
 def _change_inside(
-    path: str, leaf: Any, wrapper: subclasses.Wrapper, parts: Sequence[Placed]
+    path: str, leaf: Any, wrapper: raw_memory.Wrapper, parts: Sequence[Placed]
 ) -> Change | None:
     """Return what differs inside of a tensor that wraps others."""
     if not wrapper.fits(leaf):

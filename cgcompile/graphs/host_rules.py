@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cgcompile.errors import CaptureError
-from cgcompile.torch_compat import host_reads, torch_ops
+from cgcompile.torch_compat import torch_ops
 
 aten = torch.ops.aten
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
@@ -46,7 +46,7 @@ def _refused(
         return str(func) if counts else None
     if packet in _COUNT_INSIDE or (packet is aten.where and len(args) == 1):
         return str(func)
-    return str(func) if host_reads.call_reads(func, args, kwargs, is_number) else None
+    return str(func) if torch_ops.call_reads(func, args, kwargs, is_number) else None
 
 
 class OpRules(torch_ops.DispatchMode):

@@ -17,7 +17,7 @@ import torch
 
 from cgcompile.errors import CaptureError
 from cgcompile.settings import checked
-from cgcompile.torch_compat import structured_trace
+from cgcompile.torch_compat import torch_settings
 
 Observer = Callable[[Any, int | None], AbstractContextManager[Any]]
 """Called with a sequence that is replayed and the index of a segment, or None for all of it.
@@ -55,7 +55,7 @@ def run_observed(sequence: Any, steps: Sequence[Callable[[], Any]]) -> None:
     """Run the steps of a sequence inside of the contexts of its observers."""
     thread, blocks = get_ident(), OBSERVERS.get()
     observers = [b.observer for b in blocks if b.thread == thread and not b.ended]
-    if structured_trace.is_profiling():
+    if torch_settings.is_profiling():
         observers.insert(0, _named_ranges(torch.profiler.record_function))
 
     def observed(index: int | None) -> ExitStack:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile.graphs.contract import Contract, Kind, Read, Reads, is_plain_value
-from cgcompile.torch_compat import raw_memory, subclasses
+from cgcompile.torch_compat import raw_memory
 
 log = logging.getLogger(__name__)
 
@@ -265,8 +265,8 @@ class _ContextReader:
             return
         if raw_memory.is_plain_tensor(tensor):
             self.reads.tensor(path, expression, tensor, local)
-        elif subclasses.is_wrapper(tensor):
-            with suppress(subclasses.CannotUnwrap):
+        elif raw_memory.is_wrapper(tensor):
+            with suppress(raw_memory.CannotUnwrap):
                 self.reads.wrapper(path, expression, tensor, local)
 
     def _open(

@@ -46,7 +46,7 @@ from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.profiling import OBSERVERS, run_observed
 from cgcompile.torch_compat.raw_memory import is_held_here_alone, storage_identity
-from cgcompile.torch_compat.structured_trace import PROFILING, is_profiling
+from cgcompile.torch_compat.torch_settings import PROFILING, is_profiling
 
 Crossing = Callable[[list[Any]], None]
 """Called with the results of an eager segment; copies or checks those that graphs after it read."""

@@ -20,7 +20,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.locks import new_lock
 from cgcompile.reasons import EXPECTED, LAST_CALL, Counters, Fallback, Reason, warn_of
-from cgcompile.torch_compat import structured_trace
+from cgcompile.torch_compat import torch_settings
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Timeline:
         self._last: dict[Reason, tuple[str, _Call]] = {}  # the detail and the call of each reason
         self._records: deque[CaptureRecord] = deque(maxlen=_MOST)
         self._by_sequence: WeakKeyDictionary[GraphSequence, CaptureRecord] = WeakKeyDictionary()
-        self._compile_id = structured_trace.current_compile_id()
+        self._compile_id = torch_settings.current_compile_id()
 
     # -------------------------------------------------------------- calls
 
@@ -169,7 +169,7 @@ class Timeline:
                 self._last[why.reason] = why.detail, call
         if new:
             payload = {"reason": why.reason.value, "detail": why.detail}
-            structured_trace.trace_artifact("cgcompile_refusal", lambda: payload, self._compile_id)
+            torch_settings.trace_artifact("cgcompile_refusal", lambda: payload, self._compile_id)
         return new
 
     def _warn(self, why: Fallback, call: _Call = "", how: str = "without a CUDA graph") -> None:
@@ -217,11 +217,9 @@ class Timeline:
             grown, lines = pool.reserved - before, tuple(text.splitlines())
             record = CaptureRecord(name, mode, str(batch), start, seconds, grown, lines, why)
             self._records.append(record)
-            structured_trace.trace_artifact("cgcompile_capture", record.to_dict, self._compile_id)
+            torch_settings.trace_artifact("cgcompile_capture", record.to_dict, self._compile_id)
             if not isinstance(outcome, str):
                 self._by_sequence[outcome] = record
                 if callers_context() is not None:
                     bulk_descriptors().append(batch)
-                structured_trace.trace_artifact(
-                    "cgcompile_sequence", lambda: text, self._compile_id
-                )
+                torch_settings.trace_artifact("cgcompile_sequence", lambda: text, self._compile_id)

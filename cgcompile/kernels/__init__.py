@@ -21,7 +21,7 @@ import torch
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError
 from cgcompile.locks import new_lock
-from cgcompile.torch_compat import raw_memory, torch_shapes
+from cgcompile.torch_compat import expressions, raw_memory
 
 
 def is_on(
@@ -146,6 +146,6 @@ def compile_kernels(name: str, device: torch.device, arguments: Sequence[Any]) -
     before = _ONLY_COMPILES.set(True)
     try:
         with torch.cuda.device(device):
-            torch_shapes.call_with_fakes(module.on_cuda, arguments)
+            expressions.call_with_fakes(module.on_cuda, arguments)
     finally:
         _ONLY_COMPILES.reset(before)

@@ -46,7 +46,7 @@ from torch import fx
 
 from cgcompile.config import CompilationConfig
 from cgcompile.passes.printer import GraphText, Unnameable
-from cgcompile.torch_compat import dynamo, inductor_code
+from cgcompile.torch_compat import expressions, inductor
 from cgcompile.version import __version__
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ _FORMAT = 2  # version of the text of a graph
 def _facts_of_process(config: CompilationConfig) -> dict[str, str]:
     """Return the facts that all pieces of one backend call share; raise Unnameable."""
     try:
-        settings = inductor_code.compiler_settings(dict(config.inductor_options))
+        settings = inductor.compiler_settings(dict(config.inductor_options))
         uuids = "\n".join(str(entry.uuid()) for entry in config.piece_passes)
     except ValueError as error:
         raise Unnameable(str(error)) from None
@@ -67,7 +67,7 @@ def _facts_of_process(config: CompilationConfig) -> dict[str, str]:
         "cgcompile": f"{__version__}, format {_FORMAT}",
         "compiler": str(config.compiler),
         "passes": uuids,
-        **inductor_code.versions(),
+        **inductor.versions(),
         **settings,
     }
 
@@ -79,7 +79,7 @@ def facts_of_piece(module: fx.GraphModule, fake_inputs: Sequence[Any]) -> dict[s
     return {
         "graph": graph,
         "sizes": "\n".join(_sizes(text, fake_inputs)),
-        "machine": inductor_code.machine(list(text.devices)),
+        "machine": inductor.machine(list(text.devices)),
     }
 
 
@@ -89,11 +89,11 @@ def _sizes(text: GraphText, fake_inputs: Sequence[Any]) -> list[str]:
     if text.symbols and not envs:
         raise Unnameable("a size of its tensors is not among its inputs")
     own = list(text.symbols)
-    guards = sorted(inductor_code.SizeGuards(fake_inputs).known(), key=str)
+    guards = sorted(inductor.SizeGuards(fake_inputs).known(), key=str)
     texts = sorted(text.expression(guard) for guard in guards)
     rows = []
     for symbol, name in text.symbols.items():
-        lower, upper = dynamo.Shapes(envs[0]).bounds(symbol)
+        lower, upper = expressions.Shapes(envs[0]).bounds(symbol)
         rows.append(f"{lower} <= {name} <= {upper}" + ("" if symbol in own else " elsewhere"))
     return rows + texts
 
@@ -502,7 +502,7 @@ class Compiling:
         if cache.store is None:
             self._why_not_saved = "caching is off"
         elif self._compiles_with_inductor:
-            self._why_not_saved = inductor_code.why_not_saved(self._patches)
+            self._why_not_saved = inductor.why_not_saved(self._patches)
         else:
             self._why_not_saved = "only Inductor saves"
         if callable(config.compiler):
@@ -519,10 +519,10 @@ class Compiling:
         store = self._cache.store
         if store is not None and self._why_not_saved is None:
             # Homes are shared by machines: files are apart for each torch and processor.
-            facts = {**inductor_code.versions(), "cpu": inductor_code.processor()}
+            facts = {**inductor.versions(), "cpu": inductor.processor()}
             folder = store.work_folder(f"{__version__}-{key_of(facts)[:12]}")
             if folder is not None:
-                self._files.enter_context(inductor_code.inductor_files_in(folder))
+                self._files.enter_context(inductor.inductor_files_in(folder))
                 self._in_folder = True
         return self
 
@@ -535,7 +535,7 @@ class Compiling:
         """Return the compiled form of a piece; its name and source line are for the record."""
         began = time.perf_counter()
         facts, unnamed = self._facts_of(module, fake_inputs)
-        guards = inductor_code.SizeGuards(fake_inputs)
+        guards = inductor.SizeGuards(fake_inputs)
         key, run, how = self._find(facts, guards)
         if run is not None:
             self._note(piece, how, began, key, None)
@@ -543,7 +543,7 @@ class Compiling:
         data = None
         if facts is None and self._compiles_with_inductor:
             run = self._attempt(
-                lambda: inductor_code.compile_uncached(module, fake_inputs, self._patches)
+                lambda: inductor.compile_uncached(module, fake_inputs, self._patches)
             )
             uncached = self._why_not_saved or ""
         elif facts is None or self._why_not_saved is not None:
@@ -551,7 +551,7 @@ class Compiling:
             uncached = self._why_not_saved or ""
         else:
             run, data, uncached = self._attempt(
-                lambda: inductor_code.compile_saveable(module, fake_inputs, self._patches)
+                lambda: inductor.compile_saveable(module, fake_inputs, self._patches)
             )
         if facts is not None and key is not None:
             notes = {"line": where, "seconds": f"{time.perf_counter() - began:.3f}"}
@@ -564,7 +564,7 @@ class Compiling:
         try:
             return action()
         except Exception as error:
-            if not self._in_folder or not inductor_code.is_disk_error(error):
+            if not self._in_folder or not inductor.is_disk_error(error):
                 raise
             log.warning("the compiler cannot write to the cache folder, it uses torch's: %s", error)
         self._in_folder = False
@@ -587,7 +587,7 @@ class Compiling:
         return {**own, **self._facts}, None
 
     def _find(
-        self, facts: dict[str, str] | None, guards: inductor_code.SizeGuards
+        self, facts: dict[str, str] | None, guards: inductor.SizeGuards
     ) -> tuple[str | None, Runnable | None, str]:
         """Look up an artifact. On a miss, return the next unused key."""
         if facts is None:
@@ -616,15 +616,15 @@ class Compiling:
             return None
         return self._cache.store.entry(KIND, key)
 
-    def _load(self, entry: Entry, guards: inductor_code.SizeGuards) -> tuple[Runnable | None, bool]:
+    def _load(self, entry: Entry, guards: inductor.SizeGuards) -> tuple[Runnable | None, bool]:
         """Return the artifact of an entry if its guards hold, and whether the entry is usable."""
         text = entry.notes.get("guards", "")
         try:
             if not guards.hold(text):
                 return None, True
-            run = self._attempt(lambda: inductor_code.load_artifact(entry.payload, self._patches))
+            run = self._attempt(lambda: inductor.load_artifact(entry.payload, self._patches))
         except Exception as error:  # the content of a file can raise anything
-            if self._cache.store is not None and not inductor_code.is_disk_error(error):
+            if self._cache.store is not None and not inductor.is_disk_error(error):
                 reason = f"torch cannot load it ({type(error).__name__}: {error})"
                 self._cache.store.discard(KIND, entry.key, reason)
             return None, False
@@ -638,7 +638,7 @@ class Compiling:
         data: bytes | None,
         facts: Mapping[str, str],
         notes: Mapping[str, str],
-        guards: inductor_code.SizeGuards,
+        guards: inductor.SizeGuards,
     ) -> str | None:
         """Store an artifact; return why that failed, or None."""
         try:

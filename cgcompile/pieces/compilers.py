@@ -23,14 +23,7 @@ from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceCompiler
 from cgcompile.pieces.size_ranges import Runnable, Variant, Variants
 from cgcompile.progress import progress
-from cgcompile.torch_compat import (
-    checkpoints,
-    dynamo,
-    inductor_code,
-    torch_compilers,
-    torch_ops,
-    torch_shapes,
-)
+from cgcompile.torch_compat import dynamo, expressions, inductor, torch_ops
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +67,7 @@ def compile_pieces(
             compiled[piece.index] = variants.combined(artifacts)
     log.info("compiled %d pieces for %d, with %s", len(compiled), len(split.pieces), name)
     runnables = [
-        compiled.get(piece.same_as) or checkpoints.with_checkpoints(piece.module).forward
+        compiled.get(piece.same_as) or dynamo.with_checkpoints(piece.module).forward
         for piece in split.pieces
     ]
     return runnables, work.result()
@@ -111,7 +104,7 @@ def _calls_of_kernels(gm: fx.GraphModule, sizes: Sequence[int | None]) -> Iterat
             arguments = fx.map_arg(node.args, value)
             if _runs_kernels(arguments[0]):
                 for size in sizes:
-                    yield short_name(node.target), torch_shapes.with_numbers(arguments, size)
+                    yield short_name(node.target), expressions.with_numbers(arguments, size)
 
 
 def _runs_kernels(tensor: torch.Tensor) -> bool:
@@ -132,7 +125,7 @@ def _compile_or_not(variant: Variant, work: Compiling, name: str, on_error: str)
 def _compile_one(variant: Variant, work: Compiling, name: str) -> Runnable:
     module, covered = _without_inference_mode(variant.module)
     placeholders = module.graph.find_nodes(op="placeholder")
-    fake_inputs = [dynamo.present_size(value(node)) for node in placeholders]
+    fake_inputs = [expressions.present_size(value(node)) for node in placeholders]
     try:
         run = work.make(module, fake_inputs, variant.name, variant.piece.where)
     except Exception as error:
@@ -151,15 +144,15 @@ def _without_inference_mode(gm: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
     """Return a piece without the nodes that enter inference mode, and whether it was all inside."""
     # torch 2.11 cannot trace these nodes and crashes the process. A piece is compiled without
     # gradients anyway; one that was all inside runs in inference mode as a whole instead.
-    if not gm.graph.find_nodes(op="call_function", target=dynamo.ENTER_INFERENCE_MODE):
+    if not gm.graph.find_nodes(op="call_function", target=torch_ops.ENTER_INFERENCE_MODE):
         return gm, False
     gm, depth, covered = dynamo.copied(gm), 0, True
     switches = []
     for node in gm.graph.nodes:
-        if node.target is dynamo.ENTER_INFERENCE_MODE:
+        if node.target is torch_ops.ENTER_INFERENCE_MODE:
             depth += bool(node.args[0])
             switches.append(node)
-        elif node.target is dynamo.LEAVES[dynamo.ENTER_INFERENCE_MODE]:
+        elif node.target is torch_ops.LEAVES[torch_ops.ENTER_INFERENCE_MODE]:
             depth -= bool(node.args[0].args[0])
             switches.append(node)
         elif node.op in COMPUTING and not toggles_state(node):
@@ -211,17 +204,17 @@ def _compiler_for(config: CompilationConfig) -> PieceCompiler:
     if config.compiler == "eager":
         return _forward
     if config.compiler == "aot":  # the functional ATen graph, run op by op
-        return lambda gm, fake_inputs: torch_compilers.compile_aten(gm, fake_inputs, _forward)
-    return lambda gm, fake_inputs: inductor_code.compile_inductor(gm, fake_inputs, patches)
+        return lambda gm, fake_inputs: inductor.compile_aten(gm, fake_inputs, _forward)
+    return lambda gm, fake_inputs: inductor.compile_inductor(gm, fake_inputs, patches)
 
 
 def inductor_patches(config: CompilationConfig) -> dict[str, Any]:
     """Return the user's Inductor settings; raise ConfigError for one that this torch lacks."""
     patches = dict(config.inductor_options)
     for name in patches:
-        if not torch_compilers.is_inductor_option(name):
+        if not inductor.is_inductor_option(name):
             raise ConfigError.unknown_inductor_option(
-                name=name, known=torch_compilers.inductor_option_names()
+                name=name, known=inductor.inductor_option_names()
             )
     return patches
 

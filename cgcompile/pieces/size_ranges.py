@@ -31,7 +31,7 @@ from cgcompile.passes.base import Fusions
 from cgcompile.passes.nodes import calls, symbols_of, tensors, value
 from cgcompile.passes.split import Piece, SplitGraph
 from cgcompile.pieces.cache import Runnable
-from cgcompile.torch_compat import dynamo, expressions, torch_shapes
+from cgcompile.torch_compat import dynamo, expressions
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Variant:
     piece: Piece
     module: fx.GraphModule  # its inputs carry the fake values to compile with
     sizes: SizeRange | None = None
-    own: torch_shapes.OwnShapes | None = None  # symbols of the second trace of ``module``
+    own: expressions.OwnShapes | None = None  # symbols of the second trace of ``module``
     conditions: tuple[sympy.Expr, ...] = ()  # assumptions on other sizes
     readers: Mapping[sympy.Symbol, Reader] = field(default_factory=dict)  # ``sizes`` first
     fusions: Fusions | None = None  # texts of ``small_batch_kernels``
@@ -134,7 +134,7 @@ class Variants:
             return [whole]
         ordered = sorted(free, key=lambda other: (other != symbol, str(other)))
         readers = {other: read for other in ordered if (read := reader(inputs, other)) is not None}
-        why = torch_shapes.why_not_copied(piece.module, free)
+        why = expressions.why_not_copied(piece.module, free)
         if why is None and not all(other in readers and other in self._symbols for other in free):
             why = "the value of a size in it cannot be read"
         if why is not None:
@@ -161,16 +161,16 @@ class Variants:
         values = self._values_for(symbol, sizes, first, upper)
         if values is None:
             return None
-        spans: dict[sympy.Symbol, int | torch_shapes.Span] = {}
+        spans: dict[sympy.Symbol, int | expressions.Span] = {}
         conditions = []
         for other in readers:
             low, high = (first, upper) if other == symbol else self._symbols.bounds(other)
             if low < 1:
                 conditions.append(sympy.Ge(other, 1))
             low = max(int(low), 1)
-            spans[other] = low if low == high else torch_shapes.Span(values[other], low, high)
+            spans[other] = low if low == high else expressions.Span(values[other], low, high)
         served = SizeRange(first, int(upper) if upper.is_Integer else None)
-        own = torch_shapes.OwnShapes(spans, str(served))
+        own = expressions.OwnShapes(spans, str(served))
         try:
             module = own.copied(piece.module, dynamo.copied(piece.module))
         except Exception as error:

@@ -48,7 +48,7 @@ from cgcompile.passes.nodes import (
 from cgcompile.passes.nodes import value as value_of
 from cgcompile.passes.split import SplitGraph, Value
 from cgcompile.reasons import EXPECTED, Fallback, Reason
-from cgcompile.torch_compat import dynamo, raw_memory, torch_ops
+from cgcompile.torch_compat import raw_memory, torch_ops
 
 
 class BoundTensors:
@@ -207,7 +207,9 @@ class Overlaps:
     def __init__(self, split: SplitGraph) -> None:
         tensors = [(p, v) for p, v in enumerate(split.inputs) if isinstance(v.meta, torch.Tensor)]
         self._inputs = split.inputs
-        self._storages = {position: dynamo.storage_key(value.meta) for position, value in tensors}
+        self._storages = {
+            position: raw_memory.storage_key(value.meta) for position, value in tensors
+        }
         self._mutated = frozenset(position for position, value in tensors if value.mutated)
         moved = {piece.inputs[k] for piece in split.pieces for k in advanced(piece.module)}
         self._counters = {position for position, value in tensors if value.name in moved}

@@ -31,7 +31,7 @@ from cgcompile.pieces.stitch import Step
 from cgcompile.runtime.inputs import BoundTensors
 from cgcompile.runtime.layouts import Layouts, traced_layouts
 from cgcompile.runtime.rows import BatchRows
-from cgcompile.torch_compat import checkpoints, dynamo, torch_ops
+from cgcompile.torch_compat import dynamo, torch_ops
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _NAMESPACES_OF_TORCH = ("aten", "prims", "prim")
@@ -375,7 +375,7 @@ def copying_cpu_scalars(split: SplitGraph, runnables: Sequence[Runnable]) -> lis
 
 def uncompiled(split: SplitGraph) -> list[Runnable]:
     """Return the code of each piece, for tensors that may require grad."""
-    return [checkpoints.with_checkpoints(piece.module).forward for piece in split.pieces]
+    return [dynamo.with_checkpoints(piece.module).forward for piece in split.pieces]
 
 
 def _copying(run: Runnable, positions: Sequence[int], device: torch.device) -> Runnable:

@@ -1,4 +1,4 @@
-"""The settings of torch that choose a kernel, or that traced code reads: what a capture bakes in.
+"""What is on in torch: settings that choose a kernel or that traced code reads, traces, profilers.
 
 A graph repeats the kernels of its capture, whatever the settings are at a replay. Dynamo's guards
 compare those of :func:`trace_settings`; they do not compare those of :func:`kernel_settings`. Each
@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._guards import CompileContext
+from torch._logging import _internal
+from torch.autograd import profiler
 from torch.utils._device import DeviceContext
 
 from cgcompile.torch_compat.torch_ops import autocast_state
@@ -148,3 +151,51 @@ def _function_modes() -> tuple[Any, ...]:
     """Return the torch function modes that are on; a default device is equal to another object."""
     stack = map(torch._C._get_function_stack_at, range(_count_function_modes()))
     return tuple([mode.device if type(mode) is DeviceContext else mode for mode in stack])
+
+
+# ---------------------------------------------------------------- trace and profiler
+
+
+def is_tracing() -> bool:
+    """Return whether torch writes a structured trace (``TORCH_TRACE=folder``)."""
+    # Without a folder torch's handler exists as well, until the first write.
+    return any(
+        getattr(handler, "root_dir", "") is not None or handler.stream is not None
+        for handler in _internal.trace_log.handlers
+    )
+
+
+def trace_artifact(name: str, payload: Callable[[], Any], compile_id: Any = None) -> None:
+    """Write an artifact for tlparse, text or data for JSON; no effect without a trace."""
+    # ``compile_id`` is used where no compilation runs, see :func:`current_compile_id`.
+    if not is_tracing():
+        return
+    data = payload()
+    encoding = "string" if isinstance(data, str) else "json"
+    _internal.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=lambda: data,
+        expect_trace_id=False,
+        compile_id=compile_id,
+    )
+
+
+def current_compile_id() -> Any:
+    """Return the id of Dynamo's compilation that runs in this thread, or None."""
+    return CompileContext.current_compile_id()
+
+
+def current_frame() -> int | None:
+    """Return the number of the function that Dynamo compiles in this thread, or None."""
+    frame: int | None = getattr(current_compile_id(), "frame_id", None)
+    return frame
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler of torch, or ``emit_nvtx``, runs in any thread of the process."""
+    return profiler._is_profiler_enabled
+
+
+# The same for generated code: the module, and the expression over its name.
+PROFILING = ("profiler._is_profiler_enabled", profiler)

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from cgcompile.runtime.fast_path import ArgumentChecks
-from cgcompile.torch_compat import expressions, raw_memory, subclasses, torch_ops, torch_settings
+from cgcompile.torch_compat import expressions, raw_memory, torch_ops, torch_settings
 
 _PLAIN = (bool, int, str, bytes, range, type(None))
 _SEALED = (torch.dtype, torch.device, torch.layout, torch.memory_format, types.MethodType)
@@ -274,8 +274,8 @@ class Fits:
     def _inside(self, name: str, value: torch.Tensor, path: str) -> None:
         """Compare how a tensor subclass is built, and each tensor inside of it as an argument."""
         try:
-            wrapper = subclasses.Wrapper.of(value) if subclasses.is_wrapper(value) else None
-        except subclasses.CannotUnwrap:
+            wrapper = raw_memory.Wrapper.of(value) if raw_memory.is_wrapper(value) else None
+        except raw_memory.CannotUnwrap:
             return
         if wrapper is None:
             return

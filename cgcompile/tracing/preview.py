@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from cgcompile.torch_compat import torch_ops, torch_tracing
+from cgcompile.torch_compat import dynamo, torch_ops
 from cgcompile.tracing.dynamic_dims import TensorDim, bind_arguments, check_dims, with_two_rows
 from cgcompile.tracing.trace_cache import Rules, Traces
 
@@ -36,9 +36,9 @@ class Preview(Traces):
         dims = self._dims.of_call(self._named(args, kwargs))
         unbacked = self._rules.shapes == "unbacked"
         kept = [dim for dim in dims if dim.size > 1 or unbacked]
-        with torch.no_grad(), torch_tracing.without_traces_left(self._called, tensors):
+        with torch.no_grad(), dynamo.without_traces_left(self._called, tensors):
             if len(kept) < len(dims):  # torch would treat a size of 0 or 1 as a constant
-                with suppress(torch_tracing.CannotTrace):
+                with suppress(dynamo.CannotTrace):
                     return self._preview(*with_two_rows(args, kwargs, dims), use)
             return self._preview(args, kwargs, kept, use)
 
@@ -48,7 +48,7 @@ class Preview(Traces):
         called = self._function if self._bound is not None else self._called
         with (
             self.tracing(dims),
-            closing(torch_tracing.trace_call(called, args, kwargs, freeze=False)) as trace,
+            closing(dynamo.trace_call(called, args, kwargs, freeze=False)) as trace,
         ):
             check_dims(self.name, dims, trace.sizes)
             if trace.graph is None:

@@ -28,13 +28,7 @@ from cgcompile.reasons import VARYING, Fallback, varying_number
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths
 from cgcompile.runtime.inputs import BoundTensors
-from cgcompile.torch_compat import (
-    dynamo,
-    repeated_regions,
-    torch_ops,
-    torch_settings,
-    torch_tracing,
-)
+from cgcompile.torch_compat import dynamo, torch_ops, torch_settings
 from cgcompile.tracing.argument_guards import Fits, is_number, tensors_in, with_numbers
 from cgcompile.tracing.dynamic_dims import (
     DynamicDims,
@@ -79,7 +73,7 @@ class CompiledTrace:
 
     def __init__(
         self,
-        trace: torch_tracing.Trace,
+        trace: dynamo.Trace,
         compiled: Callable[..., Any] | None,
         fits: Fits,
         rules: Rules,
@@ -262,9 +256,9 @@ class Traces:
         if getattr(forward, "_traces", None) is self:  # the module now calls the compiled model
             self._forward = forward
             return
-        users_function = torch_tracing.users_function(self._called)
+        users_function = dynamo.users_function(self._called)
         signature = inspect.signature(users_function)  # behind decorators and hooks
-        function, bound = torch_tracing.traced_function(self._called)
+        function, bound = dynamo.traced_function(self._called)
         is_bound = bound is not None
         self._dims = DynamicDims(self._dims_by_name, signature, users_function, is_bound)
         self._users_signature, self._function, self._bound = signature, function, bound
@@ -380,7 +374,7 @@ class Traces:
             self._constant.clear()
             self._differences.clear()
             self._count, self._unfrozen = 0, False
-            torch_tracing.drop_trace_caches()
+            dynamo.drop_trace_caches()
 
     # -------------------------------------------------------------- numbers that vary
 
@@ -494,9 +488,7 @@ class Traces:
         if not any(self._serves(trace, *larger[:2]) for trace in self.traces):
             try:
                 trace = self._attempt(*larger)
-            except (
-                torch_tracing.CannotTrace
-            ) as error:  # sizes of other arguments may be tied to this one
+            except dynamo.CannotTrace as error:  # sizes of other arguments may be tied to this one
                 log.info("%s: traced with the sizes that it has: %s", self.name, error)
             else:
                 if self._serves(trace, args, kwargs):
@@ -509,7 +501,7 @@ class Traces:
         """Trace a call with these dynamic sizes; raise what the model raises in Python."""
         try:
             return self._attempt(args, kwargs, dims)
-        except torch_tracing.CannotTrace as error:
+        except dynamo.CannotTrace as error:
             if self._varied and not error.model_raises:  # a number may have to be constant
                 self._varied.clear()
                 return self._trace_with(args, kwargs, dims)
@@ -555,13 +547,13 @@ class Traces:
         oblivious = self._rules.shapes == "backed_size_oblivious"
         with (
             without_garbage_collection(),  # 0.4 to 0.9 s of a trace of 3.6 s
-            torch_tracing.size_oblivious(oblivious),
-            torch_tracing.marked(marks, unbacked),
+            dynamo.size_oblivious(oblivious),
+            dynamo.marked(marks, unbacked),
         ):
             try:
                 yield
             finally:
-                torch_tracing.drop_trace_caches()
+                dynamo.drop_trace_caches()
 
     def _compiled_trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[TensorDim]
@@ -572,14 +564,12 @@ class Traces:
         start = time.perf_counter()
         varying = self._varied - self._constant
         try:
-            traced_call = torch_tracing.trace_call(
-                called, args, kwargs, freeze=freezes, varying=varying
-            )
-        except torch_tracing.CannotBind as error:
+            traced_call = dynamo.trace_call(called, args, kwargs, freeze=freezes, varying=varying)
+        except dynamo.CannotBind as error:
             log.info("%s: tensors of the model are looked up at each call: %s", self.name, error)
             self._unfrozen = True
             return self._compiled_trace(args, kwargs, dims)
-        except repeated_regions.CannotRepeat as error:
+        except dynamo.CannotRepeat as error:
             raise TraceError.region(problem=str(error)) from error
         with closing(traced_call) as trace:
             if trace.written_globals:
@@ -605,7 +595,7 @@ class Traces:
 
     def _fits(
         self,
-        trace: torch_tracing.Trace,
+        trace: dynamo.Trace,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dims: list[TensorDim],

@@ -18,8 +18,8 @@ from lib.entry import HOOKED, Hooked, assert_same, batch, compiled_model
 
 import cgcompile
 from cgcompile import CompilationConfig, CUDAGraphWrapper, Reason
-from cgcompile.torch_compat import structured_trace
-from cgcompile.torch_compat.structured_trace import is_tracing
+from cgcompile.torch_compat import torch_settings
+from cgcompile.torch_compat.torch_settings import is_tracing
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -183,7 +183,7 @@ def test_without_a_trace_nothing_is_computed() -> None:
     def payload() -> str:
         raise AssertionError("it was computed")
 
-    structured_trace.trace_artifact("cgcompile_test", payload)
+    torch_settings.trace_artifact("cgcompile_test", payload)
 
 
 def test_a_payload_is_computed_once(trace: Trace) -> None:
@@ -193,7 +193,7 @@ def test_a_payload_is_computed_once(trace: Trace) -> None:
         calls.append(1)
         return {"n": 1}
 
-    structured_trace.trace_artifact("cgcompile_test", payload)
+    torch_settings.trace_artifact("cgcompile_test", payload)
     assert calls == [1]
     (artifact,) = trace.found["cgcompile_test"]
     assert (artifact.data, artifact.encoding) == ({"n": 1}, "json")

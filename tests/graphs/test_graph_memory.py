@@ -14,7 +14,7 @@ from cgcompile.graphs import cuda
 from cgcompile.graphs.capture import bulk_capture
 from cgcompile.graphs.memory import GraphMemory
 from cgcompile.testing import host
-from cgcompile.torch_compat.structured_trace import allocated_bytes
+from cgcompile.torch_compat.raw_memory import allocated_bytes
 
 MIB = 2**20
 SIZES = (16, 64, 256, 1024)
@@ -206,9 +206,7 @@ def test_workspaces_are_measured_at_a_few_captures(monkeypatch) -> None:
 
     reads = []
     monkeypatch.setattr(cuda.raw_memory, "drop_blas_workspaces", drop)
-    monkeypatch.setattr(
-        cuda.structured_trace, "allocated_bytes", lambda _: reads.append(0) or in_use[0]
-    )
+    monkeypatch.setattr(cuda.raw_memory, "allocated_bytes", lambda _: reads.append(0) or in_use[0])
     pool: Any = object.__new__(cuda.CudaPool)
     pool._device, pool.workspaces, pool._unmeasured = torch.device("cuda", 0), 0, 8
     for captured in (0, 0, 32, 32, 0):

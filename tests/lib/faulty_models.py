@@ -8,7 +8,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile.graphs.device import any_capture
-from cgcompile.torch_compat import torch_compilers
+from cgcompile.torch_compat import inductor
 from lib.cases import D
 from lib.entry import operators
 
@@ -138,7 +138,7 @@ def aten_miscompiler(gm: torch.fx.GraphModule, fake_inputs: Any) -> Any:
     def swap(aten: torch.fx.GraphModule, inputs: Any) -> Any:
         return _swapped(aten, torch.ops.aten.sin.default, torch.ops.aten.cos.default).forward
 
-    return torch_compilers.compile_aten(gm, fake_inputs, swap)
+    return inductor.compile_aten(gm, fake_inputs, swap)
 
 
 def one_buffer(gm: torch.fx.GraphModule, fake_inputs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import cgcompile
 from cgcompile.boundaries import Boundaries
 from cgcompile.passes.nodes import is_known_view, is_view, written
-from cgcompile.torch_compat import inductor_code
+from cgcompile.torch_compat import inductor
 
 EMPTY = fx.GraphModule(torch.nn.Module(), fx.Graph())
 
@@ -145,14 +145,14 @@ def test_a_users_function_is_not_kept() -> None:
 
 
 def test_names_of_functions_are_of_one_function() -> None:
-    assert inductor_code.qualified_name(torch.relu) not in (
+    assert inductor.qualified_name(torch.relu) not in (
         None,
-        inductor_code.qualified_name(torch.relu_),
+        inductor.qualified_name(torch.relu_),
     )
-    assert inductor_code.qualified_name(torch.Tensor.relu) is not None
+    assert inductor.qualified_name(torch.Tensor.relu) is not None
     of_pybind11 = torch._C._functorch._add_batch_dim  # bound to no module
-    assert inductor_code.qualified_name(of_pybind11) == "torch._C._functorch._add_batch_dim"
+    assert inductor.qualified_name(of_pybind11) == "torch._C._functorch._add_batch_dim"
     for target in (torch.Tensor.mT.__get__, torch.Generator().seed, torch.nn.ReLU().forward):
-        assert inductor_code.qualified_name(target) is None
+        assert inductor.qualified_name(target) is None
     refs = torch._refs
-    assert inductor_code.qualified_name(refs.abs_) != inductor_code.qualified_name(refs.abs)
+    assert inductor.qualified_name(refs.abs_) != inductor.qualified_name(refs.abs)

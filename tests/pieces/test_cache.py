@@ -16,7 +16,7 @@ from torch import fx
 import cgcompile
 from cgcompile import CompilationConfig
 from cgcompile.pieces.cache import Compilation, Compiling, PieceCache, PieceOrigin, Store
-from cgcompile.torch_compat import inductor_code
+from cgcompile.torch_compat import inductor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -170,7 +170,7 @@ def test_what_torch_cannot_save_runs_and_says_so() -> None:
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-        runnable, data, why = inductor_code.compile_saveable(gm, fakes, {})
+        runnable, data, why = inductor.compile_saveable(gm, fakes, {})
         outcomes.append((data, why))
         return runnable
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_saved_is_shared_all_the_same(
     def unsaveable(gm: fx.GraphModule, fake_inputs: Any, patches: Any) -> Any:
         return (lambda *inputs: gm.forward(*inputs)), None, "torch cannot save it (...)"
 
-    monkeypatch.setattr(inductor_code, "compile_saveable", unsaveable)
+    monkeypatch.setattr(inductor, "compile_saveable", unsaveable)
     config = CompilationConfig(cache_dir=str(tmp_path))
     cache, kept, origins = PieceCache(config), [], []
 
@@ -219,7 +219,7 @@ def test_what_cannot_be_saved_is_shared_all_the_same(
     ],
 )
 def test_switches_of_torch_count(options: dict[str, bool], why: str | None) -> None:
-    assert inductor_code.why_not_saved(options) == why
+    assert inductor.why_not_saved(options) == why
 
 
 @pytest.mark.slow
@@ -337,7 +337,7 @@ def test_environment_is_put_back(tmp_path: Path) -> None:
     before = {name: os.environ.get(name) for name in names}
 
     def fail_in(folder: Path) -> None:
-        with inductor_code.inductor_files_in(folder):
+        with inductor.inductor_files_in(folder):
             assert os.environ[names[0]] == str(folder)
             raise KeyError
 
@@ -345,7 +345,7 @@ def test_environment_is_put_back(tmp_path: Path) -> None:
         fail_in(tmp_path / "inductor")
     assert {name: os.environ.get(name) for name in names} == before
     (tmp_path / "file").write_text("")
-    with inductor_code.inductor_files_in(tmp_path / "file" / "inductor"):
+    with inductor.inductor_files_in(tmp_path / "file" / "inductor"):
         assert {name: os.environ.get(name) for name in names} == before
 
 

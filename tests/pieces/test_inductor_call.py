@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from cgcompile.torch_compat import inductor_call, inductor_code
-from cgcompile.torch_compat.inductor_call import InductorCall
+from cgcompile.torch_compat import inductor
+from cgcompile.torch_compat.inductor import InductorCall
 
 Function = Callable[..., Any]
 
 
-def inductor(
+def call_of(
     function: Function, *inputs: Any, dynamic: bool | None = False, returned: int | None = None
 ) -> InductorCall:
     """Compile the graph of a function with Inductor; with ``returned``, that input is a result."""
@@ -31,7 +31,7 @@ def inductor(
             gm.graph.output_node().args = ((*results, placeholders[returned]),)
             gm.recompile()
         with torch.no_grad():
-            calls.append(inductor_code.compile_inductor(gm, fakes, {}))
+            calls.append(inductor.compile_inductor(gm, fakes, {}))
         return gm.forward
 
     torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*inputs)
@@ -121,7 +121,7 @@ def op() -> Any:
 def test_a_piece_returns_and_writes_what_its_artifact_does(name: str, inference: bool) -> None:
     piece, inputs = PIECES[name], pair()
     with torch.no_grad():
-        call = inductor(piece.function, *pair())
+        call = call_of(piece.function, *pair())
     for _ in range(3):
         with torch.inference_mode() if inference else torch.no_grad():
             seen, wanted, eager = ([value.clone() for value in inputs] for _ in range(3))
@@ -142,7 +142,7 @@ def test_a_piece_returns_and_writes_what_its_artifact_does(name: str, inference:
 
 def test_an_input_that_is_a_result_keeps_the_wrappers() -> None:
     with torch.no_grad():
-        call = inductor(product, *pair(), returned=1)
+        call = call_of(product, *pair(), returned=1)
         for _ in range(2):
             a, b = pair()
             result, same = call(a, b)
@@ -155,7 +155,7 @@ def test_sizes_are_inputs_and_may_change() -> None:
     rows = torch.randn(6, 4)
     torch._dynamo.mark_dynamic(rows, 0)
     with torch.no_grad():
-        call = inductor(product, rows, torch.randn(4, 4), dynamic=None)
+        call = call_of(product, rows, torch.randn(4, 4), dynamic=None)
         for size in (6, 3, 6, 9):
             a, b = torch.randn(size, 4), torch.randn(4, 4)
             (result,) = call(size, a, b)
@@ -197,8 +197,8 @@ WRAPPERS: dict[str, Function] = {
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_that_does_something_stays(name: str) -> None:
     with torch.no_grad():
-        call = inductor(product, *pair())
-        graph = inductor_call.compiled_graph(call.artifact)
+        call = call_of(product, *pair())
+        graph = inductor.compiled_graph(call.artifact)
         wrap, inputs = WRAPPERS[name], pair()
         call = InductorCall(lambda *inputs: wrap(graph, *inputs))
         for _ in range(3):
@@ -211,7 +211,7 @@ def test_a_wrapper_that_does_something_stays(name: str) -> None:
 
 def test_a_wrapper_that_does_nothing_goes() -> None:
     with torch.no_grad():
-        graph = inductor_call.compiled_graph(inductor(product, *pair()).artifact)
+        graph = inductor.compiled_graph(call_of(product, *pair()).artifact)
         call, function = InductorCall(lambda *inputs: graph(list(inputs))), graph.current_callable
         inputs = pair()
         assert torch.equal(call(*inputs)[0], inputs[0] @ inputs[1])
@@ -229,8 +229,8 @@ def test_what_holds_no_graph_runs_as_it_is() -> None:
 
 def test_an_error_of_the_first_call_leaves_all_as_it_was() -> None:
     with torch.no_grad():
-        call = inductor(product, *pair())
-        graph = inductor_call.compiled_graph(call.artifact)
+        call = call_of(product, *pair())
+        graph = inductor.compiled_graph(call.artifact)
         function, inputs = graph.current_callable, pair()
         with pytest.raises((AssertionError, RuntimeError)):
             call(torch.randn(3, 3), inputs[1])
@@ -243,8 +243,8 @@ def test_an_error_of_the_first_call_leaves_all_as_it_was() -> None:
 
 def test_threads_may_make_the_first_call_together() -> None:
     with torch.no_grad():
-        call = inductor(product, *pair())
-    function = inductor_call.compiled_graph(call.artifact).current_callable
+        call = call_of(product, *pair())
+    function = inductor.compiled_graph(call.artifact).current_callable
     together, wrong = threading.Barrier(4), []
 
     def run() -> None:
@@ -262,7 +262,7 @@ def test_threads_may_make_the_first_call_together() -> None:
         thread.join()
     assert not wrong
     assert call.function is function
-    assert inductor_call.compiled_graph(call.artifact).current_callable is function
+    assert inductor.compiled_graph(call.artifact).current_callable is function
 
 
 # ---------------------------------------------------------------- modes of the thread
@@ -271,7 +271,7 @@ def test_threads_may_make_the_first_call_together() -> None:
 def test_the_wrappers_switch_grad_mode_off_where_it_is_on() -> None:
     a, b = pair()
     a.requires_grad_()
-    call = inductor(product, a, b)
+    call = call_of(product, a, b)
     known = []
     for grad in (True, False, True, False):
         with torch.set_grad_enabled(grad):
@@ -286,7 +286,7 @@ def test_the_wrappers_switch_grad_mode_off_where_it_is_on() -> None:
 def test_the_wrappers_switch_autocast_off_where_it_is_on() -> None:
     inputs = pair()
     with torch.no_grad(), torch.autocast("cpu"):
-        call = inductor(product, *inputs)
+        call = call_of(product, *inputs)
         for _ in range(2):
             (result,) = call(*inputs)
             assert result.dtype == torch.bfloat16
@@ -302,7 +302,7 @@ def test_the_wrappers_switch_autocast_off_where_it_is_on() -> None:
 def test_profilers_see_the_name_of_the_call() -> None:
     inputs = pair()
     with torch.no_grad():
-        call = inductor(product, *inputs)
+        call = call_of(product, *inputs)
         call(*inputs)
         assert call.function is not None
         with profile() as seen:

@@ -14,9 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cgcompile
-from cgcompile.torch_compat import inductor_passes
-from cgcompile.torch_compat import torch_compilers as compilers
-from cgcompile.torch_compat.inductor_passes import (
+from cgcompile.torch_compat import inductor
+from cgcompile.torch_compat.inductor import (
     fold_batches,
     spell_out,
     spread_weights,
@@ -232,24 +231,24 @@ def test_a_function_of_the_users_stays_alone() -> None:
 
 def test_without_a_gpu_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not {LAST, "combo_kernels"} & compilers.known_patches({}).keys()
+    assert not {LAST, "combo_kernels"} & inductor.known_patches({}).keys()
 
 
 def test_kernels_are_tuned_at_the_first_call_but_with_the_cpp_wrapper() -> None:
     name = "triton.autotune_at_compile_time"
-    assert compilers.known_patches({})[name] is False
-    assert compilers.known_patches({"cpp_wrapper": True})[name] is True
+    assert inductor.known_patches({})[name] is False
+    assert inductor.known_patches({"cpp_wrapper": True})[name] is True
     for asked in (True, False):
-        assert compilers.known_patches({"cpp_wrapper": True, name: asked})[name] is asked
+        assert inductor.known_patches({"cpp_wrapper": True, name: asked})[name] is asked
 
 
 def test_settings_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    patches = compilers.known_patches({})
+    patches = inductor.known_patches({})
     assert patches["combo_kernels"] is patches["combo_kernels_pointwise_only"] is True
     assert patches[LAST].uuid() == unfused_residuals(None).uuid()
     own = Own("mine")
-    patches = compilers.known_patches({"combo_kernels": False, LAST: own})
+    patches = inductor.known_patches({"combo_kernels": False, LAST: own})
     assert patches["combo_kernels"] is False
     assert "combo_kernels_pointwise_only" not in patches
     assert patches[LAST].uuid() == unfused_residuals(own).uuid()
@@ -270,14 +269,14 @@ def test_a_pass_of_the_user_over_kernels_runs_after_ours(monkeypatch: pytest.Mon
         def uuid(self) -> Any:
             return self.name
 
-    monkeypatch.setattr(inductor_passes, "spread_weights", lambda nodes: [*nodes, "spread"])
+    monkeypatch.setattr(inductor, "spread_weights", lambda nodes: [*nodes, "spread"])
     own = Kernels()
-    chained = compilers.known_patches({KERNELS: own})[KERNELS]
+    chained = inductor.known_patches({KERNELS: own})[KERNELS]
     assert chained(kernels) == [*kernels, "spread"] == saw[0]
-    assert chained.uuid() != compilers.known_patches({})[KERNELS].uuid()
+    assert chained.uuid() != inductor.known_patches({})[KERNELS].uuid()
     own.name = None  # Inductor would cache the chain, and not run it at the next compilation
-    assert compilers.known_patches({KERNELS: own})[KERNELS] is own
-    assert compilers.known_patches({KERNELS: len})[KERNELS] is len
+    assert inductor.known_patches({KERNELS: own})[KERNELS] is own
+    assert inductor.known_patches({KERNELS: len})[KERNELS] is len
 
 
 @pytest.mark.slow
@@ -287,7 +286,7 @@ def test_inductor_caches_what_was_compiled_with_all_passes(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patches = compilers.known_patches({})
+        patches = inductor.known_patches({})
     assert {LAST, KERNELS} <= patches.keys()
     patches.pop("combo_kernels_pointwise_only")
     names = ("fxgraph_cache_miss", "fxgraph_cache_hit")
@@ -322,10 +321,10 @@ def test_a_piece_that_cannot_be_combined_is_compiled_without(
     monkeypatch.setattr("torch._inductor.standalone_compile", compile_standalone)
     if asked:
         with pytest.raises(InductorError, match="no such kernel"):
-            compilers.compile_standalone(gm, [], asked)
+            inductor.compile_standalone(gm, [], asked)
         assert tried == [True]
     else:
-        assert compilers.compile_standalone(gm, [], asked) == "compiled"
+        assert inductor.compile_standalone(gm, [], asked) == "compiled"
         assert tried == [True, False]
 
 
@@ -340,5 +339,5 @@ def test_a_restart_of_the_trace_is_no_failed_compilation(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("torch._inductor.standalone_compile", compile_standalone)
     with pytest.raises(TensorifyScalarRestartAnalysis):
-        compilers.compile_standalone(gm, [], {})
+        inductor.compile_standalone(gm, [], {})
     assert len(tried) == 1

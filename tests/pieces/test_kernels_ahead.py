@@ -13,7 +13,7 @@ import cgcompile
 from cgcompile import kernels
 from cgcompile.kernels import small_linear
 from cgcompile.pieces import compilers, size_ranges
-from cgcompile.torch_compat import torch_shapes
+from cgcompile.torch_compat import expressions
 
 D = 32
 
@@ -40,7 +40,7 @@ def compiled(monkeypatch) -> list[tuple[str, list[tuple[int, ...]], str]]:
             sizes = [tuple(t.shape) for t in tensors if isinstance(t, torch.Tensor)]
             calls.append((name, sizes, threading.current_thread().name))
 
-        torch_shapes.call_with_fakes(on_cuda, arguments)
+        expressions.call_with_fakes(on_cuda, arguments)
 
     monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
     monkeypatch.setattr(compilers, "compile_kernels", noted)
@@ -103,7 +103,7 @@ def test_start_launches_but_only_compiles_ahead(monkeypatch) -> None:
 
     monkeypatch.setattr(small_linear, "on_cuda", on_cuda)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.device("meta"))
-    kernels.compile_kernels("small_linear", device, torch_shapes.with_numbers((x, 2.0), None))
+    kernels.compile_kernels("small_linear", device, expressions.with_numbers((x, 2.0), None))
     on_cuda(x, 2.0)
     (kind, *compiling), (other, *launching) = kernel.calls
     assert (kind, *compiling) == ("compile", (3,), (torch.float32, 2.0), {"num_warps": 4})
@@ -149,6 +149,6 @@ def test_launching_code_reads_no_memory(name: str, monkeypatch) -> None:
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     arguments, kernel_names = CALLS[name]
-    layouts = torch_shapes.with_numbers(arguments, None)
+    layouts = expressions.with_numbers(arguments, None)
     kernels.compile_kernels(name, torch.device("cpu"), layouts)
     assert started == kernel_names

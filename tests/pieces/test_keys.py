@@ -15,7 +15,7 @@ import cgcompile
 from cgcompile.passes import FunctionPass
 from cgcompile.passes.printer import GraphText, Unnameable
 from cgcompile.pieces.cache import facts_of_piece, key_of
-from cgcompile.torch_compat import inductor_code, torch_compilers
+from cgcompile.torch_compat import inductor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -175,18 +175,18 @@ def test_settings_of_torch_are_facts(change, fact: str) -> None:
     import torch._functorch.config
     import torch._inductor.config  # noqa: F401
 
-    before = inductor_code.compiler_settings({})
+    before = inductor.compiler_settings({})
     with change():
-        after = inductor_code.compiler_settings({})
+        after = inductor.compiler_settings({})
     assert [name for name in before if before[name] != after[name]] == [fact]
-    assert inductor_code.compiler_settings({}) == before
+    assert inductor.compiler_settings({}) == before
 
 
 def test_all_settings_that_hold_passes_are_facts() -> None:
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
-    settings = inductor_code.compiler_settings({})
+    settings = inductor.compiler_settings({})
     for kind, module in (("inductor", inductor_config), ("functorch", functorch_config)):
         names = {name for name in module._config if "custom_" in name and name.endswith("_pass")}
         rows = {row.partition(" = ")[0] for row in settings[kind].splitlines()}
@@ -198,28 +198,26 @@ def test_old_names_of_options_are_known() -> None:
     import torch._inductor.config as inductor_config
 
     old = [name for name, entry in inductor_config._config.items() if entry.alias is not None]
-    assert all(
-        map(torch_compilers.is_inductor_option, [*old, *torch_compilers.inductor_option_names()])
-    )
-    assert not torch_compilers.is_inductor_option("no_setting")
+    assert all(map(inductor.is_inductor_option, [*old, *inductor.inductor_option_names()]))
+    assert not inductor.is_inductor_option("no_setting")
 
 
 def test_options_are_facts() -> None:
     before, after = (
-        inductor_code.compiler_settings({}),
-        inductor_code.compiler_settings({"max_fusion_size": 7}),
+        inductor.compiler_settings({}),
+        inductor.compiler_settings({"max_fusion_size": 7}),
     )
     assert [name for name in before if before[name] != after[name]] == ["inductor"]
 
 
 def test_versions_and_machine_are_facts() -> None:
-    versions = inductor_code.versions()
+    versions = inductor.versions()
     assert torch.__version__ in versions["torch"]
     assert set(versions) == {"torch", "triton", "runtime", "python"}
-    before = inductor_code.machine([torch.device("cpu")])
+    before = inductor.machine([torch.device("cpu")])
     torch.set_num_threads(torch.get_num_threads() + 1)
     try:
-        assert inductor_code.machine([torch.device("cpu")]) != before
+        assert inductor.machine([torch.device("cpu")]) != before
     finally:
         torch.set_num_threads(torch.get_num_threads() - 1)
     assert key_of(versions) != key_of({**versions, "torch": "2.99"})
@@ -300,9 +298,9 @@ def test_a_users_compiler_is_not_shared_or_kept() -> None:
 
 def test_settings_without_a_text_have_no_key() -> None:
     with pytest.raises(ValueError, match=r"post_grad_custom_pre_pass holds a Own without uuid"):
-        inductor_code.compiler_settings({"post_grad_custom_pre_pass": Own()})
+        inductor.compiler_settings({"post_grad_custom_pre_pass": Own()})
     with pytest.raises(ValueError, match="freezing bakes weights in"):
-        inductor_code.compiler_settings({"freezing": True})
+        inductor.compiler_settings({"freezing": True})
 
 
 @pytest.mark.parametrize(

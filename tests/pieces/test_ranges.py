@@ -18,7 +18,7 @@ import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode
 from cgcompile.errors import ConfigError, PieceCompileError, SymbolError
 from cgcompile.pieces.size_ranges import Artifact, Ranged, SizeRange, ranges_between, reader
-from cgcompile.torch_compat import dynamo, torch_shapes
+from cgcompile.torch_compat import dynamo, expressions, raw_memory
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -28,7 +28,7 @@ def label(fake_inputs, position: int = 0) -> str:
     size = fake_inputs[position]
     if isinstance(size, int):
         return str(size)
-    least, most = dynamo.Shapes(size.node.shape_env).bounds(size.node.expr)
+    least, most = expressions.Shapes(size.node.shape_env).bounds(size.node.expr)
     return f"{least}-{most if most.is_Integer else ''}"
 
 
@@ -618,8 +618,8 @@ def test_values_of_another_environment() -> None:
         inputs[-1].meta["example_value"] = value
     graph.output((graph.call_function(torch.add, (inputs[1], inputs[0])),))
     gm = torch.fx.GraphModule({}, graph)
-    for size, expected in ((4, 4), (torch_shapes.Span(20, 9, 30), "symbolic")):
-        own = torch_shapes.OwnShapes({s.node.expr: size}, "test")
+    for size, expected in ((4, 4), (expressions.Span(20, 9, 30), "symbolic")):
+        own = expressions.OwnShapes({s.node.expr: size}, "test")
         copy = own.copied(gm, dynamo.copied(gm))
         n, first, second, third = (
             node.meta["example_value"] for node in copy.graph.find_nodes(op="placeholder")
@@ -627,8 +627,8 @@ def test_values_of_another_environment() -> None:
         assert (n == 4) if expected == 4 else isinstance(n, torch.SymInt)
         assert first.stride() == second.stride() == (3 * D, 1)
         assert (first.storage_offset(), second.storage_offset()) == (0, D)
-        assert dynamo.storage_key(first) == dynamo.storage_key(second)
-        assert dynamo.storage_key(first) != dynamo.storage_key(third)
+        assert raw_memory.storage_key(first) == raw_memory.storage_key(second)
+        assert raw_memory.storage_key(first) != raw_memory.storage_key(third)
         assert third.storage_offset() == 3
         assert bool(third.shape[0] == 2 * n - 1)
         assert own.guards() == []
@@ -649,8 +649,8 @@ def test_a_view_of_memory_of_unknown_size_is_not_made_again() -> None:
     graph.output(())
     gm = torch.fx.GraphModule({}, graph)
     known, other = s.node.expr, t.node.expr
-    assert torch_shapes.why_not_copied(gm, {known, other}) is None
-    assert torch_shapes.why_not_copied(gm, {known}) == (
+    assert expressions.why_not_copied(gm, {known, other}) is None
+    assert expressions.why_not_copied(gm, {known}) == (
         "input 'i1' is a view of memory whose size no input determines"
     )
 

@@ -18,8 +18,8 @@ import torch
 import cgcompile
 from cgcompile import CompilationConfig
 from cgcompile.pieces.cache import LARGEST, MAGIC, Store, cache_folder
-from cgcompile.torch_compat import inductor_code
-from cgcompile.torch_compat.guard_text import NotAGuard, guards_hold, require_guards
+from cgcompile.torch_compat import inductor
+from cgcompile.torch_compat.expressions import NotAGuard, guards_hold, require_guards
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -284,7 +284,7 @@ GOOD = {
 @pytest.mark.parametrize(("text", "sizes"), GOOD.items())
 def test_guards_that_hold(text: str, sizes: list[int] | None) -> None:
     if sizes is None:
-        assert inductor_code.SizeGuards([]).hold(text)
+        assert inductor.SizeGuards([]).hold(text)
         return
     assert guards_hold(text, sizes) is True
     names = {"math": math, "torch": torch, "L": {f"t{n}": size for n, size in enumerate(sizes)}}
@@ -411,7 +411,7 @@ def test_a_compiler_on_a_full_disk_is_run_again_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, calls = tmp_path / "cache", []
-    real = inductor_code.compile_saveable
+    real = inductor.compile_saveable
 
     def full(*args: Any) -> Any:
         calls.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
@@ -419,7 +419,7 @@ def test_a_compiler_on_a_full_disk_is_run_again_elsewhere(
             raise RuntimeError("backend failed") from OSError(28, os.strerror(28))
         return real(*args)
 
-    monkeypatch.setattr(inductor_code, "compile_saveable", full)
+    monkeypatch.setattr(inductor, "compile_saveable", full)
     with caplog.at_level(logging.WARNING, "cgcompile"):
         _, done = compiled_on(folder)
     assert [each.how for each in done.pieces] == ["compiled"]

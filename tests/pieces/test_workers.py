@@ -11,13 +11,13 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import cgcompile
-from cgcompile.torch_compat import torch_compilers
+from cgcompile.torch_compat import inductor
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     starts: list[bool] = []
-    monkeypatch.setattr(torch_compilers, "start_compile_workers", lambda: starts.append(True))
+    monkeypatch.setattr(inductor, "start_compile_workers", lambda: starts.append(True))
     return starts
 
 
@@ -63,7 +63,7 @@ def test_a_machine_that_starts_no_processes(
     def start() -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(torch_compilers, "start_compile_workers", start)
+    monkeypatch.setattr(inductor, "start_compile_workers", start)
     with caplog.at_level("INFO", "cgcompile"):
         cgcompile.Backend(compiler="inductor").anticipate(Model())
     assert "no compile workers yet: no more processes" in caplog.text
