@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         eager_break_during_capture,
     )
     from cgcompile.graphs.capture_all import capture_all
-    from cgcompile.graphs.eligibility import eager_region
     from cgcompile.graphs.pool import GraphPool
+    from cgcompile.graphs.steps import eager_region
     from cgcompile.graphs.weights import update_weights
     from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
     from cgcompile.reasons import Reason
@@ -98,7 +98,7 @@ if not TYPE_CHECKING:
                 "BreakableCUDAGraphCapture BreakableCUDAGraphWrapper eager_break_during_capture"
             ),
             "graphs.capture_all": "capture_all",
-            "graphs.eligibility": "eager_region",
+            "graphs.steps": "eager_region",
             "graphs.pool": "GraphPool",
             "graphs.weights": "update_weights",
             "graphs.wrapper": "CUDAGraphOptions CUDAGraphWrapper",

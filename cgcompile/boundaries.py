@@ -19,14 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from cgcompile.context import REGION_MARK
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
 from cgcompile.settings import checked_but, items_of, require_fields
 from cgcompile.torch_compat import torch_ops
 
 log = logging.getLogger(__name__)
-
-REGION_MARK = {"cgcompile": "eager"}
 
 
 def target_name(target: Any) -> str:

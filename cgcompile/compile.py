@@ -19,7 +19,7 @@ from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.errors import ConfigError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.transparent import Transparent
+from cgcompile.graphs.reads import Transparent
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.runtime.fast_path import NOT_SERVED
 from cgcompile.settings import checked, checked_but

@@ -327,6 +327,9 @@ def unreadable_context(piece: str) -> override_forward_context | None:
     return override_forward_context(hidden)
 
 
+REGION_MARK = {"cgcompile": "eager"}
+
+
 class EagerRegion(override_forward_context):
     """Context manager: run compiled graphs, wrappers and managers eager inside.
 

@@ -15,9 +15,8 @@ from cgcompile.config import CompilationConfig
 from cgcompile.context import current_forward_context
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, capture_all
-from cgcompile.graphs.cuda import wait_for_inputs
-from cgcompile.graphs.memory import GraphMemory
-from cgcompile.graphs.pool import memory_of
+from cgcompile.graphs.device import wait_for_inputs
+from cgcompile.graphs.pool import GraphMemory, memory_of
 from cgcompile.graphs.steps import refuse_strict
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper

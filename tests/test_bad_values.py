@@ -251,7 +251,7 @@ ENTERED = {"allow_capture", "override_forward_context", "profile", "set_forward_
 ENTERED |= {"tracing_ranges"}
 PLACES: tuple[Any, ...] = (cgcompile.ladders, encoder.budgets, encoder.packing, encoder.sharding)
 PLACES += (
-    cgcompile.graphs.memory,
+    cgcompile.graphs.pool,
     cgcompile,
     serving,
     encoder,

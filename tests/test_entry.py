@@ -38,7 +38,7 @@ import cgcompile
 from cgcompile import AttentionCGSupport, CUDAGraphMode, SplittingOp
 from cgcompile.context import current_forward_context
 from cgcompile.errors import CaptureError, DispatchError
-from cgcompile.graphs.eligibility import allow_capture
+from cgcompile.graphs.steps import allow_capture
 from cgcompile.reasons import Reason
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE

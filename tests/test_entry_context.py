@@ -29,7 +29,7 @@ from lib.entry import (
 import cgcompile
 from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, set_forward_context
 from cgcompile.errors import AddressChangedError, DispatchError, HostValueChangedError
-from cgcompile.graphs.eligibility import allow_capture
+from cgcompile.graphs.steps import allow_capture
 from cgcompile.reasons import Reason
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE

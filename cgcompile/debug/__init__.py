@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cgcompile.debug.profile import Profile, profile, timeline
     from cgcompile.debug.report import report
     from cgcompile.debug.verify import Verification, verify
-    from cgcompile.graphs.profiling import tracing_ranges
+    from cgcompile.graphs.sequence import tracing_ranges
 
 __all__ = [
     "Coverage",
@@ -48,7 +48,7 @@ if not TYPE_CHECKING:
             "debug.profile": "Profile profile timeline",
             "debug.report": "report",
             "debug.verify": "Verification verify",
-            "graphs.profiling": "tracing_ranges",
+            "graphs.sequence": "tracing_ranges",
         },
         moved={
             "debug.bisect": "Bisection",

@@ -42,8 +42,8 @@ from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.errors import CGCompileError, ConfigError, with_article
 from cgcompile.graphs.contract import is_plain_value, layout_text, named_arguments, same_value
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.eligibility import allow_capture
 from cgcompile.graphs.fields import Item
+from cgcompile.graphs.steps import allow_capture
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, devices_of
 from cgcompile.reasons import EXPECTED, LAST_CALL, Reason
 from cgcompile.settings import checked, checked_but, require

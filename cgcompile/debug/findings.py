@@ -13,7 +13,7 @@ from cgcompile.errors import (
     GradientError,
     HostValueChangedError,
 )
-from cgcompile.graphs.cuda import is_unjoined
+from cgcompile.graphs.device import is_unjoined
 from cgcompile.source_lines import Line
 
 SEVERITIES = ("error", "break", "note")

@@ -1,6 +1,6 @@
 """Measure where the time of replayed steps and of captures goes: :func:`profile`, :func:`timeline`.
 
-A profile is an observer of :mod:`cgcompile.graphs.profiling`: outside of its context a replay runs
+A profile is an observer of :mod:`cgcompile.graphs.sequence`: outside of its context a replay runs
 its usual loop.
 """
 
@@ -21,8 +21,7 @@ from cgcompile.counts import text_table
 from cgcompile.debug.output import Result, duration, human, plain, table_lines, written
 from cgcompile.debug.subject import recorders_of, sequences_of
 from cgcompile.errors import CaptureError, ConfigError
-from cgcompile.graphs.profiling import observing
-from cgcompile.graphs.sequence import EagerSegment, GraphSequence
+from cgcompile.graphs.sequence import EagerSegment, GraphSequence, observing
 from cgcompile.graphs.timeline import CaptureRecord
 from cgcompile.settings import checked
 
@@ -86,7 +85,7 @@ class Profile(Result):
 
     @contextmanager
     def around(self, sequence: Any, index: int | None) -> Iterator[None]:
-        """Measure one segment; see :data:`cgcompile.graphs.profiling.Observer`."""
+        """Measure one segment; see :data:`cgcompile.graphs.sequence.Observer`."""
         assert isinstance(sequence, GraphSequence)
         times = self._known.get(sequence) or self._times_of(sequence)
         if times is None:

@@ -20,7 +20,7 @@ from cgcompile.graphs.arena import address, storage_bytes
 from cgcompile.graphs.contract import named_arguments
 from cgcompile.graphs.fields import Fields, Item
 from cgcompile.graphs.host_rules import write_targets
-from cgcompile.graphs.transparent import Transparent
+from cgcompile.graphs.reads import Transparent
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 

@@ -48,11 +48,10 @@ from cgcompile.errors import CaptureError
 from cgcompile.graphs.capture import bulk_capture, capture_postponed, inside_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.eligibility import check_here
 from cgcompile.graphs.guards import WeightsGuard
-from cgcompile.graphs.memory import measure_captures, most_that_fit
-from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.pool import GraphPool, measure_captures, most_that_fit
 from cgcompile.graphs.reads import modules_of
+from cgcompile.graphs.steps import check_here
 from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad
 from cgcompile.ladders import rank_sizes
 from cgcompile.reasons import Reason, RunPlain

@@ -9,8 +9,8 @@ from cgcompile.lazy import export_lazily
 
 if TYPE_CHECKING:
     from cgcompile.graphs.capture_all import BulkCapture
-    from cgcompile.graphs.eligibility import allow_capture
     from cgcompile.graphs.sequence import GraphSequence
+    from cgcompile.graphs.steps import allow_capture
     from cgcompile.graphs.wrapper import CUDAGraphEntry
 
 __all__ = [
@@ -25,7 +25,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "graphs.capture_all": "BulkCapture",
-            "graphs.eligibility": "allow_capture",
+            "graphs.steps": "allow_capture",
             "graphs.sequence": "GraphSequence",
             "graphs.wrapper": "CUDAGraphEntry",
         },

@@ -36,9 +36,7 @@ from cgcompile.graphs.breaks import (
     Arguments,
     Breaker,
     BreakMode,
-    NewMemory,
     Original,
-    TouchedMemory,
     foreign_breaks,
     held,
     transform_around,
@@ -46,7 +44,9 @@ from cgcompile.graphs.breaks import (
 )
 from cgcompile.graphs.bridges import Place, SameOnHost, crossings
 from cgcompile.graphs.capture import (
+    NewMemory,
     SameStorages,
+    TouchedMemory,
     enter_capture,
     inside_capture,
     who_captures_elsewhere,

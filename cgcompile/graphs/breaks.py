@@ -25,8 +25,6 @@ import torch
 from cgcompile.boundaries import Boundaries, SplittingOp
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import Block, address, numbers_as_bytes
-from cgcompile.graphs.contract import layout_text
-from cgcompile.graphs.sequence import HeldMemory
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -268,77 +266,3 @@ class BreakMode(torch_ops.DispatchMode):
         if op is None:  # else the next call may be that of another op
             self._known[func] = known
         return known
-
-
-class _EachOp(torch_ops.DispatchMode):
-    """Run each op; of one whose kernel is written in Python, pass the ops in its body too."""
-
-    def __init__(self, tensor_type: str) -> None:
-        super().__init__()
-        self._tensor_type = tensor_type
-        self._kernels: dict[Any, Callable[..., Any] | None] = {}  # by op
-
-    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func not in self._kernels:
-            self._kernels[func] = torch_ops.python_kernel(func, self._tensor_type)
-        kernel = self._kernels[func]
-        if kernel is None:
-            return func(*args, **kwargs)
-        with self:
-            return kernel(*args, **kwargs)
-
-
-class TouchedMemory(_EachOp):
-    """Note the memory that captured ops read and write, so that the recording can hold it."""
-
-    # Weakly: memory of the pool is used again inside of a capture. A Triton kernel that is launched
-    # without an op is not seen.
-
-    def __init__(self, tensor_type: str) -> None:
-        super().__init__(tensor_type)
-        self._lives: dict[int, tuple[raw_memory.StorageLife, str]] = {}  # by storage, with a layout
-
-    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.note(args, kwargs)
-        return super().on_call(func, args, kwargs)
-
-    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the memory of the tensors among the arguments of an op."""
-        for leaf in _dense((args, kwargs)):
-            key = raw_memory.storage_identity(leaf.untyped_storage())
-            if key not in self._lives and leaf.numel():  # else no byte of it is touched
-                self._lives[key] = raw_memory.StorageLife(leaf), layout_text(leaf)
-
-    def outside(self, owns: Callable[[int], bool]) -> list[HeldMemory]:
-        """Return what is alive and not at an address that the pool ``owns``; after the capture."""
-        rows = [(life.storage(), layout) for life, layout in self._lives.values()]
-        return [
-            HeldMemory(storage, storage.data_ptr(), layout)
-            for storage, layout in rows
-            if storage is not None and storage.nbytes() and not owns(storage.data_ptr())
-        ]
-
-
-class NewMemory(_EachOp):
-    """Note the memory that ops allocate, to find what a break leaves behind; for debugging."""
-
-    def __init__(self, tensor_type: str) -> None:
-        super().__init__(tensor_type)
-        self._lives: dict[int, raw_memory.StorageLife] = {}
-
-    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = super().on_call(func, args, kwargs)
-        known = {address(leaf) for leaf in _dense((args, kwargs))} | {0}
-        for leaf in _dense(result):
-            if address(leaf) not in known:
-                self._lives[address(leaf)] = raw_memory.StorageLife(leaf)
-        return result
-
-    @property
-    def alive(self) -> dict[int, raw_memory.StorageLife]:
-        """The lives of the memory that was allocated here and is in use, by address."""
-        return {start: life for start, life in self._lives.items() if not life.ended}
-
-
-def _dense(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch_ops.tree_tensors(tree) if leaf.layout is torch.strided]

@@ -5,7 +5,8 @@ is, stream and garbage collector are as they were, and the next capture works. O
 process is safe, so :class:`capture_lock` is a lock of the process; a second thread waits for it, a
 few seconds at most. :class:`SameStorages` refuses a capture that replaces the memory of a tensor it
 did not create (``weight.data = ...``, ``weight.t_()``): a replay does not repeat that.
-``eligibility`` has what must hold before a step may replay or capture.
+:class:`TouchedMemory` notes the memory that captured ops read and write.
+``steps`` has what must hold before a step may replay or capture.
 """
 
 import gc
@@ -21,10 +22,12 @@ import torch
 
 from cgcompile.context import BatchDescriptor
 from cgcompile.errors import CaptureBusyError, CaptureError
-from cgcompile.graphs.cuda import destroy_unused_graphs
-from cgcompile.graphs.device import DeviceGraph, any_capture
+from cgcompile.graphs.arena import address
+from cgcompile.graphs.contract import layout_text
+from cgcompile.graphs.device import DeviceGraph, any_capture, destroy_unused_graphs
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.reads import modules_of
+from cgcompile.graphs.sequence import HeldMemory
 from cgcompile.locks import new_lock
 from cgcompile.torch_compat import raw_memory, torch_ops
 
@@ -406,3 +409,80 @@ def capture(
             pool.retire(graph)
             raise
     return graph, result
+
+
+# ---------------------------------------------------------------- memory that ops touch
+
+
+class _EachOp(torch_ops.DispatchMode):
+    """Run each op; of one whose kernel is written in Python, pass the ops in its body too."""
+
+    def __init__(self, tensor_type: str) -> None:
+        super().__init__()
+        self._tensor_type = tensor_type
+        self._kernels: dict[Any, Callable[..., Any] | None] = {}  # by op
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in self._kernels:
+            self._kernels[func] = torch_ops.python_kernel(func, self._tensor_type)
+        kernel = self._kernels[func]
+        if kernel is None:
+            return func(*args, **kwargs)
+        with self:
+            return kernel(*args, **kwargs)
+
+
+class TouchedMemory(_EachOp):
+    """Note the memory that captured ops read and write, so that the recording can hold it."""
+
+    # Weakly: memory of the pool is used again inside of a capture. A Triton kernel that is launched
+    # without an op is not seen.
+
+    def __init__(self, tensor_type: str) -> None:
+        super().__init__(tensor_type)
+        self._lives: dict[int, tuple[raw_memory.StorageLife, str]] = {}  # by storage, with a layout
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.note(args, kwargs)
+        return super().on_call(func, args, kwargs)
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the memory of the tensors among the arguments of an op."""
+        for leaf in _dense((args, kwargs)):
+            key = raw_memory.storage_identity(leaf.untyped_storage())
+            if key not in self._lives and leaf.numel():  # else no byte of it is touched
+                self._lives[key] = raw_memory.StorageLife(leaf), layout_text(leaf)
+
+    def outside(self, owns: Callable[[int], bool]) -> list[HeldMemory]:
+        """Return what is alive and not at an address that the pool ``owns``; after the capture."""
+        rows = [(life.storage(), layout) for life, layout in self._lives.values()]
+        return [
+            HeldMemory(storage, storage.data_ptr(), layout)
+            for storage, layout in rows
+            if storage is not None and storage.nbytes() and not owns(storage.data_ptr())
+        ]
+
+
+class NewMemory(_EachOp):
+    """Note the memory that ops allocate, to find what a break leaves behind; for debugging."""
+
+    def __init__(self, tensor_type: str) -> None:
+        super().__init__(tensor_type)
+        self._lives: dict[int, raw_memory.StorageLife] = {}
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().on_call(func, args, kwargs)
+        known = {address(leaf) for leaf in _dense((args, kwargs))} | {0}
+        for leaf in _dense(result):
+            if address(leaf) not in known:
+                self._lives[address(leaf)] = raw_memory.StorageLife(leaf)
+        return result
+
+    @property
+    def alive(self) -> dict[int, raw_memory.StorageLife]:
+        """The lives of the memory that was allocated here and is in use, by address."""
+        return {start: life for start, life in self._lives.items() if not life.ended}
+
+
+def _dense(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch_ops.tree_tensors(tree) if leaf.layout is torch.strided]

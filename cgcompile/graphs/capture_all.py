@@ -22,8 +22,7 @@ from cgcompile.graphs.capture import (
     capture_postponed,
     postponed_capture,
 )
-from cgcompile.graphs.profiling import observing
-from cgcompile.graphs.sequence import GraphSequence
+from cgcompile.graphs.sequence import GraphSequence, observing
 from cgcompile.progress import progress
 from cgcompile.reasons import EXPECTED, LAST_CALL, Counters, Reason
 from cgcompile.settings import checked_but, is_finite, is_whole, require, require_callable

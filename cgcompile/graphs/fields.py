@@ -41,8 +41,7 @@ from cgcompile.graphs.contract import (
     same_memory,
     same_value,
 )
-from cgcompile.graphs.reads import Cells, Slots, is_librarys, plainly, restore
-from cgcompile.graphs.transparent import Transparent
+from cgcompile.graphs.reads import Cells, Slots, Transparent, is_librarys, plainly, restore
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 _MAX_VALUES = 100_000  # a model of thousands of modules has fewer

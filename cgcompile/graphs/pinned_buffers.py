@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.cuda import CudaDevice
-from cgcompile.graphs.device import any_capture
+from cgcompile.graphs.device import CudaDevice, any_capture
 from cgcompile.settings import checked_but, parse_count, parsed, require, require_whole
 from cgcompile.torch_compat import raw_memory
 

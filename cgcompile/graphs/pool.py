@@ -1,23 +1,222 @@
-"""What graphs share: :class:`GraphPool`, a memory pool and the stream to capture on.
+"""What graphs share: :class:`GraphPool`, a memory pool, the stream to capture on, and one thread.
 
 Graphs of one pool use each other's memory, so they must never run at the same time, and what one of
 them returned is valid until another one runs. The rule: one owner, one pool.
+
+Graphs of one pool write their results into the same memory at each replay. A step of a second
+thread overwrites what the first one still reads, and no lock of this library can see that reading.
+The rule: one thread (:class:`StepThread`), until the program declares that it locks steps and the
+reading of results.
+
+:class:`GraphMemory` is what graphs take of the memory of their device. Memory of torch's allocator
+is read from it. The driver's own memory for graphs is not reported by any function of CUDA: it is
+what the device loses during captures beside torch's allocator, see
+:func:`cgcompile.graphs.capture.measured`. Graphs share memory, so the bytes of a set are not the
+sum of its graphs', and are not estimated: :func:`measure_captures` captures the set, the largest
+first, measures it, and drops it. :func:`most_that_fit` finds the largest set within a budget.
 """
 
+import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, TypeVar
 
 import torch
 
-from cgcompile.graphs.arena import Arena, address
+from cgcompile.errors import DispatchError
+from cgcompile.graphs.arena import MIB, Arena, address
 from cgcompile.graphs.device import CaptureDevice, DeviceGraph, DevicePool, chosen_device
-from cgcompile.graphs.memory import GraphMemory
 from cgcompile.graphs.results import StaleResults
-from cgcompile.graphs.threads import StepThread
 from cgcompile.locks import new_lock
+from cgcompile.settings import require_fields
 from cgcompile.torch_compat import raw_memory
+
+T_ = TypeVar("T_")
+
+_ROWS = {
+    "pools": "torch's allocator for graphs: results, intermediates, workspaces",
+    "staging": "copies of inputs, and of results of eager pieces that graphs read",
+    "outputs": "buffers of what FULL graphs of a manager return",
+    "executables": "what the driver allocates for the graphs themselves",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class GraphMemory:
+    """Memory of the device that graphs take, in bytes; ``print`` it.
+
+    Attributes:
+        pools: what torch's allocator holds for graphs, in use or not.
+        staging: buffers of inputs and of bridges.
+        outputs: buffers of what FULL graphs of a manager return.
+        executables: what the driver allocates for the graphs themselves: what the device lost
+            during captures beside torch's allocator. Code that allocates meanwhile, of other
+            processes too, is in it. The driver may keep some of it when graphs are dropped.
+        workspaces: the part of ``pools`` that captures used as workspaces of cuBLAS; 0 where they
+            used none, and from torch 2.15 on, which allocates one for each call.
+        measured: how ``executables`` was measured, in words.
+        captures: (batch, bytes) of the graphs that exist, in the order of capture: by how much
+            ``pools`` and ``staging`` grew. Smaller sizes mostly add nothing.
+
+    Example:
+        >>> memory = cgcompile.serving.GraphMemory(pools=1024, outputs=256)
+        >>> memory.total
+        1280
+    """
+
+    pools: int = 0
+    staging: int = 0
+    outputs: int = 0
+    executables: int = 0
+    workspaces: int = 0
+    measured: str = ""
+    captures: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts of the total by name."""
+        return {name: getattr(self, name) for name in _ROWS}
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(self.parts.values())
+
+    def line(self) -> str:
+        """Return the total and the parts that are not 0 in one line."""
+        parts = [f"{name} {value / MIB:.2f}" for name, value in self.parts.items() if value]
+        return f"{self.total / MIB:.2f} MiB" + (f" ({', '.join(parts)})" if parts else "")
+
+    def __repr__(self) -> str:
+        return f"<GraphMemory: {self.line()}>"
+
+    def __str__(self) -> str:
+        rows = [("", self.parts[name], name, text) for name, text in _ROWS.items()]
+        if self.workspaces:
+            text = "of these, workspaces of cuBLAS; one for all graphs of a pool"
+            rows.insert(1, ("  ", self.workspaces, "workspaces", text))
+        lines = [f"{'':13} {'MiB':>9}"]
+        lines += [f"{i}{name:{13 - len(i)}} {n / MIB:9.2f}  {text}" for i, n, name, text in rows]
+        if self.measured:
+            lines.append(f"{'':25}{self.measured}")
+        lines.append(f"{'total':13} {self.total / MIB:9.2f}")
+        grown = [(batch, nbytes) for batch, nbytes in self.captures if nbytes]
+        if self.captures:
+            lines.append(f"{len(self.captures)} captures; pools and staging grew by")
+            lines += [f"{'':13} {nbytes / MIB:9.2f}  {batch}" for batch, nbytes in grown]
+            rest = len(self.captures) - len(grown)
+            lines += [f"{'':13} {0:9.2f}  the other {rest}"] if rest else []
+        return "\n".join(lines)
+
+
+def measure_captures(
+    captures: Iterable[Callable[[], Any]],
+    taken: Callable[[], int],
+    exceeds: Callable[[int], bool],
+    drop: Callable[[], Any],
+) -> int:
+    """Capture for trial, up to the first capture that exceeds a budget; return the bytes taken."""
+    try:
+        for capture in captures:
+            capture()
+            if exceeds(taken()):
+                break
+        return taken()
+    finally:
+        drop()
+
+
+def most_that_fit(
+    order: Sequence[T_], least: int, fits: Callable[[Sequence[T_]], bool]
+) -> Sequence[T_]:
+    """Return the longest beginning of ``order`` that fits, by bisection."""
+    low, high = least, len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(order[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return order[:low]
+
+
+# -------------------------------------------------------------- threads of steps
+
+# In place of an identifier:
+ANY = 0  # any thread may run steps; false, for generated code
+FREE = -1  # no thread has run one
+ENDED = -2  # the thread that has run one is at its end
+
+
+class StepThread:
+    """The one thread whose steps return views of a memory; a step of another one is an error."""
+
+    __slots__ = ("__weakref__", "_life", "_lock", "_name", "ident")
+
+    def __init__(self) -> None:
+        self.ident = FREE  # of the thread; or ANY, FREE, ENDED
+        self._name = ""
+        self._life: threading.local | None = None
+        self._lock = new_lock()
+
+    def admit(self, what: str, claim: bool = True) -> None:
+        """Raise for a step of another thread; with ``claim`` this thread becomes the only one.
+
+        Callers compare :attr:`ident` with the identifier of their thread first, which is faster.
+
+        Raises:
+            DispatchError: another thread has run steps.
+        """
+        with self._lock:
+            if self.ident in (ANY, get_ident()):
+                return
+            if self.ident != FREE:
+                here, ended = threading.current_thread().name, self.ident == ENDED
+                raise DispatchError.other_thread(
+                    what=what, here=here, before=self._name, ended=ended
+                )
+            if claim:
+                self.ident, self._name = get_ident(), threading.current_thread().name
+                self._life = threading.local()
+                self._life.value = _Life(self)
+
+    def is_other(self) -> bool:
+        """Return whether results of steps of another thread may be in use."""
+        return self.ident not in (ANY, FREE, get_ident())
+
+    def allow(self) -> None:
+        """Admit all threads from now on."""
+        with self._lock:
+            self.ident, self._life = ANY, None
+
+    def release(self) -> None:
+        """Let any thread be the only one: the memory of earlier results is released."""
+        with self._lock:
+            if self.ident != ANY:
+                self.ident, self._life = FREE, None
+
+
+class _Life:
+    """A local of a thread: its end marks that of the thread, whose identifier is used again."""
+
+    __slots__ = ("_ident", "_owner")
+
+    def __init__(self, owner: StepThread) -> None:
+        self._ident, self._owner = owner.ident, weakref.ref(owner)
+
+    def __del__(self) -> None:
+        owner = self._owner()
+        if owner is not None and owner.ident == self._ident:
+            owner.ident = ENDED
+
+
+# -------------------------------------------------------------- the pool
 
 RESULT_AS_INPUT = (
     "an input is what a replay of another graph of this pool returned: its memory is not held, and "

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cgcompile.errors import missing_attribute
 from cgcompile.graphs.contract import Contract, Kind, Read, Reads, is_plain_value
 from cgcompile.torch_compat import raw_memory
 
@@ -365,3 +366,24 @@ def _declared(kind: Any) -> tuple[str, ...]:
     slots = [member.__name__ for member in slots_of(kind)]
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     return tuple(dict.fromkeys([*(spec.name for spec in fields), *slots]))
+
+
+# -------------------------------------------------------------- wrappers of objects
+
+
+class Transparent:
+    """Show the attributes of ``runnable``, as ``model.layers``, beside its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Through __dict__, because a copy has no runnable at first. Special methods, such as those
+        # for copies and pickles, are not those of the runnable.
+        if "runnable" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
+            kind = type(self.__dict__.get("runnable")).__name__
+            raise AttributeError(missing_attribute(type(self).__name__, kind, name))
+        runnable = self.__dict__["runnable"]
+        try:
+            return getattr(runnable, name)
+        except AttributeError:
+            kind = type(runnable).__name__
+            text = missing_attribute(type(self).__name__, kind, name)
+            raise AttributeError(text) from None

@@ -30,9 +30,9 @@ from cgcompile.errors import (
     GradientError,
 )
 from cgcompile.graphs.arena import address
-from cgcompile.graphs.breaks import TouchedMemory
 from cgcompile.graphs.capture import (
     SameStorages,
+    TouchedMemory,
     capture,
     releasing,
     weight_name,
@@ -42,11 +42,10 @@ from cgcompile.graphs.capture import (
 from cgcompile.graphs.code_names import LoadedNames, RanCode
 from cgcompile.graphs.contract import Contract
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
-from cgcompile.graphs.eligibility import GRADIENTS, check_context
 from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
 from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
-from cgcompile.graphs.reads import read_context
+from cgcompile.graphs.reads import Transparent, read_context
 from cgcompile.graphs.results import (
     Results,
     Track,
@@ -57,9 +56,8 @@ from cgcompile.graphs.results import (
 )
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
 from cgcompile.graphs.state import ModelState, StateContract
-from cgcompile.graphs.steps import Call, Steps, StepTable
+from cgcompile.graphs.steps import GRADIENTS, Call, Steps, StepTable, check_context
 from cgcompile.graphs.timeline import Timeline
-from cgcompile.graphs.transparent import Transparent
 from cgcompile.reasons import Counters, Fallback, Reason, RunPlain
 from cgcompile.settings import checked_but, require_callable, require_fields
 from cgcompile.torch_compat import raw_memory, torch_ops

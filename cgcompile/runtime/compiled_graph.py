@@ -29,10 +29,9 @@ from cgcompile.counts import count
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.device import any_capture, capture_device
-from cgcompile.graphs.eligibility import GRADIENTS, INSIDE_CAPTURE
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import check_debug
-from cgcompile.graphs.steps import Call, StepTable
+from cgcompile.graphs.steps import GRADIENTS, INSIDE_CAPTURE, Call, StepTable
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.split import SplitGraph

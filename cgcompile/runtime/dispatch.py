@@ -21,8 +21,7 @@ from cgcompile.descriptor import allows_full
 from cgcompile.errors import DispatchError
 from cgcompile.graphs.arena import takes_any_layout
 from cgcompile.graphs.capture import capture_postponed
-from cgcompile.graphs.eligibility import check_context
-from cgcompile.graphs.steps import StepTable
+from cgcompile.graphs.steps import StepTable, check_context
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import VARYING, Fallback, Reason, RunPlain, varying_number

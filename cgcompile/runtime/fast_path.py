@@ -40,7 +40,7 @@ import torch
 from cgcompile.context import ENTERED, ENTERED_NAMES, ForwardContext, callers_context
 from cgcompile.errors import CaptureError, GuardError
 from cgcompile.graphs.contract import same_value
-from cgcompile.graphs.cuda import wait_for_inputs
+from cgcompile.graphs.device import wait_for_inputs
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import REPLAY_OF_ONE
 from cgcompile.graphs.steps import StepLock

@@ -59,7 +59,7 @@ if not TYPE_CHECKING:
             "serving.statistics": "DispatchStatistics",
         },
         moved={
-            "graphs.memory": "GraphMemory",
+            "graphs.pool": "GraphMemory",
             "ladders": "checked_sizes padding_share",
             "serving.memory_plan": "MemoryPlan",
         },

@@ -26,12 +26,9 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.capture import bulk_captures, postponed_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.eligibility import check_here
-from cgcompile.graphs.memory import GraphMemory
-from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.pool import GraphMemory, GraphPool, StepThread
 from cgcompile.graphs.results import check_debug
-from cgcompile.graphs.steps import refuse_strict
-from cgcompile.graphs.threads import StepThread
+from cgcompile.graphs.steps import check_here, refuse_strict
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.ladders import padding_table
 from cgcompile.locks import new_lock, owns_lock

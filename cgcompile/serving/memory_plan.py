@@ -1,7 +1,7 @@
 """What graphs take of the device: :func:`plan_memory`, and which fit: :func:`choose_graphs`.
 
 An engine sizes its caches before it captures, so it needs the memory of graphs first; they are
-captured for trial (:func:`cgcompile.graphs.memory.measure_captures`). The rule: a chosen set of
+captured for trial (:func:`cgcompile.graphs.pool.measure_captures`). The rule: a chosen set of
 graphs has been measured within the budget.
 """
 
@@ -21,8 +21,7 @@ from cgcompile.graphs.arena import MIB
 from cgcompile.graphs.capture import releasing
 from cgcompile.graphs.capture_all import BulkCapture, by_reason, warm_all
 from cgcompile.graphs.device import no_device
-from cgcompile.graphs.memory import GraphMemory, measure_captures, most_that_fit
-from cgcompile.graphs.pool import GraphPool, memory_of
+from cgcompile.graphs.pool import GraphMemory, GraphPool, measure_captures, memory_of, most_that_fit
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.ladders import rank_sizes
 from cgcompile.registry import growth_of

@@ -20,7 +20,7 @@ from cgcompile import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper, Comp
 from cgcompile.debug import profile
 from cgcompile.debug.profile import Profile
 from cgcompile.errors import CaptureError, ConfigError
-from cgcompile.graphs.profiling import OBSERVERS, observing
+from cgcompile.graphs.sequence import OBSERVERS, observing
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

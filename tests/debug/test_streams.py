@@ -17,7 +17,7 @@ from cgcompile.debug.findings import Way
 from cgcompile.debug.op_observer import Notes, Streams, Watch
 from cgcompile.debug.restore import Snapshot
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.cuda import named_failures
+from cgcompile.graphs.device import named_failures
 
 MAIN, SIDE, OTHER = 0, 8, 9
 JOINED = "it runs on a side stream that forks and joins"

@@ -13,8 +13,8 @@ from cgcompile import BatchDescriptor
 from cgcompile.context import current_forward_context, override_forward_context
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.capture import capture, captured_elsewhere
-from cgcompile.graphs.eligibility import allow_capture, capture_allowed
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.steps import allow_capture, capture_allowed
 from cgcompile.reasons import Reason
 
 

@@ -10,9 +10,9 @@ from lib.manager import manager
 from torch import nn
 
 import cgcompile
-from cgcompile.graphs import cuda
+from cgcompile.graphs import device
 from cgcompile.graphs.capture import bulk_capture
-from cgcompile.graphs.memory import GraphMemory
+from cgcompile.graphs.pool import GraphMemory
 from cgcompile.testing import host
 from cgcompile.torch_compat.raw_memory import allocated_bytes
 
@@ -205,9 +205,11 @@ def test_workspaces_are_measured_at_a_few_captures(monkeypatch) -> None:
         in_use[0] = 100
 
     reads = []
-    monkeypatch.setattr(cuda.raw_memory, "drop_blas_workspaces", drop)
-    monkeypatch.setattr(cuda.raw_memory, "allocated_bytes", lambda _: reads.append(0) or in_use[0])
-    pool: Any = object.__new__(cuda.CudaPool)
+    monkeypatch.setattr(device.raw_memory, "drop_blas_workspaces", drop)
+    monkeypatch.setattr(
+        device.raw_memory, "allocated_bytes", lambda _: reads.append(0) or in_use[0]
+    )
+    pool: Any = object.__new__(device.CudaPool)
     pool._device, pool.workspaces, pool._unmeasured = torch.device("cuda", 0), 0, 8
     for captured in (0, 0, 32, 32, 0):
         in_use[0] = 100 + captured

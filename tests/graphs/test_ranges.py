@@ -25,8 +25,7 @@ import cgcompile
 from cgcompile import BreakableCUDAGraphWrapper, CompilationConfig, CUDAGraphWrapper
 from cgcompile.errors import CaptureError
 from cgcompile.graphs import GraphSequence
-from cgcompile.graphs.profiling import OBSERVERS
-from cgcompile.graphs.sequence import EagerSegment, GraphSegment, Slot
+from cgcompile.graphs.sequence import OBSERVERS, EagerSegment, GraphSegment, Slot
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 

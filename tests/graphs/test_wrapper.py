@@ -22,7 +22,7 @@ from cgcompile import (
     set_forward_context,
 )
 from cgcompile.errors import AddressChangedError, DispatchError, HostValueChangedError
-from cgcompile.graphs.eligibility import allow_capture
+from cgcompile.graphs.steps import allow_capture
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.reasons import Counters, Fallback, Reason
 

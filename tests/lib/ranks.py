@@ -20,7 +20,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import AttentionCGSupport, SplittingOp, get_forward_context
-from cgcompile.graphs.cuda import destroy_unused_graphs
+from cgcompile.graphs.device import destroy_unused_graphs
 from cgcompile.serving.batch import Batch
 from cgcompile.serving.errors import AgreementError
 from cgcompile.serving.manager import CudaGraphManager

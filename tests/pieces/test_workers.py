@@ -71,19 +71,19 @@ def test_a_machine_that_starts_no_processes(
 
 PROGRAM = """
 import os
-from cgcompile.torch_compat import torch_compilers
+from cgcompile.torch_compat import inductor
 from torch._inductor.async_compile import AsyncCompile
 
 def pools():
     return AsyncCompile.process_pool.cache_info().currsize
 
 os.environ["TORCH_WARM_POOL"] = "0"
-torch_compilers.start_compile_workers()
+inductor.start_compile_workers()
 refused = pools()
 os.environ["TORCH_WARM_POOL"] = "1"
-torch_compilers.start_compile_workers()
+inductor.start_compile_workers()
 first = AsyncCompile.process_pool()
-torch_compilers.start_compile_workers()
+inductor.start_compile_workers()
 print(refused, pools(), AsyncCompile.process_pool() is first)
 """
 

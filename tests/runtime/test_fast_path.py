@@ -21,7 +21,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile.errors import AddressChangedError, CaptureError, DispatchError, HostValueChangedError
-from cgcompile.graphs.profiling import observing
+from cgcompile.graphs.sequence import observing
 from cgcompile.reasons import Reason
 from cgcompile.runtime.fast_path import NOT_SERVED
 

@@ -14,7 +14,7 @@ from torch import nn
 import cgcompile
 from cgcompile import BatchDescriptor
 from cgcompile.errors import ManagerError
-from cgcompile.graphs.memory import GraphMemory
+from cgcompile.graphs.pool import GraphMemory
 from cgcompile.serving import CudaGraphManager, InputBuffer, Metadata
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.memory_plan import MemoryPlan
