@@ -6,10 +6,12 @@ without torch. The rule: settings are values, fixed at construction; results nev
 
 import dataclasses
 import enum
+import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from cgcompile.errors import ConfigError
 from cgcompile.modes import TORCH_MODES, CompilationMode, CUDAGraphMode
@@ -18,6 +20,7 @@ from cgcompile.settings import (
     ENV_PREFIX,
     KERNELS_VARIABLE,
     UNSET,
+    Parser,
     enum_parser,
     one_of,
     optional,
@@ -29,6 +32,7 @@ from cgcompile.settings import (
     parse_mapping,
     parse_names,
     parse_ops,
+    parse_parts,
     parse_passes,
     parse_sizes,
     parse_switch,
@@ -55,10 +59,118 @@ _NEEDS = {
 }
 
 
+CHECKS = ("metadata", "state", "weights")
+DEBUG = ("stale", "poison")
+
+
+class Earlier(NamedTuple):
+    """An earlier name of a setting, which works for one release."""
+
+    setting: str  # what takes over
+    advice: str  # how it is given there
+    parse: Parser
+    merged: Callable[[Any, Any], Any]  # (value, the setting before) -> the setting
+
+
+def _with_part(known: tuple[str, ...], name: str, on: bool, before: Any) -> tuple[str, ...]:
+    """Return names of ``known``: those of ``before``, with another one or without it."""
+    return tuple(part for part in known if (on if part == name else part in before))
+
+
+def _part(setting: str, known: tuple[str, ...], name: str, sign: str = "") -> Earlier:
+    """Return the earlier name of a part of a setting, which was a switch."""
+    merged = functools.partial(_with_part, known, name)
+    return Earlier(setting, f"{setting}='{sign}{name}'", parse_bool, merged)
+
+
+def with_check(part: str, config: "CompilationConfig", on: bool) -> "CompilationConfig":
+    """Return settings with or without a part of ``checks``."""
+    return dataclasses.replace(config, checks=_with_part(CHECKS, part, on, config.checks))
+
+
+EARLIER = {
+    "check_metadata": _part("checks", CHECKS, "metadata", "-"),
+    "check_state": _part("checks", CHECKS, "state", "-"),
+    "poison": _part("debug", DEBUG, "poison"),
+}
+
+
+def by_present_names(
+    settings: Mapping[str, Any], where: str, before: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Return settings by their present names; an earlier name is a FutureWarning.
+
+    Args:
+        settings: values by name.
+        where: shown in errors.
+        before: returns the value of a setting that is not among them.
+    """
+    parsers = {spec.name: spec.metadata["parse"] for spec in dataclasses.fields(CompilationConfig)}
+    present = {name: value for name, value in settings.items() if name not in EARLIER}
+    for name in [name for name in settings if name in EARLIER]:
+        earlier = EARLIER[name]
+        new = earlier.setting
+        value = parsed(name, where, settings[name], earlier.parse)
+        merges = present.get(new, UNSET) is not UNSET
+        old = parsed(new, where, present[new], parsers[new]) if merges else before(new)
+        present[new] = earlier.merged(value, old)
+        text = f"setting {name} is deprecated: use {new}, such as {earlier.advice}"
+        warnings.warn(text, FutureWarning, stacklevel=4)
+    return present
+
+
+C_ = TypeVar("C_", bound=type)
+
+
+def _takes_earlier_names(cls: C_) -> C_:
+    """Let the constructor take earlier names of settings, and refuse unknown ones with advice."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **settings: Any) -> None:
+        specs = {spec.name: spec for spec in dataclasses.fields(self)}
+        for name, value in settings.items():
+            if name in specs or name in EARLIER:
+                continue
+            if not (name == "_origins" and isinstance(value, _Origins)):
+                raise ConfigError.unknown_setting(name=name, where="arguments", known=[*specs])
+        if not EARLIER.keys().isdisjoint(settings):
+            settings = by_present_names(
+                settings, "CompilationConfig", lambda name: _of_environment(specs[name])[0]
+            )
+        init(self, *args, **settings)
+
+    cls.__init__ = __init__
+    return cls
+
+
+def _of_environment(spec: dataclasses.Field[Any]) -> tuple[Any, str]:
+    """Return the value of a setting in the environment, else its default, and its origin."""
+    value, origin = spec.metadata["default"], "default"
+    for variable in (_variable(spec.name), spec.metadata["variable"]):
+        if variable is not None and variable in os.environ:
+            parse = spec.metadata["parse"]
+            value = parsed(spec.name, variable, os.environ[variable], parse)
+            origin = "environment"
+            break
+    for name, earlier in EARLIER.items():
+        variable = _variable(name)
+        if earlier.setting == spec.name and variable in os.environ:
+            value = earlier.merged(
+                parsed(name, variable, os.environ[variable], earlier.parse), value
+            )
+            origin = "environment"
+            example = earlier.advice.partition("=")[2].strip("'")
+            text = f"{variable} is deprecated: use {_variable(spec.name)}, such as {example}"
+            warnings.warn(text, FutureWarning, stacklevel=5)
+    return value, origin
+
+
 class _Origins(dict[str, tuple[str, Any]]):
     """The origin and the value of each setting; a type of its own, which no user passes."""
 
 
+@_takes_earlier_names
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
     """Every setting of cgcompile; validated when it is made, immutable after.
@@ -142,17 +254,20 @@ class CompilationConfig:
             from capture: ``raise``, ``recapture`` (bounded by ``max_captured_shapes``) or run
             ``eager``. ``copy``: inputs that are only read are copied, from any address; compiled
             models only.
-        check_metadata: compare address, shape, strides and dtype of the tensors of the forward
-            context with those of the capture, if a captured op has read the context, as ops of FULL
-            graphs may: all of them, down to eight levels of objects, because which ones it has read
-            is unknown. False is right for metadata that no captured op reads, or that a captured op
-            reads by its address alone, whatever its size.
-        check_state: compare what captured Python code may have read of a model, in wrappers and
-            managers: attributes, items of containers, closures, globals, hooks, and tensors in
-            them. False saves a few microseconds a step, and repeats what the capture read.
-        poison: fill the memory of graphs with NaN before each replay, so that stale reads show; of
-            a shared pool, only what neither results nor other tensors hold; slow.
-        debug: raise where a result is touched whose memory a later step has overwritten; slow.
+        checks: what is compared with the capture before a replay; True is all, False nothing.
+            ``metadata``: address, shape, strides and dtype of the tensors of the forward context,
+            if a captured op has read it, as ops of FULL graphs may: all of them, down to eight
+            levels of objects, because which ones it has read is unknown. ``-metadata``, which is
+            all but that, is right where no captured op reads the metadata, or reads it by its
+            address alone, whatever its size. ``state``: what captured Python code may have read of
+            a model, in wrappers and managers: attributes, items of containers, closures, globals,
+            hooks, and tensors in them. ``-state`` saves a few microseconds a step, and repeats what
+            the capture read. ``weights``: objects and addresses of all weights, in managers, 0.1 us
+            a weight. With ``-weights`` release and capture again where one is replaced.
+        debug: find reads of the wrong memory; True is all, and slow. ``stale``: raise where a
+            result is touched whose memory a later step has overwritten. ``poison``: fill the memory
+            of graphs with NaN before each replay; of a shared pool, only what neither results nor
+            other tensors hold.
         num_warmups: calls of a new shape that run without a graph before one is captured. Inductor
             tunes a kernel when it first runs, which a capture does not allow: with 0 a step whose
             kernels have not run before stays without a graph, and is counted as capture_failed.
@@ -201,10 +316,8 @@ class CompilationConfig:
     strict: bool = setting(False, parse_bool, "graphs")
     warn_fallbacks: bool = setting(True, parse_bool, "graphs")
     on_input_change: str = setting("raise", one_of("raise", "copy", "recapture", "eager"), "graphs")
-    check_metadata: bool = setting(True, parse_bool, "graphs")
-    check_state: bool = setting(True, parse_bool, "graphs")
-    poison: bool = setting(False, parse_bool, "graphs")
-    debug: bool = setting(False, parse_bool, "graphs")
+    checks: tuple[str, ...] = setting(CHECKS, parse_parts(*CHECKS), "graphs")
+    debug: tuple[str, ...] = setting((), parse_parts(*DEBUG), "graphs")
     num_warmups: int = setting(1, parse_count(0), "graphs")
     max_captured_shapes: int = setting(64, parse_count(0), "graphs")
     max_weight_sets: int = setting(128, parse_count(1), "graphs")
@@ -212,17 +325,11 @@ class CompilationConfig:
     # Not a field, so no part of equality and hashing; ``dataclasses.replace`` passes it on.
     _origins: InitVar[_Origins | None] = None
 
-    def __new__(cls, *args: Any, **settings: Any) -> "CompilationConfig":
-        known = cls.names()
-        for name, value in settings.items():
-            if name not in known and not (name == "_origins" and isinstance(value, _Origins)):
-                raise ConfigError.unknown_setting(name=name, where="arguments", known=known)
-        return super().__new__(cls)
-
     def __post_init__(self, _origins: _Origins | None) -> None:
         variables = {*map(_variable, self.names()), KERNELS_VARIABLE}
+        earlier = {*map(_variable, EARLIER)}
         for variable in sorted(os.environ):
-            if variable.startswith(ENV_PREFIX) and variable not in variables:
+            if variable.startswith(ENV_PREFIX) and variable not in variables | earlier:
                 raise ConfigError.unknown_setting(
                     name=variable, where="environment", known=[*variables]
                 )
@@ -246,10 +353,7 @@ class CompilationConfig:
         value, parse = getattr(self, spec.name), spec.metadata["parse"]
         if value is not UNSET:
             return parsed(spec.name, "CompilationConfig", value, parse), "argument"
-        for variable in (_variable(spec.name), spec.metadata["variable"]):
-            if variable is not None and variable in os.environ:
-                return parsed(spec.name, variable, os.environ[variable], parse), "environment"
-        return spec.metadata["default"], "default"
+        return _of_environment(spec)
 
     def _settle(self, spec: dataclasses.Field[Any], origin: str) -> str:
         """Refuse a setting without effect, or reset it; return its origin."""
@@ -351,9 +455,15 @@ class CompilationConfig:
             raise ConfigError.bad_value(
                 name="config", where="Backend", value=config, expected=expected
             )
-        parsers = {spec.name: spec.metadata["parse"] for spec in dataclasses.fields(cls)}
+        specs = {spec.name: spec for spec in dataclasses.fields(cls)}
         changes: dict[str, Any] = {}
         origins = _Origins({} if config is None else config.__dict__["_origins"])
+
+        def before(name: str) -> Any:
+            if name in changes:
+                return changes[name]
+            return _of_environment(specs[name])[0] if config is None else getattr(config, name)
+
         for origin, where, settings in (
             ("mode", "torch.compile", _settings_of_torch_mode(torch_mode)),
             ("options", "options", {} if options is None else options),
@@ -363,12 +473,13 @@ class CompilationConfig:
                 raise ConfigError.no_mapping(
                     name=where, value=settings, is_config=isinstance(settings, cls)
                 )
-            for name, value in settings.items():
-                if name not in parsers:
+            for name in settings:
+                if name not in specs and name not in EARLIER:
                     raise ConfigError.unknown_setting(
                         name=str(name), where=where, known=cls.names()
                     )
-                changes[name] = parsed(name, where, value, parsers[name])
+            for name, value in by_present_names(settings, where, before).items():
+                changes[name] = parsed(name, where, value, specs[name].metadata["parse"])
                 origins[name] = origin, changes[name]
         if config is None:
             return cls(**changes, _origins=origins)

@@ -640,7 +640,7 @@ class AddressChangedError(GuardError):
         {what}, {batch}: metadata {path} is {now:address}, was at {before:#x} when captured.
         A graph that reads the forward context reads its tensors where they were at capture. \
         Write new values into the same tensors (metadata() of a manager: return views of its \
-        buffers), or, if the graph does not read this one, set check_metadata=False.""")
+        buffers), or, if the graph does not read this one, set checks='-metadata'.""")
     dropped = Template("""
         {what}, {batch}: {layout}, which captured ops read or write, and which is no argument, was \
         replaced, resized or dropped after the capture.
@@ -673,12 +673,12 @@ class HostValueChangedError(GuardError):
         {what}, {batch}: metadata {path} is {now}, was {before} when captured.
         A graph that reads the forward context repeats layouts and numbers in it. Pass the whole \
         buffer at each step (a block table with all columns), and sizes in use in a tensor; or, if \
-        the graph does not depend on the layout, set check_metadata=False.""")
+        the graph does not depend on the layout, set checks='-metadata'.""")
     state = Template("""
         {what}, {batch}: {path} is {now}, was {before} when captured.
         A CUDA graph repeats what Python read at capture. Put what varies into a tensor or the \
         descriptor (extra=...), or drop the graphs and capture again: {remedy}. If the step does \
-        not read it, set check_state=False.""")
+        not read it, set checks='-state'.""")
     setting = Template("""
         {what}, {batch}: {name} is {now}, was {before} when captured.
         A CUDA graph repeats the kernels and the host values of its capture. Replay it under the \

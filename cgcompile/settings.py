@@ -12,6 +12,7 @@ import math
 import operator
 import re
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from numbers import Real
@@ -170,6 +171,31 @@ def checked_last(function: F_) -> F_:
     return checked(function, last=True)
 
 
+def takes_earlier(
+    **earlier: tuple[str, Callable[[dict[str, Any], Any], None]],
+) -> Callable[[F_], F_]:
+    """Decorate a function to take arguments of earlier names, with a FutureWarning.
+
+    Args:
+        earlier: by name, what replaces it, and a function that moves its value into the arguments.
+    """
+
+    def decorate(function: F_) -> F_:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in [name for name in earlier if name in kwargs]:
+                instead, move = earlier[name]
+                text = f"argument {name} is deprecated: use {instead}"
+                warnings.warn(text, FutureWarning, stacklevel=2)
+                move(kwargs, kwargs.pop(name))
+            return function(*args, **kwargs)
+
+        vars(call)["earlier"] = earlier
+        return cast(F_, call)
+
+    return decorate
+
+
 def require_fields(record: Any, *, but: Iterable[str] = ()) -> None:
     """Check the fields of a dataclass as :func:`checked` does, without those in ``but``."""
     hints = {spec.name: spec.type for spec in fields(record) if spec.name not in but}
@@ -246,14 +272,17 @@ def optional(parse: Parser) -> Parser:
     return lambda value: None if value is None or value == "" else parse(value)
 
 
+# What stands for True and False in text.
+SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True)
+SWITCH |= dict.fromkeys(("0", "false", "no", "off"), False)
+
+
 def parse_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off"):
-        return False
+    if text in SWITCH:
+        return SWITCH[text]
     raise ValueError("a bool: 1, 0, true, false, yes, no, on or off")
 
 
@@ -265,6 +294,24 @@ def parse_switch(value: Any) -> bool | str:
         return parse_bool(value)
     except ValueError as error:
         raise ValueError(f"{AUTO!r}, or {error}") from None
+
+
+def parse_parts(*known: str) -> Parser:
+    """Return a parser of a set of names: those named, all but ``-name``, all (True), or none."""
+
+    def parse(value: Any) -> tuple[str, ...]:
+        items = items_of(value)
+        if len(items) == 1 and str(items[0]).lower() in SWITCH:
+            return known if parse_bool(items[0]) else ()
+        left_out = {item.removeprefix("-") for item in map(str, items) if item.startswith("-")}
+        named = {item for item in items if not str(item).startswith("-")}
+        if not {*named, *left_out} <= {*known} or value == "":
+            names = ", ".join(known)
+            raise ValueError(f"True, False, or names of {names}; '-{known[0]}' for all but that")
+        taken = named or (known if left_out else ())
+        return tuple(name for name in known if name in taken and name not in left_out)
+
+    return parse
 
 
 def one_of(*known: str) -> Parser:

@@ -1,5 +1,6 @@
 """Settings: every door, every precedence, and what is refused."""
 
+import ast
 import dataclasses
 import inspect
 from typing import Any
@@ -10,6 +11,7 @@ from lib.snapshots import assert_snapshot
 
 import cgcompile
 from cgcompile import CompilationConfig, CompilationMode, CUDAGraphMode
+from cgcompile.config import EARLIER
 from cgcompile.errors import OF_COMPILE, ConfigError
 
 
@@ -76,6 +78,85 @@ def test_every_setting_by_every_door(
     assert getattr(CompilationConfig.resolve(arguments={name: value}), name) == value
     monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", text)
     assert getattr(CompilationConfig(), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "present"),
+    [
+        ("check_metadata", "0", {"checks": ("state", "weights")}),
+        ("check_state", "off", {"checks": ("metadata", "weights")}),
+        ("poison", "1", {"debug": ("poison",)}),
+    ],
+)
+def test_earlier_names_by_every_door(
+    name: str, text: str, present: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (new,) = present
+    told = rf"{name} is deprecated: use {new}, such as {new}="
+    for make in (
+        lambda: CompilationConfig(**{name: text}),
+        lambda: CompilationConfig.resolve(options={name: text}),
+        lambda: CompilationConfig.resolve(CompilationConfig(), arguments={name: text}),
+        lambda: dataclasses.replace(CompilationConfig(), **{name: text}),
+    ):
+        with pytest.warns(FutureWarning, match=told):
+            config = make()
+        assert {key: getattr(config, key) for key in present} == present
+        assert config.origins[new] != "default"
+    monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", text)
+    told = rf"CGCOMPILE_{name.upper()} is deprecated: use CGCOMPILE_{new.upper()}, such as"
+    with pytest.warns(FutureWarning, match=told):
+        config = CompilationConfig()
+    assert {key: getattr(config, key) for key in present} == present
+    assert config.origins[new] == "environment"
+
+
+def test_every_earlier_name_has_a_present_one() -> None:
+    names = CompilationConfig.names()
+    assert not {*EARLIER} & {*names}
+    for earlier in EARLIER.values():
+        assert earlier.setting in names
+        setting, _, value = earlier.advice.partition("=")
+        assert setting == earlier.setting
+        CompilationConfig.resolve(options={setting: ast.literal_eval(value)})
+
+
+def test_earlier_names_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGCOMPILE_DEBUG", "stale")
+    with pytest.warns(FutureWarning):
+        config = CompilationConfig(check_state=False, check_metadata=False, poison=True)
+    assert (config.checks, config.debug) == (("weights",), ("stale", "poison"))
+    with pytest.warns(FutureWarning):
+        again = CompilationConfig.resolve(config, options={"check_state": "1", "poison": "0"})
+    assert (again.checks, again.debug) == (("state", "weights"), ("stale",))
+    with pytest.warns(FutureWarning):
+        both = CompilationConfig(checks="-weights", check_metadata=False)
+    assert both.checks == ("state",)
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        (True, ("stale", "poison")),
+        ("on", ("stale", "poison")),
+        (False, ()),
+        ((), ()),
+        ("poison", ("poison",)),
+        ("poison,stale", ("stale", "poison")),
+        (["-poison"], ("stale",)),
+        ("stale, poison, -stale", ("poison",)),
+    ],
+)
+def test_a_setting_of_parts(value: Any, parts: tuple[str, ...]) -> None:
+    assert CompilationConfig(debug=value).debug == parts
+    assert CompilationConfig(debug=parts).debug == parts
+
+
+@pytest.mark.parametrize("value", ["", "poisn", "-", "stale,-poisn", 3, None])
+def test_a_setting_of_parts_names_them(value: Any) -> None:
+    expected = "expected True, False, or names of stale, poison; '-stale' for all but that"
+    with pytest.raises(ConfigError, match=expected):
+        CompilationConfig(debug=value)
 
 
 @pytest.mark.parametrize(

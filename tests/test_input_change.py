@@ -766,7 +766,7 @@ def check_rows(model: FillsRows, run: Any, x: torch.Tensor, real: int | None) ->
 def test_rows_that_are_not_real_are_zero_after_an_eager_op(
     device: str, build: Any, poison: bool
 ) -> None:
-    settings = {**BY_ROWS, "poison": poison}
+    settings = {**BY_ROWS, "debug": "poison" if poison else False}
     model, compiled, backend = compiled_model(build, device, **settings)
     x = marked(batch(device, PADDED))
     for _ in range(3):

@@ -23,22 +23,22 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_that_speaks_is_named() -> None:
     assert chosen(CompilationConfig()) == {"strict": "environment"}
-    start = CompilationConfig(compiler="aot", poison=False)  # a default, said aloud
+    start = CompilationConfig(compiler="aot", debug=False)  # a default, said aloud
     assert chosen(start) == {
         "compiler": "argument",
-        "poison": "argument",
+        "debug": "argument",
         "strict": "environment",
     }
     config = CompilationConfig.resolve(
-        start, options={"poison": "1", "num_warmups": 2}, arguments={"strict": False}
+        start, options={"debug": "poison", "num_warmups": 2}, arguments={"strict": False}
     )
     assert chosen(config) == {
         "compiler": "argument",
-        "poison": "options",
+        "debug": "options",
         "num_warmups": "options",
         "strict": "argument",
     }
-    assert (config.poison, config.strict, config.num_warmups) == (True, False, 2)
+    assert (config.debug, config.strict, config.num_warmups) == (("poison",), False, 2)
     mode = CompilationConfig.resolve(torch_mode="max-autotune-no-cudagraphs")
     assert mode.cudagraph_mode is CUDAGraphMode.NONE
     assert mode.origins["cudagraph_mode"] == "mode"
@@ -54,18 +54,18 @@ def test_origins_do_not_tell_settings_apart() -> None:
     assert said.origins["strict"] == "argument"
     for other in (copy.copy(said), copy.deepcopy(said), pickle.loads(pickle.dumps(said))):
         assert (other, other.origins) == (said, said.origins)
-    assert chosen(cgcompile.Backend(said, poison=True).config) == {
+    assert chosen(cgcompile.Backend(said, debug="poison").config) == {
         "strict": "argument",
-        "poison": "argument",
+        "debug": "argument",
     }
 
 
 def test_what_is_not_replaced_keeps_its_origin() -> None:
-    start = CompilationConfig.resolve(options={"num_warmups": 2}, arguments={"poison": True})
-    replaced = dataclasses.replace(start, compiler="aot", poison=False, cudagraph_mode="PIECEWISE")
+    start = CompilationConfig.resolve(options={"num_warmups": 2}, arguments={"debug": "poison"})
+    replaced = dataclasses.replace(start, compiler="aot", debug=False, cudagraph_mode="PIECEWISE")
     assert chosen(start) == {
         "num_warmups": "options",
-        "poison": "argument",
+        "debug": "argument",
         "strict": "environment",
     }
     assert chosen(replaced) == {

@@ -96,14 +96,14 @@ def schedule_of(scenario: Scenario, device: str, totals: dict[str, int]) -> type
             menu=menus(scenario),
             inference=st.booleans(),
             strict=st.booleans(),
-            poison=st.booleans(),
+            debug=st.sampled_from((False, "poison")),
         )
-        def begin(self, any_at_all, menu, inference, strict, poison) -> None:
+        def begin(self, any_at_all, menu, inference, strict, debug) -> None:
             assume(any_at_all)
-            settings = f"inference={inference}, strict={strict}, poison={poison}"
+            settings = f"inference={inference}, strict={strict}, debug={debug}"
             self.log = [f"{settings}, menu: {', '.join(map(str, menu))}"]
             self.engine = Engine(
-                scenario, device, menu, inference=inference, strict=strict, poison=poison
+                scenario, device, menu, inference=inference, strict=strict, debug=debug
             )
 
             if "raises" in scenario.more:

@@ -135,7 +135,7 @@ class CompiledGraph:
         self._dispatch = Dispatch(split, config, self._roles, steps)
         if self.pool is None:
             return
-        check_debug(config.debug)
+        check_debug("stale" in config.debug)
         self._is_capturing = self.pool.device.is_capturing
         more = (self.pool, config, self.timeline, self._frozen, self._rows)
         self._program = Program(split, step, runnables, boundaries, *more)
@@ -448,7 +448,7 @@ class _GraphCall(Call[Recording]):
         recording.check_bound(
             inputs, partial(sets.keeps, weight_set), partial(sets.is_plain_result, weight_set)
         )
-        if graph._config.debug:
+        if "stale" in graph._config.debug:
             recording.expire(inputs)
         result = record(program, weight_set.wrappers, weight_set.full, recording, inputs)
         graph._grad_mode = raw_memory.grad_mode_name()

@@ -226,7 +226,7 @@ def test_a_number_that_went_stale() -> None:
     with pytest.raises(HostValueChangedError, match=r"self\.scale is 3\.0, was 1\.0") as stale:
         changed(1.0, lambda: setattr(model, "scale", 3.0))
     assert only_finding(stale.value).kind == "changing_attribute"
-    difference = only(changed(1.0, lambda: setattr(model, "scale", 3.0), check_state=False))
+    difference = only(changed(1.0, lambda: setattr(model, "scale", 3.0), checks="-state"))
     assert (difference.stage, difference.piece, difference.rows) == (
         "replay",
         "the result",

@@ -129,7 +129,7 @@ def in_full(
     """Verify a wrapper that has replayed, after a change."""
     model, x = returning(pack)
     wrapper = CUDAGraphWrapper(
-        model, dataclasses.replace(config(), check_state=False), CUDAGraphMode.FULL
+        model, dataclasses.replace(config(), checks="-state"), CUDAGraphMode.FULL
     )
     batch = cgcompile.BatchDescriptor(len(x))
     with (

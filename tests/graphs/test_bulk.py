@@ -73,7 +73,7 @@ class Wrapped:
         device: str,
         mode: Any = PIECEWISE,
         skips: tuple[int, ...] = (),
-        check_state: bool = True,
+        checks: Any = True,
     ) -> None:
         self.device, self.mode, self.skips = device, mode, skips
         self.ran: list[int] = []
@@ -88,7 +88,7 @@ class Wrapped:
             return plain(x, cut)
 
         kind = BreakableCUDAGraphWrapper if mode is PIECEWISE else CUDAGraphWrapper
-        config = CompilationConfig(capture_device="host", check_state=check_state)
+        config = CompilationConfig(capture_device="host", checks=checks)
         self.wrapper = kind(model, config, mode)
 
     def step(self, wanted: Any) -> Any:
@@ -405,7 +405,7 @@ def test_strict_raises_and_keeps_what_was_captured(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_frozen")
 def test_what_a_step_raises_is_raised(wrapped) -> None:
-    wrapped = Wrapped(wrapped.device, wrapped.mode, check_state=False)  # ``raises`` changes below
+    wrapped = Wrapped(wrapped.device, wrapped.mode, checks="-state")  # ``raises`` changes below
     wrapped.raises = 4
     with pytest.raises(Asked, match="on purpose"):
         wrapped.capture((2, 4, 6))

@@ -208,7 +208,10 @@ def test_moved_metadata_of_a_full_graph_is_an_error(name: str, device: str) -> N
     assert served.counters().replays >= 3
     for metadata, path in (
         (nested(new_factor(device)), r"\['factor'\] is at"),
-        (nested(factor) | {"layered": Layered({})}, r"\['layered'\].*\.factor is .*check_metadata"),
+        (
+            nested(factor) | {"layered": Layered({})},
+            r"\['layered'\].*\.factor is .*checks='-metadata'",
+        ),
         ({"factor": factor}, r"\['layered'\].*\.factor is "),
     ):
         with pytest.raises(AddressChangedError, match="(?s)" + MOVES + path):
@@ -374,7 +377,7 @@ def test_breaks_read_the_metadata_of_each_step(device: str) -> None:
 
 @pytest.mark.parametrize("name", COMPILED + WRAPPERS)
 def test_metadata_is_not_compared_on_request(name: str, device: str) -> None:
-    served, step = reading(name, device, check_metadata=False)
+    served, step = reading(name, device, checks="-metadata")
     factor = new_factor(device)
     for number in range(5):
         step({"factor": factor.normal_(), "unread": torch.ones(number + 1, device=device)})

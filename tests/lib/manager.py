@@ -145,8 +145,7 @@ def manager(
     model: nn.Module | None = None,
     dispatch: CudagraphDispatcher | None = None,
     strict: bool = False,
-    check_state: bool = True,
-    check_metadata: bool = True,
+    checks: Any = True,
     wrapped: Any = None,
     **more: Any,
 ) -> CudaGraphManager:
@@ -160,8 +159,7 @@ def manager(
         capture_device="host" if device == "cpu" else "auto",
         compiler="eager",
         strict=strict,
-        check_state=check_state,
-        check_metadata=check_metadata,
+        checks=checks,
     )
     called: Any = module
     if kind == "compiled":

@@ -288,7 +288,7 @@ class Engine:
         device: where.
         menu: the batches that steps ask for.
         inference: whether steps run in inference mode; under ``no_grad`` if not.
-        settings: ``strict`` and ``poison``.
+        settings: ``strict`` and ``debug``.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class Engine:
         op = SplittingOp(f"cgsched::{scenario.op}", support=scenario.support)
         defaults = {"capture_device": "host", "compiler": "eager", "splitting_ops": (op,)}
         # Ambient.held changes in steps without a FULL graph, by the code that such a graph captures.
-        defaults["check_state"] = scenario.op != "fresh"
+        defaults["checks"] = "-state" if scenario.op == "fresh" else True
         config = CompilationConfig(**defaults, **scenario.settings, **settings)
         self.warmups = config.num_warmups if scenario.driver != "breakable" else 0
         if scenario.driver == "breakable":
