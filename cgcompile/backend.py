@@ -82,7 +82,7 @@ class Backend(Registry):
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # one per trace of Dynamo
         self._pieces = PieceCache(self.config)
-        if self.config.small_batch_kernels or self.config.decode_attention:
+        if self.config.kernels:
             load_triton()
         self._floats: dict[Any, float] = {}  # floats seen, see :func:`dynamo.varied_floats`
         self._unmet: UnmetOps | None = None

@@ -18,10 +18,11 @@ from cgcompile.modes import TORCH_MODES, CompilationMode, CUDAGraphMode
 from cgcompile.settings import (
     AUTO,
     ENV_PREFIX,
-    KERNELS_VARIABLE,
     UNSET,
     Parser,
     enum_parser,
+    kernel_switches,
+    kernels_of,
     one_of,
     optional,
     parse_bool,
@@ -29,6 +30,7 @@ from cgcompile.settings import (
     parse_compiler,
     parse_count,
     parse_endpoints,
+    parse_kernels,
     parse_mapping,
     parse_names,
     parse_ops,
@@ -83,6 +85,15 @@ def _part(setting: str, known: tuple[str, ...], name: str, sign: str = "") -> Ea
     return Earlier(setting, f"{setting}='{sign}{name}'", parse_bool, merged)
 
 
+def _kernel(name: str) -> Earlier:
+    """Return the earlier name of a kernel, which had a setting of its own."""
+
+    def merged(switch: bool | str, before: Any) -> Any:
+        return kernels_of({**kernel_switches(before), name: switch})
+
+    return Earlier("kernels", f"kernels='-{name}'", parse_switch, merged)
+
+
 def with_check(part: str, config: "CompilationConfig", on: bool) -> "CompilationConfig":
     """Return settings with or without a part of ``checks``."""
     return dataclasses.replace(config, checks=_with_part(CHECKS, part, on, config.checks))
@@ -91,7 +102,9 @@ def with_check(part: str, config: "CompilationConfig", on: bool) -> "Compilation
 EARLIER = {
     "check_metadata": _part("checks", CHECKS, "metadata", "-"),
     "check_state": _part("checks", CHECKS, "state", "-"),
+    "decode_attention": _kernel("decode_attention"),
     "poison": _part("debug", DEBUG, "poison"),
+    "small_batch_kernels": _kernel("small_batch"),
 }
 
 
@@ -124,7 +137,8 @@ C_ = TypeVar("C_", bound=type)
 
 def _takes_earlier_names(cls: C_) -> C_:
     """Let the constructor take earlier names of settings, and refuse unknown ones with advice."""
-    init = cls.__init__
+    kind: Any = cls
+    init = kind.__init__
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **settings: Any) -> None:
@@ -140,19 +154,17 @@ def _takes_earlier_names(cls: C_) -> C_:
             )
         init(self, *args, **settings)
 
-    cls.__init__ = __init__
+    kind.__init__ = __init__
     return cls
 
 
 def _of_environment(spec: dataclasses.Field[Any]) -> tuple[Any, str]:
     """Return the value of a setting in the environment, else its default, and its origin."""
     value, origin = spec.metadata["default"], "default"
-    for variable in (_variable(spec.name), spec.metadata["variable"]):
-        if variable is not None and variable in os.environ:
-            parse = spec.metadata["parse"]
-            value = parsed(spec.name, variable, os.environ[variable], parse)
-            origin = "environment"
-            break
+    variable = _variable(spec.name)
+    if variable in os.environ:
+        value = parsed(spec.name, variable, os.environ[variable], spec.metadata["parse"])
+        origin = "environment"
     for name, earlier in EARLIER.items():
         variable = _variable(name)
         if earlier.setting == spec.name and variable in os.environ:
@@ -227,20 +239,23 @@ class CompilationConfig:
             zeros; results are cut. Calls 1, 2, 4, 8 and so on of a padded shape, and those with
             more padding than before, are compared with unpadded ones; if one differs, nothing is
             padded from then on, counted as ``padding_refused``.
-        small_batch_kernels: compute linear layers of at most 16 rows, with the RMS norm before and
-            the activation or residual after them, by a kernel of cgcompile, and rotary embeddings
-            with the writes to a static cache by another. Weights of int8 and float8 with a scale
-            for each row are read as they are. ``auto``: where the device can, which is an NVIDIA
-            H100 or newer data-centre GPU with Triton. True: raise where it cannot. If one dimension
-            is dynamic, or ``capture_dim`` names that of the batch, sizes up to 16 are compiled
-            separately. Results differ by rounding.
-        decode_attention: compute attention of few query rows by a kernel of cgcompile that reads
-            heads which share keys once, and no key that the mask excludes from all rows. It is
-            captured, also by the piecewise graphs of FULL_AND_PIECEWISE. In mode PIECEWISE
-            attention stays. ``auto``: on NVIDIA H100 and newer data-centre GPUs. True: on any
-            device, by ops of torch where the kernel does not run. Attention stays that
-            ``splitting_ops`` names, or that is traced under ``sdpa_kernel``. Results differ by
-            rounding.
+        kernels: the kernels of cgcompile that replace ops. ``auto``: each where the device can,
+            which is an NVIDIA H100 or newer data-centre GPU with Triton. False: no kernel.
+            ``-decode_attention``: each but that. True, or names: those also where ``auto`` leaves
+            them out. Results differ by rounding.
+
+            ``small_batch``: linear layers of at most 16 rows, with the RMS norm before and the
+            activation or residual after them, by one kernel, and rotary embeddings with the writes
+            to a static cache by another. Weights of int8 and float8 with a scale for each row are
+            read as they are. It needs Inductor; by name it raises where the device cannot. If one
+            dimension is dynamic, or ``capture_dim`` names that of the batch, sizes up to 16 are
+            compiled separately.
+
+            ``decode_attention``: attention of few query rows by a kernel that reads heads which
+            share keys once, and no key that the mask excludes from all rows. It is captured, also
+            by the piecewise graphs of FULL_AND_PIECEWISE. In mode PIECEWISE attention stays. By
+            name it runs on any device, by ops of torch where the kernel does not run. Attention
+            stays that ``splitting_ops`` names, or that is traced under ``sdpa_kernel``.
         dump_passes: a folder for the graph before and after every pass, as text.
         cache_dir: the folder that keeps compiled pieces for other processes, or ``off``. Unset:
             cgcompile in $XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must
@@ -307,8 +322,7 @@ class CompilationConfig:
     )
     capture_dim: str | None = setting(None, optional(parse_text), "trace")
     pad_lengths: tuple[int, ...] | None = setting(None, optional(parse_sizes), "trace")
-    small_batch_kernels: bool | str = setting(AUTO, parse_switch, "inductor", KERNELS_VARIABLE)
-    decode_attention: bool | str = setting(AUTO, parse_switch, "attention", KERNELS_VARIABLE)
+    kernels: bool | str | tuple[str, ...] = setting(AUTO, parse_kernels, "kernels")
     dump_passes: str | None = setting(None, optional(parse_text), "trace")
 
     cache_dir: str | None = setting(None, optional(parse_text))
@@ -326,7 +340,7 @@ class CompilationConfig:
     _origins: InitVar[_Origins | None] = None
 
     def __post_init__(self, _origins: _Origins | None) -> None:
-        variables = {*map(_variable, self.names()), KERNELS_VARIABLE}
+        variables = {*map(_variable, self.names())}
         earlier = {*map(_variable, EARLIER)}
         for variable in sorted(os.environ):
             if variable.startswith(ENV_PREFIX) and variable not in variables | earlier:
@@ -360,7 +374,7 @@ class CompilationConfig:
         # The environment is for all models: what has no effect for one of them is no error.
         value, default = getattr(self, spec.name), spec.metadata["default"]
         missing = self._missing(spec.metadata["needs"])
-        if missing is None or (value in spec.metadata["idle"] and origin != "environment"):
+        if missing is None or (value == default and origin != "environment"):
             return origin
         if origin == "environment":
             object.__setattr__(self, spec.name, default)
@@ -377,6 +391,8 @@ class CompilationConfig:
         """Return which of ``_NEEDS`` a setting with such needs lacks, or None."""
         if needs == "trace" and not self._splits:
             return "pieces"
+        if needs == "kernels":
+            return self._missing_for_kernels()
         present = {
             "pieces": self._splits,
             "trace": self.splitting == "fx",
@@ -388,6 +404,15 @@ class CompilationConfig:
             or not self.cudagraph_mode.requires_piecewise_compilation(),
         }
         return None if needs is None or present[needs] else needs
+
+    def _missing_for_kernels(self) -> str | None:
+        """Return what a kernel that was named needs; of all kernels, what the first one needs."""
+        lacking = {"small_batch": self._missing("inductor")}
+        lacking["decode_attention"] = self._missing("attention")
+        wanted = [lacking[name] for name, on in kernel_switches(self.kernels).items() if on is True]
+        if self.kernels is True and None in wanted:  # those that can
+            return None
+        return next((needs for needs in wanted if needs is not None), None)
 
     @property
     def _splits(self) -> bool:
@@ -404,11 +429,14 @@ class CompilationConfig:
 
     @property
     def replaces_attention(self) -> str | bool:
-        """``decode_attention`` for one graph: False where it has no effect."""
-        if not self._holds_attention or self.decode_attention is False:
-            return False
-        for_all_models = self.origins["decode_attention"] == "environment"
-        return AUTO if for_all_models else self.decode_attention
+        """The switch of the kernel ``decode_attention`` for one graph: False without effect."""
+        return self._holds_attention and self.kernel("decode_attention")
+
+    def kernel(self, name: str) -> str | bool:
+        """Return the switch of a kernel: ``"auto"``, True (raise where it cannot run) or False."""
+        switch = kernel_switches(self.kernels)[name]
+        # The environment is for all models: no model is one that cannot.
+        return AUTO if switch and self.origins["kernels"] == "environment" else switch
 
     @property
     def origins(self) -> dict[str, str]:

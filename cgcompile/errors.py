@@ -617,7 +617,7 @@ class GuardError(CGCompileError, RuntimeError):
     shared_counter = Template("""
         the compiled step: {path} and {other} share memory, and did not when traced. The step \
         increments the first at its end, after it has read the second.
-        Pass tensors that do not overlap, or set decode_attention=False.""")
+        Pass tensors that do not overlap, or set kernels='-decode_attention'.""")
 
 
 class AddressChangedError(GuardError):

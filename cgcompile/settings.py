@@ -287,13 +287,40 @@ def parse_bool(value: Any) -> bool:
 
 
 def parse_switch(value: Any) -> bool | str:
-    """Parse a setting that is on where the device can run it (``auto``), on, or off."""
-    if value == AUTO:
-        return AUTO
-    try:
-        return parse_bool(value)
-    except ValueError as error:
-        raise ValueError(f"{AUTO!r}, or {error}") from None
+    """Parse what is on where the device can run it (``auto``), on, or off."""
+    return AUTO if value == AUTO else parse_bool(value)
+
+
+KERNELS = ("small_batch", "decode_attention")
+
+
+def kernel_switches(value: Any) -> dict[str, bool | str]:
+    """Return ``auto``, True or False for each kernel of the setting ``kernels``."""
+    items = [str(item) for item in items_of(value)]
+    if len(items) == 1 and (items[0] == AUTO or items[0].lower() in SWITCH):
+        return dict.fromkeys(KERNELS, parse_switch(items[0]))
+    if not items or not {item.removeprefix("-") for item in items} <= {AUTO, *KERNELS}:
+        names = ", ".join(KERNELS)
+        raise ValueError(f"'auto', True, False, or names of {names}; '-{KERNELS[0]}' for no such")
+    named = {item for item in items if not item.startswith("-")}
+    rest: bool | str = AUTO if AUTO in named or not named else False
+    switches = {name: name in named or rest for name in KERNELS}
+    return {name: f"-{name}" not in items and switch for name, switch in switches.items()}
+
+
+def kernels_of(switches: Mapping[str, bool | str]) -> bool | str | tuple[str, ...]:
+    """Return the value of the setting ``kernels`` that stands for some switches."""
+    values = {*switches.values()}
+    if len(values) == 1:
+        return values.pop()
+    named = tuple(name for name, switch in switches.items() if switch is True)
+    if AUTO not in values:
+        return named
+    return (AUTO, *named, *(f"-{name}" for name, switch in switches.items() if switch is False))
+
+
+def parse_kernels(value: Any) -> bool | str | tuple[str, ...]:
+    return kernels_of(kernel_switches(value))
 
 
 def parse_parts(*known: str) -> Parser:
@@ -461,18 +488,10 @@ COMPILERS = ("inductor", "aot", "eager")
 
 UNSET: Any = object()  # a setting without an argument
 
-KERNELS_VARIABLE = ENV_PREFIX + "KERNELS"  # for all settings of kernels of cgcompile
 
-
-def setting(
-    default: Any, parse: Parser, needs: str | None = None, variable: str | None = None
-) -> Any:
+def setting(default: Any, parse: Parser, needs: str | None = None) -> Any:
     """Declare a setting with its parser; without what it ``needs`` it has no effect."""
-    # ``variable`` of the environment is read where the setting's own one is absent. A setting with
-    # one of the values ``idle`` needs nothing.
-    idle = (AUTO, False) if parse is parse_switch else (default,)
-    metadata = {"parse": parse, "default": default, "needs": needs, "variable": variable}
-    metadata |= {"idle": idle}
+    metadata = {"parse": parse, "default": default, "needs": needs}
     return field(default_factory=lambda: UNSET, metadata=metadata)
 
 

@@ -13,6 +13,7 @@ import cgcompile
 from cgcompile import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.config import EARLIER
 from cgcompile.errors import OF_COMPILE, ConfigError
+from cgcompile.settings import KERNELS
 
 
 def test_every_setting_is_documented() -> None:
@@ -62,9 +63,8 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cudagraph_capture_sizes", "8, 1,2,8", (1, 2, 8)),
         ("compile_sizes", "8, 1,2,8", (1, 2, 8)),
         ("compile_ranges_endpoints", "32, 512", (32, 512)),
-        ("small_batch_kernels", "off", False),
-        ("small_batch_kernels", "1", True),
-        ("small_batch_kernels", "auto", "auto"),
+        ("kernels", "off", False),
+        ("kernels", "auto", "auto"),
         ("dump_passes", "/tmp/passes", "/tmp/passes"),
         ("cache_dir", "/tmp/pieces", "/tmp/pieces"),
         ("cache_dir", "off", "off"),
@@ -86,6 +86,8 @@ def test_every_setting_by_every_door(
         ("check_metadata", "0", {"checks": ("state", "weights")}),
         ("check_state", "off", {"checks": ("metadata", "weights")}),
         ("poison", "1", {"debug": ("poison",)}),
+        ("small_batch_kernels", "0", {"kernels": ("auto", "-small_batch")}),
+        ("decode_attention", "1", {"kernels": ("auto", "decode_attention")}),
     ],
 )
 def test_earlier_names_by_every_door(
@@ -335,37 +337,62 @@ def test_a_variable_that_a_mode_would_ignore_is_ignored(
         CompilationConfig.resolve(options={"mode": "NONE", name: text})
 
 
-def kernel_settings() -> list[str]:
-    """The names of all settings that one variable switches off."""
-    specs = dataclasses.fields(CompilationConfig)
-    return [spec.name for spec in specs if spec.metadata["variable"] == "CGCOMPILE_KERNELS"]
-
-
 def test_one_variable_switches_all_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = kernel_settings()
-    assert "small_batch_kernels" in names
-    assert {getattr(CompilationConfig(), name) for name in names} == {"auto"}
+    assert {CompilationConfig().kernel(name) for name in KERNELS} == {"auto"}
     monkeypatch.setenv("CGCOMPILE_KERNELS", "0")
     config = CompilationConfig()
-    assert {(getattr(config, name), config.origins[name]) for name in names} == {
-        (False, "environment")
-    }
-    for name in names:  # what is about one setting wins, and an argument beats the environment
-        assert getattr(CompilationConfig(**{name: True}), name) is True
-        monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", "auto")
-        assert getattr(CompilationConfig(), name) == "auto"
+    assert {config.kernel(name) for name in KERNELS} == {False}
+    assert config.origins["kernels"] == "environment"
+    assert CompilationConfig(kernels="auto").kernel("small_batch") == "auto"  # an argument wins
+    monkeypatch.setenv("CGCOMPILE_KERNELS", "1")  # for all models, so where the device can
+    assert {CompilationConfig().kernel(name) for name in KERNELS} == {"auto"}
     monkeypatch.setenv("CGCOMPILE_KERNELS", "perhaps")
-    monkeypatch.delenv("CGCOMPILE_SMALL_BATCH_KERNELS")
-    with pytest.raises(ConfigError, match=r"CGCOMPILE_KERNELS: .* expected 'auto', or"):
+    with pytest.raises(
+        ConfigError, match=r"CGCOMPILE_KERNELS: .* expected 'auto', True, False, or"
+    ):
         CompilationConfig()
 
 
+@pytest.mark.parametrize(
+    ("value", "kept", "small_batch", "decode_attention"),
+    [
+        ("1", True, True, True),
+        ("-small_batch", ("auto", "-small_batch"), False, "auto"),
+        ("decode_attention", ("decode_attention",), False, True),
+        ("auto,decode_attention", ("auto", "decode_attention"), "auto", True),
+        (["small_batch", "decode_attention"], True, True, True),
+        ("-small_batch,-decode_attention", False, False, False),
+    ],
+)
+def test_kernels_by_name(value: Any, kept: Any, small_batch: Any, decode_attention: Any) -> None:
+    config = CompilationConfig(kernels=value)
+    assert config.kernels == kept
+    assert config.kernel("small_batch") == small_batch
+    assert config.kernel("decode_attention") == decode_attention
+    assert CompilationConfig(kernels=kept) == config
+
+
+def test_earlier_names_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(FutureWarning, match="small_batch_kernels is deprecated: use kernels"):
+        assert CompilationConfig(small_batch_kernels=True).kernels == ("auto", "small_batch")
+    with pytest.warns(FutureWarning):
+        config = CompilationConfig(small_batch_kernels=False, decode_attention="1")
+    assert config.kernels == ("decode_attention",)
+    monkeypatch.setenv("CGCOMPILE_KERNELS", "0")
+    monkeypatch.setenv("CGCOMPILE_DECODE_ATTENTION", "auto")  # what is about one kernel wins
+    with pytest.warns(FutureWarning, match="CGCOMPILE_DECODE_ATTENTION is deprecated"):
+        assert CompilationConfig().kernel("decode_attention") == "auto"
+
+
 def test_kernels_are_switched_off_where_nothing_uses_them() -> None:
-    config = CompilationConfig(mode="NONE", small_batch_kernels=False)
-    assert config.small_batch_kernels is False
-    assert CompilationConfig(compiler="eager", small_batch_kernels="auto").compiler == "eager"
-    with pytest.raises(ConfigError, match=r"small_batch_kernels = True .*is impossible"):
-        CompilationConfig(compiler="eager", small_batch_kernels=True)
+    assert CompilationConfig(mode="NONE", kernels=False).kernels is False
+    assert CompilationConfig(mode="NONE", kernels="-small_batch").kernels
+    assert CompilationConfig(compiler="eager", kernels="auto").compiler == "eager"
+    assert CompilationConfig(compiler="eager", kernels=True).kernels is True  # of attention
+    with pytest.raises(ConfigError, match=r"kernels = \('small_batch',\) .*is impossible"):
+        CompilationConfig(compiler="eager", kernels="small_batch")
+    with pytest.raises(ConfigError, match=r"kernels = True with mode NONE is impossible"):
+        CompilationConfig(mode="NONE", kernels=True)
 
 
 def test_a_variable_that_a_mode_uses_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
