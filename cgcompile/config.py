@@ -94,6 +94,18 @@ def _kernel(name: str) -> Earlier:
     return Earlier("kernels", f"kernels='-{name}'", parse_switch, merged)
 
 
+def _strict(on: bool, before: str) -> str:
+    if on:
+        return "raise"
+    return "warn" if before == "raise" else before
+
+
+def _warns(on: bool, before: str) -> str:
+    if before == "raise":
+        return before
+    return "warn" if on else "count"
+
+
 def with_check(part: str, config: "CompilationConfig", on: bool) -> "CompilationConfig":
     """Return settings with or without a part of ``checks``."""
     return dataclasses.replace(config, checks=_with_part(CHECKS, part, on, config.checks))
@@ -105,6 +117,8 @@ EARLIER = {
     "decode_attention": _kernel("decode_attention"),
     "poison": _part("debug", DEBUG, "poison"),
     "small_batch_kernels": _kernel("small_batch"),
+    "strict": Earlier("on_fallback", "on_fallback='raise'", parse_bool, _strict),
+    "warn_fallbacks": Earlier("on_fallback", "on_fallback='count'", parse_bool, _warns),
 }
 
 
@@ -242,29 +256,26 @@ class CompilationConfig:
         kernels: the kernels of cgcompile that replace ops. ``auto``: each where the device can,
             which is an NVIDIA H100 or newer data-centre GPU with Triton. False: no kernel.
             ``-decode_attention``: each but that. True, or names: those also where ``auto`` leaves
-            them out. Results differ by rounding.
-
-            ``small_batch``: linear layers of at most 16 rows, with the RMS norm before and the
-            activation or residual after them, by one kernel, and rotary embeddings with the writes
-            to a static cache by another. Weights of int8 and float8 with a scale for each row are
-            read as they are. It needs Inductor; by name it raises where the device cannot. If one
-            dimension is dynamic, or ``capture_dim`` names that of the batch, sizes up to 16 are
-            compiled separately.
-
-            ``decode_attention``: attention of few query rows by a kernel that reads heads which
-            share keys once, and no key that the mask excludes from all rows. It is captured, also
-            by the piecewise graphs of FULL_AND_PIECEWISE. In mode PIECEWISE attention stays. By
-            name it runs on any device, by ops of torch where the kernel does not run. Attention
-            stays that ``splitting_ops`` names, or that is traced under ``sdpa_kernel``.
+            them out. Results differ by rounding. ``small_batch``: linear layers of at most 16 rows,
+            with the RMS norm before and the activation or residual after them, by one kernel, and
+            rotary embeddings with the writes to a static cache by another. Weights of int8 and
+            float8 with a scale for each row are read as they are. It needs Inductor; by name it
+            raises where the device cannot. If one dimension is dynamic, or ``capture_dim`` names
+            that of the batch, sizes up to 16 are compiled separately. ``decode_attention``:
+            attention of few query rows by a kernel that reads heads which share keys once, and no
+            key that the mask excludes from all rows. It is captured, also by the piecewise graphs
+            of FULL_AND_PIECEWISE. In mode PIECEWISE attention stays. By name it runs on any device,
+            by ops of torch where the kernel does not run. Attention stays that ``splitting_ops``
+            names, or that is traced under ``sdpa_kernel``.
         dump_passes: a folder for the graph before and after every pass, as text.
         cache_dir: the folder that keeps compiled pieces for other processes, or ``off``. Unset:
             cgcompile in $XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must
             own it, alone.
         capture_device: ``auto``: CUDA graphs for CUDA tensors, nothing for CPU tensors. ``host``:
             graphs of CPU tensors too, by a slow recorder with the rules of CUDA graphs, for tests.
-        strict: raise where a step would otherwise run without a graph and count a reason.
-        warn_fallbacks: log a warning, with the remedy, for the first step that runs without a graph
-            for an avoidable reason; once for each reason and handle.
+        on_fallback: where a step runs without a graph for an avoidable reason: ``raise``; ``warn``:
+            count it, and log a warning with the remedy, once for each reason and handle; or only
+            ``count`` it.
         on_input_change: under a forward context, if the address of an input or a number differs
             from capture: ``raise``, ``recapture`` (bounded by ``max_captured_shapes``) or run
             ``eager``. ``copy``: inputs that are only read are copied, from any address; compiled
@@ -327,8 +338,7 @@ class CompilationConfig:
 
     cache_dir: str | None = setting(None, optional(parse_text))
     capture_device: str = setting("auto", one_of("auto", "host"), "graphs")
-    strict: bool = setting(False, parse_bool, "graphs")
-    warn_fallbacks: bool = setting(True, parse_bool, "graphs")
+    on_fallback: str = setting("warn", one_of("warn", "raise", "count"), "graphs")
     on_input_change: str = setting("raise", one_of("raise", "copy", "recapture", "eager"), "graphs")
     checks: tuple[str, ...] = setting(CHECKS, parse_parts(*CHECKS), "graphs")
     debug: tuple[str, ...] = setting((), parse_parts(*DEBUG), "graphs")
@@ -426,6 +436,16 @@ class CompilationConfig:
         if self.cudagraph_mode in (None, CUDAGraphMode.NONE):
             return self._splits
         return self.cudagraph_mode is not CUDAGraphMode.PIECEWISE
+
+    @property
+    def strict(self) -> bool:
+        """Whether a step without a graph raises, see ``on_fallback``."""
+        return self.on_fallback == "raise"
+
+    @property
+    def warn_fallbacks(self) -> bool:
+        """Whether what is no error is logged, see ``on_fallback``."""
+        return self.on_fallback != "count"
 
     @property
     def replaces_attention(self) -> str | bool:

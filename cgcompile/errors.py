@@ -182,7 +182,7 @@ class ConfigError(CGCompileError, ValueError):
     no_mapping = Template("""
         {name} is {value:kind}; expected a mapping.
         {is_config:if For a CompilationConfig: backend=cgcompile.Backend(config).|Give settings by \
-        name: options={{'strict': True}}.}""")
+        name: options={{'on_fallback': 'raise'}}.}""")
     impossible = Template("""
         {what} is impossible: {because}.
         {instead}""")
@@ -567,7 +567,7 @@ class GradientError(CGCompileError, RuntimeError):
 
 
 class DispatchError(CGCompileError, RuntimeError):
-    """A step could not run as the forward context or ``strict`` demands."""
+    """A step could not run as the forward context or ``on_fallback`` demands."""
 
     no_descriptor = Template("""
         {what}: the forward context has mode {mode} and no batch descriptor, which selects the \
@@ -597,7 +597,8 @@ class DispatchError(CGCompileError, RuntimeError):
         Call the model until its step is captured, and call {function} then.""")
     strict = Template("""
         {what} would run without a graph: {why}.
-        strict=True forbids that. Remedy: {why:remedy}; or set strict=False to count it.""")
+        on_fallback='raise' forbids that. Remedy: {why:remedy}; or count it with \
+        on_fallback='warn'.""")
 
 
 class WeightsError(CGCompileError, ValueError):

@@ -349,7 +349,7 @@ def warn_of(what: str, why: Fallback, how: str = "without a CUDA graph", remedy:
     name = why.reason.value
     log.warning(
         "%s runs %s: %s. Remedy: %s. (Logged once for a reason; "
-        "warn_fallbacks=False turns it off; `python -m cgcompile reasons %s` explains it.)",
+        "on_fallback='count' turns it off; `python -m cgcompile reasons %s` explains it.)",
         what,
         how,
         str(why).removesuffix("."),

@@ -86,6 +86,8 @@ def test_every_setting_by_every_door(
         ("check_metadata", "0", {"checks": ("state", "weights")}),
         ("check_state", "off", {"checks": ("metadata", "weights")}),
         ("poison", "1", {"debug": ("poison",)}),
+        ("strict", "1", {"on_fallback": "raise"}),
+        ("warn_fallbacks", "0", {"on_fallback": "count"}),
         ("small_batch_kernels", "0", {"kernels": ("auto", "-small_batch")}),
         ("decode_attention", "1", {"kernels": ("auto", "decode_attention")}),
     ],
@@ -134,6 +136,11 @@ def test_earlier_names_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(FutureWarning):
         both = CompilationConfig(checks="-weights", check_metadata=False)
     assert both.checks == ("state",)
+    with pytest.warns(FutureWarning):
+        assert CompilationConfig(warn_fallbacks=False, strict=True).on_fallback == "raise"
+    with pytest.warns(FutureWarning):
+        config = CompilationConfig(on_fallback="raise", strict=False, warn_fallbacks=False)
+    assert (config.on_fallback, config.strict, config.warn_fallbacks) == ("count", False, False)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +307,7 @@ def test_settings_of_a_trace_are_refused_without_one(name: str, value: Any) -> N
 
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"])
 def test_settings_of_capture_need_a_mode_with_graphs(mode: str) -> None:
-    settings = {"capture_device": "host", "strict": True, "num_warmups": 2}
+    settings = {"capture_device": "host", "on_fallback": "raise", "num_warmups": 2}
     config = CompilationConfig(mode=mode, cudagraph_mode="FULL", **settings)
     assert {name: getattr(config, name) for name in settings} == settings
     for name, value in settings.items():
@@ -312,7 +319,7 @@ def test_settings_of_capture_need_a_mode_with_graphs(mode: str) -> None:
     ("name", "text"),
     [
         ("capture_device", "host"),
-        ("strict", "1"),
+        ("on_fallback", "raise"),
         ("num_warmups", "3"),
         ("compiler", "eager"),
         ("splitting", "breakable"),
@@ -398,10 +405,10 @@ def test_kernels_are_switched_off_where_nothing_uses_them() -> None:
 def test_a_variable_that_a_mode_uses_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_CAPTURE_DEVICE", "host")
     monkeypatch.setenv("CGCOMPILE_CAPTURE_DIM", "x.size()[0]")
-    monkeypatch.setenv("CGCOMPILE_STRICT", "0")  # the default
-    assert CompilationConfig(mode="NONE").origins["strict"] == "default"
+    monkeypatch.setenv("CGCOMPILE_ON_FALLBACK", "warn")  # the default
+    assert CompilationConfig(mode="NONE").origins["on_fallback"] == "default"
     config = CompilationConfig(mode="NONE", cudagraph_mode="FULL")
-    assert config.origins["strict"] == "environment"
+    assert config.origins["on_fallback"] == "environment"
     assert config.capture_device == "host"
     assert config.capture_dim is None
     assert CompilationConfig(compile_sizes=[2]).capture_dim == "x.size()[0]"

@@ -292,7 +292,7 @@ def test_eager_runs_plain_and_says_what_moved(device: str, mode: Any) -> None:
 
 @both_modes
 def test_eager_and_strict_is_an_error(device: str, mode: Any) -> None:
-    runs, _ = compiled_nested(device, mode, on_input_change="eager", strict=True)
+    runs, _ = compiled_nested(device, mode, on_input_change="eager", on_fallback="raise")
     inputs = Given.on(device)
     runs.check(inputs, 3)
     runs.refused(inputs.moved("first"), DispatchError, "input_changed.*'pair.0'")

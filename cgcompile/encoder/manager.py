@@ -322,7 +322,7 @@ class EncoderCalls:
                 "a replay of encoder budget %d had %d output tokens: it takes at most %d items. "
                 "Remedy: leave out small budgets, or give max_batch_size=, which is at most the "
                 "least budget; fitted_budgets(max_items=...) fits no smaller ones. "
-                "(Logged once; warn_fallbacks=False turns it off.)"
+                "(Logged once; on_fallback='count' turns it off.)"
             )
             log.warning(text, budget, tokens, items)
 
@@ -476,8 +476,8 @@ class EncoderCudaGraphManager:
         config: settings, or a mapping of them: ``capture_device``, ``num_warmups``, ``debug``;
             ``checks``, whose ``weights`` are those of the model, if it is a module, or of the
             modules that its attributes hold, closures, containers and globals that its functions
-            name included; and ``strict``: an item that no graph serves is an error, unless a graph
-            would be slower for it.
+            name included; and ``on_fallback="raise"``: an item that no graph serves is an error,
+            unless a graph would be slower for it.
         pool: memory of the graphs, shared with another manager; left out: a pool of its own. Do not
             give the decoder's.
         costs: estimated costs of a replay and an eager run; left out: an estimate in tokens.
@@ -750,7 +750,7 @@ class EncoderCudaGraphManager:
             EncoderError: what the model made or returned does not follow the protocol.
             EncoderError: buffers of other keys, or offsets that do not end at the last row.
             CaptureError: called inside of a capture.
-            DispatchError: ``strict``, and a graph could not be captured.
+            DispatchError: ``on_fallback="raise"``, and a graph could not be captured.
             BaseException: what the model raised in a warm-up.
         """
         if max_graph_bytes is not None:
@@ -781,7 +781,7 @@ class EncoderCudaGraphManager:
                 equal on all ranks, all of which call. Tensors in pinned memory are read when the
                 stream reaches the copy: do not write to them before.
             eager: run each item alone and without a graph, to compare; counted as
-                ``mode_excluded``, and no error with ``strict``.
+                ``mode_excluded``, and no error with ``on_fallback="raise"``.
 
         Returns:
             The result of each item, in the order of the items: by default [its output tokens, ...],
@@ -793,7 +793,8 @@ class EncoderCudaGraphManager:
             EncoderError: item specs that do not fit the configuration.
             EncoderError: replay buffers that do not fit those of a graph, or their items.
             AddressChangedError: a weight was replaced since the capture: clear() and capture().
-            DispatchError: ``strict``, and an item would run eager; nothing ran then, on any rank.
+            DispatchError: ``on_fallback="raise"``, and an item would run eager; nothing ran then,
+                on any rank.
             EncoderShardError: with a sharder: the share of another rank failed.
             BaseException: what the model raised.
         """

@@ -384,7 +384,7 @@ class CUDAGraphWrapper(Transparent):
 
     Args:
         runnable: what to capture; tensors in and out, nested in lists, tuples and dicts at will.
-        config: ``strict`` and ``capture_device`` are read; environment and defaults if left out.
+        config: ``on_fallback``, ``capture_device`` and others; left out: environment and defaults.
         runtime_mode: the mode that this wrapper serves: PIECEWISE or FULL.
         cudagraph_options: how to capture.
         pool: memory shared with other wrappers; one of its own, on first use, if left out.
@@ -465,7 +465,7 @@ class CUDAGraphWrapper(Transparent):
 
         Raises:
             DispatchError: the context has this mode and no descriptor; another thread has run
-                steps, see :meth:`allow_threads`; or ``strict``.
+                steps, see :meth:`allow_threads`; or ``on_fallback="raise"``.
             AddressChangedError: an input has another address than at the capture.
             HostValueChangedError: an input has another value, layout or structure.
             BaseException: what ``runnable`` raised, unchanged; no graph is kept then.

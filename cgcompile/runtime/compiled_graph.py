@@ -164,8 +164,8 @@ class CompiledGraph:
 
         Raises:
             DispatchError: the context requests a graph without a descriptor; another thread has run
-                steps under contexts, see :meth:`Registry.allow_threads`; or ``strict``, and the
-                step would run without a graph.
+                steps under contexts, see :meth:`Registry.allow_threads`; or
+                ``on_fallback="raise"``, and the step would run without a graph.
             AddressChangedError: under a context, an input has moved since capture.
             HostValueChangedError: under a context, a number that is baked into graphs differs.
             CaptureError: called from inside one of its own captured steps.

@@ -234,11 +234,12 @@ class CudaGraphManager:
         outputs: what rows of the model's results count: ``"tokens"`` or ``"reqs"``; one for all, or
             one for each tensor of the flattened result.
         backend: the handle of a compiled model; left out: found on the model.
-        config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``; ``strict``:
-            a batch that no graph serves is an error, raised before ranks agree; and ``checks``,
-            whose ``weights`` are compared before each FULL replay, and those that a model with
-            ``guards="none"`` has bound before each other step. Of a model that is no module they
-            are those of the modules that it holds, or that its functions name as globals.
+        config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``;
+            ``on_fallback="raise"``: a batch that no graph serves is an error, raised before ranks
+            agree; and ``checks``, whose ``weights`` are compared before each FULL replay, and those
+            that a model with ``guards="none"`` has bound before each other step. Of a model that is
+            no module they are those of the modules that it holds, or that its functions name as
+            globals.
         hooks: called around captures and replays.
         graph_capture: a context around each set of captures, such as a communicator's.
         lazily: capture a planned graph when a batch first needs it, after one warming call; else
@@ -565,7 +566,7 @@ class CudaGraphManager:
         Raises:
             ManagerError: ``max_graph_bytes``, and a graph exists already, or the budget is too
                 small for the largest graphs; or FULL has no metadata.
-            DispatchError: ``strict``, and a graph could not be captured.
+            DispatchError: ``on_fallback="raise"``, and a graph could not be captured.
             AgreementError: another rank stays away, or raised an exception.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
@@ -766,8 +767,8 @@ class CudaGraphManager:
             InputBufferError: inputs that do not fit the declarations, or more tokens or requests
                 than the buffers have; nothing ran.
             BatchError: numbers of the batch that contradict each other.
-            DispatchError: another thread has run steps; or ``strict``, and no graph serves the
-                batch.
+            DispatchError: another thread has run steps; or ``on_fallback="raise"``, and no graph
+                serves the batch.
             AddressChangedError: a weight was replaced, or one or a tensor of metadata moved, since
                 the capture.
             AgreementError: a rank stays away, ends in the middle of a step or, checked, runs

@@ -446,7 +446,7 @@ def test_a_buffer_that_was_made_in_inference_mode() -> None:
 def test_grad_mode_after_a_capture_in_inference_mode() -> None:
     x, model = rows("cpu"), Steps()
     wrapper = CUDAGraphWrapper(model, config())
-    strict = CUDAGraphWrapper(model, config(strict=True))
+    strict = CUDAGraphWrapper(model, config(on_fallback="raise"))
     with torch.inference_mode(), step():
         wrapper(x), strict(x)
     with step():

@@ -86,7 +86,9 @@ def context_of(factor: object, mode: CUDAGraphMode) -> set_forward_context:
 def test_an_undeclared_op_that_reads_the_context_is_not_captured(
     name: str, strict: bool, mode: CUDAGraphMode, device: str
 ) -> None:
-    served = compiled(name, step_of_the_op, settings(device, strict=strict))
+    served = compiled(
+        name, step_of_the_op, settings(device, on_fallback="raise" if strict else "warn")
+    )
     x = torch.empty(ROWS, WIDTH, device=device)
     for factor in (1.0, 2.0, 3.0, 4.0):
         with torch.inference_mode(), context_of(factor, mode):
@@ -419,7 +421,7 @@ def test_rows_that_no_input_has_are_a_warning_once(
 @pytest.mark.parametrize("name", COMPILED)
 def test_rows_that_no_input_has_are_an_error_if_strict(name: str, device: str) -> None:
     model = nn.Linear(WIDTH, WIDTH, device=device)
-    served = front_end(name, model, device, strict=True)
+    served = front_end(name, model, device, on_fallback="raise")
     with pytest.raises(DispatchError, match="no input has 16 rows"):
         steps(served, model, (6, WIDTH), BatchDescriptor(16))
     assert served.counters().plain.total() == 1  # the first call warms up
@@ -443,7 +445,7 @@ def test_rows_that_an_input_has_are_right(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Linear(WIDTH, WIDTH, device=device)
-    served = front_end("torch.compile", model, device, strict=True)
+    served = front_end("torch.compile", model, device, on_fallback="raise")
     with caplog.at_level(logging.WARNING, "cgcompile"):
         steps(served, model, shape, descriptor)
     assert not [text for text in caplog.messages if "no input has" in text]

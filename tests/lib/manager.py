@@ -144,7 +144,7 @@ def manager(
     *,
     model: nn.Module | None = None,
     dispatch: CudagraphDispatcher | None = None,
-    strict: bool = False,
+    on_fallback: str = "warn",
     checks: Any = True,
     wrapped: Any = None,
     **more: Any,
@@ -158,7 +158,7 @@ def manager(
         splitting_ops=(op,),
         capture_device="host" if device == "cpu" else "auto",
         compiler="eager",
-        strict=strict,
+        on_fallback=on_fallback,
         checks=checks,
     )
     called: Any = module
