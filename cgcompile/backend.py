@@ -33,7 +33,7 @@ from cgcompile.passes.split import split_data
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_by_config
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.reasons import Reason
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.torch_compat import dynamo, inductor, presence, torch_settings
@@ -86,7 +86,7 @@ class Backend(Registry):
             load_triton()
         self._floats: dict[Any, float] = {}  # floats seen, see :func:`dynamo.varied_floats`
         self._unmet: UnmetOps | None = None
-        self._differences: dict[int, list[Fallback]] = {}  # Dynamo frame -> why not to pad
+        self._differences: dict[int, list[str]] = {}  # Dynamo frame -> why not to pad
 
     def __reduce__(self) -> Any:
         return type(self), (self.config,)  # a copy has compiled nothing yet

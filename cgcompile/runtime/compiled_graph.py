@@ -102,7 +102,7 @@ class CompiledGraph:
         self.fast_paths = FastPaths(self.timeline)
         self.before_capture: Callable[[], None] | None = None  # called once, before the first
         self.graph_break: str | None = None  # why Dynamo ended the graph early, and where
-        self.differences: list[Fallback] = []  # why no trace of the function is padded
+        self.differences: list[str] = []  # why no trace of the function is padded
         self.traces: weakref.ref[Any] | None = None  # traces of the model that bind its weights
         # All graphs of its handle, with the timeline of each.
         self.of_handle: Sequence[tuple[weakref.ref[CompiledGraph], Timeline]] = ()

@@ -194,7 +194,7 @@ class Traces:
         self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers
         self._varied: set[str] = set()  # the paths of numbers that had several values
         self._constant: set[str] = set()  # the paths of numbers that graphs cannot take as inputs
-        self._differences: list[Fallback] = []  # why calls are not padded, of all traces
+        self._differences: list[str] = []  # why calls are not padded, of all traces
         self._rules = rules
         self._count = 0  # traces since the last invalidation
         self._lock = new_lock()
