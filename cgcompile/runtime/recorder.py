@@ -40,7 +40,6 @@ from cgcompile.reasons import Fallback, Reason, RunPlain
 from cgcompile.runtime.layouts import in_traced_layouts
 from cgcompile.runtime.program import EagerCall, Program
 from cgcompile.runtime.recording import Recording
-from cgcompile.runtime.rows import unknown_rows
 from cgcompile.source_lines import raised_at
 from cgcompile.torch_compat import torch_ops
 
@@ -203,7 +202,7 @@ class _Recorder:
         )
         if self._rows_left is None:
             rows, timeline = recording.batch.descriptor.num_tokens, self._program.timeline
-            sequence.not_zeroed = partial(timeline.not_zeroed, unknown_rows(rows))
+            sequence.not_zeroed = partial(timeline.not_zeroed, rows)
             context = callers_context()
             real = None if context is None else context.num_unpadded_tokens
             if real is not None and real < rows:

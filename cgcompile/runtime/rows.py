@@ -23,7 +23,6 @@ from cgcompile.graphs.arena import rows_apart
 from cgcompile.passes.nodes import COMPUTING, storages, tensors, value, written, written_storages
 from cgcompile.passes.split import Piece, SplitGraph, returned_names
 from cgcompile.pieces.compilers import Runnable
-from cgcompile.reasons import Fallback, Reason
 
 
 def mutated_inputs(piece: Piece) -> list[str]:
@@ -179,9 +178,3 @@ def zeroing(piece: Piece, run: Runnable, names: Collection[str], real: int) -> R
         return outputs
 
     return zeroed if items or positions else run
-
-
-def unknown_rows(rows: int) -> Fallback:
-    """Return the reason that is counted where padding rows are not zeroed."""
-    detail = f"which dimension has the {rows} rows of the batch is not known, so padding rows stay"
-    return Fallback(Reason.PADDING_ROWS, detail)
