@@ -18,22 +18,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgcompile.adapters.adapter import AdaptedGraph, innermost
+from cgcompile.adapters.adapter import AdaptedGraph, Adapter, innermost
 from cgcompile.adapters.numbers import adapt_numbers
-from cgcompile.adapters.padding import adapt_lengths
-from cgcompile.adapters.subclasses import adapt_subclasses
 from cgcompile.boundaries import Boundaries, UnmetOps
 from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from cgcompile.counts import count
 from cgcompile.errors import ConfigError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
-from cgcompile.kernels.small_linear import load_triton
+from cgcompile.kernels import load_triton
 from cgcompile.passes import check_disabled
+from cgcompile.passes.nodes import has_subclasses
 from cgcompile.passes.split import split_data
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_by_config
-from cgcompile.reasons import Reason
+from cgcompile.reasons import Fallback, Reason
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.torch_compat import dynamo, inductor, presence, torch_settings
@@ -82,11 +81,11 @@ class Backend(Registry):
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # one per trace of Dynamo
         self._pieces = PieceCache(self.config)
-        if self.config.kernels:
+        if self.config.small_batch_kernels or self.config.decode_attention:
             load_triton()
         self._floats: dict[Any, float] = {}  # floats seen, see :func:`dynamo.varied_floats`
         self._unmet: UnmetOps | None = None
-        self._differences: dict[int, list[str]] = {}  # Dynamo frame -> why not to pad
+        self._differences: dict[int, list[Fallback]] = {}  # Dynamo frame -> why not to pad
 
     def __reduce__(self) -> Any:
         return type(self), (self.config,)  # a copy has compiled nothing yet
@@ -195,10 +194,14 @@ class Backend(Registry):
             return inductor.compile_whole(gm, example_inputs, inductor_patches(config))
         # 1. Adapt: the graph takes tensors in place of subclasses, and of numbers that vary.
         unmet = self._unmet_ops(gm)
-        gm, unwrapping = adapt_subclasses(gm)
+        adapters: list[Adapter] = []
+        if has_subclasses(gm):  # adapters that few graphs need are imported for those
+            from cgcompile.adapters.subclasses import adapt_subclasses
+
+            gm, adapters = adapt_subclasses(gm)
         floats = dynamo.varied_floats(gm, self._floats)
         gm, computing = adapt_numbers(gm, floats, folds=config.mode is pieces)
-        adapters = unwrapping + computing
+        adapters += computing
         if adapters or config.pad_lengths is not None:
             frozen = 0  # the caller of the adapters passes all inputs at each call
         with dynamo.new_sources() as sources:
@@ -229,7 +232,10 @@ class Backend(Registry):
             graph.before_capture = unmet.warn_once
         self._register(graph)
         # 5. Put the adapters around it.
-        adapters += adapt_lengths(graph, config.pad_lengths)
+        if config.pad_lengths is not None:
+            from cgcompile.adapters.padding import adapt_lengths
+
+            adapters += adapt_lengths(graph, config.pad_lengths)
         return AdaptedGraph(graph, adapters, self.run_plain) if adapters else graph
 
     def _unmet_ops(self, gm: fx.GraphModule) -> UnmetOps | None:

@@ -22,13 +22,13 @@ from cgcompile.passes.nodes import (
     is_view,
     layout_of,
     nodes_by_storage,
+    nodes_in_regions,
     storages,
     surely_written,
     tensors,
     value,
     written,
 )
-from cgcompile.passes.regions import nodes_in_regions
 
 
 def resolve_aliases(gm: fx.GraphModule) -> None:

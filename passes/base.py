@@ -31,18 +31,19 @@ from cgcompile.counts import text_table
 from cgcompile.errors import CGCompileError, ConfigError, PassError
 from cgcompile.passes.nodes import (
     COMPUTING,
+    Symbols,
     attribute,
     changes_layout,
+    dtype_text,
     is_integer,
     is_symbolic_number,
     is_torchs,
     layout_of,
+    nodes_in_regions,
     symbols_of,
     tensors,
     value,
 )
-from cgcompile.passes.regions import nodes_in_regions
-from cgcompile.passes.symbols import Symbols, dtype_text
 from cgcompile.settings import checked, require, require_callable
 from cgcompile.torch_compat import dynamo, expressions, torch_ops
 

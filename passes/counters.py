@@ -12,8 +12,7 @@ import torch
 from torch import fx
 
 from cgcompile.boundaries import target_name
-from cgcompile.passes.nodes import COMPUTING, is_torchs, storages, value, written
-from cgcompile.passes.regions import nodes_in_regions
+from cgcompile.passes.nodes import COMPUTING, is_torchs, nodes_in_regions, storages, value, written
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 _ADVANCES = "cgcompile_advances"  # key in node.meta

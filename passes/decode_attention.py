@@ -17,7 +17,7 @@ attention is written out that way where the user chose it.
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import sympy
@@ -34,14 +34,13 @@ from cgcompile.passes.nodes import (
     calls,
     keep_meta,
     launches_kernel,
+    nodes_in_regions,
     short_name,
     storages,
     symbols_of,
     value,
     written,
 )
-from cgcompile.passes.regions import nodes_in_regions
-from cgcompile.settings import AUTO
 from cgcompile.torch_compat import expressions, raw_memory, torch_ops, torch_settings
 
 _SDPA = "scaled_dot_product_attention"
@@ -75,56 +74,37 @@ def _require(holds: bool, why: str) -> None:
         raise _Refused(why)
 
 
-class ReplaceAttention:
-    """The pass.
+def replace_attention(
+    gm: fx.GraphModule,
+    boundaries: Boundaries,
+    on_device: Callable[[fx.Node], bool],
+    insists: bool,
+) -> Fusions:
+    """Replace attention of few query rows in place; return what was replaced, and what was not.
 
     Args:
+        gm: the graph.
         boundaries: the registry of splitting ops; what the user named there stays.
-        where: ``"auto"``: on devices that run the kernel, where that is faster. True: on all.
-            False: on none.
-
-    Attributes:
-        fusions: what it replaced in the last graph, and why other attention stayed.
+        on_device: returns whether attention is replaced where a node computes.
+        insists: also where the kernel is not faster.
     """
-
-    name = "decode_attention"
-
-    def __init__(self, boundaries: Boundaries, where: bool | str = AUTO) -> None:
-        self._boundaries, self._where = boundaries, where
-        self.fusions = Fusions()
-
-    def uuid(self) -> str:
-        return f"{self.name}/2/{self._where}/{self._boundaries.uuid()}"
-
-    def concerns(self, gm: fx.GraphModule) -> bool:
-        """Return whether a graph may have attention that the pass replaces."""
-        names = (_SDPA, "softmax")
-        return any(calls(node, *names) and self._on_device(node) for node in gm.graph.nodes)
-
-    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        self.fusions = Fusions()
-        if self.concerns(gm):
-            replacer = _Replacer(gm, self._boundaries, self._where is True)
-            fused: dict[str, list[str]] = {}
-            unfused: dict[str, list[str]] = {}
-            for node in list(gm.graph.nodes):
-                if calls(node, _SDPA, "matmul") and self._on_device(node):
-                    try:
-                        attention = _attention_of(node)
-                        if attention is not None:
-                            fused.setdefault(replacer.replace(attention), []).append(node.name)
-                    except _Refused as why:
-                        unfused.setdefault(str(why), []).append(node.name)
-            if fused:
-                replacer.advance_counters()
-            self.fusions.fused += [f"{_listed(names)}, {what}" for what, names in fused.items()]
-            self.fusions.unfused += [f"{_listed(names)}: {why}" for why, names in unfused.items()]
-        return gm
-
-    def _on_device(self, node: fx.Node) -> bool:
-        return self._where is True or (
-            self._where == AUTO and why_unsupported(value(node).device) is None
-        )
+    replacer = _Replacer(gm, boundaries, insists)
+    fused: dict[str, list[str]] = {}
+    unfused: dict[str, list[str]] = {}
+    for node in list(gm.graph.nodes):
+        if calls(node, _SDPA, "matmul") and on_device(node):
+            try:
+                attention = _attention_of(node)
+                if attention is not None:
+                    fused.setdefault(replacer.replace(attention), []).append(node.name)
+            except _Refused as why:
+                unfused.setdefault(str(why), []).append(node.name)
+    if fused:
+        replacer.advance_counters()
+    fusions = Fusions()
+    fusions.fused += [f"{_listed(names)}, {what}" for what, names in fused.items()]
+    fusions.unfused += [f"{_listed(names)}: {why}" for why, names in unfused.items()]
+    return fusions
 
 
 def _listed(names: list[str]) -> str:

@@ -25,6 +25,7 @@ from cgcompile.passes.nodes import (
     is_torchs,
     layout_of,
     nodes_by_storage,
+    nodes_in_regions,
     short_name,
     storages,
     symbols_of,
@@ -32,7 +33,6 @@ from cgcompile.passes.nodes import (
     value,
     written,
 )
-from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.torch_compat import dynamo, torch_ops
 
 _CHANGES_HISTORY = {"requires_grad_", "detach_", "retain_grad", "register_hook"}

@@ -1,13 +1,34 @@
-"""Properties of one node of Dynamo's pre-grad graph: its value, its writes, its line.
+"""What passes read of a graph: values and writes of nodes, regions of state, sizes as symbols.
 
 ``node.meta["example_value"]`` is the fake value that Dynamo left; a statement (``x[i] = y``) has
 none.
+
+Note [Regions of state]
+A region are the nodes from one that opens a state to the one that closes it. Inside a ``vmap`` the
+tensors are batched wrappers, inside a nested ``grad`` they are dual; such values cannot leave their
+region, so a region is never cut: if one of its nodes cannot be captured, the whole region runs
+eager. Where a graph sets a switch of the process (``sdpa_kernel``, deterministic algorithms, grad
+mode on in a graph that runs without), the region in which the switch differs always runs eager: a
+replay does not run the host code that sets it. Autocast, ``no_grad`` and ``inference_mode`` are
+different: each piece enters them (``split.py``).
+
+Note [Symbols]
+A graph traced with dynamic sizes has one symbol per varying dimension of its inputs. Every size and
+every number of bytes is an expression of these symbols, so that a capture size that the model's own
+guards refuse is refused before capture, with the guard, and not by a wrong result.
+
+Dynamo names an input ``L['self']._modules['model']._parameters['weight']``; printed tables,
+messages and generated code use the dotted form that the user would write: ``model.weight``.
 """
 
+import itertools
+import keyword
+import logging
+import math
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -16,8 +37,10 @@ import torch
 from torch import fx
 
 from cgcompile.boundaries import target_name
+from cgcompile.errors import ConfigError, SymbolError
+from cgcompile.reasons import Reason
 from cgcompile.source_lines import ascii_text, is_users_file
-from cgcompile.torch_compat import dynamo, raw_memory, torch_ops
+from cgcompile.torch_compat import dynamo, expressions, raw_memory, torch_ops
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
@@ -85,6 +108,11 @@ def value(node: fx.Node) -> Any:
 def tensors(values: Any) -> list[torch.Tensor]:
     """Return the tensors in a value, containers opened."""
     return [leaf for leaf in torch_ops.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def has_subclasses(gm: fx.GraphModule) -> bool:
+    """Return whether a value in a graph is a tensor subclass that torch can take apart."""
+    return any(map(raw_memory.is_wrapper, tensors([value(node) for node in gm.graph.nodes])))
 
 
 def is_cpu_scalar(scalar: Any, device: torch.device) -> bool:
@@ -411,3 +439,310 @@ def launches_kernel(gm: fx.GraphModule, node: fx.Node) -> bool:
     if is_container_item(node) or is_allocation(node) or runs_once_on_host(node):
         return False
     return not is_view(gm, node)
+
+
+_PAIRS = {  # opening function: (closing function, label)
+    "_vmap_increment_nesting": ("_vmap_decrement_nesting", "torch.vmap"),
+    "_jvp_increment_nesting": ("_jvp_decrement_nesting", "torch.func.jvp"),
+    "_enter_dual_level": ("_exit_dual_level", "forward-mode AD"),
+    "_saved_tensors_hooks_disable": ("_saved_tensors_hooks_enable", "disabled saved-tensor hooks"),
+}
+# Each call sets the switch; Dynamo restores the first value at the end of a context.
+_SWITCHES = {
+    "_sdpa_kernel": "torch.nn.attention.sdpa_kernel",
+    "_set_deterministic_algorithms": "torch.use_deterministic_algorithms",
+    "_set_fwd_grad_enabled": "torch.autograd.forward_ad",
+    "_set_grad_enabled": "torch.enable_grad",
+}
+
+
+# ---------------------------------------------------------------- regions of state
+
+
+class Region(NamedTuple):
+    """One outermost region: the nodes from position ``first`` to ``last``, inclusive."""
+
+    first: int
+    last: int
+    label: str
+    eager: Reason | None = None  # why it always runs eager; None if that depends on its nodes
+
+
+def state_regions(gm: fx.GraphModule) -> list[Region]:
+    """Return the outermost regions of the graph, in order; they do not overlap."""
+    regions = [*_paired_regions(gm), *_differentiating_regions(gm)]
+    for name in _SWITCHES:
+        regions += _switched_regions(gm, name)
+    return _outermost(regions)
+
+
+def nodes_in_regions(gm: fx.GraphModule) -> set[fx.Node]:
+    """Return every node in a state region, its ends included."""
+    nodes = list(gm.graph.nodes)
+    return {node for region in state_regions(gm) for node in nodes[region.first : region.last + 1]}
+
+
+def grad_mode_around(gm: fx.GraphModule) -> bool | None:
+    """Return the grad mode that the graph starts in and, by its last toggle, ends in, or None."""
+    toggles = [n for n in gm.graph.nodes if n.target is torch_ops.SET_GRAD_ENABLED]
+    return bool(toggles[-1].args[0]) if toggles else None
+
+
+def _paired_regions(gm: fx.GraphModule) -> list[Region]:
+    regions: list[Region] = []
+    open_regions: list[tuple[int, str, str]] = []  # (start, closing function, label)
+    for position, node in enumerate(gm.graph.nodes):
+        name = short_name(node.target) if node.op == "call_function" else ""
+        if name in _PAIRS:
+            open_regions.append((position, *_PAIRS[name]))
+        elif open_regions and name == open_regions[-1][1]:
+            first, _, label = open_regions.pop()
+            regions.append(Region(first, position, label))
+    return regions
+
+
+def _differentiating_regions(gm: fx.GraphModule) -> list[Region]:
+    """Return the region from the start of a nested gradient to the last computed gradient."""
+    # The values between carry the history that the gradient needs; a compiled piece would drop it.
+    nodes = list(gm.graph.nodes)
+    called = [(i, short_name(n.target)) for i, n in enumerate(nodes) if n.op in COMPUTING]
+    starts = [i for i, name in called if name == "_grad_increment_nesting"]
+    ends = [
+        i for i, name in called if name in ("_grad_decrement_nesting", "_autograd_grad", "backward")
+    ]
+    ends += [i for i, node in enumerate(nodes) if node.target is torch.autograd.grad]
+    if not ends:
+        return []
+    first = min(starts) if starts and min(starts) < min(ends) else called[0][0]
+    return [Region(first, max(ends), "torch.func.grad", Reason.GRADIENTS)]
+
+
+def _switched_regions(gm: fx.GraphModule, name: str) -> list[Region]:
+    """Return where a switch has another value than at the end of the graph, calls included."""
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    calls = [
+        node for node in order if node.op == "call_function" and short_name(node.target) == name
+    ]
+    if not calls or (name == "_set_grad_enabled" and grad_mode_around(gm) is not False):
+        return []
+    reason = Reason.GRADIENTS if name == "_set_grad_enabled" else Reason.STATE_REGION
+    final, label = _setting(calls[-1]), _SWITCHES[name]
+    regions: list[Region] = []
+    began: int | None = None
+    for call in calls:
+        first = min([order[call], *(order[n] for n in call.all_input_nodes if n.op in COMPUTING)])
+        if _setting(call) != final:
+            began = first if began is None else began
+        elif began is not None:
+            regions.append(Region(began, order[call], label, reason))
+            began = None
+        elif name != "_set_grad_enabled":  # set without a context: the host has to run it
+            regions.append(Region(first, order[call], label, reason))
+    return regions
+
+
+def _setting(call: fx.Node) -> str:
+    """Return the arguments of a switching call as text, with nested calls spelled out."""
+    return str(fx.map_arg((call.args, dict(call.kwargs)), lambda node: str(node.args)))
+
+
+def _outermost(regions: list[Region]) -> list[Region]:
+    outer: list[Region] = []
+    for region in sorted(regions, key=lambda r: (r.first, -r.last)):
+        if outer and region.first <= outer[-1].last:
+            last = max(outer[-1].last, region.last)
+            cause = outer[-1] if outer[-1].eager or not region.eager else region
+            outer[-1] = Region(outer[-1].first, last, cause.label, cause.eager)
+        else:
+            outer.append(region)
+    return outer
+
+
+log = logging.getLogger(__name__)
+
+_CONTAINERS = re.compile(r"\._(?:modules|parameters|buffers)\[")
+_KEY = re.compile(r"\['([^']*)'\]")
+_INDEX = re.compile(r"\[(\d+)\]")
+
+
+# ---------------------------------------------------------------- symbols
+
+
+def dotted_source(placeholder: fx.Node) -> str | None:
+    """Return the dotted name of an input at the caller; None if the graph is not from Dynamo."""
+    source = dynamo.source_name(placeholder)
+    if source is None:
+        return None
+    text = re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
+    text = _KEY.sub(r".\1", _CONTAINERS.sub("[", text))
+    is_size = re.search(r"\.(?:size|stride)\(\)\[\d+\]$", text)
+    tail = is_size.group() if is_size else ""
+    head = text[: len(text) - len(tail)]
+    return _INDEX.sub(r".\1", head).removeprefix("self.") + tail
+
+
+def identifier(text: str, taken: set[str]) -> str:
+    """Return a Python identifier for ``text`` that is not in ``taken``, and add it."""
+    name = re.sub(r"\W+", "_", text).strip("_") or "value"
+    if name[0].isdigit() or keyword.iskeyword(name):
+        name = f"_{name}"
+    unique, number = name, 1
+    while unique in taken:
+        unique, number = f"{name}_{number}", number + 1
+    taken.add(unique)
+    return unique
+
+
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "b8"}
+
+
+class Symbols(expressions.Shapes):
+    """The symbols of the inputs of one graph, in the order of the inputs."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        bound = bound_symbols(gm)
+        self._dims = {symbol: dotted_source(node) or node.name for symbol, node in bound.items()}
+        self._short = {symbol: sympy.Symbol(f"s{i}") for i, symbol in enumerate(bound)}
+        envs = (value(node).node.shape_env for node in bound.values())
+        super().__init__(next(envs, None))  # None without symbols, and then not used
+
+    @property
+    def dims(self) -> dict[str, str]:
+        """Printed symbol -> the input dimension it stands for: ``{"s0": "x.size()[0]"}``."""
+        return {str(self._short[symbol]): dim for symbol, dim in self._dims.items()}
+
+    def __iter__(self) -> Iterator[sympy.Symbol]:
+        return iter(self._dims)
+
+    def __contains__(self, symbol: sympy.Symbol) -> bool:
+        return symbol in self._dims
+
+    def pretty(self, expression: Any) -> str:
+        """Return the text of an expression, with ``s0``, ``s1``, ... in the order of the inputs."""
+        return str(sympy.sympify(expression).subs(self._short))
+
+    def number(self, number: Any) -> sympy.Expr:
+        """Return the expression of a plain or symbolic number."""
+        return number.node.expr if hasattr(number, "node") else sympy.sympify(number)
+
+    def shape_text(self, tensor: torch.Tensor) -> str:
+        """Return text such as ``f32[s0, 16]``."""
+        sizes = ", ".join(self.pretty(self.number(size)) for size in tensor.shape)
+        return f"{dtype_text(tensor.dtype)}[{sizes}]"
+
+    def nbytes(self, tensor: torch.Tensor) -> sympy.Expr:
+        """Return the bytes of the elements of a tensor."""
+        return sympy.Mul(tensor.element_size(), *map(self.number, tensor.shape))
+
+    def storage(self, tensor: torch.Tensor) -> tuple[int, sympy.Expr]:
+        """Return (key, bytes) of the storage behind a tensor; a view keeps all of it alive."""
+        key = raw_memory.storage_key(tensor)
+        if key is None:
+            return id(tensor), self.nbytes(tensor)
+        return key, sympy.expand(self.number(tensor.untyped_storage().nbytes()))
+
+    def check_bound(self, values: Any, name: str, where: str) -> None:
+        """Refuse a value whose size depends on a symbol that no input gives."""
+        free = symbols_of(values) - self._dims.keys()
+        if free:
+            raise SymbolError.free(value=name, symbols=sorted(map(str, free)), where=where)
+
+    def specialised(self) -> dict[str, str]:
+        """Return the dimensions that were fixed to a number after tracing, with that number."""
+        fixed = {}
+        for symbol, dim in self._dims.items():
+            now = self.current(symbol)
+            if now.is_number:
+                fixed[dim] = str(now)
+        return fixed
+
+    def guards_on(self, symbol: sympy.Symbol) -> list[str]:
+        """Return the guards on a symbol, as text, without duplicates."""
+        guards = [guard for guard, _ in self.guards() if symbol in guard.free_symbols]
+        return list(dict.fromkeys(map(self.pretty, guards)))
+
+    def numbers_with(self, symbol: sympy.Symbol, size: int) -> dict[sympy.Symbol, int] | None:
+        """Return values of all symbols that the guards allow where one is ``size``, or None."""
+        guards = [guard for guard, _ in self.guards()]
+        if not self._allows({symbol: size}, guards):
+            return None
+        others = [other for other in self._dims if other != symbol]
+        scale = size / (self.traced_with(symbol) or size or 1)
+        choices = [self._likely(other, size, scale) for other in others]
+        for numbers in itertools.islice(itertools.product(*choices), 256):
+            candidate = {symbol: size, **dict(zip(others, numbers, strict=True))}
+            if self._allows(candidate, guards):
+                return candidate
+        return None
+
+    def _likely(self, symbol: sympy.Symbol, size: int, scale: float) -> list[int]:
+        """Return values that may go with a size: as traced, the same, scaled alike, the least."""
+        least, traced = max(int(self.bounds(symbol)[0]), 2), self.traced_with(symbol)
+        if traced is None:
+            return list(dict.fromkeys([size, least]))
+        scaled = math.ceil(traced * scale)
+        return list(dict.fromkeys([traced, size, scaled, 2 * scaled, least]))
+
+    def _allows(self, numbers: dict[sympy.Symbol, int], guards: list[sympy.Expr]) -> bool:
+        for symbol, number in numbers.items():
+            lower, upper = self.bounds(symbol)
+            if not lower <= number <= upper:
+                return False
+        return all(guard.subs(numbers) is not sympy.false for guard in guards)
+
+    def check_sizes(
+        self, sizes: Sequence[int], dim: str | None, setting: str = "cudagraph_capture_sizes"
+    ) -> None:
+        """Refuse a size that a guard or range of the traced code excludes."""
+        # Sizes 0 and 1 of a backed dimension are not checked: torch traces a graph for each.
+        symbol = self.chosen(dim) if sizes else None
+        if symbol is None:
+            return
+        lower, upper = self.bounds(symbol)
+        own_graph = () if expressions.is_unbacked(symbol) else (0, 1)
+        for size in sizes:
+            if size in own_graph:
+                continue
+            if not lower <= size <= upper:
+                limits = f"{lower} <= {self._short[symbol]} <= {upper}"
+                self._refuse(setting, size, symbol, limits, "")
+            for guard, line in self.guards():
+                if guard.subs(symbol, size) is sympy.false:
+                    self._refuse(setting, size, symbol, self.pretty(guard), line)
+
+    def _refuse(self, setting: str, size: int, symbol: sympy.Symbol, guard: str, line: str) -> None:
+        where = f" ({line})" if line else ""
+        raise SymbolError.size_refused(
+            setting=setting, size=size, dim=self.text_of(symbol), guard=guard, where=where
+        )
+
+    def text_of(self, symbol: sympy.Symbol) -> str:
+        """Return text such as ``s0 = x.size()[0]``."""
+        return f"{self._short[symbol]} = {self._dims[symbol]}"
+
+    def only(self, dim: str | None) -> sympy.Symbol | None:
+        """Return the symbol of a dimension, which may be left out if the graph has one, or None."""
+        symbols = [symbol for symbol, name in self._dims.items() if dim in (None, name)]
+        return symbols[0] if len(symbols) == 1 else None
+
+    def chosen(self, dim: str | None) -> sympy.Symbol | None:
+        """Return the symbol of a dimension, which may be left out if the graph has one, or None."""
+        if not self._dims:
+            return None
+        if dim is None and len(self._dims) == 1:
+            return next(iter(self._dims))
+        if dim is None:
+            raise ConfigError.which_dimension(dims=list(self._dims.values()))
+        for symbol, name in self._dims.items():
+            if name == dim:
+                return symbol
+        # One model can have several graphs; this one has no such input.
+        log.warning("capture_dim %s is not among %s", dim, ", ".join(self._dims.values()))
+        return None
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return a dtype in a few characters: ``f32``, ``bf16``, ``i64``, ``b8``."""
+    name = str(dtype).removeprefix("torch.")
+    head = name.rstrip("0123456789")
+    return _DTYPES[head] + name[len(head) :] if head in _DTYPES else name

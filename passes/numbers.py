@@ -28,12 +28,12 @@ from cgcompile.passes.nodes import (
     NUMBER,
     bound_symbols,
     is_symbolic_number,
+    nodes_in_regions,
     short_name,
     symbols_of,
     tensors,
     value,
 )
-from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.torch_compat import dynamo, expressions, raw_memory, torch_ops
 
 _SAME = {"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div"}

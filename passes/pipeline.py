@@ -13,16 +13,59 @@ from torch import fx
 
 from cgcompile.boundaries import Boundaries
 from cgcompile.errors import ConfigError
+from cgcompile.kernels import why_unsupported
 from cgcompile.passes.aliases import resolve_aliases
 from cgcompile.passes.assign import assign_pieces
-from cgcompile.passes.base import FunctionPass, PassManager
-from cgcompile.passes.decode_attention import ReplaceAttention
+from cgcompile.passes.base import FunctionPass, Fusions, PassManager
 from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
+from cgcompile.passes.nodes import calls, value
 from cgcompile.passes.normalize import bind_symbols, pull_items
-from cgcompile.passes.partition import cut
-from cgcompile.passes.split import SplitGraph
-from cgcompile.settings import checked, parse_passes, parse_switch, parsed
+from cgcompile.passes.split import SplitGraph, cut
+from cgcompile.settings import AUTO, checked, parse_passes, parse_switch, parsed
 from cgcompile.torch_compat import dynamo
+
+
+class ReplaceAttention:
+    """The pass that puts ``cgcompile::decode_attention`` in place of attention of few query rows.
+
+    Args:
+        boundaries: the registry of splitting ops; what the user named there stays.
+        where: ``"auto"``: on devices that run the kernel, where that is faster. True: on all.
+            False: on none.
+
+    Attributes:
+        fusions: what it replaced in the last graph, and why other attention stayed.
+    """
+
+    name = "decode_attention"
+
+    def __init__(self, boundaries: Boundaries, where: bool | str = AUTO) -> None:
+        self._boundaries, self._where = boundaries, where
+        self.fusions = Fusions()
+
+    def uuid(self) -> str:
+        return f"{self.name}/2/{self._where}/{self._boundaries.uuid()}"
+
+    def concerns(self, gm: fx.GraphModule) -> bool:
+        """Return whether a graph may have attention that the pass replaces."""
+        names = ("scaled_dot_product_attention", "softmax")
+        return any(calls(node, *names) and self._on_device(node) for node in gm.graph.nodes)
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        self.fusions = Fusions()
+        if self.concerns(gm):
+            # Imported only where a device runs the kernel.
+            from cgcompile.passes.decode_attention import replace_attention
+
+            insists = self._where is True
+            self.fusions = replace_attention(gm, self._boundaries, self._on_device, insists)
+        return gm
+
+    def _on_device(self, node: fx.Node) -> bool:
+        return self._where is True or (
+            self._where == AUTO and why_unsupported(value(node).device) is None
+        )
+
 
 PIPELINE: Mapping[str, Callable[[Boundaries], Any]] = {
     "bind_symbols": lambda _: FunctionPass("bind_symbols", bind_symbols, "3"),

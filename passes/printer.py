@@ -24,12 +24,12 @@ from torch import fx
 
 from cgcompile.passes.nodes import (
     attribute,
+    dtype_text,
     is_symbolic_number,
     symbols_of,
     tensors,
     value,
 )
-from cgcompile.passes.symbols import dtype_text
 from cgcompile.torch_compat import expressions, inductor, raw_memory, torch_ops
 
 _LARGEST_CONSTANT = 1 << 16  # bytes of a tensor that a lasting text hashes

@@ -1,6 +1,6 @@
 """Put ``cgcompile::rotate_and_cache`` between the projections and attention of a decode step.
 
-For at most :data:`cgcompile.kernels.small_linear.ROWS` tokens it fuses what ``transformers`` writes
+For at most :data:`cgcompile.kernels.ROWS` tokens it fuses what ``transformers`` writes
 as ``q * cos + rotate_half(q) * sin``, for q and k, with an RMS norm of each head before it, and the
 two ``index_copy_`` that write k and v to a static cache. The rule: nodes are fused only if those
 in between have no other users, and if no other node writes to the tensors that the op reads, or
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from cgcompile.kernels import ROWS, why_unsupported
 from cgcompile.kernels.rotate_and_cache import HEADS, empty, op
-from cgcompile.kernels.small_linear import DTYPES, ROWS, why_unsupported
+from cgcompile.kernels.small_linear import DTYPES
 from cgcompile.passes.base import Fusions
 from cgcompile.passes.counters import advance, increments
 from cgcompile.passes.nodes import (
@@ -24,12 +25,12 @@ from cgcompile.passes.nodes import (
     is_torchs,
     keep_meta,
     layout_of,
+    nodes_in_regions,
     short_name,
     storages,
     value,
     written,
 )
-from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.passes.small_batch import between, norm_of, only_user
 from cgcompile.torch_compat import expressions, torch_ops
 

@@ -1,6 +1,6 @@
 """Put ``cgcompile::small_linear`` in place of linear layers that get few rows.
 
-For at most :data:`cgcompile.kernels.small_linear.ROWS` rows it fuses::
+For at most :data:`cgcompile.kernels.ROWS` rows it fuses::
 
     rms_norm -> linear                      also several linear layers of one input (q, k and v)
     linear, linear -> act(gate) * up        also of one weight whose halves are gate and up
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from cgcompile.kernels.small_linear import DTYPES, ROWS, op, why_unsupported
+from cgcompile.kernels import ROWS, why_unsupported
+from cgcompile.kernels.small_linear import DTYPES, op
 from cgcompile.passes.base import Fusions
 from cgcompile.passes.linears import CASTS, Linear, linear_of, only_user
 from cgcompile.passes.nodes import (
@@ -28,11 +29,11 @@ from cgcompile.passes.nodes import (
     erase_unused,
     keep_meta,
     layout_of,
+    nodes_in_regions,
     storages,
     value,
     written_storages,
 )
-from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.torch_compat import expressions, torch_ops
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}

@@ -18,6 +18,8 @@ from cgcompile.passes.base import alike, run_on_fakes
 from cgcompile.passes.nodes import (
     COMPUTING,
     bound_symbols,
+    has_subclasses,
+    nodes_in_regions,
     short_name,
     storages,
     symbols_of,
@@ -25,7 +27,6 @@ from cgcompile.passes.nodes import (
     value,
     written_storages,
 )
-from cgcompile.passes.regions import nodes_in_regions
 from cgcompile.torch_compat import dynamo, expressions, raw_memory, torch_ops
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,7 @@ class Unwrapped:
 
 def unwrap_subclasses(gm: fx.GraphModule) -> Unwrapped | None:
     """Return the graph on the plain tensors inside of subclasses; None without subclasses."""
-    leaves = tensors([value(node) for node in gm.graph.nodes])
-    if not any(map(raw_memory.is_wrapper, leaves)):
+    if not has_subclasses(gm):
         return None
     try:
         return _Unwrapper(gm).run()

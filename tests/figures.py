@@ -52,7 +52,7 @@ GUARDS = (
     "Fits",
     "ArgumentChecks",
     "CompiledTrace.replaced",
-    "_Unwrapping._check_parts",
+    "_Unwrapping._why_other_parts",
     "SameOnHost",
     "bridges._same_value",
     "FullGraphs.check_weights",

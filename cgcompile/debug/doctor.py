@@ -1,7 +1,7 @@
 """Find what CUDA graphs cannot hold, before anything is captured: :func:`doctor`.
 
 The model runs eagerly, twice, while :mod:`~cgcompile.debug.op_observer` observes its ops, and its
-state is restored. The rules are those of the split (``passes/capturable.py``), of the CPU recorder
+state is restored. The rules are those of the split (``passes/assign.py``), of the CPU recorder
 (``graphs/host_rules.py``) and of the registry of boundaries. :meth:`Diagnosis.of_error` and the
 counters of a handle give the same kinds of finding after a capture.
 """

@@ -30,6 +30,8 @@ from cgcompile.errors import ConfigError, SymbolError
 from cgcompile.passes.nodes import (
     COMPUTING,
     SourceLine,
+    Symbols,
+    dtype_text,
     is_symbolic_number,
     symbols_of,
     tensors,
@@ -38,7 +40,6 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.subclasses import unwrap_subclasses
-from cgcompile.passes.symbols import Symbols, dtype_text
 from cgcompile.pieces.size_ranges import fusion_texts
 from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Fallback, Reason

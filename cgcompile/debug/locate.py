@@ -27,9 +27,8 @@ from cgcompile.passes.nodes import is_allocation, is_container_item, is_view, us
 from cgcompile.passes.split import Piece, SplitGraph, returned_names
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.runtime.compiled_graph import ReplayOverride
-from cgcompile.runtime.program import Program
+from cgcompile.runtime.program import Program, mutated_inputs
 from cgcompile.runtime.recording import Recording
-from cgcompile.runtime.rows import mutated_inputs
 from cgcompile.torch_compat import torch_ops
 
 After = Callable[[Piece, Mapping[str, Any]], None]

@@ -32,7 +32,7 @@ from cgcompile.graphs.arena import address
 from cgcompile.graphs.breakable import eager_break_during_capture
 from cgcompile.graphs.breaks import foreign_breaks
 from cgcompile.graphs.host_rules import OpRules, write_targets
-from cgcompile.passes.capturable import takes_python_data, why_no_collective, why_not_on
+from cgcompile.passes.assign import takes_python_data, why_no_collective, why_not_on
 from cgcompile.passes.nodes import short_name
 from cgcompile.reasons import Reason
 from cgcompile.source_lines import Line, is_users_file, running_line

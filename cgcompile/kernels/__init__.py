@@ -12,6 +12,9 @@ can run it with fake tensors.
 
 import functools
 import importlib
+import importlib.util
+import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -23,6 +26,52 @@ from cgcompile.errors import ConfigError
 from cgcompile.locks import new_lock
 from cgcompile.torch_compat import expressions, raw_memory
 
+ROWS = 16  # of a tile of the tensor cores
+SHARED_MEMORY = 227 * 1024  # bytes for a thread block, which bound the tiles
+
+
+@functools.cache
+def why_unsupported(device: torch.device) -> str | None:
+    """Return why the kernel does not run on a device, or None."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"{device.type} is no NVIDIA GPU"
+    if not torch.cuda.is_available():
+        return "no GPU is present"
+    properties: Any = torch.cuda.get_device_properties(device)
+    if properties.major < 9:
+        capability = f"{properties.major}.{properties.minor}"
+        return f"the GPU has compute capability {capability}, not 9.0 or newer"
+    if properties.shared_memory_per_block_optin < SHARED_MEMORY:
+        return "the GPU has less than 227 KiB of shared memory for a block"
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def load_triton() -> None:
+    """Prepare Triton's compiler in a thread, where a GPU in use can run kernels; do not wait.
+
+    Before the first kernel of a process Triton computes a hash of its own libraries, of 400 MB.
+    That takes half a second, without Python's lock.
+    """
+    if torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
+        if why_unsupported(device) is None:
+            _load_triton(device)
+
+
+@functools.cache
+def _load_triton(device: torch.device) -> None:
+    def load() -> None:
+        from cgcompile.kernels.small_linear_triton import nothing
+
+        try:
+            with torch.cuda.device(device):
+                nothing.warmup(grid=(1,))
+        except Exception:  # the first kernel of a graph raises it
+            log = logging.getLogger(__name__)
+            log.debug("Triton compiles no kernel for %s", device, exc_info=True)
+
+    threading.Thread(target=load, name="cgcompile kernels").start()
+
 
 def is_on(
     config: CompilationConfig,
@@ -30,28 +79,28 @@ def is_on(
     devices: Iterable[torch.device],
     why_unsupported: Callable[[torch.device], str | None],
 ) -> bool:
-    """Return whether a graph uses a kernel of the setting ``kernels``.
+    """Return whether a graph uses the kernels of a setting.
 
     Args:
         config: the settings.
-        name: of the kernel.
+        name: of the setting, which is ``"auto"``, True or False.
         devices: of the tensors of the graph.
         why_unsupported: returns why the kernels do not run on a device, or None.
 
     Raises:
-        ConfigError: the setting names the kernel, and no device can run it.
+        ConfigError: the setting is True, and no device can run the kernels.
     """
-    switch = config.kernel(name)
-    if switch is False:
+    if getattr(config, name) is False:
         return False
     reasons = list(map(why_unsupported, sorted(set(devices), key=str, reverse=True)))
     if None in reasons:
         return True
-    if reasons and switch is True:  # the first is that of a GPU, if there is one
+    insists = getattr(config, name) is True and config.origins[name] != "environment"
+    if reasons and insists:  # the first is that of a GPU, if there is one
         raise ConfigError.impossible(
-            what=f"kernels = {config.kernels!r}",
+            what=f"{name} = True",
             because=reasons[0],
-            instead=f"Leave {name} to 'auto', which uses it where a device can run it.",
+            instead=f"Leave {name} out: its kernels are used where a device can run them.",
         )
     return False
 

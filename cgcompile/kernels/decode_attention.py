@@ -24,8 +24,8 @@ import torch
 from torch.nn import functional as F
 
 from cgcompile.errors import ConfigError
-from cgcompile.kernels import multiprocessors, power_of_two, registered, start
-from cgcompile.kernels.small_linear import DTYPES, why_unsupported
+from cgcompile.kernels import multiprocessors, power_of_two, registered, start, why_unsupported
+from cgcompile.kernels.small_linear import DTYPES
 from cgcompile.torch_compat import torch_ops
 
 __all__ = ["TOKENS", "op", "takes", "why_unsupported"]
@@ -140,7 +140,7 @@ def _require_no_tangent(*tensors: torch.Tensor | None) -> None:
         raise ConfigError.impossible(
             what="decode_attention of a tensor with a tangent",
             because="the op has no forward derivative",
-            instead="Set kernels='-decode_attention' for this model.",
+            instead="Set decode_attention=False for this model.",
         )
 
 

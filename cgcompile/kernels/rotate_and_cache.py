@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from cgcompile.kernels import registered, start
-from cgcompile.kernels.small_linear import DTYPES, why_unsupported
+from cgcompile.kernels import registered, start, why_unsupported
+from cgcompile.kernels.small_linear import DTYPES
 
 HEADS = (32, 64, 128, 256)  # sizes of a head that the kernel takes
 _SCHEMA = (

@@ -18,25 +18,28 @@ read constant weights before the kernel in front of it has ended. Elsewhere, and
 kernels do not take (:func:`takes`), torch's ops compute it.
 """
 
-import functools
-import importlib.util
-import logging
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from cgcompile.kernels import multiprocessors, power_of_two, registered, start, stays_constant
+from cgcompile.kernels import (
+    ROWS,
+    SHARED_MEMORY,
+    multiprocessors,
+    power_of_two,
+    registered,
+    start,
+    stays_constant,
+    why_unsupported,
+)
 
-ROWS = 16  # of a tile of the tensor cores
 ACTIVATIONS = ("", "silu", "gelu_tanh")
 DTYPES = (torch.bfloat16, torch.float16)
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)  # of weights: all numbers are exact in DTYPES
 SCALES = (torch.float32, *DTYPES)
-SHARED_MEMORY = 227 * 1024  # bytes for a thread block, which bound the tiles
 _SCHEMA = (
     "small_linear(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm, float eps, "
     "float offset, Tensor? residual, str activation, Tensor[]? scales=None, "
@@ -125,49 +128,6 @@ def rows_of_tile(rows: int) -> int:
 def op() -> Any:
     """Return the op; the first call registers it."""
     return registered("small_linear", _SCHEMA, by_torch, on_cuda, _fake)
-
-
-@functools.cache
-def why_unsupported(device: torch.device) -> str | None:
-    """Return why the kernel does not run on a device, or None."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return f"{device.type} is no NVIDIA GPU"
-    if not torch.cuda.is_available():
-        return "no GPU is present"
-    properties: Any = torch.cuda.get_device_properties(device)
-    if properties.major < 9:
-        capability = f"{properties.major}.{properties.minor}"
-        return f"the GPU has compute capability {capability}, not 9.0 or newer"
-    if properties.shared_memory_per_block_optin < SHARED_MEMORY:
-        return "the GPU has less than 227 KiB of shared memory for a block"
-    return None if importlib.util.find_spec("triton") else "triton is not installed"
-
-
-def load_triton() -> None:
-    """Prepare Triton's compiler in a thread, where a GPU in use can run kernels; do not wait.
-
-    Before the first kernel of a process Triton computes a hash of its own libraries, of 400 MB.
-    That takes half a second, without Python's lock.
-    """
-    if torch.cuda.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device())
-        if why_unsupported(device) is None:
-            _load_triton(device)
-
-
-@functools.cache
-def _load_triton(device: torch.device) -> None:
-    def load() -> None:
-        from cgcompile.kernels.small_linear_triton import nothing
-
-        try:
-            with torch.cuda.device(device):
-                nothing.warmup(grid=(1,))
-        except Exception:  # the first kernel of a graph raises it
-            log = logging.getLogger(__name__)
-            log.debug("Triton compiles no kernel for %s", device, exc_info=True)
-
-    threading.Thread(target=load, name="cgcompile kernels").start()
 
 
 def takes(

@@ -15,7 +15,7 @@ decides, in this order, and the methods of :class:`_GraphCall` are its parts:
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,16 +43,18 @@ from cgcompile.reasons import Counters, Fallback, Reason, RunPlain
 from cgcompile.runtime.dispatch import Dispatch
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths, GraphFastPath
 from cgcompile.runtime.inputs import BoundTensors, Overlaps, Roles, why_never
-from cgcompile.runtime.layouts import returning_traced_layouts
 from cgcompile.runtime.program import (
+    BatchRows,
     Program,
     copying_cpu_scalars,
     not_reading_context,
+    returning_traced_layouts,
     uncompiled,
+    unknown_rows,
+    zeroing,
 )
 from cgcompile.runtime.recorder import record
 from cgcompile.runtime.recording import BatchKey, Recording
-from cgcompile.runtime.rows import BatchRows, zeroing
 from cgcompile.runtime.weight_sets import WeightSet, WeightSets
 from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings
 
@@ -102,7 +104,7 @@ class CompiledGraph:
         self.fast_paths = FastPaths(self.timeline)
         self.before_capture: Callable[[], None] | None = None  # called once, before the first
         self.graph_break: str | None = None  # why Dynamo ended the graph early, and where
-        self.differences: list[str] = []  # why no trace of the function is padded
+        self.differences: list[Fallback] = []  # why no trace of the function is padded
         self.traces: weakref.ref[Any] | None = None  # traces of the model that bind its weights
         # All graphs of its handle, with the timeline of each.
         self.of_handle: Sequence[tuple[weakref.ref[CompiledGraph], Timeline]] = ()
@@ -135,7 +137,7 @@ class CompiledGraph:
         self._dispatch = Dispatch(split, config, self._roles, steps)
         if self.pool is None:
             return
-        check_debug("stale" in config.debug)
+        check_debug(config.debug)
         self._is_capturing = self.pool.device.is_capturing
         more = (self.pool, config, self.timeline, self._frozen, self._rows)
         self._program = Program(split, step, runnables, boundaries, *more)
@@ -164,8 +166,8 @@ class CompiledGraph:
 
         Raises:
             DispatchError: the context requests a graph without a descriptor; another thread has run
-                steps under contexts, see :meth:`Registry.allow_threads`; or
-                ``on_fallback="raise"``, and the step would run without a graph.
+                steps under contexts, see :meth:`Registry.allow_threads`; or ``strict``, and the
+                step would run without a graph.
             AddressChangedError: under a context, an input has moved since capture.
             HostValueChangedError: under a context, a number that is baked into graphs differs.
             CaptureError: called from inside one of its own captured steps.
@@ -200,7 +202,7 @@ class CompiledGraph:
             return run
         left = self._rows.left(rows, inputs)
         if left is None:
-            self.timeline.not_zeroed(rows)
+            self.timeline.not_zeroed(unknown_rows(rows))
             return run
         pairs = zip(self.split.pieces, self._runnables, strict=True)
         runnables = [
@@ -316,7 +318,7 @@ class CompiledGraph:
 class _GraphCall(Call[Recording]):
     """A call of a compiled graph; without a forward context its sizes make a descriptor."""
 
-    __slots__ = ("_graph", "_inputs", "_mode", "_overlaps", "_passed", "_weight_set")
+    __slots__ = ("_graph", "_inputs", "_mode", "_overlap", "_passed", "_weight_set")
 
     def __init__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> None:
         self._graph, self._passed = graph, inputs
@@ -441,12 +443,14 @@ class _GraphCall(Call[Recording]):
         program.pool.follow_stream()  # a recording copies inputs into shared blocks
         roles = graph._roles[batch.mode]
         recording = Recording(program, roles, batch, inputs, weight_set.starts, owner)
-        graph._overlaps.check(inputs)
+        overlap = graph._overlaps.why(inputs)
+        if overlap is not None:
+            raise RunPlain(overlap)
         recording.check_copies(inputs)
         recording.check_bound(
             inputs, partial(sets.keeps, weight_set), partial(sets.is_plain_result, weight_set)
         )
-        if "stale" in graph._config.debug:
+        if graph._config.debug:
             recording.expire(inputs)
         result = record(program, weight_set.wrappers, weight_set.full, recording, inputs)
         graph._grad_mode = raw_memory.grad_mode_name()
@@ -457,39 +461,40 @@ class _GraphCall(Call[Recording]):
     def explain(self, why: Fallback) -> Fallback:
         graph = self._graph
         if why.reason is Reason.CAPTURE_FORBIDDEN:
-            why = why._replace(detail="; ".join([why.detail, *self._captured_otherwise()]))
+            why = self._naming_grad_mode(self._naming_setting(why))
         inputs = self._passed + graph._frozen.for_plain_run
         if why.reason is Reason.EAGER_REGION and graph._needs_grad(inputs):
             why = GRADIENTS
-        self._overlaps = False
-        try:
-            graph._overlaps.check(inputs)
-        except RunPlain as refusal:
-            self._overlaps, why = True, refusal.why
-        return why
+        self._overlap = graph._overlaps.why(inputs)
+        return self._overlap or why
 
-    def _captured_otherwise(self) -> Iterator[str]:
-        """Yield the settings of torch, and the grad mode, under which the step has a graph."""
+    def _naming_setting(self, why: Fallback) -> Fallback:
+        """Add to a fallback the setting of torch under which the step has a graph."""
         now, batch = torch_settings.kernel_settings(), self.batch
         for recording in self._weight_set.recorded:
             if recording.batch == batch and recording.settings != now:
                 name, before, after = torch_settings.changed_setting(recording.settings, now)
-                yield f"it has one where {name} is {before}, now {after}"
-                break
+                detail = f"{why.detail}; it has one where {name} is {before}, now {after}"
+                return why._replace(detail=detail)
+        return why
+
+    def _naming_grad_mode(self, why: Fallback) -> Fallback:
+        """Add to a fallback the other grad mode, and so the other trace, that has the graph."""
         here, graph = raw_memory.grad_mode_name(), self._graph
         for other in [known for ref, _ in graph.of_handle if (known := ref()) is not None]:
             if other._grad_mode in ("", here) or other._named != graph._named:
-                continue  # each grad mode has a trace of its own
+                continue
             same = (s for s in other.weight_sets if s.weights == self._weight_set.weights)
             if any(s.steps.captured.get(self.key) for s in same):
-                yield f"it has one in {other._grad_mode}, and this call is in {here}"
-                break
+                detail = f"it has one in {other._grad_mode}, and this call is in {here}"
+                return why._replace(detail=f"{why.detail}; {detail}")
+        return why
 
     def plain(self, why: Fallback) -> Any:
         graph, context, reason = self._graph, self.context, why.reason
         inputs = self._passed + graph._frozen.for_plain_run
         run = graph._run_compared if reason is Reason.WARMING else graph._run
-        if self._overlaps or reason in (Reason.GRADIENTS, Reason.EAGER_REGION):
+        if self._overlap is not None or reason in (Reason.GRADIENTS, Reason.EAGER_REGION):
             run = graph._run_differentiable
         elif context is not None and reason is not Reason.INSIDE_CAPTURE:
             run = graph._zeroing_rows(run, context, inputs)

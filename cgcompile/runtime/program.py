@@ -3,15 +3,38 @@
 Most eager pieces are one call of an op. Calling the op itself, with its arguments bound, costs half
 of what the piece's generated code costs; and an entry of the registry may name a function of its
 own, which skips the dispatcher as well: :func:`_eager_call`.
+
+Note [Traced layouts]
+A piece is compiled for the strides of its fake inputs, and the code of Inductor asserts them. The
+piece before it may return others. An eager one: those of the kernel that the settings of the moment
+choose (``sdpa_kernel``), or of a custom op whose fake implementation differs. A compiled one: those
+of a decomposition, which differ from eager's (``torch.cat`` with an empty tensor). The rule: a
+result reaches compiled pieces in the layout of its fake value (:class:`TracedLayout`), as a copy if
+necessary, in plain steps, captures and replays alike. In a replay of an eager piece the bridge is
+that copy.
+
+Note [Rows of a batch]
+A forward context tells how many rows of a batch are real (``num_unpadded_tokens``), not which
+dimension they are. Rows are leading dimensions. The rule of :class:`BatchRows`, in this order:
+
+* The leading dimension is the dynamic size that ``capture_dim`` names; else the only dynamic size;
+  else the only one that is a leading dimension of an input. In this call it must be as large as the
+  batch.
+* In a trace without such a size, inputs whose leading dimension is as large as the batch have rows,
+  and values with that leading dimension that are computed from values with rows. If another
+  dimension of any value, or a dimension of a weight, is as large, the rows are unknown: as many
+  heads as rows would look the same.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import fx
 
@@ -19,22 +42,320 @@ from cgcompile.boundaries import Boundaries, target_name
 from cgcompile.config import CompilationConfig
 from cgcompile.context import unreadable_context
 from cgcompile.errors import PieceCompileError
-from cgcompile.graphs.arena import moved
+from cgcompile.graphs.arena import dense_order, moved, rows_apart
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
-from cgcompile.passes.nodes import is_symbolic_number, storages
+from cgcompile.passes.nodes import (
+    COMPUTING,
+    dtype_text,
+    is_symbolic_number,
+    storages,
+    symbols_of,
+    tensors,
+    value,
+    written,
+    written_storages,
+)
 from cgcompile.passes.split import Piece, SplitGraph, returned_names, tensor_inputs
-from cgcompile.passes.symbols import dtype_text
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step
+from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.inputs import BoundTensors
-from cgcompile.runtime.layouts import Layouts, traced_layouts
-from cgcompile.runtime.rows import BatchRows
-from cgcompile.torch_compat import dynamo, torch_ops
+from cgcompile.torch_compat import dynamo, raw_memory, torch_ops
+
+# ---------------------------------------------------------------- rows of a batch
+
+
+def mutated_inputs(piece: Piece) -> list[str]:
+    """Return the names of the inputs whose memory the graph of a piece mutates."""
+    memory = written_storages(piece.module)  # through views as well
+    names = zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True)
+    return [name for name, node in names if not memory.isdisjoint(storages(value(node)))]
+
+
+class BatchRows:
+    """Finds the values with rows of one split graph."""
+
+    def __init__(self, split: SplitGraph, capture_dim: str | None) -> None:
+        self._split, self._capture_dim = split, capture_dim
+        self._by_number: dict[int, frozenset[str] | None] = {}
+
+    def of_batch(self, rows: int, inputs: Sequence[Any]) -> frozenset[str] | None:
+        """Return the names of the values with rows in a call; None if that is unknown."""
+        positions = [p for p in self._symbols if inputs[p] == rows]
+        if positions:
+            return self._with_leading(positions[0]) if len(positions) == 1 else None
+        if rows not in self._by_number:
+            self._by_number[rows] = self._computed_from_rows(rows)
+        return self._by_number[rows]
+
+    def left(self, rows: int, inputs: Sequence[Any]) -> Mapping[int, Sequence[str]] | None:
+        """Return the values with rows that each eager piece leaves for graphs or for the caller.
+
+        By the index of the piece; None if it leaves some, and which have rows is unknown.
+        """
+        if not any(self._left.values()):
+            return {}
+        with_rows = self.of_batch(rows, inputs)
+        if with_rows is None:
+            return None
+        return {
+            index: [name for name in names if name in with_rows]
+            for index, names in self._left.items()
+        }
+
+    @cached_property
+    def mutated(self) -> dict[int, list[str]]:
+        """The names of the inputs that eager pieces mutate, by index."""
+        pieces = self._split.pieces
+        return {piece.index: mutated_inputs(piece) for piece in pieces if not piece.capture}
+
+    @cached_property
+    def _symbols(self) -> list[int]:
+        """The positions of the numbers among the inputs that may count the rows."""
+        split, number = self._split, self._split.symbols.number
+        dims = split.symbols.dims
+        named = [p for p, v in enumerate(split.inputs) if v.name in dims]
+        if self._capture_dim is not None:
+            named = [p for p in named if dims[split.inputs[p].name] == self._capture_dim]
+        if len(named) <= 1:
+            return named
+        leading = {
+            number(v.meta.shape[0])
+            for v in split.inputs
+            if isinstance(v.meta, torch.Tensor) and v.meta.dim() and not v.static
+        }
+        return [p for p in named if number(split.inputs[p].meta) in leading]
+
+    @cached_property
+    def _left(self) -> dict[int, list[str]]:
+        """The tensors in memory of the step that eager pieces leave, by the index of the piece."""
+        split = self._split
+        read = {name for piece in split.pieces if piece.capture for name in piece.inputs}
+        read |= set(returned_names(split))
+        known = storages([v.meta for v in split.inputs])
+        return {
+            piece.index: [
+                name
+                for name in dict.fromkeys((*piece.outputs, *self.mutated[piece.index]))
+                if (name in read or name not in piece.outputs)
+                and isinstance(split.values[name].meta, torch.Tensor)
+                and split.values[name].meta.dim()
+                and known.isdisjoint(storages(split.values[name].meta))
+            ]
+            for piece in split.pieces
+            if not piece.capture
+        }
+
+    def _with_leading(self, position: int) -> frozenset[str]:
+        split = self._split
+        rows: sympy.Expr = split.symbols.number(split.inputs[position].meta)
+        return frozenset(
+            name
+            for name, v in split.values.items()
+            if isinstance(v.meta, torch.Tensor)
+            and any(split.symbols.number(size) == rows for size in v.meta.shape[:1])
+        )
+
+    def _computed_from_rows(self, rows: int) -> frozenset[str] | None:
+        """Return the values with rows of a trace in which their number is a constant."""
+        split = self._split
+        if any(_elsewhere(fake, rows) for fake in self._fakes()):
+            return None
+        if any(v.static and _is_leading(v.meta, rows) for v in split.inputs):
+            return None
+        marked = {v.name for v in split.inputs if _is_leading(v.meta, rows)}
+        if not marked:
+            return None
+        for piece in split.pieces:
+            marked |= self._marked_by(piece, marked, rows)
+        return frozenset(marked)
+
+    def _fakes(self) -> Iterator[Any]:
+        yield from (v.meta for v in self._split.values.values())
+        for piece in self._split.distinct:
+            yield from (value(node) for node in piece.module.graph.nodes)
+
+    def _marked_by(self, piece: Piece, marked: set[str], rows: int) -> set[str]:
+        """Return the results of a piece, and the inputs that it writes, that have rows."""
+        graph = piece.module.graph
+        placeholders = list(zip(graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
+        nodes = {node for node, name in placeholders if name in marked}
+        for node in graph.nodes:
+            if node.op in COMPUTING and not nodes.isdisjoint(node.all_input_nodes):
+                candidates = (node, *written(piece.module, node))
+                nodes |= {other for other in candidates if _is_leading(value(other), rows)}
+        (results,) = graph.output_node().args
+        assert isinstance(results, (tuple, list))
+        pairs = [*placeholders, *zip(results, piece.outputs, strict=True)]
+        return {name for node, name in pairs if node in nodes}
+
+
+def _is_leading(meta: Any, rows: int) -> bool:
+    """Return whether a size is the leading one of a tensor, or of all tensors in a container."""
+    shapes = [fake.shape for fake in tensors(meta)]
+    return bool(shapes) and all(
+        len(shape) > 0 and type(shape[0]) is int and shape[0] == rows for shape in shapes
+    )
+
+
+def _elsewhere(meta: Any, rows: int) -> bool:
+    """Return whether a size is that of a dimension which is not leading."""
+    sizes = (size for fake in tensors(meta) for size in fake.shape[1:])
+    return any(type(size) is int and size == rows for size in sizes)
+
+
+def zeroing(piece: Piece, run: Runnable, names: Collection[str], real: int) -> Runnable:
+    """Return ``run`` of an eager piece, which then zeroes the padding rows of these values."""
+    items = [item for item, name in enumerate(piece.outputs) if name in names]
+    positions = [position for position, name in enumerate(piece.inputs) if name in names]
+
+    def zeroed(*inputs: Any) -> Sequence[Any]:
+        outputs = run(*inputs)
+        tensors = [outputs[item] for item in items] + [inputs[position] for position in positions]
+        for tensor in tensors:
+            if rows_apart(tensor):  # zeroing would clear real rows
+                tensor[real:].zero_()
+        return outputs
+
+    return zeroed if items or positions else run
+
+
+def unknown_rows(rows: int) -> Fallback:
+    """Return the reason that is counted where padding rows are not zeroed."""
+    detail = f"which dimension has the {rows} rows of the batch is not known, so padding rows stay"
+    return Fallback(Reason.PADDING_ROWS, detail)
+
+
+_UNUSUAL = 1009  # the first of the sizes that stand for symbols
+
+
+# ---------------------------------------------------------------- traced layouts
+
+
+class TracedLayout:
+    """The strides of a fake tensor, for all sizes that it may have."""
+
+    def __init__(self, fake: torch.Tensor, numbers: Callable[[Any], Any]) -> None:
+        sizes, strides = [*map(numbers, fake.shape)], [*map(numbers, fake.stride())]
+        symbols = sorted(symbols_of(fake), key=str)
+        # What holds for one choice of unusual sizes holds for all.
+        unusual = {symbol: _UNUSUAL + 2 * index for index, symbol in enumerate(symbols)}
+        plain = [number.subs(unusual) for number in (*sizes, *strides)]
+        self.is_known = all(number.is_integer and number.is_number for number in plain)
+        if not self.is_known:
+            return
+        shape, steps = [*map(int, plain[: len(sizes)])], [*map(int, plain[len(sizes) :])]
+        self._dims, self._order = len(shape), dense_order(shape, steps)
+        self._is_contiguous = self._order == tuple(range(len(shape)))
+        own = {size: dim for dim, size in enumerate(sizes) if size in symbols}
+        apart = all(step for size, step in zip(shape, steps, strict=True) if size != 1)
+        self.is_known = self._order is not None or (apart and own.keys() >= _symbols_in(strides))
+
+        @lru_cache(maxsize=128)
+        def strides_for(shape: torch.Size) -> tuple[int, ...]:
+            values = {size: shape[dim] for size, dim in own.items()}
+            return tuple([int(stride.subs(values)) for stride in strides])
+
+        self._strides_for = strides_for
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has the layout; strides of dimensions of size 1 do not count."""
+        if self._is_contiguous or tensor.dim() != self._dims:
+            return tensor.is_contiguous() or tensor.dim() != self._dims
+        if self._order is not None:
+            return tensor.permute(self._order).is_contiguous()
+        strides = self._strides_for(tensor.shape)
+        if tensor.stride() == strides or not tensor.numel():
+            return True
+        dims = zip(tensor.shape, tensor.stride(), strides, strict=True)
+        return all(size == 1 or stride == traced for size, stride, traced in dims)
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor in the layout."""
+        if self._order is not None:
+            return tensor.permute(self._order).contiguous().permute(_inverse(self._order))
+        strides = self._strides_for(tensor.shape)
+        return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
+
+
+def _symbols_in(numbers: Sequence[Any]) -> set[Any]:
+    """Return the free symbols of expressions."""
+    return set().union(*(number.free_symbols for number in numbers))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+Layouts = Mapping[int, TracedLayout]
+"""By the position of an output of a piece."""
+
+
+def traced_layouts(split: SplitGraph) -> dict[int, Layouts]:
+    """Return the layouts of results that compiled pieces read, by the piece that returns them."""
+    read = {name for piece in split.pieces if piece.compiled for name in piece.inputs}
+    returned = set(returned_names(split))
+    by_piece: dict[int, Layouts] = {}
+    for piece in split.pieces:
+        if read.isdisjoint(piece.outputs):
+            continue
+        layouts = {
+            item: TracedLayout(split.values[name].meta, split.symbols.number)
+            for item, name in enumerate(piece.outputs)
+            if name in read and _may_be_copied(split, piece, name, returned)
+        }
+        by_piece[piece.index] = {item: known for item, known in layouts.items() if known.is_known}
+    return {index: layouts for index, layouts in by_piece.items() if layouts}
+
+
+def _may_be_copied(split: SplitGraph, piece: Piece, name: str, returned: set[str]) -> bool:
+    """Return whether a result may be copied: no other value has to share its memory."""
+    result = split.values[name]
+    if not isinstance(result.meta, torch.Tensor) or not raw_memory.is_plain_tensor(result.meta):
+        return False
+    if result.meta.is_conj() or result.meta.is_neg() or result.meta.layout is not torch.strided:
+        return False
+    memory = storages(result.meta)
+    inputs = storages([split.values[input_name].meta for input_name in piece.inputs])
+    if not memory or not memory.isdisjoint(inputs):
+        return False
+    owners = Counter(key for other in piece.outputs for key in storages(split.values[other].meta))
+    alone = all(owners[key] == 1 for key in memory)
+    return alone or not (result.mutated or name in returned)
+
+
+def in_traced_layouts(outputs: Sequence[Any], layouts: Layouts) -> Sequence[Any]:
+    """Return the results of a piece, copied where they have another layout than traced."""
+    for item, layout in layouts.items():
+        output = outputs[item]
+        if isinstance(output, torch.Tensor) and not layout.fits(output):
+            outputs = list(outputs)
+            outputs[item] = layout.copied(output)
+    return outputs
+
+
+def returning_traced_layouts(split: SplitGraph, runnables: Sequence[Runnable]) -> list[Runnable]:
+    """Return the functions of the pieces; results have the layouts that compiled pieces expect."""
+    wrapped = list(runnables)
+    for index, layouts in traced_layouts(split).items():
+        wrapped[index] = _returning(runnables[index], layouts)
+    return wrapped
+
+
+def _returning(run: Runnable, layouts: Layouts) -> Runnable:
+    def checked(*inputs: Any) -> Sequence[Any]:
+        return in_traced_layouts(run(*inputs), layouts)
+
+    return checked
+
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _NAMESPACES_OF_TORCH = ("aten", "prims", "prim")
+
+
+# ---------------------------------------------------------------- calls of eager pieces
 
 
 class Name(NamedTuple):
@@ -282,6 +603,9 @@ class Uses:
             for name in names
             if all(len(memory[key]) == 1 for key in storages(split.values[name].meta))
         }
+
+
+# ---------------------------------------------------------------- the program
 
 
 @dataclass(frozen=True, eq=False)

@@ -114,7 +114,7 @@ class Run:
             compiler=options.compiler,
             cache_dir="off",
             cudagraph_mode=self.mode,
-            on_fallback="count",
+            warn_fallbacks=False,
         )
         torch._dynamo.reset()
         self.served = compiled(self.front_end, self.model, config, self.dynamic)

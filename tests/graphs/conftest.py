@@ -45,10 +45,10 @@ def _wrapping(kind: type[CUDAGraphWrapper]) -> Callable[..., CUDAGraphWrapper]:
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
         options: Any = None,
         *,
-        on_fallback: str = "warn",
+        strict: bool = False,
         **more: Any,
     ) -> CUDAGraphWrapper:
-        config = CompilationConfig(capture_device="host", on_fallback=on_fallback)
+        config = CompilationConfig(capture_device="host", strict=strict)
         return kind(runnable, config, mode, options, **more)
 
     return make

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cgcompile.kernels import why_unsupported
 from cgcompile.kernels.rotate_and_cache import op, takes
-from cgcompile.kernels.small_linear import why_unsupported
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 12  # of the cache

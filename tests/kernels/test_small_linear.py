@@ -10,15 +10,8 @@ import torch
 from lib.quantized import quantized
 from torch.nn import functional as F
 
-from cgcompile.kernels import small_linear
-from cgcompile.kernels.small_linear import (
-    Tile,
-    op,
-    rows_of_tile,
-    takes,
-    tile_for,
-    why_unsupported,
-)
+from cgcompile.kernels import small_linear, why_unsupported
+from cgcompile.kernels.small_linear import Tile, op, rows_of_tile, takes, tile_for
 from cgcompile.torch_compat import raw_memory
 
 ROOT = Path(__file__).parents[2]

@@ -144,8 +144,9 @@ def manager(
     *,
     model: nn.Module | None = None,
     dispatch: CudagraphDispatcher | None = None,
-    on_fallback: str = "warn",
-    checks: Any = True,
+    strict: bool = False,
+    check_state: bool = True,
+    check_metadata: bool = True,
     wrapped: Any = None,
     **more: Any,
 ) -> CudaGraphManager:
@@ -158,8 +159,9 @@ def manager(
         splitting_ops=(op,),
         capture_device="host" if device == "cpu" else "auto",
         compiler="eager",
-        on_fallback=on_fallback,
-        checks=checks,
+        strict=strict,
+        check_state=check_state,
+        check_metadata=check_metadata,
     )
     called: Any = module
     if kind == "compiled":

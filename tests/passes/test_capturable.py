@@ -13,7 +13,7 @@ from lib.snapshots import assert_snapshot
 from torch import nn
 
 import cgcompile
-from cgcompile.passes.capturable import Capturability
+from cgcompile.passes.assign import Capturability
 from cgcompile.reasons import Reason
 
 

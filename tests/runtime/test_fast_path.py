@@ -326,7 +326,7 @@ def test_profiler_ranges() -> None:
 
 
 def test_poisoned_memory() -> None:
-    engine = Engine(debug="poison")
+    engine = Engine(poison=True)
     result = engine.step()
     without_graphs(engine)
     assert not engine.step().isfinite().any()

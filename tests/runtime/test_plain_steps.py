@@ -11,7 +11,7 @@ from lib.cases import CASES
 from torch import nn
 
 import cgcompile
-from cgcompile.runtime.rows import mutated_inputs
+from cgcompile.runtime.program import mutated_inputs
 
 
 class Steps(nn.Module):
