@@ -32,7 +32,7 @@ from cgcompile.passes.split import split_data
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_by_config
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.reasons import Reason
 from cgcompile.registry import Registry
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.torch_compat import dynamo, inductor, presence, torch_settings
@@ -81,11 +81,11 @@ class Backend(Registry):
         self.__name__ = "cgcompile"  # torch shows it where the backend raises
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()  # one per trace of Dynamo
         self._pieces = PieceCache(self.config)
-        if self.config.small_batch_kernels or self.config.decode_attention:
+        if self.config.kernels:
             load_triton()
         self._floats: dict[Any, float] = {}  # floats seen, see :func:`dynamo.varied_floats`
         self._unmet: UnmetOps | None = None
-        self._differences: dict[int, list[Fallback]] = {}  # Dynamo frame -> why not to pad
+        self._differences: dict[int, list[str]] = {}  # Dynamo frame -> why not to pad
 
     def __reduce__(self) -> Any:
         return type(self), (self.config,)  # a copy has compiled nothing yet

@@ -6,19 +6,23 @@ without torch. The rule: settings are values, fixed at construction; results nev
 
 import dataclasses
 import enum
+import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from cgcompile.errors import ConfigError
 from cgcompile.modes import TORCH_MODES, CompilationMode, CUDAGraphMode
 from cgcompile.settings import (
     AUTO,
     ENV_PREFIX,
-    KERNELS_VARIABLE,
     UNSET,
+    Parser,
     enum_parser,
+    kernel_switches,
+    kernels_of,
     one_of,
     optional,
     parse_bool,
@@ -26,9 +30,11 @@ from cgcompile.settings import (
     parse_compiler,
     parse_count,
     parse_endpoints,
+    parse_kernels,
     parse_mapping,
     parse_names,
     parse_ops,
+    parse_parts,
     parse_passes,
     parse_sizes,
     parse_switch,
@@ -55,10 +61,142 @@ _NEEDS = {
 }
 
 
+CHECKS = ("metadata", "state", "weights")
+DEBUG = ("stale", "poison")
+
+
+class Earlier(NamedTuple):
+    """An earlier name of a setting, which works for one release."""
+
+    setting: str  # what takes over
+    advice: str  # how it is given there
+    parse: Parser
+    merged: Callable[[Any, Any], Any]  # (value, the setting before) -> the setting
+
+
+def _with_part(known: tuple[str, ...], name: str, on: bool, before: Any) -> tuple[str, ...]:
+    """Return names of ``known``: those of ``before``, with another one or without it."""
+    return tuple(part for part in known if (on if part == name else part in before))
+
+
+def _part(setting: str, known: tuple[str, ...], name: str, sign: str = "") -> Earlier:
+    """Return the earlier name of a part of a setting, which was a switch."""
+    merged = functools.partial(_with_part, known, name)
+    return Earlier(setting, f"{setting}='{sign}{name}'", parse_bool, merged)
+
+
+def _kernel(name: str) -> Earlier:
+    """Return the earlier name of a kernel, which had a setting of its own."""
+
+    def merged(switch: bool | str, before: Any) -> Any:
+        return kernels_of({**kernel_switches(before), name: switch})
+
+    return Earlier("kernels", f"kernels='-{name}'", parse_switch, merged)
+
+
+def _strict(on: bool, before: str) -> str:
+    if on:
+        return "raise"
+    return "warn" if before == "raise" else before
+
+
+def _warns(on: bool, before: str) -> str:
+    if before == "raise":
+        return before
+    return "warn" if on else "count"
+
+
+def with_check(part: str, config: "CompilationConfig", on: bool) -> "CompilationConfig":
+    """Return settings with or without a part of ``checks``."""
+    return dataclasses.replace(config, checks=_with_part(CHECKS, part, on, config.checks))
+
+
+EARLIER = {
+    "check_metadata": _part("checks", CHECKS, "metadata", "-"),
+    "check_state": _part("checks", CHECKS, "state", "-"),
+    "decode_attention": _kernel("decode_attention"),
+    "poison": _part("debug", DEBUG, "poison"),
+    "small_batch_kernels": _kernel("small_batch"),
+    "strict": Earlier("on_fallback", "on_fallback='raise'", parse_bool, _strict),
+    "warn_fallbacks": Earlier("on_fallback", "on_fallback='count'", parse_bool, _warns),
+}
+
+
+def by_present_names(
+    settings: Mapping[str, Any], where: str, before: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Return settings by their present names; an earlier name is a FutureWarning.
+
+    Args:
+        settings: values by name.
+        where: shown in errors.
+        before: returns the value of a setting that is not among them.
+    """
+    parsers = {spec.name: spec.metadata["parse"] for spec in dataclasses.fields(CompilationConfig)}
+    present = {name: value for name, value in settings.items() if name not in EARLIER}
+    for name in [name for name in settings if name in EARLIER]:
+        earlier = EARLIER[name]
+        new = earlier.setting
+        value = parsed(name, where, settings[name], earlier.parse)
+        merges = present.get(new, UNSET) is not UNSET
+        old = parsed(new, where, present[new], parsers[new]) if merges else before(new)
+        present[new] = earlier.merged(value, old)
+        text = f"setting {name} is deprecated: use {new}, such as {earlier.advice}"
+        warnings.warn(text, FutureWarning, stacklevel=4)
+    return present
+
+
+C_ = TypeVar("C_", bound=type)
+
+
+def _takes_earlier_names(cls: C_) -> C_:
+    """Let the constructor take earlier names of settings, and refuse unknown ones with advice."""
+    kind: Any = cls
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **settings: Any) -> None:
+        specs = {spec.name: spec for spec in dataclasses.fields(self)}
+        for name, value in settings.items():
+            if name in specs or name in EARLIER:
+                continue
+            if not (name == "_origins" and isinstance(value, _Origins)):
+                raise ConfigError.unknown_setting(name=name, where="arguments", known=[*specs])
+        if not EARLIER.keys().isdisjoint(settings):
+            settings = by_present_names(
+                settings, "CompilationConfig", lambda name: _of_environment(specs[name])[0]
+            )
+        init(self, *args, **settings)
+
+    kind.__init__ = __init__
+    return cls
+
+
+def _of_environment(spec: dataclasses.Field[Any]) -> tuple[Any, str]:
+    """Return the value of a setting in the environment, else its default, and its origin."""
+    value, origin = spec.metadata["default"], "default"
+    variable = _variable(spec.name)
+    if variable in os.environ:
+        value = parsed(spec.name, variable, os.environ[variable], spec.metadata["parse"])
+        origin = "environment"
+    for name, earlier in EARLIER.items():
+        variable = _variable(name)
+        if earlier.setting == spec.name and variable in os.environ:
+            value = earlier.merged(
+                parsed(name, variable, os.environ[variable], earlier.parse), value
+            )
+            origin = "environment"
+            example = earlier.advice.partition("=")[2].strip("'")
+            text = f"{variable} is deprecated: use {_variable(spec.name)}, such as {example}"
+            warnings.warn(text, FutureWarning, stacklevel=5)
+    return value, origin
+
+
 class _Origins(dict[str, tuple[str, Any]]):
     """The origin and the value of each setting; a type of its own, which no user passes."""
 
 
+@_takes_earlier_names
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
     """Every setting of cgcompile; validated when it is made, immutable after.
@@ -115,44 +253,47 @@ class CompilationConfig:
             zeros; results are cut. Calls 1, 2, 4, 8 and so on of a padded shape, and those with
             more padding than before, are compared with unpadded ones; if one differs, nothing is
             padded from then on, counted as ``padding_refused``.
-        small_batch_kernels: compute linear layers of at most 16 rows, with the RMS norm before and
-            the activation or residual after them, by a kernel of cgcompile, and rotary embeddings
-            with the writes to a static cache by another. Weights of int8 and float8 with a scale
-            for each row are read as they are. ``auto``: where the device can, which is an NVIDIA
-            H100 or newer data-centre GPU with Triton. True: raise where it cannot. If one dimension
-            is dynamic, or ``capture_dim`` names that of the batch, sizes up to 16 are compiled
-            separately. Results differ by rounding.
-        decode_attention: compute attention of few query rows by a kernel of cgcompile that reads
-            heads which share keys once, and no key that the mask excludes from all rows. It is
-            captured, also by the piecewise graphs of FULL_AND_PIECEWISE. In mode PIECEWISE
-            attention stays. ``auto``: on NVIDIA H100 and newer data-centre GPUs. True: on any
-            device, by ops of torch where the kernel does not run. Attention stays that
-            ``splitting_ops`` names, or that is traced under ``sdpa_kernel``. Results differ by
-            rounding.
+        kernels: the kernels of cgcompile that replace ops. ``auto``: each where the device can,
+            which is an NVIDIA H100 or newer data-centre GPU with Triton. False: no kernel.
+            ``-decode_attention``: each but that. True, or names: those also where ``auto`` leaves
+            them out. Results differ by rounding. ``small_batch``: linear layers of at most 16 rows,
+            with the RMS norm before and the activation or residual after them, by one kernel, and
+            rotary embeddings with the writes to a static cache by another. Weights of int8 and
+            float8 with a scale for each row are read as they are. It needs Inductor; by name it
+            raises where the device cannot. If one dimension is dynamic, or ``capture_dim`` names
+            that of the batch, sizes up to 16 are compiled separately. ``decode_attention``:
+            attention of few query rows by a kernel that reads heads which share keys once, and no
+            key that the mask excludes from all rows. It is captured, also by the piecewise graphs
+            of FULL_AND_PIECEWISE. In mode PIECEWISE attention stays. By name it runs on any device,
+            by ops of torch where the kernel does not run. Attention stays that ``splitting_ops``
+            names, or that is traced under ``sdpa_kernel``.
         dump_passes: a folder for the graph before and after every pass, as text.
         cache_dir: the folder that keeps compiled pieces for other processes, or ``off``. Unset:
             cgcompile in $XDG_CACHE_HOME, or in ~/.cache. It is loaded as code: you or root must
             own it, alone.
         capture_device: ``auto``: CUDA graphs for CUDA tensors, nothing for CPU tensors. ``host``:
             graphs of CPU tensors too, by a slow recorder with the rules of CUDA graphs, for tests.
-        strict: raise where a step would otherwise run without a graph and count a reason.
-        warn_fallbacks: log a warning, with the remedy, for the first step that runs without a graph
-            for an avoidable reason; once for each reason and handle.
+        on_fallback: where a step runs without a graph for an avoidable reason: ``raise``; ``warn``:
+            count it, and log a warning with the remedy, once for each reason and handle; or only
+            ``count`` it.
         on_input_change: under a forward context, if the address of an input or a number differs
             from capture: ``raise``, ``recapture`` (bounded by ``max_captured_shapes``) or run
             ``eager``. ``copy``: inputs that are only read are copied, from any address; compiled
             models only.
-        check_metadata: compare address, shape, strides and dtype of the tensors of the forward
-            context with those of the capture, if a captured op has read the context, as ops of FULL
-            graphs may: all of them, down to eight levels of objects, because which ones it has read
-            is unknown. False is right for metadata that no captured op reads, or that a captured op
-            reads by its address alone, whatever its size.
-        check_state: compare what captured Python code may have read of a model, in wrappers and
-            managers: attributes, items of containers, closures, globals, hooks, and tensors in
-            them. False saves a few microseconds a step, and repeats what the capture read.
-        poison: fill the memory of graphs with NaN before each replay, so that stale reads show; of
-            a shared pool, only what neither results nor other tensors hold; slow.
-        debug: raise where a result is touched whose memory a later step has overwritten; slow.
+        checks: what is compared with the capture before a replay; True is all, False nothing.
+            ``metadata``: address, shape, strides and dtype of the tensors of the forward context,
+            if a captured op has read it, as ops of FULL graphs may: all of them, down to eight
+            levels of objects, because which ones it has read is unknown. ``-metadata``, which is
+            all but that, is right where no captured op reads the metadata, or reads it by its
+            address alone, whatever its size. ``state``: what captured Python code may have read of
+            a model, in wrappers and managers: attributes, items of containers, closures, globals,
+            hooks, and tensors in them. ``-state`` saves a few microseconds a step, and repeats what
+            the capture read. ``weights``: objects and addresses of all weights, in managers, 0.1 us
+            a weight. With ``-weights`` release and capture again where one is replaced.
+        debug: find reads of the wrong memory; True is all, and slow. ``stale``: raise where a
+            result is touched whose memory a later step has overwritten. ``poison``: fill the memory
+            of graphs with NaN before each replay; of a shared pool, only what neither results nor
+            other tensors hold.
         num_warmups: calls of a new shape that run without a graph before one is captured. Inductor
             tunes a kernel when it first runs, which a capture does not allow: with 0 a step whose
             kernels have not run before stays without a graph, and is counted as capture_failed.
@@ -192,19 +333,15 @@ class CompilationConfig:
     )
     capture_dim: str | None = setting(None, optional(parse_text), "trace")
     pad_lengths: tuple[int, ...] | None = setting(None, optional(parse_sizes), "trace")
-    small_batch_kernels: bool | str = setting(AUTO, parse_switch, "inductor", KERNELS_VARIABLE)
-    decode_attention: bool | str = setting(AUTO, parse_switch, "attention", KERNELS_VARIABLE)
+    kernels: bool | str | tuple[str, ...] = setting(AUTO, parse_kernels, "kernels")
     dump_passes: str | None = setting(None, optional(parse_text), "trace")
 
     cache_dir: str | None = setting(None, optional(parse_text))
     capture_device: str = setting("auto", one_of("auto", "host"), "graphs")
-    strict: bool = setting(False, parse_bool, "graphs")
-    warn_fallbacks: bool = setting(True, parse_bool, "graphs")
+    on_fallback: str = setting("warn", one_of("warn", "raise", "count"), "graphs")
     on_input_change: str = setting("raise", one_of("raise", "copy", "recapture", "eager"), "graphs")
-    check_metadata: bool = setting(True, parse_bool, "graphs")
-    check_state: bool = setting(True, parse_bool, "graphs")
-    poison: bool = setting(False, parse_bool, "graphs")
-    debug: bool = setting(False, parse_bool, "graphs")
+    checks: tuple[str, ...] = setting(CHECKS, parse_parts(*CHECKS), "graphs")
+    debug: tuple[str, ...] = setting((), parse_parts(*DEBUG), "graphs")
     num_warmups: int = setting(1, parse_count(0), "graphs")
     max_captured_shapes: int = setting(64, parse_count(0), "graphs")
     max_weight_sets: int = setting(128, parse_count(1), "graphs")
@@ -212,17 +349,11 @@ class CompilationConfig:
     # Not a field, so no part of equality and hashing; ``dataclasses.replace`` passes it on.
     _origins: InitVar[_Origins | None] = None
 
-    def __new__(cls, *args: Any, **settings: Any) -> "CompilationConfig":
-        known = cls.names()
-        for name, value in settings.items():
-            if name not in known and not (name == "_origins" and isinstance(value, _Origins)):
-                raise ConfigError.unknown_setting(name=name, where="arguments", known=known)
-        return super().__new__(cls)
-
     def __post_init__(self, _origins: _Origins | None) -> None:
-        variables = {*map(_variable, self.names()), KERNELS_VARIABLE}
+        variables = {*map(_variable, self.names())}
+        earlier = {*map(_variable, EARLIER)}
         for variable in sorted(os.environ):
-            if variable.startswith(ENV_PREFIX) and variable not in variables:
+            if variable.startswith(ENV_PREFIX) and variable not in variables | earlier:
                 raise ConfigError.unknown_setting(
                     name=variable, where="environment", known=[*variables]
                 )
@@ -246,17 +377,14 @@ class CompilationConfig:
         value, parse = getattr(self, spec.name), spec.metadata["parse"]
         if value is not UNSET:
             return parsed(spec.name, "CompilationConfig", value, parse), "argument"
-        for variable in (_variable(spec.name), spec.metadata["variable"]):
-            if variable is not None and variable in os.environ:
-                return parsed(spec.name, variable, os.environ[variable], parse), "environment"
-        return spec.metadata["default"], "default"
+        return _of_environment(spec)
 
     def _settle(self, spec: dataclasses.Field[Any], origin: str) -> str:
         """Refuse a setting without effect, or reset it; return its origin."""
         # The environment is for all models: what has no effect for one of them is no error.
         value, default = getattr(self, spec.name), spec.metadata["default"]
         missing = self._missing(spec.metadata["needs"])
-        if missing is None or (value in spec.metadata["idle"] and origin != "environment"):
+        if missing is None or (value == default and origin != "environment"):
             return origin
         if origin == "environment":
             object.__setattr__(self, spec.name, default)
@@ -273,6 +401,8 @@ class CompilationConfig:
         """Return which of ``_NEEDS`` a setting with such needs lacks, or None."""
         if needs == "trace" and not self._splits:
             return "pieces"
+        if needs == "kernels":
+            return self._missing_for_kernels()
         present = {
             "pieces": self._splits,
             "trace": self.splitting == "fx",
@@ -284,6 +414,15 @@ class CompilationConfig:
             or not self.cudagraph_mode.requires_piecewise_compilation(),
         }
         return None if needs is None or present[needs] else needs
+
+    def _missing_for_kernels(self) -> str | None:
+        """Return what a kernel that was named needs; of all kernels, what the first one needs."""
+        lacking = {"small_batch": self._missing("inductor")}
+        lacking["decode_attention"] = self._missing("attention")
+        wanted = [lacking[name] for name, on in kernel_switches(self.kernels).items() if on is True]
+        if self.kernels is True and None in wanted:  # those that can
+            return None
+        return next((needs for needs in wanted if needs is not None), None)
 
     @property
     def _splits(self) -> bool:
@@ -299,12 +438,25 @@ class CompilationConfig:
         return self.cudagraph_mode is not CUDAGraphMode.PIECEWISE
 
     @property
+    def strict(self) -> bool:
+        """Whether a step without a graph raises, see ``on_fallback``."""
+        return self.on_fallback == "raise"
+
+    @property
+    def warn_fallbacks(self) -> bool:
+        """Whether what is no error is logged, see ``on_fallback``."""
+        return self.on_fallback != "count"
+
+    @property
     def replaces_attention(self) -> str | bool:
-        """``decode_attention`` for one graph: False where it has no effect."""
-        if not self._holds_attention or self.decode_attention is False:
-            return False
-        for_all_models = self.origins["decode_attention"] == "environment"
-        return AUTO if for_all_models else self.decode_attention
+        """The switch of the kernel ``decode_attention`` for one graph: False without effect."""
+        return self._holds_attention and self.kernel("decode_attention")
+
+    def kernel(self, name: str) -> str | bool:
+        """Return the switch of a kernel: ``"auto"``, True (raise where it cannot run) or False."""
+        switch = kernel_switches(self.kernels)[name]
+        # The environment is for all models: no model is one that cannot.
+        return AUTO if switch and self.origins["kernels"] == "environment" else switch
 
     @property
     def origins(self) -> dict[str, str]:
@@ -351,9 +503,15 @@ class CompilationConfig:
             raise ConfigError.bad_value(
                 name="config", where="Backend", value=config, expected=expected
             )
-        parsers = {spec.name: spec.metadata["parse"] for spec in dataclasses.fields(cls)}
+        specs = {spec.name: spec for spec in dataclasses.fields(cls)}
         changes: dict[str, Any] = {}
         origins = _Origins({} if config is None else config.__dict__["_origins"])
+
+        def before(name: str) -> Any:
+            if name in changes:
+                return changes[name]
+            return _of_environment(specs[name])[0] if config is None else getattr(config, name)
+
         for origin, where, settings in (
             ("mode", "torch.compile", _settings_of_torch_mode(torch_mode)),
             ("options", "options", {} if options is None else options),
@@ -363,12 +521,13 @@ class CompilationConfig:
                 raise ConfigError.no_mapping(
                     name=where, value=settings, is_config=isinstance(settings, cls)
                 )
-            for name, value in settings.items():
-                if name not in parsers:
+            for name in settings:
+                if name not in specs and name not in EARLIER:
                     raise ConfigError.unknown_setting(
                         name=str(name), where=where, known=cls.names()
                     )
-                changes[name] = parsed(name, where, value, parsers[name])
+            for name, value in by_present_names(settings, where, before).items():
+                changes[name] = parsed(name, where, value, specs[name].metadata["parse"])
                 origins[name] = origin, changes[name]
         if config is None:
             return cls(**changes, _origins=origins)

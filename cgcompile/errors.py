@@ -182,7 +182,7 @@ class ConfigError(CGCompileError, ValueError):
     no_mapping = Template("""
         {name} is {value:kind}; expected a mapping.
         {is_config:if For a CompilationConfig: backend=cgcompile.Backend(config).|Give settings by \
-        name: options={{'strict': True}}.}""")
+        name: options={{'on_fallback': 'raise'}}.}""")
     impossible = Template("""
         {what} is impossible: {because}.
         {instead}""")
@@ -567,7 +567,7 @@ class GradientError(CGCompileError, RuntimeError):
 
 
 class DispatchError(CGCompileError, RuntimeError):
-    """A step could not run as the forward context or ``strict`` demands."""
+    """A step could not run as the forward context or ``on_fallback`` demands."""
 
     no_descriptor = Template("""
         {what}: the forward context has mode {mode} and no batch descriptor, which selects the \
@@ -597,7 +597,8 @@ class DispatchError(CGCompileError, RuntimeError):
         Call the model until its step is captured, and call {function} then.""")
     strict = Template("""
         {what} would run without a graph: {why}.
-        strict=True forbids that. Remedy: {why:remedy}; or set strict=False to count it.""")
+        on_fallback='raise' forbids that. Remedy: {why:remedy}; or count it with \
+        on_fallback='warn'.""")
 
 
 class WeightsError(CGCompileError, ValueError):
@@ -617,7 +618,7 @@ class GuardError(CGCompileError, RuntimeError):
     shared_counter = Template("""
         the compiled step: {path} and {other} share memory, and did not when traced. The step \
         increments the first at its end, after it has read the second.
-        Pass tensors that do not overlap, or set decode_attention=False.""")
+        Pass tensors that do not overlap, or set kernels='-decode_attention'.""")
 
 
 class AddressChangedError(GuardError):
@@ -640,7 +641,7 @@ class AddressChangedError(GuardError):
         {what}, {batch}: metadata {path} is {now:address}, was at {before:#x} when captured.
         A graph that reads the forward context reads its tensors where they were at capture. \
         Write new values into the same tensors (metadata() of a manager: return views of its \
-        buffers), or, if the graph does not read this one, set check_metadata=False.""")
+        buffers), or, if the graph does not read this one, set checks='-metadata'.""")
     dropped = Template("""
         {what}, {batch}: {layout}, which captured ops read or write, and which is no argument, was \
         replaced, resized or dropped after the capture.
@@ -673,12 +674,12 @@ class HostValueChangedError(GuardError):
         {what}, {batch}: metadata {path} is {now}, was {before} when captured.
         A graph that reads the forward context repeats layouts and numbers in it. Pass the whole \
         buffer at each step (a block table with all columns), and sizes in use in a tensor; or, if \
-        the graph does not depend on the layout, set check_metadata=False.""")
+        the graph does not depend on the layout, set checks='-metadata'.""")
     state = Template("""
         {what}, {batch}: {path} is {now}, was {before} when captured.
         A CUDA graph repeats what Python read at capture. Put what varies into a tensor or the \
         descriptor (extra=...), or drop the graphs and capture again: {remedy}. If the step does \
-        not read it, set check_state=False.""")
+        not read it, set checks='-state'.""")
     setting = Template("""
         {what}, {batch}: {name} is {now}, was {before} when captured.
         A CUDA graph repeats the kernels and the host values of its capture. Replay it under the \

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from cgcompile.errors import DOCUMENTATION
 
@@ -313,14 +313,14 @@ LAST_CALL = "; last call: "
 VARYING = 8  # calls with a new number each, before calls with new numbers are a fallback
 
 
-def varying_number(name: str, values: Sequence[Any], needs: str, advice: str = "") -> Fallback:
-    """Return the fallback of a number that differs at each call; each value ``needs`` its own."""
+def refuse_varying(name: str, values: Sequence[Any], needs: str, advice: str = "") -> NoReturn:
+    """Raise RunPlain for a number that differs at each call; each value ``needs`` its own."""
     last = ", ".join(map(str, values[-3:]))
     detail = (
         f"the number {name!r} differs at each call (now {last}), and each value would need "
         f"{needs} of its own. Pass it as a tensor{advice}"
     )
-    return Fallback(Reason.VARYING_NUMBER, detail)
+    raise RunPlain(Fallback(Reason.VARYING_NUMBER, detail))
 
 
 # Reasons of calls that prepare graphs: warm-ups, and calls that another capture holds.
@@ -349,7 +349,7 @@ def warn_of(what: str, why: Fallback, how: str = "without a CUDA graph", remedy:
     name = why.reason.value
     log.warning(
         "%s runs %s: %s. Remedy: %s. (Logged once for a reason; "
-        "warn_fallbacks=False turns it off; `python -m cgcompile reasons %s` explains it.)",
+        "on_fallback='count' turns it off; `python -m cgcompile reasons %s` explains it.)",
         what,
         how,
         str(why).removesuffix("."),

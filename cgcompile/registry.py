@@ -174,7 +174,7 @@ class Registry:
 
         Raises:
             ConfigError: a batch has no tokens.
-            DispatchError: with ``strict``, a batch has no graph.
+            DispatchError: with ``on_fallback="raise"``, a batch has no graph.
             BaseException: what ``step`` raised.
         """
         return capture_all(
@@ -220,7 +220,7 @@ class Registry:
     def close_capture(self) -> None:
         """Forbid captures from now on, in all threads, of graphs that are compiled later as well.
 
-        Steps of other shapes run without a graph, counted; with ``strict`` they raise.
+        Steps of other shapes run without a graph, counted; with ``on_fallback="raise"`` they raise.
         """
         self._capture_closed = True
         for graph in self.graphs:
@@ -277,7 +277,7 @@ class Registry:
         """Count that Dynamo stops compiling a function; it calls this before the call runs eager.
 
         Raises:
-            DispatchError: ``strict``.
+            DispatchError: ``on_fallback="raise"``.
         """
         fallback = Fallback(Reason.RECOMPILE_LIMIT, detail)
         refuse_strict(self.config.strict, "the model", fallback)
@@ -296,8 +296,9 @@ class Registry:
         reason = Reason.NOT_COMPILED
         if self.timeline.warned is not None and reason not in self.timeline.warned:
             log.warning(
-                "%s. Its calls run without this backend, uncounted, also with strict=True. Remedy: "
-                "%s. (Logged once for a reason; warn_fallbacks=False turns it off.)",
+                "%s. Its calls run without this backend, uncounted, also with "
+                "on_fallback='raise'. Remedy: %s. (Logged once for a reason; on_fallback='count' "
+                "turns it off.)",
                 text.removesuffix("."),
                 reason.remedy,
             )
@@ -308,7 +309,7 @@ class Registry:
         """Run and count a call that no graph serves.
 
         Raises:
-            DispatchError: ``strict``.
+            DispatchError: ``on_fallback="raise"``.
             BaseException: what the function raised.
         """
         context = current_forward_context()

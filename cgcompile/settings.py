@@ -12,6 +12,7 @@ import math
 import operator
 import re
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from numbers import Real
@@ -170,6 +171,31 @@ def checked_last(function: F_) -> F_:
     return checked(function, last=True)
 
 
+def takes_earlier(
+    **earlier: tuple[str, Callable[[dict[str, Any], Any], None]],
+) -> Callable[[F_], F_]:
+    """Decorate a function to take arguments of earlier names, with a FutureWarning.
+
+    Args:
+        earlier: by name, what replaces it, and a function that moves its value into the arguments.
+    """
+
+    def decorate(function: F_) -> F_:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in [name for name in earlier if name in kwargs]:
+                instead, move = earlier[name]
+                text = f"argument {name} is deprecated: use {instead}"
+                warnings.warn(text, FutureWarning, stacklevel=2)
+                move(kwargs, kwargs.pop(name))
+            return function(*args, **kwargs)
+
+        vars(call)["earlier"] = earlier
+        return cast(F_, call)
+
+    return decorate
+
+
 def require_fields(record: Any, *, but: Iterable[str] = ()) -> None:
     """Check the fields of a dataclass as :func:`checked` does, without those in ``but``."""
     hints = {spec.name: spec.type for spec in fields(record) if spec.name not in but}
@@ -246,25 +272,73 @@ def optional(parse: Parser) -> Parser:
     return lambda value: None if value is None or value == "" else parse(value)
 
 
+# What stands for True and False in text.
+SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True)
+SWITCH |= dict.fromkeys(("0", "false", "no", "off"), False)
+
+
 def parse_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off"):
-        return False
+    if text in SWITCH:
+        return SWITCH[text]
     raise ValueError("a bool: 1, 0, true, false, yes, no, on or off")
 
 
 def parse_switch(value: Any) -> bool | str:
-    """Parse a setting that is on where the device can run it (``auto``), on, or off."""
-    if value == AUTO:
-        return AUTO
-    try:
-        return parse_bool(value)
-    except ValueError as error:
-        raise ValueError(f"{AUTO!r}, or {error}") from None
+    """Parse what is on where the device can run it (``auto``), on, or off."""
+    return AUTO if value == AUTO else parse_bool(value)
+
+
+KERNELS = ("small_batch", "decode_attention")
+
+
+def kernel_switches(value: Any) -> dict[str, bool | str]:
+    """Return ``auto``, True or False for each kernel of the setting ``kernels``."""
+    items = [str(item) for item in items_of(value)]
+    if len(items) == 1 and (items[0] == AUTO or items[0].lower() in SWITCH):
+        return dict.fromkeys(KERNELS, parse_switch(items[0]))
+    if not items or not {item.removeprefix("-") for item in items} <= {AUTO, *KERNELS}:
+        names = ", ".join(KERNELS)
+        raise ValueError(f"'auto', True, False, or names of {names}; '-{KERNELS[0]}' for no such")
+    named = {item for item in items if not item.startswith("-")}
+    rest: bool | str = AUTO if AUTO in named or not named else False
+    switches = {name: name in named or rest for name in KERNELS}
+    return {name: f"-{name}" not in items and switch for name, switch in switches.items()}
+
+
+def kernels_of(switches: Mapping[str, bool | str]) -> bool | str | tuple[str, ...]:
+    """Return the value of the setting ``kernels`` that stands for some switches."""
+    values = {*switches.values()}
+    if len(values) == 1:
+        return values.pop()
+    named = tuple(name for name, switch in switches.items() if switch is True)
+    if AUTO not in values:
+        return named
+    return (AUTO, *named, *(f"-{name}" for name, switch in switches.items() if switch is False))
+
+
+def parse_kernels(value: Any) -> bool | str | tuple[str, ...]:
+    return kernels_of(kernel_switches(value))
+
+
+def parse_parts(*known: str) -> Parser:
+    """Return a parser of a set of names: those named, all but ``-name``, all (True), or none."""
+
+    def parse(value: Any) -> tuple[str, ...]:
+        items = items_of(value)
+        if len(items) == 1 and str(items[0]).lower() in SWITCH:
+            return known if parse_bool(items[0]) else ()
+        left_out = {item.removeprefix("-") for item in map(str, items) if item.startswith("-")}
+        named = {item for item in items if not str(item).startswith("-")}
+        if not {*named, *left_out} <= {*known} or value == "":
+            names = ", ".join(known)
+            raise ValueError(f"True, False, or names of {names}; '-{known[0]}' for all but that")
+        taken = named or (known if left_out else ())
+        return tuple(name for name in known if name in taken and name not in left_out)
+
+    return parse
 
 
 def one_of(*known: str) -> Parser:
@@ -414,18 +488,10 @@ COMPILERS = ("inductor", "aot", "eager")
 
 UNSET: Any = object()  # a setting without an argument
 
-KERNELS_VARIABLE = ENV_PREFIX + "KERNELS"  # for all settings of kernels of cgcompile
 
-
-def setting(
-    default: Any, parse: Parser, needs: str | None = None, variable: str | None = None
-) -> Any:
+def setting(default: Any, parse: Parser, needs: str | None = None) -> Any:
     """Declare a setting with its parser; without what it ``needs`` it has no effect."""
-    # ``variable`` of the environment is read where the setting's own one is absent. A setting with
-    # one of the values ``idle`` needs nothing.
-    idle = (AUTO, False) if parse is parse_switch else (default,)
-    metadata = {"parse": parse, "default": default, "needs": needs, "variable": variable}
-    metadata |= {"idle": idle}
+    metadata = {"parse": parse, "default": default, "needs": needs}
     return field(default_factory=lambda: UNSET, metadata=metadata)
 
 

@@ -119,6 +119,9 @@ def settings() -> Iterator[str]:
             f"   {sentence(meanings[spec.name])}\n\n"
             f"   Environment: ``{ENV_PREFIX}{spec.name.upper()}``\n"
         )
+    yield "Earlier names work for one release, with a ``FutureWarning``:\n"
+    for name, earlier in config.EARLIER.items():
+        yield f"* ``{name}``: now :confval:`{earlier.setting}`, such as ``{earlier.advice}``"
 
 
 def reasons() -> Iterator[str]:

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     model = Decoder(args).to(args.device).eval()
     config = cgcompile.CompilationConfig(
-        capture_device="host" if args.device == "cpu" else "auto", strict=True
+        capture_device="host" if args.device == "cpu" else "auto", on_fallback="raise"
     )
     wrapper = cgcompile.BreakableCUDAGraphWrapper(model, config)
     with torch.inference_mode():

@@ -145,7 +145,7 @@ def nothing_kept() -> Iterator[None]:
         yield
 
 
-# Rooms whose tests run with ``debug=True``: a result that is read too late raises. No step takes a
+# Rooms whose tests run with ``debug="stale"``: a result that is read too late raises. No step takes a
 # fast path then, so other rooms, the table of hazards and slow tests run without it, as users do.
 _WITH_DEBUG = ("graphs", "hazards", "serving")
 
@@ -159,7 +159,7 @@ def stale_results_raise(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if path.parent.name not in _WITH_DEBUG or path.name == "test_table.py" or slow is not None:
         return
     if raw_memory.can_expire_storages():
-        monkeypatch.setenv("CGCOMPILE_DEBUG", "1")
+        monkeypatch.setenv("CGCOMPILE_DEBUG", "stale")
 
 
 @pytest.fixture(autouse=True, scope="session")

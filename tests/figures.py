@@ -52,7 +52,7 @@ GUARDS = (
     "Fits",
     "ArgumentChecks",
     "CompiledTrace.replaced",
-    "_Unwrapping._why_other_parts",
+    "_Unwrapping._check_parts",
     "SameOnHost",
     "bridges._same_value",
     "FullGraphs.check_weights",

@@ -200,7 +200,7 @@ def test_settings(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {each["name"]: each for each in json.loads(out)}
     assert [*rows] == [*cgcompile.CompilationConfig.names()]
     assert all(each["meaning"] for each in rows.values())
-    assert rows["strict"]["origin"] == "default"
+    assert rows["on_fallback"]["origin"] == "default"
     assert run("settings", "--set", "compilr=aot")[0] == 2
     monkeypatch.setattr(cgcompile.CompilationConfig, "__doc__", None)  # as of python -OO
     status, out, _ = run("settings")
@@ -241,9 +241,9 @@ def test_env(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = [name for name, exists in private.items() if not exists]
     assert re.findall(r"  missing: (.*)", out) == missing
     assert out.endswith("cache: off\nCGCOMPILE_CACHE_DIR=off")
-    monkeypatch.setenv("CGCOMPILE_STRCT", "1")
+    monkeypatch.setenv("CGCOMPILE_ON_FALBACK", "1")
     status, _, errors = run("env")
-    assert (status, "CGCOMPILE_STRICT" in errors) == (2, True)
+    assert (status, "CGCOMPILE_ON_FALLBACK" in errors) == (2, True)
 
 
 def test_a_module_that_imports_lazily(run: Any, tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_layers_with_one_backend_share_what_is_compiled() -> None:
     compilations = [graph.compilation for graph in backend.graphs]
     assert [(each.compiled, each.shared) for each in compilations] == [(1, 0)] + [(0, 1)] * 3
     with pytest.raises(ConfigError, match="settings of the object are fixed"):
-        cgcompile.compile(Doubling(), backend, strict=True)
+        cgcompile.compile(Doubling(), backend, on_fallback="raise")
 
 
 @pytest.mark.slow

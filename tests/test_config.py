@@ -1,5 +1,6 @@
 """Settings: every door, every precedence, and what is refused."""
 
+import ast
 import dataclasses
 import inspect
 from typing import Any
@@ -10,7 +11,9 @@ from lib.snapshots import assert_snapshot
 
 import cgcompile
 from cgcompile import CompilationConfig, CompilationMode, CUDAGraphMode
+from cgcompile.config import EARLIER
 from cgcompile.errors import OF_COMPILE, ConfigError
+from cgcompile.settings import KERNELS
 
 
 def test_every_setting_is_documented() -> None:
@@ -60,9 +63,8 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cudagraph_capture_sizes", "8, 1,2,8", (1, 2, 8)),
         ("compile_sizes", "8, 1,2,8", (1, 2, 8)),
         ("compile_ranges_endpoints", "32, 512", (32, 512)),
-        ("small_batch_kernels", "off", False),
-        ("small_batch_kernels", "1", True),
-        ("small_batch_kernels", "auto", "auto"),
+        ("kernels", "off", False),
+        ("kernels", "auto", "auto"),
         ("dump_passes", "/tmp/passes", "/tmp/passes"),
         ("cache_dir", "/tmp/pieces", "/tmp/pieces"),
         ("cache_dir", "off", "off"),
@@ -76,6 +78,94 @@ def test_every_setting_by_every_door(
     assert getattr(CompilationConfig.resolve(arguments={name: value}), name) == value
     monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", text)
     assert getattr(CompilationConfig(), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "present"),
+    [
+        ("check_metadata", "0", {"checks": ("state", "weights")}),
+        ("check_state", "off", {"checks": ("metadata", "weights")}),
+        ("poison", "1", {"debug": ("poison",)}),
+        ("strict", "1", {"on_fallback": "raise"}),
+        ("warn_fallbacks", "0", {"on_fallback": "count"}),
+        ("small_batch_kernels", "0", {"kernels": ("auto", "-small_batch")}),
+        ("decode_attention", "1", {"kernels": ("auto", "decode_attention")}),
+    ],
+)
+def test_earlier_names_by_every_door(
+    name: str, text: str, present: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (new,) = present
+    told = rf"{name} is deprecated: use {new}, such as {new}="
+    for make in (
+        lambda: CompilationConfig(**{name: text}),
+        lambda: CompilationConfig.resolve(options={name: text}),
+        lambda: CompilationConfig.resolve(CompilationConfig(), arguments={name: text}),
+        lambda: dataclasses.replace(CompilationConfig(), **{name: text}),
+    ):
+        with pytest.warns(FutureWarning, match=told):
+            config = make()
+        assert {key: getattr(config, key) for key in present} == present
+        assert config.origins[new] != "default"
+    monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", text)
+    told = rf"CGCOMPILE_{name.upper()} is deprecated: use CGCOMPILE_{new.upper()}, such as"
+    with pytest.warns(FutureWarning, match=told):
+        config = CompilationConfig()
+    assert {key: getattr(config, key) for key in present} == present
+    assert config.origins[new] == "environment"
+
+
+def test_every_earlier_name_has_a_present_one() -> None:
+    names = CompilationConfig.names()
+    assert not {*EARLIER} & {*names}
+    for earlier in EARLIER.values():
+        assert earlier.setting in names
+        setting, _, value = earlier.advice.partition("=")
+        assert setting == earlier.setting
+        CompilationConfig.resolve(options={setting: ast.literal_eval(value)})
+
+
+def test_earlier_names_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGCOMPILE_DEBUG", "stale")
+    with pytest.warns(FutureWarning):
+        config = CompilationConfig(check_state=False, check_metadata=False, poison=True)
+    assert (config.checks, config.debug) == (("weights",), ("stale", "poison"))
+    with pytest.warns(FutureWarning):
+        again = CompilationConfig.resolve(config, options={"check_state": "1", "poison": "0"})
+    assert (again.checks, again.debug) == (("state", "weights"), ("stale",))
+    with pytest.warns(FutureWarning):
+        both = CompilationConfig(checks="-weights", check_metadata=False)
+    assert both.checks == ("state",)
+    with pytest.warns(FutureWarning):
+        assert CompilationConfig(warn_fallbacks=False, strict=True).on_fallback == "raise"
+    with pytest.warns(FutureWarning):
+        config = CompilationConfig(on_fallback="raise", strict=False, warn_fallbacks=False)
+    assert (config.on_fallback, config.strict, config.warn_fallbacks) == ("count", False, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        (True, ("stale", "poison")),
+        ("on", ("stale", "poison")),
+        (False, ()),
+        ((), ()),
+        ("poison", ("poison",)),
+        ("poison,stale", ("stale", "poison")),
+        (["-poison"], ("stale",)),
+        ("stale, poison, -stale", ("poison",)),
+    ],
+)
+def test_a_setting_of_parts(value: Any, parts: tuple[str, ...]) -> None:
+    assert CompilationConfig(debug=value).debug == parts
+    assert CompilationConfig(debug=parts).debug == parts
+
+
+@pytest.mark.parametrize("value", ["", "poisn", "-", "stale,-poisn", 3, None])
+def test_a_setting_of_parts_names_them(value: Any) -> None:
+    expected = "expected True, False, or names of stale, poison; '-stale' for all but that"
+    with pytest.raises(ConfigError, match=expected):
+        CompilationConfig(debug=value)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +307,7 @@ def test_settings_of_a_trace_are_refused_without_one(name: str, value: Any) -> N
 
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"])
 def test_settings_of_capture_need_a_mode_with_graphs(mode: str) -> None:
-    settings = {"capture_device": "host", "strict": True, "num_warmups": 2}
+    settings = {"capture_device": "host", "on_fallback": "raise", "num_warmups": 2}
     config = CompilationConfig(mode=mode, cudagraph_mode="FULL", **settings)
     assert {name: getattr(config, name) for name in settings} == settings
     for name, value in settings.items():
@@ -229,7 +319,7 @@ def test_settings_of_capture_need_a_mode_with_graphs(mode: str) -> None:
     ("name", "text"),
     [
         ("capture_device", "host"),
-        ("strict", "1"),
+        ("on_fallback", "raise"),
         ("num_warmups", "3"),
         ("compiler", "eager"),
         ("splitting", "breakable"),
@@ -254,46 +344,71 @@ def test_a_variable_that_a_mode_would_ignore_is_ignored(
         CompilationConfig.resolve(options={"mode": "NONE", name: text})
 
 
-def kernel_settings() -> list[str]:
-    """The names of all settings that one variable switches off."""
-    specs = dataclasses.fields(CompilationConfig)
-    return [spec.name for spec in specs if spec.metadata["variable"] == "CGCOMPILE_KERNELS"]
-
-
 def test_one_variable_switches_all_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = kernel_settings()
-    assert "small_batch_kernels" in names
-    assert {getattr(CompilationConfig(), name) for name in names} == {"auto"}
+    assert {CompilationConfig().kernel(name) for name in KERNELS} == {"auto"}
     monkeypatch.setenv("CGCOMPILE_KERNELS", "0")
     config = CompilationConfig()
-    assert {(getattr(config, name), config.origins[name]) for name in names} == {
-        (False, "environment")
-    }
-    for name in names:  # what is about one setting wins, and an argument beats the environment
-        assert getattr(CompilationConfig(**{name: True}), name) is True
-        monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", "auto")
-        assert getattr(CompilationConfig(), name) == "auto"
+    assert {config.kernel(name) for name in KERNELS} == {False}
+    assert config.origins["kernels"] == "environment"
+    assert CompilationConfig(kernels="auto").kernel("small_batch") == "auto"  # an argument wins
+    monkeypatch.setenv("CGCOMPILE_KERNELS", "1")  # for all models, so where the device can
+    assert {CompilationConfig().kernel(name) for name in KERNELS} == {"auto"}
     monkeypatch.setenv("CGCOMPILE_KERNELS", "perhaps")
-    monkeypatch.delenv("CGCOMPILE_SMALL_BATCH_KERNELS")
-    with pytest.raises(ConfigError, match=r"CGCOMPILE_KERNELS: .* expected 'auto', or"):
+    with pytest.raises(
+        ConfigError, match=r"CGCOMPILE_KERNELS: .* expected 'auto', True, False, or"
+    ):
         CompilationConfig()
 
 
+@pytest.mark.parametrize(
+    ("value", "kept", "small_batch", "decode_attention"),
+    [
+        ("1", True, True, True),
+        ("-small_batch", ("auto", "-small_batch"), False, "auto"),
+        ("decode_attention", ("decode_attention",), False, True),
+        ("auto,decode_attention", ("auto", "decode_attention"), "auto", True),
+        (["small_batch", "decode_attention"], True, True, True),
+        ("-small_batch,-decode_attention", False, False, False),
+    ],
+)
+def test_kernels_by_name(value: Any, kept: Any, small_batch: Any, decode_attention: Any) -> None:
+    config = CompilationConfig(kernels=value)
+    assert config.kernels == kept
+    assert config.kernel("small_batch") == small_batch
+    assert config.kernel("decode_attention") == decode_attention
+    assert CompilationConfig(kernels=kept) == config
+
+
+def test_earlier_names_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(FutureWarning, match="small_batch_kernels is deprecated: use kernels"):
+        assert CompilationConfig(small_batch_kernels=True).kernels == ("auto", "small_batch")
+    with pytest.warns(FutureWarning):
+        config = CompilationConfig(small_batch_kernels=False, decode_attention="1")
+    assert config.kernels == ("decode_attention",)
+    monkeypatch.setenv("CGCOMPILE_KERNELS", "0")
+    monkeypatch.setenv("CGCOMPILE_DECODE_ATTENTION", "auto")  # what is about one kernel wins
+    with pytest.warns(FutureWarning, match="CGCOMPILE_DECODE_ATTENTION is deprecated"):
+        assert CompilationConfig().kernel("decode_attention") == "auto"
+
+
 def test_kernels_are_switched_off_where_nothing_uses_them() -> None:
-    config = CompilationConfig(mode="NONE", small_batch_kernels=False)
-    assert config.small_batch_kernels is False
-    assert CompilationConfig(compiler="eager", small_batch_kernels="auto").compiler == "eager"
-    with pytest.raises(ConfigError, match=r"small_batch_kernels = True .*is impossible"):
-        CompilationConfig(compiler="eager", small_batch_kernels=True)
+    assert CompilationConfig(mode="NONE", kernels=False).kernels is False
+    assert CompilationConfig(mode="NONE", kernels="-small_batch").kernels
+    assert CompilationConfig(compiler="eager", kernels="auto").compiler == "eager"
+    assert CompilationConfig(compiler="eager", kernels=True).kernels is True  # of attention
+    with pytest.raises(ConfigError, match=r"kernels = \('small_batch',\) .*is impossible"):
+        CompilationConfig(compiler="eager", kernels="small_batch")
+    with pytest.raises(ConfigError, match=r"kernels = True with mode NONE is impossible"):
+        CompilationConfig(mode="NONE", kernels=True)
 
 
 def test_a_variable_that_a_mode_uses_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_CAPTURE_DEVICE", "host")
     monkeypatch.setenv("CGCOMPILE_CAPTURE_DIM", "x.size()[0]")
-    monkeypatch.setenv("CGCOMPILE_STRICT", "0")  # the default
-    assert CompilationConfig(mode="NONE").origins["strict"] == "default"
+    monkeypatch.setenv("CGCOMPILE_ON_FALLBACK", "warn")  # the default
+    assert CompilationConfig(mode="NONE").origins["on_fallback"] == "default"
     config = CompilationConfig(mode="NONE", cudagraph_mode="FULL")
-    assert config.origins["strict"] == "environment"
+    assert config.origins["on_fallback"] == "environment"
     assert config.capture_device == "host"
     assert config.capture_dim is None
     assert CompilationConfig(compile_sizes=[2]).capture_dim == "x.size()[0]"

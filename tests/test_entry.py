@@ -186,7 +186,7 @@ def test_where_capture_is_forbidden_only_known_shapes_replay(device: str) -> Non
 
 
 def test_strict_raises_where_capture_is_forbidden(device: str) -> None:
-    model, compiled, backend = compiled_case("sdpa", device, strict=True)
+    model, compiled, backend = compiled_case("sdpa", device, on_fallback="raise")
     start(compiled, model, device)
     with allow_capture(False), pytest.raises(DispatchError, match="capture_forbidden"):
         compiled(batch(device))
@@ -262,7 +262,9 @@ def test_settings_that_leave_no_graph(device: str, name: str, setting: str, reas
 
 
 def test_strict_raises_where_no_graph_is_possible(device: str) -> None:
-    _, compiled, backend = compiled_case("op_packet", device, cudagraph_mode="FULL", strict=True)
+    _, compiled, backend = compiled_case(
+        "op_packet", device, cudagraph_mode="FULL", on_fallback="raise"
+    )
     with pytest.raises(DispatchError, match="attention_support"):
         compiled(marked(batch(device)))
     assert_counts(backend, 0, 0, {}, failures=1)
@@ -710,7 +712,9 @@ def test_a_capture_that_fails_runs_plain_and_spares_other_shapes(device: str, ho
 @pytest.mark.parametrize("setting", ["FULL", "PIECEWISE"])
 def test_strict_raises_where_a_capture_fails(device: str, hook: Any, setting: str) -> None:
     hook(reads_on_the_host_if_large)
-    model, compiled, backend = compiled_model(Hooked, device, strict=True, cudagraph_mode=setting)
+    model, compiled, backend = compiled_model(
+        Hooked, device, on_fallback="raise", cudagraph_mode=setting
+    )
     start(compiled, model, device)
     for _ in range(2):
         with pytest.raises(DispatchError, match="capture_failed"):

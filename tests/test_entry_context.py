@@ -212,7 +212,7 @@ def test_a_context_without_a_descriptor_is_an_error(device: str, mode: Any) -> N
 
 
 def test_mode_none_runs_plain(device: str) -> None:
-    model, compiled, backend = compiled_case("sdpa", device, strict=True)
+    model, compiled, backend = compiled_case("sdpa", device, on_fallback="raise")
     buffers = Buffers(device)
     check_steps(compiled, model, buffers, NONE, steps=2)
     check_steps(compiled, model, buffers, FULL, steps=3)
@@ -280,7 +280,7 @@ def test_a_bulk_capture_lists_what_has_a_lesser_mode_than_requested(
 
 
 def test_strict_refuses_full_with_a_boundary_that_forbids_it(device: str) -> None:
-    model, compiled, backend = compiled_case("op_packet", device, strict=True)
+    model, compiled, backend = compiled_case("op_packet", device, on_fallback="raise")
     buffers = Buffers(device)
     x = buffers.fill()
     with context(FULL), pytest.raises(DispatchError, match="attention_support"):

@@ -432,7 +432,9 @@ def test_the_cause_of_a_strict_failure_is_the_original_exception(
             raise original
         return usual(x)
 
-    model, compiled, backend = compiled_model(Hooked, device, strict=True, cudagraph_mode=setting)
+    model, compiled, backend = compiled_model(
+        Hooked, device, on_fallback="raise", cudagraph_mode=setting
+    )
     hook(refuses_capture)
     assert_steps(compiled, model, device, steps=1)
     with pytest.raises(DispatchError, match="capture_failed") as caught:
@@ -447,7 +449,9 @@ def test_the_cause_of_a_strict_failure_is_the_original_exception(
 def test_the_cause_of_a_strict_failure_is_what_the_device_said(
     device: str, hook: Any, setting: str
 ) -> None:
-    model, compiled, backend = compiled_model(Hooked, device, strict=True, cudagraph_mode=setting)
+    model, compiled, backend = compiled_model(
+        Hooked, device, on_fallback="raise", cudagraph_mode=setting
+    )
     usual = Hook.function
     hook(lambda x: x * x.mean().item())
     assert_steps(compiled, model, device, steps=1)
@@ -594,7 +598,7 @@ def test_conjugates_cross_a_bridge(device: str) -> None:
 
 @pytest.mark.slow
 def test_seventy_layers_one_by_one_with_strict(device: str) -> None:
-    backend = backend_for(strict=True)
+    backend = backend_for(on_fallback="raise")
     layers = [made(lambda: nn.Linear(D, D), device) for _ in range(70)]
     compiled = [torch.compile(layer, backend=backend) for layer in layers]
     for _ in range(4):

@@ -192,7 +192,7 @@ OTHER_TEXTS: list[tuple[str, dict[str, Any]]] = [
     ("CGCompileError.bad_value", {"where": ""}),
     ("AddressChangedError.metadata", {"now": None}),
     ("AgreementError.missing", {"missing": []}),
-    ("ArgumentsError.refused", {"settings": "'strict': ..., 'poison'"}),
+    ("ArgumentsError.refused", {"settings": "'on_fallback': ..., 'debug'"}),
     ("CaptureBusyError.busy", {"same_thread": False}),
     ("ConfigError.no_mapping", {"is_config": False}),
     ("ConfigError.not_compiled_here", {"found": "NoneType", "has_handle": True}),

@@ -475,7 +475,7 @@ VARIANTS = [*[(name, False) for name in MODELS], *[(name, True) for name in POIS
 @pytest.mark.parametrize(("name", "poison"), VARIANTS)
 def test_the_front_ends_agree(device: str, name: str, poison: bool) -> None:
     with mode_of(MODELS[name]):
-        ends = FrontEnds(name, device, poison=poison, strict=True)
+        ends = FrontEnds(name, device, debug="poison" if poison else False, on_fallback="raise")
         ends.steps(6)
     assert_counts(ends.backend, 2, 2 * 4, {WARMING: 2})
     assert_counters(ends.breakable, captures=2, replays=2 * 5)

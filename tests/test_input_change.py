@@ -292,7 +292,7 @@ def test_eager_runs_plain_and_says_what_moved(device: str, mode: Any) -> None:
 
 @both_modes
 def test_eager_and_strict_is_an_error(device: str, mode: Any) -> None:
-    runs, _ = compiled_nested(device, mode, on_input_change="eager", strict=True)
+    runs, _ = compiled_nested(device, mode, on_input_change="eager", on_fallback="raise")
     inputs = Given.on(device)
     runs.check(inputs, 3)
     runs.refused(inputs.moved("first"), DispatchError, "input_changed.*'pair.0'")
@@ -766,7 +766,7 @@ def check_rows(model: FillsRows, run: Any, x: torch.Tensor, real: int | None) ->
 def test_rows_that_are_not_real_are_zero_after_an_eager_op(
     device: str, build: Any, poison: bool
 ) -> None:
-    settings = {**BY_ROWS, "poison": poison}
+    settings = {**BY_ROWS, "debug": "poison" if poison else False}
     model, compiled, backend = compiled_model(build, device, **settings)
     x = marked(batch(device, PADDED))
     for _ in range(3):

@@ -179,7 +179,7 @@ def allocated(device: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_random_order_churn_and_poison(device: str, way: str) -> None:
-    subject = Subject(way, device, poison=True)
+    subject = Subject(way, device, debug="poison")
     assert subject.capture(random.sample(SIZES, len(SIZES))).captured == SIZES
     captures, before = subject.counted
     assert captures == len(SIZES)
@@ -196,7 +196,7 @@ def test_random_order_churn_and_poison(device: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_poison_shows_in_what_was_returned(device: str, way: str) -> None:
     """The test above looks at something: memory of the graphs is overwritten."""
-    subject = Subject(way, device, poison=True)
+    subject = Subject(way, device, debug="poison")
     subject.capture((4,))
     result = subject(4)
     assert not result.isnan().any()

@@ -95,15 +95,15 @@ def schedule_of(scenario: Scenario, device: str, totals: dict[str, int]) -> type
             any_at_all=st.sampled_from((False,) + (True,) * 99),
             menu=menus(scenario),
             inference=st.booleans(),
-            strict=st.booleans(),
-            poison=st.booleans(),
+            on_fallback=st.sampled_from(("warn", "raise")),
+            debug=st.sampled_from((False, "poison")),
         )
-        def begin(self, any_at_all, menu, inference, strict, poison) -> None:
+        def begin(self, any_at_all, menu, inference, on_fallback, debug) -> None:
             assume(any_at_all)
-            settings = f"inference={inference}, strict={strict}, poison={poison}"
+            settings = f"inference={inference}, on_fallback={on_fallback}, debug={debug}"
             self.log = [f"{settings}, menu: {', '.join(map(str, menu))}"]
             self.engine = Engine(
-                scenario, device, menu, inference=inference, strict=strict, poison=poison
+                scenario, device, menu, inference=inference, on_fallback=on_fallback, debug=debug
             )
 
             if "raises" in scenario.more:

@@ -37,7 +37,7 @@ def test_the_remedy_is_logged_once_for_a_reason(caplog: pytest.LogCaptureFixture
     assert record.getMessage() == (
         "a step (input [2, 4]) runs without a CUDA graph: gradients: an input, a weight or a result requires "
         "grad, or has a tangent. Remedy: call the model in `torch.inference_mode()` or "
-        "`torch.no_grad()`. (Logged once for a reason; warn_fallbacks=False turns it off; "
+        "`torch.no_grad()`. (Logged once for a reason; on_fallback='count' turns it off; "
         "`python -m cgcompile reasons gradients` explains it.)"
     )
 
@@ -127,13 +127,13 @@ def test_a_model_without_a_trace_needs_a_context(
             torch.testing.assert_close(model(x.normal_()), net(x))
         assert warned(caplog) == ["no_forward_context"]
         assert model.backend.counters.plain == {Reason.NO_CONTEXT: 3}
-        strict = cgcompile.compile(net, strict=True, **settings)
+        strict = cgcompile.compile(net, on_fallback="raise", **settings)
         with pytest.raises(DispatchError, match="no_forward_context"):
             strict(x)
 
 
 def test_the_setting_turns_all_of_them_off(caplog: pytest.LogCaptureFixture) -> None:
-    quiet = config(warn_fallbacks=False)
+    quiet = config(on_fallback="count")
     model = cgcompile.compile(nn.Linear(4, 4), quiet)
     model(torch.randn(2, 4, requires_grad=True))
     assert model.backend.counters.plain == {Reason.GRADIENTS: 1}

@@ -1,10 +1,10 @@
-"""What Dynamo calls in place of a compiled graph whose inputs and results are converted.
+"""Conversions of inputs and results around a compiled graph.
 
 A graph that Dynamo traced may take and return what no CUDA graph holds: tensor subclasses, Python
-numbers that vary, lengths that vary. An :class:`Adapter` converts the inputs of one kind to those
-of the graph, and the results back. Adapters compose: each converts what the one before it returns,
+numbers that vary, lengths that vary. An :class:`Adapter` converts inputs of one kind to those of
+the graph, and the results back. Adapters compose: each converts what the one before it returns,
 and the results pass them in the opposite order. The rule: an adapter that cannot convert a call
-returns a fallback, and the graph as it was traced runs instead, counted.
+raises RunPlain, and the graph as it was traced runs instead, counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from cgcompile.reasons import Fallback
+from cgcompile.reasons import Fallback, RunPlain
 from cgcompile.runtime.compiled_graph import CompiledGraph
 
 # Runs a call without a graph: (name, fallback, function) -> its result.
@@ -31,11 +31,11 @@ class Adapter:
     """One conversion.
 
     Attributes:
-        prepare: converts the inputs of a call, or returns why it cannot.
-        original: the graph without the conversion, which runs where there is a fallback.
+        prepare: converts the inputs of a call; raises RunPlain where it cannot.
+        original: the graph without the conversion, which runs then.
     """
 
-    prepare: Callable[[tuple[Any, ...]], Prepared | Fallback]
+    prepare: Callable[[tuple[Any, ...]], Prepared]
     original: Callable[..., Any]
 
 
@@ -49,23 +49,26 @@ class AdaptedGraph:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run one step; see :class:`~cgcompile.runtime.compiled_graph.CompiledGraph`."""
-        finishes = []
+        finishes, why = [], None
+        run: Callable[..., Any] = self.graph
         for adapter in self.adapters:
-            prepared = adapter.prepare(inputs)
-            if isinstance(prepared, Fallback):
-                result = self._run_plain("a step", prepared, partial(adapter.original, *inputs))
+            try:
+                inputs, finish = adapter.prepare(inputs)
+            except RunPlain as refusal:
+                why, run = refusal.why, adapter.original
                 break
-            inputs, finish = prepared
             if finish is not None:
                 finishes.append(finish)
+        if why is None:
+            result = run(*inputs)
         else:
-            result = self.graph(*inputs)
+            result = self._run_plain("a step", why, partial(run, *inputs))
         for finish in reversed(finishes):
             result = finish(result)
         return result
 
 
 def innermost(compiled: Any) -> CompiledGraph | None:
-    """Return the compiled graph in what a backend returns; None if there is none."""
+    """Return the compiled graph that a backend returned, without its adapters; None without one."""
     graph = compiled.graph if isinstance(compiled, AdaptedGraph) else compiled
     return graph if isinstance(graph, CompiledGraph) else None

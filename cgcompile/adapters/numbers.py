@@ -15,7 +15,7 @@ from torch import fx
 
 from cgcompile.adapters.adapter import Adapter, Prepared
 from cgcompile.passes.numbers import HostNumber, HostNumbers, Numbers
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.reasons import Fallback, Reason, RunPlain
 from cgcompile.runtime.weight_sets import picker
 from cgcompile.torch_compat import dynamo
 
@@ -48,16 +48,16 @@ class _Computing:
         self._compute, self._results = numbers.compute, numbers.results
         self._sources, self._inputs = picker(numbers.sources), picker(numbers.inputs)
 
-    def prepare(self, inputs: tuple[Any, ...]) -> Prepared | Fallback:
-        """Return the inputs with the numbers as tensors, or why some cannot be tensors."""
+    def prepare(self, inputs: tuple[Any, ...]) -> Prepared:
+        """Return the inputs with the numbers as tensors; raise RunPlain where one cannot be."""
         try:
             computed = self._compute(*self._sources(inputs))
         except (ArithmeticError, ValueError) as error:  # raised by the original graph, too
             detail = f"a number made of the inputs raises {type(error).__name__}: {error}"
-            return Fallback(Reason.UNSUPPORTED_INPUT, detail)
+            raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, detail)) from error
         for number, known in zip(computed, self._numbers, strict=False):  # results are more
             if not _fits(number, known):
-                return Fallback(Reason.UNSUPPORTED_INPUT, _why_not(number, known))
+                raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, _why_not(number, known)))
         pairs = zip(computed, self._added, strict=False)
         tensors = tuple([torch.tensor(number, dtype=known.dtype) for number, known in pairs])
         insert = partial(self._inserted, computed) if self._results else None

@@ -22,7 +22,7 @@ from cgcompile.context import callers_context
 from cgcompile.graphs.arena import address
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of
 from cgcompile.passes.split import SplitGraph, Value
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.reasons import Fallback, Reason, RunPlain
 from cgcompile.runtime.compiled_graph import CompiledGraph
 
 _Numbers = dict[sympy.Symbol, int]  # the sizes of a call
@@ -31,8 +31,11 @@ _Numbers = dict[sympy.Symbol, int]  # the sizes of a call
 _Fill = Callable[[int, torch.Tensor, Sequence[int]], torch.Tensor]
 
 
-class _CannotPad(Exception):
-    """Calls of a graph cannot be padded; the text is the reason."""
+class _CannotPad(RunPlain):
+    """A call cannot be padded."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(Fallback(Reason.PADDING_REFUSED, detail))
 
 
 def adapt_lengths(graph: CompiledGraph, lengths: Sequence[int]) -> list[Adapter]:
@@ -53,12 +56,12 @@ class _Padding:
         self._next: dict[tuple[int, ...], int] = {}
         self._compared: dict[tuple[int, ...], int] = {}
         self._values: dict[int, torch.Tensor] = {}  # integers seen, by input position
-        self._refused: dict[tuple[int, ...], Fallback] = {}  # why not to pad to some sizes
-        self._never: Fallback | None = None  # why not to pad this trace
+        self._refused: dict[tuple[int, ...], str] = {}  # why not to pad to some sizes
+        self._never = ""  # why not to pad this trace
         try:
             self._plan = _Plan(graph.split)
         except _CannotPad as error:
-            self._never = _refused(str(error))
+            self._never = error.why.detail
 
     def prepare(self, inputs: tuple[Any, ...]) -> Prepared:
         """Return the inputs padded, or unchanged if they cannot be padded, which is counted.
@@ -69,32 +72,32 @@ class _Padding:
         # Under a forward context the caller pads; without a graph, padding gains nothing.
         if callers_context() is not None or self._graph.why_without(inputs) is not None:
             return Prepared(inputs)
-        fallback = self._never_padded()
-        if fallback is None:
-            plan = self._plan
-            real = {symbol: inputs[position] for symbol, position in plan.numbers.items()}
-            sizes = plan.padded(real, self._lengths)
-            if sizes == real:
-                return Prepared(inputs)
-            if sizes is None:
-                longest, last = max(real[symbol] for symbol in plan.lengths), self._lengths[-1]
-                detail = f"the length {longest} is above {last}, the last of pad_lengths"
-                fallback = Fallback(Reason.OVERSIZE, detail)
-            else:
-                if self._is_due(real, sizes):
-                    if plan.is_constant(inputs):  # equal tokens show no difference
-                        return Prepared(inputs)
-                    self._compare(inputs, real, sizes)
-                fallback = self._never_padded() or self._refused.get(plan.key(sizes))
-                if fallback is None:
-                    return Prepared(plan.pad(inputs, sizes), partial(plan.cut, real))
-        self._graph.degrade(fallback, "padding of the compiled step")
+        try:
+            return self._padded(inputs)
+        except RunPlain as refusal:
+            self._graph.degrade(refusal.why, "padding of the compiled step")
         return Prepared(inputs)
 
-    def _never_padded(self) -> Fallback | None:
-        """Return why no call of this trace is padded; None if calls are."""
-        differences = self._graph.differences
-        return differences[0] if differences else self._never
+    def _padded(self, inputs: tuple[Any, ...]) -> Prepared:
+        """Return the inputs padded, or unchanged at a padded length; else raise RunPlain."""
+        self._check_not_refused(self._never)
+        plan = self._plan
+        real = {symbol: inputs[position] for symbol, position in plan.numbers.items()}
+        sizes = plan.padded(real, self._lengths)
+        if sizes == real:
+            return Prepared(inputs)
+        if self._is_due(real, sizes):
+            if plan.is_constant(inputs):  # equal tokens show no difference
+                return Prepared(inputs)
+            self._compare(inputs, real, sizes)
+        self._check_not_refused(self._never or self._refused.get(plan.key(sizes), ""))
+        return Prepared(plan.pad(inputs, sizes), partial(plan.cut, real))
+
+    def _check_not_refused(self, detail: str) -> None:
+        """Raise RunPlain with ``detail``, if any, or because a call of any trace differed."""
+        details = [*self._graph.differences, detail]
+        if details[0]:
+            raise _CannotPad(details[0])
 
     def _is_due(self, real: _Numbers, sizes: _Numbers) -> bool:
         """Count a call; return whether to compare it: by its number, or it has more padding."""
@@ -111,7 +114,7 @@ class _Padding:
         plan, key = self._plan, self._plan.key(sizes)
         refusal = plan.refusal(sizes)
         if refusal is not None:
-            self._refused[key] = _refused(refusal)
+            self._refused[key] = refusal
             return
         change = ", ".join(f"{real[symbol]} to {sizes[symbol]}" for symbol in plan.lengths)
         device = self._split.device
@@ -120,7 +123,7 @@ class _Padding:
             shared = _shared(expected, inputs)
             if shared is not None:
                 name = _name(self._split.result[shared])
-                self._never = _refused(f"the result {name} is memory of an input")
+                self._never = f"the result {name} is memory of an input"
                 return
             try:
                 for padded in self._fillings(inputs, sizes):
@@ -128,11 +131,14 @@ class _Padding:
                     close = list(map(_is_close, expected, results))
                     if not all(close):
                         name = _name(self._split.result[close.index(False)])
-                        self._graph.differences.append(_difference(name, change))
+                        self._graph.differences.append(
+                            f"the result {name} differs where the length is padded from {change}: "
+                            "something reads the padding, or draws random numbers"
+                        )
                         return
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
-                self._refused[key] = _refused(f"padded from {change} it raises {text}")
+                self._refused[key] = f"padded from {change} it raises {text}"
                 return
         self._compared[key] = max(plan.added(real, sizes), self._compared.get(key, 0))
         self._next[key] = 2 * self._calls[key]
@@ -230,13 +236,15 @@ class _Plan:
             x.numel() and bool((x != x.flatten()[0]).any()) for x in contents
         )
 
-    def padded(self, real: _Numbers, lengths: Sequence[int]) -> _Numbers | None:
-        """Return the sizes at the next padded lengths; None if a length is above the last."""
+    def padded(self, real: _Numbers, lengths: Sequence[int]) -> _Numbers:
+        """Return the sizes at the next padded lengths; raise RunPlain above the last."""
         sizes = dict(real)
         for symbol in self.lengths:
             length = next((each for each in lengths if each >= real[symbol]), None)
             if length is None:
-                return None
+                longest = max(real[symbol] for symbol in self.lengths)
+                detail = f"the length {longest} is above {lengths[-1]}, the last of pad_lengths"
+                raise RunPlain(Fallback(Reason.OVERSIZE, detail))
             sizes[symbol] = length
         return sizes
 
@@ -288,17 +296,6 @@ class _Plan:
             if dims:
                 items[item] = items[item].clone()  # dense, as without padding
         return tuple(items)
-
-
-def _refused(detail: str) -> Fallback:
-    return Fallback(Reason.PADDING_REFUSED, detail)
-
-
-def _difference(name: str, change: str) -> Fallback:
-    return _refused(
-        f"the result {name} differs where the length is padded from {change}: "
-        "something reads the padding, or draws random numbers"
-    )
 
 
 def _repeated(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from cgcompile.adapters.adapter import Adapter, Prepared
 from cgcompile.graphs.steps import GRADIENTS
 from cgcompile.passes.nodes import is_symbolic_number
 from cgcompile.passes.subclasses import Input, Result, Unwrapped, unwrap_subclasses
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.reasons import Fallback, Reason, RunPlain
 from cgcompile.torch_compat import dynamo, expressions, raw_memory, torch_ops
 
 
@@ -44,40 +44,33 @@ class _Unwrapping:
         self._results: Sequence[Result] = results if builds else ()
         self._symbols = unwrapped.symbols
 
-    def prepare(self, inputs: tuple[Any, ...]) -> Prepared | Fallback:
-        """Return the plain tensors of a call, or why they do not stand for its inputs."""
+    def prepare(self, inputs: tuple[Any, ...]) -> Prepared:
+        """Return the plain tensors of a call; raise RunPlain where the trace had others."""
         if torch_ops.has_tangent(inputs) or (torch.is_grad_enabled() and _require_grad(inputs)):
-            return GRADIENTS  # the plain tensors were traced without them
+            raise RunPlain(GRADIENTS)  # the plain tensors were traced without them
         for position, spec in self._dropped:
-            if inputs[position] is not raw_memory.real_object(spec.fake):
-                return _other(spec)
+            _check_built(spec, inputs[position] is raw_memory.real_object(spec.fake))
         for position, spec in self._checked:
             assert spec.wrapper is not None
-            if not spec.wrapper.fits(inputs[position]):
-                return _other(spec)
+            _check_built(spec, spec.wrapper.fits(inputs[position]))
         parts = self._parts(*inputs)
         if self._alike is None or not self._alike(*parts):
-            fallback = self._why_other_parts(inputs, parts)
-            if fallback is not None:
-                return fallback
+            self._check_parts(inputs, parts)
         build = partial(self._built, inputs) if self._results else None
         return Prepared(self._inputs(*inputs), build)
 
-    def _why_other_parts(self, inputs: tuple[Any, ...], parts: tuple[Any, ...]) -> Fallback | None:
+    def _check_parts(self, inputs: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
         """Compare the subclasses with those of the trace; remember their layouts if they agree."""
         layouts: list[tuple[list[int | None], list[int]]] = []
         for position, spec in self._wrapped:
             assert spec.wrapper is not None
-            if not spec.wrapper.fits(inputs[position]):
-                return _other(spec)
+            _check_built(spec, spec.wrapper.fits(inputs[position]))
             tensors = spec.wrapper.parts(inputs[position])
             for tensor, fake in zip(tensors, spec.fakes, strict=True):
-                if not _like(tensor, fake):
-                    return _other(spec)
+                _check_built(spec, _like(tensor, fake))
                 sizes = [None if is_symbolic_number(n) else int(n) for n in fake.shape]
                 layouts.append((sizes, list(tensor.stride())))
         self._alike = raw_memory.alike(parts, layouts)
-        return None
 
     def _built(self, inputs: tuple[Any, ...], result: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the result with subclasses built from the plain tensors in it."""
@@ -105,8 +98,11 @@ def _require_grad(inputs: tuple[Any, ...]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
 
 
-def _other(spec: Input) -> Fallback:
-    return Fallback(Reason.UNSUPPORTED_INPUT, f"{spec.path} is not built as when it was traced")
+def _check_built(spec: Input, as_traced: bool) -> None:
+    """Raise RunPlain where a subclass is not built as when it was traced."""
+    if not as_traced:
+        detail = f"{spec.path} is not built as when it was traced"
+        raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, detail))
 
 
 def _like(tensor: torch.Tensor, fake: torch.Tensor) -> bool:

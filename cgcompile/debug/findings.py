@@ -162,7 +162,7 @@ def kind_of(error: BaseException) -> str:
         of_model = ": weight '" in text or ": the tensor self" in text
         return "replaced_attribute" if of_model else "moving_input"
     if isinstance(error, HostValueChangedError):
-        return "changing_attribute" if "check_state" in text else "changing_argument"
+        return "changing_attribute" if "checks='-state'" in text else "changing_argument"
     if isinstance(error, CaptureError) and "pageable host memory" in text:
         return "device_copy"
     if isinstance(error, CaptureError) and op and "not permitted" in text:

@@ -79,7 +79,7 @@ class Subject:
         own = any(getattr(op, "impl", None) for op in config.splitting_ops)
         uncompiled = config.compiler == "eager" and config.mode is CompilationMode.PIECEWISE
         uncompiled |= config.mode is CompilationMode.NONE or self.wrapper is not None
-        own |= config.decode_attention is True  # on a CPU by ops of torch
+        own |= config.kernel("decode_attention") is True  # on a CPU by ops of torch
         changed = bool(config.graph_passes or config.piece_passes or own)
         tensors = [*torch_ops.tree_tensors(call), *self.buffers]
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)

@@ -713,7 +713,7 @@ def _locate_in(
         causes.append(f"an op inside has baked in a number or a list of the host{ops}")
     if chosen.descriptor.num_tokens > real:
         causes.append("padding reaches real rows")
-    causes.append("a weight was replaced" + (", with check_weights=False" if is_full else ""))
+    causes.append("a weight was replaced" + (", with checks='-weights'" if is_full else ""))
     origin = Difference(piece=piece, detail=f"{what}; possible causes: {', or '.join(causes)}")
     return located("replay", difference, real, origin, number)
 

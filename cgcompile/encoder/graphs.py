@@ -290,7 +290,6 @@ class EncoderSetup:
     dtype: torch.dtype
     settings: CompilationConfig
     graph_capture: Callable[[], AbstractContextManager[Any]]  # around all captures
-    check_weights: bool
 
     @property
     def config(self) -> EncoderCudaGraphConfig:
@@ -440,7 +439,7 @@ class EncoderGraphs:
                 )
         finally:
             self.wrapper.closed = True
-        if self._setup.check_weights and result.captured and not self._weights:
+        if "weights" in self._setup.settings.checks and result.captured and not self._weights:
             kind = self._setup.device.type
             self._weights = [WeightsGuard(each, kind, _REMEDY) for each in self._modules]
         lacking = [(missing[batch], why) for batch, why in result.missing]
@@ -590,13 +589,13 @@ class EncoderGraphs:
             limits.max_frames,
             **path_arguments(self._config, key.path, key.axes),
         )
-        check_values(buffers.values, self._config, specs, key.path, settings.debug)
+        check_values(buffers.values, self._config, specs, key.path, "stale" in settings.debug)
         rows = sum(spec.tokens(key.path) for spec in specs)
         assert self.pool is not None
         self.pool.follow_stream()  # a replay on another stream may still read the buffers
-        if settings.poison and self._owns_pool:
+        if "poison" in settings.debug and self._owns_pool:
             self.pool.poison()
-        for name in self.inputs(key).write(buffers, poison=settings.poison):
+        for name in self.inputs(key).write(buffers, poison="poison" in settings.debug):
             self.kept_keys[name] = self.kept_keys.get(name, 0) + 1
         return torch_ops.tree_map(lambda leaf: leaf[:rows].clone(), self.run(key))
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cgcompile.config import CompilationConfig
+from cgcompile.config import CompilationConfig, with_check
 from cgcompile.counts import count
 from cgcompile.encoder.budgets import TokenBudgets, checked_number, resolve_limits
 from cgcompile.encoder.derived import derived_encoder
@@ -41,7 +41,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.steps import refuse_strict
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Counters, Fallback, Reason
-from cgcompile.settings import checked_but, is_flag, require
+from cgcompile.settings import checked_but, is_flag, require, takes_earlier
 from cgcompile.torch_compat import torch_ops
 
 log = logging.getLogger(__name__)
@@ -322,7 +322,7 @@ class EncoderCalls:
                 "a replay of encoder budget %d had %d output tokens: it takes at most %d items. "
                 "Remedy: leave out small budgets, or give max_batch_size=, which is at most the "
                 "least budget; fitted_budgets(max_items=...) fits no smaller ones. "
-                "(Logged once; warn_fallbacks=False turns it off.)"
+                "(Logged once; on_fallback='count' turns it off.)"
             )
             log.warning(text, budget, tokens, items)
 
@@ -427,6 +427,10 @@ def _settings(config: CompilationConfig | Mapping[str, Any] | None) -> Compilati
     return settings
 
 
+def _move_check_weights(arguments: dict[str, Any], on: bool) -> None:
+    arguments["config"] = with_check("weights", _settings(arguments.get("config")), on)
+
+
 def _check_arguments(sharder: Any, costs: Costs | None, calibrate: bool) -> None:
     """Refuse a sharder without its methods, and costs that would be replaced."""
     shares = all(hasattr(sharder, name) for name in ("rank", "assign", "agree", "gather"))
@@ -469,9 +473,11 @@ class EncoderCudaGraphManager:
             item as of a model without videos; videos of more frames in all run eager.
         settings: passed to the model's ``get_encoder_cudagraph_budget_range``, which is called
             unless ``token_budgets`` and ``max_batch_size`` are both given.
-        config: settings, or a mapping of them: ``capture_device``, ``num_warmups``, ``poison``, and
-            ``strict``: an item that no graph serves is an error, unless a graph would be slower for
-            it.
+        config: settings, or a mapping of them: ``capture_device``, ``num_warmups``, ``debug``;
+            ``checks``, whose ``weights`` are those of the model, if it is a module, or of the
+            modules that its attributes hold, closures, containers and globals that its functions
+            name included; and ``on_fallback="raise"``: an item that no graph serves is an error,
+            unless a graph would be slower for it.
         pool: memory of the graphs, shared with another manager; left out: a pool of its own. Do not
             give the decoder's.
         costs: estimated costs of a replay and an eager run; left out: an estimate in tokens.
@@ -480,9 +486,6 @@ class EncoderCudaGraphManager:
         sharder: shares the items of each call out among ranks.
         graph_capture: a context around all captures, such as a communicator's.
         inference_mode: capture and run in inference mode; else in the caller's mode.
-        check_weights: before replays compare the objects and addresses of all weights of the model,
-            if it is a module, or of the modules that its attributes hold, closures, containers and
-            globals that its functions name included.
 
     Attributes:
         config: the model's description of its encoder, copied.
@@ -515,6 +518,7 @@ class EncoderCudaGraphManager:
         [(8, 32), (16, 32)]
     """
 
+    @takes_earlier(check_weights=("config=, with checks='-weights'", _move_check_weights))
     @checked_but("device", "sharder")
     def __init__(
         self,
@@ -533,7 +537,6 @@ class EncoderCudaGraphManager:
         sharder: Sharder | None = None,
         graph_capture: Callable[[], AbstractContextManager[Any]] = nullcontext,
         inference_mode: bool = True,
-        check_weights: bool = True,
     ) -> None:
         _check_arguments(sharder, costs, calibrate)
         device = device_named(device, _WHERE)
@@ -557,7 +560,6 @@ class EncoderCudaGraphManager:
             dtype,
             _settings(config),
             graph_capture,
-            check_weights,
         )
         warns = self._setup.settings.warn_fallbacks
         self.statistics = EncoderStatistics(warn_fallbacks=warns)
@@ -748,7 +750,7 @@ class EncoderCudaGraphManager:
             EncoderError: what the model made or returned does not follow the protocol.
             EncoderError: buffers of other keys, or offsets that do not end at the last row.
             CaptureError: called inside of a capture.
-            DispatchError: ``strict``, and a graph could not be captured.
+            DispatchError: ``on_fallback="raise"``, and a graph could not be captured.
             BaseException: what the model raised in a warm-up.
         """
         if max_graph_bytes is not None:
@@ -779,7 +781,7 @@ class EncoderCudaGraphManager:
                 equal on all ranks, all of which call. Tensors in pinned memory are read when the
                 stream reaches the copy: do not write to them before.
             eager: run each item alone and without a graph, to compare; counted as
-                ``mode_excluded``, and no error with ``strict``.
+                ``mode_excluded``, and no error with ``on_fallback="raise"``.
 
         Returns:
             The result of each item, in the order of the items: by default [its output tokens, ...],
@@ -791,7 +793,8 @@ class EncoderCudaGraphManager:
             EncoderError: item specs that do not fit the configuration.
             EncoderError: replay buffers that do not fit those of a graph, or their items.
             AddressChangedError: a weight was replaced since the capture: clear() and capture().
-            DispatchError: ``strict``, and an item would run eager; nothing ran then, on any rank.
+            DispatchError: ``on_fallback="raise"``, and an item would run eager; nothing ran then,
+                on any rank.
             EncoderShardError: with a sharder: the share of another rank failed.
             BaseException: what the model raised.
         """

@@ -86,7 +86,7 @@ class PatchOffsets:
     Attributes:
         make: ``make(grids)``: integers [sequences + 1], from 0 to the number of rows. On the CPU
             each call checks them; on a device the number of entries alone, so that nothing
-            synchronises, and the contents at capture and with ``CompilationConfig(debug=True)``.
+            synchronises, and the contents at capture and with ``CompilationConfig(debug="stale")``.
         most: ``most(token_budget, max_items, max_frames)``: how many sequences there can be in a
             replay; left out: exactly one for each frame.
         longest_padding: most rows of a sequence of padding rows; one long sequence would cost more

@@ -437,9 +437,9 @@ def check_debug(debug: bool) -> None:
     """Refuse ``debug`` where this build of torch cannot make a storage raise."""
     if debug and not raw_memory.can_expire_storages():
         raise ConfigError.impossible(
-            what="debug = True",
+            what="debug = 'stale'",
             because="this torch was built without the function that makes a result raise",
-            instead="Use a build of torch with CUDA, or poison=True.",
+            instead="Use a build of torch with CUDA, or debug='poison'.",
         )
 
 

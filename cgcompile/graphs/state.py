@@ -359,7 +359,9 @@ class ModelState:
             self._last = StateContract(weakref.proxy(self), now)  # a cycle would keep the model
         self._before = None
         if len(self._last.state.values) > _MOST_COMPARED:
-            log.warning("a model has too much state to compare: check_state has no effect on it")
+            log.warning(
+                "a model has too much state to compare: checks='-state' has no effect on it"
+            )
             return None
         return StateContract(self, self._last.state, touched, remedy)
 

@@ -65,7 +65,7 @@ class allow_capture:
     """Context manager: whether unknown shapes may be captured in this thread or task; re-entrant.
 
     A server that has captured what it wants closes capture: ``with allow_capture(False):`` around
-    its loop. Other shapes then run without a graph, counted; with ``strict=True`` it raises.
+    its loop. Other shapes then run without a graph, counted, or raise with ``on_fallback="raise"``.
 
     Args:
         allowed: whether captures may begin.

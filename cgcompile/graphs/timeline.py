@@ -150,8 +150,10 @@ class Timeline:
         if self._count(self.live.degraded, why, 0) and why.reason not in self.expected:
             self._warn(why, how="in a lesser mode than was requested")
 
-    def not_zeroed(self, why: Fallback) -> None:
-        """Count a padded step whose padding rows are not zeroed."""
+    def not_zeroed(self, rows: int) -> None:
+        """Count a padded step in whose results the dimension of ``rows`` is not known."""
+        detail = f"which dimension has the {rows} rows of the batch is not known"
+        why = Fallback(Reason.PADDING_ROWS, f"{detail}, so padding rows stay")
         if self._count(self.live.degraded, why, 0):
             self._warn(why, how="with padding rows as eager pieces leave them")
 

@@ -373,7 +373,7 @@ class CUDAGraphWrapper(Transparent):
 
     Compared are tensors and plain values among the arguments, passed by position or by name, and
     the fields of objects among them; what the code of ``runnable`` may have read of its state
-    (attributes, containers, closures, globals, hooks: ``check_state``); and the settings of torch
+    (attributes, containers, closures, globals, hooks: ``checks``); and the settings of torch
     that choose kernels or dtypes (``sdpa_kernel``, autocast, ...). A dataclass among the arguments
     may be another one with equal fields; any other object must be the same one.
 
@@ -384,7 +384,7 @@ class CUDAGraphWrapper(Transparent):
 
     Args:
         runnable: what to capture; tensors in and out, nested in lists, tuples and dicts at will.
-        config: ``strict`` and ``capture_device`` are read; environment and defaults if left out.
+        config: ``on_fallback``, ``capture_device`` and others; left out: environment and defaults.
         runtime_mode: the mode that this wrapper serves: PIECEWISE or FULL.
         cudagraph_options: how to capture.
         pool: memory shared with other wrappers; one of its own, on first use, if left out.
@@ -448,7 +448,7 @@ class CUDAGraphWrapper(Transparent):
         self._pool, self._guarded = pool, guarded
         steps = self.step_table = StepTable(self.name, self.config, self.timeline, pool)
         self.captured_steps = Steps[Key, CUDAGraphEntry](_MAX_REFUSALS)
-        steps.debug = self.config.debug and guarded
+        steps.debug = "stale" in self.config.debug and guarded
         check_debug(steps.debug)
         if pool is not None:
             pool.add_user(self)
@@ -465,7 +465,7 @@ class CUDAGraphWrapper(Transparent):
 
         Raises:
             DispatchError: the context has this mode and no descriptor; another thread has run
-                steps, see :meth:`allow_threads`; or ``strict``.
+                steps, see :meth:`allow_threads`; or ``on_fallback="raise"``.
             AddressChangedError: an input has another address than at the capture.
             HostValueChangedError: an input has another value, layout or structure.
             BaseException: what ``runnable`` raised, unchanged; no graph is kept then.
@@ -564,7 +564,7 @@ class CUDAGraphWrapper(Transparent):
 
     def _read_state(self) -> ModelState | None:
         """Return the state of the model, read before a capture."""
-        if not (self._guarded and self.config.check_state):
+        if not (self._guarded and "state" in self.config.checks):
             return None
         if self._state is None:
             runnable = self.unwrap()
@@ -587,7 +587,7 @@ class CUDAGraphWrapper(Transparent):
             The contract of the forward context, if that is to be compared.
         """
         assert self._pool is not None
-        checks, metadata = self.config.check_metadata, None
+        checks, metadata = "metadata" in self.config.checks, None
         if context is not None and (context.was_read or not checks):
             loads = LoadedNames(ran.codes).names.__contains__
             metadata = read_context(context, self._pool.device.tensor_type, loads)
@@ -679,7 +679,7 @@ class CUDAGraphWrapper(Transparent):
     def _poisoning(self) -> Callable[[Sequence[Any]], None] | None:
         """Return what poisons before each replay; it holds the pool, not the wrapper: no cycle."""
         pool = self._pool
-        if not self.config.poison or pool is None:
+        if "poison" not in self.config.debug or pool is None:
             return None
         if self._shares_pool:
             return lambda _: pool.poison_free()

@@ -79,28 +79,28 @@ def is_on(
     devices: Iterable[torch.device],
     why_unsupported: Callable[[torch.device], str | None],
 ) -> bool:
-    """Return whether a graph uses the kernels of a setting.
+    """Return whether a graph uses a kernel of the setting ``kernels``.
 
     Args:
         config: the settings.
-        name: of the setting, which is ``"auto"``, True or False.
+        name: of the kernel.
         devices: of the tensors of the graph.
         why_unsupported: returns why the kernels do not run on a device, or None.
 
     Raises:
-        ConfigError: the setting is True, and no device can run the kernels.
+        ConfigError: the setting names the kernel, and no device can run it.
     """
-    if getattr(config, name) is False:
+    switch = config.kernel(name)
+    if switch is False:
         return False
     reasons = list(map(why_unsupported, sorted(set(devices), key=str, reverse=True)))
     if None in reasons:
         return True
-    insists = getattr(config, name) is True and config.origins[name] != "environment"
-    if reasons and insists:  # the first is that of a GPU, if there is one
+    if reasons and switch is True:  # the first is that of a GPU, if there is one
         raise ConfigError.impossible(
-            what=f"{name} = True",
+            what=f"kernels = {config.kernels!r}",
             because=reasons[0],
-            instead=f"Leave {name} out: its kernels are used where a device can run them.",
+            instead=f"Leave {name} to 'auto', which uses it where a device can run it.",
         )
     return False
 

@@ -140,7 +140,7 @@ def _require_no_tangent(*tensors: torch.Tensor | None) -> None:
         raise ConfigError.impossible(
             what="decode_attention of a tensor with a tangent",
             because="the op has no forward derivative",
-            instead="Set decode_attention=False for this model.",
+            instead="Set kernels='-decode_attention' for this model.",
         )
 
 

@@ -69,7 +69,7 @@ class Variant:
     own: expressions.OwnShapes | None = None  # symbols of the second trace of ``module``
     conditions: tuple[sympy.Expr, ...] = ()  # assumptions on other sizes
     readers: Mapping[sympy.Symbol, Reader] = field(default_factory=dict)  # ``sizes`` first
-    fusions: Fusions | None = None  # texts of ``small_batch_kernels``
+    fusions: Fusions | None = None  # texts of the kernel ``small_batch``
 
     @property
     def name(self) -> str:
@@ -236,7 +236,7 @@ def _on_device(split: SplitGraph, config: CompilationConfig) -> bool:
     devices = {tensor.device for values in inputs for tensor in tensors(values)}
     if not any(calls(node, "linear") for node in nodes):  # there is nothing to insist on
         devices = {device for device in devices if why_unsupported(device) is None}
-    return is_on(config, "small_batch_kernels", devices, why_unsupported)
+    return is_on(config, "small_batch", devices, why_unsupported)
 
 
 def _register_ops() -> None:
@@ -375,21 +375,21 @@ def _one_size_first(artifact: Artifact) -> tuple[bool, int]:
 
 
 def fusion_texts(split: SplitGraph, config: CompilationConfig) -> Iterator[str]:
-    """Yield the texts of the fusions ``decode_attention`` and ``small_batch_kernels``."""
+    """Yield the texts of the kernels ``decode_attention`` and ``small_batch``."""
     for line in str(split.fusions).splitlines():
         yield f"decode_attention: {line}"
     try:
         if not _on_device(split, config):
             return
         if config.compiler != "inductor":
-            yield f"small_batch_kernels: compiler {config.compiler!r} is not Inductor"
+            yield f"small_batch: compiler {config.compiler!r} is not Inductor"
             return
         variants = Variants(split, config)
     except ConfigError as error:
         yield str(error)
         return
     if config.capture_dim is None and len(split.symbols.dims) > 1:
-        yield "small_batch_kernels: several dimensions vary; capture_dim names that of the batch"
+        yield "small_batch: several dimensions vary; capture_dim names that of the batch"
     for piece in split.distinct:
         if piece.compiled:
             for variant in variants.of(piece):

@@ -15,7 +15,7 @@ decides, in this order, and the methods of :class:`_GraphCall` are its parts:
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,7 +50,6 @@ from cgcompile.runtime.program import (
     not_reading_context,
     returning_traced_layouts,
     uncompiled,
-    unknown_rows,
     zeroing,
 )
 from cgcompile.runtime.recorder import record
@@ -104,7 +103,7 @@ class CompiledGraph:
         self.fast_paths = FastPaths(self.timeline)
         self.before_capture: Callable[[], None] | None = None  # called once, before the first
         self.graph_break: str | None = None  # why Dynamo ended the graph early, and where
-        self.differences: list[Fallback] = []  # why no trace of the function is padded
+        self.differences: list[str] = []  # why no trace of the function is padded
         self.traces: weakref.ref[Any] | None = None  # traces of the model that bind its weights
         # All graphs of its handle, with the timeline of each.
         self.of_handle: Sequence[tuple[weakref.ref[CompiledGraph], Timeline]] = ()
@@ -137,7 +136,7 @@ class CompiledGraph:
         self._dispatch = Dispatch(split, config, self._roles, steps)
         if self.pool is None:
             return
-        check_debug(config.debug)
+        check_debug("stale" in config.debug)
         self._is_capturing = self.pool.device.is_capturing
         more = (self.pool, config, self.timeline, self._frozen, self._rows)
         self._program = Program(split, step, runnables, boundaries, *more)
@@ -166,8 +165,8 @@ class CompiledGraph:
 
         Raises:
             DispatchError: the context requests a graph without a descriptor; another thread has run
-                steps under contexts, see :meth:`Registry.allow_threads`; or ``strict``, and the
-                step would run without a graph.
+                steps under contexts, see :meth:`Registry.allow_threads`; or
+                ``on_fallback="raise"``, and the step would run without a graph.
             AddressChangedError: under a context, an input has moved since capture.
             HostValueChangedError: under a context, a number that is baked into graphs differs.
             CaptureError: called from inside one of its own captured steps.
@@ -202,7 +201,7 @@ class CompiledGraph:
             return run
         left = self._rows.left(rows, inputs)
         if left is None:
-            self.timeline.not_zeroed(unknown_rows(rows))
+            self.timeline.not_zeroed(rows)
             return run
         pairs = zip(self.split.pieces, self._runnables, strict=True)
         runnables = [
@@ -318,7 +317,7 @@ class CompiledGraph:
 class _GraphCall(Call[Recording]):
     """A call of a compiled graph; without a forward context its sizes make a descriptor."""
 
-    __slots__ = ("_graph", "_inputs", "_mode", "_overlap", "_passed", "_weight_set")
+    __slots__ = ("_graph", "_inputs", "_mode", "_overlaps", "_passed", "_weight_set")
 
     def __init__(self, graph: CompiledGraph, inputs: tuple[Any, ...]) -> None:
         self._graph, self._passed = graph, inputs
@@ -443,14 +442,12 @@ class _GraphCall(Call[Recording]):
         program.pool.follow_stream()  # a recording copies inputs into shared blocks
         roles = graph._roles[batch.mode]
         recording = Recording(program, roles, batch, inputs, weight_set.starts, owner)
-        overlap = graph._overlaps.why(inputs)
-        if overlap is not None:
-            raise RunPlain(overlap)
+        graph._overlaps.check(inputs)
         recording.check_copies(inputs)
         recording.check_bound(
             inputs, partial(sets.keeps, weight_set), partial(sets.is_plain_result, weight_set)
         )
-        if graph._config.debug:
+        if "stale" in graph._config.debug:
             recording.expire(inputs)
         result = record(program, weight_set.wrappers, weight_set.full, recording, inputs)
         graph._grad_mode = raw_memory.grad_mode_name()
@@ -461,40 +458,39 @@ class _GraphCall(Call[Recording]):
     def explain(self, why: Fallback) -> Fallback:
         graph = self._graph
         if why.reason is Reason.CAPTURE_FORBIDDEN:
-            why = self._naming_grad_mode(self._naming_setting(why))
+            why = why._replace(detail="; ".join([why.detail, *self._captured_otherwise()]))
         inputs = self._passed + graph._frozen.for_plain_run
         if why.reason is Reason.EAGER_REGION and graph._needs_grad(inputs):
             why = GRADIENTS
-        self._overlap = graph._overlaps.why(inputs)
-        return self._overlap or why
+        self._overlaps = False
+        try:
+            graph._overlaps.check(inputs)
+        except RunPlain as refusal:
+            self._overlaps, why = True, refusal.why
+        return why
 
-    def _naming_setting(self, why: Fallback) -> Fallback:
-        """Add to a fallback the setting of torch under which the step has a graph."""
+    def _captured_otherwise(self) -> Iterator[str]:
+        """Yield the settings of torch, and the grad mode, under which the step has a graph."""
         now, batch = torch_settings.kernel_settings(), self.batch
         for recording in self._weight_set.recorded:
             if recording.batch == batch and recording.settings != now:
                 name, before, after = torch_settings.changed_setting(recording.settings, now)
-                detail = f"{why.detail}; it has one where {name} is {before}, now {after}"
-                return why._replace(detail=detail)
-        return why
-
-    def _naming_grad_mode(self, why: Fallback) -> Fallback:
-        """Add to a fallback the other grad mode, and so the other trace, that has the graph."""
+                yield f"it has one where {name} is {before}, now {after}"
+                break
         here, graph = raw_memory.grad_mode_name(), self._graph
         for other in [known for ref, _ in graph.of_handle if (known := ref()) is not None]:
             if other._grad_mode in ("", here) or other._named != graph._named:
-                continue
+                continue  # each grad mode has a trace of its own
             same = (s for s in other.weight_sets if s.weights == self._weight_set.weights)
             if any(s.steps.captured.get(self.key) for s in same):
-                detail = f"it has one in {other._grad_mode}, and this call is in {here}"
-                return why._replace(detail=f"{why.detail}; {detail}")
-        return why
+                yield f"it has one in {other._grad_mode}, and this call is in {here}"
+                break
 
     def plain(self, why: Fallback) -> Any:
         graph, context, reason = self._graph, self.context, why.reason
         inputs = self._passed + graph._frozen.for_plain_run
         run = graph._run_compared if reason is Reason.WARMING else graph._run
-        if self._overlap is not None or reason in (Reason.GRADIENTS, Reason.EAGER_REGION):
+        if self._overlaps or reason in (Reason.GRADIENTS, Reason.EAGER_REGION):
             run = graph._run_differentiable
         elif context is not None and reason is not Reason.INSIDE_CAPTURE:
             run = graph._zeroing_rows(run, context, inputs)

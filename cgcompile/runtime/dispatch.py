@@ -24,7 +24,7 @@ from cgcompile.graphs.capture import capture_postponed
 from cgcompile.graphs.steps import StepTable, check_context
 from cgcompile.passes.nodes import is_symbolic_number, symbols_of, tensors
 from cgcompile.passes.split import SplitGraph
-from cgcompile.reasons import VARYING, Fallback, Reason, RunPlain, varying_number
+from cgcompile.reasons import VARYING, Fallback, Reason, RunPlain, refuse_varying
 from cgcompile.runtime.inputs import Roles, full_support
 from cgcompile.runtime.recording import BatchKey
 from cgcompile.runtime.weight_sets import MOVED, WeightSet, WeightSets, picker
@@ -296,9 +296,7 @@ class Dispatch:
             detail = f"{idle} sets of weights or written inputs were seen once: "
             detail += self._moving(sets, "is a new tensor")
             raise RunPlain(Fallback(Reason.TOO_MANY_WEIGHT_SETS, detail))
-        varying = self._why_varying(weight_set, batch)
-        if varying is not None:
-            raise RunPlain(varying)
+        self._check_varying(weight_set, batch)
         once = len(weight_set.seen) - weight_set.captured
         if batch.own_context and once > 2 * self._config.max_captured_shapes:
             detail = (
@@ -333,19 +331,19 @@ class Dispatch:
         ]
         return f": {', '.join(texts)}" if texts else ""
 
-    def _why_varying(self, weight_set: WeightSet, batch: BatchKey) -> Fallback | None:
-        """Return why no key repeats: a number that is not a size differs at each call."""
+    def _check_varying(self, weight_set: WeightSet, batch: BatchKey) -> None:
+        """Raise RunPlain where no key repeats, as a number that is not a size always differs."""
         in_key = batch.own_context or self._config.on_input_change == "recapture"
         numbers = self._roles[batch.mode].numbers
         if weight_set.new_in_a_row <= VARYING or not in_key or not numbers:
-            return None
-        if weight_set.varying is not None:  # with the same detail, which is logged once
-            return weight_set.varying
+            return
         keys: list[Any] = list(weight_set.seen)[-VARYING:]
-        for position, *values in zip(numbers, *(key[-len(numbers) :] for key in keys), strict=True):
-            if position in self._arguments and len(set(values)) == len(values) == VARYING:
-                value, advice = self._inputs[position], ", or let splitting ops alone read it"
-                name = value.source or value.name
-                weight_set.varying = varying_number(name, values, "graphs", advice)
+        columns = zip(*(key[-len(numbers) :] for key in keys), strict=True)
+        for position, values in zip(numbers, columns, strict=True):
+            if weight_set.varying is not None:  # with the same detail, which is logged once
                 break
-        return weight_set.varying
+            if position in self._arguments and len(set(values)) == len(values) == VARYING:
+                value = self._inputs[position]
+                weight_set.varying = value.source or value.name, values
+        if weight_set.varying is not None:
+            refuse_varying(*weight_set.varying, "graphs", ", or let splitting ops alone read it")

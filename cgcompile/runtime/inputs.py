@@ -47,7 +47,7 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.nodes import value as value_of
 from cgcompile.passes.split import SplitGraph, Value
-from cgcompile.reasons import EXPECTED, Fallback, Reason
+from cgcompile.reasons import EXPECTED, Fallback, Reason, RunPlain
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 
@@ -169,22 +169,17 @@ def why_never(split: SplitGraph, mode: CUDAGraphMode, has_device: bool) -> Fallb
         if all(why.reason is Reason.NO_KERNEL for why in whys):
             return Fallback(Reason.NO_KERNEL, "this graph launches no kernel")
         if full_support(split) is AttentionCGSupport.NEVER:
-            return _why_eager(split)
+            eager = [
+                Fallback(why.reason, f"every piece runs eager; {piece.name}: {why.detail}")
+                for piece in split.pieces
+                for why in piece.why
+                if why.reason is not Reason.NO_KERNEL
+            ]
+            return min(eager, key=lambda why: why.reason in EXPECTED)  # what strict refuses first
     if not has_device:
         return no_device(split.device)
     unsupported = _unsupported_value(split)
     return Fallback(Reason.UNSUPPORTED_INPUT, unsupported) if unsupported else None
-
-
-def _why_eager(split: SplitGraph) -> Fallback:
-    """Return why a graph of eager pieces is not captured; first what ``strict`` refuses."""
-    fallbacks = [
-        Fallback(why.reason, f"every piece runs eager; {piece.name}: {why.detail}")
-        for piece in split.pieces
-        for why in piece.why
-        if why.reason is not Reason.NO_KERNEL
-    ]
-    return next((why for why in fallbacks if why.reason not in EXPECTED), fallbacks[0])
 
 
 def _unsupported_value(split: SplitGraph) -> str | None:
@@ -214,14 +209,14 @@ class Overlaps:
         moved = {piece.inputs[k] for piece in split.pieces for k in advanced(piece.module)}
         self._counters = {position for position, value in tensors if value.name in moved}
 
-    def why(self, inputs: Sequence[Any]) -> Fallback | None:
-        """Return why pieces run neither compiled nor captured; None if memory is as when traced."""
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Raise RunPlain where memory that a step writes is not as when it was traced."""
         if not self._mutated:
-            return None
+            return
         try:
             ranges = self._near_mutated(inputs)
         except (NotImplementedError, RuntimeError):  # a wrapper subclass has no address
-            return None
+            return
         for one, other in _overlapping(ranges):
             apart = self._storages[one] != self._storages[other]
             if apart and not self._mutated.isdisjoint((one, other)):
@@ -230,8 +225,8 @@ class Overlaps:
                         paths = self._path(counter), self._path(alias)
                         raise GuardError.shared_counter(path=paths[0], other=paths[1])
                 detail = f"{self._path(other)} is memory that the step writes"
-                return Fallback(Reason.UNSUPPORTED_INPUT, f"{detail}, and of {self._path(one)}")
-        return None
+                detail += f", and of {self._path(one)}"
+                raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, detail))
 
     def _near_mutated(self, inputs: Sequence[Any]) -> list[tuple[int, int, int]]:
         """Return (start, end, position) of the inputs in allocations that the step mutates."""

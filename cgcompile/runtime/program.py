@@ -60,7 +60,6 @@ from cgcompile.passes.nodes import (
 from cgcompile.passes.split import Piece, SplitGraph, returned_names, tensor_inputs
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step
-from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.inputs import BoundTensors
 from cgcompile.torch_compat import dynamo, raw_memory, torch_ops
 
@@ -220,12 +219,6 @@ def zeroing(piece: Piece, run: Runnable, names: Collection[str], real: int) -> R
         return outputs
 
     return zeroed if items or positions else run
-
-
-def unknown_rows(rows: int) -> Fallback:
-    """Return the reason that is counted where padding rows are not zeroed."""
-    detail = f"which dimension has the {rows} rows of the batch is not known, so padding rows stay"
-    return Fallback(Reason.PADDING_ROWS, detail)
 
 
 _UNUSUAL = 1009  # the first of the sizes that stand for symbols

@@ -37,7 +37,7 @@ from cgcompile.passes.nodes import tensors
 from cgcompile.passes.split import Piece, returned_names
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.reasons import Fallback, Reason, RunPlain
-from cgcompile.runtime.program import EagerCall, Program, in_traced_layouts, unknown_rows
+from cgcompile.runtime.program import EagerCall, Program, in_traced_layouts
 from cgcompile.runtime.recording import Recording
 from cgcompile.source_lines import raised_at
 from cgcompile.torch_compat import torch_ops
@@ -201,7 +201,7 @@ class _Recorder:
         )
         if self._rows_left is None:
             rows, timeline = recording.batch.descriptor.num_tokens, self._program.timeline
-            sequence.not_zeroed = partial(timeline.not_zeroed, unknown_rows(rows))
+            sequence.not_zeroed = partial(timeline.not_zeroed, rows)
             context = callers_context()
             real = None if context is None else context.num_unpadded_tokens
             if real is not None and real < rows:

@@ -269,7 +269,8 @@ class Recording:
     def _prepare_function(self) -> Callable[[Sequence[Any]], None] | None:
         """Return what fills memory before each replay: copies of inputs, and debug settings."""
         copied, pool, owner = self._copied, self._pool, self.owner
-        poison, debug = self._program.config.poison, self._program.config.debug
+        parts = self._program.config.debug
+        poison, debug = "poison" in parts, "stale" in parts
         if not (copied or poison or debug):
             return None
 
@@ -340,7 +341,7 @@ class Recording:
 
     def _track(self) -> Track | None:
         """Return what makes results in memory of graphs raise once they are stale, if it should."""
-        if self.batch.own_context or not self._program.config.debug:
+        if self.batch.own_context or "stale" not in self._program.config.debug:
             return None
         what, stale = f"the compiled step, {self.batch.descriptor}", self._pool.stale
         return partial(stale.track, owns=self._pool.holds, owner=self.owner, what=what)

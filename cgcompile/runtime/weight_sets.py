@@ -21,7 +21,6 @@ from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import captured_elsewhere
 from cgcompile.graphs.steps import Steps
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
-from cgcompile.reasons import Fallback
 from cgcompile.runtime.program import Program
 from cgcompile.runtime.recording import Recording
 from cgcompile.torch_compat import raw_memory, torch_ops
@@ -45,7 +44,7 @@ class WeightSet:
         self.dropped: Counter[Hashable] = Counter()  # recordings whose chained input moved, by key
         self.seen: dict[Hashable, int] = {}  # warming calls by key
         self.new_in_a_row = self._served = 0  # calls in a row with a key that no call had before
-        self.varying: Fallback | None = None  # that was counted for these calls
+        self.varying: tuple[str, Sequence[Any]] | None = None  # a number, and values of these calls
         self.moved_in_a_row = 0  # calls in a row in which a weight had moved
         self.unsettled = False  # a warming call must show that the weights stay
         self.shares_results = False  # graphs of other weights could write to its results' memory

@@ -113,9 +113,9 @@ class FullGraphs:
 
     def expire_results(self, mode: CUDAGraphMode) -> None:
         """Make reads of earlier results visible from now on: as NaN, or as an error."""
-        if self._config.debug:
+        if "stale" in self._config.debug:
             self._stale.expire(None)
-        if self._config.poison and mode is FULL:
+        if "poison" in self._config.debug and mode is FULL:
             self.outputs.poison()
 
     def track(self, result: Any, descriptor: BatchDescriptor) -> Any:

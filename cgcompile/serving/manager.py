@@ -18,7 +18,7 @@ import torch
 from cgcompile.backend import Backend, handle_of
 from cgcompile.compile import CompiledModel
 from cgcompile.compile import compile as compile_model
-from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from cgcompile.config import CompilationConfig, CompilationMode, CUDAGraphMode, with_check
 from cgcompile.context import set_forward_context
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import BatchError, CaptureError, ConfigError, ManagerError
@@ -65,6 +65,7 @@ from cgcompile.settings import (
     require_items,
     require_kind,
     require_whole,
+    takes_earlier,
     whole,
 )
 from cgcompile.torch_compat import torch_ops
@@ -86,11 +87,12 @@ def _divided(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     """Divide arguments between dispatcher and manager; raise if one belongs to neither."""
     of_dispatcher = {*signature(CudagraphDispatcher).parameters} - {"mode"}
     of_manager = {*signature(CudaGraphManager).parameters} - {"dispatcher", "backend"}
+    earlier = {*vars(CudaGraphManager.__init__)["earlier"]}
     for name in arguments:
-        if name not in of_dispatcher | of_manager:
+        if name not in of_dispatcher | of_manager | earlier:
             names = sorted(of_dispatcher | of_manager)
             raise ConfigError.unknown_setting(name=name, where=_FROM_MODEL, known=names)
-    mine = {name: value for name, value in arguments.items() if name in of_manager}
+    mine = {name: value for name, value in arguments.items() if name in of_manager | earlier}
     return {name: arguments[name] for name in arguments if name not in mine}, mine
 
 
@@ -174,6 +176,16 @@ def _device_of(model: Any) -> torch.device:
     raise ConfigError.bad_value(name="device", where=_FROM_MODEL, value=None, expected=expected)
 
 
+def _move_check(part: str) -> Callable[[dict[str, Any], bool | None], None]:
+    """Return what moves a former argument into ``checks`` of ``config``."""
+
+    def move(arguments: dict[str, Any], on: bool | None) -> None:
+        config = CompilationConfig.resolve(arguments.get("config"))
+        arguments["config"] = config if on is None else with_check(part, config, on)
+
+    return move
+
+
 def _agreement_of(
     agreement: Agreement | Callable[[CudagraphDispatcher], Agreement] | None,
     dispatcher: CudagraphDispatcher,
@@ -222,19 +234,17 @@ class CudaGraphManager:
         outputs: what rows of the model's results count: ``"tokens"`` or ``"reqs"``; one for all, or
             one for each tensor of the flattened result.
         backend: the handle of a compiled model; left out: found on the model.
-        config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``; ``strict``:
-            a batch that no graph serves is an error, raised before ranks agree.
+        config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``;
+            ``on_fallback="raise"``: a batch that no graph serves is an error, raised before ranks
+            agree; and ``checks``, whose ``weights`` are compared before each FULL replay, and those
+            that a model with ``guards="none"`` has bound before each other step. Of a model that is
+            no module they are those of the modules that it holds, or that its functions name as
+            globals.
         hooks: called around captures and replays.
         graph_capture: a context around each set of captures, such as a communicator's.
         lazily: capture a planned graph when a batch first needs it, after one warming call; else
             only :meth:`capture` does.
         inference_mode: capture and run in inference mode; else in the caller's mode.
-        check_weights: compare objects and addresses of all weights before each FULL replay, and of
-            those that a model with ``guards="none"`` has bound before each other step, 0.1 us a
-            weight; else call :meth:`release` and :meth:`capture` where one is replaced. Of a model
-            that is no module those of the modules that it holds, or that its functions name as
-            globals.
-        check_metadata: the setting of that name, beside those of ``config``.
         agreement: ranks that run the same graphs, constructed with this dispatcher; or a function
             that constructs it, such as :class:`Agreement` itself. All ranks make the same calls
             then: :meth:`capture`, and :meth:`run` at each step.
@@ -267,6 +277,10 @@ class CudaGraphManager:
         torch.Size([3, 2])
     """
 
+    @takes_earlier(
+        check_weights=("config=, with checks='-weights'", _move_check("weights")),
+        check_metadata=("config=, with checks='-metadata'", _move_check("metadata")),
+    )
     @checked_but("device", "inputs", "hooks", "model")
     def __init__(
         self,
@@ -284,8 +298,6 @@ class CudaGraphManager:
         graph_capture: Callable[[], AbstractContextManager[Any]] = nullcontext,
         lazily: bool = False,
         inference_mode: bool = True,
-        check_weights: bool = True,
-        check_metadata: bool | None = None,
         agreement: Agreement | Callable[[CudagraphDispatcher], Agreement] | None = None,
     ) -> None:
         where, limits, plan = "CudaGraphManager", dispatcher.limits, dispatcher.plan()
@@ -302,18 +314,17 @@ class CudaGraphManager:
         require_kind("backend", where, self.backend, Backend, maybe=True)
         require_items("hooks", where, hooks, GraphHooks)
         self._hooks = tuple(hooks)
-        checks = {} if check_metadata is None else {"check_metadata": check_metadata}
-        self._config = config = CompilationConfig.resolve(config, arguments=checks)
+        self._config = config = CompilationConfig.resolve(config)
         exists, warns = dispatcher.is_ready, config.warn_fallbacks
         self.statistics = DispatchStatistics(plan, warn_fallbacks=warns, exists=exists)
-        self._expires_results = config.debug or config.poison
-        check_debug(config.debug)
+        self._expires_results = bool(config.debug)
+        check_debug("stale" in config.debug)
         recorder = capture_device(torch.device(device), config.capture_device) if plan else None
         self.pool = None if recorder is None else GraphPool(recorder)
         self._thread = StepThread() if self.pool is None else self.pool.thread
         require(isinstance(outputs, (str, Sequence)), "outputs", where, outputs, "names of rows")
         rows = Outputs(outputs, largest(plan, FULL))
-        weights_on = torch.device(device).type if check_weights else None
+        weights_on = torch.device(device).type if "weights" in config.checks else None
         self._full = FullGraphs(model, dispatcher, rows, self._hooks, self.pool, config, weights_on)
         self._pieces = self._piecewise()
         self._bulk: dict[str, BulkCapture] = {}
@@ -555,7 +566,7 @@ class CudaGraphManager:
         Raises:
             ManagerError: ``max_graph_bytes``, and a graph exists already, or the budget is too
                 small for the largest graphs; or FULL has no metadata.
-            DispatchError: ``strict``, and a graph could not be captured.
+            DispatchError: ``on_fallback="raise"``, and a graph could not be captured.
             AgreementError: another rank stays away, or raised an exception.
             BaseException: what the model, ``prepare`` or ``metadata`` raised.
         """
@@ -756,8 +767,8 @@ class CudaGraphManager:
             InputBufferError: inputs that do not fit the declarations, or more tokens or requests
                 than the buffers have; nothing ran.
             BatchError: numbers of the batch that contradict each other.
-            DispatchError: another thread has run steps; or ``strict``, and no graph serves the
-                batch.
+            DispatchError: another thread has run steps; or ``on_fallback="raise"``, and no graph
+                serves the batch.
             AddressChangedError: a weight was replaced, or one or a tensor of metadata moved, since
                 the capture.
             AgreementError: a rank stays away, ends in the middle of a step or, checked, runs
@@ -933,7 +944,7 @@ class CudaGraphManager:
             full.expire_results(mode)
         if entry is not None and "inputs_ready" not in metadata.additional:
             result = full.outputs.replayed(full.wrapper.replay_entry(entry), padded, real)
-            return full.track(result, descriptor) if self._config.debug else result
+            return full.track(result, descriptor) if "stale" in self._config.debug else result
         run = self.model if mode is NONE else full.wrapper if mode is FULL else self._pieces
         across = metadata.num_tokens_across_dp
         with set_forward_context(
@@ -952,7 +963,7 @@ class CudaGraphManager:
         if why is not None and why.reason not in _OF_PARTS:
             self._ran_plain = why
         result = full.outputs.real(result, padded, real)
-        return full.track(result, descriptor) if self._config.debug else result
+        return full.track(result, descriptor) if "stale" in self._config.debug else result
 
     def _may_replay_here(self) -> bool:
         """Return whether a graph may run here; in grad mode the wrapper checks for gradients."""
@@ -1010,4 +1021,4 @@ class CudaGraphManager:
                 result = self._around_replay(full.wrapper.replay_entry, entry)
             sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
             result = full.outputs.replayed(result, sizes, sizes)
-            return full.track(result, descriptor) if self._config.debug else result
+            return full.track(result, descriptor) if "stale" in self._config.debug else result

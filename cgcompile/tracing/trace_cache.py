@@ -24,7 +24,7 @@ from cgcompile.graphs.capture import capture_postponed, without_garbage_collecti
 from cgcompile.graphs.contract import same_memory
 from cgcompile.locks import new_lock
 from cgcompile.passes.nodes import changes_layout
-from cgcompile.reasons import VARYING, Fallback, varying_number
+from cgcompile.reasons import VARYING, RunPlain, refuse_varying
 from cgcompile.runtime.compiled_graph import CompiledGraph
 from cgcompile.runtime.fast_path import NOT_SERVED, FastPaths
 from cgcompile.runtime.inputs import BoundTensors
@@ -182,7 +182,7 @@ class Traces:
         compile_graph: Compile,
         dims: Mapping[str, Any] | None,
         rules: Rules,
-        run_plain: PlainRunner | None = None,
+        run_plain: PlainRunner = lambda name, why, function: function(),
     ) -> None:
         self._called = called
         self._hooks = torch_ops.hooks_of(called)
@@ -194,7 +194,7 @@ class Traces:
         self._refused: dict[str, int] = {}  # counts of calls without a trace, by their numbers
         self._varied: set[str] = set()  # the paths of numbers that had several values
         self._constant: set[str] = set()  # the paths of numbers that graphs cannot take as inputs
-        self._differences: list[Fallback] = []  # why calls are not padded, of all traces
+        self._differences: list[str] = []  # why calls are not padded, of all traces
         self._rules = rules
         self._count = 0  # traces since the last invalidation
         self._lock = new_lock()
@@ -243,12 +243,13 @@ class Traces:
                 called = None if module is None else (module, self._forward)
                 trace.add_fast_path(args, kwargs, self._bound, self._hooks, called)
             return result
-        with self._lock:
-            trace = self._bound_as_now(self._find(args, kwargs), args, kwargs)
-            fallback = self._varying(args, kwargs) if trace is None else None
-            if fallback is None or self._run_plain is None:
+        try:
+            with self._lock:
+                trace = self._bound_as_now(self._find(args, kwargs), args, kwargs)
                 return self._first(trace or self._trace(args, kwargs), args, kwargs)
-        return self._run_plain(self.name, fallback, lambda: self._called(*call_args, **kwargs))
+        except RunPlain as refusal:
+            why = refusal.why
+        return self._run_plain(self.name, why, lambda: self._called(*call_args, **kwargs))
 
     def _resolve_function(self) -> None:
         """Set the function to trace: with hooks, the one that runs them."""
@@ -394,13 +395,12 @@ class Traces:
                     if type(number) is type(before) is not complex and repr(number) != repr(before)
                 }
 
-    def _varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fallback | None:
-        """Return the fallback of a call that differs from all traces only in a number."""
+    def _check_varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise RunPlain for a call that differs from all traces only in a number."""
         # That is, ``VARYING`` such traces have served one call only, or few. A number that recurs
         # that often without a trace is traced, and replaces the oldest trace.
-        if self.is_closed or len(self.traces) < VARYING or capture_postponed():
-            return None
-        self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
+        if len(self.traces) < VARYING or capture_postponed():
+            return
         unused = [trace for trace in self.traces if trace.served_few]
         unused.sort(key=lambda trace: trace.number)
         numbers = self._numbers(args, kwargs)
@@ -412,18 +412,19 @@ class Traces:
             and self._serves(trace, *with_numbers(args, kwargs, trace.numbers))
         ]
         if len(once) < VARYING:
-            return self._varying_attribute(unused, args, kwargs)
+            self._check_varying_attribute(unused, args, kwargs)
+            return
         if not self._is_rare(key, once[0]):
-            return None
+            return
         columns = zip(*(trace.numbers for trace in once), strict=True)
         varied = [(name, column) for (name, _, _), column in zip(numbers, columns, strict=True)]
         name, values = max(varied, key=lambda each: len(set(map(repr, each[1]))))
-        return varying_number(name, values, "a trace")
+        refuse_varying(name, values, "a trace")
 
-    def _varying_attribute(
+    def _check_varying_attribute(
         self, unused: Sequence[CompiledTrace], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Fallback | None:
-        """Return the fallback of a varying attribute, such as ``self.calls += 1`` in a model."""
+    ) -> None:
+        """Raise RunPlain for a varying attribute, such as ``self.calls += 1`` in a model."""
         scope, traced = self._scope(args, kwargs), dict[str, list[tuple[CompiledTrace, str]]]()
         for trace in unused:
             if trace.guards is not None and trace.fits(args, kwargs):
@@ -434,10 +435,9 @@ class Traces:
             if len(pairs) >= VARYING:
                 number = eval(path, scope)
                 if not is_number(number) or not self._is_rare((path, number), pairs[0][0]):
-                    return None
+                    return
                 name = path.removeprefix("L['self'].")
-                return varying_number(name, [value for _, value in pairs], "a trace")
-        return None
+                refuse_varying(name, [value for _, value in pairs], "a trace")
 
     def _is_rare(self, numbers: tuple[Any, ...], oldest: CompiledTrace) -> bool:
         """Count a call with these numbers; return whether they stay without a trace."""
@@ -468,10 +468,15 @@ class Traces:
     # -------------------------------------------------------------- a new trace
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledTrace:
-        """Trace a call with its dynamic sizes, where torch would treat 0 and 1 as constants."""
+        """Trace a call with its dynamic sizes, where torch would treat 0 and 1 as constants.
+
+        Raises:
+            RunPlain: it differs from earlier calls only in a number, which always differs.
+        """
         if self.is_closed:
             raise RecompileError.closed(name=self.name, why=self._why_none_serves(args, kwargs))
         self._signature.bind(*args, **kwargs)  # a call that Python refuses, refused by Python
+        self._check_varying(args, kwargs)
         self._note_varied(args, kwargs)
         least = _LEAST[self._rules.shapes]  # smaller sizes are constants of a trace of their own
         dims = self._dims.of_call(self._named(args, kwargs))

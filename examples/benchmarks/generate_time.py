@@ -17,7 +17,7 @@ Decoders with the sizes of known ones and random weights in bfloat16, with a sta
   model: cold, with empty caches on disk, and warm, with those that the cold one has left.
 
 A way is ``eager``, ``torch.compile``, one of its modes, or ``cgcompile``, with settings behind it:
-``--ways "cgcompile small_batch_kernels=False"``. A setting that this cgcompile lacks is left out.
+``--ways "cgcompile kernels=-small_batch"``. A setting that this cgcompile lacks is left out.
 
 Each way runs in processes of its own, with empty caches. Those of ``step`` and ``generate`` compile
 side by side, as many as the device has memory for, and are measured one by one. Exits with 1
@@ -62,7 +62,7 @@ PARTS = ("step", "generate", "first")
 MODES = {"torch.compile": "default"} | {mode: mode for mode in ("reduce-overhead", "max-autotune")}
 WAYS = (
     *("eager", "torch.compile", "reduce-overhead", "cgcompile"),
-    *("cgcompile small_batch_kernels=False", "cgcompile decode_attention=False"),
+    *("cgcompile kernels=-small_batch", "cgcompile kernels=-decode_attention"),
 )
 SHORT, LONG = 16, 144  # new tokens
 BURSTS = (10, 3, 1)  # steps that are enqueued at once, the most that the device takes

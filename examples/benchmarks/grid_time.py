@@ -6,7 +6,7 @@ Run it on a machine with a CUDA device::
 
 Layers of the decoders of ``generate_time.py``, unmodified, with random weights in bfloat16 and a
 static cache: the GPU's time of one step with the kernels, as by default, over that without any
-(``small_batch_kernels`` and ``decode_attention`` off). Both take turns in one process, burst by
+(``kernels=False``). Both take turns in one process, burst by
 burst, as replayed graphs. Exits with 1 if a ratio is above ``--limit``, a step was no replay, or
 results with the kernels are farther from float32 than 1.5 times those without.
 """
@@ -33,7 +33,6 @@ from rivals.timing import Call, burst_seconds, gpu_seconds
 
 import cgcompile
 
-SWITCHES = ("small_batch_kernels", "decode_attention")
 WAYS = ("with", "without")
 LAST = 24  # positions of the cache that a full one has free: for the steps of a burst
 Row = dict[str, Any]
@@ -52,8 +51,7 @@ class Hidden(Step):
 def backend_of(args: argparse.Namespace, way: str) -> cgcompile.Backend:
     settings: dict[str, Any] = {"compiler": args.compiler}
     if way == "without":
-        known = cgcompile.CompilationConfig.names()
-        settings |= {name: False for name in SWITCHES if name in known}
+        settings["kernels"] = False
     device = "auto" if args.device == "cuda" else "host"
     return cgcompile.Backend(capture_device=device, **settings)
 

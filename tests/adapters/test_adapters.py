@@ -11,7 +11,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile.adapters.adapter import AdaptedGraph, Adapter, Prepared
-from cgcompile.reasons import Fallback, Reason
+from cgcompile.reasons import Fallback, Reason, RunPlain
 
 LENGTHS = (8, 16)
 
@@ -72,9 +72,9 @@ def test_the_order_of_adapters(device: str) -> None:
     """Inputs pass from the first adapter to the last, results from the last to the first."""
 
     def adapter(name: str, refuses: bool = False) -> Adapter:
-        def prepare(inputs: tuple[Any, ...]) -> Prepared | Fallback:
+        def prepare(inputs: tuple[Any, ...]) -> Prepared:
             if refuses:
-                return Fallback(Reason.UNSUPPORTED_INPUT, name)
+                raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, name))
             return Prepared((*inputs, name), lambda result: f"{name}({result})")
 
         return Adapter(prepare, lambda *inputs: f"original of {name}: {inputs}")

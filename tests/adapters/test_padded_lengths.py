@@ -337,11 +337,11 @@ def test_comparisons_become_rare(device: str) -> None:
 @pytest.mark.slow
 def test_strict_raises(device: str) -> None:
     model = build(device, plain_mean)
-    step, _ = compiled("cgcompile.compile", model, device, strict=True)
+    step, _ = compiled("cgcompile.compile", model, device, on_fallback="raise")
     with torch.inference_mode(), pytest.raises(DispatchError, match="padding_refused"):
         step(**batch(9, device))
     model = build(device, masked_mean)
-    step, backend = compiled("cgcompile.compile", model, device, strict=True)
+    step, backend = compiled("cgcompile.compile", model, device, on_fallback="raise")
     check(step, model, device, [9, 10, 11, 12])
     assert backend.counters.replays == 2
 

@@ -177,7 +177,7 @@ def test_what_dynamo_gives_up_is_named(
         monkeypatch.delitem(registry._COMPILER_FNS, "cgcompile", raising=False)
         compiled = torch.compile(model, backend="cgcompile", options=options)
     else:
-        compiled = torch.compile(model, backend=cgcompile.Backend(**options, strict=True))
+        compiled = torch.compile(model, backend=cgcompile.Backend(**options, on_fallback="raise"))
     with torch.inference_mode():
         for _ in range(3):
             x = torch.randn(5, 3, 4)
@@ -548,7 +548,7 @@ def test_what_has_no_coverage() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_strict_managers_refuse_what_no_graph_serves(kind: str) -> None:
-    graph_manager = ms.manager(kind=kind, strict=True)
+    graph_manager = ms.manager(kind=kind, on_fallback="raise")
     with pytest.raises(DispatchError, match="not_captured"):
         graph_manager.run(ms.requests(3))
     graph_manager.capture()
@@ -563,7 +563,7 @@ def test_strict_managers_refuse_what_no_graph_serves(kind: str) -> None:
 
 
 def test_strict_lazy_managers_may_warm_up() -> None:
-    graph_manager = ms.manager(lazily=True, strict=True)
+    graph_manager = ms.manager(lazily=True, on_fallback="raise")
     for _ in range(3):
         graph_manager.run(ms.requests(3))
     assert coverage(graph_manager).counters.captures == 1
@@ -572,7 +572,7 @@ def test_strict_lazy_managers_may_warm_up() -> None:
 def test_a_strict_encoder_refuses_what_would_run_eager() -> None:
     model = Rows()
     encoder_manager = manager(
-        model, token_budgets=list(BUDGETS), config=config(strict=True), captured=False
+        model, token_budgets=list(BUDGETS), config=config(on_fallback="raise"), captured=False
     )
     with pytest.raises(DispatchError, match=r"item 0 of an encoder would run.*not_captured"):
         encoder_manager.execute(rows(3))
@@ -590,7 +590,7 @@ def test_a_strict_encoder_refuses_what_would_run_eager() -> None:
 
 def test_a_strict_encoder_takes_the_cheaper_way() -> None:
     eager_is_free = Costs(fixed=1e6, eager_fixed=0.0)
-    encoder_manager = encoder(config=config(strict=True), costs=eager_is_free)
+    encoder_manager = encoder(config=config(on_fallback="raise"), costs=eager_is_free)
     encoder_manager.execute(rows(3))
     (row,) = [row for row in coverage(encoder_manager).rows if row.reason]
     assert (row.reason, row.hits) == ("cheaper_eager", 1)
@@ -615,7 +615,7 @@ class Shares:
 
 
 def test_a_strict_encoder_refuses_on_all_ranks() -> None:
-    encoder_manager = encoder(config=config(strict=True), sharder=Shares())
+    encoder_manager = encoder(config=config(on_fallback="raise"), sharder=Shares())
     assert len(encoder_manager.execute(rows(3, 20))) == 1
     with pytest.raises(DispatchError, match="oversize"):
         encoder_manager.execute(rows(3, 40))  # the large item is another rank's

@@ -145,7 +145,7 @@ def test_a_capture_that_fell_back(hidden: None) -> None:
 
 
 def test_the_cause_of_a_strict_error(hidden: None) -> None:
-    _, model = compiled(Calls(), strict=True)
+    _, model = compiled(Calls(), on_fallback="raise")
     with torch.inference_mode():
         model(torch.ones(3))  # warms up
         with pytest.raises(DispatchError) as caught:

@@ -423,13 +423,13 @@ def test_where_settings_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_NUM_WARMUPS", "3")
     settings = settings_of(Decoder(1))
     assert settings["num_warmups"] == [3, "environment"]
-    assert settings["strict"] == [False, "default"]
-    settings = settings_of(Decoder(1), config={"strict": "1", "num_warmups": 2})
-    assert settings["strict"] == [True, "options"]
+    assert settings["on_fallback"] == ["warn", "default"]
+    settings = settings_of(Decoder(1), config={"on_fallback": "raise", "num_warmups": 2})
+    assert settings["on_fallback"] == ["raise", "options"]
     assert settings["num_warmups"] == [2, "options"]
-    config = CompilationConfig(strict=True, splitting_ops=(F.softmax,))
+    config = CompilationConfig(on_fallback="raise", splitting_ops=(F.softmax,))
     settings = settings_of(Decoder(1), config=config)
-    assert settings["strict"] == [True, "argument"]
+    assert settings["on_fallback"] == ["raise", "argument"]
     assert settings["splitting_ops"] == [("softmax",), "argument"]
     assert settings["num_warmups"] == [3, "environment"]
     assert sorted(settings) == sorted(CompilationConfig.names())

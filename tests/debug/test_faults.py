@@ -226,7 +226,7 @@ def test_a_number_that_went_stale() -> None:
     with pytest.raises(HostValueChangedError, match=r"self\.scale is 3\.0, was 1\.0") as stale:
         changed(1.0, lambda: setattr(model, "scale", 3.0))
     assert only_finding(stale.value).kind == "changing_attribute"
-    difference = only(changed(1.0, lambda: setattr(model, "scale", 3.0), check_state=False))
+    difference = only(changed(1.0, lambda: setattr(model, "scale", 3.0), checks="-state"))
     assert (difference.stage, difference.piece, difference.rows) == (
         "replay",
         "the result",
@@ -446,7 +446,7 @@ def test_a_buffer_that_was_made_in_inference_mode() -> None:
 def test_grad_mode_after_a_capture_in_inference_mode() -> None:
     x, model = rows("cpu"), Steps()
     wrapper = CUDAGraphWrapper(model, config())
-    strict = CUDAGraphWrapper(model, config(strict=True))
+    strict = CUDAGraphWrapper(model, config(on_fallback="raise"))
     with torch.inference_mode(), step():
         wrapper(x), strict(x)
     with step():

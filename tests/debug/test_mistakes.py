@@ -135,8 +135,8 @@ def test_inputs_that_the_model_does_not_take(args: Any, why: str) -> None:
 @pytest.mark.parametrize("look", [cgcompile.explain, cgcompile.debug.doctor, verify])
 def test_a_setting_among_the_inputs_belongs_into_config(look: Any) -> None:
     with pytest.raises(ArgumentsError, match="unexpected keyword argument 'splitting_ops'") as no:
-        look(Model(), X, splitting_ops="ns::op", strict=True)
-    advice = "Settings go into config=, such as config={'splitting_ops': ..., 'strict': ...}."
+        look(Model(), X, splitting_ops="ns::op", on_fallback="raise")
+    advice = "Settings go into config=, such as config={'splitting_ops': ..., 'on_fallback': ...}."
     assert str(no.value).splitlines()[1].strip() == advice
     with pytest.raises(ArgumentsError) as no:
         look(Model(), X, capture=3)

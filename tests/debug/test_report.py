@@ -523,7 +523,7 @@ def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> N
     origins = {each.name: (each.value, each.origin) for each in overview.settings}
     assert origins["compiler"] == ("eager", "options")
     assert origins["num_warmups"] == (0, "environment")
-    assert origins["strict"] == (False, "default")
+    assert origins["on_fallback"] == ("warn", "default")
     page = read(overview)
     chosen = {row["setting"][0]: row["from"][0] for row in page.rows("settings")}
     assert chosen == {name: origin for name, (_, origin) in origins.items() if origin != "default"}

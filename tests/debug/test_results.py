@@ -129,7 +129,7 @@ def in_full(
     """Verify a wrapper that has replayed, after a change."""
     model, x = returning(pack)
     wrapper = CUDAGraphWrapper(
-        model, dataclasses.replace(config(), check_state=False), CUDAGraphMode.FULL
+        model, dataclasses.replace(config(), checks="-state"), CUDAGraphMode.FULL
     )
     batch = cgcompile.BatchDescriptor(len(x))
     with (
@@ -261,10 +261,12 @@ def test_an_object_that_both_runs_return_equals_itself() -> None:
     assert difference.value == "[1]"
 
 
-@pytest.mark.parametrize(("value", "exact"), [(True, False), ("auto", True), (False, True)])
+@pytest.mark.parametrize(
+    ("value", "exact"), [("decode_attention", False), ("auto", True), (False, True)]
+)
 def test_kernels_on_a_cpu_are_compared_with_a_tolerance(value: bool | str, exact: bool) -> None:
     """Ops of torch stand for them there, which round in other places."""
-    settings = config(decode_attention=value, cudagraph_mode="FULL")
+    settings = config(kernels=value, cudagraph_mode="FULL")
     subject = Subject(nn.Linear(4, 4), settings)
     call = ((torch.randn(2, 4),), {})
     assert subject.tolerance(call, None, None).exact == exact

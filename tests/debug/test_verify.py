@@ -138,7 +138,7 @@ def test_an_encoder_manager(case: str, ok: bool, text: str) -> None:
 
 
 def test_an_encoder_manager_takes_calls_alone() -> None:
-    encoder = encoders.manager(encoders.Rows(), config=encoders.config(strict=True))
+    encoder = encoders.manager(encoders.Rows(), config=encoders.config(on_fallback="raise"))
     with pytest.raises(ConfigError, match="calls of the encoder, each a dict"):
         verify(encoder, [1])
     verdict = verify(

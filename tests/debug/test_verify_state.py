@@ -79,7 +79,7 @@ def test_what_a_model_writes_of_its_own(look: Any, compiled: bool) -> None:
 def test_verifying_a_wrapper_is_no_step(look: Any, kind: Any, compiled: bool) -> None:
     model, x = built(Counts, "cpu"), rows("cpu")
     run = torch.compile(model, backend="eager") if compiled else model
-    wrapper, factor = kind(run, config(check_state=False), FULL), [2.0]
+    wrapper, factor = kind(run, config(checks="-state"), FULL), [2.0]
     before = state(model)
     model.register_forward_hook(lambda _, args, result: result * factor[0])
     with torch.inference_mode(), step():

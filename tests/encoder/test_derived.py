@@ -122,7 +122,7 @@ def derived(
 ) -> EncoderCudaGraphManager:
     """Return a captured manager of a derived tower."""
     examples = [call(size, device=device) for size in SIZES] if examples is None else examples
-    settings = {"config": config(device, poison=True), "token_budgets": [8, 16, 32], **more}
+    settings = {"config": config(device, debug="poison"), "token_budgets": [8, 16, 32], **more}
     encoder = EncoderCudaGraphManager.from_model(tower.to(device).eval(), examples, **settings)
     assert encoder.capture().missing == ()
     return encoder

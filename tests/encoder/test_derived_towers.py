@@ -86,7 +86,7 @@ def assert_close(results: Any, expected: Any) -> None:
 
 
 def settings(device: str) -> dict[str, Any]:
-    return {"config": config(device, poison=True)}
+    return {"config": config(device, debug="poison")}
 
 
 @pytest.mark.slow

@@ -125,8 +125,8 @@ def test_a_refused_graph_is_named_and_the_others_serve() -> None:
     check(encoder, model, rows(12))
     assert [key.budget for key in encoder.budget_graphs] == [64, 32, 8]
     assert encoder.statistics.as_dict()["graphs"][0]["budget"] == 32
-    with pytest.raises(BaseException, match=r"item|strict"):
-        manager(ReadsOnHost(16), config=config(strict=True)).capture()
+    with pytest.raises(BaseException, match=r"item|on_fallback"):
+        manager(ReadsOnHost(16), config=config(on_fallback="raise")).capture()
 
 
 def test_reasons_without_the_largest_graph() -> None:

@@ -225,7 +225,7 @@ def test_a_table_of_too_few_rows_is_refused_at_capture() -> None:
 
 
 def test_settings_may_be_a_mapping() -> None:
-    settings = {"strict": True, "capture_device": "host"}
+    settings = {"on_fallback": "raise", "capture_device": "host"}
     options: dict[str, Any] = {"dtype": torch.float32, "token_budgets": BUDGETS}
     encoder = EncoderCudaGraphManager(patches(), device="cpu", config=settings, **options)
     encoder.capture()
@@ -237,7 +237,7 @@ def test_settings_may_be_a_mapping() -> None:
     for name, value in {"splitting_ops": "a::b", "max_weight_sets": 3, "mode": "NONE"}.items():
         with pytest.raises(ConfigError, match=f"{name} = .* of an encoder manager is impossible"):
             EncoderCudaGraphManager(patches(), device="cpu", config={name: value}, **options)
-    default = {"splitting_ops": (), "warn_fallbacks": False}
+    default = {"splitting_ops": (), "on_fallback": "warn"}
     EncoderCudaGraphManager(patches(), device="cpu", config=default, **options)
 
 

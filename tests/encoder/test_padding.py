@@ -185,7 +185,7 @@ def poison(encoder: Any) -> None:
 def test_no_nan_reaches_a_result(setting: bool, device: str) -> None:
     """Budgets share a pool; between replays all that is stale is NaN, in buffers and in memory."""
     model = patches(device)
-    encoder = manager(model, device, config=config(device, poison=setting))
+    encoder = manager(model, device, config=config(device, debug="poison" if setting else False))
     for sizes in (((16, 16),), ((2, 2),), ((4, 6), (3, 3)), ((8, 8), (2, 2)), ((5, 2),)):
         if not setting:
             poison(encoder)
@@ -195,10 +195,10 @@ def test_no_nan_reaches_a_result(setting: bool, device: str) -> None:
 
 def test_the_poison_setting_shows_rows_that_a_logic_leaves_out() -> None:
     model = Mixes(padding_logics={"x": lambda dst, src: dst[: len(src)].copy_(src)})
-    encoder = manager(model, config=config(poison=True))
+    encoder = manager(model, config=config(debug="poison"))
     assert encoder.execute(rows(3))[0].isnan().all()
     right = Mixes()
-    check(manager(right, config=config(poison=True)), right, rows(3))
+    check(manager(right, config=config(debug="poison")), right, rows(3))
 
 
 class Mixes(Rows):

@@ -211,7 +211,7 @@ def test_what_is_refused_at_capture(wrong: str, value: Any, words: str) -> None:
 )
 def test_what_is_refused_at_a_call(wrong: str, value: Any, error: Any, words: str) -> None:
     model = Odd(wrong, value)
-    encoder = manager(model, config=config(check_state=False))  # the model changes below
+    encoder = manager(model, config=config(checks="-state"))  # the model changes below
     with pytest.raises(error, match=words):
         encoder.execute(rows(70) if wrong == "eager" else rows(3))
     model.wrong = ""

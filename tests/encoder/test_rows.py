@@ -252,7 +252,7 @@ def test_the_reason_of_a_failed_capture(caplog: pytest.LogCaptureFixture) -> Non
             return super().encoder_cudagraph_forward(inputs)
 
     model = Reads()
-    encoder = manager(model, captured=False, config=config(warn_fallbacks=True))
+    encoder = manager(model, captured=False, config=config(on_fallback="warn"))
     assert len(encoder.capture().missing) == 4
     check(encoder, model, rows(5))
     (warning,) = [each.message for each in caplog.records if "group of items" in each.message]

@@ -162,9 +162,7 @@ def test_a_process_waits_for_others_that_compile(benchmark: ModuleType, tmp_path
 
 
 def test_a_way_names_what_is_known(benchmark: ModuleType) -> None:
-    assert benchmark.settings_of("cgcompile small_batch_kernels=False") == {
-        "small_batch_kernels": "False"
-    }
+    assert benchmark.settings_of("cgcompile kernels=-small_batch") == {"kernels": "-small_batch"}
     with pytest.raises(ValueError, match="unknown way 'tensorrt'"):
         benchmark.is_known("tensorrt")
 

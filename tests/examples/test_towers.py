@@ -98,7 +98,7 @@ def manager(model: Any, device: str, budgets: Any, items: int = 8) -> EncoderCud
     """Return a captured manager that poisons unwritten memory."""
     settings = {
         "max_batch_size": items,
-        "config": encoders.config(device, poison=True),
+        "config": encoders.config(device, debug="poison"),
         "costs": None,
     }
     return encoders.manager(model, device, token_budgets=budgets, **settings)
@@ -214,7 +214,7 @@ def test_windows_by_torchs_kernel(compiled: bool, monkeypatch: pytest.MonkeyPatc
         token_budgets=[48, 96],
         max_batch_size=8,
         max_frames_per_batch=16,
-        config=encoders.config("cuda", poison=True),
+        config=encoders.config("cuda", debug="poison"),
     )
     encoder.capture()
     assert compiled or set(longest) == {varlen_attention.SHORT}

@@ -114,7 +114,7 @@ class Run:
             compiler=options.compiler,
             cache_dir="off",
             cudagraph_mode=self.mode,
-            warn_fallbacks=False,
+            on_fallback="count",
         )
         torch._dynamo.reset()
         self.served = compiled(self.front_end, self.model, config, self.dynamic)

@@ -45,10 +45,10 @@ def _wrapping(kind: type[CUDAGraphWrapper]) -> Callable[..., CUDAGraphWrapper]:
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
         options: Any = None,
         *,
-        strict: bool = False,
+        on_fallback: str = "warn",
         **more: Any,
     ) -> CUDAGraphWrapper:
-        config = CompilationConfig(capture_device="host", strict=strict)
+        config = CompilationConfig(capture_device="host", on_fallback=on_fallback)
         return kind(runnable, config, mode, options, **more)
 
     return make

@@ -107,9 +107,9 @@ def host_pool():
 def wrap():
     """Makes a breakable wrapper that captures on either device."""
 
-    def make(runnable, mode=None, options=None, *, strict=False, splitting_ops=(), **more):
+    def make(runnable, mode=None, options=None, *, on_fallback="warn", splitting_ops=(), **more):
         config = CompilationConfig(
-            capture_device="host", strict=strict, splitting_ops=splitting_ops
+            capture_device="host", on_fallback=on_fallback, splitting_ops=splitting_ops
         )
         return BreakableCUDAGraphWrapper(runnable, config, mode, options, **more)
 
@@ -1466,7 +1466,7 @@ def test_plain_module_of_eight_layers(device, wrap) -> None:
     """Two sizes interleaved, the largest captured first, random numbers at each of 20 replays."""
     torch.manual_seed(0)
     model = Stack(8, 16).eval().to(device)
-    wrapper = wrap(model, splitting_ops=ATTEND, strict=True)
+    wrapper = wrap(model, splitting_ops=ATTEND, on_fallback="raise")
     buffers = {tokens: rand(tokens, 16, device=device) for tokens in (12, 5)}
     previous = {}
     for round_ in range(21):

@@ -73,7 +73,7 @@ class Wrapped:
         device: str,
         mode: Any = PIECEWISE,
         skips: tuple[int, ...] = (),
-        check_state: bool = True,
+        checks: Any = True,
     ) -> None:
         self.device, self.mode, self.skips = device, mode, skips
         self.ran: list[int] = []
@@ -88,7 +88,7 @@ class Wrapped:
             return plain(x, cut)
 
         kind = BreakableCUDAGraphWrapper if mode is PIECEWISE else CUDAGraphWrapper
-        config = CompilationConfig(capture_device="host", check_state=check_state)
+        config = CompilationConfig(capture_device="host", checks=checks)
         self.wrapper = kind(model, config, mode)
 
     def step(self, wanted: Any) -> Any:
@@ -346,7 +346,7 @@ def test_a_batch_whose_step_does_not_call_the_model(device: str) -> None:
     assert bulk.captured == (8, 3)
     assert bulk.missing == ((5, "the model was not called"),)
     with pytest.raises(DispatchError, match="batch 5") as caught:
-        Wrapped(device, skips=(5,)).capture((3, 5, 8), strict=True)
+        Wrapped(device, skips=(5,)).capture((3, 5, 8), on_fallback="raise")
     assert "the model was not called" in str(caught.value)
 
 
@@ -386,7 +386,7 @@ def test_a_batch_that_the_device_refuses(device: str, hook, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_frozen")
 def test_strict_raises_and_keeps_what_was_captured(device: str) -> None:
-    model, compiled, backend = compiled_case("sdpa", device, strict=True)
+    model, compiled, backend = compiled_case("sdpa", device, on_fallback="raise")
 
     def step(size):
         if size != 5 or capture_postponed():
@@ -405,7 +405,7 @@ def test_strict_raises_and_keeps_what_was_captured(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_frozen")
 def test_what_a_step_raises_is_raised(wrapped) -> None:
-    wrapped = Wrapped(wrapped.device, wrapped.mode, check_state=False)  # ``raises`` changes below
+    wrapped = Wrapped(wrapped.device, wrapped.mode, checks="-state")  # ``raises`` changes below
     wrapped.raises = 4
     with pytest.raises(Asked, match="on purpose"):
         wrapped.capture((2, 4, 6))

@@ -391,7 +391,7 @@ def test_known_graph_inside_of_a_capture_runs_plain(device, pool, wrap) -> None:
 
 
 def test_unknown_graph_inside_of_a_capture_runs_plain(device, wrap) -> None:
-    inner = wrap(wave, strict=True)
+    inner = wrap(wave, on_fallback="raise")
     outer, x = wrap(lambda x: inner(x)), torch.rand(4, 8, device=device)
     check(outer, x)
     assert not inner.concrete_cudagraph_entries

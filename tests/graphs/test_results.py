@@ -250,7 +250,7 @@ def test_the_same_items_are_arguments_or_weights_as_in_eager(
         model, eager = Passing(), Passing()
         x, mask, pair = torch.empty(D, D), torch.ones(2), (torch.zeros(1), torch.randn(D, D))
     eager.load_state_dict(model.state_dict())
-    runs = kind(model, config(device, strict=True), mode)
+    runs = kind(model, config(device, on_fallback="raise"), mode)
     count, scale = model.count, model.scale
     for calls in range(5):
         x.normal_()
@@ -273,7 +273,7 @@ def test_the_same_items_are_arguments_or_weights_as_in_eager(
 
 @pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
 def test_a_result_that_is_one_argument(kind: Callable[..., Any], device: str) -> None:
-    runs = kind(alone, config(device, strict=True), FULL)
+    runs = kind(alone, config(device, on_fallback="raise"), FULL)
     x = torch.ones(N, device=device)
     for calls in range(1, 5):
         same = x[:]

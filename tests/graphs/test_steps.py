@@ -101,7 +101,7 @@ def test_a_step_that_ran_while_it_was_captured_does_not_run_again() -> None:
 
 
 def test_strict_raises_where_a_plain_run_can_be_avoided() -> None:
-    machine, steps = table(strict=True)
+    machine, steps = table(on_fallback="raise")
     machine.closed = True
     with pytest.raises(DispatchError, match="capture is closed"):
         machine.run(Numbers(steps, 3))

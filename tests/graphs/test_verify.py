@@ -145,7 +145,7 @@ def differences(compiled: Any, x: Any, device: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", ["sdpa", "op_packet", "no_boundary", "eager_region"])
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
 def test_nothing_in_a_good_model(device: str, name: str, mode: str) -> None:
-    model, compiled, backend = compiled_case(name, device, cudagraph_mode=mode, poison=True)
+    model, compiled, backend = compiled_case(name, device, cudagraph_mode=mode, debug="poison")
     captured(compiled, model, device)
     before = backend.counters
     for _ in range(2):
@@ -391,12 +391,12 @@ class Scaled(nn.Module):
 class Captured:
     """A wrapper of either class that has captured a step, and its buffers."""
 
-    def __init__(self, kind: Any, device: str, check_state: bool = True) -> None:
+    def __init__(self, kind: Any, device: str, checks: Any = True) -> None:
         self.device, self.raising = device, False
         scale, self.calls = counted(self.run)
         self.module = Scaled(scale).to(device)
         self.mode = FULL if kind is CUDAGraphWrapper else PIECEWISE
-        config = CompilationConfig(capture_device="host", check_state=check_state)
+        config = CompilationConfig(capture_device="host", checks=checks)
         self.wrapper = kind(self.module, config, self.mode, name="block")
         self.x, self.state = rand(device=device), rand(device=device)
         with step(4, self.mode):
@@ -451,7 +451,7 @@ def test_a_verified_wrapper_steps_never(captured_wrapper: Captured) -> None:
 def test_what_a_wrapper_has_frozen_is_named(
     device: str, name: str, value: Any, piece: str, detail: str
 ) -> None:
-    it = Captured(BreakableCUDAGraphWrapper, device, check_state=False)
+    it = Captured(BreakableCUDAGraphWrapper, device, checks="-state")
     before = getattr(it.module, name)
     setattr(it.module, name, value)
     (differing,) = it.verify().differences

@@ -74,7 +74,7 @@ def test_another_mode_runs_plain(device, wrap, own, asked, reason) -> None:
 
 
 def test_another_mode_is_no_error_when_strict(device, wrap) -> None:
-    wrapper, x = wrap(wave, strict=True), torch.rand(4, 8, device=device)
+    wrapper, x = wrap(wave, on_fallback="raise"), torch.rand(4, 8, device=device)
     check(wrapper, wave, x, mode=PIECEWISE)
     assert_counters(wrapper, plain={Reason.OTHER_MODE: 3})
 
@@ -104,7 +104,7 @@ def test_cpu_has_no_graphs_unless_asked_for() -> None:
     wrapper = CUDAGraphWrapper(wave, CompilationConfig())
     check(wrapper, wave, x)
     assert_counters(wrapper, plain={Reason.NO_DEVICE: 3})
-    strict = CUDAGraphWrapper(wave, CompilationConfig(strict=True), name="block")
+    strict = CUDAGraphWrapper(wave, CompilationConfig(on_fallback="raise"), name="block")
     with step(4), pytest.raises(DispatchError, match=r"block .* no_capture_device"):
         strict(x)
 
@@ -225,7 +225,7 @@ def test_capture_forbidden(device, wrap) -> None:
 
 
 def test_capture_forbidden_and_strict(device, wrap) -> None:
-    wrapper = wrap(wave, strict=True, name="block")
+    wrapper = wrap(wave, on_fallback="raise", name="block")
     x, other = torch.rand(4, 8, device=device), torch.rand(6, 8, device=device)
     check(wrapper, wave, x)
     with allow_capture(False):
@@ -663,7 +663,7 @@ def _pickled(wrapper):
 def test_copies_have_no_graphs_and_work(device, wrap, copied) -> None:
     module = nn.Linear(8, 8, device=device).requires_grad_(False)
     options = CUDAGraphOptions(weak_ref_output=False)
-    wrapper = wrap(module, PIECEWISE, options, strict=True, name="block")
+    wrapper = wrap(module, PIECEWISE, options, on_fallback="raise", name="block")
     x = torch.rand(4, 8, device=device)
     check(wrapper, module, x, mode=PIECEWISE)
     other = copied(wrapper)

@@ -86,7 +86,9 @@ def context_of(factor: object, mode: CUDAGraphMode) -> set_forward_context:
 def test_an_undeclared_op_that_reads_the_context_is_not_captured(
     name: str, strict: bool, mode: CUDAGraphMode, device: str
 ) -> None:
-    served = compiled(name, step_of_the_op, settings(device, strict=strict))
+    served = compiled(
+        name, step_of_the_op, settings(device, on_fallback="raise" if strict else "warn")
+    )
     x = torch.empty(ROWS, WIDTH, device=device)
     for factor in (1.0, 2.0, 3.0, 4.0):
         with torch.inference_mode(), context_of(factor, mode):
@@ -208,7 +210,10 @@ def test_moved_metadata_of_a_full_graph_is_an_error(name: str, device: str) -> N
     assert served.counters().replays >= 3
     for metadata, path in (
         (nested(new_factor(device)), r"\['factor'\] is at"),
-        (nested(factor) | {"layered": Layered({})}, r"\['layered'\].*\.factor is .*check_metadata"),
+        (
+            nested(factor) | {"layered": Layered({})},
+            r"\['layered'\].*\.factor is .*checks='-metadata'",
+        ),
         ({"factor": factor}, r"\['layered'\].*\.factor is "),
     ):
         with pytest.raises(AddressChangedError, match="(?s)" + MOVES + path):
@@ -374,7 +379,7 @@ def test_breaks_read_the_metadata_of_each_step(device: str) -> None:
 
 @pytest.mark.parametrize("name", COMPILED + WRAPPERS)
 def test_metadata_is_not_compared_on_request(name: str, device: str) -> None:
-    served, step = reading(name, device, check_metadata=False)
+    served, step = reading(name, device, checks="-metadata")
     factor = new_factor(device)
     for number in range(5):
         step({"factor": factor.normal_(), "unread": torch.ones(number + 1, device=device)})
@@ -416,7 +421,7 @@ def test_rows_that_no_input_has_are_a_warning_once(
 @pytest.mark.parametrize("name", COMPILED)
 def test_rows_that_no_input_has_are_an_error_if_strict(name: str, device: str) -> None:
     model = nn.Linear(WIDTH, WIDTH, device=device)
-    served = front_end(name, model, device, strict=True)
+    served = front_end(name, model, device, on_fallback="raise")
     with pytest.raises(DispatchError, match="no input has 16 rows"):
         steps(served, model, (6, WIDTH), BatchDescriptor(16))
     assert served.counters().plain.total() == 1  # the first call warms up
@@ -440,7 +445,7 @@ def test_rows_that_an_input_has_are_right(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Linear(WIDTH, WIDTH, device=device)
-    served = front_end("torch.compile", model, device, strict=True)
+    served = front_end("torch.compile", model, device, on_fallback="raise")
     with caplog.at_level(logging.WARNING, "cgcompile"):
         steps(served, model, shape, descriptor)
     assert not [text for text in caplog.messages if "no input has" in text]

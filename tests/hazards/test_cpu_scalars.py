@@ -193,7 +193,7 @@ def check_scalars(run: Any, model: Scaled, device: str, steps: int = 6) -> None:
 def test_scalars_are_copied_at_each_replay(
     name: str, mode: str, in_context: CUDAGraphMode | None, poison: bool, kind: type[Scaled]
 ) -> None:
-    config = settings("cpu", cudagraph_mode=mode, poison=poison)
+    config = settings("cpu", cudagraph_mode=mode, debug="poison" if poison else False)
     model, static = kind("cpu"), torch.empty(ROWS, WIDTH)
     served = compiled(name, model, CopiesScalars(config))
 

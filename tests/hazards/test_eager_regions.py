@@ -52,7 +52,9 @@ def test_a_graph_of_eager_pieces_alone(kind: str, name: str, device: str) -> Non
     step, reason = {**UNWANTED, **DECLARED}[kind]
 
     def run(strict: bool) -> Counters:
-        config = settings(device, splitting_ops=("aten::sigmoid",), strict=strict)
+        config = settings(
+            device, splitting_ops=("aten::sigmoid",), on_fallback="raise" if strict else "warn"
+        )
         served = compiled(name, step, config)
         patch = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
         with torch._dynamo.config.patch(patch):
@@ -64,7 +66,7 @@ def test_a_graph_of_eager_pieces_alone(kind: str, name: str, device: str) -> Non
     if kind in UNWANTED:
         assert counters.details[reason].startswith("every piece runs eager; piece_0: ")
         with pytest.raises(DispatchError, match=reason.value):
-            run(strict=True)
+            run(on_fallback="raise")
 
 
 # ---------------------------------------------------------------- calls inside of a region
@@ -74,7 +76,7 @@ def test_a_graph_of_eager_pieces_alone(kind: str, name: str, device: str) -> Non
 @pytest.mark.parametrize("first", ["inside", "outside"])
 def test_a_front_end_called_in_a_region(name: str, first: str, device: str) -> None:
     model = layers(device)
-    served = front_end(name, model, device, strict=name not in MANAGERS)
+    served = front_end(name, model, device, on_fallback="warn" if name in MANAGERS else "raise")
     if name in MANAGERS:
         check(served.step, model, device)  # the first step captures
     if first == "outside":
@@ -105,7 +107,7 @@ def region_around_a_break(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_callee_with_a_graph_break(device: str) -> None:
-    served = compiled("torch.compile", region_around_a_break, settings(device, strict=True))
+    served = compiled("torch.compile", region_around_a_break, settings(device, on_fallback="raise"))
     check(served.step, region_around_a_break, device, steps=5)
     counters = served.counters()
     assert counters.captures == counters.replays == 0

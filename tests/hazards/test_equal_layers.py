@@ -156,16 +156,16 @@ def test_layers_that_are_warm_before_the_first_wait_for_it(
     assert chain.backend.counters.failures == 0
 
 
-@pytest.mark.parametrize("setting", ["poison", "debug"])
+@pytest.mark.parametrize("setting", ["poison", "stale"])
 @pytest.mark.parametrize("kind", [Layer, EndsEager])
 @pytest.mark.parametrize("mode", GRAPHS)
 def test_the_last_result_outlives_the_calls_of_other_layers(
     mode: CUDAGraphMode, kind: type[nn.Module], setting: str, device: str
 ) -> None:
-    """It is valid until the next call of its own layer; what poison fills and debug expires too."""
-    if setting == "debug" and not raw_memory.can_expire_storages():
+    """It is valid until the next call of its own layer; with both settings of debug."""
+    if setting == "stale" and not raw_memory.can_expire_storages():
         pytest.skip("this build of torch cannot make a storage raise")
-    chain = Chain(kind, 3, device, mode, **{setting: True})
+    chain = Chain(kind, 3, device, mode, debug=setting)
     chain.step(times=4)
     assert chain.replays() == 3
     last, want = chain.results[-1], chain.results[-1].clone()
@@ -173,7 +173,7 @@ def test_the_last_result_outlives_the_calls_of_other_layers(
     torch.testing.assert_close(last, want)
     first = chain.results[1]
     assert chain.replays(chosen=slice(2)) == 2
-    if setting == "debug":
+    if setting == "stale":
         with pytest.raises(RuntimeError, match="is stale"):
             first.clone()
 

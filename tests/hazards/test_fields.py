@@ -389,7 +389,7 @@ def fields(model: nn.Module) -> dict[str, Any]:
 def test_strict_leaves_the_module_as_it_was(name: str, device: str) -> None:
     model = Counts().to(device)
     model.count = 7
-    served = front_end(name, model, device, strict=True)
+    served = front_end(name, model, device, on_fallback="raise")
     for _ in range(3):
         with pytest.raises(DispatchError, match=r"rebinds self\.count"):
             served.step(torch.rand(ROWS, WIDTH, device=device))

@@ -116,7 +116,7 @@ def test_each_value_is_replayed(
     name: str, kind: type, mode: str, dynamic: bool | None, device: str
 ) -> None:
     model = Attends().to(device).requires_grad_(False)
-    config = settings(device, strict=True, cudagraph_mode=mode)
+    config = settings(device, on_fallback="raise", cudagraph_mode=mode)
     served = compiled(name, model, config, dynamic)
     with torch.inference_mode():
         check(served.step, model, kind, device)
@@ -131,7 +131,7 @@ def test_each_value_is_replayed(
 @pytest.mark.parametrize("body", BODIES)
 def test_results_are_those_of_eager(name: str, kind: type, body: str, device: str) -> None:
     function = getattr(Bodies, body)
-    served = compiled(name, function, settings(device, strict=True))
+    served = compiled(name, function, settings(device, on_fallback="raise"))
     with torch.inference_mode():
         check(served.step, function, kind, device)
     assert served.counters().replays >= 8
@@ -144,7 +144,7 @@ def test_results_are_those_of_eager(name: str, kind: type, body: str, device: st
 def test_results_have_all_bits_of_eager(kind: type, body: str) -> None:
     """On the CPU; kernels of a GPU divide by the reciprocal of a number, and by a tensor."""
     function = getattr(Bodies, body)
-    served = compiled("cgcompile.compile", function, settings("cpu", strict=True))
+    served = compiled("cgcompile.compile", function, settings("cpu", on_fallback="raise"))
     with torch.inference_mode():
         for number in numbers(kind, 12):
             x = torch.randn(64, WIDTH)
@@ -158,7 +158,7 @@ def test_results_have_all_bits_of_eager(kind: type, body: str) -> None:
 @pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])
 def test_under_a_forward_context(name: str, kind: type, mode: CUDAGraphMode, device: str) -> None:
     model = Attends().to(device).requires_grad_(False)
-    served = compiled(name, model, settings(device, strict=True))
+    served = compiled(name, model, settings(device, on_fallback="raise"))
     static = torch.empty(ROWS, WIDTH, device=device)
 
     def step(x: torch.Tensor, number: Any) -> torch.Tensor:
@@ -174,7 +174,9 @@ def test_under_a_forward_context(name: str, kind: type, mode: CUDAGraphMode, dev
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_pieces(kind: type, device: str) -> None:
     model = Attends().to(device).requires_grad_(False)
-    served = compiled("torch.compile", model, settings(device, compiler="inductor", strict=True))
+    served = compiled(
+        "torch.compile", model, settings(device, compiler="inductor", on_fallback="raise")
+    )
     with torch.inference_mode():
         check(served.step, model, kind, device)
     assert served.counters().replays >= 12
@@ -186,7 +188,7 @@ def test_a_branch_is_compared_whatever_the_guards(guards: str, device: str) -> N
     def function(x: torch.Tensor, number: Any) -> torch.Tensor:
         return x * number if number > 4 else x - number
 
-    served = cgcompile.compile(function, settings(device, strict=True), guards=guards)
+    served = cgcompile.compile(function, settings(device, on_fallback="raise"), guards=guards)
     with torch.inference_mode():
         for number in (9, 8, 7, 3, 2, 11, 0, 1, -6, 5, 4, 12, 7.5, 3.5, 4.5, 4.0, 0.5, 8.25):
             x = torch.randn(ROWS, WIDTH, device=device)
@@ -274,7 +276,7 @@ def test_a_number_at_the_edge_gives_the_result_or_the_error_of_eager(
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_number_that_no_tensor_holds_is_named(name: str, device: str) -> None:
-    served = compiled(name, lambda x, n: x * n, settings(device, strict=True))
+    served = compiled(name, lambda x, n: x * n, settings(device, on_fallback="raise"))
     x = torch.randn(ROWS, WIDTH, device=device)
     with torch.inference_mode():
         for number in (2, 3, 4, 5):
@@ -379,7 +381,7 @@ def test_one_of_two_numbers_is_an_input(device: str) -> None:
     def function(x: torch.Tensor, alpha: float, number: float) -> torch.Tensor:
         return F.elu(x, alpha) * number
 
-    served = compiled("cgcompile.compile", function, settings(device, strict=True))
+    served = compiled("cgcompile.compile", function, settings(device, on_fallback="raise"))
     with torch.inference_mode():
         for number in numbers(float, 12):
             alpha = 1.0 if served.counters().captures < 1 else 2.0
@@ -508,7 +510,9 @@ def test_an_int_that_an_eager_piece_reads_as_well(device: str) -> None:
             y = F.elu(y, number)
         return y.sin() + number
 
-    served = compiled("torch.compile", function, settings(device, strict=True), dynamic=True)
+    served = compiled(
+        "torch.compile", function, settings(device, on_fallback="raise"), dynamic=True
+    )
     with torch.inference_mode():
         check(served.step, function, int, device)
     assert served.counters().captures == 1
@@ -518,7 +522,9 @@ def test_a_number_that_also_decides_a_size_is_a_varying_number(device: str) -> N
     def function(x: torch.Tensor, number: int) -> torch.Tensor:
         return (x * number)[:, :number]
 
-    served = compiled("torch.compile", function, settings(device, strict=True), dynamic=True)
+    served = compiled(
+        "torch.compile", function, settings(device, on_fallback="raise"), dynamic=True
+    )
     x = torch.randn(ROWS, 4 * WIDTH, device=device)
     with torch.inference_mode():
         for number in range(2, 10):

@@ -1,4 +1,4 @@
-"""``poison=True`` shows a read of memory that the step has not written, on every front end."""
+"""``debug="poison"`` shows a read of memory that the step has not written, on every front end."""
 
 import pytest
 import torch
@@ -41,8 +41,8 @@ class Stale(Right):
 @pytest.mark.parametrize("name", FRONT_ENDS)
 def test_a_stale_read_shows(name: str, device: str) -> None:
     """On the host the recorder runs the body of a Python kernel op by op."""
-    right = front_end(name, Right().to(device), device, poison=True)
-    stale = front_end(name, Stale().to(device), device, poison=True)
+    right = front_end(name, Right().to(device), device, debug="poison")
+    stale = front_end(name, Stale().to(device), device, debug="poison")
     with torch.inference_mode():
         for call in range(5):
             x = torch.rand(ROWS, WIDTH, device=device)
@@ -58,7 +58,7 @@ def test_a_stale_read_shows(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_two_wrappers_of_one_pool_in_one_step(name: str, device: str) -> None:
     """The second one reads the result of the first one, and so does the caller after it."""
-    config = settings(device, poison=True, debug=False)  # or ``kept`` expires
+    config = settings(device, debug="poison")  # with "stale" ``kept`` expires
     pool = GraphPool(capture_device(torch.device(device), "host"))
     kind = getattr(cgcompile, name)
     first = kind(Right(), config, CUDAGraphMode.FULL, pool=pool)

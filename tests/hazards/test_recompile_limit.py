@@ -64,7 +64,7 @@ def test_the_call_that_runs_eager_is_a_warning_and_counted(
 @pytest.mark.parametrize("limit", LIMITS)
 def test_strict_refuses_the_call_that_would_run_eager(limit: str, device: str) -> None:
     step = new_step()
-    backend = cgcompile.Backend(settings(device, strict=True))
+    backend = cgcompile.Backend(settings(device, on_fallback="raise"))
     calls(step, backend, [0, 1, 2] * 4, device, limit)  # as many as are allowed
     for _ in range(2):
         with pytest.raises(DispatchError, match=rf"step \(test_recompile_limit.*{limit} is 3"):
@@ -76,7 +76,7 @@ def test_strict_refuses_the_call_that_would_run_eager(limit: str, device: str) -
 
 
 def test_strict_by_the_name_of_the_backend(device: str) -> None:
-    step, options = new_step(), {"strict": True, "compiler": "eager"}
+    step, options = new_step(), {"on_fallback": "raise", "compiler": "eager"}
     options |= {"capture_device": "host"} if device == "cpu" else {}
     calls(step, "cgcompile", [0, 1, 2], device, options=options)
     with pytest.raises(DispatchError, match=r"recompile_limit.*step \(test_recompile_limit"):
@@ -85,7 +85,7 @@ def test_strict_by_the_name_of_the_backend(device: str) -> None:
 
 def test_torch_raises_with_fullgraph(device: str) -> None:
     step = new_step()
-    backend = cgcompile.Backend(settings(device, strict=True))
+    backend = cgcompile.Backend(settings(device, on_fallback="raise"))
     calls(step, backend, range(3), device, fullgraph=True)
     with pytest.raises(Exception, match="fullgraph=True"):
         calls(step, backend, range(7), device, fullgraph=True)
@@ -107,7 +107,7 @@ def test_a_compilation_inside_of_a_compilation(device: str) -> None:
 
 
 def test_functions_of_other_backends_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    backend = cgcompile.Backend(settings("cpu", strict=True))
+    backend = cgcompile.Backend(settings("cpu", on_fallback="raise"))
     calls(new_step(), backend, range(2), "cpu")
     calls(new_step(), "eager", range(7), "cpu", dynamic=False)
     assert not backend.counters.degraded
@@ -115,7 +115,7 @@ def test_functions_of_other_backends_are_no_warning(caplog: pytest.LogCaptureFix
 
 
 def test_equal_modules_are_no_recompilations(caplog: pytest.LogCaptureFixture, device: str) -> None:
-    backend = cgcompile.Backend(settings(device, strict=True))
+    backend = cgcompile.Backend(settings(device, on_fallback="raise"))
     with torch._dynamo.config.patch(recompile_limit=3):
         for _ in range(6):
             layer = torch.nn.Linear(WIDTH, WIDTH).to(device)

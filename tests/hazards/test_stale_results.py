@@ -1,4 +1,4 @@
-"""With ``debug=True`` a result that a later step has overwritten raises where it is touched."""
+"""With ``debug="stale"`` a result that a later step has overwritten raises where it is touched."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ class Attending(Model):
 
 def in_context(name: str, model: nn.Module, device: str, mode: str, **more: Any) -> FrontEnd:
     """A compiled model under a forward context, which hands out views of graph memory."""
-    served = compiled(name, model, settings(device, cudagraph_mode=mode, debug=True, **more))
+    served = compiled(name, model, settings(device, cudagraph_mode=mode, debug="stale", **more))
     inputs: dict[int, torch.Tensor] = {}
     plain = served.step
 
@@ -101,7 +101,7 @@ def check_all_steps(served: FrontEnd, model: nn.Module, device: str, owning: boo
 def test_a_stale_result_raises_on_every_front_end(name: str, device: str) -> None:
     torch.manual_seed(0)
     model = Model().to(device).requires_grad_(False)
-    served = front_end(name, model, device, debug=True)
+    served = front_end(name, model, device, debug="stale")
     check_all_steps(served, model, device, owning=name in OWNING + COMPILED)
 
 
@@ -146,7 +146,7 @@ def test_a_result_that_is_read_after_the_release_of_its_graphs(
     if name in COMPILED:
         served = in_context(name, model, device, "FULL")
     else:
-        served = front_end(name, model, device, debug=True)
+        served = front_end(name, model, device, debug="stale")
     with torch.inference_mode():
         for _ in range(4):
             x = new(device)
@@ -180,7 +180,7 @@ def test_results_of_one_memory_share_it_and_expire_together(device: str) -> None
 
 def test_the_result_of_another_size_expires_too(device: str) -> None:
     model = Model().to(device).requires_grad_(False)
-    served = front_end("CUDAGraphWrapper", model, device, debug=True)
+    served = front_end("CUDAGraphWrapper", model, device, debug="stale")
     with torch.inference_mode():
         for rows in (8, 4, 8):
             result = served.step(new(device, rows))
@@ -194,7 +194,7 @@ def test_a_result_that_another_graph_of_the_pool_reads(device: str, held: bool) 
     """Results of a capturing call may be captured; memory of those of a replay is not held."""
     torch.manual_seed(0)
     first, second = (Model().to(device).requires_grad_(False) for _ in range(2))
-    config = settings(device, debug=True)
+    config = settings(device, debug="stale")
     pool = GraphPool(capture_device(torch.device(device), config.capture_device))
     one, two = (CUDAGraphWrapper(each, config, pool=pool) for each in (first, second))
     static = torch.zeros(ROWS, WIDTH, device=device)
@@ -213,7 +213,7 @@ def test_a_result_that_another_graph_of_the_pool_reads(device: str, held: bool) 
 def test_a_result_that_outlives_other_sizes_expires_with_its_own(device: str) -> None:
     model = Model().to(device).requires_grad_(False)
     options = CUDAGraphOptions(weak_ref_output=False)
-    wrapper = CUDAGraphWrapper(model, settings(device, debug=True), cudagraph_options=options)
+    wrapper = CUDAGraphWrapper(model, settings(device, debug="stale"), cudagraph_options=options)
     inputs = {rows: new(device, rows) for rows in (4, 8)}
 
     def run(rows: int) -> torch.Tensor:
@@ -235,4 +235,4 @@ def test_a_build_of_torch_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("CGCOMPILE_DEBUG")
     CUDAGraphWrapper(Model(), CompilationConfig())  # debug is off by default
     with pytest.raises(ConfigError, match="built without the function that makes a result raise"):
-        CUDAGraphWrapper(Model(), CompilationConfig(debug=True))
+        CUDAGraphWrapper(Model(), CompilationConfig(debug="stale"))

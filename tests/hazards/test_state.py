@@ -75,7 +75,7 @@ def test_what_code_reads_is_compared_and_nothing_else(name: str, layers: int) ->
     model.table = dict(model.table)
     replays(served, model)
     model.scale = 3.0
-    refused(served, r"self\.scale is 3\.0, was 2\.0 .*(?s:.)*check_state=False")
+    refused(served, r"self\.scale is 3\.0, was 2\.0 .*(?s:.)*checks='-state'")
     model.scale = 2.0
     replays(served, model)
     model.table["k"] = -1.0
@@ -114,7 +114,7 @@ def test_negative_zero_and_other_types_differ() -> None:
 
 def test_without_the_setting_the_values_of_the_capture_are_repeated() -> None:
     model = Scaled()
-    served = captured("CUDAGraphWrapper", model, check_state=False)
+    served = captured("CUDAGraphWrapper", model, checks="-state")
     replays(served, model)
     model.scale = 3.0
     with torch.inference_mode():

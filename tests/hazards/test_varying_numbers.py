@@ -49,7 +49,7 @@ def test_the_number_is_named(name: str, warmups: int, device: str) -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_strict_refuses_it(name: str, device: str) -> None:
-    served = compiled(name, model(device), settings(device, strict=True), dynamic=True)
+    served = compiled(name, model(device), settings(device, on_fallback="raise"), dynamic=True)
     x = torch.randn(ROWS, WIDTH, device=device)
     with torch.inference_mode():
         last = 10 if name == "torch.compile" else 11  # whose first value is a trace of its own
@@ -66,7 +66,9 @@ def test_strict_refuses_it(name: str, device: str) -> None:
 def test_a_float_has_few_traces(guards: str, strict: bool, device: str) -> None:
     """Without a bound each temperature would be a trace, and compiled."""
     module = model(device)
-    served = cgcompile.compile(module, settings(device, strict=strict), guards=guards)
+    served = cgcompile.compile(
+        module, settings(device, on_fallback="raise" if strict else "warn"), guards=guards
+    )
     x = torch.randn(ROWS, WIDTH, device=device)
     with torch.inference_mode():
         for step in range(8):
@@ -123,7 +125,7 @@ def test_a_number_of_the_model_has_few_traces(device: str) -> None:
 def test_strict_refuses_a_number_of_the_model(device: str) -> None:
     module = Counts(WIDTH, WIDTH).to(device).requires_grad_(False)
     module.calls = 0
-    served = cgcompile.compile(module, settings(device, strict=True))
+    served = cgcompile.compile(module, settings(device, on_fallback="raise"))
     x = torch.randn(ROWS, WIDTH, device=device)
     for _ in range(8):
         served(x)
@@ -170,7 +172,7 @@ def test_two_numbers_that_vary_in_turn(device: str) -> None:
 @pytest.mark.slow
 def test_numbers_of_a_bulk_capture_and_new_shapes_are_no_reason(device: str) -> None:
     module = model(device)
-    served = cgcompile.compile(module, settings(device, strict=True))
+    served = cgcompile.compile(module, settings(device, on_fallback="raise"))
     inputs = {rows: torch.randn(rows, WIDTH, device=device) for rows in range(2, 16)}
     x = torch.randn(ROWS, WIDTH, device=device)
     with torch.inference_mode():
@@ -187,7 +189,7 @@ def test_numbers_of_a_bulk_capture_and_new_shapes_are_no_reason(device: str) -> 
 @pytest.mark.parametrize("name", COMPILED)
 def test_new_sizes_are_no_varying_number(name: str, device: str) -> None:
     module = layers(device)
-    served = compiled(name, module, settings(device, strict=True), dynamic=True)
+    served = compiled(name, module, settings(device, on_fallback="raise"), dynamic=True)
     for rows in (*range(2, 16), *range(2, 16)):
         check(served.step, module, device, rows=rows)
     assert served.counters().captures == 14
@@ -197,7 +199,9 @@ def test_new_sizes_are_no_varying_number(name: str, device: str) -> None:
 def test_numbers_that_repeat_now_and_then(name: str, device: str) -> None:
     module = model(device)
     strict = name == "torch.compile"  # else each of the others would be a trace
-    served = compiled(name, module, settings(device, strict=strict), dynamic=True)
+    served = compiled(
+        name, module, settings(device, on_fallback="raise" if strict else "warn"), dynamic=True
+    )
     with torch.inference_mode():
         for step in range(2, 60):  # every fourth call is a replay of the same number
             x = torch.randn(ROWS, WIDTH, device=device)

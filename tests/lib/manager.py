@@ -144,9 +144,8 @@ def manager(
     *,
     model: nn.Module | None = None,
     dispatch: CudagraphDispatcher | None = None,
-    strict: bool = False,
-    check_state: bool = True,
-    check_metadata: bool = True,
+    on_fallback: str = "warn",
+    checks: Any = True,
     wrapped: Any = None,
     **more: Any,
 ) -> CudaGraphManager:
@@ -159,9 +158,8 @@ def manager(
         splitting_ops=(op,),
         capture_device="host" if device == "cpu" else "auto",
         compiler="eager",
-        strict=strict,
-        check_state=check_state,
-        check_metadata=check_metadata,
+        on_fallback=on_fallback,
+        checks=checks,
     )
     called: Any = module
     if kind == "compiled":

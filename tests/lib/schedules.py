@@ -288,7 +288,7 @@ class Engine:
         device: where.
         menu: the batches that steps ask for.
         inference: whether steps run in inference mode; under ``no_grad`` if not.
-        settings: ``strict`` and ``poison``.
+        settings: ``on_fallback`` and ``debug``.
     """
 
     def __init__(
@@ -304,12 +304,12 @@ class Engine:
         torch.manual_seed(0)
         Ambient.held.clear()
         self.scenario, self.device, self.menu, self.inference = scenario, device, menu, inference
-        self.strict = settings["strict"]
+        self.strict = settings["on_fallback"] == "raise"
         self.model = Decoder().eval().to(device)
         op = SplittingOp(f"cgsched::{scenario.op}", support=scenario.support)
         defaults = {"capture_device": "host", "compiler": "eager", "splitting_ops": (op,)}
         # Ambient.held changes in steps without a FULL graph, by the code that such a graph captures.
-        defaults["check_state"] = scenario.op != "fresh"
+        defaults["checks"] = "-state" if scenario.op == "fresh" else True
         config = CompilationConfig(**defaults, **scenario.settings, **settings)
         self.warmups = config.num_warmups if scenario.driver != "breakable" else 0
         if scenario.driver == "breakable":

@@ -157,7 +157,7 @@ def counted(numbers: torch.Tensor | None = None) -> list[torch.Tensor]:
 def run(function: Callable[..., Any], make=counted, **settings) -> cgcompile.Backend:
     """Compare a compiled function and what it writes with eager, over several calls."""
     torch._dynamo.reset()
-    default = {"compiler": "eager", "decode_attention": True, "capture_device": "host"}
+    default = {"compiler": "eager", "kernels": "decode_attention", "capture_device": "host"}
     backend = cgcompile.Backend(**{**default, **settings})
     compiled = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
     torch.manual_seed(0)
@@ -210,7 +210,7 @@ def test_an_increment_that_the_user_named_stays() -> None:
 
 
 def test_counters_stay_where_attention_does() -> None:
-    backend = run(_layers, decode_attention=False)
+    backend = run(_layers, kernels="-decode_attention")
     assert [line.split()[1] for line in writers(backend).splitlines()] == ["add_", "add_"]
 
 
@@ -229,7 +229,7 @@ def test_inputs_that_share_memory_stay_in_order() -> None:
         return layer(q, k, v, one).sin() + both[0]
 
     torch._dynamo.reset()
-    backend = cgcompile.Backend(decode_attention=True, compiler="eager", capture_device="host")
+    backend = cgcompile.Backend(kernels="decode_attention", compiler="eager", capture_device="host")
     compiled = torch.compile(function, backend=backend, dynamic=False)
     ours, own = torch.tensor([3, 9]), torch.tensor([3, 9])
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_counters_that_share_memory_only_later_are_refused() -> None:
         return layer(q, k, v, one).sin() + two
 
     torch._dynamo.reset()
-    backend = cgcompile.Backend(decode_attention=True, compiler="eager", capture_device="host")
+    backend = cgcompile.Backend(kernels="decode_attention", compiler="eager", capture_device="host")
     compiled = torch.compile(function, backend=backend, dynamic=False)
     apart = [[torch.tensor(3), torch.tensor(9)] for _ in range(2)]
     memory = torch.tensor([3])
@@ -296,7 +296,7 @@ def test_decode_steps_of_transformers_count_once(family) -> None:
         return [*results, *(memory for part in cache.layers for memory in (part.keys, part.values))]
 
     torch._dynamo.reset()
-    backend = cgcompile.Backend(decode_attention=True, compiler="eager", capture_device="host")
+    backend = cgcompile.Backend(kernels="decode_attention", compiler="eager", capture_device="host")
     with torch.inference_mode():
         result = decoded(torch.compile(model.forward, backend=backend))
         torch.testing.assert_close(result, decoded(model), rtol=0, atol=2e-6)

@@ -1,6 +1,6 @@
 """Attention of few query rows becomes one op: in models of transformers, and where that is right.
 
-The tests set ``decode_attention=True``: on the CPU the op then runs torch's ops.
+The tests set ``kernels="decode_attention"``: on the CPU the op then runs torch's ops.
 """
 
 import json
@@ -35,7 +35,7 @@ def inputs(rows: int = 1, shared: int = SHARED, dtype: torch.dtype = torch.float
 def run(function, make=inputs, *, dynamic=None, calls: int = 4, **settings) -> cgcompile.Backend:
     """Compare a compiled function with eager, on random inputs at each call; return the backend."""
     torch._dynamo.reset()
-    default = {"compiler": "eager", "decode_attention": True, "capture_device": "host"}
+    default = {"compiler": "eager", "kernels": "decode_attention", "capture_device": "host"}
     backend = cgcompile.Backend(**{**default, **settings})
     compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
     torch.manual_seed(0)
@@ -331,7 +331,7 @@ def test_other_attention_stays(case) -> None:
     ids=["sdpa_kernel", "autocast"],
 )
 def test_attention_stays_in_a_state_that_the_caller_chose(state) -> None:
-    settings = {"compiler": "eager", "decode_attention": True, "capture_device": "host"}
+    settings = {"compiler": "eager", "kernels": "decode_attention", "capture_device": "host"}
     backend = cgcompile.Backend(**settings)
     compiled = torch.compile(_by_expand, backend=backend)
     with torch.inference_mode(), state():
@@ -367,9 +367,9 @@ def _sandwich(q, k, v, mask):
 
 def test_settings_leave_attention_as_it_is(monkeypatch) -> None:
     for settings in (
-        {"decode_attention": False},
-        {"decode_attention": "auto"},  # no device of this graph has the kernel
-        {"decode_attention": "auto", "cudagraph_mode": "PIECEWISE"},
+        {"kernels": "-decode_attention"},
+        {"kernels": "auto"},  # no device of this graph has the kernel
+        {"kernels": "auto", "cudagraph_mode": "PIECEWISE"},
         {"disabled_passes": OPTIONAL},
     ):
         backend = run(_sandwich, **settings)
@@ -377,11 +377,11 @@ def test_settings_leave_attention_as_it_is(monkeypatch) -> None:
         assert fusions(backend) == ""
     monkeypatch.setenv("CGCOMPILE_KERNELS", "1")  # for all models, so as "auto"
     config = cgcompile.CompilationConfig()
-    assert (config.decode_attention, config.replaces_attention) == (True, "auto")
-    config = cgcompile.CompilationConfig(decode_attention=True)
+    assert (config.kernels, config.replaces_attention) == (True, "auto")
+    config = cgcompile.CompilationConfig(kernels="decode_attention")
     assert config.replaces_attention is True
     monkeypatch.setenv("CGCOMPILE_KERNELS", "0")
-    assert cgcompile.CompilationConfig().decode_attention is False
+    assert cgcompile.CompilationConfig().replaces_attention is False
 
 
 def test_auto_replaces_attention_where_the_device_has_the_kernel(monkeypatch) -> None:
@@ -397,7 +397,7 @@ def test_auto_replaces_attention_where_the_device_has_the_kernel(monkeypatch) ->
         torch.testing.assert_close(result, _sandwich(q, k, v, mask), rtol=0, atol=2e-2)
     assert OP in ops_of(backend)
     # Kernels take half precision alone.
-    backend = run(_sandwich, decode_attention="auto")
+    backend = run(_sandwich, kernels="auto")
     assert fusions(backend) == "attn: its dtypes are torch.float32".replace("attn", _name(backend))
 
 
@@ -445,9 +445,9 @@ def test_a_graph_that_is_not_split_has_the_op() -> None:
     ids=str,
 )
 def test_true_is_refused_where_it_has_no_effect(settings) -> None:
-    with pytest.raises(ConfigError, match="decode_attention = True"):
-        cgcompile.CompilationConfig(decode_attention=True, **settings)
-    assert cgcompile.CompilationConfig(**settings).decode_attention == "auto"
+    with pytest.raises(ConfigError, match=r"kernels = \('decode_attention',\)"):
+        cgcompile.CompilationConfig(kernels="decode_attention", **settings)
+    assert cgcompile.CompilationConfig(**settings).kernels == "auto"
 
 
 # ---------------------------------------------------------------- a decoder
@@ -502,7 +502,11 @@ def test_a_decoder_has_no_eager_piece_and_equal_layers_stay_equal() -> None:
     model = Decoder().requires_grad_(False)
     for on, pieces in ((False, 5), (True, 3)):
         torch._dynamo.reset()
-        settings = {"decode_attention": on, "compiler": "eager", "capture_device": "host"}
+        settings = {
+            "kernels": on and "decode_attention",
+            "compiler": "eager",
+            "capture_device": "host",
+        }
         backend = cgcompile.Backend(**settings)
         compiled = torch.compile(model, backend=backend)
         with torch.inference_mode():
@@ -520,7 +524,11 @@ def test_batch_and_length_may_vary_without_new_guards() -> None:
     guards = []
     for on in (False, True):
         torch._dynamo.reset()
-        settings = {"decode_attention": on, "compiler": "eager", "capture_device": "host"}
+        settings = {
+            "kernels": on and "decode_attention",
+            "compiler": "eager",
+            "capture_device": "host",
+        }
         backend = cgcompile.Backend(**settings)
         compiled = torch.compile(model, backend=backend, dynamic=True)
         with torch.inference_mode():
@@ -551,7 +559,7 @@ class OverLengths(nn.Module):
 def test_piecewise_graphs_still_serve_all_numbers_of_keys(masks) -> None:
     torch.manual_seed(0)
     model = OverLengths(masks).requires_grad_(False)
-    settings = {"decode_attention": True, "compiler": "eager", "capture_device": "host"}
+    settings = {"kernels": "decode_attention", "compiler": "eager", "capture_device": "host"}
     backend = cgcompile.Backend(**settings)
     dims = {"x": {0: "n"}, "cache": {0: "n", 2: "length"}}
     compiled = cgcompile.compile(model, backend, dynamic_dims=dims)
@@ -594,10 +602,10 @@ class Trained(nn.Module):
 def test_a_training_step_has_the_gradients_of_eager(splits) -> None:
     torch.manual_seed(0)
     model = Trained()
-    backend = cgcompile.Backend(decode_attention=True, compiler="eager", capture_device="host")
+    backend = cgcompile.Backend(kernels="decode_attention", compiler="eager", capture_device="host")
     if not splits:
         settings = {"mode": "DYNAMO_TRACE_ONCE", "cudagraph_mode": "FULL"}
-        backend = cgcompile.Backend(decode_attention=True, capture_device="host", **settings)
+        backend = cgcompile.Backend(kernels="decode_attention", capture_device="host", **settings)
     compiled = torch.compile(model, backend=backend) if splits else None
     if compiled is None:
         compiled = cgcompile.compile(model, backend)
@@ -619,14 +627,14 @@ def test_explain_names_what_is_replaced() -> None:
             q, repeated(k, 2), repeated(v, 2), None, is_causal=True
         )
 
-    result = cgcompile.explain(both, *inputs(), config={"decode_attention": True})
+    result = cgcompile.explain(both, *inputs(), config={"kernels": "decode_attention"})
     notes = [note for note in result.notes if note.startswith("decode_attention")]
     assert_snapshot("decode_attention/explain", "\n".join(notes))
     assert (result.totals.captured, result.totals.eager) == (2, 1)
     assert "decode_attention: fused" in str(result)
     with torch.device("meta"):
         without_data = inputs()
-    on_meta = cgcompile.explain(both, *without_data, config={"decode_attention": True})
+    on_meta = cgcompile.explain(both, *without_data, config={"kernels": "decode_attention"})
     assert [note for note in on_meta.notes if note.startswith("decode_attention")] == notes
     assert "splitting_ops=" not in str(result)  # the op is no attention that has to be registered
 
@@ -649,7 +657,7 @@ import cgcompile
 def step(q, k, v, mask):
     return F.scaled_dot_product_attention(q.sin(), k, v, mask, enable_gqa=True).cos()
 
-backend = cgcompile.Backend(decode_attention=True, capture_device="host", cache_dir=sys.argv[1])
+backend = cgcompile.Backend(kernels="decode_attention", capture_device="host", cache_dir=sys.argv[1])
 compiled = torch.compile(step, backend=backend)
 worst = 0.0
 with torch.inference_mode():

@@ -74,7 +74,7 @@ def decoded(model: Any, call: Any, padded: bool, rows: int = 2) -> list[torch.Te
 
 def backend_of() -> cgcompile.Backend:
     torch._dynamo.reset()
-    return cgcompile.Backend(decode_attention=True, compiler="eager", capture_device="host")
+    return cgcompile.Backend(kernels="decode_attention", compiler="eager", capture_device="host")
 
 
 def check(backend: cgcompile.Backend, result: list, expected: list, layers: int = 2) -> None:

@@ -309,7 +309,7 @@ class Layer(nn.Module):
 def check_replays(model: nn.Module, change, monkeypatch) -> str:
     """Compare replays with eager, weights changed in between; return what was fused."""
     monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
-    backend = cgcompile.Backend(small_batch_kernels=True, capture_device="host")
+    backend = cgcompile.Backend(kernels="small_batch", capture_device="host")
     compiled = torch.compile(model, backend=backend, dynamic=False)
     with torch.inference_mode():
         for _ in range(4):

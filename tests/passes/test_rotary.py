@@ -408,7 +408,7 @@ def test_replays_write_the_cache_as_eager_does(device, mode, monkeypatch, caplog
     model = Attention().to(device)
     recorder = {"capture_device": "host"} if device == "cpu" else {}
     if "decode_attention" in mode:
-        recorder["decode_attention"] = True
+        recorder["kernels"] = "auto,decode_attention"
     backend = cgcompile.Backend(cudagraph_mode=mode.split()[0], **recorder)
     call = torch.compile(model, backend=backend, dynamic=False)
     for rows in (3, 16, 17):

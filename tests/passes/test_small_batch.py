@@ -3,6 +3,8 @@
 The pass runs here on CPU graphs, as if their device had the kernel; the op then runs torch's ops.
 """
 
+import re
+
 import pytest
 import torch
 from lib.snapshots import assert_snapshot
@@ -401,7 +403,7 @@ def test_two_dynamic_dims_need_the_name_of_the_batch(monkeypatch) -> None:
     model, x = Two(), torch.randn(4, D).bfloat16()
     dims = {"x": {0: "n"}, "y": {0: "m"}}
     for capture_dim in (None, "x.size()[0]"):
-        config = cgcompile.CompilationConfig(small_batch_kernels=True, capture_dim=capture_dim)
+        config = cgcompile.CompilationConfig(kernels="small_batch", capture_dim=capture_dim)
         notes = cgcompile.explain(model, x, x.clone(), config=config, dynamic_dims=dims).notes
         named = any("capture_dim names that of the batch" in note for note in notes)
         assert named == (capture_dim is None)
@@ -420,25 +422,25 @@ def test_a_piece_in_which_nothing_is_fused_is_compiled_once(monkeypatch) -> None
     assert sizes == [None]
 
 
-WHY = "small_batch_kernels = True is impossible: cpu is no NVIDIA GPU"
+WHY = r"kernels = \('small_batch',\) is impossible: cpu is no NVIDIA GPU"
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "STOCK_TORCH_COMPILE"])
 def test_true_is_refused_where_no_device_can_run_the_kernels(mode) -> None:
     model, x = Block(), torch.randn(4, D).bfloat16()
-    settings = {"mode": mode, "cudagraph_mode": "FULL", "small_batch_kernels": True}
+    settings = {"mode": mode, "cudagraph_mode": "FULL", "kernels": "small_batch"}
     call = torch.compile(model, backend=cgcompile.Backend(**settings))
     with torch.inference_mode(), pytest.raises(Exception, match=WHY) as caught:
         call(x)
     assert isinstance(caught.value.inner_exception, cgcompile.errors.ConfigError)
-    config = cgcompile.CompilationConfig(small_batch_kernels=True)
-    assert any(WHY in note for note in cgcompile.explain(model, x, config=config).notes)
+    config = cgcompile.CompilationConfig(kernels="small_batch")
+    assert any(re.search(WHY, note) for note in cgcompile.explain(model, x, config=config).notes)
 
 
 @pytest.mark.slow
 def test_true_is_right_for_a_graph_without_linear_layers() -> None:
     """Such as one on the CPU beside those of the model."""
-    backend = cgcompile.Backend(small_batch_kernels=True, capture_device="host")
+    backend = cgcompile.Backend(kernels="small_batch", capture_device="host")
     call = torch.compile(torch.sin, backend=backend)
     x = torch.randn(4)
     with torch.inference_mode():
@@ -446,8 +448,8 @@ def test_true_is_right_for_a_graph_without_linear_layers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"small_batch_kernels": False}, {"compiler": "eager"}])
-@pytest.mark.parametrize("variable", ["", "CGCOMPILE_KERNELS", "CGCOMPILE_SMALL_BATCH_KERNELS"])
+@pytest.mark.parametrize("settings", [{}, {"kernels": "-small_batch"}, {"compiler": "eager"}])
+@pytest.mark.parametrize("variable", ["", "CGCOMPILE_KERNELS"])
 def test_a_step_on_a_cpu_is_not_changed(settings, variable, monkeypatch) -> None:
     """By default, with the kernels off, and with a variable that is for all models."""
     if variable:
@@ -500,7 +502,7 @@ def test_all_fused_pieces_are_kept_for_other_processes(monkeypatch, tmp_path) ->
     for _ in range(2):
         torch._dynamo.reset()
         settings = {"cache_dir": str(tmp_path), "capture_device": "host"}
-        backend = cgcompile.Backend(decode_attention=False, **settings)
+        backend = cgcompile.Backend(kernels="-decode_attention", **settings)
         call = torch.compile(model, backend=backend, dynamic=False)
         with torch.inference_mode():
             x = torch.randn(4, D).bfloat16()
@@ -533,10 +535,10 @@ def test_explain_names_a_compiler_that_fuses_nothing(settings, monkeypatch) -> N
     x = torch.randn(4, D).bfloat16()
     config = cgcompile.CompilationConfig(compiler="eager", **settings)
     notes = cgcompile.explain(Block(), x, config=config).notes
-    assert not any("small_batch_kernels" in note for note in notes)  # the CPU has no kernels
+    assert not any(note.startswith("small_batch:") for note in notes)  # the CPU has no kernels
     monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
     notes = cgcompile.explain(Block(), x, config=config).notes
-    assert "small_batch_kernels: compiler 'eager' is not Inductor" in notes
+    assert "small_batch: compiler 'eager' is not Inductor" in notes
 
 
 @pytest.mark.slow

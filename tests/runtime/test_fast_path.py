@@ -326,7 +326,7 @@ def test_profiler_ranges() -> None:
 
 
 def test_poisoned_memory() -> None:
-    engine = Engine(poison=True)
+    engine = Engine(debug="poison")
     result = engine.step()
     without_graphs(engine)
     assert not engine.step().isfinite().any()

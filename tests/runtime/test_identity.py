@@ -99,7 +99,9 @@ def test_a_buffer_that_is_changed_in_place_stays(
 ) -> None:
     model, eager = Count().to(device), Count().to(device)
     eager.load_state_dict(model.state_dict())
-    compiled, backend = built(model, entry_point, strict=True, capture_device=recorder(device))
+    compiled, backend = built(
+        model, entry_point, on_fallback="raise", capture_device=recorder(device)
+    )
     count, x = model.count, torch.empty(4, N, device=device)
     for calls in range(1, 31):
         x.copy_(torch.randn(4, N))
@@ -275,7 +277,7 @@ def test_a_buffer_that_is_replaced_is_said(entry_point: str, mode: CUDAGraphMode
 @pytest.mark.parametrize("mode", [None, FULL], ids=str)
 def test_strict_does_not_run_it_for_ever(mode: CUDAGraphMode | None) -> None:
     model = Replaced()
-    compiled, backend = built(model, "torch", strict=True, max_weight_sets=8)
+    compiled, backend = built(model, "torch", on_fallback="raise", max_weight_sets=8)
     x = torch.randn(2, N)
     for _ in range(64):
         with context(mode):
@@ -292,7 +294,7 @@ def test_many_layers_that_share_a_graph_are_not_taken_for_it() -> None:
     """Each has weights of its own, which stay: they warm up and get graphs."""
     layers = [nn.Linear(N, N).requires_grad_(False) for _ in range(66)]
     settings = {"compiler": "eager", "capture_device": "host", "cache_dir": "off"}
-    backend = Backend(**settings, strict=True, max_weight_sets=66)
+    backend = Backend(**settings, on_fallback="raise", max_weight_sets=66)
     compiled = [torch.compile(each, backend=backend) for each in layers]
     x = torch.randn(4, N)
     for _ in range(3):

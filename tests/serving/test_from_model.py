@@ -338,8 +338,8 @@ def test_a_step_without_a_graph_checks_bound_weights(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_check_weights_may_be_left_out(device: str) -> None:
-    manager = built(device, settings(device), check_weights=False)
+def test_comparing_weights_may_be_left_out(device: str) -> None:
+    manager = built(device, settings(device, checks="-weights"))
     manager.capture()
     replace_weights(manager, device)
     mixed = requests(2, 1, device=device)

@@ -219,7 +219,7 @@ def test_captures_that_are_refused() -> None:
 
 def test_a_second_capture_captures_what_is_missing(device: str) -> None:
     model = Picky(4)
-    graph_manager = manager("FULL", device=device, model=model, check_state=False)
+    graph_manager = manager("FULL", device=device, model=model, checks="-state")
     (bulk,) = graph_manager.capture().values()
     assert [key.num_tokens for key, _ in bulk.missing] == [4]
     check(graph_manager, requests(3, device=device))  # on the next larger one

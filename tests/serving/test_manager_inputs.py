@@ -365,9 +365,9 @@ def test_metadata_of_another_step_is_never_read(
 
     graph_manager = manager("FULL", device=device, metadata=fresh)
     graph_manager.capture()
-    message = f"(?s){field}{path} is at .*check_metadata=False"
+    message = f"(?s){field}{path} is at .*checks='-metadata'"
     with pytest.raises(AddressChangedError, match=message):
         graph_manager.run(requests(3, device=device))
-    graph_manager = manager("FULL", device=device, metadata=fresh, check_metadata=False)
+    graph_manager = manager("FULL", device=device, metadata=fresh, checks="-metadata")
     graph_manager.capture()
     graph_manager.run(requests(3, device=device))

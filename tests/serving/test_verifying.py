@@ -47,7 +47,7 @@ def test_an_op_that_bakes_a_number_is_found(mode: str, device: str, monkeypatch:
         usual = metadata(batch, descriptor, buffers)
         return Metadata(usual.attn_metadata, additional={"max_query_len": batch.max_query_len})
 
-    graph_manager = manager(mode, device=device, metadata=told, check_metadata=False)
+    graph_manager = manager(mode, device=device, metadata=told, checks="-metadata")
     graph_manager.capture()
     decode = [requests(*[1] * n, device=device, decode=True) for n in (1, 3, 8)]
     assert verify(graph_manager, *decode, rtol=1e-5, atol=1e-5).ok is (mode != "FULL")

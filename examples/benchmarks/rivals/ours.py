@@ -186,10 +186,10 @@ class Lean(Ours):
     takes_no_op = False
 
     def __init__(
-        self, setup: Setup, name: str, mode: CUDAGraphMode, small_batch_kernels: bool = False
+        self, setup: Setup, name: str, mode: CUDAGraphMode, small_batch: bool = False
     ) -> None:
         super().__init__(setup, name, mode, direct=True)
-        self.small_batch_kernels = small_batch_kernels
+        self.small_batch = small_batch
         self.attention_calls = 0
         self.batches = setup.batches[:1]
         self._metadata: dict[int, Any] = {}  # FULL graphs hold its addresses
@@ -200,7 +200,7 @@ class Lean(Ours):
         return splitting_op()
 
     def config(self) -> cgcompile.CompilationConfig:
-        return replace(super().config(), small_batch_kernels=self.small_batch_kernels)
+        return replace(super().config(), kernels="small_batch" if self.small_batch else "auto")
 
     def prepare(self) -> None:
         from llm_engine.attention import HAS_TRITON, library
@@ -259,5 +259,5 @@ def all_ours(setup: Setup, plain: Variant, compiled: Variant, few: bool) -> list
         WithoutGraphs(setup, "cgcompile without graphs", pieces),
         Lean(setup, "cgcompile lean piecewise", PIECEWISE),
         Lean(setup, "cgcompile lean FULL", FULL),
-        Lean(setup, "cgcompile lean FULL, small batches", FULL, small_batch_kernels=True),
+        Lean(setup, "cgcompile lean FULL, small batches", FULL, small_batch=True),
     ]
