@@ -41,7 +41,8 @@ def is_closed(module_name: str) -> bool:
     """Return whether code of a module is not followed; layers of torch are."""
     if module_name.startswith("torch.nn.modules."):
         return module_name == "torch.nn.modules.module"
-    return module_name.partition(".")[0] in _CLOSED
+    # The constructor of a named tuple has a namespace of this name.
+    return module_name.partition(".")[0] in _CLOSED or module_name.startswith("namedtuple_")
 
 
 @lru_cache(maxsize=256)
@@ -67,9 +68,10 @@ def runs_closed(function: FunctionType) -> bool:
 
 
 class RanCode:
-    """Context manager: notes the code that runs in this thread, but for that of eager breaks."""
+    """Context manager: notes the code that runs in this thread; not in imports or eager breaks."""
 
-    # By a trace function, which is called once a Python call; that of a debugger goes on.
+    # By a trace function, which is called once a Python call; that of a debugger goes on. What the
+    # first capture of a process imports is no code of the model: it does not run again.
 
     def __init__(self, is_recording: Callable[[], bool] = lambda: True) -> None:
         self.codes: dict[CodeType, dict[str, Any]] = {}  # with their globals
@@ -83,6 +85,7 @@ class RanCode:
         return [name for name, (value, before) in rows if _contents(value) != before]
 
     def __enter__(self) -> "RanCode":
+        self._caller = id(sys._getframe(1))  # which runs until the end
         self._before: Any = sys.gettrace()
         sys.settrace(self._note)
         return self
@@ -93,13 +96,20 @@ class RanCode:
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> Any:
         code, scope = frame.f_code, frame.f_globals
-        if code not in self.codes and self._is_recording():
+        if code not in self.codes and self._is_recording() and not self._is_importing(frame):
             self.codes[code] = scope
             if not is_closed(scope.get("__name__") or ""):
                 for name in names_loaded(code)[1] & scope.keys():
                     if isinstance(scope[name], (dict, list)):
                         self._containers.setdefault(name, (scope[name], _contents(scope[name])))
         return None if self._before is None else self._before(frame, event, argument)
+
+    def _is_importing(self, frame: FrameType | None) -> bool:
+        while frame is not None and id(frame) != self._caller:
+            if frame.f_globals.get("__name__") == "importlib._bootstrap":
+                return True
+            frame = frame.f_back
+        return False
 
 
 def _contents(value: Any) -> list[int]:

@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import importlib
+import pathlib
 import sys
 import types
 import weakref
@@ -249,6 +251,24 @@ def test_functions_below_decorators_and_properties_are_followed() -> None:
     refused(served, "self.number is 2.0")
     model.number, factor = 1.0, 2.0
     refused(served, "closure factor is 2.0")
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_code_that_an_import_runs_is_not_of_the_step(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module_name = f"imported_by_{name.lower()}"
+    text = "knobs = {'k': 2.0}\ndef read():\n    return knobs['k']\nfactor = read()\n"
+    (tmp_path / f"{module_name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Imports(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * importlib.import_module(module_name).factor
+
+    served = captured(name, Imports())
+    sys.modules[module_name].knobs["k"] = 3.0
+    replays(served, Imports())
 
 
 def _scaled_by(factor: float) -> Callable[..., Any]:
