@@ -34,7 +34,32 @@ def names_loaded(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
         elif isinstance(value, tuple):  # keys of a dict, and of keyword arguments
             names.update(item for item in value if isinstance(item, str))
     names.update(item for item in code.co_consts if isinstance(item, str))
+    dotted = [item.split(".") for item in names if "." in item]  # as attrgetter takes it
+    names.update(part for parts in dotted for part in parts if part.isidentifier())
     return frozenset(names), frozenset(global_names)
+
+
+_METHODS_OF_ALL = {"items", "values", "keys", "copy"}
+_FUNCTIONS_OF_ALL = {"len", "list", "tuple", "dict", "sorted", "sum", "iter", "enumerate", "zip"}
+_OPS_OF_ALL = {"GET_ITER", "DICT_MERGE", "DICT_UPDATE", "LIST_EXTEND", "SET_UPDATE"}
+_NO_OPS = {"CACHE", "PRECALL", "PUSH_NULL"}
+
+
+@lru_cache(maxsize=8192)
+def names_read_whole(code: CodeType) -> frozenset[str]:
+    """Return the names of dicts that code iterates, measures or unpacks, as ``**kwargs`` does."""
+    names: set[str] = set()
+    loads: list[str] = []  # names of the instructions before, up to one that loads nothing
+    for instruction in get_instructions(code):
+        kind, value = instruction.opname, instruction.argval
+        if kind in _NO_OPS:
+            continue
+        is_call = kind.startswith("CALL") and not _FUNCTIONS_OF_ALL.isdisjoint(loads)
+        if loads and (is_call or kind in _OPS_OF_ALL or value in _METHODS_OF_ALL):
+            names.add(loads[-1])
+        new = value if isinstance(value, tuple) else (value,)
+        loads = [*loads, *map(str, new)] if kind.startswith("LOAD_") else []
+    return frozenset(names)
 
 
 def is_closed(module_name: str) -> bool:
@@ -122,6 +147,7 @@ class LoadedNames:
     def __init__(self, codes: Mapping[CodeType, dict[str, Any]]) -> None:
         self.codes = codes
         self.names: set[str] = set()
+        self.whole: set[str] = set()  # of dicts that are iterated or unpacked
         self.globals: list[tuple[dict[str, Any], str]] = []
         stored: set[tuple[int, str]] = set()
         for code, scope in codes.items():
@@ -132,6 +158,7 @@ class LoadedNames:
                 continue  # a layer reads its own attributes: see :func:`names_of_layer`
             names, global_names = names_loaded(code)
             self.names |= names
+            self.whole |= names_read_whole(code)
             self.globals += [(scope, name) for name in global_names if name in scope]
             stored.update((id(scope), name) for name in globals_stored(code))
         self.globals = [row for row in self.globals if (id(row[0]), row[1]) not in stored]

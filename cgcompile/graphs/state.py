@@ -9,6 +9,8 @@ and is not compared; neither are items that are added to a dict.
 
 import enum
 import logging
+import re
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -50,7 +52,9 @@ _LONG = 10_000  # items of one container: a vocabulary, which holds no state
 _FEW = 64  # holders whose values are compared faster than versions
 _MAX_VALUES = 100_000  # a model of thousands of modules has fewer
 _ALL_HOOKS = "hooks of all modules"
+_HOOKS_OF = "number of hooks of "
 _MISSING = object()
+_WORD = re.compile(r"\w+")
 _MOST_COMPARED = 20_000  # values; a step would take milliseconds
 
 
@@ -94,6 +98,8 @@ class State:
         self.attributes: dict[str, tuple[str, str]] = {}  # path of the object and name, by path
         self.complete = True
         self.dicts: dict[str, str] = {}  # paths of dicts by those of their items
+        self.shared: dict[str, str] = {}  # the first path of what is held at a second one
+        self.cached: list[FunctionType] = []  # behind ``lru_cache``: they ran before
         self.values: dict[str, Any] = {}  # by path; of a list its length, too
 
     def take(self) -> None:
@@ -103,8 +109,10 @@ class State:
         for path, _, items in self.sequences:
             values[f"len({path})"] = len(items)
             values.update((f"{path}[{index}]", item) for index, item in enumerate(items))
-        values.update((path, contents) for path, _, contents in self.others)
+        for path, value, contents in self.others:
+            values[path] = repr([*contents]) if isinstance(value, dict) else contents
         for path, module in self.modules:
+            values[path] = module
             values[f"{path}.forward"] = module.__dict__.get("forward", _MISSING)
             values[_hooks_of(path)] = _number_of_hooks(module)
         values[_ALL_HOOKS] = torch_ops.has_global_hooks()
@@ -116,7 +124,7 @@ class _Reader:
     def __init__(self, loaded: LoadedNames | None) -> None:
         self.state = State()
         self._loaded = loaded
-        self._seen: set[int] = set()
+        self._seen: dict[int, str] = {}  # the first path by identity
         self._alive: list[Any] = []  # what was seen
         self._kinds: set[int] = set()  # classes that were opened
         self._skipped = names_of_modules() - {"training"}
@@ -128,11 +136,15 @@ class _Reader:
             if not isinstance(value, ModuleType):
                 self._place(f"global {name}", scope, name, value)
             self._visit(value, f"global {name}")
+        if self._loaded is not None:
+            self._functions(torch.nn.functional, "torch.nn.functional")
         self.state.take()
         return self.state
 
-    def _is_loaded(self, name: str) -> bool:
-        return self._loaded is None or name in self._loaded.names
+    def _is_loaded(self, name: str, kind: Any = None) -> bool:
+        """Return whether code names an attribute; that of ``UserDict``, which is closed, does."""
+        is_read = self._loaded is None or name in self._loaded.names
+        return is_read or (kind is not None and kind.__module__ == "collections")
 
     def _has_run(self, function: FunctionType) -> bool:
         return self._loaded is None or function.__code__ in self._loaded.codes
@@ -147,15 +159,28 @@ class _Reader:
         self._place(path, holder, key, value)
         self._visit(value, path)
 
+    def _functions(self, module: ModuleType, path: str) -> None:
+        """Note functions of torch that code loads, which a program may replace."""
+        for name, value in list(vars(module).items()):
+            if callable(value) and self._is_loaded(name):
+                self._place(f"{path}.{name}", vars(module), name, value)
+
     def _visit(self, value: Any, path: str) -> None:
-        if is_plain_value(value) or isinstance(value, torch.Tensor):
+        if is_plain_value(value):
+            return
+        if isinstance(value, torch.Tensor):
+            if vars(value):
+                self._attributes(vars(value), path, type(value))
             return
         if isinstance(value, MethodType):
             self._visit(value.__func__, path)
         value = behind(value)
-        if id(value) in self._seen or not self.state.complete:
+        if not self.state.complete:
             return
-        self._seen.add(id(value))
+        if id(value) in self._seen:
+            self.state.shared[path] = self._seen[id(value)]
+            return
+        self._seen[id(value)] = path
         self._alive.append(value)
         if len(self._seen) > _MAX_VALUES:
             self.state.complete = False
@@ -191,6 +216,7 @@ class _Reader:
         """Open what a closed callable wraps, such as that of ``functools.lru_cache``."""
         wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
         if isinstance(wrapped, FunctionType):
+            self.state.cached.append(wrapped)
             self._visit(wrapped, path)
 
     def _function(self, function: FunctionType, path: str) -> None:
@@ -208,8 +234,10 @@ class _Reader:
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
         self.state.modules.append((path, module))
-        for name, child in module._modules.items():
-            self._visit(child, f"{path}.{name}")
+        self._children(module, path)
+        for table in (module._parameters, module._buffers):
+            for name, weight in table.items():
+                self._visit(weight, f"{path}.{name}")  # its attributes
         for hooks in torch_ops.hooks_of(module):
             for key, hook in hooks.items():
                 self._held(f"{path} hook {key}", hooks, key, hook)
@@ -219,7 +247,21 @@ class _Reader:
                 self._attribute(path, attributes, name, kind)
         self._attributes(attributes, path, kind, self._skipped | names_of_layer(kind))
         self._slots(module, path)
-        self._methods(type(module))
+        self._methods(kind)
+        forward = kind.forward  # generated code of torch.fx is in a class of torch
+        if isinstance(forward, FunctionType) and is_closed(kind.__module__):
+            self._method(kind, "forward", forward)
+
+    def _children(self, module: torch.nn.Module, path: str) -> None:
+        kind, children = type(module), module._modules
+        is_container = kind.__module__ == "torch.nn.modules.container"
+        if children or is_container or not kind.__module__.startswith("torch.nn."):
+            self.state.objects.append(children)
+            self.state.names.setdefault(path, set()).update(children)
+        for name, child in children.items():
+            self._visit(child, f"{path}.{name}")
+            if is_container or self._is_loaded(name):
+                self.state.attributes[f"{path}.{name}"] = path, name
 
     def _object(self, value: Any, path: str) -> None:
         attributes = getattr(value, "__dict__", None)
@@ -234,9 +276,12 @@ class _Reader:
         self.state.objects.append(attributes)
         self.state.names.setdefault(path, set()).update(attributes)
         for name, value in list(attributes.items()):
-            if name in skipped or (skipped and isinstance(value, torch.Tensor)):
-                continue  # weights are compared elsewhere
-            if self._is_loaded(name):
+            if name in skipped:
+                continue
+            if skipped and isinstance(value, torch.Tensor):  # weights are compared elsewhere
+                self.state.values[f"{path}.{name}"] = TensorRead.of(value)
+                continue
+            if self._is_loaded(name, kind):
                 self._attribute(path, attributes, name, kind)
 
     def _attribute(self, path: str, attributes: dict[str, Any], name: str, kind: Any) -> None:
@@ -249,33 +294,44 @@ class _Reader:
             if self._is_loaded(member.__name__):
                 self._held(f"{path}.{member.__name__}", owner, member, value)
 
-    def _methods(self, kind: type) -> None:
+    def _methods(self, kind: Any) -> None:
         """Note attributes of a class and methods that have run; open what decorators hold."""
         if id(kind) in self._kinds or is_closed(kind.__module__):
             return
         self._kinds.add(id(kind))
+        self._methods(type(kind))  # attributes of a metaclass are those of the class
         named: dict[str, Any] = {}
         for base in kind.__mro__:
             for name, value in () if is_closed(base.__module__) else vars(base).items():
-                named.setdefault(name, value)
-                function = value.fget if isinstance(value, property) else value
-                if isinstance(function, FunctionType) and self._loaded and self._has_run(function):
-                    self._function(function, f"{kind.__qualname__}.{name}")
-                    if isinstance(named[name], (FunctionType, property)):
-                        self._place(f"{kind.__qualname__}.{name}", kind, name, named[name])
+                if named.setdefault(name, value) is value:
+                    self._method(kind, name, value)
         for name, value in named.items():
-            if name.startswith("__") or isinstance(value, type) or hasattr(type(value), "__get__"):
+            path = f"{kind.__qualname__}.{name}"
+            if name.startswith("__") or not self._is_loaded(name):
                 continue
-            if self._loaded is None:
-                self._place(f"{kind.__qualname__}.{name}", kind, name, value)
-            elif self._is_loaded(name):
-                self._held(f"{kind.__qualname__}.{name}", kind, name, value)
+            if not hasattr(type(value), "__get__"):
+                self._held(path, kind, name, value)
+            elif not is_closed(type(value).__module__):
+                self._visit(value, path)  # what a descriptor holds
+
+    def _method(self, kind: Any, name: str, value: Any) -> None:
+        is_method = isinstance(value, (classmethod, staticmethod))
+        function = value.fget if isinstance(value, property) else value
+        function = value.__func__ if is_method else function
+        if not isinstance(function, FunctionType) or self._loaded is None:
+            return
+        if self._has_run(function):
+            self._function(function, f"{kind.__qualname__}.{name}")
+            key = f"{name}.__func__" if isinstance(value, classmethod) else name
+            held = value if isinstance(value, property) else function
+            self._place(f"{kind.__qualname__}.{name}", kind, key, held)
 
     def _container(self, value: Any, path: str) -> None:
         if len(value) >= _LONG:
             return
         kind = plainly(value)
         if issubclass(kind, dict):
+            self._keys(value, path)
             for key, item in list(kind.items(value)):
                 self.state.dicts[f"{path}[{key!r}]"] = path
                 self._held(f"{path}[{key!r}]", value, key, item)
@@ -292,6 +348,19 @@ class _Reader:
             self.state.sequences.append((path, value, read))
             for index, item in enumerate(items):
                 self._visit(item, f"{path}[{index}]")
+
+    def _keys(self, value: dict[Any, Any], path: str) -> None:
+        """Note which items are added later: those that code names, all if it reads the whole."""
+        keys = tuple(plainly(value).keys(value))
+        if all(isinstance(key, str) for key in keys):
+            self.state.objects.append(value)
+            self.state.names.setdefault(path, set()).update(keys)
+            for key in filter(self._is_loaded, keys):
+                self.state.attributes[f"{path}[{key!r}]"] = path, key
+        name = (_WORD.findall(path) or [""])[-1]
+        is_read = self._loaded is not None and name in self._loaded.whole
+        if is_read and all(is_plain_value(key) for key in keys):
+            self.state.others.append((f"{path}.keys()", value, keys))
 
 
 def _is_dense(value: Any) -> bool:
@@ -348,6 +417,7 @@ class ModelState:
         grew = len(self._codes) > known
         if grew:
             self._loaded = LoadedNames(self._codes)
+            self._add_cached()
         if grew or self._last is None or not self._last.holds():
             now = self.read()
             both = self._before.values.keys() & now.values.keys()
@@ -364,6 +434,16 @@ class ModelState:
             )
             return None
         return StateContract(self, self._last.state, touched, remedy)
+
+    def _add_cached(self) -> None:
+        """Count functions behind ``lru_cache`` among the code that ran: it may be the cache."""
+        while True:
+            cached = [f for f in self.read().cached if f.__code__ not in self._codes]
+            cached = [function for function in cached if not runs_closed(function)]
+            if not cached:
+                return
+            self._codes.update((function.__code__, function.__globals__) for function in cached)
+            self._loaded = LoadedNames(self._codes)
 
     def is_bookkeeping(self, path: str) -> bool:
         """Return whether captured steps change what is at a path, or the list that it is in."""
@@ -596,7 +676,7 @@ class StateContract:
 
 
 def _hooks_of(path: str) -> str:
-    return f"number of hooks of {path}"
+    return f"{_HOOKS_OF}{path}"
 
 
 def _may_change(value: Any, items: Collection[Any]) -> bool:
@@ -609,18 +689,55 @@ def _number_of_hooks(module: torch.nn.Module) -> int:
 
 
 def _contents(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(plainly(value).keys(value))
     return frozenset(value) if isinstance(value, set) else array_bytes(value)
 
 
 def _differences(before: State, now: State) -> Iterator[tuple[str, Any, Any]]:
     """Yield (path, value, value now) of what differs; new items are none, new attributes are."""
+    paths = before.shared.keys() | now.shared.keys()
+    moved = {path: (before.shared.get(path, path), now.shared.get(path, path)) for path in paths}
+    moved = {path: pair for path, pair in moved.items() if pair[0] != pair[1]}
+    for path, (first, second) in moved.items():  # what two places share is noted at the first
+        old, new = _below(before, first), _below(now, second)
+        for rest, value in old.items():
+            if not _alike(value, new.get(rest, _MISSING)):
+                yield _named(path, rest), value, new.get(rest, _MISSING)
     for path, value in before.values.items():
         after = now.values.get(path, _MISSING)
-        if not _alike(value, after):
+        if not _alike(value, after) and not (after is _MISSING and _is_below(path, moved)):
             yield path, value, after
     for path, (owner, name) in now.attributes.items():
         if name not in before.names.get(owner, (name,)):
-            yield path, _MISSING, now.values[path]
+            yield path, _MISSING, now.values.get(path)
+
+
+def _parts(path: str) -> tuple[str, str]:
+    """Split what comes before the path of an object, as in ``len(self.items)``."""
+    start = next((text for text in ("len(", _HOOKS_OF) if path.startswith(text)), "")
+    return start, path.removeprefix(start)
+
+
+def _below(state: State, first: str) -> dict[tuple[str, str], Any]:
+    """Return the values at a path and below it, by what is before it and after it."""
+    values = {}
+    for path, value in state.values.items():
+        start, inner = _parts(path)
+        rest = inner.removeprefix(first)
+        if len(rest) < len(inner) and rest[:1] in ("", ".", "[", " ", ")"):
+            values[start, rest] = value
+    return values
+
+
+def _named(path: str, rest: tuple[str, str]) -> str:
+    return f"{rest[0]}{path}{rest[1]}"
+
+
+def _is_below(path: str, parents: Collection[str]) -> bool:
+    inner = _parts(path)[1]
+    starts = tuple(f"{parent}{end}" for parent in parents for end in ".[ )")
+    return inner in parents or inner.startswith(starts)
 
 
 def _change(path: str, before: Any, after: Any) -> Change:
@@ -638,6 +755,8 @@ def _change(path: str, before: Any, after: Any) -> Change:
 def _text(value: Any) -> str:
     if value is _MISSING:
         return "missing"
+    if isinstance(value, frozenset) and len(value) < _FEW:  # of a set
+        return f"{{{', '.join(sorted(map(repr, value)))}}}" if value else "set()"
     return layout_text(value.placed if isinstance(value, TensorRead) else value)
 
 
@@ -667,7 +786,8 @@ def _alike(before: Any, after: Any) -> bool:
         return bool(before == after)
     if isinstance(before, (dict, list, tuple, deque, set, torch.nn.Module)):
         return True
-    if type(before).__module__ == "builtins":  # a range, a slice, a function of C
+    is_pythons = type(before).__module__.partition(".")[0] in sys.stdlib_module_names
+    if is_pythons and not hasattr(before, "__dict__"):  # a range, a Decimal, a function of C
         return bool(before == after)
     return not (isinstance(before, (type, enum.Enum)) or is_closed_object(before))
 

@@ -59,6 +59,8 @@ BREAK_FULL = ("breakable, context", "BreakableCUDAGraphWrapper", "CudaGraphManag
 OF_STATE = {UNGUARDED: DOCUMENTED, UNTRACED: HostValueChangedError}
 # Hooks that are added below a model are not compared by torch.compile itself.
 OF_STATE_NOT_IN_TORCH = {**OF_STATE, TORCH: DOCUMENTED}
+# Dynamo has no guard on it.
+OF_STATE_NOT_IN_DYNAMO = {**OF_STATE, GUARDED: DOCUMENTED}
 # What chooses a kernel, or is a default of torch, is baked into every graph.
 OF_SETTINGS = {UNTRACED: HostValueChangedError}
 # Which modules and tensors a model has.
@@ -197,6 +199,169 @@ def global_number(device: str) -> Scene:
 
     NUMBERS["scale"] = 2.0
     return Scene(Global(device), lambda: NUMBERS.update(scale=3.0), NUMBERS.clear)
+
+
+def attribute_of_a_nested_class(device: str) -> Scene:
+    class Nested(Model):
+        class Config:
+            scale = 2.0
+
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.Config.scale
+
+    return Scene(Nested(device), lambda: setattr(Nested.Config, "scale", 3.0))
+
+
+def _method_of_the_class(kind: Any) -> Callable[[str], Scene]:
+    """Make a row of a ``staticmethod`` or ``classmethod`` that is replaced."""
+
+    def build(device: str) -> Scene:
+        class Own(Model):
+            scaled = kind(lambda *args: args[-1] * 2)
+
+            def read(self, x: torch.Tensor) -> torch.Tensor:
+                return self.scaled(x)
+
+        return Scene(Own(device), lambda: setattr(Own, "scaled", kind(lambda *args: args[-1] * 3)))
+
+    return build
+
+
+class Stored:
+    """A descriptor with a value of its own."""
+
+    def __init__(self) -> None:
+        self.value = 2.0
+
+    def __get__(self, owner: Any, kind: Any = None) -> float:
+        return self.value
+
+
+def value_of_a_descriptor(device: str) -> Scene:
+    class Own(Model):
+        scale = Stored()
+
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    return Scene(Own(device), lambda: setattr(vars(Own)["scale"], "value", 3.0))
+
+
+def attribute_of_a_metaclass(device: str) -> Scene:
+    class Meta(type):
+        scale = 2.0
+
+    class Config(metaclass=Meta):
+        pass
+
+    class Own(Model):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * Config.scale
+
+    return Scene(Own(device), lambda: setattr(Meta, "scale", 3.0))
+
+
+def cleared_cache(device: str) -> Scene:
+    """A function behind ``lru_cache`` reads a number; the cache is emptied with the change."""
+    numbers = {"scale": 2.0}
+
+    @functools.lru_cache
+    def scale() -> float:
+        return numbers["scale"]
+
+    class Own(Model):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * scale()
+
+    def change() -> None:
+        numbers["scale"] = 3.0
+        scale.cache_clear()
+
+    scale()  # before any capture
+    return Scene(Own(device), change)
+
+
+def function_of_torch_replaced(device: str) -> Scene:
+    class Own(Model):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return F.softsign(x)
+
+    before = F.softsign
+    change = lambda: setattr(F, "softsign", lambda x: x * 3)  # noqa: E731
+    return Scene(Own(device), change, lambda: setattr(F, "softsign", before))
+
+
+def generated_forward_replaced(device: str) -> Scene:
+    """A module of ``torch.fx`` gets other code."""
+    model = torch.fx.symbolic_trace(Model(device))
+
+    def change() -> None:
+        (output,) = model.graph.find_nodes(op="output")
+        with model.graph.inserting_before(output):
+            output.args = (model.graph.call_function(torch.mul, (output.args[0], 3.0)),)
+        model.recompile()
+
+    return Scene(model, change)
+
+
+class Helper:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+def helper_of_two_layers(device: str) -> Scene:
+    """Two layers share an object; one of them gets another."""
+
+    class Layer(nn.Module):
+        def __init__(self, helper: Helper) -> None:
+            super().__init__()
+            self.helper = helper
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.helper.scale
+
+    model, helper = Model(device), Helper(2.0)
+    model.one, model.two = Layer(helper), Layer(helper)
+    model.read = lambda x: model.two(model.one(x))
+    return Scene(model, lambda: setattr(model.two, "helper", Helper(5.0)))
+
+
+class Kept(Model):
+    """Holds one thing, which ``take`` applies."""
+
+    def __init__(self, device: str, held: Any, take: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__(device)
+        self.held, self.take = held, take
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return self.take(self.held, x)
+
+
+def _held(
+    make: Callable[[], Any],
+    take: Callable[[Any, torch.Tensor], Any],
+    change: Callable[[Any], Any],
+) -> Callable[[str], Scene]:
+    """Make a row of something that a model holds and that changes in place."""
+
+    def build(device: str) -> Scene:
+        model = Kept(device, make(), take)
+        return Scene(model, lambda: change(model.held) and None)
+
+    return build
+
+
+def _attribute_of_a_weight(device: str) -> Scene:
+    model = Model(device)
+    model.linear.weight.scale = 2.0
+    model.read = lambda x: x * model.linear.weight.scale
+    return Scene(model, lambda: setattr(model.linear.weight, "scale", 3.0))
+
+
+def _in_turn(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
+        x = layer(x)
+    return x
 
 
 # ------------------------------------------------------------------ settings of the process
@@ -857,6 +1022,77 @@ TABLE: tuple[Row, ...] = (
     Row("training mode", training_mode, OF_STATE),
     Row("closure cell", closure_cell, OF_STATE),
     Row("global", global_number, OF_STATE),
+    Row("attribute of a nested class", attribute_of_a_nested_class, OF_STATE),
+    Row("static method replaced", _method_of_the_class(staticmethod), OF_STATE),
+    Row("class method replaced", _method_of_the_class(classmethod), OF_STATE_NOT_IN_DYNAMO),
+    Row("value of a descriptor", value_of_a_descriptor, OF_STATE),
+    Row("attribute of a metaclass", attribute_of_a_metaclass, OF_STATE_NOT_IN_DYNAMO),
+    Row("lru_cache cleared", cleared_cache, OF_STATE),
+    Row("function of torch replaced", function_of_torch_replaced, OF_STATE),
+    Row(
+        "forward of torch.fx replaced",
+        generated_forward_replaced,
+        {UNTRACED: HostValueChangedError},
+    ),
+    Row("helper that two layers share", helper_of_two_layers, OF_STATE),
+    Row("attribute of a weight", _attribute_of_a_weight, OF_STATE),
+    Row(
+        "named item added to a dict",
+        _held(
+            dict, lambda held, x: x * held.get("scale", 2.0), lambda held: held.update(scale=3.0)
+        ),
+        OF_STATE,
+    ),
+    Row(
+        "keyword argument added",
+        _held(
+            dict,
+            lambda held, x: F.leaky_relu(x, **held),
+            lambda held: held.update(negative_slope=3.0),
+        ),
+        OF_STATE,
+    ),
+    Row(
+        "item added to a dict that is iterated",
+        _held(
+            lambda: {1: 2.0},
+            lambda held, x: x * sum(held.values()),
+            lambda held: held.update({2: 3.0}),
+        ),
+        OF_STATE,
+    ),
+    Row(
+        "order of a dict that is iterated",
+        _held(
+            lambda: {"a": 2.0, "b": 3.0},
+            lambda held, x: functools.reduce(lambda y, value: (y + 1) * value, held.values(), x),
+            lambda held: held.update(a=held.pop("a")),
+        ),
+        OF_STATE,
+    ),
+    Row(
+        "layer appended to a Sequential",
+        _held(
+            lambda: nn.Sequential(nn.Tanh()),
+            lambda held, x: held(x),
+            lambda held: held.append(nn.Sigmoid()),
+        ),
+        OF_STATE,
+    ),
+    Row(
+        "layer appended to a ModuleList",
+        _held(lambda: nn.ModuleList([nn.Tanh()]), _in_turn, lambda held: held.append(nn.Sigmoid())),
+        OF_STATE,
+    ),
+    Row(
+        "layer added to a ModuleDict",
+        _held(
+            lambda: nn.ModuleDict({"a": nn.Tanh()}),
+            _in_turn,
+            lambda held: held.update({"b": nn.Sigmoid()}),
+        ),
+        OF_STATE,
+    ),
     Row("default dtype", default_dtype, OF_SETTINGS),
     Row("default device", default_device, OF_SETTINGS),
     Row(
