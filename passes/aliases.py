@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from cgcompile.passes.assign import PLACEMENT, Placement, placement
+from cgcompile.passes.assign import PLACEMENT, placement
 from cgcompile.passes.nodes import (
     COMPUTING,
     changes_layout,
@@ -129,7 +129,8 @@ def _leave_uncompiled(gm: fx.GraphModule, pieces: set[int]) -> None:
 
 def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
     """Create ``view`` in each other piece that uses it."""
-    own, last = _piece(view), _last_placement(gm)
+    placements = map(placement, reversed(gm.graph.nodes))
+    own, last = _piece(view), next(filter(None, placements), None)
     users_by_piece: dict[int, list[fx.Node]] = {}
     for user in view.users:  # results are created in the last piece
         piece = last.piece if user.op == "output" and last is not None else _piece(user)
@@ -156,8 +157,3 @@ def _close_gaps(gm: fx.GraphModule) -> None:
         if assigned is not None:
             number = numbers.setdefault(assigned.piece, len(numbers))
             node.meta[PLACEMENT] = replace(assigned, piece=number)
-
-
-def _last_placement(gm: fx.GraphModule) -> Placement | None:
-    """Return a placement in the last piece; None without pieces."""
-    return next((p for n in reversed(gm.graph.nodes) if (p := placement(n)) is not None), None)

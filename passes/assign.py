@@ -388,10 +388,8 @@ def _group(gm: fx.GraphModule, fallbacks: _Fallbacks, cuts: bool) -> list[_Run]:
     for node, fallback in fallbacks.items():
         if fallback is None and _is_neutral(node):
             waiting.append(node)
-            if (
-                node.target in torch_ops.LEAVES.values() and runs
-            ):  # close in the piece that ends here
-                runs[-1].nodes += waiting
+            if node.target in torch_ops.LEAVES.values() and runs:
+                runs[-1].nodes += waiting  # the region closes in the piece that ends here
                 waiting = []
             continue
         cut = cuts and launches and target_name(node.target) == "cgcompile::decode_attention"

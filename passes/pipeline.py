@@ -133,7 +133,9 @@ def split_graph(
     ours[attention.name] = attention
     on_graph = PassManager([*graph_passes, *ours.values()], dump_dir, disabled_passes)
     split = cut(on_graph(gm))
-    _check_sizes_are_bound(split)
+    for piece in split.pieces:
+        for name in (*piece.inputs, *piece.outputs) if piece.capture else ():
+            split.symbols.check_bound(split.values[name].meta, name, piece.name)
     on_pieces = PassManager(piece_passes, dump_dir, disabled_passes)
     if on_pieces.passes:
         split = _run_on_pieces(split, on_pieces)
@@ -167,12 +169,6 @@ def check_disabled(disabled: Collection[str], theirs: Iterable[Any]) -> None:
             raise ConfigError.needed_pass(name=name, known=choices)
         if name not in choices:
             raise ConfigError.unknown_pass(name=name, known=choices)
-
-
-def _check_sizes_are_bound(split: SplitGraph) -> None:
-    for piece in split.pieces:
-        for name in (*piece.inputs, *piece.outputs) if piece.capture else ():
-            split.symbols.check_bound(split.values[name].meta, name, piece.name)
 
 
 def _run_on_pieces(split: SplitGraph, manager: PassManager) -> SplitGraph:

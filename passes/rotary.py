@@ -82,14 +82,16 @@ def fuse_rotary(
     graph = _Graph(gm)
     for nodes in itertools.pairwise(writes):
         # Read here: what was fused before may have replaced an input, or one of the writes.
-        pair = [_write_of(node) for node in nodes if node not in graph.erased]
-        if len(pair) == 2 and (fuser := _fuser_of(graph, *pair)) is not None:
-            why = unsupported(value(nodes[0]).device) or fuser.why_not()
-            if why is None:
-                fusions.fused.append(fuser.fuse())
-                graph.erased.update(nodes)
-            else:
-                fusions.unfused.append(f"{nodes[0].name}: {why}")
+        keys, values = [None if node in graph.erased else _write_of(node) for node in nodes]
+        if keys is None or values is None or (rotated := _rotated_of(keys.source)) is None:
+            continue
+        fuser = _Fuser(graph, rotated, keys, values)
+        why = unsupported(value(nodes[0]).device) or fuser.why_not()
+        if why is None:
+            fusions.fused.append(fuser.fuse())
+            graph.erased.update(nodes)
+        else:
+            fusions.unfused.append(f"{nodes[0].name}: {why}")
     if fusions.fused:
         advance(gm, graph.moved)
         gm.graph.lint()
@@ -117,11 +119,6 @@ class _Graph:
         self.increments = increments(gm)
         self.moved: dict[fx.Node, fx.Node] = {}  # those that move to the end of the graph
         self.erased: set[fx.Node] = set()  # writes that were fused
-
-
-def _fuser_of(graph: _Graph, keys: Any, values: Any) -> "_Fuser | None":
-    k = _rotated_of(keys.source)
-    return None if k is None else _Fuser(graph, k, keys, values)
 
 
 class _Fuser:

@@ -35,7 +35,7 @@ class _Unwrapping:
         self._wrapped = [(n, each) for n, each in enumerate(unwrapped.inputs) if each.wrapper]
         self._dropped = [(n, each) for n, each in enumerate(unwrapped.inputs) if each.dropped]
         self._checked = [(n, each) for n, each in self._wrapped if not each.static]
-        self._parts = _reader([(n, each) for n, each in self._wrapped])
+        self._parts = _function([f"g[{n}].{path}" for n, x in self._wrapped for path in _paths(x)])
         self._inputs = _inputs_reader(unwrapped.inputs)
         # Compares the parts with those seen before.
         self._alike: Callable[..., bool] | None = None if self._wrapped else lambda: True
@@ -46,7 +46,10 @@ class _Unwrapping:
 
     def prepare(self, inputs: tuple[Any, ...]) -> Prepared:
         """Return the plain tensors of a call; raise RunPlain where the trace had others."""
-        if torch_ops.has_tangent(inputs) or (torch.is_grad_enabled() and _require_grad(inputs)):
+        needed = torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in inputs
+        )
+        if needed or torch_ops.has_tangent(inputs):
             raise RunPlain(GRADIENTS)  # the plain tensors were traced without them
         for position, spec in self._dropped:
             _check_built(spec, inputs[position] is raw_memory.real_object(spec.fake))
@@ -94,10 +97,6 @@ class _Unwrapping:
         return int(expressions.evaluated(number.node.expr, numbers))
 
 
-def _require_grad(inputs: tuple[Any, ...]) -> bool:
-    return any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
-
-
 def _check_built(spec: Input, as_traced: bool) -> None:
     """Raise RunPlain where a subclass is not built as when it was traced."""
     if not as_traced:
@@ -111,12 +110,6 @@ def _like(tensor: torch.Tensor, fake: torch.Tensor) -> bool:
         return False
     pairs = zip((*tensor.shape, *tensor.stride()), (*fake.shape, *fake.stride()), strict=True)
     return all(is_symbolic_number(known) or number == known for number, known in pairs)
-
-
-def _reader(wrapped: Sequence[tuple[int, Input]]) -> Callable[..., tuple[Any, ...]]:
-    """Return a function from the inputs to the plain tensors inside of the subclasses."""
-    items = [f"g[{n}].{path}" for n, each in wrapped for path in _paths(each)]
-    return _function(items)
 
 
 def _inputs_reader(inputs: Sequence[Input]) -> Callable[..., tuple[Any, ...]]:

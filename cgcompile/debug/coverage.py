@@ -112,7 +112,10 @@ class Coverage(Result):
         return f"{self.on_graphs} of {count(self.total, self.unit[:-1])} on graphs{share}"
 
     def __str__(self) -> str:
-        absent = [row for row in self.rows if _is_absent(row)]
+        # Planned graphs that never ran and serve no batches are one line.
+        absent = [
+            row for row in self.rows if row.captured is False and not (row.hits or row.batches)
+        ]
         lines = [*_lines([row for row in self.rows if row not in absent]), self._sum()]
         if absent:
             text = absent_text((row.mode, str(row.graph)) for row in absent)
@@ -284,11 +287,6 @@ def _padding(rows: Sequence[CoverageRow]) -> float | None:
     known = [(row.real, row.ran) for row in rows if row.real is not None]
     ran = sum(count for _, count in known)
     return padding_of(sum(count for count, _ in known), ran) if ran else None
-
-
-def _is_absent(row: CoverageRow) -> bool:
-    """Return whether a row is of a planned graph that never ran and serves no batches."""
-    return row.captured is False and not (row.hits or row.batches)
 
 
 def _tokens(least: int, limit: int | None = None) -> str:

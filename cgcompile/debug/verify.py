@@ -620,9 +620,9 @@ def _of_encoder(
     item = re.match(r"\[(\d+)\]", difference.value)
     ran = [run for run in manager.plan(call) if item and int(item[1]) in run.items]
     places, shared, padded = list[str](), False, False
+    grids = list(manager.model.grids(call)) if isinstance(manager.model, PatchEncoder) else []
     for run in ran:
         if run.budget is not None:
-            grids = _grids_of(manager, call)
             items = [f"{i} {grids[i]}" if grids else str(i) for i in sorted(run.items)]
             path = on_path(run.path)
             places.append(f"in a replay of budget {run.budget}{path}: items {', '.join(items)}")
@@ -638,12 +638,6 @@ def _of_encoder(
     text = f"possible causes: {', or '.join(filter(None, causes))}"
     origin = Difference(piece=WHOLE, detail="; ".join([*places, text]))
     return located("replay" if replayed else "grouping", difference, None, origin, number)
-
-
-def _grids_of(manager: EncoderCudaGraphManager, call: dict[str, Any]) -> list[Any]:
-    """Return the grids of the items of a call; an empty list for encoders without patches."""
-    model = manager.model
-    return list(model.grids(call)) if isinstance(model, PatchEncoder) else []
 
 
 class _KeptState:

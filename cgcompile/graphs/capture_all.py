@@ -185,7 +185,8 @@ class _Graphs:
         """Return why a batch has no graph after the last step, or ""."""
         captured, replayed = after.captures > before.captures, after.replays > before.replays
         if not (captured or replayed) or not EXPECTED.issuperset(after.plain - before.plain):
-            return "; ".join(after.why_plain(before)) or _why_not_called(after)
+            uncalled = after.details.get(Reason.NOT_COMPILED, "the model was not called")
+            return "; ".join(after.why_plain(before)) or uncalled
         return self._other(batch, captured)
 
     def _other(self, batch: Any, captured: bool) -> str:
@@ -244,10 +245,6 @@ def _check(step: Any, batches: Any, target: Any, size: Any) -> None:
     require(counts, "target", where, target, expected)
     if size is not None:
         require_callable("size", where, size)
-
-
-def _why_not_called(counters: Counters) -> str:
-    return counters.details.get(Reason.NOT_COMPILED, "the model was not called")
 
 
 def _size_of(batch: Any, size: Callable[[Any], int] | None) -> Any:

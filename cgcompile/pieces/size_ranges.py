@@ -356,7 +356,9 @@ class Ranged:
     ) -> None:
         self._name, self._dim, self._read = name, dim, read
         self._rest, self._rest_is = rest, rest_is
-        self._artifacts = sorted(artifacts, key=_one_size_first)
+        self._artifacts = sorted(  # those of one size before the ranges that contain it
+            artifacts, key=lambda known: (known.sizes.first != known.sizes.last, known.sizes.first)
+        )
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         size = self._read(inputs)
@@ -368,10 +370,6 @@ class Ranged:
     def __str__(self) -> str:
         rows = [f"  {entry}" for entry in self._artifacts]
         return "\n".join([f"{self._name} by {self._dim}", *rows, f"  otherwise {self._rest_is}"])
-
-
-def _one_size_first(artifact: Artifact) -> tuple[bool, int]:
-    return artifact.sizes.first != artifact.sizes.last, artifact.sizes.first
 
 
 def fusion_texts(split: SplitGraph, config: CompilationConfig) -> Iterator[str]:

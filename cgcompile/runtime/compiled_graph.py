@@ -183,12 +183,6 @@ class CompiledGraph:
             self._step.add_note(error)
             raise
 
-    def _refuse_replaced(self) -> None:
-        """Raise where another graph would record weights that the model no longer has."""
-        traces = None if self.traces is None else self.traces()
-        if traces is not None:
-            traces.refuse_replaced(self)
-
     # -------------------------------------------------------------- what a call uses
 
     def _zeroing_rows(
@@ -332,7 +326,10 @@ class _GraphCall(Call[Recording]):
         why = graph.why_without(self._inputs)
         if why is not None:
             if why is INSIDE_CAPTURE or (why is graph._never and any_capture()):
-                graph._refuse_replaced()
+                # Another graph would record weights that the model no longer has.
+                traces = None if graph.traces is None else graph.traces()
+                if traces is not None:
+                    traces.refuse_replaced(graph)
             raise RunPlain(why)
         graph.fast_paths.refuse_inside()
         self._mode = graph._dispatch.mode_for(self.context)
