@@ -69,7 +69,7 @@ class _Padding:
         Raises:
             DispatchError: ``strict``, and the step cannot be padded.
         """
-        # Under a forward context the caller pads; without a graph, padding gains nothing.
+        # Under a forward context the caller pads; padding without a graph only costs time.
         if callers_context() is not None or self._graph.why_without(inputs) is not None:
             return Prepared(inputs)
         try:
@@ -151,7 +151,7 @@ class _Padding:
         for position, tensor in plan.integers(inputs):
             met = self._values.get(position, tensor.new_empty(0))
             self._values[position] = torch.unique(torch.cat([met, tensor.flatten()]))
-        # A generator of its own: the model draws the numbers that it would draw without padding.
+        # A separate generator: the model draws the same random numbers as without padding.
         generator = torch.Generator().manual_seed(sum(self._calls.values()))
         yield plan.pad(inputs, sizes, partial(_foreign, self._values, generator))
 

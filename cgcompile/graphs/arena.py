@@ -35,7 +35,7 @@ class Block:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.poison = 0xFF  # the byte that makes NaN, or a huge index, of what was stored last
         self.lives: list[raw_memory.StorageLife] = []  # of tensors that the program may hold
-        self.owner: Hashable = None  # whose results it serves alone; None for any use
+        self.owner: Hashable = None  # owner of the results that it may hold; None: any buffer
 
     @property
     def in_use(self) -> bool:
@@ -44,7 +44,7 @@ class Block:
         return bool(self.lives)
 
     def alias(self, layout: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the block with a life of its own, which keeps the block in use."""
+        """Return a new tensor over the block; the block is in use while the tensor is alive."""
         tensor = raw_memory.weak_tensor(layout)
         self.lives.append(raw_memory.StorageLife(tensor))
         return tensor
@@ -94,7 +94,7 @@ class Arena:
         self._blocks[:] = [block for block in self._blocks if block.owner != owner]
 
     def poison(self, owner: Hashable = None) -> None:
-        """Fill the blocks with NaN before a step of an owner, but for results of other owners."""
+        """Fill the blocks with NaN before a step of an owner, except results of other owners."""
         for block in self._blocks:
             if block.owner in (None, owner):
                 block.memory.fill_(block.poison)
@@ -133,17 +133,17 @@ class Frame:
         return block
 
     def release(self, block: Block) -> None:
-        """Let the block serve another buffer: nothing recorded from now on reads it."""
+        """Free the block for another buffer: no segment recorded from now on reads it."""
         self._free.append(block)
 
     def reserve(self, owner: Hashable) -> None:
-        """Let the blocks of the step serve the results of an owner alone."""
+        """Reserve the blocks of the step for the results of one owner."""
         for block in self._used:
             block.owner = owner
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Return how many elements of memory a tensor reaches over, gaps included."""
+    """Return the number of elements from the first to the last of a tensor, gaps included."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum(
@@ -193,7 +193,7 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_apart(tensor: torch.Tensor) -> bool:
-    """Return whether no two rows share memory, as they do where rows were expanded or unfolded."""
+    """Return whether rows have separate memory; rows that were expanded or unfolded share it."""
     if tensor.is_contiguous():
         return True
     reach = 0
@@ -212,9 +212,9 @@ def takes_any_layout(tensor: torch.Tensor) -> bool:
 
 
 class OwnedCopy:
-    """A buffer with the layout of one tensor, at a fixed address, refilled from others."""
+    """A buffer at a fixed address, with the layout of one tensor, for copies of inputs."""
 
-    # What has gaps or overlaps is copied as the stretch of memory that it reaches over.
+    # A tensor with gaps or overlaps is copied as one range of bytes, from its first to its last.
 
     __slots__ = ("_flat", "_is_dense", "block", "takes_any_layout", "tensor")
 

@@ -44,7 +44,7 @@ def held(arguments: Arguments, owns: Callable[[torch.Tensor], bool]) -> Argument
 
 
 def transform_around(arguments: Arguments) -> str | None:
-    """Return the transform of ``torch.func`` that lets no break run, if there is one."""
+    """Return the transform of ``torch.func`` that is active, as no break runs under it; or None."""
     # Under vmap the arguments may be ordinary tensors, which are not mapped.
     transform = torch_ops.functorch_transform()
     if transform == "Vmap" and not any(
@@ -83,7 +83,7 @@ class Original:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the original or its copy has been written since the first call; synchronises."""
+        """Whether the original or its copy was written since the first check; synchronises."""
         now = numbers_as_bytes(self._source)
         if self._before is None:
             self._before = now.clone()
@@ -116,7 +116,7 @@ def listen_to_no_graph(listener: Any) -> Iterator[None]:
 
 @contextmanager
 def foreign_breaks(recorder: Any) -> Iterator[None]:
-    """Within it, in this thread, functions under ``no_graph`` break what a recorder records."""
+    """Let functions under ``no_graph`` in this thread break the segments of a recorder."""
     listener = _Listener(recorder)
     with ExitStack() as stack:
         stack.push(listener.leave)  # the last: what it restores was there before
@@ -130,7 +130,7 @@ class _Listener:
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
         self._pause: ExitStack | None = None
-        self._inside = 0  # breaks within a break, which do not count
+        self._inside = 0  # depth of breaks inside of a break, which are ignored
 
     def _end_segment(self) -> None:
         if self._pause is not None or not self._recorder.is_recording:
@@ -163,11 +163,11 @@ class _Listener:
 
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
-_SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default  # what the math kernel of it calls
+_SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default  # an op that the math kernel of SDPA calls
 
 
 class Breaker:
-    """Base class of what runs the splitting ops and the decorated functions of a step."""
+    """Base class: runs the splitting ops and the decorated functions of a step."""
 
     @property
     def is_recording(self) -> bool:
@@ -181,7 +181,7 @@ class Breaker:
         raise NotImplementedError
 
     def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that another op is about to be called."""
+        """Note an op that is no splitting op, before it is called."""
 
     def run_eager(
         self,
@@ -190,7 +190,7 @@ class Breaker:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function that breaks and return its result."""
+        """Run a function in an eager break, and return its result."""
         raise NotImplementedError
 
 
@@ -202,7 +202,7 @@ class BreakMode(torch_ops.DispatchMode):
         breaker: Breaker,
         boundaries: Boundaries,
         tensor_type: str,
-        sees_composites: bool,  # an op such as SDPA arrives whole, whichever kernel it takes
+        sees_composites: bool,  # composite ops such as SDPA arrive as one op, for any kernel
     ) -> None:
         super().__init__()
         self._breaker = breaker
@@ -213,7 +213,7 @@ class BreakMode(torch_ops.DispatchMode):
         self._known: dict[Any, tuple[SplittingOp | None, Callable[..., Any] | None]] = {}
         self._sdpa_breaks = boundaries.match_call(_SDPA) is not None
         self._on = False  # whether it is on torch's stack of modes
-        self._kept_by_torch = False  # whether torch puts it back there by itself
+        self._kept_by_torch = False  # whether torch restores it there
 
     def switch_on(self) -> None:
         if not self._kept_by_torch and not self._on:
@@ -257,12 +257,12 @@ class BreakMode(torch_ops.DispatchMode):
     def _look_up(
         self, func: Any, args: tuple[Any, ...]
     ) -> tuple[SplittingOp | None, Callable[..., Any] | None]:
-        """Look an op up once: a segment calls dozens."""
+        """Return how an op is called; each op is looked up once."""
         op = torch_ops.functionalized_op(func, args)
         known = (
             self._boundaries.match_call(op or func),
             torch_ops.python_kernel(func, self._tensor_type),
         )
-        if op is None:  # else the next call may be that of another op
+        if op is None:  # otherwise the next call may be of another op
             self._known[func] = known
         return known

@@ -59,10 +59,10 @@ def crossings(
     outputs: Sequence[Any],
     read: Collection[str],  # names of the results that are read at a fixed address
     lasting: Collection[str],  # those that must stay where they are, if that is fixed
-    fixed: set[int],  # fixed addresses; those of the bridges are added
+    fixed: set[int],  # fixed addresses; addresses of new bridges are added
     frame: Frame,
 ) -> tuple[list[Crossing], Bridges]:
-    """Return the crossings of results that had the values ``outputs``, and their bridges."""
+    """Return the crossings of the results ``outputs`` of a break, and their bridges."""
     across: list[Crossing] = []
     bridges: Bridges = []
     fresh: dict[int, list[Place]] = {}
@@ -93,7 +93,7 @@ def crossings(
 def _bridge(
     position: Place, value: torch.Tensor, frame: Frame, result: bool
 ) -> tuple[Block, Crossing]:
-    """Return what copies a fresh result to where the graphs after it read."""
+    """Return a function that copies a new result to the address that later graphs read."""
     buffer = OwnedCopy(value, frame, result=result)
 
     def cross(results: list[Any]) -> None:
@@ -109,7 +109,7 @@ def _bridge(
 def _shared_bridge(
     places: Sequence[Place], values: Sequence[torch.Tensor], frame: Frame, result: bool
 ) -> tuple[Block, Crossing]:
-    """Return what copies the stretch of memory that several fresh results share."""
+    """Return a function that copies the memory that several new results share."""
     first, last = stretch(values)
     starts = _offsets(values, first)
     block = frame.allocate(last - first, values[0].device, result)
@@ -142,7 +142,7 @@ def _offsets(tensors: Sequence[torch.Tensor], first: int) -> list[Any]:
 
 
 def _same_address(position: Place, value: torch.Tensor) -> Crossing:
-    """Return a check of a result that is memory at a fixed address, such as an argument's."""
+    """Return a check that a result is at a fixed address, such as that of an argument."""
     before = Placed.of(value)
 
     def check(results: list[Any]) -> None:
@@ -159,7 +159,7 @@ def _same_address(position: Place, value: torch.Tensor) -> Crossing:
 
 
 def _same_value(position: Place, before: Any) -> Crossing:
-    """Return a check of a result that is no tensor, which the graph after it has recorded."""
+    """Return a check that a result, which is no tensor, equals the recorded one."""
 
     def check(results: list[Any]) -> None:
         if not same_value(results[position.item], before):
@@ -169,7 +169,7 @@ def _same_value(position: Place, before: Any) -> Crossing:
 
 
 class SameOnHost:
-    """Check a CPU tensor in a graph of another device, if captured code reads it: ``is_read``."""
+    """Compare a CPU tensor with its value at capture, if a graph of another device reads it."""
 
     def __init__(self, position: Place, value: torch.Tensor) -> None:
         self.is_read = False

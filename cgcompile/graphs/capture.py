@@ -64,12 +64,12 @@ class SameStorages:
         return self._addresses.hold(self._tensors)
 
     def accept(self) -> None:
-        """Take the present memory as the one that tensors must have; layouts count at the end."""
+        """Accept the present addresses of the tensors; layouts are compared at the end."""
         if not self._same_addresses():
             self._accept()
 
     def check_addresses(self) -> None:
-        """Run :meth:`check` if a tensor has another address; layouts alone are not compared."""
+        """Run :meth:`check` if a tensor has another address; a changed layout is no reason."""
         if not self._same_addresses():
             self.check()
 
@@ -94,10 +94,10 @@ class SameStorages:
 
 def weights_of(runnable: object) -> list[torch.Tensor]:
     """Return all parameters, then all buffers, of the modules that a runnable is or holds."""
-    # A third of the time of torch's own walk.
+    # This takes a third of the time of torch's own walk.
     modules = dict.fromkeys(modules_of(runnable))
     walked = list(modules)
-    for module in walked:  # grows meanwhile
+    for module in walked:  # the loop appends to it
         for inner in module._modules.values():
             if inner is not None and inner not in modules:
                 modules[inner] = None
@@ -140,7 +140,7 @@ _in_bulk: ContextVar[_Bulk | None] = ContextVar("cgcompile_capture_in_bulk", def
 
 @contextmanager
 def postponed_capture() -> Iterator[None]:
-    """Inside, what would be captured runs plain, as a warming call."""
+    """Context manager: calls that would capture run plain, as warming calls."""
     token = _postponed.set(True)
     try:
         yield
@@ -149,7 +149,7 @@ def postponed_capture() -> Iterator[None]:
 
 
 def capture_postponed() -> bool:
-    """Return whether a capture is due later."""
+    """Return whether captures are postponed here; see :func:`postponed_capture`."""
     return _postponed.get()
 
 
@@ -157,7 +157,7 @@ def capture_postponed() -> bool:
 
 _PATIENCE = 5.0  # seconds; a capture takes less
 _PATIENCE_OF_RELEASE = 60.0
-_lock = new_lock(watch=False)  # one a process; waited for some seconds, against deadlocks
+_lock = new_lock(watch=False)  # one for each process; waits have a limit, against deadlocks
 
 
 class capture_lock:
@@ -173,7 +173,7 @@ class capture_lock:
         owner: object = None,
         *,
         wait: float = _PATIENCE,
-        before: Callable[[], None] | None = None,  # called once no other thread can capture
+        before: Callable[[], None] | None = None,  # called as soon as no other thread can capture
     ) -> None:
         self.what, self.owner, self._wait, self._before = what, owner, wait, before
 
@@ -204,7 +204,7 @@ def holder_here() -> capture_lock | None:
 
 
 def _holder_elsewhere() -> capture_lock | None:
-    """Return the holder, if it is another thread of this process: a fork copies the lock alone."""
+    """Return the holder if it is another thread of this process; after a fork there is none."""
     holder = capture_lock.holder
     if holder is None or holder.thread == get_ident() or holder.process != os.getpid():
         return None
@@ -222,7 +222,7 @@ def captured_elsewhere() -> bool:
 
 
 def who_captures_here() -> object:
-    """Return the owner of the capture of this thread; None if it captures nothing."""
+    """Return the owner of the capture of this thread; None without a capture."""
     holder = holder_here()
     return None if holder is None else holder.owner
 
@@ -235,7 +235,7 @@ def who_captures_elsewhere() -> object:
 
 def ends_of_captures() -> Iterator[None]:
     """Yield whenever the captures of other threads have ended, for some seconds."""
-    # Hold no lock meanwhile that those captures may want.
+    # Callers must hold no lock that these captures may take.
     until = time.monotonic() + _PATIENCE
     while (left := until - time.monotonic()) > 0 and _lock.acquire(timeout=left):
         _lock.release()
@@ -244,8 +244,8 @@ def ends_of_captures() -> Iterator[None]:
 
 @contextmanager
 def releasing() -> Iterator[None]:
-    """Around what drops graphs: nothing is captured meanwhile, and their memory is released."""
-    # It waits for a capture in another thread, so hold no lock that this capture may want.
+    """Context manager for code that drops graphs: no capture runs, and memory is freed."""
+    # It waits for captures of other threads: callers must hold no lock that these may take.
     if inside_capture():
         raise CaptureError.release_inside(what="a capture")
     with capture_lock("release", wait=_PATIENCE_OF_RELEASE):
@@ -262,7 +262,7 @@ _FROZEN_BY_A_PROGRAM = 1000
 
 
 class without_garbage_collection:
-    """Context manager: no automatic collection in this process until the last such block ends."""
+    """Context manager: switch automatic garbage collection off until the last such block ends."""
 
     # A collection could free a graph or a module of kernels, which ends a running capture; and it
     # takes a good part of the time of a trace, which creates millions of objects.
@@ -295,7 +295,7 @@ def bulk_captures() -> Iterator[None]:
     if _in_bulk.get() is not None:
         yield
         return
-    # Objects are frozen meanwhile, unless the program froze some itself.
+    # Objects are frozen until the end, unless the program has frozen some.
     gc.collect()
     freeze = gc.get_freeze_count() < _FROZEN_BY_A_PROGRAM
     if freeze:
@@ -313,7 +313,7 @@ def bulk_captures() -> Iterator[None]:
 
 @contextmanager
 def bulk_capture() -> Iterator[None]:
-    """Around many captures: collect garbage once before, and not again until the end."""
+    """Context manager for many captures: collect garbage once before them, and then at the end."""
     with bulk_captures(), without_garbage_collection():
         yield
 
@@ -324,13 +324,13 @@ def prepares_graphs() -> bool:
 
 
 def bulk_descriptors() -> list[BatchDescriptor]:
-    """Return what this bulk captured of the descriptors of callers; a new list outside of one."""
+    """Return the descriptors of callers that this bulk captured; a new list outside of a bulk."""
     bulk = _in_bulk.get()
     return [] if bulk is None else bulk.descriptors
 
 
 def bulk_memory() -> dict[Any, Any]:
-    """Return what captures of this bulk capture keep for the next ones; empty outside of one."""
+    """Return what captures of this bulk keep for later ones; empty outside of a bulk capture."""
     bulk = _in_bulk.get()
     return {} if bulk is None else bulk.memory
 
@@ -480,7 +480,7 @@ class NewMemory(_EachOp):
 
     @property
     def alive(self) -> dict[int, raw_memory.StorageLife]:
-        """The lives of the memory that was allocated here and is in use, by address."""
+        """The memory that was allocated here and is still in use, by address."""
         return {start: life for start, life in self._lives.items() if not life.ended}
 
 

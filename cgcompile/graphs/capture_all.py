@@ -207,7 +207,7 @@ class _Graphs:
 
 
 def _is_of(batch: Any, descriptor: BatchDescriptor) -> bool:
-    """Return whether a descriptor is that of a batch; a batch of another type may be any."""
+    """Return whether a descriptor belongs to a batch; True for a batch of another type."""
     if isinstance(batch, BatchDescriptor):
         return batch == descriptor
     return not is_whole(batch) or batch in (*descriptor, *descriptor.extra)
@@ -220,7 +220,7 @@ def warm_all(
     warmups: int,
     title: str = "",
 ) -> int:
-    """Run all batches plain until a whole pass compiles nothing; return the number of passes.
+    """Run all batches plain until a pass compiles nothing; return the number of passes.
 
     With a ``title`` under a progress bar.
     """
@@ -309,7 +309,7 @@ def capture_set(
 
 
 def by_reason(missing: Iterable[tuple[B_, str]]) -> dict[str, list[B_]]:
-    """Return which batches have each reason, in the order of the first."""
+    """Return the batches of each reason, in the order of their first batch."""
     batches: dict[str, list[B_]] = {}
     for batch, reason in missing:
         batches.setdefault(reason, []).append(batch)
@@ -319,7 +319,7 @@ def by_reason(missing: Iterable[tuple[B_, str]]) -> dict[str, list[B_]]:
 def _of_all_ranks(
     capture: BulkCapture, agreement: Any, descriptors: list[BatchDescriptor]
 ) -> BulkCapture:
-    """Leave out what another rank could not capture."""
+    """Leave out the graphs that another rank could not capture."""
     lacking = agreement.without(descriptors, capture.captured)
     missing = tuple(
         (batch, f"rank {rank} has not captured it")

@@ -44,10 +44,10 @@ class DevicePool(Protocol):
         """Whether an address is in this memory."""
 
     def poison(self) -> None:
-        """Overwrite all memory, on the current stream, with what shows as wrong."""
+        """Overwrite all memory, on the current stream, with values that make results wrong."""
 
     def poison_free(self, kept: list[tuple[int, int]]) -> None:
-        """Overwrite what no tensor holds, without the (address, bytes) of ``kept``."""
+        """Overwrite memory that no tensor holds, except the ranges ``kept``: (address, bytes)."""
 
 
 class DeviceGraph(Protocol):
@@ -90,7 +90,7 @@ class CaptureDevice(Protocol):
     executables: str
 
     def new_pool(self, stream: Any, lasting: Callable[[int], bool] = ...) -> DevicePool:
-        """Return memory for graphs of a stream; other memory at ``lasting`` addresses stays."""
+        """Return a pool for graphs of a stream; memory at ``lasting`` addresses lives as long."""
 
     def new_graph(self) -> DeviceGraph:
         """Return a graph without a recording."""
@@ -122,7 +122,7 @@ class CaptureDevice(Protocol):
         """Reset what a failed capture left; never raises."""
 
     def around(self, function: Any = None) -> AbstractContextManager[Any]:
-        """Return a context for code of users that is captured, of a function if it is given."""
+        """Return a context manager around code of users that is captured, or around a function."""
 
     def reserved(self) -> int:
         """Return the bytes that the allocator holds for all pools; 0 if there is none. Fast."""
@@ -134,7 +134,7 @@ class CaptureDevice(Protocol):
         """Return unused memory to the device. Synchronises."""
 
 
-recording = threading.local()  # .graph: the one that records in this thread; CUDA keeps the same
+recording = threading.local()  # .graph: the graph that this thread records
 
 
 def is_recording() -> bool:
@@ -284,7 +284,7 @@ _MEASURED = 8
 
 
 class CudaPool:
-    """A private pool of torch's caching allocator, kept open by a small graph of its own."""
+    """A private pool of torch's caching allocator; a small graph keeps it open."""
 
     # A pool whose last graph dies cannot be captured into again while tensors of it live.
 
@@ -343,7 +343,7 @@ class CudaPool:
             raw_memory.memory_at(start, size, self._device).fill_(0xFF)
 
     def poison_free(self, kept: list[tuple[int, int]]) -> None:
-        """Poison all but what tensors hold, and (address, bytes) of ``kept``."""
+        """Poison memory that no tensor holds, except the ranges ``kept``: (address, bytes)."""
         for start, size in raw_memory.free_blocks(self.id):
             end = start + size
             for first, nbytes in sorted(kept):
@@ -407,7 +407,7 @@ class CudaGraph:
 
     def abandon(self) -> None:
         if self._pool is None or self.replay is not _nothing_recorded:
-            return  # nothing was tried, or it has ended well
+            return  # no capture was begun, or it has ended without an error
         raw_memory.CAPTURED_MEMORY.set(None)
         self._pool.open_captures -= 1
         try:

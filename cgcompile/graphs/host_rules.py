@@ -16,12 +16,12 @@ from cgcompile.torch_compat import torch_ops
 aten = torch.ops.aten
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
 _MASKS = (torch.bool, torch.uint8)
-# Their running statistics. Inference mode shows the composite ones whole.
+# They write running statistics. In inference mode composite ops arrive as one op.
 _WRITE_UNDECLARED = {aten.native_batch_norm, aten._batch_norm_impl_index, aten.batch_norm}
 _WRITE_UNDECLARED |= {aten.instance_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 _WRITE_UNDECLARED |= {aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts}
 _WRITE_UNDECLARED |= {aten.batch_norm_update_stats}
-_COUNT_INSIDE = {aten.nonzero_numpy}  # composite: torch tags the ops in its body alone
+_COUNT_INSIDE = {aten.nonzero_numpy}  # composite ops: torch tags only the ops in their bodies
 
 
 def _refused(
@@ -78,7 +78,7 @@ class OpRules(torch_ops.DispatchMode):
         return None
 
     def is_number(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor would be on the CPU beside a model on a GPU."""
+        """Return whether a tensor would stay on the CPU if the model were on a GPU."""
         return tensor.dim() == 0 and tensor.untyped_storage().data_ptr() in self._numbers
 
     def are_numbers(self, tensors: Collection[torch.Tensor]) -> bool:

@@ -135,7 +135,7 @@ def measure_captures(
 def most_that_fit(
     order: Sequence[T_], least: int, fits: Callable[[Sequence[T_]], bool]
 ) -> Sequence[T_]:
-    """Return the longest beginning of ``order`` that fits, by bisection."""
+    """Return the longest prefix of ``order`` that fits, by bisection."""
     low, high = least, len(order)
     while low < high:
         middle = (low + high + 1) // 2
@@ -166,7 +166,7 @@ class StepThread:
         self._lock = new_lock()
 
     def admit(self, what: str, claim: bool = True) -> None:
-        """Raise for a step of another thread; with ``claim`` this thread becomes the only one.
+        """Raise for a step of another thread; with ``claim`` this thread becomes the admitted one.
 
         Callers compare :attr:`ident` with the identifier of their thread first, which is faster.
 
@@ -196,14 +196,14 @@ class StepThread:
             self.ident, self._life = ANY, None
 
     def release(self) -> None:
-        """Let any thread be the only one: the memory of earlier results is released."""
+        """Let any thread run the next step: the memory of earlier results is released."""
         with self._lock:
             if self.ident != ANY:
                 self.ident, self._life = FREE, None
 
 
 class _Life:
-    """A local of a thread: its end marks that of the thread, whose identifier is used again."""
+    """A local of a thread, deleted when the thread ends: identifiers of threads are used again."""
 
     __slots__ = ("_ident", "_owner")
 
@@ -274,7 +274,7 @@ class GraphPool:
         self.executables = 0
         self._last_stream: Any = None
         self._parked: list[DeviceGraph] = []
-        # Memory that captures take no more; the graphs that were captured in it hold it.
+        # Earlier pools, which serve no more captures; their graphs keep them alive.
         self._retired: weakref.WeakSet[DevicePool] = weakref.WeakSet()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # wrappers
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -324,7 +324,7 @@ class GraphPool:
 
     def captured_since(self, level: int) -> None:
         """Add what the driver took for graphs since ``device.graph_bytes()`` was ``level``."""
-        with suppress(RuntimeError):  # of a device that failed: that error is raised elsewhere
+        with suppress(RuntimeError):  # the device has failed; its error is raised elsewhere
             self.executables += self.device.graph_bytes() - level
 
     def add_owner(self, owner: Any) -> None:
@@ -390,7 +390,7 @@ class GraphPool:
             target.copy_(before)
 
     def poison_free(self) -> None:
-        """Fill what no tensor holds and no replay returned; for several users in one step."""
+        """Fill memory that no tensor holds and no replay returned; for pools with several users."""
         if self._memory is not None:
             kept = [tensor.untyped_storage() for tensor in self._weak_results()]
             self._memory.poison_free([(storage.data_ptr(), storage.nbytes()) for storage in kept])

@@ -77,7 +77,7 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def rebuilt(value: Any, leaves: Sequence[Any]) -> Any:
-    """Return a value built like another one, of other leaves."""
+    """Return a value with the structure of another one and other leaves."""
     return _rebuilt(value, iter(leaves))
 
 
@@ -110,7 +110,7 @@ def check_leaves(leaves: Sequence[Any], name: str) -> None:
 
 
 def opener(name: str, batch: str, captured: Any, structure: Any) -> Callable[[Any], list[Any]]:
-    """Return what flattens later results of a break, and refuses another structure."""
+    """Return a function that flattens later results of a break; another structure is an error."""
 
     def opened(result: Any) -> list[Any]:
         leaves, now = flatten(result)
@@ -120,7 +120,7 @@ def opener(name: str, batch: str, captured: Any, structure: Any) -> Callable[[An
 
     if isinstance(captured, torch.Tensor):
         return lambda result: [result]
-    if captured is None:  # an op that writes into its arguments: worth a shorter path
+    if captured is None:  # ops that write into their arguments return None: a shorter path
         return lambda result: [None] if result is None else opened(result)
     return opened
 
@@ -134,7 +134,7 @@ class ReusedTensors:
     def __init__(self, kept: Sequence[torch.Tensor]) -> None:
         self._kept = tuple(kept)  # no caller gets these
         self.starts = tuple([tensor.data_ptr() for tensor in kept])
-        self.tensors = tuple(map(raw_memory.alias, kept))  # what callers have got last
+        self.tensors = tuple(map(raw_memory.alias, kept))  # tensors that the last step returned
         self._alike = self._comparison()
 
     def get(self) -> tuple[torch.Tensor, ...]:
@@ -162,7 +162,7 @@ class ReusedTensors:
         return self.tensors
 
     def _comparison(self) -> Callable[..., bool]:
-        """Return what compares all but addresses, in one call."""
+        """Return a function that compares all properties but addresses, in one call."""
         return raw_memory.alike(
             self.tensors, [(list(t.shape), list(t.stride())) for t in self._kept]
         )
@@ -193,7 +193,7 @@ class FreshCopies:
             shared.setdefault((memory, tensor.dtype), []).append(position)
         self._count = len(tensors)
         self._single: list[tuple[int, torch.Tensor]] = []
-        # Memory that several share; position, layout and bits of each of them.
+        # Storages that several tensors share; the position, layout and bits of each tensor.
         self._shared: list[tuple[torch.Tensor, list[tuple[int, Any, tuple[bool, bool]]]]] = []
         for positions in shared.values():
             group = [tensors[position] for position in positions]
@@ -221,11 +221,11 @@ class FreshCopies:
 
 
 def view_of(source: torch.Tensor, view: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes the same view of the memory of another input."""
+    """Return a function that makes the same view of another input."""
     size, stride, dtype = view.size(), view.stride(), view.dtype
     conjugate, negative = view.is_conj(), view.is_neg()
     own = int(source.storage_offset()) * source.element_size()
-    # From the input's own offset, in elements of the view.
+    # The offset counts from that of the input, in elements of the view.
     offset = (int(view.storage_offset()) * view.element_size() - own) // view.element_size()
 
     def make(source: torch.Tensor) -> torch.Tensor:
@@ -243,7 +243,7 @@ def view_of(source: torch.Tensor, view: torch.Tensor) -> Callable[[torch.Tensor]
 
 def kept_output(result: Any, holds: Callable[[int], bool], weakly: bool) -> tuple[Any, list[int]]:
     """Return what an entry keeps of a result, and where the memory of each leaf begins, or 0."""
-    # Aliases, never the tensors of the caller, who may change them.
+    # Aliases: the caller may change the tensors themselves.
     starts: list[int] = []
     known: dict[tuple[int, int], torch.UntypedStorage | None] = {}  # by address and bytes
 
@@ -383,7 +383,7 @@ class Results:
 
 
 def builder(tree: Any, leaves: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Return what builds a value like ``tree``, of other leaves; dataclasses are not opened."""
+    """Return a function that builds a value like ``tree``; dataclasses are leaves."""
     if len(leaves) == 1 and leaves[0] is tree:
         return _ONLY
     if type(tree) is tuple and len(leaves) == len(tree) and all(map(operator.is_, tree, leaves)):
@@ -494,7 +494,7 @@ class StaleResults:
         self._results.clear()
 
     def origin(self, identity: int) -> int:
-        """Return the identity of the storage that a result was made of; ``identity`` otherwise."""
+        """Return the identity of the storage behind a result; ``identity`` if it is no result."""
         for storage, origin, _ in chain.from_iterable(self._results.values()):
             if raw_memory.storage_identity(storage) == identity:
                 return raw_memory.storage_identity(origin)

@@ -248,7 +248,7 @@ class GraphSequence:
     # -------------------------------------------------------------- memory from outside
 
     def watch(self, compared: Collection[torch.UntypedStorage]) -> None:
-        """Watch the memory that is held, but for what is ``compared`` elsewhere."""
+        """Watch the held memory, except storages that are ``compared`` elsewhere."""
         elsewhere = set(map(storage_identity, compared))
         self.watched = [row for row in self.held if storage_identity(row.storage) not in elsewhere]
 
@@ -365,7 +365,7 @@ class GraphSequence:
 
     @property
     def is_one_graph(self) -> bool:
-        """Whether a replay is that of one graph, with nothing to fill: :data:`REPLAY_OF_ONE`."""
+        """Whether a replay runs one graph and fills no memory: see :data:`REPLAY_OF_ONE`."""
         plain = self.prepare is None and not self._inputs and self._pool is not None
         return plain and len(self.steps) == self.num_graphs == 1
 
@@ -389,13 +389,13 @@ class GraphSequence:
             buffer.fill(slots[source.at] if isinstance(source, Slot) else source)
 
     def clear(self) -> None:
-        """Drop the values of the step: tensors of callers must be free to die."""
+        """Drop the values of the step, so that tensors of callers are not kept alive."""
         self.slots[:] = self._empty
 
     # -------------------------------------------------------------- steps
 
     def _done_after(self, kept: set[int]) -> list[list[int]]:
-        """Return for each segment the slots that it is the last to use."""
+        """Return the slots that each segment is the last one to use."""
         last: dict[int, int] = {}
         for index, segment in enumerate(self.segments):
             used = segment.reads
@@ -409,7 +409,7 @@ class GraphSequence:
         return done
 
     def _step(self, segment: Segment, done: list[int], padded: bool) -> Callable[[], Any]:
-        """Return what runs a segment, then empties the slots that no later one uses."""
+        """Return a function that runs a segment and empties slots without later users."""
         if isinstance(segment, GraphSegment):
             return self._graph_step(segment, done)
         call = self._call(segment)
@@ -417,7 +417,7 @@ class GraphSequence:
         handed_on = segment.originals or segment.crossings or segment.stores
         if not (handed_on or tails or done):
             return call
-        slots, count = self.slots, self._real  # not self: a cycle lives until a collection
+        slots, count = self.slots, self._real  # not self, which would be a cycle
 
         def run() -> None:
             results = segment.leaves(call())
@@ -491,7 +491,7 @@ class _Observing:
     ended: bool = False
 
 
-# Those of this thread, and of tasks that began inside of them.
+# Observers of this thread, and of tasks that began inside of their blocks.
 OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("cgcompile_observers", default=())
 
 
@@ -544,7 +544,7 @@ def tracing_ranges(
     push: Callable[[str], Any] = torch.cuda.nvtx.range_push,
     pop: Callable[[], Any] = torch.cuda.nvtx.range_pop,
 ) -> Iterator[None]:
-    """Inside, replays push a range around each piece and each break; NVTX, for Nsight Systems.
+    """Context manager: replays push an NVTX range around each piece and break, for Nsight Systems.
 
     Torch's own profiler shows the ranges without it. Whether Nsight records cannot be queried,
     hence the context. It holds in this thread or task, and in tasks that begin inside of it, until

@@ -24,8 +24,8 @@ from cgcompile.torch_compat import torch_settings
 
 log = logging.getLogger(__name__)
 
-_LONGEST = 1000  # characters of the text of an error
-_MOST = 4096  # captures that are remembered, the last ones
+_LONGEST = 1000  # most characters of the text of an error
+_MOST = 4096  # most captures that are kept, the last ones
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Timeline:
         self.warned: set[Reason] | None = set() if warns else None
         self.expected: Collection[Reason] = EXPECTED  # no warning of these; an owner may set it
         self.live = Counters()  # grows with each call that does not replay
-        self._replays = 0  # counted under the lock of the owner's steps, as are those of fast paths
+        self._replays = 0  # counted under the lock of the owner's steps, like ``fast_replays``
         self.fast_replays = 0
         self.last_failure = ""  # the type and the message of the error
         self._lock = new_lock()
@@ -119,7 +119,7 @@ class Timeline:
             self.live.captures += 1
 
     def replayed(self) -> None:
-        """Count a call that replayed; the caller holds the lock of its owner's steps."""
+        """Count a call that replayed; under the lock of the owner's steps."""
         self._replays += 1
 
     def failed(self, error: BaseException) -> None:
@@ -186,7 +186,7 @@ class Timeline:
 
     @property
     def records(self) -> tuple[CaptureRecord, ...]:
-        """The captures so far, those that were refused too."""
+        """The captures so far, refused ones included."""
         return tuple(self._records)
 
     def record_of(self, sequence: GraphSequence) -> CaptureRecord | None:
@@ -200,7 +200,7 @@ class Timeline:
         name: str,
         mode: CUDAGraphMode,
         batch: BatchDescriptor,
-        before: int | None = None,  # ``pool.reserved`` ahead of the capture, if not as now
+        before: int | None = None,  # ``pool.reserved`` before the capture; left out: as it is now
     ) -> Iterator[Callable[[GraphSequence | str], None]]:
         """Record the capture inside; call the value with its sequence, or with why it has none."""
         outcomes: list[GraphSequence | str] = ["nothing was recorded"]

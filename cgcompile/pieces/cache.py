@@ -148,7 +148,7 @@ def _require_trusted(status: os.stat_result, file: bool = False) -> None:
             "use a folder of your own"
         )
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if shared and not stat.S_ISLNK(status.st_mode):  # the mode of a link means nothing
+    if shared and not stat.S_ISLNK(status.st_mode):  # the mode of a link has no meaning
         mode = stat.S_IMODE(status.st_mode)
         raise _Untrusted(f"group or others may write to it (mode {mode:04o}): chmod go-w")
     if file and status.st_size > LARGEST:
@@ -189,7 +189,7 @@ class Store:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """Open the folder; raise OSError if that fails, _Untrusted if others may write to it."""
+        """Open the folder; raise _Untrusted if other users may write to it."""
         if self.folder.is_symlink():
             _require_trusted(self.folder.lstat())
         try:

@@ -209,7 +209,7 @@ def _compiler_for(config: CompilationConfig) -> PieceCompiler:
 
 
 def inductor_patches(config: CompilationConfig) -> dict[str, Any]:
-    """Return the user's Inductor settings; raise ConfigError for one that this torch lacks."""
+    """Return the user's Inductor settings; raise ConfigError for a name that this torch lacks."""
     patches = dict(config.inductor_options)
     for name in patches:
         if not inductor.is_inductor_option(name):

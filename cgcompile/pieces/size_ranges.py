@@ -153,7 +153,7 @@ class Variants:
         readers: Mapping[sympy.Symbol, Reader],
         sizes: SizeRange,
     ) -> Variant | None:
-        """Return the variant for some sizes; None if the graph can have none of these sizes."""
+        """Return the variant for some sizes; None if guards exclude all of them."""
         lower, upper = self._symbols.bounds(symbol)
         first = max(sizes.first, int(lower))
         upper = min(sympy.oo if sizes.last is None else sympy.Integer(sizes.last), upper)
@@ -248,7 +248,7 @@ def _register_ops() -> None:
 
 
 def _constants(split: SplitGraph) -> dict[int, set[int]]:
-    """Return the positions of inputs of pieces of one structure that no node of any piece writes.
+    """Return the positions of inputs that no piece writes; the pieces have one structure.
 
     Results of pieces are not among them: the piece in front writes them.
     """

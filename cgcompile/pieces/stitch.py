@@ -32,8 +32,8 @@ from cgcompile.torch_compat import torch_ops
 
 def split_by_config(gm: fx.GraphModule, config: CompilationConfig) -> tuple[SplitGraph, Boundaries]:
     """Split a pre-grad graph of Dynamo, and return the boundaries that its pieces may contain."""
-    # Mode PIECEWISE cuts at boundaries. Any other leaves them in the piece, whose support of a FULL
-    # graph is the least of theirs. The graph is changed but computes the same.
+    # Mode PIECEWISE cuts at boundaries. Other modes leave them in the piece, and its support of a
+    # FULL graph is the least of theirs. The graph is changed but computes the same.
     if config.mode is not CompilationMode.PIECEWISE:
         return _unsplit(gm, config)
     boundaries = Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops)
@@ -86,7 +86,7 @@ class Step:
         if self._split.numbers is not None:
             namespace["returned_sizes"] = self._split.numbers.module.forward
         exec(self._code, namespace)
-        step: Callable[..., Any] = namespace.pop("step")  # no cycle: it would keep the pieces alive
+        step: Callable[..., Any] = namespace.pop("step")  # no cycle with the pieces
         return restoring_grad_mode(step) if self._split.sets_grad_mode else step
 
     def add_note(self, error: BaseException) -> None:
@@ -120,7 +120,7 @@ def restoring_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step_source(split: SplitGraph) -> str:
-    """Return the Python text of the step; the same for equal split graphs."""
+    """Return the Python text of the step; equal split graphs have equal texts."""
     inputs = [value.name for value in split.inputs]
     calls = [(piece.name, piece) for piece in split.pieces]
     if split.numbers is not None:

@@ -65,7 +65,7 @@ ReplayOverride = Callable[[Program, Recording, Sequence[Any], int | None], Any]
 It leaves what one execution of the step leaves, and returns what that returns."""
 
 _MOST_NAMED = 4  # inputs whose shapes name a step in messages
-_MOST_DROPPED = 8  # recordings of one step; after these a moved input runs plain
+_MOST_DROPPED = 8  # most recordings of one step; then calls with a moved input run plain
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -90,7 +90,7 @@ class CompiledGraph:
         config: CompilationConfig,
         compilation: Compilation,
         *,
-        frozen: int = 0,  # number of last inputs that are the same objects in all calls
+        frozen: int = 0,  # how many of the last inputs are the same objects in all calls
     ) -> None:
         assert config.cudagraph_mode is not None
         self.split = split
@@ -207,7 +207,7 @@ class CompiledGraph:
         return self._program.traced.comparing_step(self._step, runnables, zeroed)
 
     def run_uncounted(self, inputs: tuple[Any, ...]) -> Any:
-        """Run a step without a graph, beside the counted calls: to compare its results."""
+        """Run a step without a graph and without counting it, to compare its results."""
         with override_forward_context(ForwardContext.synthetic(NONE, None)):
             return self._run(*inputs)
 
@@ -288,7 +288,7 @@ class CompiledGraph:
             self._replay_override = override
 
     def invalidate(self, reason: str) -> None:
-        """Drop all graphs because something that is baked in has changed: ``reason``, to log."""
+        """Drop all graphs because a baked-in value has changed; ``reason`` is logged."""
         log.info("graphs dropped: %s", reason)
         self._release()
 
@@ -477,7 +477,7 @@ class _GraphCall(Call[Recording]):
         here, graph = raw_memory.grad_mode_name(), self._graph
         for other in [known for ref, _ in graph.of_handle if (known := ref()) is not None]:
             if other._grad_mode in ("", here) or other._named != graph._named:
-                continue  # each grad mode has a trace of its own
+                continue  # each grad mode has its own trace
             same = (s for s in other.weight_sets if s.weights == self._weight_set.weights)
             if any(s.steps.captured.get(self.key) for s in same):
                 yield f"it has one in {other._grad_mode}, and this call is in {here}"

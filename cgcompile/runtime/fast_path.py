@@ -86,7 +86,7 @@ class FastPaths(StepLock):
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         super().__init__()
-        self.epoch = object()  # replaced as soon as no fast path made before may run
+        self.epoch = object()  # replaced when the fast paths made so far may not run any more
         self.graph: GraphFastPath | None = None  # of the last step; set under the lock
         self.by_recording: dict[Recording, GraphFastPath] = {}  # slow to make
         self.call: Callable[..., Any] | None = None  # of the last call of the model
@@ -100,7 +100,7 @@ class FastPaths(StepLock):
         return 0 if self.timeline is None else self.timeline.fast_replays
 
     def refuse_inside(self) -> None:
-        """Raise where this thread runs a step already."""
+        """Raise if this thread is running a step."""
         if self.owner == threading.get_ident() and owns_lock(self.lock):
             raise CaptureError.reentered()
 
@@ -147,7 +147,7 @@ class FastPaths(StepLock):
         if graph is None or context is None or any(hooks):
             return
         if self.owner == threading.get_ident():
-            return  # a call inside of a step ran plain; the step holds the lock
+            return  # a call inside of a step has run plain: the step holds the lock
         key = graph.recording.batch.mode, graph.recording.batch.descriptor
         if key != (context.cudagraph_runtime_mode, context.batch_descriptor):
             return
@@ -331,7 +331,7 @@ def _around(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], Any]:
-    """Return the inputs of the graph in a call, and the result with marks for its outputs."""
+    """Return the inputs of the graph for a call, and the result with marks in place of outputs."""
     calls: list[tuple[Any, ...]] = []
     marks = tuple([_Output(item) for item in range(graph.recording.returned.count)])
 
@@ -382,7 +382,7 @@ class _CallLines:
         return name
 
     def called(self, hooks: Sequence[Any], called: tuple[torch.nn.Module, Any] | None) -> None:
-        """Add the checks of what runs: a module without hooks, and its ``forward``."""
+        """Add checks of the called module: it has no hooks, and the same ``forward``."""
         conditions = [self._bound(f"hooks_{index}", hook) for index, hook in enumerate(hooks)]
         if called is not None:
             module, forward = self._bound("module", called[0]), self._bound("forward", called[1])
@@ -392,7 +392,7 @@ class _CallLines:
 
     def _have_own_addresses(self, inputs: Sequence[Any]) -> bool:
         """Return whether :meth:`layouts` checks the address of each tensor, and all differ."""
-        # Then no two arguments are one tensor, nor a tensor that the trace reads from elsewhere.
+        # Then arguments are different tensors, and no tensor that the trace reads from elsewhere.
         addresses = self._recording.addresses
         starts = {id(inputs[index]): start for index, start in addresses if index < len(inputs)}
         tensors = [value for _, value in self._pairs if isinstance(value, torch.Tensor)]
@@ -480,7 +480,7 @@ class _CallLines:
             return self._output(value.item)
         if kind is list or kind is dict:
             if id(value) in self._containers:
-                raise _NoFastPath  # one object twice in the result
+                raise _NoFastPath  # the result holds one object twice
             self._containers.add(id(value))
         if kind is tuple or kind is list:
             items = [self.result(item) for item in value]

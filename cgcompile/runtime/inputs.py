@@ -63,7 +63,7 @@ class BoundTensors:
         self._originals: dict[int, torch.Tensor] = {}  # id of a view -> tensor of the model
 
     def bind(self, tensors: tuple[torch.Tensor, ...], held: tuple[torch.Tensor, ...]) -> None:
-        """Leave these tensors out of calls from now on."""
+        """Bind these tensors: calls leave them out from now on."""
         self.tensors, self.held = tensors, held
         pairs = zip(held, tensors, strict=True)
         self._originals = {id(view): tensor for view, tensor in pairs if view is not tensor}
@@ -134,7 +134,7 @@ def _of_layouts_alone(
     split: SplitGraph, numbers: Sequence[int], read: Sequence[int]
 ) -> set[sympy.Symbol]:
     """Return the symbols that are only strides or offsets of ``read`` tensors."""
-    # A graph repeats the layouts of its copies of these tensors, whatever those of a call are.
+    # Graphs copy these tensors into buffers with the layouts of the capture.
     symbols = symbols_of([split.inputs[position].meta for position in numbers])
     names = {split.inputs[position].name for position in numbers}
     copied = {split.inputs[position].name for position in read}
@@ -148,8 +148,8 @@ def _of_layouts_alone(
 
 
 def full_support(split: SplitGraph) -> AttentionCGSupport:
-    """Return how far the whole step can go into a FULL graph: as far as its least able piece."""
-    # The host would not read memory of the CPU again. Captured pieces read copies of 0-dim inputs.
+    """Return the support of FULL graphs by the whole step: the least support of its pieces."""
+    # A replay does not read CPU memory again. Captured pieces read copies of 0-dim inputs.
     if split.device.type != "cpu":
         copied = split.cpu_scalars.intersection(value.name for value in split.inputs)
         for piece in split.pieces:
@@ -161,7 +161,7 @@ def full_support(split: SplitGraph) -> AttentionCGSupport:
 
 
 def why_never(split: SplitGraph, mode: CUDAGraphMode, has_device: bool) -> Fallback | None:
-    """Return why no call of a graph is captured, whatever its inputs; None if it may be."""
+    """Return why no call of a graph is captured, for any inputs; None if calls may be."""
     if mode is CUDAGraphMode.NONE:
         return Fallback(Reason.MODE_NONE, "cudagraph_mode is NONE")
     if not any(piece.capture for piece in split.pieces):
@@ -195,7 +195,7 @@ def _unsupported_value(split: SplitGraph) -> str | None:
 
 
 class Overlaps:
-    """Notices memory that a step mutates and that has another name in a call."""
+    """Finds memory that a step mutates and that another input of the call shares."""
 
     # A compiled piece assumes that inputs overlap as when traced; no guard of Dynamo covers that.
 
@@ -256,7 +256,7 @@ def input_name(inputs: Sequence[Value], position: int) -> str:
 
 
 def _overlapping(ranges: list[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the positions of each two ranges that overlap, in order."""
+    """Yield the positions of each pair of ranges that overlap, in order."""
     open_ranges: list[tuple[int, int]] = []
     for start, end, position in sorted(ranges):
         open_ranges = [(last, other) for last, other in open_ranges if last > start]

@@ -200,7 +200,7 @@ def _is_leading(meta: Any, rows: int) -> bool:
 
 
 def _elsewhere(meta: Any, rows: int) -> bool:
-    """Return whether a size is that of a dimension which is not leading."""
+    """Return whether a dimension that is not the leading one has this size."""
     sizes = (size for fake in tensors(meta) for size in fake.shape[1:])
     return any(type(size) is int and size == rows for size in sizes)
 
@@ -214,7 +214,7 @@ def zeroing(piece: Piece, run: Runnable, names: Collection[str], real: int) -> R
         outputs = run(*inputs)
         tensors = [outputs[item] for item in items] + [inputs[position] for position in positions]
         for tensor in tensors:
-            if rows_apart(tensor):  # zeroing would clear real rows
+            if rows_apart(tensor):  # in shared memory zeroing would clear real rows
                 tensor[real:].zero_()
         return outputs
 
@@ -233,7 +233,7 @@ class TracedLayout:
     def __init__(self, fake: torch.Tensor, numbers: Callable[[Any], Any]) -> None:
         sizes, strides = [*map(numbers, fake.shape)], [*map(numbers, fake.stride())]
         symbols = sorted(symbols_of(fake), key=str)
-        # What holds for one choice of unusual sizes holds for all.
+        # A layout that is right for unusual sizes is right for all sizes.
         unusual = {symbol: _UNUSUAL + 2 * index for index, symbol in enumerate(symbols)}
         plain = [number.subs(unusual) for number in (*sizes, *strides)]
         self.is_known = all(number.is_integer and number.is_number for number in plain)
@@ -396,7 +396,7 @@ def _eager_call(
         return EagerCall.of_all(piece, _with_functions(piece.module, own) if own else plain)
     names = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
     args = tuple(Name(names[arg]) if isinstance(arg, fx.Node) else arg for arg in node.args)
-    overloads = torch_ops.op_overloads(node.target)  # a packet looks its overload up at every call
+    overloads = torch_ops.op_overloads(node.target)  # a packet finds its overload at every call
     target: Any = overloads[0] if len(overloads) == 1 else node.target
     return EagerCall(own.get(node, target), args, _one if piece.outputs else _nothing)
 
@@ -555,14 +555,14 @@ def _text(dtype: torch.dtype, sizes: Sequence[Any]) -> str:
 
 
 class Uses:
-    """Who uses each value of a PIECEWISE step, by name, apart from the piece that makes it."""
+    """The users of each value of a PIECEWISE step, by name, without the piece that makes it."""
 
     def __init__(self, split: SplitGraph, own: bool) -> None:  # own: results are copied
         eager = [piece for piece in split.pieces if not piece.capture]
         sources = {name: piece.index for piece in eager for name in piece.outputs}
         self.outputs = {name for piece in split.pieces for name in piece.outputs}
         self.returned = set(returned_names(split)) - {""}
-        # Results that the caller gets uncopied, even where graphs read a copy: nothing mutates
+        # Results that the caller gets without a copy, also where graphs read a copy: no op mutates
         # them.
         names = {n for n in self.returned & sources.keys() if not split.values[n].mutated}
         self.originals = self._apart(split, names, sources) if own else set()
@@ -586,7 +586,7 @@ class Uses:
         self, split: SplitGraph, names: Iterable[str], sources: Mapping[str, int]
     ) -> set[str]:
         """Return the names that share memory with no result of another piece."""
-        # Such a result is in the copy, and the caller may write to one and read the other.
+        # The caller may write to one of two such results and read the other: both are in one copy.
         memory: dict[int, set[int | None]] = {}
         for name in self.returned & split.values.keys():  # numbers have no memory
             for key in storages(split.values[name].meta):

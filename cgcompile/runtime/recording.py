@@ -38,7 +38,7 @@ class BatchKey:
     mode: CUDAGraphMode  # PIECEWISE or FULL
     descriptor: BatchDescriptor  # the caller's, or a synthetic one
     own_context: bool  # no forward context: results are copied, eager pieces see a synthetic one
-    copies: bool  # inputs that are only read are copied into owned buffers
+    copies: bool  # inputs that are only read are copied into buffers
 
     @property
     def display(self) -> BatchDescriptor:
@@ -64,7 +64,7 @@ class Recording:
     ) -> None:
         self.batch = batch
         self.roles = roles
-        self.settings = torch_settings.kernel_settings()  # that its kernels were chosen under
+        self.settings = torch_settings.kernel_settings()  # they choose kernels
         self.reserved = program.pool.reserved  # bytes, before there are buffers for this step
         self.owner = owner
         self.frame = program.pool.arena.frame(None if batch.own_context else owner)
@@ -86,7 +86,7 @@ class Recording:
         self.addresses: list[tuple[int, int]] = []  # by position, of what graphs read in place
         self.from_other_weights: list[tuple[int, int]] = []  # those in graph memory at capture
         self.numbers: list[tuple[int, Any]] = []  # by position, those that are baked in
-        if not batch.own_context:  # else these are part of the key
+        if not batch.own_context:  # otherwise numbers are part of the key
             bound = roles.mutated if batch.copies else (*roles.read, *roles.mutated)
             self.addresses = [(p, inputs[p].data_ptr()) for p in bound]
             self._held = [inputs[p].untyped_storage() for p in bound]
@@ -95,7 +95,7 @@ class Recording:
                 (p, at) for p, at in self.addresses if holds(address(inputs[p]))
             ]
             fixed = any(not b.takes_any_layout for p, b in self._copied if p in roles.restrided)
-            copies = batch.copies and not fixed  # else strides are those of the capture
+            copies = batch.copies and not fixed  # otherwise strides are those of the capture
             baked_in = roles.numbers if copies else (*roles.numbers, *roles.strides)
             self.numbers = [(p, inputs[p]) for p in baked_in]
         # Until the step is recorded: the inputs, with buffers in place of what is copied, and where
@@ -223,7 +223,7 @@ class Recording:
             self.sequence.clear()
 
     def value(self, name: str, inputs: Sequence[Any]) -> Any:
-        """Return a value of the split graph in the midst of a replay; None if it is unknown."""
+        """Return a value of the split graph during a replay; None if it is not known."""
         split = self._program.split
         if name in split.constants:
             return split.constants[name]
@@ -235,7 +235,7 @@ class Recording:
         return self.sequence.slots[source.at] if isinstance(source, Slot) else source
 
     def expire(self, inputs: Sequence[Any]) -> None:
-        """Make results raise that this step is about to overwrite."""
+        """Make results raise that this step will overwrite."""
         self._pool.stale.expire(self.owner, inputs)
 
     def in_context(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,7 +253,7 @@ class Recording:
     # -------------------------------------------------------------- recording
 
     def finish(self, sequence: GraphSequence, results: Results, sources: Mapping[str, Any]) -> None:
-        """Keep what replays the step, what makes its result, and where it leaves named values."""
+        """Keep the sequence, the maker of results, and where a replay leaves named values."""
         self.sequence = sequence
         context = None if self.batch.own_context else callers_context()
         if context is not None and context.num_unpadded_tokens is not None:
@@ -347,7 +347,7 @@ class Recording:
         return partial(stale.track, owns=self._pool.holds, owner=self.owner, what=what)
 
     def _position_of(self, leaf: torch.Tensor, inputs: Sequence[Any]) -> int | None:
-        """Return which input a tensor is: that very object, in the layout of the call."""
+        """Return the position of an input that is this object, with the layout of the call."""
         for position, value in enumerate(self.inputs):
             if value is leaf:  # else the buffer has another layout now, as after ``t_()``
                 return position if same_layout(leaf, inputs[position]) else None

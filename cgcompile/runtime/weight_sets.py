@@ -27,7 +27,7 @@ from cgcompile.torch_compat import raw_memory, torch_ops
 
 _MOST_SEEN = 4096  # shapes whose warm-up is counted, per weight set
 _MOST_PLAIN = 256  # results of steps without graphs that are known
-_MOST_IDLE = 1024  # weight sets without graphs that are kept; they hold next to nothing
+_MOST_IDLE = 1024  # most weight sets without graphs that are kept; they hold a few bytes
 MOVED = 3  # times in a row that weights moved, before that is a fallback
 
 # A bulk capture collects garbage once; a piece is one of dozens of a step.
@@ -85,7 +85,7 @@ class WeightSet:
         return not self._addresses.hold(inputs)
 
     def release(self) -> None:
-        """Let the memory of the weights go: nothing of this is replayed any more."""
+        """Release the memory of the weights: no step of this set is replayed any more."""
         self._held = []
 
     @property
@@ -118,7 +118,7 @@ class WeightSet:
 
     @property
     def recorded(self) -> list[Recording]:
-        """The recorded steps. Another thread may capture meanwhile."""
+        """The recorded steps; a copy, as another thread may capture."""
         return list(self.steps)
 
     @property
@@ -206,7 +206,7 @@ class WeightSets:
         return b"".join([identities[part] for part in self._slices])
 
     def ran_plain(self, inputs: tuple[Any, ...], result: Any) -> None:
-        """Note what a step under a forward context has returned that ran without graphs."""
+        """Note the results of a step that ran without graphs under a forward context."""
         if len(self._known) < 2:
             return
         dynamic = [each for position, each in enumerate(inputs) if position not in self._is_static]
@@ -232,7 +232,7 @@ class WeightSets:
         return [raw_memory.SameObjects(inputs, self._ranges).differ, weight_set.moved]
 
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> WeightSet:
-        """Add a weight set for a key that is not known; the oldest one without graphs may go."""
+        """Add a weight set for a new key; the oldest one without graphs may be dropped."""
         self.release_dropped()
         idle = [known for known, each in list(self._known.items()) if not each.captured]
         if len(idle) >= _MOST_IDLE:
@@ -263,7 +263,7 @@ class WeightSets:
         self._dropped_idle = 0
 
     def owner(self, weight_set: WeightSet, own_context: bool) -> Hashable:
-        """Return what owns the results of a step before its capture; None for the only weights.
+        """Return the owner of results, before a capture; None for the only weight set.
 
         Note [Results of several weight sets]: layers of one class share a compiled graph, and the
         result of one is the input of the next. So a result under a forward context stays valid
@@ -285,7 +285,7 @@ class WeightSets:
         return weight_set.weights if others else None
 
     def keeps(self, weight_set: WeightSet, start: int) -> bool:
-        """Return whether no graph of a weight set writes this memory of the pool."""
+        """Return whether the graphs of a weight set leave this memory of the pool unchanged."""
         pool = self._program.pool
         if pool.arena.owns(start):
             return pool.arena.owner_of(start) not in (None, weight_set.weights)
@@ -306,7 +306,7 @@ class WeightSets:
 
     @property
     def captured(self) -> int:
-        """The number of weight sets with graphs; those of freed memory are dropped first."""
+        """The number of weight sets with graphs; sets of freed memory are dropped first."""
         for key, weight_set in list(self._known.items()):
             if weight_set.outlived:
                 self._drop(key)

@@ -59,7 +59,7 @@ class DynamicDims:
         dims: Mapping[str, Any] | None,
         signature: inspect.Signature,
         function: Callable[..., Any],
-        is_bound: bool = False,  # its first parameter is no parameter of a call
+        is_bound: bool = False,  # a call does not pass the first parameter
     ) -> None:
         if dims is not None and not isinstance(dims, Mapping):
             raise ConfigError.bad_value(
@@ -160,7 +160,7 @@ def _parsed(name: str, value: Any) -> tuple[DynamicDim, ...]:
 
 
 def _enlarged(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
-    """Return a new tensor with other sizes and the same order of strides; nothing is copied."""
+    """Return an uninitialised tensor with other sizes and the same order of strides."""
     shape = [sizes.get(dim, size) for dim, size in enumerate(tensor.shape)]
     order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), -dim))
     strides, step = [0] * tensor.dim(), 1
@@ -198,7 +198,7 @@ def with_two_rows(
 
 
 def free_sizes(dims: list[TensorDim]) -> dict[str, tuple[int | str, ...]]:
-    """Return sizes by path of tensors with dynamic dimensions, which a trace may not have read."""
+    """Return the sizes, by path, of tensors with dynamic dimensions."""
     shapes: dict[str, list[int | str]] = {}
     for number, dim in enumerate(dims):
         sizes = shapes.setdefault(dim.source, list(dim.tensor.shape))

@@ -23,7 +23,7 @@ class Preview(Traces):
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], use: Use[T_]) -> T_ | None:
         """Trace a call and pass its graph and inputs to ``use`` in the context of the trace."""
-        # Returns the result of ``use``, or None if the call computes nothing with tensors. Restores
+        # Returns the result of ``use``, or None for a call without ops on tensors. Restores
         # the model, the arguments and the globals of the function; tensors that the function reads
         # from elsewhere may keep a mark of Dynamo's.
         bind_arguments(self.name, self._signature, args, kwargs, self._bound)

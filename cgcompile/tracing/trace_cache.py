@@ -69,7 +69,7 @@ class Rules:
 
 
 class CompiledTrace:
-    """One trace, compiled. ``compiled`` is None if the call computes nothing with tensors."""
+    """One compiled trace; ``compiled`` is None for a call without ops on tensors."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class CompiledTrace:
         self.held = _held(tensor for _, tensor in trace.frozen)  # views that it computes with
         self.start = start  # text: how long Dynamo took, and splitting and compiling the graph
         self.proven = False  # whether a call has ended, so that its replacements are known
-        self.trusted = False  # whether it is proven, and nothing but ``fits`` is checked
+        self.trusted = False  # whether it is proven and only ``fits`` is checked
         self.repeated = False  # whether it has served a call after the traced one
         self.number = 0  # among all traces of the function
         self.numbers: tuple[Any, ...] = ()  # the numbers among the arguments that were traced
@@ -130,7 +130,7 @@ class CompiledTrace:
 
     @property
     def served_few(self) -> bool:
-        """Whether it has served one call only; or a few, where numbers are inputs of it."""
+        """Whether it has served one call, or a few if numbers are among its inputs."""
         if not self.repeated or not self._varies:
             return not self.repeated
         return self.graph is not None and self.graph.counters.calls <= VARYING
@@ -199,7 +199,7 @@ class Traces:
         self._count = 0  # traces since the last invalidation
         self._lock = new_lock()
         self.is_closed = False
-        self._unfrozen = False  # whether the model replaces tensors of its own
+        self._unfrozen = False  # whether the model replaces its tensors
 
     @property
     def _arguments(self) -> list[str]:
@@ -252,7 +252,7 @@ class Traces:
         return self._run_plain(self.name, why, lambda: self._called(*call_args, **kwargs))
 
     def _resolve_function(self) -> None:
-        """Set the function to trace: with hooks, the one that runs them."""
+        """Set the function to trace; for a module with hooks, the one that runs the hooks."""
         forward = None if self._module is None else self._module.forward
         if getattr(forward, "_traces", None) is self:  # the module now calls the compiled model
             self._forward = forward
@@ -268,12 +268,12 @@ class Traces:
         self._set(())
 
     def _set(self, traces: tuple[CompiledTrace, ...]) -> None:
-        """Set the traces, the first to be tried first, and the fast paths of that one."""
+        """Set the traces, in the order in which calls try them, and the fast paths of the first."""
         self.traces = traces
         self.fast_paths = (traces[0].fast_paths if traces else None) or FastPaths()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledTrace | None:
-        """Return the trace that serves a call, and try it first from now on; None if none does."""
+        """Return the trace that serves a call, or None; later calls try it first."""
         for trace in self.traces:
             if trace.fits(args, kwargs) and (trace.is_free or self._holds(trace, args, kwargs)):
                 if trace is not self.traces[0]:
@@ -313,7 +313,7 @@ class Traces:
                 )
 
     def _first(self, trace: CompiledTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a trace whose calls have not ended yet; if this one does, later calls trust it."""
+        """Run a trace that has served no call yet; later calls trust it if this one ends."""
         scope = self._scope(args, kwargs)
         result = trace.run(*args, **kwargs)
         trace.proven, trace.trusted = True, trace.is_free
@@ -340,7 +340,7 @@ class Traces:
     def _use_first(self, trace: CompiledTrace) -> None:
         with self._lock:
             others = tuple(each for each in self.traces if each is not trace)
-            if len(others) < len(self.traces):  # otherwise it was dropped in the meantime
+            if len(others) < len(self.traces):  # otherwise another thread has dropped it
                 self._set((trace, *others))
 
     def _names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -380,7 +380,7 @@ class Traces:
     # -------------------------------------------------------------- numbers that vary
 
     def _note_varied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the numbers by which a call differs from a traced one, if nothing else differs."""
+        """Note the numbers by which a call differs from a traced one, if only numbers differ."""
         numbers, names = self._numbers(args, kwargs), self._names(args, kwargs)
         for trace in self.traces:
             others = trace.numbers
@@ -440,7 +440,7 @@ class Traces:
                 refuse_varying(name, [value for _, value in pairs], "a trace")
 
     def _is_rare(self, numbers: tuple[Any, ...], oldest: CompiledTrace) -> bool:
-        """Count a call with these numbers; return whether they stay without a trace."""
+        """Count a call with these numbers; return whether it is too rare for a trace."""
         key = repr(numbers)  # unlike ==, it distinguishes 1 from 1.0, and nan equals nan
         count = self._refused.pop(key, 0) + 1
         if count > VARYING:
