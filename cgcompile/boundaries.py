@@ -22,7 +22,7 @@ from torch import fx
 from cgcompile.context import REGION_MARK
 from cgcompile.errors import BoundaryError
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.settings import checked_but, items_of, require_fields
+from cgcompile.settings import NO_BUILTIN, checked_but, items_of, require_fields
 from cgcompile.torch_compat import torch_ops
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,8 @@ class Boundaries:
 
     Args:
         entries: the user's splitting ops, in any form that :class:`SplittingOp` takes as target,
-            or ``SplittingOp`` objects; one alone, or names as one text, will do.
+            or ``SplittingOp`` objects; one alone, or names as one text, will do. ``"-builtin"``
+            stands for ``builtin=False``.
         builtin: whether the built-in attention ops are boundaries.
 
     Attributes:
@@ -237,6 +238,9 @@ class Boundaries:
         user, builtins = _Table(), _Table()
         one = isinstance(entries, (str, torch.Tensor)) or not isinstance(entries, Iterable)
         for entry in items_of(entries) if one else entries:
+            if isinstance(entry, str) and entry == NO_BUILTIN:
+                builtin = False
+                continue
             op = entry if isinstance(entry, SplittingOp) else SplittingOp(entry)
             user.add(_resolved_entry(op))
         for op in BUILTIN_SPLITTING_OPS if builtin else ():

@@ -18,6 +18,8 @@ from cgcompile.modes import TORCH_MODES, CompilationMode, CUDAGraphMode
 from cgcompile.settings import (
     AUTO,
     ENV_PREFIX,
+    NO_BUILTIN,
+    SPLIT,
     UNSET,
     Parser,
     enum_parser,
@@ -36,6 +38,7 @@ from cgcompile.settings import (
     parse_ops,
     parse_parts,
     parse_passes,
+    parse_pipeline,
     parse_sizes,
     parse_switch,
     parse_text,
@@ -94,6 +97,31 @@ def _kernel(name: str) -> Earlier:
     return Earlier("kernels", f"kernels='-{name}'", parse_switch, merged)
 
 
+def _divided(passes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return passes over the graph, those over pieces, and the names of those to leave out."""
+    objects = [item for item in passes if not isinstance(item, str) or item == SPLIT]
+    left_out = (item for item in passes if isinstance(item, str) and item != SPLIT)
+    end = objects.index(SPLIT) if SPLIT in objects else len(objects)
+    names = tuple(item.removeprefix("-") for item in left_out)
+    return [tuple(objects[:end]), tuple(objects[end + 1 :]), names]
+
+
+def _passes(advice: str, parse: Parser, part: int) -> Earlier:
+    """Return the earlier name of a part of ``passes``."""
+
+    def merged(value: tuple[Any, ...], before: tuple[Any, ...]) -> tuple[Any, ...]:
+        parts = _divided(before)
+        parts[part] = value
+        return parse_pipeline((*parts[0], SPLIT, *parts[1], *(f"-{name}" for name in parts[2])))
+
+    return Earlier("passes", advice, parse, merged)
+
+
+def _builtin(on: bool, before: tuple[Any, ...]) -> tuple[Any, ...]:
+    own = tuple(op for op in before if not (isinstance(op, str) and op == NO_BUILTIN))
+    return own if on else (NO_BUILTIN, *own)
+
+
 def _strict(on: bool, before: str) -> str:
     if on:
         return "raise"
@@ -112,9 +140,15 @@ def with_check(part: str, config: "CompilationConfig", on: bool) -> "Compilation
 
 
 EARLIER = {
+    "builtin_splitting_ops": Earlier(
+        "splitting_ops", "splitting_ops='-builtin'", parse_bool, _builtin
+    ),
     "check_metadata": _part("checks", CHECKS, "metadata", "-"),
     "check_state": _part("checks", CHECKS, "state", "-"),
     "decode_attention": _kernel("decode_attention"),
+    "disabled_passes": _passes("passes='-eliminate_clones'", parse_names, 2),
+    "graph_passes": _passes("passes=(of_the_graph, 'split', of_pieces)", parse_passes, 0),
+    "piece_passes": _passes("passes=(of_the_graph, 'split', of_pieces)", parse_passes, 1),
     "poison": _part("debug", DEBUG, "poison"),
     "small_batch_kernels": _kernel("small_batch"),
     "strict": Earlier("on_fallback", "on_fallback='raise'", parse_bool, _strict),
@@ -231,13 +265,11 @@ class CompilationConfig:
         inductor_options: settings of ``torch._inductor.config``, as a mapping or JSON text.
         splitting: ``fx``: the traced graph is cut at its boundaries. ``breakable``: nothing is
             traced, capture breaks where a splitting op runs; needs ``cgcompile.compile()``.
-        splitting_ops: boundaries beside the built-in ones: names, ops, functions or
-            ``SplittingOp`` objects.
-        builtin_splitting_ops: whether the built-in attention ops are boundaries.
-        graph_passes: your passes over the whole graph, before it is split.
-        piece_passes: your passes over each distinct captured piece, after the split.
-        disabled_passes: names of passes to leave out: yours, ``eliminate_noops``,
-            ``eliminate_clones``, ``decode_attention``.
+        splitting_ops: boundaries beside the built-in attention ops: names, ops, functions or
+            ``SplittingOp`` objects. With an item ``"-builtin"`` those are none.
+        passes: your passes over the whole graph; after an item ``"split"`` those over each distinct
+            captured piece. ``"-name"`` leaves a pass out: one of yours, ``eliminate_noops`` or
+            ``eliminate_clones``.
         cudagraph_capture_sizes: sizes of the batch dimension that will be captured; each is
             checked against the guards.
         compile_sizes: sizes of the batch dimension for which each piece is compiled separately;
@@ -320,10 +352,7 @@ class CompilationConfig:
     inductor_options: tuple[tuple[str, Any], ...] = setting((), parse_mapping, "inductor")
     splitting: str = setting("fx", one_of("fx", "breakable"), "pieces")
     splitting_ops: tuple[Any, ...] = setting((), parse_ops, "pieces")
-    builtin_splitting_ops: bool = setting(True, parse_bool, "pieces")
-    graph_passes: tuple[Any, ...] = setting((), parse_passes, "trace")
-    piece_passes: tuple[Any, ...] = setting((), parse_passes, "trace")
-    disabled_passes: tuple[str, ...] = setting((), parse_names, "trace")
+    passes: tuple[Any, ...] = setting((), parse_pipeline, "trace")
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None, optional(parse_sizes), "pieces")
     compile_sizes: tuple[int | str, ...] | None = setting(
         None, optional(parse_compile_sizes), "trace"
@@ -436,6 +465,21 @@ class CompilationConfig:
         if self.cudagraph_mode in (None, CUDAGraphMode.NONE):
             return self._splits
         return self.cudagraph_mode is not CUDAGraphMode.PIECEWISE
+
+    @property
+    def graph_passes(self) -> tuple[Any, ...]:
+        """The passes over the whole graph, see ``passes``."""
+        return _divided(self.passes)[0]
+
+    @property
+    def piece_passes(self) -> tuple[Any, ...]:
+        """The passes over pieces, see ``passes``."""
+        return _divided(self.passes)[1]
+
+    @property
+    def disabled_passes(self) -> tuple[str, ...]:
+        """The names of passes to leave out, see ``passes``."""
+        return _divided(self.passes)[2]
 
     @property
     def strict(self) -> bool:

@@ -223,11 +223,11 @@ class ConfigError(CGCompileError, ValueError):
         cudagraph_capture_sizes.
         List {padded} instead, or add {size} to cudagraph_capture_sizes.""")
     unknown_pass = Template("""
-        disabled_passes: no pass {name!r} runs here.{known:close {name}}
-        What can be disabled: {known:list}.""")
+        passes: no pass {name!r} runs here.{known:close {name}}
+        What can be left out, as '-name': {known:list}.""")
     needed_pass = Template("""
-        disabled_passes: pass {name!r} cannot be disabled: without it a graph cannot be split.
-        What can be disabled: {known:list}.""")
+        passes: pass {name!r} cannot be left out: without it a graph cannot be split.
+        What can be left out, as '-name': {known:list}.""")
     which_dimension = Template("""
         cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints are sizes of one \
         dynamic dimension of the inputs, but the graph has {dims:count} of them.

@@ -438,12 +438,17 @@ def parse_endpoints(value: Any) -> tuple[int, ...]:
     return sizes
 
 
+NO_BUILTIN = "-builtin"  # among splitting ops
+
+
 def parse_ops(value: Any) -> tuple[Any, ...]:
     """Check types only: the module that registers a named op may not be imported yet."""
     for op in items_of(value):
         entry = hasattr(op, "target") and hasattr(op, "predicate")
-        if not (isinstance(op, str) or callable(op) or entry):
-            raise ValueError(f"names, ops, functions or SplittingOp objects, not {op!r}")
+        left_out = isinstance(op, str) and op.startswith("-") and op != NO_BUILTIN
+        if left_out or not (isinstance(op, str) or callable(op) or entry):
+            expected = f"names, ops, functions or SplittingOp objects, or {NO_BUILTIN!r}"
+            raise ValueError(f"{expected}, not {op!r}")
     return items_of(value)
 
 
@@ -456,6 +461,29 @@ def parse_passes(value: Any) -> tuple[Any, ...]:
                 "function: cgcompile.passes.FunctionPass(name, function)"
             )
     return items_of(value)
+
+
+SPLIT = "split"  # among passes: those after it run over pieces
+
+
+def parse_pipeline(value: Any) -> tuple[Any, ...]:
+    """Parse passes, ``"split"`` between them, and names of passes to leave out: ``"-name"``."""
+    items, left_out = list[Any](), list[str]()
+    for item in items_of(value):
+        if not isinstance(item, str):
+            items += parse_passes((item,))
+        elif item == SPLIT and SPLIT not in items:
+            items.append(item)
+        elif item[:1] == "-" and item[1:]:
+            left_out.append(item)
+        else:
+            raise ValueError(
+                f"passes, {SPLIT!r} once, and names of passes to leave out such as "
+                f"'-eliminate_clones'; not {item!r}"
+            )
+    if items[-1:] == [SPLIT]:
+        del items[-1]
+    return (*items, *dict.fromkeys(left_out))
 
 
 def parse_names(value: Any) -> tuple[str, ...]:

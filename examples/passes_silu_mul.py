@@ -143,7 +143,7 @@ def run(
     """The logits, the split, and the median seconds of a step."""
     torch._dynamo.reset()
     # No CUDA graphs: a replay takes as long as its kernels, and the op has the same ones.
-    backend = cgcompile.Backend(compiler=compiler, graph_passes=passes, cudagraph_mode="NONE")
+    backend = cgcompile.Backend(compiler=compiler, passes=passes, cudagraph_mode="NONE")
     compiled = torch.compile(model, backend=backend)
     seconds = []
     with torch.inference_mode():

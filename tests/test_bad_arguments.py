@@ -174,7 +174,7 @@ CALLS = {
     "pass, version": (lambda: FunctionPass("mine", len, version=2), ConfigError),
     "settings, ops": (lambda: cgcompile.Backend(splitting_ops=(3,)), ConfigError),
     "settings, pass name": (
-        lambda: CompilationConfig(graph_passes=(functools.partial(len),)),
+        lambda: CompilationConfig(passes=(functools.partial(len),)),
         ConfigError,
     ),
     "op, name": (lambda: SplittingOp("aten::mm", name=3), ConfigError),

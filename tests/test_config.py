@@ -58,8 +58,8 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
         ("compiler", "eager", "eager"),
         ("inductor_options", '{"max_autotune": true}', (("max_autotune", True),)),
         ("splitting_ops", "ns::op, other::op", ("ns::op", "other::op")),
-        ("builtin_splitting_ops", "off", False),
-        ("disabled_passes", "eliminate_clones, mine,mine", ("eliminate_clones", "mine")),
+        ("splitting_ops", "-builtin,ns::op", ("-builtin", "ns::op")),
+        ("passes", "-eliminate_clones, -mine,-mine", ("-eliminate_clones", "-mine")),
         ("cudagraph_capture_sizes", "8, 1,2,8", (1, 2, 8)),
         ("compile_sizes", "8, 1,2,8", (1, 2, 8)),
         ("compile_ranges_endpoints", "32, 512", (32, 512)),
@@ -86,6 +86,8 @@ def test_every_setting_by_every_door(
         ("check_metadata", "0", {"checks": ("state", "weights")}),
         ("check_state", "off", {"checks": ("metadata", "weights")}),
         ("poison", "1", {"debug": ("poison",)}),
+        ("builtin_splitting_ops", "0", {"splitting_ops": ("-builtin",)}),
+        ("disabled_passes", "eliminate_clones,mine", {"passes": ("-eliminate_clones", "-mine")}),
         ("strict", "1", {"on_fallback": "raise"}),
         ("warn_fallbacks", "0", {"on_fallback": "count"}),
         ("small_batch_kernels", "0", {"kernels": ("auto", "-small_batch")}),
@@ -122,6 +124,7 @@ def test_every_earlier_name_has_a_present_one() -> None:
         assert earlier.setting in names
         setting, _, value = earlier.advice.partition("=")
         assert setting == earlier.setting
+        value = value.replace("of_the_graph, ", "").replace(", of_pieces", ",")
         CompilationConfig.resolve(options={setting: ast.literal_eval(value)})
 
 
@@ -141,6 +144,23 @@ def test_earlier_names_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(FutureWarning):
         config = CompilationConfig(on_fallback="raise", strict=False, warn_fallbacks=False)
     assert (config.on_fallback, config.strict, config.warn_fallbacks) == ("count", False, False)
+
+
+def test_earlier_names_of_passes_and_splitting_ops() -> None:
+    one, two = (cgcompile.passes.FunctionPass(name, lambda gm: gm) for name in ("one", "two"))
+    with pytest.warns(FutureWarning, match="piece_passes is deprecated: use passes, such as"):
+        config = CompilationConfig(piece_passes=(two,), graph_passes=one, disabled_passes="one")
+    assert config.passes == (one, "split", two, "-one")
+    assert (config.graph_passes, config.piece_passes) == ((one,), (two,))
+    assert config.disabled_passes == ("one",)
+    with pytest.warns(FutureWarning):
+        assert dataclasses.replace(config, piece_passes=()).passes == (one, "-one")
+    with pytest.warns(FutureWarning):
+        config = CompilationConfig(splitting_ops="a::b", builtin_splitting_ops=False)
+    assert config.splitting_ops == ("-builtin", "a::b")
+    with pytest.warns(FutureWarning):
+        again = dataclasses.replace(config, builtin_splitting_ops=True)
+    assert again.splitting_ops == ("a::b",)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +197,7 @@ def test_a_setting_of_parts_names_them(value: Any) -> None:
         ("compiler", "inductr"),
         ("inductor_options", "max_autotune=1"),
         ("inductor_options", 5),
-        ("builtin_splitting_ops", "maybe"),
+        ("splitting_ops", "-bultin"),
         ("cudagraph_capture_sizes", "1,two"),
         ("cudagraph_capture_sizes", (1, 0)),
         ("cudagraph_capture_sizes", (-4,)),
@@ -192,9 +212,11 @@ def test_a_setting_of_parts_names_them(value: Any) -> None:
         ("compile_ranges_endpoints", "32,32"),
         ("compile_ranges_endpoints", (0, 4)),
         ("inductor_options", (5,)),
-        ("graph_passes", (3,)),
-        ("disabled_passes", (3,)),
-        ("disabled_passes", ("",)),
+        ("passes", (3,)),
+        ("passes", "eliminate_clones"),
+        ("passes", ("",)),
+        ("passes", ("-",)),
+        ("passes", ("split", "split")),
         ("mode", None),
         ("capture_dim", 3),
     ],
@@ -291,9 +313,9 @@ def test_settings_that_a_mode_would_ignore_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("graph_passes", (cgcompile.passes.FunctionPass("mine", lambda gm: gm),)),
-        ("piece_passes", (cgcompile.passes.FunctionPass("mine", lambda gm: gm),)),
-        ("disabled_passes", "eliminate_noops"),
+        ("passes", (cgcompile.passes.FunctionPass("mine", lambda gm: gm),)),
+        ("passes", ("split", cgcompile.passes.FunctionPass("mine", lambda gm: gm))),
+        ("passes", "-eliminate_noops"),
         ("dump_passes", "folder"),
         ("compile_sizes", "1,2"),
         ("compile_ranges_endpoints", "8"),

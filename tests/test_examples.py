@@ -247,7 +247,7 @@ def test_the_pass_fuses_only_what_is_safe(silu_mul: ModuleType) -> None:
         row = F.silu(F.linear(x, w)) * F.linear(x[:1], w)
         return fused, read_twice, activated * F.linear(x, w), number, other, row
 
-    backend = cgcompile.Backend(compiler="eager", graph_passes=(silu_mul.FuseSiluMul(),))
+    backend = cgcompile.Backend(compiler="eager", passes=(silu_mul.FuseSiluMul(),))
     x = torch.randn(4, 8)
     with torch.no_grad():
         results = torch.compile(program, backend=backend)(x)

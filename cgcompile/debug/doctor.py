@@ -305,7 +305,7 @@ class _Examination:
         self._watch = partial(
             Watch,
             self._notes,
-            Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops),
+            Boundaries(config.splitting_ops),
             self._device,
             self._snapshot,
             captures.stream_key if captures is not None else lambda: 0,

@@ -650,7 +650,7 @@ def _with_weights(
 
 
 def _untraced(config: CompilationConfig) -> tuple[str, ...]:
-    registry = Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops)
+    registry = Boundaries(config.splitting_ops)
     names = [op.name for op in registry if op.predicate is None]
     return (
         "splitting='breakable' traces nothing: which parts there are is known once a capture has "

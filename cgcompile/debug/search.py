@@ -143,7 +143,7 @@ class Search:
             detail = "traced anew it is right: what the trace holds has changed since"
         elif config.mode is CompilationMode.PIECEWISE:
             for name in dict.fromkeys([*own, *OPTIONAL]):
-                settings = {"disabled_passes": (*config.disabled_passes, name)}
+                settings = {"passes": (*config.passes, f"-{name}")}
                 if name in config.disabled_passes:
                     continue
                 if self._right_with(settings, f"without pass {name}"):

@@ -660,8 +660,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
 
     Args:
         runnable: what to capture.
-        config: as of :class:`CUDAGraphWrapper`; ``splitting_ops`` and ``builtin_splitting_ops``
-            set which ops break.
+        config: as of :class:`CUDAGraphWrapper`; ``splitting_ops`` sets which ops break.
         runtime_mode: PIECEWISE or FULL; None serves both.
         cudagraph_options: how to capture.
         pool: memory shared with other wrappers.
@@ -711,8 +710,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         )
         if runtime_mode is None:
             self._modes = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
-        ops, builtin = self.config.splitting_ops, self.config.builtin_splitting_ops
-        self.boundaries = Boundaries(ops, builtin=builtin)
+        self.boundaries = Boundaries(self.config.splitting_ops)
         self.before_capture: Callable[[], None] | None = None
 
     @property

@@ -36,7 +36,7 @@ def split_by_config(gm: fx.GraphModule, config: CompilationConfig) -> tuple[Spli
     # FULL graph is the least of theirs. The graph is changed but computes the same.
     if config.mode is not CompilationMode.PIECEWISE:
         return _unsplit(gm, config)
-    boundaries = Boundaries(config.splitting_ops, builtin=config.builtin_splitting_ops)
+    boundaries = Boundaries(config.splitting_ops)
     split = split_graph(
         gm,
         boundaries,

@@ -58,6 +58,7 @@ from cgcompile.serving.sizes import capture_sizes
 from cgcompile.serving.statistics import DispatchStatistics
 from cgcompile.settings import (
     LARGEST_ROWS,
+    NO_BUILTIN,
     checked,
     checked_but,
     require,
@@ -161,7 +162,11 @@ def _default_sizes(max_num_tokens: int) -> tuple[int, ...]:
 def _least_support(config: CompilationConfig) -> AttentionCGSupport:
     """Return how far the declared boundaries can go into a FULL graph."""
     return min(
-        (getattr(op, "support", AttentionCGSupport.NEVER) for op in config.splitting_ops),
+        (
+            getattr(op, "support", AttentionCGSupport.NEVER)
+            for op in config.splitting_ops
+            if not (isinstance(op, str) and op == NO_BUILTIN)
+        ),
         default=AttentionCGSupport.ALWAYS,
     )
 

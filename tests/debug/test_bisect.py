@@ -273,9 +273,9 @@ def test_the_graph_of_several_is_named(device: str, hook: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["graph_passes", "piece_passes"])
+@pytest.mark.parametrize("where", ["graph", "pieces"])
 def test_a_pass_that_is_wrong(device: str, where: str) -> None:
-    chosen = config(**{where: (WrongPass(),)})
+    chosen = config(passes=(WrongPass(),) if where == "graph" else ("split", WrongPass()))
     fault = only(bisect(built(Calculates, device), rows(device), config=chosen))
     assert (fault.stage, fault.culprit, fault.pieces) == ("pass", "fold_sines", ("piece_2",))
     assert (fault.op, marker(fault.line)) == ("torch.cos", "miscompiled")

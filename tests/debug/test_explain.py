@@ -433,11 +433,11 @@ def test_where_settings_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings["splitting_ops"] == [("softmax",), "argument"]
     assert settings["num_warmups"] == [3, "environment"]
     assert sorted(settings) == sorted(CompilationConfig.names())
-    options = {"builtin_splitting_ops": False}
+    options = {"splitting_ops": "-builtin"}
     compiled = torch.compile(Decoder(), backend="cgcompile", options=options)
     explanation = explain(compiled, inputs())
     assert [piece.captured for piece in explanation.pieces] == [True]
-    assert settings_of(compiled)["builtin_splitting_ops"] == [False, "options"]
+    assert settings_of(compiled)["splitting_ops"] == [["-builtin"], "options"]
 
 
 def test_schema() -> None:

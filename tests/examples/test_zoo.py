@@ -82,7 +82,7 @@ def quick(**more: Any) -> Settings:
 @pytest.mark.parametrize("way", ["compile", "traced"])
 def test_a_pass_that_changes_a_result_is_wrong(way: str) -> None:
     passes = (cgcompile.passes.FunctionPass("scale", scale),)
-    row = measure(CATALOGUE["distilbert"], way, quick(graph_passes=passes))
+    row = measure(CATALOGUE["distilbert"], way, quick(passes=passes))
     assert row.outcome == "wrong", row
     assert "round 0, result 0: differs by" in row.detail
 

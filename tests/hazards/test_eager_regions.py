@@ -66,7 +66,7 @@ def test_a_graph_of_eager_pieces_alone(kind: str, name: str, device: str) -> Non
     if kind in UNWANTED:
         assert counters.details[reason].startswith("every piece runs eager; piece_0: ")
         with pytest.raises(DispatchError, match=reason.value):
-            run(on_fallback="raise")
+            run(strict=True)
 
 
 # ---------------------------------------------------------------- calls inside of a region

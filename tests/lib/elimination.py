@@ -43,7 +43,7 @@ def removed(
     """What each eliminating pass took away; results and aliases are those of eager, bit by bit."""
     expected, inputs_after, _ = run(function, inputs)
     for disabled in ((), OPTIONAL):
-        settings |= {"compiler": compiler, "disabled_passes": disabled}
+        settings |= {"compiler": compiler, "passes": [f"-{name}" for name in disabled]}
         results, inputs_written, backend = run(function, inputs, **settings)
         torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(inputs_written, inputs_after, rtol=0, atol=0, equal_nan=True)

@@ -370,7 +370,7 @@ def test_settings_leave_attention_as_it_is(monkeypatch) -> None:
         {"kernels": "-decode_attention"},
         {"kernels": "auto"},  # no device of this graph has the kernel
         {"kernels": "auto", "cudagraph_mode": "PIECEWISE"},
-        {"disabled_passes": OPTIONAL},
+        {"passes": [f"-{name}" for name in OPTIONAL]},
     ):
         backend = run(_sandwich, **settings)
         assert OP not in ops_of(backend)

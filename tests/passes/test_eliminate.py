@@ -236,7 +236,7 @@ def test_views_of_what_went_are_known_to_share_its_memory() -> None:
         return first + 1, second + 2, half + 1
 
     look.name, look.uuid = "look", lambda: "look"  # type: ignore[attr-defined]
-    run(program, (x(),), compiler="eager", graph_passes=(look,))
+    run(program, (x(),), compiler="eager", passes=(look,))
     assert gm is not None
     keys = {}
     for node in gm.graph.nodes:
@@ -261,7 +261,7 @@ def test_no_guard_comes_of_comparing_sizes() -> None:
         return [str(guard) for guard, _ in shapes.guards()]
 
     with_passes = guards()
-    assert with_passes == guards(disabled_passes=("eliminate_noops", "eliminate_clones"))
+    assert with_passes == guards(passes="-eliminate_noops,-eliminate_clones")
 
 
 def test_parameters_and_gradients_keep_their_history() -> None:

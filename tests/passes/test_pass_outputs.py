@@ -14,7 +14,7 @@ from cgcompile.errors import PassError
 from cgcompile.passes import FunctionPass, PassManager
 
 attend = nn.functional.scaled_dot_product_attention
-WHERE = ["graph_passes", "piece_passes"]
+WHERE = ["graph", "pieces"]
 
 
 class Attention(nn.Module):
@@ -23,9 +23,9 @@ class Attention(nn.Module):
 
 
 def compiled(model, pass_, where: str, *inputs, dynamic: bool = True, **settings):
-    backend = cgcompile.Backend(
-        compiler="eager", **{where: (FunctionPass("mine", pass_),)}, **settings
-    )
+    mine = FunctionPass("mine", pass_)
+    passes = (mine,) if where == "graph" else ("split", mine)
+    backend = cgcompile.Backend(compiler="eager", passes=passes, **settings)
     if dynamic:
         torch._dynamo.mark_dynamic(inputs[0], 0)
     with torch.no_grad():
@@ -119,13 +119,13 @@ def test_arguments_that_a_node_cannot_take_name_the_pass() -> None:
     def model(x, w):
         return x.exp() @ w
 
-    text = refused(model, narrow, "graph_passes", torch.randn(6, 4), torch.randn(3, 5, 4, 4)[0, 0])
+    text = refused(model, narrow, "graph", torch.randn(6, 4), torch.randn(3, 5, 4, 4)[0, 0])
     assert "changed output 0" in text
 
     def model3(x, w):
         return torch.mm(x.exp(), w)
 
-    text = refused(model3, narrow, "graph_passes", torch.randn(6, 4), torch.randn(4, 4))
+    text = refused(model3, narrow, "graph", torch.randn(6, 4), torch.randn(4, 4))
     assert "pass 'mine' left an invalid graph: node 'mm' fails on its new arguments" in text
 
 
@@ -133,9 +133,7 @@ def test_the_output_that_changed_is_counted() -> None:
     def model(x):
         return x.sin(), x.cos()
 
-    text = refused(
-        model, on_output((torch.Tensor.half,), index=1), "graph_passes", torch.randn(6, 4)
-    )
+    text = refused(model, on_output((torch.Tensor.half,), index=1), "graph", torch.randn(6, 4))
     assert "changed output 1 of graph: it is f16[s0, 4]" in text
 
 
@@ -181,7 +179,7 @@ def test_a_size_that_a_guard_makes_equal_is_the_same() -> None:
         output.args = ((total,),)
 
     x = torch.randn(6, 4)
-    result = compiled(model, direct, "graph_passes", x, torch.randn(6))
+    result = compiled(model, direct, "graph", x, torch.randn(6))
     torch.testing.assert_close(result, x + 1)
 
 
@@ -200,12 +198,12 @@ def test_unbacked_sizes_and_results_that_are_no_tensors() -> None:
 
     x = torch.randn(8)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        result = compiled(model, again, "graph_passes", x)
+        result = compiled(model, again, "graph", x)
         kept = (x[x > 0] + 1).exp()
         torch.testing.assert_close(result[0], kept)
         torch.testing.assert_close(result[4], kept.cos())
         assert result[1:4] == (8, 16, None)
-        text = refused(model, on_output((torch.Tensor.double,)), "graph_passes", torch.randn(8))
+        text = refused(model, on_output((torch.Tensor.double,)), "graph", torch.randn(8))
     assert "changed output 0 of graph: it is f64[" in text
 
 
@@ -242,12 +240,12 @@ def test_strides_stay_where_another_piece_takes_the_output() -> None:
 
     turned = on_output((torch.transpose, 0, 1), (torch.Tensor.contiguous,), (torch.transpose, 0, 1))
     x = torch.randn(6, 4, D)
-    text = refused(Attention(), first_only, "piece_passes", x)
+    text = refused(Attention(), first_only, "pieces", x)
     assert "pass 'mine' changed output 0 of piece_0: it is f32[s0, 4, 16] on cpu, strides" in text
     # Only the caller has this one.
-    result = compiled(Attention(), last_only, "piece_passes", x)
+    result = compiled(Attention(), last_only, "pieces", x)
     torch.testing.assert_close(result, Attention()(x))
-    result = compiled(Attention(), turned, "graph_passes", x)
+    result = compiled(Attention(), turned, "graph", x)
     torch.testing.assert_close(result, Attention()(x))
 
 
@@ -285,7 +283,7 @@ def test_the_stride_of_a_single_row_is_free(rows: int, new_rows: int, strides, s
 
 def test_the_next_good_pass_works_after_a_refused_one() -> None:
     x = torch.randn(6, 4, D)
-    refused(Attention(), on_output((torch.sum,)), "graph_passes", x)
+    refused(Attention(), on_output((torch.sum,)), "graph", x)
     torch._dynamo.reset()
-    result = compiled(Attention(), on_output((torch.neg,)), "graph_passes", x)
+    result = compiled(Attention(), on_output((torch.neg,)), "graph", x)
     torch.testing.assert_close(result, -Attention()(x))

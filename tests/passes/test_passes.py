@@ -47,7 +47,7 @@ def test_pass_over_the_whole_graph_runs_before_the_split() -> None:
         replace_sin_by_cos(gm)
 
     x = torch.randn(6, 4, D)
-    result, backend = run(SinAttention(), x, graph_passes=(FunctionPass("look", look),))
+    result, backend = run(SinAttention(), x, passes=(FunctionPass("look", look),))
     expected = nn.functional.scaled_dot_product_attention(x.cos(), x, x).cos()
     torch.testing.assert_close(result, expected)
     assert len(seen) == 1
@@ -63,7 +63,9 @@ def test_pass_over_pieces_runs_once_per_distinct_captured_piece() -> None:
         seen.append(gm)
 
     _, backend = run(
-        Decoder(5).eval(), torch.randint(0, 32, (6, 4)), piece_passes=(FunctionPass("look", look),)
+        Decoder(5).eval(),
+        torch.randint(0, 32, (6, 4)),
+        passes=("split", FunctionPass("look", look)),
     )
     assert len(seen) == 3
     assert {id(gm) for gm in seen} == {
@@ -73,7 +75,7 @@ def test_pass_over_pieces_runs_once_per_distinct_captured_piece() -> None:
 
 def test_a_piece_pass_changes_what_is_compiled_everywhere() -> None:
     x = torch.randn(6, 4, D)
-    result, _ = run(SinAttention(), x, piece_passes=(FunctionPass("cos", replace_sin_by_cos),))
+    result, _ = run(SinAttention(), x, passes=("split", FunctionPass("cos", replace_sin_by_cos)))
     torch.testing.assert_close(
         result, nn.functional.scaled_dot_product_attention(x.cos(), x, x).cos()
     )
@@ -86,7 +88,7 @@ def test_a_pass_may_return_another_graph() -> None:
         return fx.GraphModule(gm, graph)
 
     x = torch.randn(6, 4, D)
-    result, _ = run(SinAttention(), x, piece_passes=(FunctionPass("rebuilt", rebuilt),))
+    result, _ = run(SinAttention(), x, passes=("split", FunctionPass("rebuilt", rebuilt)))
     torch.testing.assert_close(result, SinAttention()(x))
 
 
@@ -100,7 +102,7 @@ def test_new_nodes_get_fake_values_before_the_split() -> None:
         output.args = ((scaled,),)
 
     x = torch.randn(6, 4, D)
-    actual, backend = run(SinAttention(), x, graph_passes=(FunctionPass("rows", add_row_count),))
+    actual, backend = run(SinAttention(), x, passes=(FunctionPass("rows", add_row_count),))
     torch.testing.assert_close(actual, SinAttention()(x) * 6)
     last = backend.graphs[0].split.pieces[-1]
     assert not [name for name in last.outputs if name == "size"]  # no size leaves a piece
@@ -147,9 +149,11 @@ def raise_it(gm: fx.GraphModule) -> None:
         (raise_it, "raised KeyError: 'mine'"),
     ],
 )
-@pytest.mark.parametrize("where", ["graph_passes", "piece_passes"])
+@pytest.mark.parametrize("where", ["graph", "pieces"])
 def test_a_pass_that_goes_wrong_is_named(where: str, function, problem: str) -> None:
-    error = failing(**{where: (FunctionPass("mine", function),)})
+    error = failing(
+        passes=(*(["split"] if where == "pieces" else []), FunctionPass("mine", function))
+    )
     assert isinstance(error, PassError)
     assert "pass 'mine'" in str(error)
     assert problem in str(error)
@@ -157,7 +161,7 @@ def test_a_pass_that_goes_wrong_is_named(where: str, function, problem: str) -> 
 
 def test_something_that_is_no_pass() -> None:
     with pytest.raises(ConfigError, match=r"FunctionPass\(name, function\)"):
-        cgcompile.Backend(graph_passes=(drop_output,))
+        cgcompile.Backend(passes=(drop_output,))
     with pytest.raises(PassError, match="found 3"):
         PassManager([3])
 
@@ -185,7 +189,7 @@ def test_uuid_of_a_function_pass_depends_on_name_and_version() -> None:
 
 def test_dumps_before_and_after_each_pass(tmp_path) -> None:
     passes = (FunctionPass("cos", replace_sin_by_cos),)
-    run(SinAttention(), torch.randn(6, 4, D), graph_passes=passes, dump_passes=str(tmp_path))
+    run(SinAttention(), torch.randn(6, 4, D), passes=passes, dump_passes=str(tmp_path))
     names = sorted(os.listdir(tmp_path))
     assert names == [
         "graph.00.before.txt",
@@ -209,9 +213,13 @@ def test_dumps_of_passes_that_run_only(tmp_path) -> None:
     run(
         SinAttention(),
         torch.randn(6, 4, D),
-        graph_passes=(FunctionPass("cos", replace_sin_by_cos),),
-        piece_passes=(FunctionPass("again", replace_sin_by_cos),),
-        disabled_passes=("cos", "eliminate_clones"),
+        passes=(
+            FunctionPass("cos", replace_sin_by_cos),
+            "split",
+            FunctionPass("again", replace_sin_by_cos),
+            "-cos",
+            "-eliminate_clones",
+        ),
         dump_passes=str(tmp_path),
     )
     assert sorted(os.listdir(tmp_path)) == [
@@ -255,7 +263,7 @@ graph    decode_attention  3 -> 3 ops  -
 graph    assign_pieces     3 -> 3 ops  -
 graph    resolve_aliases   3 -> 3 ops  -
 piece_0  cos               1 -> 1 ops  sin -1, torch.cos +1""",
-            piece_passes=(cos,),
+            passes=("split", cos),
         )
 
     def test_of_what_is_not_disabled(self) -> None:
@@ -268,8 +276,7 @@ graph  pull_items        7 -> 7 ops  -
 graph  decode_attention  7 -> 7 ops  -
 graph  assign_pieces     7 -> 7 ops  -
 graph  resolve_aliases   7 -> 7 ops  -""",
-            graph_passes=(cos,),
-            disabled_passes="eliminate_noops,eliminate_clones",
+            passes=(cos, "-eliminate_noops", "-eliminate_clones"),
         )
 
 
@@ -305,11 +312,11 @@ def test_records_are_logged_at_debug_level(caplog) -> None:
 def test_a_pass_can_be_left_out_by_name() -> None:
     x = torch.randn(6, 4, D)
     passes = (FunctionPass("cos", replace_sin_by_cos), FunctionPass("look", lambda gm: None))
-    result, backend = run(SinAttention(), x, graph_passes=passes, disabled_passes=("cos",))
+    result, backend = run(SinAttention(), x, passes=(*passes, "-cos"))
     torch.testing.assert_close(result, SinAttention()(x))
     names = [record.name for record in backend.graphs[0].split.passes]
     assert names == ["look", *PIPELINE]
-    result, _ = run(SinAttention(), x, piece_passes=passes, disabled_passes="cos,look")
+    result, _ = run(SinAttention(), x, passes=("split", *passes, "-cos", "-look"))
     torch.testing.assert_close(result, SinAttention()(x))
 
 
@@ -322,13 +329,13 @@ def test_a_manager_leaves_disabled_passes_out() -> None:
 def test_what_cannot_be_left_out_is_said_at_once() -> None:
     mine = FunctionPass("mine", drop_output)
     with pytest.raises(ConfigError, match="Did you mean 'eliminate_noops'"):
-        cgcompile.Backend(disabled_passes=("eliminate_noop",))
+        cgcompile.Backend(passes="-eliminate_noop")
     with pytest.raises(ConfigError, match="Did you mean 'mine'"):
-        cgcompile.Backend(graph_passes=(mine,), disabled_passes="mime")
+        cgcompile.Backend(passes=(mine, "-mime"))
     for name in set(PIPELINE) - set(OPTIONAL):
-        with pytest.raises(ConfigError, match=f"{name!r} cannot be disabled"):
-            cgcompile.Backend(disabled_passes=(name,))
-    cgcompile.Backend(piece_passes=(mine,), disabled_passes=("mine", *OPTIONAL))
+        with pytest.raises(ConfigError, match=f"{name!r} cannot be left out"):
+            cgcompile.Backend(passes=f"-{name}")
+    cgcompile.Backend(passes=("split", mine, "-mine", *(f"-{name}" for name in OPTIONAL)))
 
 
 def test_the_pipeline_knows_its_names() -> None:

@@ -118,7 +118,7 @@ def test_the_text_of_a_piece() -> None:
 
 
 def passed(version: str) -> dict:
-    return {"piece_passes": (FunctionPass("mine", lambda gm: None, version),)}
+    return {"passes": ("split", FunctionPass("mine", lambda gm: None, version))}
 
 
 VARIANTS = {
