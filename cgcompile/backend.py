@@ -102,7 +102,7 @@ class Backend(Registry):
     def anticipate(self, model: Any) -> None:
         """Start the processes that compile kernels for a GPU model or method; do not wait."""
         config, owner = self.config, getattr(model, "__self__", model)
-        used = config.mode is not CompilationMode.PIECEWISE or config.compiler == "inductor"
+        used = config.mode is not CompilationMode.PIECEWISE or config.first_compiler == "inductor"
         if not used or not isinstance(owner, torch.nn.Module):
             return
         if any(tensor.is_cuda for tensor in (*owner.parameters(), *owner.buffers())):
@@ -257,7 +257,7 @@ class NamedBackend:
     def handle(self, mode: str | None, options: Mapping[str, Any] | None) -> Backend:
         """Return the backend of ``torch.compile(mode=mode, options=options)``."""
         config = CompilationConfig.resolve(options=options, torch_mode=mode)
-        if mode is not None and config.compiler == "inductor":
+        if mode is not None and config.first_compiler == "inductor":
             tuned = {**inductor.inductor_mode_options(mode), **dict(config.inductor_options)}
             config = CompilationConfig.resolve(config, options={"inductor_options": tuned})
         for handle in self._handles:  # compared, not hashed: settings may hold lists

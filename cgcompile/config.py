@@ -21,7 +21,9 @@ from cgcompile.settings import (
     NO_BUILTIN,
     SPLIT,
     UNSET,
+    UP_TO,
     Parser,
+    ends_of,
     enum_parser,
     kernel_switches,
     kernels_of,
@@ -122,6 +124,16 @@ def _builtin(on: bool, before: tuple[Any, ...]) -> tuple[Any, ...]:
     return own if on else (NO_BUILTIN, *own)
 
 
+def _endpoints(ends: tuple[int, ...] | None, before: Any) -> tuple[int | str, ...] | None:
+    own = (item for item in before or () if not str(item).startswith(UP_TO))
+    return (*own, *(f"{UP_TO}{end}" for end in ends or ())) or None
+
+
+def _on_error(action: str, before: Any) -> Any:
+    first = before[0] if isinstance(before, tuple) else before
+    return (first, "eager") if action == "eager" and first != "eager" else first
+
+
 def _strict(on: bool, before: str) -> str:
     if on:
         return "raise"
@@ -145,9 +157,15 @@ EARLIER = {
     ),
     "check_metadata": _part("checks", CHECKS, "metadata", "-"),
     "check_state": _part("checks", CHECKS, "state", "-"),
+    "compile_ranges_endpoints": Earlier(
+        "compile_sizes", "compile_sizes='<=32,<=512'", optional(parse_endpoints), _endpoints
+    ),
     "decode_attention": _kernel("decode_attention"),
     "disabled_passes": _passes("passes='-eliminate_clones'", parse_names, 2),
     "graph_passes": _passes("passes=(of_the_graph, 'split', of_pieces)", parse_passes, 0),
+    "on_compile_error": Earlier(
+        "compiler", "compiler='inductor,eager'", one_of("raise", "eager"), _on_error
+    ),
     "piece_passes": _passes("passes=(of_the_graph, 'split', of_pieces)", parse_passes, 1),
     "poison": _part("debug", DEBUG, "poison"),
     "small_batch_kernels": _kernel("small_batch"),
@@ -259,9 +277,9 @@ class CompilationConfig:
             Inductor), ``DYNAMO_TRACE_ONCE`` (the same, traced once), or ``PIECEWISE``.
         cudagraph_mode: which CUDA graphs serve a step; unset: the first in the table above.
         compiler: what compiles a piece: ``inductor``, ``aot`` (functorch's ATen graph, run op by
-            op), ``eager``, or a callable ``(gm, fake_inputs) -> callable``.
-        on_compile_error: where a compiler raises: ``raise``, with the piece and your line, or let
-            the piece run ``eager``, counted in the record of the compilation.
+            op), ``eager``, or a callable ``(gm, fake_inputs) -> callable``. ``inductor,eager``: a
+            piece for which it raises runs uncompiled, counted in the record of the compilation;
+            else that is an error with the piece and your line.
         inductor_options: settings of ``torch._inductor.config``, as a mapping or JSON text.
         splitting: ``fx``: the traced graph is cut at its boundaries. ``breakable``: nothing is
             traced, capture breaks where a splitting op runs; needs ``cgcompile.compile()``.
@@ -273,10 +291,9 @@ class CompilationConfig:
         cudagraph_capture_sizes: sizes of the batch dimension that will be captured; each is
             checked against the guards.
         compile_sizes: sizes of the batch dimension for which each piece is compiled separately;
-            the text ``cudagraph_capture_sizes`` stands for all of that setting.
-        compile_ranges_endpoints: where the batch dimension is cut into ranges that are compiled
-            separately: 32, 512 for 1 to 32, 33 to 512, and 513 and more. A size of
-            ``compile_sizes`` beats its range.
+            the text ``cudagraph_capture_sizes`` stands for all of that setting. Items ``<=32`` and
+            ``<=512`` compile the ranges 1 to 32, 33 to 512, and 513 and more separately; a size
+            beats its range.
         capture_dim: the input dimension of these sizes and of padding rows, such as
             ``x.size()[0]``; needed if several vary.
         pad_lengths: lengths to which a call without a forward context is padded, so that varying
@@ -347,8 +364,9 @@ class CompilationConfig:
     cudagraph_mode: CUDAGraphMode | None = setting(
         None, optional(enum_parser(CUDAGraphMode)), "split"
     )
-    compiler: str | Callable[..., Any] = setting("inductor", parse_compiler, "pieces")
-    on_compile_error: str = setting("raise", one_of("raise", "eager"), "pieces")
+    compiler: str | Callable[..., Any] | tuple[Any, ...] = setting(
+        "inductor", parse_compiler, "pieces"
+    )
     inductor_options: tuple[tuple[str, Any], ...] = setting((), parse_mapping, "inductor")
     splitting: str = setting("fx", one_of("fx", "breakable"), "pieces")
     splitting_ops: tuple[Any, ...] = setting((), parse_ops, "pieces")
@@ -356,9 +374,6 @@ class CompilationConfig:
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None, optional(parse_sizes), "pieces")
     compile_sizes: tuple[int | str, ...] | None = setting(
         None, optional(parse_compile_sizes), "trace"
-    )
-    compile_ranges_endpoints: tuple[int, ...] | None = setting(
-        None, optional(parse_endpoints), "trace"
     )
     capture_dim: str | None = setting(None, optional(parse_text), "trace")
     pad_lengths: tuple[int, ...] | None = setting(None, optional(parse_sizes), "trace")
@@ -436,7 +451,7 @@ class CompilationConfig:
             "pieces": self._splits,
             "trace": self.splitting == "fx",
             "graphs": self._splits or self.cudagraph_mode not in (None, CUDAGraphMode.NONE),
-            "inductor": self.compiler == "inductor" and self.mode is not CompilationMode.NONE,
+            "inductor": self.first_compiler == "inductor" and self.mode is not CompilationMode.NONE,
             "attention": self._holds_attention,
             "split": self._splits
             or self.cudagraph_mode is None
@@ -465,6 +480,16 @@ class CompilationConfig:
         if self.cudagraph_mode in (None, CUDAGraphMode.NONE):
             return self._splits
         return self.cudagraph_mode is not CUDAGraphMode.PIECEWISE
+
+    @property
+    def first_compiler(self) -> Any:
+        """What compiles a piece, without what takes over where that raises."""
+        return self.compiler[0] if isinstance(self.compiler, tuple) else self.compiler
+
+    @property
+    def compile_ranges_endpoints(self) -> tuple[int, ...] | None:
+        """The ends of ranges of sizes, see ``compile_sizes``; None without any."""
+        return ends_of(self.compile_sizes) or None
 
     @property
     def graph_passes(self) -> tuple[Any, ...]:

@@ -229,7 +229,7 @@ class ConfigError(CGCompileError, ValueError):
         passes: pass {name!r} cannot be left out: without it a graph cannot be split.
         What can be left out, as '-name': {known:list}.""")
     which_dimension = Template("""
-        cudagraph_capture_sizes, compile_sizes and compile_ranges_endpoints are sizes of one \
+        cudagraph_capture_sizes and compile_sizes are sizes of one \
         dynamic dimension of the inputs, but the graph has {dims:count} of them.
         Set capture_dim to one of: {dims:list}.""")
     sizes_of_which = Template("""
@@ -346,8 +346,8 @@ class PieceCompileError(CGCompileError, RuntimeError):
         op or cgcompile.eager_region() takes the op out of the piece.""")
     not_traced = Template("""
         {piece}: running it on fake values of this size raised {error:error}
-        The piece is from {where}. Leave the size out of compile_sizes, or \
-        compile_ranges_endpoints out, or take the op out of the piece with a splitting op.""")
+        The piece is from {where}. Leave the size, or the ranges, out of compile_sizes, \
+        or take the op out of the piece with a splitting op.""")
     bad_outputs = Template("""
         {piece}: what compiler {compiler!r} made must return a tuple or list of {expected} \
         outputs; found {found}.

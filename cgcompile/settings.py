@@ -402,13 +402,38 @@ def sizes_given(name: str, where: str, value: Any) -> tuple[int, ...]:
 ALL_CAPTURE_SIZES = "cudagraph_capture_sizes"
 
 
+UP_TO = "<="  # in front of the end of a range of sizes
+
+
 def parse_compile_sizes(value: Any) -> tuple[int | str, ...]:
-    """Like ``parse_sizes``; an item may be the name of the setting with all capture sizes."""
-    items = items_of(value)
-    if ALL_CAPTURE_SIZES not in items:
-        return parse_sizes(items)
-    numbers = [item for item in items if item != ALL_CAPTURE_SIZES]
-    return (ALL_CAPTURE_SIZES, *(parse_sizes(numbers) if numbers else ()))
+    """Parse sizes, ends of ranges such as ``"<=32"``, and the name of all capture sizes."""
+    numbers, ends, names = [], list[str](), list[str]()
+    for item in items_of(value):
+        if isinstance(item, str) and item.startswith(UP_TO):
+            ends.append(item.removeprefix(UP_TO))
+        elif item == ALL_CAPTURE_SIZES:
+            names = [item]
+        else:
+            numbers.append(item)
+    if not (names or numbers or ends):
+        raise ValueError(_COMPILE_SIZES)
+    try:
+        sizes, spans = (parse_sizes(items) if items else () for items in (numbers, ends))
+    except ValueError:
+        raise ValueError(_COMPILE_SIZES) from None
+    return (*names, *sizes, *(f"{UP_TO}{end}" for end in spans))
+
+
+_COMPILE_SIZES = (
+    "positive whole numbers, ends of ranges such as '<=32', or 'cudagraph_capture_sizes', as a "
+    "sequence or as text '1,2,<=32'"
+)
+
+
+def ends_of(sizes: Sequence[int | str] | None) -> tuple[int, ...]:
+    """Return the ends of ranges among the items of ``compile_sizes``."""
+    texts = (item for item in sizes or () if isinstance(item, str))
+    return tuple(int(item.removeprefix(UP_TO)) for item in texts if item.startswith(UP_TO))
 
 
 def sizes_meant(
@@ -494,9 +519,16 @@ def parse_names(value: Any) -> tuple[str, ...]:
 
 
 def parse_compiler(value: Any) -> Any:
-    if callable(value) or value in COMPILERS:
-        return value
-    raise ValueError(f"one of {', '.join(COMPILERS)}, or a callable (gm, fake_inputs) -> callable")
+    first, *others = items_of(value) or ("",)
+    if (callable(first) or first in COMPILERS) and others in ([], ["eager"]) and first != "eager":
+        return (first, *others) if others else first
+    if (first, others) == ("eager", []):
+        return first
+    names = ", ".join(COMPILERS)
+    raise ValueError(
+        f"one of {names}, or a callable (gm, fake_inputs) -> callable; with 'eager' behind it for "
+        "pieces where it raises"
+    )
 
 
 def parse_mapping(value: Any) -> tuple[tuple[str, Any], ...]:

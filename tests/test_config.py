@@ -62,7 +62,8 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
         ("passes", "-eliminate_clones, -mine,-mine", ("-eliminate_clones", "-mine")),
         ("cudagraph_capture_sizes", "8, 1,2,8", (1, 2, 8)),
         ("compile_sizes", "8, 1,2,8", (1, 2, 8)),
-        ("compile_ranges_endpoints", "32, 512", (32, 512)),
+        ("compile_sizes", "<=512, 9,<=32", (9, "<=32", "<=512")),
+        ("compiler", "inductor, eager", ("inductor", "eager")),
         ("kernels", "off", False),
         ("kernels", "auto", "auto"),
         ("dump_passes", "/tmp/passes", "/tmp/passes"),
@@ -87,6 +88,8 @@ def test_every_setting_by_every_door(
         ("check_state", "off", {"checks": ("metadata", "weights")}),
         ("poison", "1", {"debug": ("poison",)}),
         ("builtin_splitting_ops", "0", {"splitting_ops": ("-builtin",)}),
+        ("compile_ranges_endpoints", "32,512", {"compile_sizes": ("<=32", "<=512")}),
+        ("on_compile_error", "eager", {"compiler": ("inductor", "eager")}),
         ("disabled_passes", "eliminate_clones,mine", {"passes": ("-eliminate_clones", "-mine")}),
         ("strict", "1", {"on_fallback": "raise"}),
         ("warn_fallbacks", "0", {"on_fallback": "count"}),
@@ -146,7 +149,7 @@ def test_earlier_names_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.on_fallback, config.strict, config.warn_fallbacks) == ("count", False, False)
 
 
-def test_earlier_names_of_passes_and_splitting_ops() -> None:
+def test_earlier_names_of_lists() -> None:
     one, two = (cgcompile.passes.FunctionPass(name, lambda gm: gm) for name in ("one", "two"))
     with pytest.warns(FutureWarning, match="piece_passes is deprecated: use passes, such as"):
         config = CompilationConfig(piece_passes=(two,), graph_passes=one, disabled_passes="one")
@@ -155,6 +158,15 @@ def test_earlier_names_of_passes_and_splitting_ops() -> None:
     assert config.disabled_passes == ("one",)
     with pytest.warns(FutureWarning):
         assert dataclasses.replace(config, piece_passes=()).passes == (one, "-one")
+    with pytest.warns(FutureWarning):
+        config = CompilationConfig(compile_sizes="4,<=9", compile_ranges_endpoints=8)
+    assert (config.compile_sizes, config.compile_ranges_endpoints) == ((4, "<=8"), (8,))
+    assert config.sizes_to_compile == (4,)
+    with pytest.warns(FutureWarning):
+        config = CompilationConfig(compiler="aot", on_compile_error="eager")
+    assert (config.compiler, config.first_compiler) == (("aot", "eager"), "aot")
+    with pytest.warns(FutureWarning):
+        assert CompilationConfig(compiler="eager", on_compile_error="eager").compiler == "eager"
     with pytest.warns(FutureWarning):
         config = CompilationConfig(splitting_ops="a::b", builtin_splitting_ops=False)
     assert config.splitting_ops == ("-builtin", "a::b")
@@ -208,9 +220,12 @@ def test_a_setting_of_parts_names_them(value: Any) -> None:
         ("compile_sizes", (0,)),
         ("compile_sizes", ()),
         ("compile_sizes", ("cudagraph_capture_sizes", True)),
-        ("compile_ranges_endpoints", (512, 32)),
-        ("compile_ranges_endpoints", "32,32"),
-        ("compile_ranges_endpoints", (0, 4)),
+        ("compile_sizes", "<=two"),
+        ("compile_sizes", ("<=0",)),
+        ("compile_sizes", "<="),
+        ("compiler", "eager,inductor"),
+        ("compiler", "inductor,aot"),
+        ("compiler", ()),
         ("inductor_options", (5,)),
         ("passes", (3,)),
         ("passes", "eliminate_clones"),
@@ -318,7 +333,7 @@ def test_settings_that_a_mode_would_ignore_are_refused() -> None:
         ("passes", "-eliminate_noops"),
         ("dump_passes", "folder"),
         ("compile_sizes", "1,2"),
-        ("compile_ranges_endpoints", "8"),
+        ("compile_sizes", "<=8"),
     ],
 )
 def test_settings_of_a_trace_are_refused_without_one(name: str, value: Any) -> None:

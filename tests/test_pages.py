@@ -80,7 +80,7 @@ def test_the_page_of_settings_leaves_their_list_to_the_reference() -> None:
         "COMPILER",
         "compiler",
     ]
-    assert {"compile_sizes", "compile_ranges_endpoints"} <= {*names}
+    assert {"compile_sizes"} <= {*names}
 
 
 def rows_of_faults() -> list[list[str]]:

@@ -77,7 +77,7 @@ class Subject:
         """Return the user's tolerance; else bitwise where graphs hold eager's kernels."""
         config = self.config
         own = any(getattr(op, "impl", None) for op in config.splitting_ops)
-        uncompiled = config.compiler == "eager" and config.mode is CompilationMode.PIECEWISE
+        uncompiled = config.first_compiler == "eager" and config.mode is CompilationMode.PIECEWISE
         uncompiled |= config.mode is CompilationMode.NONE or self.wrapper is not None
         own |= config.kernel("decode_attention") is True  # on a CPU by ops of torch
         changed = bool(config.graph_passes or config.piece_passes or own)

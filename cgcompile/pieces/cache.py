@@ -65,7 +65,7 @@ def _facts_of_process(config: CompilationConfig) -> dict[str, str]:
         raise Unnameable(str(error)) from None
     return {
         "cgcompile": f"{__version__}, format {_FORMAT}",
-        "compiler": str(config.compiler),
+        "compiler": str(config.first_compiler),
         "passes": uuids,
         **inductor.versions(),
         **settings,
@@ -491,7 +491,7 @@ class Compiling:
         self._cache = cache
         self._compiler = compiler
         self._patches = dict(config.inductor_options)
-        self._compiles_with_inductor = config.compiler == "inductor"
+        self._compiles_with_inductor = config.first_compiler == "inductor"
         self._began = time.perf_counter()
         self._origins: list[PieceOrigin] = []
         self._facts: Mapping[str, str] = {}
@@ -505,10 +505,10 @@ class Compiling:
             self._why_not_saved = inductor.why_not_saved(self._patches)
         else:
             self._why_not_saved = "only Inductor saves"
-        if callable(config.compiler):
+        if callable(config.first_compiler):
             self._unnamed = "the compiler is the user's"
-        elif config.compiler not in ("inductor", "aot"):
-            self._unnamed = f"compiler {config.compiler!r} has nothing to keep"
+        elif config.first_compiler not in ("inductor", "aot"):
+            self._unnamed = f"compiler {config.first_compiler!r} has nothing to keep"
         else:
             try:
                 self._facts = _facts_of_process(config)

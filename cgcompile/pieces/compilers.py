@@ -40,7 +40,7 @@ def compile_pieces(
         SymbolError: the user's compiler fixed a dynamic size to a number. Where one of torch's own
             does that, it is logged: its guard makes Dynamo compile again for another size.
     """
-    compiler, chosen = _compiler_for(config), config.compiler
+    compiler, chosen = _compiler_for(config), config.first_compiler
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__name__", repr(chosen))
     variants = Variants(split, config)
     compiled: dict[int, Runnable] = {}
@@ -56,7 +56,7 @@ def compile_pieces(
                 compile_ahead(variant)
                 log.debug("compiling %s (%d ops) with %s", variant.name, piece.num_ops, name)
                 with variant.context():
-                    run = _compile_or_not(variant, work, name, config.on_compile_error)
+                    run = _compile_or_not(variant, work, name, isinstance(config.compiler, tuple))
                 if callable(chosen):
                     run = _checked_outputs(piece, name, run)
                 elif not piece.outputs:
@@ -111,11 +111,11 @@ def _runs_kernels(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _compile_or_not(variant: Variant, work: Compiling, name: str, on_error: str) -> Runnable:
+def _compile_or_not(variant: Variant, work: Compiling, name: str, or_eager: bool) -> Runnable:
     try:
         return _compile_one(variant, work, name)
     except PieceCompileError as error:
-        if on_error == "raise":
+        if not or_eager:
             raise
         log.warning("%s\n  It runs uncompiled.", error)
         work.failed(variant.name, str(error).splitlines()[0])
@@ -199,11 +199,13 @@ def _without_outputs(run: Runnable) -> Runnable:
 def _compiler_for(config: CompilationConfig) -> PieceCompiler:
     """Return the compiler of a configuration, whose Inductor settings are checked."""
     patches = inductor_patches(config)
-    if callable(config.compiler):
-        return config.compiler
-    if config.compiler == "eager":
+    compiler = config.first_compiler
+    if callable(compiler):
+        own: Callable[..., Any] = compiler
+        return own
+    if compiler == "eager":
         return _forward
-    if config.compiler == "aot":  # the functional ATen graph, run op by op
+    if compiler == "aot":  # the functional ATen graph, run op by op
         return lambda gm, fake_inputs: inductor.compile_aten(gm, fake_inputs, _forward)
     return lambda gm, fake_inputs: inductor.compile_inductor(gm, fake_inputs, patches)
 

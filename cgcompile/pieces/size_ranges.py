@@ -1,6 +1,6 @@
 """Compile one artifact of a piece per size range, and select one at each call.
 
-``compile_sizes`` lists sizes with an artifact each, ``compile_ranges_endpoints`` cuts all sizes
+``compile_sizes`` lists sizes with an artifact each, and ends of ranges that cut all sizes
 into ranges; both are about one dimension of the model's inputs, which is one symbol.
 :class:`Variants` decides what to compile of a piece. :class:`Ranged` runs: it reads the value of
 *that symbol* from the inputs of the piece, not of any integer among them.
@@ -93,7 +93,7 @@ class Variants:
         self._symbols = split.symbols
         self._sizes = [SizeRange(size, size) for size in config.sizes_to_compile]
         endpoints, self._small = config.compile_ranges_endpoints, False
-        if config.compiler == "inductor":
+        if config.first_compiler == "inductor":
             self._small = _on_device(split, config)
         self._named = None
         if self._sizes or endpoints is not None:
@@ -107,7 +107,7 @@ class Variants:
         # Steps of few rows are padded to the least capture size.
         self._own_range = (ROWS,) if min(captured, default=0) <= ROWS else ()
         self._likely = (*captured, *config.sizes_to_compile)
-        self._compiles = config.compiler != "eager"
+        self._compiles = config.first_compiler != "eager"
         self._constants = _constants(split)
         self._values: dict[SizeRange, dict[sympy.Symbol, int] | None] = {}
 
@@ -379,8 +379,8 @@ def fusion_texts(split: SplitGraph, config: CompilationConfig) -> Iterator[str]:
     try:
         if not _on_device(split, config):
             return
-        if config.compiler != "inductor":
-            yield f"small_batch: compiler {config.compiler!r} is not Inductor"
+        if config.first_compiler != "inductor":
+            yield f"small_batch: compiler {config.first_compiler!r} is not Inductor"
             return
         variants = Variants(split, config)
     except ConfigError as error:

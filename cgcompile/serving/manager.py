@@ -142,13 +142,9 @@ def _compiled(
     if config.mode is CompilationMode.NONE or config.splitting == "breakable":
         return model, config
     dims = {spec.name: {spec.dim: spec.counts} for spec in inputs if spec.argument}
-    sizes = (
-        config.cudagraph_capture_sizes,
-        config.compile_sizes,
-        config.compile_ranges_endpoints,
-    )
+    sizes = (config.cudagraph_capture_sizes, config.compile_sizes)
     tokens = [spec for spec in inputs if spec.argument and spec.counts == TOKENS]
-    if config.capture_dim is None and tokens and sizes != (None,) * 3:
+    if config.capture_dim is None and tokens and sizes != (None, None):
         config = replace(config, capture_dim=f"{tokens[0].name}.size()[{tokens[0].dim}]")
     return compile_model(model, config, dynamic_dims=dims, guards="none"), config
 

@@ -141,7 +141,7 @@ def test_a_piece_whose_compiler_raises_may_run_uncompiled(caplog) -> None:
             raise ValueError("no kernel for this")
         return gm.forward
 
-    backend = cgcompile.Backend(compiler=picky, on_compile_error="eager")
+    backend = cgcompile.Backend(compiler=(picky, "eager"))
     with torch.no_grad(), caplog.at_level("WARNING", logger="cgcompile"):
         assert torch.equal(torch.compile(model, backend=backend)(x), model(x))
     compilation = backend.graphs[0].compilation

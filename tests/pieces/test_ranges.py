@@ -153,21 +153,21 @@ def guarded(x):
 SERVED = {
     "sizes and ranges": (
         Sized(),
-        {"compile_sizes": (5, 9, 700), "compile_ranges_endpoints": (8, 32)},
+        {"compile_sizes": (5, 9, 700, "<=8", "<=32")},
         (6, "5 9 700 2-8 9-32 33-"),
         {2: "2-8", 5: "5", 8: "2-8", 9: "9", 10: "9-32", 32: "9-32", 33: "33-", 700: "700"},
     ),
     "sizes": (Sized(), {"compile_sizes": (2, 5)}, (6, "2 5 2-"), {2: "2", 5: "5", 33: "2-"}),
     "a range of one size that is listed": (
         Sized(),
-        {"compile_sizes": (2, 6), "compile_ranges_endpoints": (2, 5, 6)},
+        {"compile_sizes": (2, 6, "<=2", "<=5", "<=6")},
         (7, "2 6 3-5 7-"),
         {6: "6", 2: "2", 3: "3-5", 7: "7-"},
     ),
     "derived sizes": (derived, {"compile_sizes": (5,)}, (6, "5 2-"), {5: "5", 10: "2-"}),
     "ranges that a guard excludes": (
         guarded,
-        {"compile_ranges_endpoints": (6, 30)},
+        {"compile_sizes": ("<=6", "<=30")},
         (12, "9-30 31-"),
         {16: "9-30", 32: "31-"},
     ),
@@ -199,7 +199,7 @@ def test_which_artifact_runs(case) -> None:
     "compiler", ["eager", "aot", pytest.param("inductor", marks=pytest.mark.slow)]
 )
 def test_results_are_those_of_eager(compiler: str) -> None:
-    sizes = {"compile_sizes": (1, 2, 5), "compile_ranges_endpoints": (8,)}
+    sizes = {"compile_sizes": (1, 2, 5, "<=8")}
     model, step, backend = compiled(Sized(), compiler=compiler, **sizes)
     step(marked(batch(6)))
     check(model, step, 33, 5, 2, 6, 1, rtol=1e-4, atol=1e-5)
@@ -229,7 +229,7 @@ piece_0 by s0 = x.size()[0]
 @pytest.mark.slow
 def test_inductor_takes_its_own_artifacts_from_its_caches() -> None:
     """The second time all is found by torch's caches, and what is found has the right bounds."""
-    sizes = {"compile_sizes": (5,), "compile_ranges_endpoints": (8,)}
+    sizes = {"compile_sizes": (5, "<=8")}
     texts = []
     for _ in range(2):
         torch._dynamo.reset()
@@ -285,8 +285,11 @@ def test_a_static_artifact_knows_its_size() -> None:
     ("settings", "count"),
     [
         ({"compile_sizes": (2, 5, 9)}, 4),
-        ({"compile_ranges_endpoints": (8, 16)}, 3),
-        ({"compile_sizes": (2, 5), "compile_ranges_endpoints": (8,)}, 4),
+        (
+            {"compile_sizes": ("<=8", "<=16")},
+            3,
+        ),
+        ({"compile_sizes": (2, 5, "<=8")}, 4),
         ({"compile_sizes": "cudagraph_capture_sizes", "cudagraph_capture_sizes": (2, 4, 6)}, 4),
     ],
 )
@@ -340,7 +343,7 @@ class TwoDims(nn.Module):
 @pytest.mark.slow
 def test_the_named_dimension_decides_not_the_first_number() -> None:
     labels = Labels(position=1)
-    settings = {"compile_sizes": (5,), "compile_ranges_endpoints": (8,)}
+    settings = {"compile_sizes": (5, "<=8")}
 
     def compiler(gm, fake_inputs):
         return labels(gm, fake_inputs) if len(fake_inputs) > 3 else gm.forward
@@ -400,8 +403,7 @@ def test_a_capture_takes_the_artifact_of_the_padded_size(mode: str) -> None:
         compiler=labels,
         capture_device="host",
         cudagraph_capture_sizes=(4, 8),
-        compile_sizes="cudagraph_capture_sizes",
-        compile_ranges_endpoints=(16,),
+        compile_sizes="cudagraph_capture_sizes,<=16",
         cudagraph_mode=mode,
     )
     buffer = marked(torch.zeros(8, 4, D))
@@ -451,7 +453,7 @@ def guards(backend: cgcompile.Backend) -> list[str]:
 @pytest.mark.parametrize("compiler", ["aot", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_artifacts_of_some_sizes_add_no_guards_to_dynamo(compiler: str) -> None:
     kept = []
-    for sizes in ({}, {"compile_sizes": (2, 5)}, {"compile_ranges_endpoints": (8,)}):
+    for sizes in ({}, {"compile_sizes": (2, 5)}, {"compile_sizes": ("<=8",)}):
         torch._dynamo.reset()
         _, step, backend = compiled(Sized(), compiler=compiler, **sizes)
         step(marked(batch(6)))
@@ -471,7 +473,7 @@ def test_what_a_compiler_assumes_of_its_range_is_checked_at_each_call() -> None:
             assert size % 4 == 0 or size % 4 != 0  # a guard, whatever it is
         return lambda *inputs: ran.append(name) or gm.forward(*inputs)
 
-    model, step, backend = compiled(Sized(), compiler=compiler, compile_ranges_endpoints=(8,))
+    model, step, backend = compiled(Sized(), compiler=compiler, compile_sizes="<=8")
     step(marked(batch(12)))
     assert "sizes 9 and more, if Eq(Mod(s0, 4), 0)" in backend.graphs[0].artifacts
     for size, expected in ((16, ["9-"]), (13, []), (8, ["2-8"]), (7, ["2-8"])):
@@ -489,7 +491,7 @@ def test_a_bound_decides_comparisons_without_a_guard() -> None:
         decided[label(fake_inputs)] = bool(fake_inputs[0] <= 8)
         return gm.forward
 
-    _, step, backend = compiled(Sized(), compiler=compiler, compile_ranges_endpoints=(8,))
+    _, step, backend = compiled(Sized(), compiler=compiler, compile_sizes="<=8")
     step(marked(batch(6)))
     assert decided == {"2-8": True, "9-": False}
     assert "if" not in backend.graphs[0].artifacts.split()
@@ -501,7 +503,7 @@ NAMED = {"capture_dim": "x.size()[0]"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"compile_sizes": (2,), **NAMED}, {"compile_ranges_endpoints": (2,), **NAMED}],
+    [{}, {"compile_sizes": (2,), **NAMED}, {"compile_sizes": ("<=2",), **NAMED}],
 )
 def test_a_size_that_torch_itself_fixes(sizes: dict, caplog) -> None:
     """The artifact for all sizes is specialised under the others: the graph is traced again."""
@@ -527,7 +529,7 @@ def test_compiled_in_inference_mode(compiler: str) -> None:
         h = F.scaled_dot_product_attention(x, x, x)
         return h.add_(x.shape[0]).sin()
 
-    sizes = {"compile_sizes": (5,), "compile_ranges_endpoints": (8,)}
+    sizes = {"compile_sizes": (5, "<=8")}
     model, step, backend = compiled(writes, compiler=compiler, **sizes)
     with torch.inference_mode():
         step(marked(batch(6)))
@@ -570,7 +572,7 @@ def test_two_dimensions_that_a_guard_relates() -> None:
 @pytest.mark.slow
 def test_unbacked_sizes() -> None:
     labels = Labels()
-    sizes = {"compile_sizes": (1, 5), "compile_ranges_endpoints": (8,)}
+    sizes = {"compile_sizes": (1, 5, "<=8")}
     model, step, backend = compiled(build(CASES["sdpa"]), compiler=labels, **sizes)
     x = batch(6)
     torch._dynamo.decorators.mark_unbacked(x, 0)
@@ -688,7 +690,7 @@ HARD += (
 @pytest.mark.parametrize("name", HARD)
 def test_pieces_of_every_kind(name: str) -> None:
     case = CASES[name]
-    sizes = {"compile_sizes": case.sizes[:1], "compile_ranges_endpoints": (4,)}
+    sizes = {"compile_sizes": (*case.sizes[:1], "<=4")}
     backend = check_against_eager(case, "aot", **sizes)
     texts = [graph.artifacts for graph in backend.graphs]
     assert any(f"\n  size {case.sizes[0]}\n  sizes " in text for text in texts)
@@ -713,7 +715,7 @@ def test_state_that_pieces_switch(name: str) -> None:
                 h = self.linear(x)
                 return F.scaled_dot_product_attention(h, h, h).sin() @ self.linear.weight
 
-    sizes = {"compile_sizes": (5,), "compile_ranges_endpoints": (8,)}
+    sizes = {"compile_sizes": (5, "<=8")}
     model, step, backend = compiled(Stateful(), compiler="aot", **sizes)
     step(marked(batch(6)))
     check(model, step, 5, 6, 9)
@@ -741,7 +743,7 @@ def test_a_compiler_that_raises_for_one_size(failing: str, where: str) -> None:
             raise ValueError("no kernel for this")
         return gm.forward
 
-    sizes = {"compile_sizes": (5,), "compile_ranges_endpoints": (8,)}
+    sizes = {"compile_sizes": (5, "<=8")}
     error = raised(Sized(), marked(batch(6)), compiler=broken, **sizes)
     assert isinstance(error, PieceCompileError)
     assert f"{where}: compiler 'broken' raised ValueError: no kernel for this" in str(error)
@@ -779,7 +781,7 @@ def test_a_users_compiler_may_not_fix_a_size_of_a_range() -> None:
             int(fake_inputs[0])
         return gm.forward
 
-    error = raised(Sized(), marked(batch(6)), compiler=narrow, compile_ranges_endpoints=(8,))
+    error = raised(Sized(), marked(batch(6)), compiler=narrow, compile_sizes="<=8")
     assert isinstance(error, SymbolError)
     assert "piece_0, sizes 9 and more" in str(error)
     assert "fixed the dynamic dimension" in str(error)
@@ -797,7 +799,7 @@ def test_a_size_that_the_model_refuses() -> None:
     assert "compile_sizes: size 10 of s0 = x.size()[0] is refused" in str(error)
 
 
-@pytest.mark.parametrize("settings", [{"compile_sizes": 5}, {"compile_ranges_endpoints": 8}])
+@pytest.mark.parametrize("settings", [{"compile_sizes": 5}, {"compile_sizes": "<=8"}])
 @pytest.mark.parametrize("compiler", ["eager", "aot"])
 def test_several_dimensions_need_a_name(settings: dict, compiler: str) -> None:
     inputs = marked(torch.randn(7, D)), marked(batch(6))
