@@ -10,8 +10,11 @@ import sys
 from collections.abc import Callable, Mapping
 from dis import get_instructions
 from functools import lru_cache
+from threading import get_ident
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, cast
+
+_monitoring: Any = getattr(sys, "monitoring", None)  # since Python 3.12
 
 # Python's own libraries, torch, and what torch is built on.
 _CLOSED = sys.stdlib_module_names | {"torch", "functorch", "triton", "numpy", "cgcompile", "jinja2"}
@@ -95,8 +98,9 @@ def runs_closed(function: FunctionType) -> bool:
 class RanCode:
     """Context manager: notes the code that runs in this thread; not in imports or eager breaks."""
 
-    # By a trace function, which is called once a Python call; that of a debugger goes on. What the
-    # first capture of a process imports is no code of the model: it does not run again.
+    # Python 3.12 and later report the first call of each code object. Older versions call a trace
+    # function once a Python call, and run slower meanwhile; that of a debugger goes on.
+    # What the first capture of a process imports is no code of the model: it does not run again.
 
     def __init__(self, is_recording: Callable[[], bool] = lambda: True) -> None:
         self.codes: dict[CodeType, dict[str, Any]] = {}  # with their globals
@@ -111,15 +115,53 @@ class RanCode:
 
     def __enter__(self) -> "RanCode":
         self._caller = id(sys._getframe(1))  # which runs until the end
-        self._before: Any = sys.gettrace()
-        sys.settrace(self._note)
+        self._thread, self._tool = get_ident(), _free_tool()
+        if self._tool is not None:
+            events = _monitoring.events.PY_START
+            _monitoring.use_tool_id(self._tool, "cgcompile")
+            _monitoring.register_callback(self._tool, events, self._note_start)
+            _monitoring.set_events(self._tool, events)
+            _monitoring.restart_events()
+        else:
+            self._before: Any = sys.gettrace()
+            sys.settrace(self._trace)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if sys.gettrace() == self._note:  # else the code has begun to debug
+        if self._tool is not None:
+            _monitoring.set_events(self._tool, 0)
+            _monitoring.register_callback(self._tool, _monitoring.events.PY_START, None)
+            _monitoring.free_tool_id(self._tool)
+        elif sys.gettrace() == self._trace:  # else the code has begun to debug
             sys.settrace(self._before)
 
-    def _note(self, frame: FrameType, event: str, argument: Any) -> Any:
+    @staticmethod
+    def pause() -> "RanCode | None":
+        """Remove the trace function of this thread if it only notes; return what notes again."""
+        trace = sys.gettrace()
+        if getattr(trace, "__func__", None) is not RanCode._trace:
+            return None
+        ran: RanCode = cast(Any, trace).__self__
+        if ran._before is not None:
+            return None
+        sys.settrace(None)
+        return ran
+
+    def resume(self) -> None:
+        """Set the trace function that :meth:`pause` removed."""
+        sys.settrace(self._trace)
+
+    def _note_start(self, code: CodeType, offset: int) -> Any:
+        if get_ident() != self._thread:
+            return None
+        self._note(sys._getframe(1))
+        return _monitoring.DISABLE if code in self.codes else None
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        self._note(frame)
+        return None if self._before is None else self._before(frame, event, argument)
+
+    def _note(self, frame: FrameType) -> None:
         code, scope = frame.f_code, frame.f_globals
         if code not in self.codes and self._is_recording() and not self._is_importing(frame):
             self.codes[code] = scope
@@ -127,7 +169,6 @@ class RanCode:
                 for name in names_loaded(code)[1] & scope.keys():
                     if isinstance(scope[name], (dict, list)):
                         self._containers.setdefault(name, (scope[name], _contents(scope[name])))
-        return None if self._before is None else self._before(frame, event, argument)
 
     def _is_importing(self, frame: FrameType | None) -> bool:
         while frame is not None and id(frame) != self._caller:
@@ -135,6 +176,13 @@ class RanCode:
                 return True
             frame = frame.f_back
         return False
+
+
+def _free_tool() -> int | None:
+    """Return an identity of a tool that Python can report to; None if there is none."""
+    if _monitoring is None:
+        return None
+    return next((at for at in (3, 4) if _monitoring.get_tool(at) is None), None)  # of no purpose
 
 
 def _contents(value: Any) -> list[int]:

@@ -35,6 +35,7 @@ import torch
 
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import storage_bytes
+from cgcompile.graphs.code_names import RanCode
 from cgcompile.graphs.device import is_recording, recording
 from cgcompile.graphs.host_rules import (
     OpRules,
@@ -340,6 +341,7 @@ class _Recorder(OpRules):
         self._made: set[int] = set()  # addresses of storages that this capture allocated
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._profiles = False  # whether the profile function of this thread is ours
+        self._paused: RanCode | None = None  # while the recorder's code runs
         self._op_name = ""  # whose body runs
         self._ended = False
         self.refused: CaptureError | None = None  # a capture that met one of these is lost
@@ -594,6 +596,10 @@ class _Recorder(OpRules):
             self._profiles = sys.getprofile() is None
         if self._profiles:
             sys.setprofile(self._profile if on else None)
+        if not on:
+            self._paused = RanCode.pause()
+        elif self._paused is not None:
+            self._paused.resume()
 
     def _profile(self, frame: FrameType, event: str, function: Any) -> None:
         if event != "c_call" or getattr(function, "__name__", "") not in ("tolist", "numpy"):

@@ -5,6 +5,7 @@ import gc
 import importlib
 import pathlib
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from torch import nn
 
 import cgcompile
 from cgcompile.errors import AddressChangedError, HostValueChangedError
-from cgcompile.graphs.code_names import names_loaded
+from cgcompile.graphs.capture import capture
+from cgcompile.graphs.code_names import RanCode, names_loaded
+from cgcompile.graphs.pool import GraphPool
+from cgcompile.testing.host import HostDevice
 
 SETTING = 1.0
 
@@ -165,6 +169,45 @@ def test_state_of_an_engine_that_its_method_does_not_read(name: str) -> None:
     assert (served.counters().captures, served.counters().replays) == (1, 4)
     engine.temperature = 3.0
     refused(served, r"self\.temperature is 3\.0")
+
+
+def times_setting(x: torch.Tensor) -> torch.Tensor:
+    return x * SETTING
+
+
+@pytest.mark.parametrize("first", ["another capture", "another thread"])
+def test_code_that_ran_elsewhere_first_is_noted(first: str, monkeypatch: Any) -> None:
+    def in_a_thread(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=times_setting, args=(torch.ones(1),))
+        thread.start()
+        thread.join()
+        return times_setting(x) + 1
+
+    step = in_a_thread if first == "another thread" else (lambda x: times_setting(x) + 1)
+    if first == "another capture":
+        captured("CUDAGraphWrapper", times_setting)
+    served = captured("CUDAGraphWrapper", step)
+    replays(served, step)
+    monkeypatch.setitem(globals(), "SETTING", 3.0)
+    refused(served, "global SETTING is 3.0, was 1.0")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="no function is called for each call")
+def test_code_of_the_recorder_is_not_traced() -> None:
+    ran = RanCode()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with ran:
+            return times_setting(times_setting(x))
+
+    x = torch.ones(ROWS)
+    graph, result = capture(functools.partial(step, x), GraphPool(HostDevice()), "step")
+    x.fill_(4.0)
+    graph.replay()
+    torch.testing.assert_close(result, times_setting(times_setting(x)))
+    noted = [scope["__name__"] for scope in ran.codes.values()]
+    assert times_setting.__code__ in ran.codes
+    assert noted.count("cgcompile.testing.host") <= 2  # what turns the trace off
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["before the capture", "in the step"])
