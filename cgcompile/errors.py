@@ -766,9 +766,9 @@ class ManagerError(CGCompileError, RuntimeError):
         No cudagraph for {num_tokens} tokens; captured FULL: {captured:list none}.
         Take a size from get_cudagraph_size(), and call capture() before.""")
     no_replay = Template("""
-        run_fullgraph: FULL, {batch} cannot be replayed here: gradients are required, or a \
-        capture or an eager region is open.
-        Call it under no_grad() or inference_mode(), outside of captures and of eager_region().""")
+        run_fullgraph: FULL, {batch} cannot be replayed here: {why}
+        Call it under no_grad() or inference_mode(), outside of captures and of eager_region(); \
+        after another change of the model, call release() and capture().""")
     capture_mode = Template("""
         cannot capture in mode {mode}; expected PIECEWISE or FULL.
         NONE has no graphs; pairs such as FULL_AND_PIECEWISE are captured one by one.""")

@@ -36,7 +36,6 @@ LIBRARY = {ROOT / "cgcompile", ROOT / "passes"}
 # Whether a call may have a graph, whether there is one, and what happens else.
 STATE_MACHINES = (
     "StepTable.run",
-    "CudaGraphManager._step",
     "EncoderCalls._graph_for",
 )
 # What compares anything with the time of a capture or a trace, before a replay.

@@ -176,6 +176,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "now": "a tensor (8, 5) with strides (16, 1) of torch.int32",
     },
     "HostValueChangedError.other_arguments": {"before": "1 argument", "now": "0 arguments"},
+    "ManagerError.no_replay": {"why": "gradients: an input, a weight or a result requires grad"},
     "ManagerError.output": {"found": "[8, 16]", "rows": "tokens"},
     "ManagerError.presence": {"found": True},
     "PieceCompileError.bad_outputs": {"expected": 2, "found": "no list"},

@@ -268,8 +268,9 @@ class Call(Generic[S_]):
     def enter(self) -> None:
         """Check that a graph may run in the forward context of the call."""
 
-    def find(self) -> None:
-        """Find the steps for the weights of the call."""
+    def find(self) -> list[S_] | None:
+        """Return the steps captured for the key of the call, the one used last first."""
+        return self.steps.captured.get(self.key)
 
     def compare(self, step: S_) -> None:
         """Raise GuardError where the call differs from the captured one."""
@@ -297,9 +298,9 @@ class Call(Generic[S_]):
     def plain(self, why: Fallback) -> Any:
         """Run the step without a graph."""
 
-    def label(self) -> Any:
-        """Return the name of the call in the counts, or shapes; empty for its descriptor."""
-        return ""
+    def count(self, timeline: Timeline, why: Fallback) -> None:
+        """Count a plain run."""
+        timeline.plain(why)
 
 
 class StepLock:
@@ -375,7 +376,7 @@ class StepTable:
         why = call.explain(why)
         refuse_strict(self._strict, self.name, why, self.timeline.expected)
         result = ran[0] if ran else call.plain(why)
-        self.timeline.plain(why, call.label())
+        call.count(self.timeline, why)
         return result
 
     def degrade(self, why: Fallback, what: str = "") -> None:
@@ -387,28 +388,28 @@ class StepTable:
         """Replay or capture a call."""
         running = self.running
         with running.lock:
-            running.owner = get_ident()
+            thread = running.owner = get_ident()
             try:
-                call.find()
-                captured = call.steps.captured.get(call.key)
+                captured = call.find()
                 if not captured:
                     return self._capture(call)
+                step = captured[0]
                 try:
-                    call.compare(captured[0])
+                    call.compare(step)
                 except GuardError as error:
-                    return self._changed(call, captured, error)
-                return self._replay(call, captured[0])
+                    other = self._other(call, captured, error)
+                    if other is None:
+                        return self._capture(call)
+                    step = other
+                if self.thread.ident != thread:
+                    self._admit(call)
+                if self.debug:
+                    call.expire()
+                result = call.replay(step)
+                self.timeline.replayed()
+                return result
             finally:
                 running.owner = 0
-
-    def _replay(self, call: Call[S_], step: S_) -> Any:
-        if self.thread.ident != self.running.owner:
-            self._admit(call)
-        if self.debug:
-            call.expire()
-        result = call.replay(step)
-        self.timeline.replayed()
-        return result
 
     def _admit(self, call: Call[S_]) -> None:
         """Refuse to overwrite results of another thread that may be in use."""
@@ -417,8 +418,12 @@ class StepTable:
         elif self.thread.is_other():
             raise RunPlain(OTHER_THREAD)
 
-    def _changed(self, call: Call[S_], captured: list[S_], error: GuardError) -> Any:
-        """Follow ``on_input_change``: ``error`` refused the step that was used last."""
+    def _other(self, call: Call[S_], captured: list[S_], error: GuardError) -> S_ | None:
+        """Follow ``on_input_change`` where a call differs from the step that was used last.
+
+        Returns:
+            Another step, whose contract holds; None: the call is to be captured.
+        """
         if self.on_change == "eager":
             raise RunPlain(Fallback(Reason.INPUT_CHANGED, str(error).splitlines()[0]))
         if self.on_change != "recapture":
@@ -429,11 +434,11 @@ class StepTable:
             except GuardError:
                 continue
             captured.insert(0, captured.pop(index))
-            return self._replay(call, step)
+            return step
         if sum(1 for _ in call.steps) >= self._most:
             detail = f"{self._most} steps are captured (max_captured_shapes); on_input_change"
             raise RunPlain(Fallback(Reason.TOO_MANY_SHAPES, detail))
-        return self._capture(call)
+        return None
 
     def _capture(self, call: Call[S_]) -> Any:
         """Capture a step that has no graph, unless a reason forbids it."""

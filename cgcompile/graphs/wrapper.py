@@ -161,6 +161,21 @@ class CUDAGraphEntry:
     context: Contract | None = None
     state: StateContract | None = None
 
+    def check_managed(self, what: str, context: Any = None) -> None:
+        """Compare all but arguments and weights; ``context`` has the metadata, if there are any.
+
+        Raises:
+            AddressChangedError: a tensor of the metadata has another address, or one was dropped.
+            HostValueChangedError: another setting of torch, or another value.
+        """
+        if self.guard is not None:
+            self.guard.check_settings(what, self.batch_descriptor)
+        if self.context is not None and context is not None:
+            self.context.check(what, self.batch_descriptor, context)
+        if self.state is not None:
+            self.state.check(what, self.batch_descriptor)
+        self.sequence.check_held()
+
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
         """Compare arguments and weights with those of the capture.
 
@@ -280,7 +295,7 @@ def _fallback_or_raise(error: CaptureError) -> Fallback:
     return Fallback(Reason.CAPTURE_FAILED, text)
 
 
-class _WrapperCall(Call[CUDAGraphEntry]):
+class WrapperCall(Call[CUDAGraphEntry]):
     """A call of a wrapper, under the mode and the descriptor of its forward context."""
 
     __slots__ = ("_args", "_compared", "_kwargs", "_wrapper")
@@ -289,7 +304,6 @@ class _WrapperCall(Call[CUDAGraphEntry]):
         self, wrapper: "CUDAGraphWrapper", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._wrapper, self._args, self._kwargs = wrapper, args, kwargs
-        self._compared = args, kwargs  # passed as at the capture
         self.steps = wrapper.captured_steps
 
     def enter(self) -> None:
@@ -300,17 +314,21 @@ class _WrapperCall(Call[CUDAGraphEntry]):
         self.descriptor = context.batch_descriptor
         self.key = context.cudagraph_runtime_mode, self.descriptor
 
-    def compare(self, step: CUDAGraphEntry) -> None:
-        args, kwargs, guard = self._args, self._kwargs, step.guard
+    def check_gradients(self, step: CUDAGraphEntry) -> None:
+        """Raise RunPlain where the result has to be differentiable."""
         needs_grad = step.needs_grad
         if torch.is_grad_enabled() and step.weights is not None:
             needs_grad = needs_grad or step.weights.requires_grad
-        if gradients_due(needs_grad, args, kwargs):
+        if gradients_due(needs_grad, self._args, self._kwargs):
             raise RunPlain(GRADIENTS)
+
+    def compare(self, step: CUDAGraphEntry) -> None:
+        args, kwargs, guard = self._args, self._kwargs, step.guard
+        self.check_gradients(step)
         if guard is not None and not guard.has_form(args, kwargs):
             args, kwargs = guard.in_form(self._wrapper.unwrap(), args, kwargs)
         step.check(args, kwargs, self._wrapper.name)
-        self._compared = args, kwargs
+        self._compared = args, kwargs  # passed as at the capture
 
     def replay(self, step: CUDAGraphEntry) -> Any:
         args, kwargs = self._compared
@@ -357,7 +375,7 @@ class _WrapperCall(Call[CUDAGraphEntry]):
         pool = self._wrapper.pool
         assert pool is not None
         for owner in {None, self._wrapper._owner(self.descriptor)}:
-            pool.stale.expire(owner, torch_ops.tree_tensors(self._compared))
+            pool.stale.expire(owner, torch_ops.tree_tensors((self._args, self._kwargs)))
 
 
 class CUDAGraphWrapper(Transparent):
@@ -470,7 +488,7 @@ class CUDAGraphWrapper(Transparent):
             HostValueChangedError: an input has another value, layout or structure.
             BaseException: what ``runnable`` raised, unchanged; no graph is kept then.
         """
-        return self.step_table.run(_WrapperCall(self, args, kwargs))
+        return self.step_table.run(WrapperCall(self, args, kwargs))
 
     def _check_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that a step with these inputs can be captured; create the pool on first use."""
@@ -667,11 +685,7 @@ class CUDAGraphWrapper(Transparent):
         Callers must not change that. ``poison`` leaves ``inputs`` alone. Compared with the capture
         are the settings of torch, and whether the program still has tensors that are no arguments.
         """
-        if entry.guard is not None:
-            entry.guard.check_settings(self.name, entry.batch_descriptor)
-        if entry.state is not None:
-            entry.state.check(self.name, entry.batch_descriptor)
-        entry.sequence.check_held()
+        entry.check_managed(self.name)
         entry.sequence.replay(inputs, None, runner)
         self.timeline.replayed()
         return entry.output

@@ -334,7 +334,7 @@ class _GraphCall(Call[Recording]):
         graph.fast_paths.refuse_inside()
         self._mode = graph._dispatch.mode_for(self.context)
 
-    def find(self) -> None:
+    def find(self) -> list[Recording] | None:
         graph, context, inputs = self._graph, self.context, self._inputs
         key = self.key = graph._dispatch.key(self._mode, context, inputs)
         mutated = graph._dispatch.mutated if context is None else ()
@@ -348,6 +348,7 @@ class _GraphCall(Call[Recording]):
                 graph.fast_paths.drop()
             elif recording.from_other_weights and recording.chain_moved(inputs):
                 self._drop_moved(recording)
+        return self.steps.captured.get(key)
 
     def _drop_moved(self, recording: Recording) -> None:
         """Drop a step whose input, a result of other weights, moved, unless it moves too often."""
@@ -501,7 +502,8 @@ class _GraphCall(Call[Recording]):
             graph._weight_sets.ran_plain(inputs, result)
         return graph._frozen.restore(result)
 
-    def label(self) -> dict[str, Sequence[int]] | str:
+    def count(self, timeline: Timeline, why: Fallback) -> None:
         if self.context is not None:
-            return ""
-        return self._graph._shapes(self._passed + self._graph._frozen.for_plain_run)
+            return timeline.plain(why)
+        shapes = self._graph._shapes(self._passed + self._graph._frozen.for_plain_run)
+        timeline.plain(why, shapes)

@@ -289,6 +289,7 @@ class StaticInputs:
             for spec in self.specs
         }
         self.buffers: dict[str, torch.Tensor] = {n: h.whole for n, h in self._held.items()}
+        self._optional = [spec.name for spec in self.specs if spec.optional]
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self._ring = UploadRing(where, max((spec.host_slots for spec in self.specs), default=1))
         self._idle: dict[str, torch.Tensor] = {}
@@ -309,6 +310,10 @@ class StaticInputs:
             InputBufferError: an unknown name, a missing one, a wrong shape or dtype, a None for an
                 input that is not optional, or more rows than the buffers have.
         """
+        self._check(values, real)
+        self.check_sizes(real)
+
+    def _check(self, values: Mapping[str, torch.Tensor | None], real: tuple[int, int]) -> None:
         if type(values) is not dict:
             require_kind("inputs", "batch", values, Mapping)
         for name, value in values.items():
@@ -327,7 +332,6 @@ class StaticInputs:
         for spec in self.specs if len(values) < len(self.specs) else ():
             if not spec.optional and spec.name not in values:
                 raise InputBufferError.missing(name=spec.name)
-        self.check_sizes(real)
 
     def check_sizes(self, real: tuple[int, int]) -> None:
         """Raise InputBufferError if (tokens, requests) are more than the buffers have."""
@@ -390,16 +394,19 @@ class StaticInputs:
             held = self._held.get(name)
             if held is not None and not held.shared and isinstance(value, torch.Tensor):
                 held.shared = held.is_front(value)
-        self.check(values, real)
+        self._check(values, real)
         if padded[0] > self._most[0] or padded[1] > self._most[1]:
+            self.check_sizes(real)
             raise InputBufferError.too_large(real=padded, most=self._most)
         if real[0] > padded[0] or real[1] > padded[1]:
+            self.check_sizes(real)
             raise InputBufferError.not_padded(real=real, padded=padded)
         self._write(values, padded)
-        left_out = {name for name, value in values.items() if value is None}
-        left_out |= {s.name for s in self.specs if s.optional and s.name not in values}
-        views = self.views(*padded)
-        return {name: None if name in left_out else view for name, view in views.items()}
+        views: dict[str, torch.Tensor | None] = {**self.views(*padded)}
+        for name in self._optional:
+            if values.get(name) is None:
+                views[name] = None
+        return views
 
     def _write(self, values: Mapping[str, torch.Tensor | None], padded: tuple[int, int]) -> None:
         uploads = []

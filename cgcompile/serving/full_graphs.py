@@ -1,24 +1,108 @@
-"""The FULL graphs of one manager: :class:`FullGraphs` records, finds and guards them."""
+"""The FULL graphs of one manager: :class:`FullGraphs` records, finds and guards them.
+
+A step is a call of the step table, :class:`FullCall`. It differs from that of a wrapper in this:
+its arguments are the buffers of the manager, which are not compared; the forward context is entered
+where there is no replay, because a graph does not read it; a result is cut to the real rows.
+"""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
+
 from cgcompile.compile import CompiledModel
 from cgcompile.config import CompilationConfig, CUDAGraphMode
+from cgcompile.context import ForwardContext
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
+from cgcompile.graphs.capture import holder_here, inside_capture
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import StaleResults, track_result
-from cgcompile.graphs.wrapper import ManagedStep, gradients_due
-from cgcompile.serving.batch import GraphHooks
+from cgcompile.graphs.steps import INSIDE_CAPTURE
+from cgcompile.graphs.timeline import Timeline
+from cgcompile.graphs.wrapper import CUDAGraphEntry, ManagedStep, WrapperCall, gradients_due
+from cgcompile.reasons import Fallback, Reason, RunPlain
+from cgcompile.serving.batch import GraphHooks, Metadata
 from cgcompile.serving.buffers import Outputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, check_numbers
 
 FULL = CUDAGraphMode.FULL
+Sizes = tuple[int, int]  # tokens, requests
 REMEDY = "release(), capture()"  # of a manager whose weights were replaced
+
+
+class FullCall(WrapperCall):
+    """A step of a manager: on its graph, or under the forward context that it enters itself."""
+
+    __slots__ = ("in_context", "metadata", "padded", "ran_plain", "real")
+
+    def __init__(
+        self,
+        full: "FullGraphs",
+        descriptor: BatchDescriptor,
+        arguments: dict[str, Any],
+        metadata: Metadata | None,  # None: not compared
+        padded: Sizes,
+        real: Sizes,
+        in_context: Callable[["FullCall"], AbstractContextManager[ForwardContext | None]],
+    ) -> None:
+        wrapper = self._wrapper = full.wrapper
+        self._args, self._kwargs, self.steps = (), arguments, wrapper.captured_steps
+        self.descriptor, self.key = descriptor, (FULL, descriptor)
+        self.metadata, self.padded, self.real = metadata, padded, real
+        self.in_context = in_context
+        self.ran_plain: Fallback | None = None  # why it, or a part of it, has run without a graph
+
+    def enter(self) -> None:
+        if holder_here() is not None:  # inside of any other capture no buffer is staged
+            raise RunPlain(INSIDE_CAPTURE)
+
+    def compare(self, step: CUDAGraphEntry) -> None:
+        if torch.is_grad_enabled():
+            self.check_gradients(step)
+        step.check_managed(self._wrapper.name, self.metadata)
+
+    def replay(self, step: CUDAGraphEntry) -> Any:
+        step.sequence.replay()
+        return step.output
+
+    def record(self) -> tuple[CUDAGraphEntry, Any]:
+        with self.in_context(self) as context:
+            recorded = super().record()
+        self.ran_plain = None if context is None else context.ran_plain
+        return recorded
+
+    def plain(self, why: Fallback) -> Any:
+        with self.in_context(self):
+            return super().plain(why)
+
+    def count(self, timeline: Timeline, why: Fallback) -> None:
+        self.ran_plain = why
+        timeline.plain(why, self.descriptor)
+
+
+class FilledCall(FullCall):
+    """A replay on what the buffers hold; without a graph it is an error."""
+
+    __slots__ = ()
+
+    def __init__(self, full: "FullGraphs", descriptor: BatchDescriptor) -> None:
+        sizes = descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens
+        super().__init__(full, descriptor, {}, None, sizes, sizes, lambda _: nullcontext())
+
+    def enter(self) -> None:
+        if inside_capture():
+            raise RunPlain(INSIDE_CAPTURE)
+
+    def check_due(self) -> None:
+        raise RunPlain(Fallback(Reason.NOT_CAPTURED, "no captured step is equal to this one"))
+
+    def plain(self, why: Fallback) -> Any:
+        raise ManagerError.no_replay(batch=str(self.descriptor), why=why)
 
 
 class FullGraphs:
@@ -62,6 +146,13 @@ class FullGraphs:
         if gradients_due(False, (result,), {}):  # runs plain then, and must stay differentiable
             return result
         return self.outputs.keep(result, self.sizes)
+
+    def run(self, call: FullCall) -> Any:
+        """Run a step on its graph, capture that, or run it plain; return the real rows."""
+        padded = self.sizes = call.padded
+        result = self.wrapper.step_table.run(call)
+        cut = self.outputs.replayed if call.ran_plain is None else self.outputs.real
+        return cut(result, padded, call.real)
 
     def guard_bound(self) -> None:
         """Guard the weights that the traces of a model without guards have bound."""

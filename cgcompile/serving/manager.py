@@ -25,15 +25,15 @@ from cgcompile.errors import BatchError, CaptureError, ConfigError, ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.capture import bulk_captures, postponed_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set
-from cgcompile.graphs.device import capture_device
+from cgcompile.graphs.device import capture_device, wait_for_inputs
 from cgcompile.graphs.pool import GraphMemory, GraphPool, StepThread
 from cgcompile.graphs.results import check_debug
-from cgcompile.graphs.steps import check_here, refuse_strict
+from cgcompile.graphs.steps import refuse_strict
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.ladders import padding_table
 from cgcompile.locks import new_lock, owns_lock
 from cgcompile.modes import AttentionCGSupport
-from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason, RunPlain
+from cgcompile.reasons import EXPECTED, Counters, Fallback, Reason
 from cgcompile.serving.batch import (
     NO_WORK,
     Batch,
@@ -45,7 +45,7 @@ from cgcompile.serving.batch import (
 from cgcompile.serving.buffers import TOKENS, InputBuffer, Outputs, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, check_numbers
 from cgcompile.serving.errors import AgreementError, InputBufferError
-from cgcompile.serving.full_graphs import REMEDY, FullGraphs
+from cgcompile.serving.full_graphs import REMEDY, FilledCall, FullCall, FullGraphs
 from cgcompile.serving.memory_plan import (
     MemoryMeter,
     MemoryPlan,
@@ -664,7 +664,8 @@ class CudaGraphManager:
             self._across = self.agreement.across(descriptor.num_tokens)
         self._check_weights(mode, descriptor)
         self._step(self._prepare(descriptor, phase), mode, descriptor)
-        self._guard_traces()
+        if self.backend is not None:
+            self._guard_traces(self.backend)
 
     def num_compilations(self) -> int:
         """Return how often the model was compiled so far, the largest number of all ranks."""
@@ -861,14 +862,15 @@ class CudaGraphManager:
                 result = self._step(batch, NONE, chosen.descriptor)
             else:
                 result, chosen = self._around_replay(self._run_graph, batch, chosen)
-        self._guard_traces()
+        if self.backend is not None:
+            self._guard_traces(self.backend)
         self.statistics.record(batch.num_tokens, chosen)
         return result
 
-    def _guard_traces(self) -> None:
+    def _guard_traces(self, backend: Backend) -> None:
         """Guard the weights of traces that are new since the last step."""
-        if self.backend is not None and self._guarded != self.backend.num_compilations:
-            self._guarded = self.backend.num_compilations
+        if self._guarded != backend.num_compilations:
+            self._guarded = backend.num_compilations
             self._full.guard_bound()
 
     def _around_replay(self, step: Callable[..., Any], *args: Any) -> Any:
@@ -886,7 +888,7 @@ class CudaGraphManager:
     def _run_graph(self, batch: Batch, chosen: Dispatched) -> tuple[Any, Dispatched]:
         """Run a step on its graph, or capture that after one warming step; return how it ran."""
         mode, descriptor, _ = chosen
-        if self.dispatcher.is_captured(mode, descriptor):
+        if self.dispatcher.only_captured or self.dispatcher.is_captured(mode, descriptor):
             result, why = self._step(batch, mode, descriptor), self._ran_plain
         elif (mode, descriptor) in self._warmed:
             result, why = self._capture_step(batch, mode, descriptor)
@@ -933,46 +935,38 @@ class CudaGraphManager:
                 raise ManagerError.not_metadata(found=metadata)
             if mode is FULL and metadata.attn_metadata is None:
                 raise ManagerError.no_metadata(batch=str(descriptor))
-        entry = None
-        # The arguments are views of our own buffers, and a graph reads no context: where a change
-        # of the inputs raises, a replay needs no further check.
-        direct = mode is FULL and self._config.on_input_change == "raise"
-        if direct and self._may_replay_here():
-            entry = full.wrapper.entry_of(FULL, descriptor)
-            if entry is not None and entry.context is not None:
-                entry.context.check("FULL", descriptor, metadata)
         if self._expires_results and mode is not NONE:
             full.expire_results(mode)
-        if entry is not None and "inputs_ready" not in metadata.additional:
-            result = full.outputs.replayed(full.wrapper.replay_entry(entry), padded, real)
-            return full.track(result, descriptor) if "stale" in self._config.debug else result
-        run = self.model if mode is NONE else full.wrapper if mode is FULL else self._pieces
+        arguments = {name: buffers[name] for name in self._arguments}
+        call = FullCall(full, descriptor, arguments, metadata, padded, real, self._in_context)
+        if mode is FULL:
+            if "inputs_ready" in metadata.additional:  # where nothing else waits
+                wait_for_inputs(metadata.additional["inputs_ready"], full.wrapper.step_table.device)
+            result, why = full.run(call), call.ran_plain
+        else:
+            run = self.model if mode is NONE else self._pieces
+            with self._in_context(call, mode) as context:
+                result = full.outputs.real(run(**arguments), padded, real)
+            why = None if context is None else context.ran_plain
+        if why is not None and why.reason not in _OF_PARTS:
+            self._ran_plain = why
+        return full.track(result, descriptor) if "stale" in self._config.debug else result
+
+    def _in_context(self, call: FullCall, mode: CUDAGraphMode = FULL) -> set_forward_context:
+        """Return the forward context of a step, to be entered."""
+        metadata = call.metadata
+        assert metadata is not None  # only calls that raise have none
         across = metadata.num_tokens_across_dp
-        with set_forward_context(
+        return set_forward_context(
             metadata.attn_metadata,
             cudagraph_runtime_mode=mode,
-            batch_descriptor=None if mode is NONE else descriptor,
-            num_tokens=padded[0],
-            num_unpadded_tokens=real[0],
+            batch_descriptor=None if mode is NONE else call.descriptor,
+            num_tokens=call.padded[0],
+            num_unpadded_tokens=call.real[0],
             num_tokens_across_dp=self._across if across is None else across,
             slot_mapping=metadata.slot_mapping,
             **metadata.additional,
-        ) as context:
-            full.sizes = padded
-            result = run(**{name: buffers[name] for name in self._arguments})
-        why = None if context is None else context.ran_plain
-        if why is not None and why.reason not in _OF_PARTS:
-            self._ran_plain = why
-        result = full.outputs.real(result, padded, real)
-        return full.track(result, descriptor) if "stale" in self._config.debug else result
-
-    def _may_replay_here(self) -> bool:
-        """Return whether a graph may run here; in grad mode the wrapper checks for gradients."""
-        try:
-            check_here(gradients=not self._inference_mode and torch.is_grad_enabled())
-        except RunPlain:
-            return False
-        return True
+        )
 
     def run_fullgraph(
         self,
@@ -1012,14 +1006,9 @@ class CudaGraphManager:
                 self.agreement.check_alone(FULL, descriptor)
                 self._across = self.agreement.across(num_tokens)
             with self._autograd_mode():
-                entry = full.wrapper.entry_of(FULL, descriptor)
-                if entry is None or not self._may_replay_here():
-                    raise ManagerError.no_replay(batch=str(descriptor))
                 self.inputs.follow_stream()
                 self.inputs.written_by_others()
                 if self._expires_results:
                     full.expire_results(FULL)
-                result = self._around_replay(full.wrapper.replay_entry, entry)
-            sizes = (descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens)
-            result = full.outputs.replayed(result, sizes, sizes)
+                result = self._around_replay(full.run, FilledCall(full, descriptor))
             return full.track(result, descriptor) if "stale" in self._config.debug else result

@@ -146,6 +146,7 @@ def manager(
     dispatch: CudagraphDispatcher | None = None,
     on_fallback: str = "warn",
     checks: Any = True,
+    on_input_change: str = "raise",
     wrapped: Any = None,
     **more: Any,
 ) -> CudaGraphManager:
@@ -160,6 +161,7 @@ def manager(
         compiler="eager",
         on_fallback=on_fallback,
         checks=checks,
+        on_input_change=on_input_change,
     )
     called: Any = module
     if kind == "compiled":

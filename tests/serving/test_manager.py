@@ -471,6 +471,53 @@ def test_the_full_graph_of_a_variant() -> None:
         graph_manager.run_fullgraph(8)
 
 
+@pytest.mark.parametrize("policy", ["raise", "eager", "recapture"])
+def test_moved_metadata_of_a_full_step_follows_on_input_change(policy: str, device: str) -> None:
+    moves = False
+
+    def starts(batch: Batch, descriptor: BatchDescriptor, buffers: dict[str, Any]) -> Metadata:
+        chosen = buffers["query_start_loc"]
+        return Metadata(other.copy_(chosen) if moves else chosen)
+
+    other = torch.zeros(5, dtype=torch.int32, device=device)
+    graph_manager = manager("FULL", "plain", device, on_input_change=policy, metadata=starts)
+    graph_manager.capture_graph(FULL, BatchDescriptor(4, 4))
+    check(graph_manager, requests(2, 1, device=device))
+    before, moves = graph_manager.counters, True
+    if policy == "raise":
+        with pytest.raises(AddressChangedError, match="metadata attn_metadata is at"):
+            graph_manager.run(requests(2, 1, device=device))
+        assert graph_manager.counters.failures == before.failures + 1
+        assert graph_manager.counters.calls == before.calls + 1
+    for _ in range(0 if policy == "raise" else 2):
+        check(graph_manager, requests(1, 2, device=device))
+    moves = False
+    check(graph_manager, requests(3, 1, device=device))
+    after = graph_manager.counters
+    captures, replays = after.captures - before.captures, after.replays - before.replays
+    expected = {"raise": (0, 1, 0), "eager": (0, 1, 2), "recapture": (1, 2, 0)}
+    plain = after.plain[Reason.INPUT_CHANGED]
+    assert (captures, replays, plain) == expected[policy]
+    assert graph_manager.statistics.reasons().get(Reason.INPUT_CHANGED, 0) == plain
+
+
+def test_a_full_graph_is_refused_with_the_reason(device: str) -> None:
+    graph_manager = manager("FULL", "plain", device, on_input_change="eager")
+    graph_manager.capture_graph(FULL, BatchDescriptor(4, 4))
+    batch = requests(1, 1, 1, 1, device=device)
+    graph_manager.inputs.stage(batch.inputs, (4, 4), (4, 4))
+    result, expected = graph_manager.run_fullgraph(4), eager(inner(graph_manager), batch)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    before = graph_manager.counters
+    with cgcompile.eager_region(), pytest.raises(ManagerError, match="eager_region: called inside"):
+        graph_manager.run_fullgraph(4)
+    inner(graph_manager).aux = True  # which the captured code read
+    with pytest.raises(ManagerError, match=r"input_changed: .*aux"):
+        graph_manager.run_fullgraph(4)
+    assert graph_manager.counters.replays == before.replays
+    assert graph_manager.counters.failures == before.failures + 2
+
+
 # ---------------------------------------------------------------- weights and modes of autograd
 
 
@@ -542,7 +589,9 @@ def test_where_gradients_are_due_a_step_runs_plain(mode: str, kind: str, device:
     hits = {(row.mode, row.reason, row.ran) for row in graph_manager.statistics.rows() if row.hits}
     assert hits == {(mode, None, 8), ("NONE", Reason.GRADIENTS, 5)}
     if mode == "FULL":
-        with pytest.raises(ManagerError, match="gradients are required"):
+        with pytest.raises(
+            ManagerError, match="gradients: an input, a weight or a result requires"
+        ):
             graph_manager.run_fullgraph(8)
     with torch.no_grad():
         check(graph_manager, requests(3, 2, device=device))
