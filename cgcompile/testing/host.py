@@ -372,11 +372,8 @@ class _Recorder(OpRules):
             if torch_ops.inside_backward() or is_recording():
                 raise CaptureError.ended_recording(op=str(func))
             return func(*args, **kwargs)
-        self._refuse_reads(False)  # of its own code it takes half of the time of a capture
-        try:
-            return self._recorded(func, args, kwargs)
-        finally:
-            self._refuse_reads(True)
+        # Refusals in the recorder's own code would take half of the time of a capture.
+        return self._refusing(False, self._recorded, func, args, kwargs)
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region = torch_ops.compiled_region(func, args)
@@ -403,17 +400,17 @@ class _Recorder(OpRules):
         outer, self._op_name = self._op_name, torch_ops.op_names(func)[-1]
         try:
             with self:
-                return self._run(kernel, *args, **kwargs)
+                return self._refusing(True, kernel, *args, **kwargs)
         finally:
             self._op_name = outer
 
-    def _run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run code that is not the recorder's: what it reads is refused."""
-        self._refuse_reads(True)
+    def _refusing(self, on: bool, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function; what it reads is refused if ``on``, as in code of the user."""
+        self._refuse_reads(on)
         try:
             return call(*args, **kwargs)
         finally:
-            self._refuse_reads(False)
+            self._refuse_reads(not on)
 
     def _compiled_region(self, call: Callable[[list[Any]], Any], inputs: Any) -> Any:
         tensors = torch_ops.tree_tensors(inputs)
@@ -423,8 +420,8 @@ class _Recorder(OpRules):
         bodies: list[_Body] = []
         replay = partial(_replay_region, call, bodies)
         step = self._step("compiled_region", replay, tuple(inputs), {})
-        with _InRegion(partial(self._body, known, bodies)):
-            output = self._run(call, list(inputs))
+        with _InRegion(partial(self._refusing, False, self._body, known, bodies)):
+            output = self._refusing(True, call, list(inputs))
         return self._finish(step, output, tensors, has_effect=True)
 
     def _body(
@@ -436,23 +433,7 @@ class _Recorder(OpRules):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Record an op that compiled code calls."""
-        self._refuse_reads(False)
-        try:
-            return self._recorded_body(known, bodies, func, kernel, args, kwargs)
-        finally:
-            self._refuse_reads(True)
-
-    def _recorded_body(
-        self,
-        known: set[int],
-        bodies: list[_Body],
-        func: Any,
-        kernel: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Record the body of an op; run it on memory that lasts."""
+        """Record the body of an op that compiled code calls; run it on memory that lasts."""
         homes: dict[int, torch.UntypedStorage] = {}
         body, steps = _Body([], [], None), self._steps
         position = -1
@@ -508,7 +489,7 @@ class _Recorder(OpRules):
         addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
         if not self.are_numbers(torch_ops.tree_tensors((args, kwargs))):
             self.mark(addresses, False)
-        output = self._run(call, *args, **kwargs)
+        output = self._refusing(True, call, *args, **kwargs)
         if addresses != [tensor.untyped_storage().data_ptr() for tensor in written]:
             self.refuse(CaptureError.replaces_argument(op=str(func), shape=shown(written[0])))
         if packet is aten.lift_fresh:  # each replay begins with the data, whatever wrote it
