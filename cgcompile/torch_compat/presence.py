@@ -91,7 +91,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.ops._c10d_functional.wait_tensor": "default",
     "torch.utils": "_pytree",
     "torch.utils._device": "DeviceContext",
-    "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode_stack",
+    "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode_stack "
+    "is_in_torch_dispatch_mode",
     "torch.utils._sympy.interp": "sympy_interp",
 }
 # Attributes of objects, by their owner. Whether they exist shows with an object alone.

@@ -15,6 +15,10 @@ from torch._guards import CompileContext
 from torch._logging import _internal
 from torch.autograd import profiler
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_in_torch_dispatch_mode,
+)
 
 from cgcompile.torch_compat.torch_ops import autocast_state
 
@@ -56,6 +60,7 @@ _TRACE_SETTINGS = (
     "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
     "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     "torch function modes, which include the default device,",
+    "torch dispatch modes",
 )
 
 
@@ -90,6 +95,7 @@ def trace_settings() -> tuple[Any, ...]:
         _fp16_sums(),
         _bf16_sums(),
         _function_modes() if _count_function_modes() else (),
+        tuple(_get_current_dispatch_mode_stack()) if is_in_torch_dispatch_mode() else (),
     )
 
 

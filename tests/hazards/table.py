@@ -32,6 +32,7 @@ from lib.hazards import (
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cgcompile
 from cgcompile.errors import (
@@ -421,6 +422,16 @@ class Doubling(TorchFunctionMode):
         return result * 2 if function is F.relu else result
 
 
+class DoublingOps(TorchDispatchMode):
+    """Doubles what the op of ``relu`` returns."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.ops.aten.relu.default else result
+
+
 def _around(enter: Callable[[], Any], model: Callable[[str], nn.Module]) -> Callable[[str], Scene]:
     """Make a row of a context manager that is around each call after the change."""
 
@@ -473,6 +484,12 @@ def priority_of_kernels(device: str) -> Scene:
     NUMBERS["chosen"] = lambda: torch._C._get_sdp_priority_order() == usual
     enter = lambda: torch.nn.attention.sdpa_kernel(order, set_priority=True)  # noqa: E731
     return _around(enter, RunsKernel)(device)
+
+
+def number_in_the_body_of_an_op(device: str) -> Scene:
+    """A registered op reads a global while it runs: Dynamo does not look into it."""
+    NUMBERS["chosen"], NUMBERS["flag"] = lambda: NUMBERS["flag"], True
+    return Scene(RunsKernel(device), lambda: NUMBERS.update(flag=False), NUMBERS.clear)
 
 
 # ------------------------------------------------------------------ tensors behind the model
@@ -1093,6 +1110,11 @@ TABLE: tuple[Row, ...] = (
         ),
         OF_STATE,
     ),
+    Row(
+        "number in the body of an op",
+        number_in_the_body_of_an_op,
+        {TRACES: DOCUMENTED, UNTRACED: HostValueChangedError},
+    ),
     Row("default dtype", default_dtype, OF_SETTINGS),
     Row("default device", default_device, OF_SETTINGS),
     Row(
@@ -1100,6 +1122,7 @@ TABLE: tuple[Row, ...] = (
         _around(Doubling, Relu),
         OF_SETTINGS,
     ),
+    Row("torch dispatch mode", _around(DoublingOps, Relu), OF_SETTINGS),
     Row("sdpa_kernel", sdpa_kernel, OF_SETTINGS),
     Row(
         "deterministic mode",
