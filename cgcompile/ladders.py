@@ -294,13 +294,6 @@ def _removals(problem: _Problem) -> Iterator[tuple[float, int]]:
             heappush(heap, ranked(upper))
 
 
-def _removal_order(histogram: Mapping[int, int], sizes: Iterable[int]) -> list[tuple[float, int]]:
-    """Return (padded rows added, size) in the order of a greedy removal; the largest stays."""
-    ladder = tuple(sorted(sizes))
-    problem = _problem(checked_histogram(histogram), ladder)
-    return [(loss, ladder[index]) for loss, index in _removals(problem)]
-
-
 def rank_sizes(
     ladders: Mapping[K_, Collection[int]], histogram: Mapping[int, int] | None = None
 ) -> list[tuple[K_, int]]:
@@ -314,9 +307,10 @@ def rank_sizes(
             steps = dict.fromkeys(range(1, largest + 1), 1)
         all_rows, saved = sum(steps.values()) * largest, 0.0
         order: list[tuple[float, K_, int]] = []
-        for loss, size in _removal_order(steps, sizes):
+        ladder = tuple(sorted(sizes))
+        for loss, index in _removals(_problem(checked_histogram(steps), ladder)):
             saved = max(saved, loss / all_rows)
-            order.append((saved, kind, size))
+            order.append((saved, kind, ladder[index]))
         rest += reversed(order)
     rest.sort(key=lambda entry: -entry[0])
     firsts = [(kind, max(sizes)) for kind, sizes in ladders.items()]

@@ -221,11 +221,18 @@ def written(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     if node.op not in COMPUTING:
         return []
     if torch_ops.is_higher_order_op(node.target):
-        return _written_by_higher_order(gm, node)
+        bodies, triton = subgraphs(gm, node), "triton_kernel_wrapper" in target_name(node.target)
+        if not triton and not any(written(body, n) for body in bodies for n in body.graph.nodes):
+            return []
+        return [n for n in node.all_input_nodes if tensors(value(n))]
     overloads = torch_ops.op_overloads(node.target)
     if node.op != "call_method" and not overloads and _is_users_own(node.target):
         return [n for n in node.all_input_nodes if tensors(value(n))]
-    return surely_written(node) or _suspected_write(node)
+    known = surely_written(node)
+    if known or is_known_view(node):
+        return known
+    own = storages(value(node))  # an unknown call may write arguments in the memory of its result
+    return [n for n in node.all_input_nodes if not own.isdisjoint(storages(value(n)))]
 
 
 def surely_written(node: fx.Node) -> list[fx.Node]:
@@ -370,14 +377,6 @@ _WRITES_IF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def _suspected_write(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that an unknown call may write: its result is in their memory."""
-    if is_known_view(node):
-        return []
-    own = storages(value(node))
-    return [n for n in node.all_input_nodes if not own.isdisjoint(storages(value(n)))]
-
-
 def is_known_view(node: fx.Node) -> bool:
     """Return whether a call whose result is in an argument's memory only makes a view."""
     overloads = torch_ops.op_overloads(node.target)
@@ -387,13 +386,6 @@ def is_known_view(node: fx.Node) -> bool:
         writes = {argument for op in overloads for argument in torch_ops.written_arguments(op)}
         return not any(i < len(node.args) or name in node.kwargs for i, name in writes)
     return short_name(node.target) in _VIEWS
-
-
-def _written_by_higher_order(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    triton = "triton_kernel_wrapper" in target_name(node.target)
-    bodies = subgraphs(gm, node)
-    writes = triton or any(written(body, inner) for body in bodies for inner in body.graph.nodes)
-    return [n for n in node.all_input_nodes if tensors(value(n))] if writes else []
 
 
 def _nodes(arguments: Any) -> list[fx.Node]:

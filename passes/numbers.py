@@ -452,22 +452,15 @@ def _fake(argument: Any) -> torch.Tensor | None:
     return fake if isinstance(fake, torch.Tensor) else None
 
 
-def _common(number: fx.Node, tensor: torch.Tensor | None) -> torch.dtype | None:
-    """Return the dtype in which an op computes with a Python number; None if complex."""
-    if tensor is None or tensor.is_complex():
-        return None
-    return torch.result_type(tensor, 1 if _dtype_of(number) is torch.int64 else 1.5)
-
-
 def _binary(node: fx.Node, number: fx.Node) -> _Use | None:
     """Return how an op of a tensor and a number takes the number as a tensor."""
     name, inplace = _name_of(node)
     if name not in _BINARY or len(node.args) != 2 or node.kwargs:
         return None
     tensor = _fake(next((arg for arg in node.args if arg is not number), None))
-    common = _common(number, tensor)
-    if tensor is None or common is None:
+    if tensor is None or tensor.is_complex():
         return None
+    common = torch.result_type(tensor, 1 if _dtype_of(number) is torch.int64 else 1.5)
     if name == "pow" and (number is node.args[1] or not tensor.is_floating_point()):
         return None  # kernels depend on the value of an exponent
     if name == "div":

@@ -601,7 +601,9 @@ class Compiling:
                 if guards.hold(live[1]):
                     return key, live[0], SHARED
                 continue
-            entry = self._entry(key)
+            if self._cache.store is None or self._why_not_saved is not None:
+                break
+            entry = self._cache.store.entry(KIND, key)
             if entry is None:
                 break
             run, usable = self._load(entry, guards)
@@ -610,11 +612,6 @@ class Compiling:
             if not usable:
                 break
         return key, None, ""
-
-    def _entry(self, key: str) -> Entry | None:
-        if self._cache.store is None or self._why_not_saved is not None:
-            return None
-        return self._cache.store.entry(KIND, key)
 
     def _load(self, entry: Entry, guards: inductor.SizeGuards) -> tuple[Runnable | None, bool]:
         """Return the artifact of an entry if its guards hold, and whether the entry is usable."""

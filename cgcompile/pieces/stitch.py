@@ -32,11 +32,15 @@ from cgcompile.torch_compat import torch_ops
 
 def split_by_config(gm: fx.GraphModule, config: CompilationConfig) -> tuple[SplitGraph, Boundaries]:
     """Split a pre-grad graph of Dynamo, and return the boundaries that its pieces may contain."""
-    # Mode PIECEWISE cuts at boundaries. Other modes leave them in the piece, and its support of a
-    # FULL graph is the least of theirs. The graph is changed but computes the same.
-    if config.mode is not CompilationMode.PIECEWISE:
-        return _unsplit(gm, config)
+    # The graph is changed but computes the same.
     boundaries = Boundaries(config.splitting_ops)
+    if config.mode is not CompilationMode.PIECEWISE:
+        # One piece has all boundaries; its support of a FULL graph is the least of theirs.
+        inside = [op.support for op in map(boundaries.match, gm.graph.nodes) if op is not None]
+        nothing = Boundaries((), builtin=False)
+        split = split_graph(gm, nothing, decode_attention=config.replaces_attention)
+        pieces = [replace(piece, support=min([piece.support, *inside])) for piece in split.pieces]
+        return replace(split, pieces=tuple(pieces)), nothing
     split = split_graph(
         gm,
         boundaries,
@@ -47,15 +51,6 @@ def split_by_config(gm: fx.GraphModule, config: CompilationConfig) -> tuple[Spli
         dump_dir=config.dump_passes,
     )
     return split, boundaries
-
-
-def _unsplit(gm: fx.GraphModule, config: CompilationConfig) -> tuple[SplitGraph, Boundaries]:
-    registry = Boundaries(config.splitting_ops)
-    inside = [op.support for op in map(registry.match, gm.graph.nodes) if op is not None]
-    nothing = Boundaries((), builtin=False)
-    split = split_graph(gm, nothing, decode_attention=config.replaces_attention)
-    pieces = tuple(replace(piece, support=min([piece.support, *inside])) for piece in split.pieces)
-    return replace(split, pieces=pieces), nothing
 
 
 def check_sizes(split: SplitGraph, config: CompilationConfig) -> None:
