@@ -445,7 +445,7 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self._index = index  # torch takes ten times as long to find the index of a device
         # Called at every replay, so torch's C functions as they are.
-        self.is_capturing: Callable[[], bool] = raw_memory.cuda_stream_is_capturing
+        self.is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self.stream_key: Callable[[], int] = raw_memory.raw_stream_of(index)
 
     def new_pool(

@@ -38,20 +38,18 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
 PRIVATE_NAMES: Mapping[str, str] = {
     "torch": "_foreach_add_ _neg_view",
     "torch.UntypedStorage": "_new_with_weak_ptr",
-    "torch._C": "DispatchKey _AutoDispatchBelowAutograd _RestorePythonTLSSnapshot "
-    "_construct_storage_from_data_pointer _cuda_clearCublasWorkspaces "
-    "_cuda_endAllocateToPool _cuda_getCurrentRawStream _cuda_getCurrentStream "
-    "_cuda_isCurrentStreamCapturing _cuda_memorySnapshot "
-    "_cuda_releasePool _cuda_setStream _current_graph_task_id _dispatch_get_all_op_names "
+    "torch._C": "_AutoDispatchBelowAutograd _construct_storage_from_data_pointer "
+    "_cuda_clearCublasWorkspaces _cuda_endAllocateToPool _cuda_getCurrentRawStream "
+    "_cuda_getCurrentStream _cuda_memorySnapshot _cuda_releasePool _cuda_setStream "
+    "_current_graph_task_id _dispatch_get_all_op_names DispatchKey "
     "_get_cublas_allow_bf16_reduced_precision_reduction _get_cublas_allow_fp16_accumulation "
-    "_get_cublas_allow_fp16_reduced_precision_reduction "
-    "_get_cudnn_benchmark _get_cudnn_deterministic _get_cudnn_enabled _get_cudnn_sdp_enabled "
+    "_get_cublas_allow_fp16_reduced_precision_reduction _get_cudnn_sdp_enabled "
     "_get_deterministic_algorithms _get_flash_sdp_enabled _get_fp32_precision_getter "
     "_get_function_stack_at _get_math_sdp_enabled _get_mem_efficient_sdp_enabled "
-    "_get_sdp_priority_order _host_emptyCache "
-    "_is_any_autocast_enabled _len_torch_function_stack _pop_torch_function_stack "
-    "_push_on_torch_function_stack _set_grad_enabled "
-    "_set_storage_data_ptr_access_error_msg _storage_Use_Count _tensors_data_ptrs_at_indices_equal",
+    "_get_sdp_priority_order _host_emptyCache _is_any_autocast_enabled "
+    "_len_torch_function_stack _RestorePythonTLSSnapshot _set_grad_enabled "
+    "_set_storage_data_ptr_access_error_msg _storage_Use_Count "
+    "_tensors_data_ptrs_at_indices_equal",
     "torch._C._dynamo.guards": "RootGuardManager TensorGuards dict_version",
     "torch._C._functorch": "peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
@@ -77,7 +75,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._inductor.utils": "clear_caches",
     "torch._library.triton": "get_triton_kernels_for_op",
     "torch._logging": "_internal",
-    "torch._ops": "HigherOrderOperator _higher_order_ops",
+    "torch._ops": "_higher_order_ops",
     "torch.amp": "_enter_autocast _exit_autocast",
     "torch.autograd.forward_ad": "_current_level",
     "torch.autograd.grad_mode": "_enter_inference_mode _exit_inference_mode",
@@ -88,7 +86,6 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.fx.graph_module": "_loader",
     "torch.library": "_impls",
     "torch.nn.modules.module": "_has_any_global_hook",
-    "torch.ops._c10d_functional.wait_tensor": "default",
     "torch.utils": "_pytree",
     "torch.utils._device": "DeviceContext",
     "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode_stack "
@@ -105,10 +102,8 @@ PRIVATE_ATTRIBUTES: Mapping[str, str] = {
     "a function that Dynamo calls": "_dynamo_marked_constant",
     "a graph module of Dynamo": "_param_name_to_source",
     "a module": "_forward_hooks _forward_pre_hooks",
-    "a module of torch.compile": "_orig_mod",
     "a lowering of Inductor": "_is_fallback_handler",
     "the metrics context of Dynamo": "_metrics",
-    "inspect, of Python": "_shadowed_dict_from_mro_tuple",
 }
 
 # Read by features that are off in older versions of torch.

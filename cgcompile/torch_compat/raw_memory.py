@@ -310,12 +310,6 @@ def cuda_is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-# The same for an initialised device only, without the check of that.
-cuda_stream_is_capturing: Callable[[], bool] = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
-
-
 # Tells whether an address is in the memory of the CUDA graph that a thread captures; else None.
 CAPTURED_MEMORY: ContextVar[Callable[[int], bool] | None] = ContextVar("memory", default=None)
 

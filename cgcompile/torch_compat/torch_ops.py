@@ -32,9 +32,10 @@ from torch.utils.hooks import RemovableHandle
 from cgcompile.errors import ArgumentsError
 from cgcompile.locks import new_lock
 
-# Both are types of public objects; torch has no public name for them.
+# They are types of public objects; torch has no public name for them.
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 OpOverloadPacket: Any = type(torch.ops.aten.add)
+HigherOrderOperator: Any = type(torch.ops.higher_order.cond).__base__
 
 # Exact types that are leaves; torch decides for all others.
 _LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
@@ -131,12 +132,12 @@ def custom_op_overload(obj: Any) -> Any:
 
 def is_op(obj: Any) -> bool:
     """Return whether ``obj`` is an op of ``torch.ops``: overload, packet or higher-order op."""
-    return isinstance(obj, (OpOverload, OpOverloadPacket, torch._ops.HigherOrderOperator))
+    return isinstance(obj, (OpOverload, OpOverloadPacket, HigherOrderOperator))
 
 
 def is_higher_order_op(obj: Any) -> bool:
     """Return whether ``obj`` is an op of ``torch.ops.higher_order``."""
-    return isinstance(obj, torch._ops.HigherOrderOperator)
+    return isinstance(obj, HigherOrderOperator)
 
 
 def op_names(op: Any) -> tuple[str, ...]:
@@ -318,7 +319,7 @@ def waited_collective(op: Any) -> Callable[..., Any] | None:
         return lambda *args, **kwargs: _done(op(*args, **kwargs))
     if namespace != "_c10d_functional":
         return None
-    wait = torch.ops._c10d_functional.wait_tensor.default
+    wait = getattr(torch.ops, namespace).wait_tensor.default
     if op is wait:
         return None
 
@@ -539,9 +540,8 @@ def original_of(compiled: Any) -> Any:
     """Return the module that ``torch.compile`` wrapped; None for anything else."""
     if not isinstance(compiled, torch.nn.Module):
         return None
-    # Not by getattr alone: a module composes an error for each name that it lacks.
-    children = [name for name, _ in compiled.named_children()]
-    return compiled._orig_mod if "_orig_mod" in children else None
+    # Not by getattr: a module composes an error for each name that it lacks.
+    return dict(compiled.named_children()).get("_orig_mod")
 
 
 @cache

@@ -8,12 +8,14 @@ together they take 1.5 microseconds.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch._guards import CompileContext
 from torch._logging import _internal
 from torch.autograd import profiler
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -22,15 +24,21 @@ from torch.utils._python_dispatch import (
 
 from cgcompile.torch_compat.torch_ops import autocast_state
 
+
+def _cudnn(name: str) -> Callable[[], bool]:
+    """Return a function that reads a setting of cuDNN; the one of C behind it, if there is one."""
+    setting = vars(type(torch.backends.cudnn)).get(name)
+    return getattr(setting, "getter", partial(getattr, torch.backends.cudnn, name))
+
+
+_cudnn_is_on, _benchmark = _cudnn("enabled"), _cudnn("benchmark")
+_cudnn_deterministic = _cudnn("deterministic")
 # Functions of C: the public ones around them take twice the time, those of cuDNN 1 to 4 us each.
 _flash = torch._C._get_flash_sdp_enabled
 _memory_efficient = torch._C._get_mem_efficient_sdp_enabled
 _math = torch._C._get_math_sdp_enabled
 _cudnn_attention = torch._C._get_cudnn_sdp_enabled
 _priority = torch._C._get_sdp_priority_order
-_cudnn_is_on = torch._C._get_cudnn_enabled
-_benchmark = torch._C._get_cudnn_benchmark
-_cudnn_deterministic = torch._C._get_cudnn_deterministic
 _precision = torch._C._get_fp32_precision_getter  # the older getters may raise
 _fp16_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction
 _bf16_sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
@@ -122,7 +130,7 @@ def traced_function_modes(modes: list[Any]) -> Iterator[None]:
     finally:
         if _count_function_modes() < len(modes):  # torch 2.11 loses the modes of a nested use
             for mode in modes[_count_function_modes() :]:
-                torch._C._push_on_torch_function_stack(mode)
+                TorchFunctionMode.__enter__(mode)
 
 
 def has_traced_function_modes() -> bool:
@@ -135,12 +143,15 @@ def has_traced_function_modes() -> bool:
 @contextmanager
 def without_function_modes() -> Iterator[None]:
     """Switch torch function modes off in this thread."""
-    modes = [torch._C._pop_torch_function_stack() for _ in range(_count_function_modes())]
+    modes = function_mode_stack()
+    # By the base class: what an own method does beside stays done, as for a default device.
+    for mode in reversed(modes):
+        TorchFunctionMode.__exit__(mode, None, None, None)
     try:
         yield
     finally:
-        for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)
+        for mode in modes:
+            TorchFunctionMode.__enter__(mode)
 
 
 def without_function_modes_in(run: Callable[..., Any]) -> Callable[..., Any]:
