@@ -218,7 +218,7 @@ class Backend(Registry):
                 config = replace(config, mode=pieces, compiler=compiler)
             with dynamo.floats_settled(floats):
                 runnables, compilation = compile_pieces(split, config, self._pieces)
-            check_sizes(split, config)  # a compiler may add guards of its own
+            check_sizes(split, config)  # a compiler may add guards
             # 4. Build the compiled graph, and register it.
             graph = CompiledGraph(split, runnables, boundaries, config, compilation, frozen=frozen)
         dynamo.drop_sources_with(graph, sources)

@@ -111,7 +111,7 @@ class SplittingOp:
 _ALWAYS = AttentionCGSupport.ALWAYS
 
 BUILTIN_SPLITTING_OPS: tuple[SplittingOp, ...] = (
-    # Dense attention: its result depends on tensors alone.
+    # Dense attention: its result depends only on tensors.
     SplittingOp(F.scaled_dot_product_attention, support=_ALWAYS),
     SplittingOp("aten::scaled_dot_product_attention", support=_ALWAYS),
     SplittingOp("aten::_scaled_dot_product_*attention*", support=_ALWAYS),
@@ -350,7 +350,7 @@ def _resolved_entry(op: SplittingOp) -> SplittingOp:
 
 
 def _resolved(name: str) -> Any:
-    """Return the registry key or the function of a name; raises if nothing has that name."""
+    """Return the registry key or the function of a name; raise BoundaryError for other names."""
     spelled = name if "::" in name or "." not in name else name.replace(".", "::", 1)
     if _is_op(spelled):
         return spelled

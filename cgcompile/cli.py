@@ -61,7 +61,7 @@ class Target(NamedTuple):
 
     name: str
     model: Any
-    args: tuple[Any, ...] | None  # None for a model alone
+    args: tuple[Any, ...] | None  # None for a model without inputs
     kwargs: dict[str, Any]
 
     def call(self, command: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -332,7 +332,7 @@ def _ran(
 def _speed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float]:
     """Return the seconds of an eager call and of one of the compiled model: medians of ten."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(24):  # in turns, so that both meet the same machine; the first ones warm up
+    for number in range(24):  # in turns, under the same load; the first runs warm up
         compiled = bool(number % 2)
         start = time.perf_counter()
         (model if compiled else original_of(model))(*args, **kwargs)
@@ -682,7 +682,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return the message of an error, and where it was raised if it is not ours."""
+    """Return the message of an error; of errors of other packages, also where it was raised."""
     if isinstance(error, CGCompileError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)[-1:]

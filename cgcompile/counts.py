@@ -110,7 +110,7 @@ class Counts(Generic[K_]):
             return Count(*(sum(getattr(row, name) for row in rows) for name in _SUMMED))
 
     def reasons(self) -> dict[Reason, int]:
-        """Return how many steps or items had each reason, in whatever mode or path they ran."""
+        """Return how many steps or items had each reason, in all modes or paths."""
         counts: dict[Reason, int] = {}
         with self.lock:
             for (_, reason), row in self.fallbacks.items():

@@ -449,7 +449,7 @@ def _fitted(
     must_cover: bool,
     with_bytes: bool,
 ) -> FittedSizes:
-    # A size that no observed batch takes costs a graph and saves nothing; the last one covers.
+    # A size that no observed batch takes only costs a graph; the largest one covers.
     used = [
         index
         for below, index in problem.gaps(ladder)[:-1]

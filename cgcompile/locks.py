@@ -27,7 +27,7 @@ def owns_lock(lock: Any) -> bool:
 
 
 def _unlock() -> None:
-    """Free all locks but those of the forking thread, the only one that a child has."""
+    """Free all locks except those of the forking thread, the only thread of a child."""
     for lock in list(_locks):
         if not lock._is_owned():
             lock._at_fork_reinit()

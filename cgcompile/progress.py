@@ -10,7 +10,7 @@ T_ = TypeVar("T_")
 
 
 def progress(items: Iterable[T_], title: str, unit: str = "it") -> Generator[T_, None, None]:
-    """Iterate over ``items`` under a bar, which disappears at the end; on the first rank alone.
+    """Iterate over ``items`` with a bar, which disappears at the end; only rank 0 has one.
 
     Without a bar if ``title`` is empty. Closing the iterator removes the bar as well.
     """

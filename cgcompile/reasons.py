@@ -41,7 +41,7 @@ class Reason(enum.Enum):
     def __repr__(self) -> str:
         return f"Reason.{self.name}"
 
-    __hash__ = object.__hash__  # that of an enumeration is a call of Python
+    __hash__ = object.__hash__  # the hash of an enumeration is a Python call
 
     # Of a piece: decided when the graph is split. Of a whole step where all its pieces are eager.
     SPLITTING_OP = (

@@ -112,7 +112,7 @@ class Registry:
 
     @property
     def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
-        """The live wrappers of untraced models, then those of pieces and steps that were captured.
+        """The wrappers of untraced models, then the wrappers of captured pieces and steps.
 
         Those of compiled graphs are counted, and cleared, by their graphs.
         """
@@ -130,7 +130,7 @@ class Registry:
         return sum(counters, self.timeline.counters)
 
     def memory(self) -> GraphMemory:
-        """Return what the graphs take of the device now, those of managers of the model included.
+        """Return the device memory of the graphs, including those of managers of the model.
 
         Returns:
             :class:`cgcompile.serving.GraphMemory`; ``print`` it. Memory of graphs that were dropped
@@ -289,7 +289,7 @@ class Registry:
     def nothing_compiled(
         self, detail: str, mode: str | None = None, options: Mapping[str, Any] | None = None
     ) -> None:
-        """Count a function of which Dynamo compiled nothing; it calls this once for each."""
+        """Count a function of which Dynamo compiled nothing; Dynamo calls this once a function."""
         if detail not in self._not_compiled and len(self._not_compiled) < _MOST_NAMED:
             self._not_compiled.append(detail)
         text = f"Dynamo compiled nothing of {'; of '.join(self._not_compiled)}"

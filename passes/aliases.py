@@ -150,7 +150,7 @@ def _sink(gm: fx.GraphModule, view: fx.Node) -> None:
 
 
 def _close_gaps(gm: fx.GraphModule) -> None:
-    """Renumber the pieces from 0; pieces whose nodes were all sunk are gone."""
+    """Renumber the pieces from 0: sinking may leave pieces without nodes."""
     numbers: dict[int, int] = {}
     for node in gm.graph.nodes:
         assigned = placement(node)

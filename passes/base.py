@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """The interface of every pass, ours or a user's.
+    """The interface of every pass, of cgcompile or of a user.
 
     Example:
         >>> class Recompile:
@@ -369,7 +369,7 @@ class _Filler:
         return None
 
     def _is_stale(self, node: fx.Node) -> bool:
-        """Return whether the value of a node may be that of another call."""
+        """Return whether the value of a node may be from an earlier form of its call."""
         if not self._changed.isdisjoint(node.all_input_nodes):
             return True
         if node not in self._before:

@@ -66,7 +66,7 @@ class _Attention(NamedTuple):
 
 
 class _Refused(Exception):
-    """The reason why attention stays as it is; it never reaches a caller of the pass."""
+    """The reason why attention is not replaced; the pass catches it."""
 
 
 def _require(holds: bool, why: str) -> None:
@@ -291,7 +291,7 @@ def _text_of(attention: _Attention) -> str:
 
 
 def _named(node: Any, names: str) -> dict[str, Any]:
-    """Return the arguments of a call by name; ``names`` are those of its positions."""
+    """Return the arguments of a call by name; ``names`` lists its parameters in order."""
     return {**dict(zip(names.split(), node.args, strict=False)), **node.kwargs}
 
 
@@ -321,7 +321,7 @@ def _fused(node: fx.Node) -> _Attention:
     known = all(isinstance(n, fx.Node) and _is_plain(value(n)) for n in (q, k, v))
     _require(known and isinstance(mask, fx.Node | None), "a tensor of it is no plain tensor")
     _require(named.get("dropout_p", 0.0) == 0, "it has dropout")
-    # With one query row it would read the first key alone.
+    # With one query row it would read only the first key.
     _require(named.get("is_causal", False) is False, "it is causal without a mask")
     size = value(q).shape[-1]
     scale: Any = named.get("scale")
@@ -444,7 +444,7 @@ class _Chain:
         if not pair or not _is_last(named.get("dim", 0), joined):
             return None
         scores, expanded = parts  # type: ignore[misc]
-        # Of one request the expansion does nothing, and is eliminated.
+        # The expansion for one request changes nothing, and is eliminated.
         column = _source(expanded, "expand") or expanded
         sinks = _source(column, "reshape", "view")
         if not isinstance(sinks, fx.Node) or value(sinks).dim() != 1:

@@ -46,7 +46,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 
 class SourceLine(NamedTuple):
-    """A line of the user's code, of which torch keeps a text alone."""
+    """A line of the user's code; torch keeps only its text."""
 
     where: str  # ``model.py:41 in forward``
     code: str  # empty where the file is missing
@@ -294,7 +294,7 @@ def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
 def _written_by_function(node: fx.Node) -> list[fx.Node]:
     """Return the writes of a torch function, which has no schema, by torch's naming rules."""
     name = short_name(node.target)
-    if torch_ops.is_python_operator(node.target):  # ``and_`` and ``or_`` write nothing
+    if torch_ops.is_python_operator(node.target):  # ``and_`` and ``or_`` do not write
         return _nodes(node.args[:1]) if node.target in _INPLACE_OPERATORS else []
     if _is_inplace(name) or torch_ops.given_argument(node, "inplace") is True:
         return _nodes(node.args[:1])

@@ -50,7 +50,7 @@ def bind_symbols(gm: fx.GraphModule) -> None:
 
 
 def _lift_numbers(gm: fx.GraphModule) -> None:
-    """Move attributes and arithmetic on sizes to the top: whatever moves later may use them."""
+    """Move attributes and arithmetic on sizes to the top, before all nodes that may move later."""
     bound = bound_symbols(gm).keys()
     placeholders = gm.graph.find_nodes(op="placeholder")
     anchor = placeholders[-1] if placeholders else None

@@ -273,7 +273,7 @@ class Numbers:
                 known = {numbers[0]: torch.empty((), dtype=use.dtype)}
                 args = fx.map_arg(node.args, lambda n: known[n] if n in known else value(n))
                 result = use.run(_run, *args)
-        except Exception:  # whatever the reason, the op keeps its number
+        except Exception:  # the op keeps its number, for any reason
             return None
         return use if alike([result], [value(node)]) else None
 
@@ -465,7 +465,7 @@ def _binary(node: fx.Node, number: fx.Node) -> _Use | None:
         return None  # kernels depend on the value of an exponent
     if name == "div":
         common = value(node).dtype  # ints are divided as floats
-    # With a Python number kernels compute in float32, those of the CPU that add excepted.
+    # With a Python number kernels compute in float32, except additions on the CPU.
     on_cpu = tensor.device.type == "cpu"
     wide = common in _REDUCED and (name in _SCALES or (name in _ADDS and not on_cpu))
     if common in _REDUCED and not wide and name not in (*_ADDS, *_COMPARES):

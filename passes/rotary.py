@@ -350,7 +350,7 @@ def _has_four_dims(*nodes: Any) -> bool:
 
 
 def _table(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Return a node of a table [1 or B, T, D], if possible the one that all layers share."""
+    """Return a node of a table [1 or B, T, D]: the one that all layers share, if there is one."""
     # Inductor computes a view of what it has not computed yet once for each op that reads the view.
     source = node.args[0] if node.args else None
     if calls(node, "unsqueeze") and node.args[1:] == (1,) and isinstance(source, fx.Node):

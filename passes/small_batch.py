@@ -103,7 +103,7 @@ class _Fuser:
         self._regions = set(self._order) if autocast else nodes_in_regions(gm)
 
     def why_not(self, linear: Linear) -> str | None:
-        """Return why a linear layer stays as it is, or None."""
+        """Return why a linear layer is not fused, or None."""
         x, weight = value(linear.x), value(linear.weight)
         why = self._unsupported(x.device)
         if why is not None:

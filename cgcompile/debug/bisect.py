@@ -44,7 +44,7 @@ class Bisection(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs, and something was replayed."""
+        """Whether a step was replayed and all results are equal."""
         return not self.stage and bool(self.replays)
 
     def __str__(self) -> str:

@@ -69,7 +69,7 @@ def _open(leaf: Any, here: str, around: tuple[Any, ...], result: dict[str, Any])
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    """Return the fields of an object; nothing of one that is compared as a whole."""
+    """Return the fields of an object; empty for an object that is compared as a whole."""
     if is_record(leaf):
         return {name: getattr(leaf, name) for name in field_names(leaf) if hasattr(leaf, name)}
     if is_plain_value(leaf) or isinstance(leaf, _CLOSED):
@@ -306,7 +306,7 @@ def prepared(prepare: Callable[[], Any]) -> Call:
 def require_prepare(
     where: str, prepare: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Refuse what makes no inputs, or makes them beside arguments that are given."""
+    """Refuse a ``prepare`` that is no function, or that is passed with arguments."""
     expected = "a function that makes the inputs of a call"
     require(prepare is None or callable(prepare), "prepare", where, prepare, expected)
     alone = prepare is None or not (args or kwargs)
@@ -324,7 +324,7 @@ def require_comparison(
 
 
 def _layouts(call: Call) -> list[Any]:
-    """Return a list that is equal for calls that differ in the numbers of tensors alone."""
+    """Return a list that is equal for calls that differ only in the elements of tensors."""
     return [
         (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if torch.is_tensor(leaf) else leaf
         for leaf in torch_ops.tree_leaves(call)

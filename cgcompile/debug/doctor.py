@@ -106,7 +106,7 @@ class Diagnosis(Page):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing worse than a note was found."""
+        """Whether all findings are notes."""
         return all(finding.severity == "note" for finding in self.findings)
 
     def of_kind(self, kind: str) -> tuple[Finding, ...]:
@@ -327,7 +327,7 @@ class _Examination:
                 if ran_second is not None:
                     self._compare_state(start, between, ran, ran_second)
         finally:
-            with ExitStack() as stack:  # each, whatever the others raise; the last comes first
+            with ExitStack() as stack:  # all run, also if one raises; the last one first
                 stack.callback(self._snapshot.restore)
                 stack.callback(self._before.restore)
                 if self._device.type == "cuda":  # the model may have used streams of its own

@@ -225,7 +225,7 @@ class WithoutPadding:
     def pair(
         self, expected: dict[str, Any], actual: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return two outcomes; if they differ in padding alone, without it."""
+        """Return two outcomes; without padding, if they differ only there."""
         if self._real is None or not self._rows:
             return expected, actual
         both = expected, actual
@@ -456,7 +456,7 @@ def first_node(
 
 
 def filled_outputs(piece: Piece) -> list[str]:
-    """Return the outputs that hold values: others are memory for the next piece to write."""
+    """Return the outputs that hold values; the others are memory that a later piece writes."""
     (results,) = piece.module.graph.output_node().args
     assert isinstance(results, (tuple, list))
     pairs = zip(piece.outputs, results, strict=True)
@@ -467,7 +467,7 @@ def filled_outputs(piece: Piece) -> list[str]:
 
 
 def place_of(piece: Piece, node: fx.Node | None, detail: str = "") -> Difference:
-    """Return the piece, op and line of a node, as a difference of which no more is known."""
+    """Return a difference that has only the piece, op and line of a node."""
     line = user_line(node) if node is not None and _has_own_lines(piece) else None
     if line is None and piece.lines:
         line = piece.lines[0]
@@ -477,7 +477,7 @@ def place_of(piece: Piece, node: fx.Node | None, detail: str = "") -> Difference
 
 
 def _has_own_lines(piece: Piece) -> bool:
-    """Return whether the lines of the nodes are its own: equal pieces share those of the first."""
+    """Return whether the nodes have lines of this piece: equal pieces share those of the first."""
     lines = [user_line(node) for node in piece.module.graph.nodes]
     return not piece.lines or piece.lines[0] in lines
 

@@ -72,7 +72,7 @@ class Notes:
 
     @contextmanager
     def pause(self, name: str = "") -> Iterator[None]:
-        """Collect nothing inside, such as in a function of another package that breaks captures."""
+        """Context manager: collect no findings, as in a function that breaks captures."""
         self.muted += 1
         try:
             yield
@@ -80,7 +80,7 @@ class Notes:
             self.muted -= 1
 
     def add_eager(self, *call: Any) -> None:
-        """Do nothing with a function that broke a capture: nothing is recorded."""
+        """Ignore a function that broke a capture, as there is no recording."""
 
     def line(self) -> Line | None:
         """Return the user's line that runs now."""
@@ -105,7 +105,7 @@ class Notes:
     def add(
         self, kind: str, op: str, message: str, line: Line | None, severity: str | None = None
     ) -> None:
-        """Add a finding, or count it and keep the worst severity; None is that of its kind."""
+        """Add a finding, or count it and keep the worst severity; None: that of its kind."""
         new = finding(self.way, kind, op, message, line, severity)
         key = (kind, op if line is None else line[:2])
         old = self._findings.get(key, replace(new, count=0))
@@ -134,11 +134,11 @@ class Streams:
 
     @property
     def off_main_stream(self) -> bool:
-        """Whether the current stream is not that of the call."""
+        """Whether the current stream differs from the stream of the call."""
         return self._current() != self._first
 
     def add_work(self, op: str, line: Line | None) -> None:
-        """Note an op on the current stream, which is not that of the call."""
+        """Note an op on another stream than that of the call."""
         stream = self._current()
         clock = self._clocks.setdefault(stream, {})
         clock[stream] = clock.get(stream, 0) + 1

@@ -21,7 +21,7 @@ class Page(Result):
 
     @checked
     def to_html(self, path: str | PathLike[str]) -> Path:
-        """Write the result as one page that needs nothing else, and create missing folders.
+        """Write the result as one self-contained page, and create missing folders.
 
         Returns:
             The path of the page.

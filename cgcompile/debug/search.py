@@ -154,7 +154,7 @@ class Search:
         return _located("tracing", difference, Difference(detail=detail))
 
     def _right_with(self, settings: dict[str, Any], what: str) -> bool:
-        """Return whether the model, compiled anew with other settings, gives what eager gives."""
+        """Return whether the model, compiled with other settings, returns the results of eager."""
         try:
             other = self._subject.recompiled(**settings)
         except CGCompileError as error:

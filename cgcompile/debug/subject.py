@@ -70,7 +70,7 @@ class Subject:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """The tensors to restore after each run beside the inputs."""
+        """The tensors to restore after each run, besides the inputs."""
         return [*self.buffers, *(self._written or {}).values()]
 
     def tolerance(self, call: Call, rtol: float | None, atol: float | None) -> Tolerance:
@@ -125,7 +125,7 @@ class Subject:
     def uncompared(
         self, call: Call, plain: dict[str, Any], value: dict[str, Any]
     ) -> tuple[tuple[str, ...], str]:
-        """Return which results have no usable ``==``; and why nothing was compared, if so."""
+        """Return the results without a usable ``==``, or why no result was compared."""
         names, written = uncompared(plain, value), self.memory(call)
         results = {n for n in plain if n not in written and not isinstance(plain[n], Opened)}
         blind = bool(names) and results <= set(names)
@@ -148,20 +148,20 @@ class Subject:
         return observed(self.handle, observer)
 
     def close(self) -> None:
-        """Free what was compiled and captured for this alone."""
+        """Free what was compiled and captured for this subject."""
         if self._owned is not None:
             self._owned.release()
 
     def recompiled(self, **settings: Any) -> "Subject":
-        """Return the original model, compiled anew with other settings."""
+        """Return a subject of the original model, compiled with other settings."""
         return Subject(self.original, replace(self.config, **settings))
 
 
 def not_compiled(counters: Counters, has_graphs: bool = False) -> str:
-    """Return of which functions Dynamo compiled nothing, with reasons; empty if of none."""
+    """Return the functions of which Dynamo compiled nothing, with reasons."""
     if Reason.NOT_COMPILED in counters.degraded:
         return counters.details[Reason.NOT_COMPILED]
-    # Code that is compiled no more since a backend, or a handle, before this one.
+    # Code that Dynamo gave up for an earlier backend or handle.
     others = [] if counters.calls or has_graphs else dynamo.given_up()
     names = "; of ".join(dict.fromkeys(others))
     return names and f"in this process, for any model, Dynamo compiled nothing of {names}"

@@ -102,7 +102,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether something was replayed, all of it but ``notes``, and nothing differs."""
+        """Whether calls were replayed, all but those in ``notes``, and all results are equal."""
         return bool(self.replays) and not self.missing and not self.findings
 
 
@@ -141,7 +141,7 @@ class Verification(Page):
 
     @property
     def ok(self) -> bool:
-        """Whether each check replayed something and found nothing."""
+        """Whether each check replayed a step and found no difference."""
         return bool(self.checks) and all(check.ok for check in self.checks)
 
     @property
@@ -359,7 +359,7 @@ class _Checks:
         return located("tracing", difference, real_rows(), Difference(detail=detail), number)
 
     def _in_pieces(self, number: int) -> Difference | None:
-        """Bisect the model captured anew in pieces, as a FULL graph has none."""
+        """Bisect a new capture of the model in pieces, as a FULL graph has no pieces."""
         with closing(self.subject.recompiled(cudagraph_mode=CUDAGraphMode.PIECEWISE)) as other:
             check = _Checks(other, self.inputs, number + 1, self.tolerance, True)._against_eager()
         self.steps.append(f"captured anew, in pieces: {check.missing or 'replays'}")
@@ -578,7 +578,7 @@ _BEYOND = frozenset(
 def _check_encoder(
     manager: EncoderCudaGraphManager, calls: Sequence[Any], tolerance: Tolerance
 ) -> Verification:
-    """Compare items that run eager alone with groups of them on the graphs of budgets."""
+    """Compare single items that run eager with groups of them on graphs."""
     valid = all(isinstance(call, Mapping) for call in calls)
     require(valid, "args", "verify", calls, "calls of the encoder, each a dict")
     statistics, replays, compared = manager.statistics, 0, 0

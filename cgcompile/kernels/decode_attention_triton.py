@@ -210,7 +210,7 @@ def attend_sums(q, k, v, mask, sinks, sums, values, out, scale, soft_cap, G, T, 
 def _without_skipping(q, k, v, mask, scale, soft_cap, L, k_key, v_key, mask_key, D: tl.constexpr,
                       DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
                       CAP: tl.constexpr):  # fmt: skip
-    """Compute a row over all keys, with a float mask as it is."""
+    """Compute a row over all keys, and add the float mask unchanged."""
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     row = tl.load(q + d, mask=d < D, other=0.0).to(tl.float32)
     most, total = float("-inf"), 0.0

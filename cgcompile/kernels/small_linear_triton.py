@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def nothing():
-    """Do nothing: to load Triton's compiler."""
+    """Do nothing; its compilation loads Triton's compiler."""
 
 
 @triton.jit
@@ -281,7 +281,7 @@ def project_row(x, w0, w1, w2, s0, s1, s2, b0, b1, b2, norm, residual, o0, o1, o
     scale = _part_of(norm, k, K, EVEN) if NORM else 0.0
     if DEPENDENT:
         gdc_wait()  # again costs nothing
-    rest = _residual_of(residual, rows, columns, live, N, RESIDUAL)  # its load is beside the others
+    rest = _residual_of(residual, rows, columns, live, N, RESIDUAL)  # loaded with the others
     for start in range(DEPTH, K, DEPTH):
         one_next = _row_of(weight, at, columns, start + k, N, K, EVEN)
         two_next = _row_of(w1, at, columns, start + k, N, K, EVEN) if GATED else one_next
