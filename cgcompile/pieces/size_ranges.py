@@ -101,8 +101,11 @@ class Variants:
         elif self._small:
             self._named = self._symbols.only(config.capture_dim)
         self._ranges = () if endpoints is None else ranges_between(endpoints)
-        if self._small:
-            _register_ops()
+        if self._small:  # an artifact from disk calls the ops of fusions
+            from cgcompile.kernels import rotate_and_cache, small_linear
+
+            for module in (rotate_and_cache, small_linear):
+                module.op()
         captured = config.cudagraph_capture_sizes or ()
         # Steps of few rows are padded to the least capture size.
         self._own_range = (ROWS,) if min(captured, default=0) <= ROWS else ()
@@ -237,14 +240,6 @@ def _on_device(split: SplitGraph, config: CompilationConfig) -> bool:
     if not any(calls(node, "linear") for node in nodes):  # there is nothing to insist on
         devices = {device for device in devices if why_unsupported(device) is None}
     return is_on(config, "small_batch", devices, why_unsupported)
-
-
-def _register_ops() -> None:
-    """Register the ops of fusions: an artifact from disk calls them."""
-    from cgcompile.kernels import rotate_and_cache, small_linear
-
-    for module in (rotate_and_cache, small_linear):
-        module.op()
 
 
 def _constants(split: SplitGraph) -> dict[int, set[int]]:

@@ -244,7 +244,8 @@ class TracedLayout:
         self._is_contiguous = self._order == tuple(range(len(shape)))
         own = {size: dim for dim, size in enumerate(sizes) if size in symbols}
         apart = all(step for size, step in zip(shape, steps, strict=True) if size != 1)
-        self.is_known = self._order is not None or (apart and own.keys() >= _symbols_in(strides))
+        needed = set().union(*(stride.free_symbols for stride in strides))
+        self.is_known = self._order is not None or (apart and own.keys() >= needed)
 
         @lru_cache(maxsize=128)
         def strides_for(shape: torch.Size) -> tuple[int, ...]:
@@ -268,18 +269,10 @@ class TracedLayout:
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor in the layout."""
         if self._order is not None:
-            return tensor.permute(self._order).contiguous().permute(_inverse(self._order))
+            inverse = sorted(range(self._dims), key=self._order.__getitem__)
+            return tensor.permute(self._order).contiguous().permute(inverse)
         strides = self._strides_for(tensor.shape)
         return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
-
-
-def _symbols_in(numbers: Sequence[Any]) -> set[Any]:
-    """Return the free symbols of expressions."""
-    return set().union(*(number.free_symbols for number in numbers))
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
 
 
 Layouts = Mapping[int, TracedLayout]
