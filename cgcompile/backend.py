@@ -193,7 +193,10 @@ class Backend(Registry):
                 return dynamo.with_checkpoints(gm).forward
             return inductor.compile_whole(gm, example_inputs, inductor_patches(config))
         # 1. Adapt: the graph takes tensors in place of subclasses, and of numbers that vary.
-        unmet = self._unmet_ops(gm)
+        if self._unmet is None and config.splitting_ops:
+            self._unmet = UnmetOps(Boundaries(config.splitting_ops, builtin=False))
+        if self._unmet is not None:
+            self._unmet.discard_met(gm)
         adapters: list[Adapter] = []
         if has_subclasses(gm):  # adapters that few graphs need are imported for those
             from cgcompile.adapters.subclasses import adapt_subclasses
@@ -226,10 +229,10 @@ class Backend(Registry):
         torch_settings.trace_artifact(
             "cgcompile_compilation", lambda: f"{graph.compilation}\n\n{graph.artifacts}\n"
         )
-        if unmet is not None:
+        if self._unmet is not None:
             for piece in split.pieces:  # passes may have put the op in
-                unmet.discard_met(piece.module)
-            graph.before_capture = unmet.warn_once
+                self._unmet.discard_met(piece.module)
+            graph.before_capture = self._unmet.warn_once
         self._register(graph)
         # 5. Put the adapters around it.
         if config.pad_lengths is not None:
@@ -237,14 +240,6 @@ class Backend(Registry):
 
             adapters += adapt_lengths(graph, config.pad_lengths)
         return AdaptedGraph(graph, adapters, self.run_plain) if adapters else graph
-
-    def _unmet_ops(self, gm: fx.GraphModule) -> UnmetOps | None:
-        """Note which declared splitting ops a graph has; None if none was declared."""
-        if self._unmet is None and self.config.splitting_ops:
-            self._unmet = UnmetOps(Boundaries(self.config.splitting_ops, builtin=False))
-        if self._unmet is not None:
-            self._unmet.discard_met(gm)
-        return self._unmet
 
 
 class NamedBackend:
