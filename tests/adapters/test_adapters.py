@@ -94,3 +94,19 @@ def test_the_order_of_adapters(device: str) -> None:
     refusing = adapter("a"), adapter("b", refuses=True), adapter("c")
     assert called(*refusing) == "a(original of b: ('x', 'a'))"
     assert [fallback.detail for fallback in plain] == ["b"]
+
+
+def test_an_error_of_a_plain_run_is_raised_outside_of_the_refusal() -> None:
+    def refuse(inputs: tuple[Any, ...]) -> Prepared:
+        raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, "other parts"))
+
+    def original(*inputs: Any) -> Any:
+        raise ValueError(f"no result for {inputs}")
+
+    graph: Any = None
+    adapted = AdaptedGraph(
+        graph, [Adapter(refuse, original)], lambda name, why, function: function()
+    )
+    with pytest.raises(ValueError, match=r"no result for \('x',\)") as caught:
+        adapted("x")
+    assert caught.value.__context__ is None
