@@ -145,7 +145,7 @@ def _page(kind: type[Exception]) -> str:
 
 
 class CGCompileError(Exception):
-    """The root: ``except CGCompileError`` catches whatever cgcompile itself refuses.
+    """The root: ``except CGCompileError`` catches all errors that cgcompile raises itself.
 
     Example:
         >>> try:
@@ -323,7 +323,7 @@ class PassError(CGCompileError, RuntimeError):
 
 
 class SymbolError(CGCompileError, RuntimeError):
-    """A size that is not what the compiled graph allows."""
+    """A size that the compiled graph does not allow."""
 
     free = Template("""
         {where}: the size of {value!r} depends on {symbols:list}, which is no input of the graph.
@@ -338,7 +338,7 @@ class SymbolError(CGCompileError, RuntimeError):
 
 
 class PieceCompileError(CGCompileError, RuntimeError):
-    """A piece cannot be compiled, or does not return what its trace has."""
+    """A piece cannot be compiled, or does not return what was traced."""
 
     raised = Template("""
         {piece}: compiler {compiler!r} raised {error:error}
@@ -399,7 +399,7 @@ class ArgumentsError(CGCompileError, TypeError):
 
 
 class RecompileError(CGCompileError, RuntimeError):
-    """A call that no trace serves, where nothing may be traced any more or guards were dropped."""
+    """A call that no trace serves, after tracing was closed or where guards were dropped."""
 
     closed = Template("""
         {name} is frozen, and this call would be traced again: {why}.
@@ -410,7 +410,7 @@ class RecompileError(CGCompileError, RuntimeError):
 
 
 class CaptureError(CGCompileError, RuntimeError):
-    """A capture that cannot begin, cannot go on, or could not end.
+    """A capture that cannot begin, or that failed.
 
     Attributes:
         op: the op that a capture cannot hold; empty where it is not about one.
@@ -613,7 +613,7 @@ class WeightsError(CGCompileError, ValueError):
 
 
 class GuardError(CGCompileError, RuntimeError):
-    """Something that a graph has recorded is not what this call gives."""
+    """A value that a graph has recorded differs from that of this call."""
 
     shared_counter = Template("""
         the compiled step: {path} and {other} share memory, and did not when traced. The step \
@@ -659,7 +659,7 @@ class AddressChangedError(GuardError):
 
 
 class HostValueChangedError(GuardError):
-    """A number, flag, layout or structure that a graph has recorded is another one now."""
+    """A number, flag, layout or structure differs from the one that a graph has recorded."""
 
     changed = Template("""
         {what}, {batch}: {path} is {now}, was {before} when captured.
