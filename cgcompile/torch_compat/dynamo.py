@@ -54,19 +54,19 @@ from cgcompile.torch_compat.torch_settings import (
 
 
 def source_name(placeholder: fx.Node) -> str | None:
-    """Return Dynamo's path of an input, such as ``L['x']``; None for graphs of other origin."""
+    """Return Dynamo's path of an input, such as ``L['x']``; None where Dynamo did not trace."""
     source = getattr(placeholder, "_dynamo_source", None)
     return None if source is None else str(source.name)
 
 
 class _Source(NamedTuple):
-    """The path of an input that Dynamo did not make."""
+    """The path of an input that cgcompile has added."""
 
     name: str
 
 
 def set_source_name(placeholder: fx.Node, name: str) -> None:
-    """Give an input a path of its own, such as ``L['x'].scale``."""
+    """Set Dynamo's path of an input, such as ``L['x'].scale``."""
     placeholder._dynamo_source = _Source(name)
 
 
@@ -112,7 +112,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def watch_dynamo() -> None:
-    """Have Dynamo call methods of a backend for functions whose calls will bypass it.
+    """Let Dynamo report functions whose calls will bypass a backend to that backend.
 
     ``recompile_limit_reached(text, mode, options)``: before a call runs eager because its function
     reached the recompile limit; the call raises what the method raises. Not called where torch
@@ -187,7 +187,7 @@ def _look_at_failure(_: Any) -> None:
 
 def given_up() -> list[str]:
     """Return the functions that Dynamo did not compile lately, for any backend, with reasons."""
-    # Dynamo compiles code no more that it failed to compile, also for other backends. From torch
+    # Dynamo does not compile code again that it failed to compile, for any backend. From torch
     # 2.15 on a function of which nothing is left but a break, such as that around a bare LSTM, is
     # no failure; the break is counted.
     from torch._dynamo.utils import counters, get_compilation_metrics
@@ -219,13 +219,13 @@ def _failure(function: str, error: Any, at: tuple[Any, Any] | None = None) -> st
 
 
 def _of_torch_compile(wrapper: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
-    """Return (backend, mode, options) of what ``torch.compile`` passes to Dynamo as the backend."""
+    """Return (backend, mode, options) of the backend that ``torch.compile`` passes to Dynamo."""
     settings = getattr(wrapper, "kwargs", {})
     return getattr(wrapper, "compiler_fn", wrapper), settings.get("mode"), settings.get("options")
 
 
 def backend_of(compiled: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
-    """Return (backend, mode, options) of a module of ``torch.compile``; Nones for others."""
+    """Return (backend, mode, options) of a compiled module; three times None for others."""
     from torch._dynamo.eval_frame import innermost_backend
 
     if original_of(compiled) is None:
@@ -324,7 +324,7 @@ def _tracer() -> Any:
 
 
 def guard_signs_of_zeros(output: Any = None) -> None:
-    """Let a trace, by default the one that is compiled now, serve no zero of another sign.
+    """Guard the signs of zeros in a trace, by default in the one that is compiled now.
 
     Guards of torch compare by ``==``, for which 0.0 is -0.0.
     """
@@ -394,7 +394,7 @@ def _floats_of(node: fx.Node) -> set[sympy.Symbol]:
 
 
 def _fold(gm: fx.GraphModule, computed: list[fx.Node]) -> bool:
-    """Replace nodes that compute with floats alone by constants, and drop those inputs."""
+    """Replace nodes that compute only with floats by constants, and drop the inputs of these."""
     # Dynamo makes the call of the graph after the backend, from the inputs that are left. A second
     # trace, which gives the same graph, takes as long as the first.
     dynamo = _tracer()
@@ -523,7 +523,7 @@ def _repeated_inputs(gm: fx.GraphModule) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_missing(guard: Any, added: Any, tensors: set[str], scope: dict[str, Any]) -> bool:
-    """Return whether a guard of a later call is to be added to those of the trace."""
+    """Return whether a guard of a later call has to be added to the trace."""
     kind = added.create_fn_name()
     try:
         first, later = (eval(name, dict(scope)) for name in (guard.name, added.name))
@@ -573,7 +573,7 @@ def _is_source(value: Any) -> bool:
 
 
 class _Moved:
-    """Sources below one source, as they are below another."""
+    """The sources below one source, moved below another."""
 
     def __init__(self, one: Any, other: Any) -> None:
         self._known: dict[Any, Any] = {one: other}
@@ -663,7 +663,7 @@ class _Globals(dict[str, Any]):
 def _helpers(name: str) -> types.ModuleType:
     """Return a module with cheap versions of ``torch._dynamo.utils`` that Dynamo's code calls."""
     # torch's versions disable Dynamo around themselves, which costs more than the rest of a call.
-    # Ours suffice for plain tensors; a subclass has a trace of its own.
+    # These suffice for plain tensors; a subclass has a separate trace.
     module = types.ModuleType(name)  # not a subclass: attributes of a plain module are faster
     own = {
         "call_size": torch.Tensor.size,
@@ -941,7 +941,7 @@ def drop_fakes(shape_env: Any) -> None:
 
 def drop_trace_caches() -> None:
     """Empty caches whose keys hold what a trace has used, such as each ``ShapeEnv``."""
-    # Those of ``ShapeEnv`` are of use to the trace that made their entries alone. Dynamo reads
+    # Entries with a ``ShapeEnv`` are of use only to the trace that made them. Dynamo reads
     # attributes with ``inspect.getattr_static``, which keeps classes in Python 3.12.0 to 3.12.3.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -1091,14 +1091,14 @@ def _captured(called: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         with traced_function_modes(modes):
             output = convert_frame.fullgraph_capture(called, args, dict(kwargs))
         if list(output.graph_capture_output.output_graph.torch_function_mode_stack) == modes:
-            return output  # otherwise Dynamo traces them by itself, as 2.11 does
+            return output  # otherwise Dynamo traces them, as in 2.11
     return convert_frame.fullgraph_capture(called, args, dict(kwargs))
 
 
 @contextmanager
 def _varying(paths: Collection[str]) -> Iterator[None]:
-    """Let a trace find that the numbers at these paths have varied, and nothing else."""
-    # In place of what Dynamo has seen of other calls, which is put back.
+    """Let Dynamo take the numbers at these paths, and no others, for varying ones."""
+    # It replaces Dynamo's record of other calls, which is restored.
     from torch._dynamo.pgo import get_code_state
 
     seen = get_code_state()
@@ -1178,7 +1178,7 @@ def _in_short(error: BaseException) -> CannotTrace:
 
 
 def _lift(graph: fx.GraphModule) -> tuple[FrozenTensor, ...]:
-    """Replace the tensors that Dynamo put into a graph by placeholders, after all others."""
+    """Replace the tensors that Dynamo put into a graph by placeholders, which come last."""
     # Pieces take weights as inputs, so that equal layers are equal pieces.
     sources = getattr(graph, "_param_name_to_source", None) or {}
     last = graph.graph.find_nodes(op="placeholder")
@@ -1256,7 +1256,7 @@ def without_traces_left(called: Any, tensors: Iterable[torch.Tensor]) -> Iterato
     from torch._dynamo.utils import counters
 
     names = traced_function(called)[0].__globals__
-    # Under the lock new names and counts are those of this thread.
+    # Under the lock only this thread adds names and counts.
     with convert_frame.compile_lock, _attributes_kept(tensors):
         before = set(names)
         counted = {kind: dict(counts) for kind, counts in counters.items()}

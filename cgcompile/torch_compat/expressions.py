@@ -427,7 +427,7 @@ class Span(NamedTuple):
 
 
 class OwnShapes:
-    """An environment of its own in which each symbol of Dynamo's is a number, or bounded."""
+    """A separate environment, in which each symbol of Dynamo's is a number, or bounded."""
 
     # The bounds decide comparisons without a guard, and Inductor reads them. ``label`` becomes part
     # of the names of symbols, so that torch's caches find an artifact of the same bounds. Where two

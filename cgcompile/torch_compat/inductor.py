@@ -376,7 +376,7 @@ _FUNCTORCH_CACHES = ("enable_autograd_cache", "enable_remote_autograd_cache")
 def compile_uncached(
     gm: fx.GraphModule, fake_inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> InductorCall:
-    """Compile one piece with Inductor, whose code no key of torch's caches has."""
+    """Compile one piece with Inductor without torch's caches, whose keys lack its code."""
     from torch._functorch import config
 
     known = dict.fromkeys((name for name in _FUNCTORCH_CACHES if hasattr(config, name)), False)
@@ -388,7 +388,7 @@ def compile_uncached(
 
 @contextmanager
 def _unsaved_is_no_warning() -> Iterator[None]:
-    """Drop the warning that torch's caches, which are off, have nothing to save."""
+    """Suppress the warning of torch's caches, which are off, that there is nothing to save."""
 
     def keep(record: logging.LogRecord) -> bool:
         return "artifact generation failed" not in str(record.msg)
@@ -427,7 +427,7 @@ def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    # A context of its own: the graph that Dynamo is compiling must not be changed or read.
+    # A separate context: the graph that Dynamo is compiling must not be changed or read.
     context = torch._guards.TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
     with (
         torch._guards.tracing(context),
@@ -441,7 +441,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Return whether an error of a compiler (or its process) is that of a full or broken disk."""
+    """Return whether an error of a compiler, or of its process, is about a full or broken disk."""
     texts = [os.strerror(number) for number in _DISK_ERRORS]
     cause: BaseException | None = error
     while cause is not None:
@@ -770,7 +770,7 @@ def take_apart(graph: fx.Graph) -> None:
 
 
 def _from_the_trace(node: fx.Node) -> bool:
-    """Return whether the user wrote a node: those of Inductor's patterns have no number."""
+    """Return whether the user wrote a node: nodes of Inductor's patterns have no number."""
     return "seq_nr" in node.meta
 
 
@@ -947,7 +947,7 @@ def _pass(run: Pass, then: Any, over_kernels: bool = False) -> Any:
 
 
 def _before(then: Any, run: Pass, over_kernels: bool = False) -> Any:
-    """Return a pass and the user's after it, or the user's alone if it has no identity."""
+    """Return a pass, followed by the user's; only the user's if that has no identity."""
     uuid = getattr(then, "uuid", None)
     if then is not None and (uuid is None or (over_kernels and uuid() is None)):
         return then  # Inductor caches what ran CustomSchedulerPass, whatever its uuid is

@@ -32,7 +32,7 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
     "torch.utils._python_dispatch": "TorchDispatchMode",  # page "Extending PyTorch"
 }
 
-# What begins with "_cuda" or "_CUDA" is in builds with CUDA alone, two of them in 2.11 alone
+# Names that begin with "_cuda" or "_CUDA" are only in builds with CUDA, two of them only in 2.11
 # (``_cuda_endAllocateToPool``, ``_cuda_releasePool``); three others of ``torch._C`` are missing in
 # some builds without CUDA.
 PRIVATE_NAMES: Mapping[str, str] = {
@@ -92,7 +92,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "is_in_torch_dispatch_mode",
     "torch.utils._sympy.interp": "sympy_interp",
 }
-# Attributes of objects, by their owner. Whether they exist shows with an object alone.
+# Attributes of objects, by their owner. Only an object shows whether they exist.
 PRIVATE_ATTRIBUTES: Mapping[str, str] = {
     "a storage": "_cdata",
     "a symbolic number": "_expr",

@@ -62,7 +62,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def is_held_here_alone(storage: torch.UntypedStorage) -> bool:
-    """Return whether no tensor has a storage any more, only Python objects of it."""
+    """Return whether only Python objects hold a storage, and no tensor."""
     return torch._C._storage_Use_Count(storage._cdata) == 1
 
 
@@ -356,7 +356,7 @@ def _bytes(kind: str, device: torch.device) -> Mapping[str, int]:
 
 
 def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
-    """Undo what a failed capture left in the allocator: route to the pool, and use count."""
+    """Remove what a failed capture left in the allocator: a route to the pool, a use count."""
     # No effect where the capture ended that itself, or never began.
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     release = getattr(torch._C, "_cuda_releasePool", None)
@@ -395,7 +395,7 @@ class CannotUnwrap(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An object that a subclass wraps beside tensors, such as a device mesh."""
+    """An object, not a tensor, that a subclass wraps, such as a device mesh."""
 
     value: Any
 

@@ -341,7 +341,7 @@ def _done(result: Any) -> Any:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error is that of a collective whose peer has ended or does not answer."""
+    """Return whether an error is from a collective whose peer has ended or does not answer."""
     import torch.distributed as dist
 
     # Gloo raises RuntimeError, and its text starts with the source file of the transport. NCCL
@@ -596,7 +596,7 @@ def any_autocast() -> bool:
 
 
 def autocast_state() -> dict[str, torch.dtype]:
-    """Return the type that autocast computes in, by the type of each device where it is on."""
+    """Return the dtype of autocast, by the type of each device where it is on."""
     on = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
     return {kind: torch.get_autocast_dtype(kind) for kind in on}
 
@@ -669,7 +669,7 @@ def has_global_hooks() -> bool:
 
 
 def hooks_of(called: Any) -> tuple[Any, ...]:
-    """Return the live dictionaries of the hooks of a module; of other callables none."""
+    """Return the live dictionaries of the hooks of a module; empty for other callables."""
     if not isinstance(called, torch.nn.Module):
         return ()
     return (called._forward_pre_hooks, called._forward_hooks)
@@ -683,7 +683,7 @@ def annotate(mark: dict[str, Any]) -> AbstractContextManager[Any]:
 
 
 def raised_while_tracing(error_of: Callable[..., Exception]) -> Callable[..., Any]:
-    """Return a function that raises ``error_of(...)`` to the caller of what Dynamo traces."""
+    """Return a function that raises ``error_of(...)`` to the caller of the traced function."""
     # Dynamo traces neither it nor what it calls, and passes on errors of ``ShortenTraceback``. An
     # error that traced code raises makes Dynamo run the function without any graph instead.
 
@@ -712,7 +712,7 @@ Arguments = Mapping[str, Any]
 
 
 class _Row(NamedTuple):
-    reads: Callable[[Arguments], bool]  # decides by the arguments of a call, whatever its tags
+    reads: Callable[[Arguments], bool]  # decides by the arguments of a call, for ops with any tags
     in_inductor: bool = False  # whether code of Inductor calls the same kernel
 
 
@@ -808,7 +808,7 @@ def call_reads(
 
 
 def kernel_reads(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return the same for a call in an FX graph, of kernels that Inductor's code calls as well."""
+    """Return the same for a call in an FX graph, for kernels that Inductor's code calls, too."""
     if target in (torch.svd_lowrank, torch.pca_lowrank):  # Python, which calls ``linalg.svd``
         return True
     overloads = op_overloads(target) or aten_overloads(target)

@@ -33,7 +33,7 @@ def _cudnn(name: str) -> Callable[[], bool]:
 
 _cudnn_is_on, _benchmark = _cudnn("enabled"), _cudnn("benchmark")
 _cudnn_deterministic = _cudnn("deterministic")
-# Functions of C: the public ones around them take twice the time, those of cuDNN 1 to 4 us each.
+# Functions of C: their public wrappers take twice the time, those of cuDNN 1 to 4 us each.
 _flash = torch._C._get_flash_sdp_enabled
 _memory_efficient = torch._C._get_mem_efficient_sdp_enabled
 _math = torch._C._get_math_sdp_enabled
@@ -89,7 +89,7 @@ def kernel_settings() -> tuple[Any, ...]:
 
 
 def allows_all_attention() -> bool:
-    """Return whether ``scaled_dot_product_attention`` may take any kernel but that of cuDNN."""
+    """Return whether ``scaled_dot_product_attention`` may take all kernels except cuDNN's."""
     return _flash() and _memory_efficient() and _math()  # many switch cuDNN's off for its bugs
 
 
@@ -134,7 +134,7 @@ def traced_function_modes(modes: list[Any]) -> Iterator[None]:
 
 
 def has_traced_function_modes() -> bool:
-    """Return whether the graph that a backend compiles now has the effects of such modes."""
+    """Return whether the graph that a backend compiles now has the effects of function modes."""
     from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 
     return bool(torch_function_mode_stack_state_mgr.stack)
