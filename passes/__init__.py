@@ -1,7 +1,7 @@
 """FX graph in, split graph out; independent of capture, compilation and serving.
 
 Read ``pipeline``, then its steps in order: ``normalize``, ``eliminate``, ``assign``,
-``aliases``, ``split``.
+``split``.
 """
 
 from cgcompile.passes.base import FunctionPass, GraphPass, PassManager, PassRecord

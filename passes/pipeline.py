@@ -14,8 +14,7 @@ from torch import fx
 from cgcompile.boundaries import Boundaries
 from cgcompile.errors import ConfigError
 from cgcompile.kernels import why_unsupported
-from cgcompile.passes.aliases import resolve_aliases
-from cgcompile.passes.assign import assign_pieces
+from cgcompile.passes.assign import assign_pieces, resolve_aliases
 from cgcompile.passes.base import FunctionPass, Fusions, PassManager
 from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
 from cgcompile.passes.nodes import calls, value

@@ -40,7 +40,7 @@ from cgcompile.passes.nodes import (
 )
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.passes.subclasses import unwrap_subclasses
-from cgcompile.pieces.size_ranges import fusion_texts
+from cgcompile.pieces.compilers import fusion_texts
 from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.runtime.dispatch import auto_mode

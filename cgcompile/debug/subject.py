@@ -22,7 +22,7 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphCapture
 from cgcompile.graphs.contract import layout_text
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
-from cgcompile.pieces.size_ranges import fusion_texts
+from cgcompile.pieces.compilers import fusion_texts
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph, ReplayOverride
 from cgcompile.serving.manager import CudaGraphManager

@@ -42,7 +42,6 @@ from cgcompile.graphs.breaks import (
     transform_around,
     watch_containers,
 )
-from cgcompile.graphs.bridges import Place, SameOnHost, crossings
 from cgcompile.graphs.capture import (
     NewMemory,
     SameStorages,
@@ -56,7 +55,16 @@ from cgcompile.graphs.device import DeviceGraph, chosen_device
 from cgcompile.graphs.fields import Rebinding
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import check_leaves, flatten, opener, rebuilt
-from cgcompile.graphs.sequence import Crossing, EagerSegment, GraphSegment, GraphSequence, Segment
+from cgcompile.graphs.sequence import (
+    Crossing,
+    EagerSegment,
+    GraphSegment,
+    GraphSequence,
+    Place,
+    SameOnHost,
+    Segment,
+    crossings,
+)
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.settings import checked_but, require_callable
 from cgcompile.torch_compat import raw_memory, torch_ops

@@ -45,7 +45,7 @@ import torch
 from torch import fx
 
 from cgcompile.config import CompilationConfig
-from cgcompile.passes.printer import GraphText, Unnameable
+from cgcompile.passes.split import GraphText, Unnameable
 from cgcompile.torch_compat import expressions, inductor
 from cgcompile.version import __version__
 

@@ -36,8 +36,7 @@ from cgcompile.graphs.timeline import Timeline
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
 from cgcompile.passes.split import SplitGraph
 from cgcompile.pieces.cache import Compilation
-from cgcompile.pieces.compilers import Runnable
-from cgcompile.pieces.size_ranges import artifacts_text
+from cgcompile.pieces.compilers import Runnable, artifacts_text
 from cgcompile.pieces.stitch import Step
 from cgcompile.reasons import Counters, Fallback, Reason, RunPlain
 from cgcompile.runtime.dispatch import Dispatch

@@ -21,15 +21,17 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.context import callers_context
 from cgcompile.errors import CaptureBusyError, PieceCompileError
 from cgcompile.graphs.arena import Block, ScalarCopy, address, rows_apart
-from cgcompile.graphs.bridges import Bridges, Place, crossings
 from cgcompile.graphs.capture import SameStorages
 from cgcompile.graphs.sequence import (
+    Bridges,
     Crossing,
     EagerSegment,
     GraphSegment,
     GraphSequence,
+    Place,
     Segment,
     Slot,
+    crossings,
 )
 from cgcompile.graphs.steps import refuse_strict
 from cgcompile.graphs.wrapper import Captured, CUDAGraphEntry, CUDAGraphWrapper

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import cgcompile
 from cgcompile.passes.small_batch import Fusions, fuse_small_linears
-from cgcompile.pieces import size_ranges
+from cgcompile.pieces import compilers
 
 N = K = 32  # square: a scale for each column has the shape of one for each row
 DATA = (torch.int8, torch.float8_e4m3fn)
@@ -308,7 +308,7 @@ class Layer(nn.Module):
 
 def check_replays(model: nn.Module, change, monkeypatch) -> str:
     """Compare replays with eager, weights changed in between; return what was fused."""
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     backend = cgcompile.Backend(kernels="small_batch", capture_device="host")
     compiled = torch.compile(model, backend=backend, dynamic=False)
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from cgcompile.passes.printer import GraphText, Unnameable
+from cgcompile.passes.split import GraphText, Unnameable
 
 
 class Number(enum.IntEnum):

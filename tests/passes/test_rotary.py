@@ -11,7 +11,7 @@ from torch import nn
 import cgcompile
 from cgcompile.passes.base import Fusions
 from cgcompile.passes.rotary import fuse_rotary
-from cgcompile.pieces import size_ranges
+from cgcompile.pieces import compilers
 
 D = 32
 
@@ -401,8 +401,8 @@ def test_replays_write_the_cache_as_eager_does(device, mode, monkeypatch, caplog
     """With the host recorder, where the op runs torch's ops, and on CUDA, where it is a kernel."""
     caplog.set_level("INFO")
     if device == "cpu":
-        monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
-    elif size_ranges.why_unsupported(torch.device("cuda", 0)) is not None:
+        monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
+    elif compilers.why_unsupported(torch.device("cuda", 0)) is not None:
         pytest.skip("needs compute capability 9.0")
     torch.manual_seed(0)
     model = Attention().to(device)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import cgcompile
 from cgcompile.kernels.small_linear import op
 from cgcompile.passes.small_batch import Fusions, fuse_small_linears
-from cgcompile.pieces import size_ranges
+from cgcompile.pieces import compilers
 
 D = 32
 
@@ -368,10 +368,10 @@ def test_a_result_is_no_constant_weight(monkeypatch) -> None:
 
 def constant_of(model, *inputs, monkeypatch) -> list[bool]:
     """Return which calls of the op have constant weights, in the order of the pieces."""
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     config = cgcompile.CompilationConfig()
     split = cgcompile.explain(model, *inputs, config=config).split
-    variants = size_ranges.Variants(split, config)
+    variants = compilers.Variants(split, config)
     modules = {piece.index: variants.of(piece)[0].module for piece in split.distinct}
     nodes = [node for piece in split.pieces for node in modules[piece.same_as].graph.nodes]
     return [node.kwargs.get("constant", False) for node in nodes if node.target is op()]
@@ -391,7 +391,7 @@ def test_explain_shows_what_is_fused_for_which_sizes(monkeypatch) -> None:
     settings = {"config": cgcompile.CompilationConfig(), "dynamic_dims": {"x": {0: "n"}}}
     here = cgcompile.explain(Block(), x, **settings)
     assert not any("NVIDIA" in note or note.startswith("piece_") for note in here.notes)
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     result = cgcompile.explain(Block(), x, **settings)
     notes = [note for note in result.notes if note.startswith("piece_")]
     assert_snapshot("small_batch/explain", "\n".join(notes))
@@ -399,7 +399,7 @@ def test_explain_shows_what_is_fused_for_which_sizes(monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_two_dynamic_dims_need_the_name_of_the_batch(monkeypatch) -> None:
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     model, x = Two(), torch.randn(4, D).bfloat16()
     dims = {"x": {0: "n"}, "y": {0: "m"}}
     for capture_dim in (None, "x.size()[0]"):
@@ -413,12 +413,12 @@ def test_two_dynamic_dims_need_the_name_of_the_batch(monkeypatch) -> None:
 @pytest.mark.slow
 def test_a_piece_in_which_nothing_is_fused_is_compiled_once(monkeypatch) -> None:
     sizes = []
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     config = cgcompile.CompilationConfig()
     x = torch.randn(4, D)  # float32 is not fused
     split = cgcompile.explain(Block().float(), x, config=config, dynamic_dims={"x": {0: "n"}}).split
     for piece in split.distinct:
-        sizes += [variant.sizes for variant in size_ranges.Variants(split, config).of(piece)]
+        sizes += [variant.sizes for variant in compilers.Variants(split, config).of(piece)]
     assert sizes == [None]
 
 
@@ -470,7 +470,7 @@ def test_a_step_on_a_cpu_is_not_changed(settings, variable, monkeypatch) -> None
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 def test_verify_counts_what_kernels_compute(mode, dynamic, monkeypatch) -> None:
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     backend = cgcompile.Backend(capture_device="host", cudagraph_mode=mode)
     call = torch.compile(Between(), backend=backend, dynamic=dynamic)
     with torch.inference_mode():
@@ -497,7 +497,7 @@ class Between(nn.Module):
 @pytest.mark.slow
 def test_all_fused_pieces_are_kept_for_other_processes(monkeypatch, tmp_path) -> None:
     """The first one that Inductor compiles gives the op a lowering, which calls the op."""
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     model, origins = Between(), []
     for _ in range(2):
         torch._dynamo.reset()
@@ -518,14 +518,14 @@ def test_all_fused_pieces_are_kept_for_other_processes(monkeypatch, tmp_path) ->
 def test_few_rows_that_are_padded_to_more_are_not_compiled_apart(
     sizes, ranges, monkeypatch
 ) -> None:
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     config = cgcompile.CompilationConfig(cudagraph_capture_sizes=sizes)
     x, dims = torch.randn(4, D).bfloat16(), {"x": {0: "n"}}
     split = cgcompile.explain(Block(), x, config=config, dynamic_dims=dims).split
     variants = [
         variant.sizes
         for piece in split.distinct
-        for variant in size_ranges.Variants(split, config).of(piece)
+        for variant in compilers.Variants(split, config).of(piece)
     ]
     assert len([span for span in variants if span is not None]) == ranges
 
@@ -536,7 +536,7 @@ def test_explain_names_a_compiler_that_fuses_nothing(settings, monkeypatch) -> N
     config = cgcompile.CompilationConfig(compiler="eager", **settings)
     notes = cgcompile.explain(Block(), x, config=config).notes
     assert not any(note.startswith("small_batch:") for note in notes)  # the CPU has no kernels
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     notes = cgcompile.explain(Block(), x, config=config).notes
     assert "small_batch: compiler 'eager' is not Inductor" in notes
 
@@ -546,7 +546,7 @@ def test_explain_names_a_compiler_that_fuses_nothing(settings, monkeypatch) -> N
 @pytest.mark.parametrize("entry_point", ["named", "typed"])
 def test_replays_of_all_sizes_equal_eager(entry_point, mode, monkeypatch) -> None:
     """Weights change in place between replays; inputs are random each time."""
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     torch.manual_seed(0)
     model = Block().requires_grad_(False)
     settings = {"cudagraph_mode": mode, "capture_device": "host"}

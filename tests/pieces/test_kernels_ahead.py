@@ -12,7 +12,7 @@ from torch import nn
 import cgcompile
 from cgcompile import kernels
 from cgcompile.kernels import small_linear
-from cgcompile.pieces import compilers, size_ranges
+from cgcompile.pieces import compilers
 from cgcompile.torch_compat import expressions
 
 D = 32
@@ -42,7 +42,7 @@ def compiled(monkeypatch) -> list[tuple[str, list[tuple[int, ...]], str]]:
 
         expressions.call_with_fakes(on_cuda, arguments)
 
-    monkeypatch.setattr(size_ranges, "why_unsupported", lambda device: None)
+    monkeypatch.setattr(compilers, "why_unsupported", lambda device: None)
     monkeypatch.setattr(compilers, "compile_kernels", noted)
     monkeypatch.setattr(compilers, "_runs_kernels", lambda tensor: True)
     return calls

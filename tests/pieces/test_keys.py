@@ -13,7 +13,7 @@ from torch.utils._sympy import functions as of_sizes
 
 import cgcompile
 from cgcompile.passes import FunctionPass
-from cgcompile.passes.printer import GraphText, Unnameable
+from cgcompile.passes.split import GraphText, Unnameable
 from cgcompile.pieces.cache import facts_of_piece, key_of
 from cgcompile.torch_compat import inductor
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode
 from cgcompile.errors import ConfigError, PieceCompileError, SymbolError
-from cgcompile.pieces.size_ranges import Artifact, Ranged, SizeRange, ranges_between, reader
+from cgcompile.pieces.compilers import Artifact, Ranged, SizeRange, ranges_between, reader
 from cgcompile.torch_compat import dynamo, expressions, raw_memory
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
