@@ -519,13 +519,7 @@ class CompilationConfig:
     @property
     def replaces_attention(self) -> str | bool:
         """The switch of the kernel ``decode_attention`` for one graph: False without effect."""
-        return self._holds_attention and self.kernel("decode_attention")
-
-    def kernel(self, name: str) -> str | bool:
-        """Return the switch of a kernel: ``"auto"``, True (raise where it cannot run) or False."""
-        switch = kernel_switches(self.kernels)[name]
-        # The environment is for all models: no model is one that cannot.
-        return AUTO if switch and self.origins["kernels"] == "environment" else switch
+        return self._holds_attention and kernel_switch(self, "decode_attention")
 
     @property
     def origins(self) -> dict[str, str]:
@@ -601,6 +595,13 @@ class CompilationConfig:
         if config is None:
             return cls(**changes, _origins=origins)
         return dataclasses.replace(config, **changes, _origins=origins)
+
+
+def kernel_switch(config: CompilationConfig, name: str) -> str | bool:
+    """Return the switch of a kernel: ``"auto"``, True (raise where it cannot run) or False."""
+    switch = kernel_switches(config.kernels)[name]
+    # The environment is for all models: no model is one that cannot.
+    return AUTO if switch and config.origins["kernels"] == "environment" else switch
 
 
 def _variable(name: str) -> str:

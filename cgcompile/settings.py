@@ -171,24 +171,37 @@ def checked_last(function: F_) -> F_:
     return checked(function, last=True)
 
 
-def takes_earlier(
-    **earlier: tuple[str, Callable[[dict[str, Any], Any], None]],
-) -> Callable[[F_], F_]:
-    """Decorate a function to take arguments of earlier names, with a FutureWarning.
+Moved = Callable[[dict[str, Any], Any], Callable[[Any], None] | None]
+
+
+def takes_earlier(**earlier: tuple[str, Moved]) -> Callable[[F_], F_]:
+    """Decorate a constructor to take arguments of earlier names, with a FutureWarning.
 
     Args:
-        earlier: by name, what replaces it, and a function that moves its value into the arguments.
+        earlier: by name, what replaces it, and a function that moves its value into the arguments,
+            by name, or returns what is called with the new object.
     """
 
     def decorate(function: F_) -> F_:
+        signature = inspect.signature(function)
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for name in [name for name in earlier if name in kwargs]:
+            values = {name: kwargs.pop(name) for name in earlier if name in kwargs}
+            if not values:
+                return function(*args, **kwargs)
+            arguments = {**signature.bind_partial(*args).arguments, **kwargs}
+            then = []
+            for name, value in values.items():
                 instead, move = earlier[name]
-                text = f"argument {name} is deprecated: use {instead}"
+                text = f"argument {name} is deprecated: {instead}"
                 warnings.warn(text, FutureWarning, stacklevel=2)
-                move(kwargs, kwargs.pop(name))
-            return function(*args, **kwargs)
+                then.append(move(arguments, value))
+            made = arguments.pop("self")
+            function(made, **arguments)
+            for finish in then:
+                if finish is not None:
+                    finish(made)
 
         vars(call)["earlier"] = earlier
         return cast(F_, call)

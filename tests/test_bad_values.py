@@ -609,7 +609,7 @@ ROWS_OF_ONE: list[tuple[str, str, Callable[[], Any]]] = [
         for name in ("bisect", "doctor", "explain", "verify")
         for kind in (list, dict)
     ),
-    ("CudaGraphManager", "agreement", lambda: type),
+    ("CudaGraphManager.from_model", "agreement", lambda: type),
     ("CudaGraphManager", "device", lambda: "cuda:99"),
     ("CudaGraphManager.run", "batch", lambda: serving.Batch(torch.empty(0), 2, {"input": X})),
     ("DispatchStatistics", "plan", lambda: torch.ops.aten.add),

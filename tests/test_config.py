@@ -11,7 +11,7 @@ from lib.snapshots import assert_snapshot
 
 import cgcompile
 from cgcompile import CompilationConfig, CompilationMode, CUDAGraphMode
-from cgcompile.config import EARLIER
+from cgcompile.config import EARLIER, kernel_switch
 from cgcompile.errors import OF_COMPILE, ConfigError
 from cgcompile.settings import KERNELS
 
@@ -382,14 +382,16 @@ def test_a_variable_that_a_mode_would_ignore_is_ignored(
 
 
 def test_one_variable_switches_all_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {CompilationConfig().kernel(name) for name in KERNELS} == {"auto"}
+    assert {kernel_switch(CompilationConfig(), name) for name in KERNELS} == {"auto"}
     monkeypatch.setenv("CGCOMPILE_KERNELS", "0")
     config = CompilationConfig()
-    assert {config.kernel(name) for name in KERNELS} == {False}
+    assert {kernel_switch(config, name) for name in KERNELS} == {False}
     assert config.origins["kernels"] == "environment"
-    assert CompilationConfig(kernels="auto").kernel("small_batch") == "auto"  # an argument wins
+    assert (
+        kernel_switch(CompilationConfig(kernels="auto"), "small_batch") == "auto"
+    )  # an argument wins
     monkeypatch.setenv("CGCOMPILE_KERNELS", "1")  # for all models, so where the device can
-    assert {CompilationConfig().kernel(name) for name in KERNELS} == {"auto"}
+    assert {kernel_switch(CompilationConfig(), name) for name in KERNELS} == {"auto"}
     monkeypatch.setenv("CGCOMPILE_KERNELS", "perhaps")
     with pytest.raises(
         ConfigError, match=r"CGCOMPILE_KERNELS: .* expected 'auto', True, False, or"
@@ -411,8 +413,8 @@ def test_one_variable_switches_all_kernels_off(monkeypatch: pytest.MonkeyPatch) 
 def test_kernels_by_name(value: Any, kept: Any, small_batch: Any, decode_attention: Any) -> None:
     config = CompilationConfig(kernels=value)
     assert config.kernels == kept
-    assert config.kernel("small_batch") == small_batch
-    assert config.kernel("decode_attention") == decode_attention
+    assert kernel_switch(config, "small_batch") == small_batch
+    assert kernel_switch(config, "decode_attention") == decode_attention
     assert CompilationConfig(kernels=kept) == config
 
 
@@ -425,7 +427,7 @@ def test_earlier_names_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_KERNELS", "0")
     monkeypatch.setenv("CGCOMPILE_DECODE_ATTENTION", "auto")  # what is about one kernel wins
     with pytest.warns(FutureWarning, match="CGCOMPILE_DECODE_ATTENTION is deprecated"):
-        assert CompilationConfig().kernel("decode_attention") == "auto"
+        assert kernel_switch(CompilationConfig(), "decode_attention") == "auto"
 
 
 def test_kernels_are_switched_off_where_nothing_uses_them() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from cgcompile.backend import Backend, handle_of
 from cgcompile.compile import CompiledModel, check_compilable, compile
-from cgcompile.config import CompilationConfig, CompilationMode
+from cgcompile.config import CompilationConfig, CompilationMode, kernel_switch
 from cgcompile.debug.compare import Call, InputSets, Opened, Tolerance, named_values, uncompared
 from cgcompile.debug.restore import State, copies, restored_after
 from cgcompile.errors import ConfigError
@@ -79,7 +79,7 @@ class Subject:
         own = any(getattr(op, "impl", None) for op in config.splitting_ops)
         uncompiled = config.first_compiler == "eager" and config.mode is CompilationMode.PIECEWISE
         uncompiled |= config.mode is CompilationMode.NONE or self.wrapper is not None
-        own |= config.kernel("decode_attention") is True  # on a CPU by ops of torch
+        own |= kernel_switch(config, "decode_attention") is True  # on a CPU by ops of torch
         changed = bool(config.graph_passes or config.piece_passes or own)
         tensors = [*torch_ops.tree_tensors(call), *self.buffers]
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)

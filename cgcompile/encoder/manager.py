@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -431,17 +431,23 @@ def _move_check_weights(arguments: dict[str, Any], on: bool) -> None:
     arguments["config"] = with_check("weights", _settings(arguments.get("config")), on)
 
 
-def _check_arguments(sharder: Any, costs: Costs | None, calibrate: bool) -> None:
-    """Refuse a sharder without its methods, and costs that would be replaced."""
-    shares = all(hasattr(sharder, name) for name in ("rank", "assign", "agree", "gather"))
-    expected = "a Sharder, what has its methods, or None"
-    require(sharder is None or shares, "sharder", _WHERE, sharder, expected)
-    if calibrate and costs is not None:
+def _move_calibrate(arguments: dict[str, Any], on: bool) -> None:
+    require(is_flag(on), "calibrate", _WHERE, on, "bool")
+    if on and arguments.get("costs") is not None:
         raise ConfigError.impossible(
             what="calibrate=True with costs=",
             because="measured costs replace the given ones",
             instead="Give one: costs= of an earlier manager need no measurement.",
         )
+    if on:
+        arguments["costs"] = "measured"
+
+
+def _finish_inference_mode(
+    _: dict[str, Any], inference_mode: bool
+) -> Callable[["EncoderCudaGraphManager"], None] | None:
+    require(is_flag(inference_mode), "inference_mode", _WHERE, inference_mode, "bool")
+    return None if inference_mode else EncoderCudaGraphManager.allow_gradients
 
 
 class EncoderCudaGraphManager:
@@ -481,11 +487,10 @@ class EncoderCudaGraphManager:
         pool: memory of the graphs, shared with another manager; left out: a pool of its own. Do not
             give the decoder's.
         costs: estimated costs of a replay and an eager run; left out: an estimate in tokens.
-        calibrate: measure the costs after capture, in milliseconds, in place of ``costs``; takes a
-            few replays of each graph, and synchronises.
+            ``"measured"``: measure them after capture, in milliseconds, which takes a few replays
+            of each graph, and synchronises.
         sharder: shares the items of each call out among ranks.
         graph_capture: a context around all captures, such as a communicator's.
-        inference_mode: capture and run in inference mode; else in the caller's mode.
 
     Attributes:
         config: the model's description of its encoder, copied.
@@ -498,8 +503,8 @@ class EncoderCudaGraphManager:
     Raises:
         EncoderError: a method is missing, or no budgets are given and none can be inferred.
         EncoderError: budgets, items or frames are not valid.
-        ConfigError: ``token_budgets`` for paths that the model does not have, ``costs`` with
-            ``calibrate``, a setting without effect, or an argument of another kind than above.
+        ConfigError: ``token_budgets`` for paths that the model does not have, a setting without
+            effect, or an argument of another kind than above.
 
     Example:
         >>> from cgcompile.encoder import PatchEncoder
@@ -518,7 +523,11 @@ class EncoderCudaGraphManager:
         [(8, 32), (16, 32)]
     """
 
-    @takes_earlier(check_weights=("config=, with checks='-weights'", _move_check_weights))
+    @takes_earlier(
+        check_weights=("use config=, with checks='-weights'", _move_check_weights),
+        calibrate=("use costs='measured'", _move_calibrate),
+        inference_mode=("call allow_gradients() afterwards", _finish_inference_mode),
+    )
     @checked_but("device", "sharder")
     def __init__(
         self,
@@ -532,13 +541,13 @@ class EncoderCudaGraphManager:
         settings: Any = None,
         config: CompilationConfig | Mapping[str, Any] | None = None,
         pool: GraphPool | None = None,
-        costs: Costs | None = None,
-        calibrate: bool = False,
+        costs: Costs | Literal["measured"] | None = None,
         sharder: Sharder | None = None,
         graph_capture: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        inference_mode: bool = True,
     ) -> None:
-        _check_arguments(sharder, costs, calibrate)
+        shares = all(hasattr(sharder, name) for name in ("rank", "assign", "agree", "gather"))
+        expected = "a Sharder, what has its methods, or None"
+        require(sharder is None or shares, "sharder", _WHERE, sharder, expected)
         device = device_named(device, _WHERE)
         self._model = CheckedModel(model)
         self.config = self._model.config
@@ -567,10 +576,9 @@ class EncoderCudaGraphManager:
         self._graphs = EncoderGraphs(self._setup, pool)
         self.pool, self.wrapper = self._graphs.pool, self._graphs.wrapper
         inferred = max_batch_size is None
-        self._calls = EncoderCalls(
-            self._setup, self._graphs, self.statistics, costs or Costs(), inferred
-        )
-        self._calibrate, self._sharder, self._inference_mode = calibrate, sharder, inference_mode
+        estimate = costs if isinstance(costs, Costs) else Costs()
+        self._calls = EncoderCalls(self._setup, self._graphs, self.statistics, estimate, inferred)
+        self._calibrate, self._sharder, self._inference_mode = costs == "measured", sharder, True
         self._logged = 0
         self._lock = new_lock() if self.pool is None else self.pool.lock
         text = "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay"
@@ -723,6 +731,13 @@ class EncoderCudaGraphManager:
             self.statistics = self._calls.statistics = kept
 
     @checked_but("max_graph_bytes")
+    def allow_gradients(self) -> None:
+        """Capture and run in the mode of the caller, and not in inference mode.
+
+        Call it before :meth:`capture`. A call that needs gradients runs without graphs then.
+        """
+        self._inference_mode = False
+
     def capture(self, max_graph_bytes: int | None = None) -> BulkCapture:
         """Warm up and capture all graphs that are missing, the largest first.
 

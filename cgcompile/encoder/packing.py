@@ -66,7 +66,7 @@ class Capacity(NamedTuple):
 class Costs:
     """What running a group costs. All costs have one unit.
 
-    The unit of the defaults is the cost of one token more in a graph; ``calibrate=True`` of a
+    The unit of the defaults is the cost of one token more in a graph; ``costs="measured"`` of a
     manager measures milliseconds. A replay that was not measured costs
     ``fixed + per_token * budget``, an eager run ``eager_fixed + eager_per_token * tokens``.
     Instances compare by identity.

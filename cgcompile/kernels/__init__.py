@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from cgcompile.config import CompilationConfig
+from cgcompile.config import CompilationConfig, kernel_switch
 from cgcompile.errors import ConfigError
 from cgcompile.locks import new_lock
 from cgcompile.torch_compat import expressions, raw_memory
@@ -90,7 +90,7 @@ def is_on(
     Raises:
         ConfigError: the setting names the kernel, and no device can run it.
     """
-    switch = config.kernel(name)
+    switch = kernel_switch(config, name)
     if switch is False:
         return False
     reasons = list(map(why_unsupported, sorted(set(devices), key=str, reverse=True)))

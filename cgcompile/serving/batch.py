@@ -1,6 +1,7 @@
 """What an engine passes to the manager for one step: :class:`Batch`, :class:`Metadata`, hooks."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +120,10 @@ class GraphHooks:
         Args:
             pool: where memory comes from; None without graphs.
         """
+
+    def around_captures(self) -> AbstractContextManager[Any]:
+        """Return a context around each set of captures, such as a communicator's."""
+        return nullcontext()
 
     def before_full_capture(self) -> None:
         """Run right before each capture of a whole step that begins, after its warm-up.

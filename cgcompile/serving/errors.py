@@ -73,5 +73,4 @@ class AgreementError(CGCompileError, RuntimeError):
         None.""")
     other_dispatcher = Template("""
         the agreement has another dispatcher than the manager.
-        Pass the same one: Agreement(dispatcher), CudaGraphManager(model, dispatcher, \
-        agreement=...).""")
+        Pass the agreement alone: CudaGraphManager(model, Agreement(dispatcher), ...).""")

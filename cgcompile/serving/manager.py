@@ -7,7 +7,7 @@ until the next one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import Parameter, signature
 from threading import get_ident
@@ -88,7 +88,7 @@ def _divided(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     """Divide arguments between dispatcher and manager; raise if one belongs to neither."""
     of_dispatcher = {*signature(CudagraphDispatcher).parameters} - {"mode"}
     of_manager = {*signature(CudaGraphManager).parameters} - {"dispatcher", "backend"}
-    earlier = {*vars(CudaGraphManager.__init__)["earlier"]}
+    earlier = {*vars(CudaGraphManager.__init__)["earlier"]} - {"backend"}
     for name in arguments:
         if name not in of_dispatcher | of_manager | earlier:
             names = sorted(of_dispatcher | of_manager)
@@ -181,19 +181,24 @@ def _move_check(part: str) -> Callable[[dict[str, Any], bool | None], None]:
     """Return what moves a former argument into ``checks`` of ``config``."""
 
     def move(arguments: dict[str, Any], on: bool | None) -> None:
-        config = CompilationConfig.resolve(arguments.get("config"))
+        config = arguments.get("config")
+        config = config.config if isinstance(config, Backend) else CompilationConfig.resolve(config)
         arguments["config"] = config if on is None else with_check(part, config, on)
 
     return move
 
 
-def _agreement_of(
-    agreement: Agreement | Callable[[CudagraphDispatcher], Agreement] | None,
-    dispatcher: CudagraphDispatcher,
-) -> Agreement | None:
-    """Return the agreement that a manager is constructed with."""
+class _Around(GraphHooks):
+    """A hook of a context, which was an argument."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.around_captures = context  # type: ignore[method-assign]
+
+
+def _move_agreement(arguments: dict[str, Any], agreement: Any) -> None:
     if agreement is None:
-        return None
+        return
+    dispatcher = arguments.get("dispatcher")
     if not isinstance(agreement, Agreement):
         agreement = agreement(dispatcher)
     expected = "an Agreement, or a function that returns one for a dispatcher"
@@ -201,7 +206,29 @@ def _agreement_of(
     require(is_one, "agreement", "CudaGraphManager", agreement, expected)
     if agreement.dispatcher is not dispatcher:
         raise AgreementError.other_dispatcher()
-    return agreement
+    arguments["dispatcher"] = agreement
+
+
+def _move_backend(arguments: dict[str, Any], backend: Backend | None) -> None:
+    require_kind("backend", "CudaGraphManager", backend, Backend, maybe=True)
+    arguments["config"] = arguments.get("config") if backend is None else backend
+
+
+def _move_context(arguments: dict[str, Any], context: Any) -> None:
+    require_callable("graph_capture", "CudaGraphManager", context)
+    arguments["hooks"] = (*arguments.get("hooks", ()), _Around(context))
+
+
+def _finish_lazily(_: dict[str, Any], lazily: bool) -> Callable[["CudaGraphManager"], None]:
+    require_kind("lazily", "CudaGraphManager", lazily, bool)
+    return lambda manager: setattr(manager.dispatcher, "only_captured", not lazily)
+
+
+def _finish_inference_mode(
+    _: dict[str, Any], inference_mode: bool
+) -> Callable[["CudaGraphManager"], None] | None:
+    require_kind("inference_mode", "CudaGraphManager", inference_mode, bool)
+    return None if inference_mode else CudaGraphManager.allow_gradients
 
 
 class CudaGraphManager:
@@ -222,7 +249,11 @@ class CudaGraphManager:
     Args:
         model: called with the input buffers as keyword arguments. Compiled with the backend
             ``cgcompile`` or :func:`cgcompile.compile`, or not compiled.
-        dispatcher: lists the graphs, and chooses the one that serves a batch.
+        dispatcher: lists the graphs, and chooses the one that serves a batch. Or the
+            :class:`Agreement` of ranks about one: they run the same graphs, and make the same
+            calls, :meth:`capture`, and :meth:`run` at each step. ``only_captured`` of the
+            dispatcher is set: only :meth:`capture` captures. Set it to False afterwards to
+            capture a planned graph when a batch first needs it, after one warming call.
         inputs: the declarations of the input buffers.
         device: of the buffers.
         prepare: ``prepare(descriptor, phase)``: returns a batch of this padded size to warm up or
@@ -234,27 +265,20 @@ class CudaGraphManager:
             buffers. Left out: no metadata.
         outputs: what rows of the model's results count: ``"tokens"`` or ``"reqs"``; one for all, or
             one for each tensor of the flattened result.
-        backend: the handle of a compiled model; left out: found on the model.
-        config: of the wrappers: splitting ops, ``capture_device``, ``num_warmups``;
+        config: the handle of the compiled model, where it cannot be found on ``model``; or settings
+            of the wrappers: splitting ops, ``capture_device``, ``num_warmups``;
             ``on_fallback="raise"``: a batch that no graph serves is an error, raised before ranks
             agree; and ``checks``, whose ``weights`` are compared before each FULL replay, and those
             that a model with ``guards="none"`` has bound before each other step. Of a model that is
             no module they are those of the modules that it holds, or that its functions name as
             globals.
         hooks: called around captures and replays.
-        graph_capture: a context around each set of captures, such as a communicator's.
-        lazily: capture a planned graph when a batch first needs it, after one warming call; else
-            only :meth:`capture` does.
-        inference_mode: capture and run in inference mode; else in the caller's mode.
-        agreement: ranks that run the same graphs, constructed with this dispatcher; or a function
-            that constructs it, such as :class:`Agreement` itself. All ranks make the same calls
-            then: :meth:`capture`, and :meth:`run` at each step.
 
     Attributes:
         model: as given.
         backend: the handle of the model; None if it is not compiled.
         dispatcher: as given; it records what has been captured.
-        agreement: as given or constructed.
+        agreement: of the ranks; None without one.
         inputs: the input buffers.
         statistics: what was dispatched; ``print`` it.
         meter: measures the memory of graphs.
@@ -262,7 +286,6 @@ class CudaGraphManager:
             nothing can be captured: in mode NONE, and without a device that has graphs.
 
     Raises:
-        AgreementError: an agreement about another dispatcher.
         ConfigError: impossible settings.
         InputBufferError: two buffers with one name.
         ManagerError: an optional input without an axis of the dispatcher, or bad ``outputs``.
@@ -279,42 +302,45 @@ class CudaGraphManager:
     """
 
     @takes_earlier(
-        check_weights=("config=, with checks='-weights'", _move_check("weights")),
-        check_metadata=("config=, with checks='-metadata'", _move_check("metadata")),
+        check_weights=("use config=, with checks='-weights'", _move_check("weights")),
+        check_metadata=("use config=, with checks='-metadata'", _move_check("metadata")),
+        agreement=("give the Agreement as dispatcher", _move_agreement),
+        backend=("give the handle as config", _move_backend),
+        graph_capture=("use hooks=, with GraphHooks.around_captures()", _move_context),
+        lazily=("set dispatcher.only_captured = False afterwards", _finish_lazily),
+        inference_mode=("call allow_gradients() afterwards", _finish_inference_mode),
     )
-    @checked_but("device", "inputs", "hooks", "model")
+    @checked_but("device", "inputs", "hooks", "model", "dispatcher", "config")
     def __init__(
         self,
         model: Callable[..., Any],
-        dispatcher: CudagraphDispatcher,
+        dispatcher: CudagraphDispatcher | Agreement,
         inputs: Iterable[InputBuffer],
         *,
         device: torch.device | str,
         prepare: Prepare | None = None,
         metadata: BuildMetadata | None = None,
         outputs: str | Sequence[str] = "tokens",
-        backend: Backend | None = None,
-        config: CompilationConfig | None = None,
+        config: CompilationConfig | Backend | None = None,
         hooks: Sequence[GraphHooks] = (),
-        graph_capture: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        lazily: bool = False,
-        inference_mode: bool = True,
-        agreement: Agreement | Callable[[CudagraphDispatcher], Agreement] | None = None,
     ) -> None:
-        where, limits, plan = "CudaGraphManager", dispatcher.limits, dispatcher.plan()
+        where, agreement = "CudaGraphManager", None
+        if isinstance(dispatcher, Agreement):
+            agreement, dispatcher = dispatcher, dispatcher.dispatcher
+        require_kind("dispatcher", where, dispatcher, CudagraphDispatcher)
+        limits, plan = dispatcher.limits, dispatcher.plan()
         require_callable("model", where, model)
         require_items("inputs", where, inputs)
-        agreement = _agreement_of(agreement, dispatcher)
         self.model, self.dispatcher, self.agreement = model, dispatcher, agreement
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
-        self.backend = handle_of(model) if backend is None else backend
+        self.backend = config if isinstance(config, Backend) else handle_of(model)
         self._arguments = _arguments(model, self.inputs.specs)
         self._optional = axes_of_optional(self.inputs.specs, dispatcher.axes)
         self._metadata, self._prepare = metadata, prepare or self.dummy_batch
-        self._graph_capture, self._inference_mode = graph_capture, inference_mode
-        require_kind("backend", where, self.backend, Backend, maybe=True)
+        self._inference_mode = True
         require_items("hooks", where, hooks, GraphHooks)
         self._hooks = tuple(hooks)
+        config = config.config if isinstance(config, Backend) else config
         self._config = config = CompilationConfig.resolve(config)
         exists, warns = dispatcher.is_ready, config.warn_fallbacks
         self.statistics = DispatchStatistics(plan, warn_fallbacks=warns, exists=exists)
@@ -337,7 +363,7 @@ class CudaGraphManager:
         self.meter = MemoryMeter(self.pool, self.backend, rows, self.wrappers)
         if self.backend is not None:
             self.backend.attach(self)
-        dispatcher.only_captured = not lazily  # last: nothing has failed
+        dispatcher.only_captured = True  # last: nothing has failed
 
     @classmethod
     def from_model(
@@ -349,6 +375,7 @@ class CudaGraphManager:
         max_num_reqs: int,
         config: CompilationConfig | None = None,
         device: torch.device | str | None = None,
+        agreement: Callable[[CudagraphDispatcher], Agreement] | None = None,
         **arguments: Any,
     ) -> "CudaGraphManager":
         """Compile a model, and construct the dispatcher and the manager of its graphs.
@@ -367,6 +394,8 @@ class CudaGraphManager:
             max_num_reqs: the most requests in a batch.
             config: the settings, unless the model is compiled; left out: environment and defaults.
             device: of the buffers; left out: that of the parameters.
+            agreement: returns the agreement of ranks about the dispatcher, such as the class
+                :class:`Agreement` itself.
             **arguments: further arguments of :class:`CudagraphDispatcher`, such as ``query_lens``,
                 ``lora`` and ``axes``, and of :class:`CudaGraphManager`, such as ``metadata`` and
                 ``outputs``.
@@ -399,7 +428,12 @@ class CudaGraphManager:
         }
         limits = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}
         dispatcher = CudagraphDispatcher(mode, **{**settings, **limits, **of_dispatcher})
-        return cls(model, dispatcher, inputs, device=device, config=config, **own)
+        agreed: CudagraphDispatcher | Agreement = dispatcher
+        if agreement is not None:
+            require_callable("agreement", _FROM_MODEL, agreement)
+            agreed = agreement(dispatcher)
+            require_kind("agreement", _FROM_MODEL, agreed, Agreement)
+        return cls(model, agreed, inputs, device=device, config=config, **own)
 
     def _piecewise(self) -> Any:
         """Return what runs PIECEWISE steps: the compiled model, or a wrapper."""
@@ -655,7 +689,9 @@ class CudaGraphManager:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Enter the autograd mode of steps and the contexts around a set of captures."""
-        with self._autograd_mode(), self._graph_capture():
+        with self._autograd_mode(), ExitStack() as contexts:
+            for hook in self._hooks:
+                contexts.enter_context(hook.around_captures())
             yield
 
     def run_dummy(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, phase: str) -> None:
@@ -696,6 +732,13 @@ class CudaGraphManager:
             wrapper.allow_threads()
         if self.backend is not None:
             self.backend.allow_threads()
+
+    def allow_gradients(self) -> None:
+        """Capture and run steps in the mode of the caller, and not in inference mode.
+
+        Call it before :meth:`capture`. A step that needs gradients runs without a graph then.
+        """
+        self._inference_mode = False
 
     def release(self) -> None:
         """Drop all graphs and their memory, and the output buffers; :meth:`capture` works again.
@@ -749,7 +792,7 @@ class CudaGraphManager:
     def run(self, batch: Batch | None, **restrictions: Any) -> Any:
         """Run one batch on the graph that serves it, or without one.
 
-        With ``agreement`` every rank calls it at each step, one without work with None, or with no
+        With an agreement every rank calls it at each step, one without work with None, or with no
         tokens and a ``state`` for its metadata, which is built for one request without tokens. Such
         a rank runs padding of the agreed size, so that collectives find it. In mode NONE each rank
         runs its own tokens unpadded, one without work the smallest planned size. A batch that is

@@ -4,7 +4,7 @@ Ranks that share collectives must run the same graph, or all must run without: a
 while another runs eager waits forever. So at each step ranks exchange what they have and would
 take, and all dispatch again with what they have in common: the most tokens, the least mode, one
 query length or no common one. The rule: every rank takes part in each step, with work or without;
-:class:`~cgcompile.serving.manager.CudaGraphManager` does so with ``agreement=``.
+:class:`~cgcompile.serving.manager.CudaGraphManager` does so with an :class:`Agreement`.
 
 Every exchange of a group has the same size and carries its purpose, so that ranks that are out of
 step detect it, where other collectives would hang or mix up their data. A rank that waits for more

@@ -209,7 +209,7 @@ def make_manager(args: argparse.Namespace, encoder: Any, name: str) -> EncoderCu
         token_budgets=args.budgets,
         max_batch_size=16,
         max_frames_per_batch=FRAMES,
-        calibrate=args.calibrate,
+        costs="measured" if args.calibrate else None,
         config=cgcompile.CompilationConfig(
             capture_device="host" if args.device == "cpu" else "auto"
         ),

@@ -181,12 +181,11 @@ class Runner:
         )
         self.manager = CudaGraphManager(
             self.model if mode == "breakable" else self.compiled,
-            dispatcher,
+            dispatcher if self.agree is None else self.agree(dispatcher),
             input_buffers(limits),
             device=self.device,
             metadata=paged_metadata,
             config=self.config,
-            agreement=self.agree,
         )
         for size in (limits.num_tokens, 2, 1):  # one token has a compiled graph of its own
             dummy = self.manager.dummy_batch(BatchDescriptor(size), "warmup")

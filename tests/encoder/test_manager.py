@@ -28,7 +28,7 @@ from lib.encoders import (
 )
 
 import cgcompile
-from cgcompile.encoder import Costs, GraphKey, fitted_budgets
+from cgcompile.encoder import Costs, EncoderCudaGraphManager, GraphKey, fitted_budgets
 from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.manager import _milliseconds
 from cgcompile.errors import ConfigError
@@ -418,7 +418,7 @@ def test_what_is_cheaper_eager_runs_eager() -> None:
 
 def test_calibration(device: str) -> None:
     model = patches(device)
-    encoder = manager(model, device, calibrate=True)
+    encoder = manager(model, device, costs="measured")
     assert encoder.counters.plain.total() == len(BUDGETS)  # the warm-ups: timed runs do not count
     assert all(float(row.split()[-1]) > 0 for row in encoder.coverage().splitlines()[1:5])
     assert all(encoder.costs.replay(0, budget) > 0 for budget in BUDGETS)
@@ -469,7 +469,7 @@ def test_measured_costs_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     estimated = manager(model, token_budgets=[16, 64])
     check(estimated, model, call)
     assert counts(estimated) == (1, 0)  # by the given costs graphs are always cheaper
-    encoder = manager(model, token_budgets=[16, 64], calibrate=True)
+    encoder = manager(model, token_budgets=[16, 64], costs="measured")
     assert encoder.costs.replay(0, 64) == pytest.approx(50)
     assert encoder.costs.eager(0, 40) == pytest.approx(40)
     check(encoder, model, call)
@@ -481,7 +481,7 @@ def test_measured_costs_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_measured_costs_have_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Timed()
     monkeypatch.setattr("cgcompile.encoder.manager.time", model.clock)
-    costs = manager(model, token_budgets=[16, 64], calibrate=True).costs
+    costs = manager(model, token_budgets=[16, 64], costs="measured").costs
     numbers = [costs.fixed, costs.per_token, costs.eager_fixed, costs.eager_per_token]
     assert numbers == pytest.approx([50, 0, 0, 1], abs=1e-6)
     assert costs.replay(0, 512) == pytest.approx(50)  # not measured
@@ -491,9 +491,32 @@ def test_measured_costs_have_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts(encoder) == (1, 0)
 
 
-def test_given_costs_are_not_measured() -> None:
-    with pytest.raises(ConfigError, match="calibrate=True with costs="):
-        manager(Rows(), calibrate=True, costs=Costs())
+def test_earlier_arguments() -> None:
+    with pytest.raises(ConfigError, match="expected Costs or Literal"):
+        manager(Rows(), costs="measure")
+    with (
+        pytest.warns(FutureWarning, match="calibrate is deprecated: use costs='measured'"),
+        pytest.raises(ConfigError, match="calibrate=True with costs="),
+    ):
+        manager(Rows(), calibrate=True)
+    told = "(calibrate|inference_mode|check_weights) is deprecated"
+    with pytest.warns(FutureWarning, match=told) as warned:
+        encoder = EncoderCudaGraphManager(
+            Rows(),
+            device="cpu",
+            dtype=torch.float32,
+            token_budgets=[8],
+            calibrate=True,
+            inference_mode=False,
+            check_weights=False,
+            config={"capture_device": "host"},
+        )
+    assert len([each for each in warned if "deprecated" in str(each.message)]) == 3
+    with torch.no_grad():
+        encoder.capture()
+        assert not encoder.execute(rows(3))[0].is_inference()
+    assert encoder._setup.settings.checks == ("metadata", "state")
+    assert encoder.costs != Costs()
 
 
 def test_a_small_budget_limits_the_items_of_all(caplog: pytest.LogCaptureFixture) -> None:

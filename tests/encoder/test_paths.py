@@ -78,7 +78,7 @@ def test_calibration_of_a_path_without_graphs() -> None:
             return super().encoder_cudagraph_forward(inputs, **more)
 
     model = HalfRefused()
-    encoder = manager(model, token_budgets=None, calibrate=True, captured=False)
+    encoder = manager(model, token_budgets=None, costs="measured", captured=False)
     assert len(encoder.capture().missing) == 4
     check_dual(encoder, model, dual(2, 0))
 

@@ -289,16 +289,21 @@ GRAPHS = Costs(fixed=1.0, eager_fixed=1e6)
 
 
 def manager(
-    model: Any = None, device: str = "cpu", captured: bool = True, **more: Any
+    model: Any = None,
+    device: str = "cpu",
+    captured: bool = True,
+    inference_mode: bool = True,
+    **more: Any,
 ) -> EncoderCudaGraphManager:
     """Return a manager of ``model``, by default a tower of patches, whose graphs are captured."""
-    costs = None if more.get("calibrate") else GRAPHS
-    settings = {"token_budgets": BUDGETS, "costs": costs, "config": config(device), **more}
+    settings = {"token_budgets": BUDGETS, "costs": GRAPHS, "config": config(device), **more}
     if model is None:
         model = patches(device)
     elif isinstance(model, nn.Module):
         model = model.to(device)
     encoder = EncoderCudaGraphManager(model, device=device, dtype=torch.float32, **settings)
+    if not inference_mode:
+        encoder.allow_gradients()
     if captured:
         assert encoder.capture().missing == ()
     return encoder

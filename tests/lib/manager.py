@@ -15,6 +15,7 @@ from cgcompile.serving.batch import Batch, Metadata
 from cgcompile.serving.buffers import InputBuffer
 from cgcompile.serving.dispatcher import CudagraphDispatcher
 from cgcompile.serving.manager import CudaGraphManager
+from cgcompile.serving.ranks import Agreement
 
 D, VOCABULARY, MAX_REQS = 8, 32, 8
 SIZES = (1, 2, 4, 8, 16)
@@ -143,11 +144,13 @@ def manager(
     device: str = "cpu",
     *,
     model: nn.Module | None = None,
-    dispatch: CudagraphDispatcher | None = None,
+    dispatch: CudagraphDispatcher | Agreement | None = None,
     on_fallback: str = "warn",
     checks: Any = True,
     on_input_change: str = "raise",
     wrapped: Any = None,
+    lazily: bool = False,
+    inference_mode: bool = True,
     **more: Any,
 ) -> CudaGraphManager:
     """A manager of a model that is plain (not compiled) or compiled; ``wrapped`` makes a callable."""
@@ -169,9 +172,14 @@ def manager(
     if wrapped is not None:
         called = wrapped(called)
     settings = {"inputs": INPUTS, "metadata": metadata, **more}
-    return CudaGraphManager(
+    made = CudaGraphManager(
         called, dispatch or dispatcher(mode), device=device, config=config, **settings
     )
+    if lazily:
+        made.dispatcher.only_captured = False
+    if not inference_mode:
+        made.allow_gradients()
+    return made
 
 
 def inner(graph_manager: CudaGraphManager) -> Any:

@@ -246,12 +246,11 @@ def manager_of(
     """A manager of what :func:`model_of` made."""
     return CudaGraphManager(
         model,
-        dispatcher(mode) if agreed is None else agreed.dispatcher,
+        dispatcher(mode) if agreed is None else agreed,
         INPUTS,
         metadata=metadata,
         device=device,
         config=config,
-        agreement=agreed,
     )
 
 

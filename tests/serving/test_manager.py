@@ -3,6 +3,8 @@
 import gc
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,7 +36,7 @@ from cgcompile import BatchDescriptor, CUDAGraphMode
 from cgcompile.errors import AddressChangedError, BatchError, ManagerError
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.reasons import Reason
-from cgcompile.serving import Axis, Batch, GraphHooks, LoraCases, Metadata
+from cgcompile.serving import Axis, Batch, CudaGraphManager, GraphHooks, LoraCases, Metadata
 from cgcompile.serving.errors import InputBufferError
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
@@ -314,6 +316,9 @@ def test_hooks_and_contexts() -> None:
         def after_replay(self) -> None:
             calls.append("after_replay")
 
+        def around_captures(self) -> Any:
+            return Around()
+
     class Around:
         def __enter__(self) -> None:
             calls.append("enter")
@@ -321,7 +326,7 @@ def test_hooks_and_contexts() -> None:
         def __exit__(self, *_: Any) -> None:
             calls.append("exit")
 
-    graph_manager = manager("FULL", hooks=[Noting()], graph_capture=Around)
+    graph_manager = manager("FULL", hooks=[Noting()])
     graph_manager.capture_graph(FULL, BatchDescriptor(4, 4))
     capture = ["before_full_capture", "end_of_capture"]
     assert calls == ["before_capture", "enter", "end_of_capture", *capture, "exit"]
@@ -333,6 +338,41 @@ def test_hooks_and_contexts() -> None:
     del calls[:]
     assert sum(len(bulk.captured) for bulk in graph_manager.capture().values()) == len(SIZES)
     assert calls.count("before_full_capture") == len(SIZES)
+
+
+def test_earlier_arguments() -> None:
+    calls: list[str] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        calls.append("enter")
+        yield
+        calls.append("exit")
+
+    handle = cgcompile.Backend(compiler="eager", capture_device="host")
+    told = "(graph_capture|backend|lazily|inference_mode|check_weights) is deprecated: "
+    with pytest.warns(FutureWarning, match=told) as warned:
+        graph_manager = CudaGraphManager(
+            Decoder().eval(),
+            dispatcher("FULL"),
+            INPUTS,
+            device="cpu",
+            metadata=metadata,
+            backend=handle,
+            graph_capture=around,
+            lazily=True,
+            inference_mode=False,
+        )
+    assert len(warned) == 4
+    assert graph_manager.backend is handle
+    assert not graph_manager.dispatcher.only_captured
+    with torch.no_grad():
+        for _ in range(3):
+            result = graph_manager.run(requests(4))
+        graph_manager.capture()
+    assert calls == ["enter", "exit"]
+    assert not result.is_inference()
+    assert graph_manager.counters.replays >= 1
 
 
 @pytest.mark.slow

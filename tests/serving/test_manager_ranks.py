@@ -66,8 +66,7 @@ class Engine:
         self.agreement = Agreement(dispatch, check=check)
         self.manager = manager(
             kind=kind,
-            dispatch=dispatch,
-            agreement=self.agreement,
+            dispatch=self.agreement,
             **{"inputs": (*INPUTS, SLOTS, LENGTHS), "metadata": self.metadata, **more},
         )
         self.model = getattr(self.manager.model, "_orig_mod", self.manager.model)
@@ -234,7 +233,7 @@ def restricted(rank: int, ranks: int) -> Any:
         with pytest.raises(BatchError):  # before the others count on it
             agreement.dispatch(2, 2, 1, True, extra=("a",))
     agreement.dispatch(1, extra=("a", 8))
-    with pytest.raises(AgreementError, match="another dispatcher"):
+    with pytest.warns(FutureWarning), pytest.raises(AgreementError, match="another dispatcher"):
         manager(agreement=agreement)
     return rows
 

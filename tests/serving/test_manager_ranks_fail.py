@@ -35,7 +35,7 @@ class Preparing:
 
 def planning(rank: int, ranks: int) -> Any:
     dispatch, prepare = dispatcher("FULL"), Preparing()
-    graph_manager = manager(dispatch=dispatch, agreement=Agreement(dispatch), prepare=prepare)
+    graph_manager = manager(dispatch=Agreement(dispatch), prepare=prepare)
     prepare.made = graph_manager
     errors = []
     for phase, error in (("warmup", OSError("no host memory")), ("capture", ManagerError("own"))):
@@ -66,7 +66,7 @@ def stepping(rank: int, ranks: int) -> Any:
     dispatch = dispatcher("FULL")
     model = Decoder()
     graph_manager = manager(
-        dispatch=dispatch, model=model, agreement=Agreement(dispatch, check=True), metadata=building
+        dispatch=Agreement(dispatch, check=True), model=model, metadata=building
     )
     graph_manager.capture()
     errors = []

@@ -184,8 +184,8 @@ def test_attributes_are_restored(device: str) -> None:
         device=device,
         metadata=lambda *_: Metadata({}),
         config=settings(device),
-        lazily=True,
     )
+    graph_manager.dispatcher.only_captured = False
     inputs = {"x": torch.randn(3, 4), "slots": torch.arange(1, 4)}
     verdict = verify(graph_manager, Batch(3, 3, inputs))
     assert (model.calls, cache.count_nonzero().item()) == (0, 0), verdict
