@@ -26,8 +26,8 @@ from cgcompile.counts import count
 from cgcompile.errors import ConfigError, TraceError
 from cgcompile.graphs.capture import without_garbage_collection
 from cgcompile.kernels import load_triton
-from cgcompile.passes import check_disabled
 from cgcompile.passes.nodes import has_subclasses
+from cgcompile.passes.pipeline import check_disabled
 from cgcompile.passes.split import split_data
 from cgcompile.pieces.cache import PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches

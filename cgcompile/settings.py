@@ -197,11 +197,11 @@ def takes_earlier(**earlier: tuple[str, Moved]) -> Callable[[F_], F_]:
                 text = f"argument {name} is deprecated: {instead}"
                 warnings.warn(text, FutureWarning, stacklevel=2)
                 then.append(move(arguments, value))
-            made = arguments.pop("self")
-            function(made, **arguments)
+            instance = arguments.pop("self")
+            function(instance, **arguments)
             for finish in then:
                 if finish is not None:
-                    finish(made)
+                    finish(instance)
 
         vars(call)["earlier"] = earlier
         return cast(F_, call)

@@ -30,7 +30,8 @@ from torch.fx.subgraph_rewriter import replace_pattern_with_filters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cgcompile
-from cgcompile.passes import PassRecord, SplitGraph
+from cgcompile.passes import PassRecord
+from cgcompile.passes.split import SplitGraph
 
 COMPILERS = ("inductor", "aot", "eager")
 WARMUPS, STEPS = 3, 20

@@ -4,10 +4,12 @@ Read ``pipeline``, then its steps in order: ``normalize``, ``eliminate``, ``assi
 ``split``.
 """
 
+from typing import TYPE_CHECKING
+
+from cgcompile.lazy import export_lazily
 from cgcompile.passes.base import FunctionPass, GraphPass, PassManager, PassRecord
 from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
-from cgcompile.passes.pipeline import OPTIONAL, PIPELINE, check_disabled, split_graph
-from cgcompile.passes.split import Piece, SplitGraph, Value
+from cgcompile.passes.pipeline import OPTIONAL, PIPELINE, split_graph
 
 __all__ = [
     "OPTIONAL",
@@ -18,9 +20,12 @@ __all__ = [
     "GraphPass",
     "PassManager",
     "PassRecord",
-    "Piece",
-    "SplitGraph",
-    "Value",
-    "check_disabled",
     "split_graph",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = export_lazily(
+        __name__,
+        {},
+        moved={"passes.pipeline": "check_disabled", "passes.split": "Piece SplitGraph Value"},
+    )

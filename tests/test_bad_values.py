@@ -29,6 +29,8 @@ from cgcompile import CompilationConfig, CUDAGraphMode, encoder, passes, serving
 from cgcompile.debug.bisect import Bisection
 from cgcompile.debug.compare import Difference
 from cgcompile.debug.findings import Finding
+from cgcompile.debug.profile import Profile
+from cgcompile.debug.verify import Verification
 from cgcompile.errors import ArgumentsError, CGCompileError, ConfigError, TraceError
 
 ROOT = Path(cgcompile.__file__).resolve().parents[1]
@@ -218,7 +220,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Backend": backend,
     "Boundaries": lambda: cgcompile.boundaries.Boundaries(),
     "CompiledModel": lambda: cgcompile.compile(MODEL, CONFIG),
-    "Profile": lambda: cgcompile.debug.Profile(),
+    "Profile": lambda: Profile(),
     "Coverage": lambda: cgcompile.coverage(manager()),
     "CudaGraphManager": manager,
     "CudagraphDispatcher": dispatcher,
@@ -233,7 +235,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "HostStaging": lambda: cgcompile.serving.HostStaging(torch.zeros(4)),
     "Overview": overview,
     "SplittingOp": lambda: cgcompile.SplittingOp("aten::mm"),
-    "Verification": lambda: cgcompile.debug.Verification("m", ()),
+    "Verification": lambda: Verification("m", ()),
     "InputBuffer": lambda: serving.InputBuffer(**BUFFER),
     "EncoderStatistics": lambda: encoder.EncoderStatistics(),
     "PatchEncoder": patches,

@@ -336,7 +336,7 @@ import cgcompile.compile, cgcompile.runtime.dispatch, cgcompile.debug.verify, ty
 import cgcompile.debug as debug
 for name in (cgcompile.compile, cgcompile.runtime, debug.verify, debug.explain, cgcompile.explain):
     assert isinstance(name, types.FunctionType), name
-assert cgcompile.passes.split.Piece is cgcompile.passes.Piece
+assert cgcompile.passes.base.PassRecord is cgcompile.passes.PassRecord
 assert cgcompile.errors.CGCompileError is cgcompile.CGCompileError
 """
 
@@ -383,6 +383,8 @@ def test_public_face() -> None:
         ("serving", "checked_sizes", "ladders"),
         ("graphs", "EagerSegment", "graphs.sequence"),
         ("debug", "Check", "debug.verify"),
+        ("debug", "Coverage", "debug.coverage"),
+        ("passes", "SplitGraph", "passes.split"),
     ],
 )
 def test_names_that_packages_export_no_longer_warn(room: str, name: str, module: str) -> None:

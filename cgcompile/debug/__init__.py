@@ -12,20 +12,16 @@ from cgcompile.lazy import export_lazily
 
 if TYPE_CHECKING:
     from cgcompile.debug.bisect import bisect
-    from cgcompile.debug.coverage import Coverage, coverage
+    from cgcompile.debug.coverage import coverage
     from cgcompile.debug.doctor import Diagnosis, doctor
-    from cgcompile.debug.explain import Explanation, explain
-    from cgcompile.debug.profile import Profile, profile, timeline
+    from cgcompile.debug.explain import explain
+    from cgcompile.debug.profile import profile, timeline
     from cgcompile.debug.report import report
-    from cgcompile.debug.verify import Verification, verify
+    from cgcompile.debug.verify import verify
     from cgcompile.graphs.sequence import tracing_ranges
 
 __all__ = [
-    "Coverage",
     "Diagnosis",
-    "Explanation",
-    "Profile",
-    "Verification",
     "bisect",
     "coverage",
     "doctor",
@@ -42,21 +38,23 @@ if not TYPE_CHECKING:
         __name__,
         {
             "debug.bisect": "bisect",
-            "debug.coverage": "Coverage coverage",
+            "debug.coverage": "coverage",
             "debug.doctor": "Diagnosis doctor",
-            "debug.explain": "Explanation explain",
-            "debug.profile": "Profile profile timeline",
+            "debug.explain": "explain",
+            "debug.profile": "profile timeline",
             "debug.report": "report",
-            "debug.verify": "Verification verify",
+            "debug.verify": "verify",
             "graphs.sequence": "tracing_ranges",
         },
         moved={
             "debug.bisect": "Bisection",
             "debug.compare": "Difference",
+            "debug.coverage": "Coverage",
+            "debug.explain": "Explanation",
             "debug.findings": "Finding",
-            "debug.profile": "Captures",
+            "debug.profile": "Captures Profile",
             "debug.report": "Overview",
-            "debug.verify": "Check",
+            "debug.verify": "Check Verification",
             "graphs.timeline": "CaptureRecord",
             "reasons": "Counters",
         },

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from inspect import Parameter, signature
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -188,6 +188,19 @@ def _move_check(part: str) -> Callable[[dict[str, Any], bool | None], None]:
     return move
 
 
+def _agreed(agreement: Any, dispatcher: CudagraphDispatcher) -> CudagraphDispatcher | Agreement:
+    """Return the agreement of ranks about a dispatcher, or the dispatcher without one."""
+    if agreement is None:
+        return dispatcher
+    if not isinstance(agreement, Agreement):
+        require_callable("agreement", "CudaGraphManager", agreement)
+        agreement = agreement(dispatcher)
+    require_kind("agreement", "CudaGraphManager", agreement, Agreement)
+    if agreement.dispatcher is not dispatcher:
+        raise AgreementError.other_dispatcher()
+    return cast(Agreement, agreement)
+
+
 class _Around(GraphHooks):
     """A hook of a context, which was an argument."""
 
@@ -196,17 +209,7 @@ class _Around(GraphHooks):
 
 
 def _move_agreement(arguments: dict[str, Any], agreement: Any) -> None:
-    if agreement is None:
-        return
-    dispatcher = arguments.get("dispatcher")
-    if not isinstance(agreement, Agreement):
-        agreement = agreement(dispatcher)
-    expected = "an Agreement, or a function that returns one for a dispatcher"
-    is_one = isinstance(agreement, Agreement)
-    require(is_one, "agreement", "CudaGraphManager", agreement, expected)
-    if agreement.dispatcher is not dispatcher:
-        raise AgreementError.other_dispatcher()
-    arguments["dispatcher"] = agreement
+    arguments["dispatcher"] = _agreed(agreement, arguments["dispatcher"])
 
 
 def _move_backend(arguments: dict[str, Any], backend: Backend | None) -> None:
@@ -375,7 +378,6 @@ class CudaGraphManager:
         max_num_reqs: int,
         config: CompilationConfig | None = None,
         device: torch.device | str | None = None,
-        agreement: Callable[[CudagraphDispatcher], Agreement] | None = None,
         **arguments: Any,
     ) -> "CudaGraphManager":
         """Compile a model, and construct the dispatcher and the manager of its graphs.
@@ -394,11 +396,9 @@ class CudaGraphManager:
             max_num_reqs: the most requests in a batch.
             config: the settings, unless the model is compiled; left out: environment and defaults.
             device: of the buffers; left out: that of the parameters.
-            agreement: returns the agreement of ranks about the dispatcher, such as the class
-                :class:`Agreement` itself.
             **arguments: further arguments of :class:`CudagraphDispatcher`, such as ``query_lens``,
-                ``lora`` and ``axes``, and of :class:`CudaGraphManager`, such as ``metadata`` and
-                ``outputs``.
+                ``lora`` and ``axes``, and of :class:`CudaGraphManager`, such as ``metadata``; and
+                ``agreement``, which returns that of ranks about the dispatcher.
 
         Returns:
             The manager, before :meth:`capture`.
@@ -428,11 +428,7 @@ class CudaGraphManager:
         }
         limits = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}
         dispatcher = CudagraphDispatcher(mode, **{**settings, **limits, **of_dispatcher})
-        agreed: CudagraphDispatcher | Agreement = dispatcher
-        if agreement is not None:
-            require_callable("agreement", _FROM_MODEL, agreement)
-            agreed = agreement(dispatcher)
-            require_kind("agreement", _FROM_MODEL, agreed, Agreement)
+        agreed = _agreed(own.pop("agreement", None), dispatcher)
         return cls(model, agreed, inputs, device=device, config=config, **own)
 
     def _piecewise(self) -> Any:

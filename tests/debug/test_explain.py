@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cgcompile
 from cgcompile import AttentionCGSupport, CompilationConfig, Reason, SplittingOp, explain
-from cgcompile.debug import Explanation
+from cgcompile.debug.explain import Explanation
 from cgcompile.errors import ConfigError, TraceError
 
 DYNAMIC: dict[str, Any] = {"dynamic_dims": {"x": 0}}

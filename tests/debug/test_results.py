@@ -14,9 +14,9 @@ from torch import nn
 
 import cgcompile
 from cgcompile import CUDAGraphMode, CUDAGraphWrapper, set_forward_context, verify
-from cgcompile.debug import Verification
 from cgcompile.debug.compare import Tolerance, alike, named_values, uncompared
 from cgcompile.debug.subject import Subject
+from cgcompile.debug.verify import Verification
 
 
 @dataclasses.dataclass

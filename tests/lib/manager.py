@@ -172,14 +172,14 @@ def manager(
     if wrapped is not None:
         called = wrapped(called)
     settings = {"inputs": INPUTS, "metadata": metadata, **more}
-    made = CudaGraphManager(
+    graph_manager = CudaGraphManager(
         called, dispatch or dispatcher(mode), device=device, config=config, **settings
     )
     if lazily:
-        made.dispatcher.only_captured = False
+        graph_manager.dispatcher.only_captured = False
     if not inference_mode:
-        made.allow_gradients()
-    return made
+        graph_manager.allow_gradients()
+    return graph_manager
 
 
 def inner(graph_manager: CudaGraphManager) -> Any:

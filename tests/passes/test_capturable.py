@@ -14,10 +14,11 @@ from torch import nn
 
 import cgcompile
 from cgcompile.passes.assign import Capturability
+from cgcompile.passes.split import SplitGraph
 from cgcompile.reasons import Reason
 
 
-def split_of(model: nn.Module, *inputs: torch.Tensor, **settings) -> cgcompile.passes.SplitGraph:
+def split_of(model: nn.Module, *inputs: torch.Tensor, **settings) -> SplitGraph:
     """The split of a model that cannot run here: compilation is stopped once it is printed."""
     backend = cgcompile.Backend(compiler="eager", **settings)
     splits = []

@@ -15,6 +15,7 @@ from torch import fx, nn
 import cgcompile
 from cgcompile.errors import ConfigError, PassError
 from cgcompile.passes import OPTIONAL, PIPELINE, FunctionPass, GraphPass, PassManager
+from cgcompile.passes.split import Piece
 
 
 def run(model: nn.Module, x: torch.Tensor, **settings) -> tuple[torch.Tensor, cgcompile.Backend]:
@@ -349,7 +350,7 @@ def test_the_pipeline_knows_its_names() -> None:
 # ---------------------------------------------------------------- the passes of our own
 
 
-def pieces_of(name: str) -> tuple[cgcompile.passes.Piece, ...]:
+def pieces_of(name: str) -> tuple[Piece, ...]:
     case = CASES[name]
     inputs = case.inputs(case.sizes[0])
     for tensor in inputs:

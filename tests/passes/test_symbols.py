@@ -12,6 +12,7 @@ from torch.utils._sympy import functions as of_sizes
 
 import cgcompile
 from cgcompile.errors import ConfigError, SymbolError
+from cgcompile.passes.split import SplitGraph
 from cgcompile.torch_compat import expressions
 
 
@@ -21,7 +22,7 @@ def refused(name: str, **more) -> Exception:
     return caught.value.inner_exception
 
 
-def tabulate(split: cgcompile.passes.SplitGraph, expression: sympy.Expr, sizes: tuple[int, ...]):
+def tabulate(split: SplitGraph, expression: sympy.Expr, sizes: tuple[int, ...]):
     """The value of an expression of the split's one symbol, if it has any, at each size."""
     return {n: int(expression.subs(dict.fromkeys(split.symbols, n))) for n in sizes}
 
@@ -34,7 +35,7 @@ def test_crossing_bytes_at_each_size() -> None:
 
 
 @pytest.fixture(scope="module")
-def decoder() -> cgcompile.passes.SplitGraph:
+def decoder() -> SplitGraph:
     return compiled_graph("decoder").split
 
 
