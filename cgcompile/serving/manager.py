@@ -201,13 +201,6 @@ def _agreed(agreement: Any, dispatcher: CudagraphDispatcher) -> CudagraphDispatc
     return cast(Agreement, agreement)
 
 
-class _Around(GraphHooks):
-    """A hook of a context, which was an argument."""
-
-    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.around_captures = context  # type: ignore[method-assign]
-
-
 def _move_agreement(arguments: dict[str, Any], agreement: Any) -> None:
     arguments["dispatcher"] = _agreed(agreement, arguments["dispatcher"])
 
@@ -219,7 +212,9 @@ def _move_backend(arguments: dict[str, Any], backend: Backend | None) -> None:
 
 def _move_context(arguments: dict[str, Any], context: Any) -> None:
     require_callable("graph_capture", "CudaGraphManager", context)
-    arguments["hooks"] = (*arguments.get("hooks", ()), _Around(context))
+    hook = GraphHooks()
+    vars(hook)["around_captures"] = context
+    arguments["hooks"] = (*arguments.get("hooks", ()), hook)
 
 
 def _finish_lazily(_: dict[str, Any], lazily: bool) -> Callable[["CudaGraphManager"], None]:
