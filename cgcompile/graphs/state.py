@@ -2,9 +2,9 @@
 
 A replay runs no Python, so a number, a hook or a tensor that the model reads is that of the
 capture. :func:`read_state` finds what the code of a step may load (``code_names.py``): attributes,
-items, closures and globals, from the runnable on. :class:`StateContract` compares it, hundreds of
-values at once by identity, in C. What the step itself changes while it is captured is bookkeeping,
-and is not compared; neither are items that are added to a dict.
+items, closures and globals, from the runnable on. :class:`StateContract` compares it: hundreds of
+dicts at once, in C, by whether they were written. What the step itself changes while it is captured
+is bookkeeping, and is not compared; neither are items that are added to a dict.
 """
 
 import enum
@@ -13,10 +13,8 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property, partial
-from itertools import chain
-from operator import attrgetter, itemgetter
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -49,7 +47,7 @@ from cgcompile.torch_compat import raw_memory, torch_ops
 log = logging.getLogger(__name__)
 
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
-_FEW = 64  # holders whose values are compared faster than versions
+_FEW = 8  # items of a list that are compared one by one
 _MAX_VALUES = 100_000  # a model of thousands of modules has fewer
 _ALL_HOOKS = "hooks of all modules"
 _HOOKS_OF = "number of hooks of "
@@ -63,17 +61,17 @@ class TensorRead(NamedTuple):
 
     placed: Placed
     start: int | None  # of its memory; None: it has none of its own
-    identity: int
+    reference: weakref.ref[torch.Tensor]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorRead":
         if _is_dense(tensor):
-            return cls(Placed.of(tensor), address(tensor), id(tensor))
+            return cls(Placed.of(tensor), address(tensor), weakref.ref(tensor))
         kind, inner = type(tensor), inner_tensors(tensor)
         parts = tuple([Placed.of(part) for part in inner if _is_dense(part)])
         at = parts[0].address if len(parts) == len(inner) > 0 else id(tensor)
         shape = layout_of(tensor)[0]
-        return cls(Placed(at, (shape, kind, parts, False, False)), None, id(tensor))
+        return cls(Placed(at, (shape, kind, parts, False, False)), None, weakref.ref(tensor))
 
 
 class Place(NamedTuple):
@@ -394,6 +392,7 @@ class ModelState:
         self._dicts: dict[int, Any] = {}  # by identity, those whose versions are compared
         self._written: dict[int, Any] = {}  # others, whose values are compared
         self._versions = raw_memory.DictVersions(())
+        self.unwritten = self._versions.hold  # whether no dict was written since
 
     def read(self) -> State:
         """Return the present state."""
@@ -471,67 +470,8 @@ class ModelState:
                 self._written[id(holder)] = self._dicts.pop(id(holder))
         if len(versions.dicts) != len(self._dicts):
             self._versions = raw_memory.DictVersions(tuple(self._dicts.values()))
+            self.unwritten = self._versions.hold
         return self.epoch
-
-
-class _Values:
-    """The values in some places, compared by identity, in C."""
-
-    def __init__(self, places: Iterable[Place], lists: Collection[Any]) -> None:
-        self._lists, self._lengths = tuple(lists), [*map(len, lists)]
-        self._cells: list[CellType] = []
-        self._slots: list[Callable[[], Any]] = []
-        held: dict[tuple[int, bool], tuple[Any, list[Any]]] = {}  # holders and keys
-        for row in places:
-            if isinstance(row.holder, CellType):
-                self._cells.append(row.holder)
-            elif isinstance(row.key, MemberDescriptorType):
-                self._slots.append(partial(row.key.__get__, row.holder))
-            else:
-                known = (id(row.holder), isinstance(row.holder, type))
-                held.setdefault(known, (row.holder, []))[1].append(row.key)
-        groups: dict[tuple[Any, ...], list[Any]] = {}
-        for (_, is_class), (holder, keys) in held.items():
-            groups.setdefault((is_class, *keys), []).append(holder)
-        getters = [
-            ((attrgetter if is_class else itemgetter)(*keys), holders, len(keys))
-            for (is_class, *keys), holders in groups.items()
-        ]
-        # A getter of one key returns no tuple.
-        self._single = [(get, holders) for get, holders, count in getters if count == 1]
-        self._groups = [(get, holders) for get, holders, count in getters if count > 1]
-        now = self._now()
-        self._identities = raw_memory.identities(now)
-        # An identity stays that of its object while that is alive.
-        self._alive = [value for value in now if not isinstance(value, torch.Tensor)]
-        self.died: list[object] = []
-        tensors = [at for at, value in enumerate(now) if isinstance(value, torch.Tensor)]
-        self._references = [weakref.ref(now[at], self.died.append) for at in tensors]
-        dense = [at for at in tensors if _is_dense(now[at])]
-        self._pick = itemgetter(*dense, dense[0]) if dense else None
-        picked = self._pick(now) if self._pick is not None else ()
-        self._addresses = raw_memory.Addresses(picked, range(len(picked)))
-
-    def _now(self) -> tuple[Any, ...]:
-        """Return the values that are held now, in the same order each time."""
-        rows = chain.from_iterable([map(get, holders) for get, holders in self._groups])
-        return (
-            *chain.from_iterable(rows),
-            *chain.from_iterable([map(get, holders) for get, holders in self._single]),
-            *chain.from_iterable(self._lists),
-            *[cell.cell_contents for cell in self._cells],
-            *[read() for read in self._slots],
-        )
-
-    def are_same(self) -> bool:
-        """Return whether the same objects are there, and no tensor moved."""
-        try:
-            now = self._now()
-        except (AttributeError, LookupError, ValueError):  # no such item, slot or variable
-            return False
-        same = raw_memory.identities(now) == self._identities and not self.died
-        same = same and [*map(len, self._lists)] == self._lengths
-        return same and (self._pick is None or self._addresses.hold(self._pick(now)))
 
 
 class StateContract:
@@ -561,42 +501,43 @@ class StateContract:
             if self._is_compared(f"len({path})", None) and _may_change(value, items)
         ]
         self._others = [row for row in state.others if self._is_compared(row[0], row[2])]
-        self._values = _Values(self._places, [value for value, _ in self._lists])
-        self._objects = state.objects
-        self._sizes = [*map(len, self._objects)]
+        self._sizes = [(holder, len(holder)) for holder in state.objects]
         self._hooks = torch_ops.hooks_registered()
-        self._divide()
+        self._write()
 
-    def _divide(self) -> None:
-        """Write the comparison: of dicts that have versions all at once, of others each place."""
+    def _write(self) -> None:
+        """Write the comparison: of unwritten dicts all at once, of others each value."""
         model, reads = self._model, Reads()
-        rest = {id(holder): holder for holder in self._objects}
-        rest.update((id(row.holder), row.holder) for row in self._places)
-        if len(rest) > _FEW:
-            model.update()
-            rest = {key: holder for key, holder in rest.items() if not model.watches(holder)}
-            self._epoch = model.update()
-            update = reads.bound("update", partial(ModelState.update, model))
-            reads.unless(f"{update}() != {reads.bound('epoch', self._epoch)}")
+        holders = [row.holder for row in self._places] + [holder for holder, _ in self._sizes]
+        rest = {id(holder) for holder in holders if not model.watches(holder)}
+        self._epoch, name = model.update(), reads.bound("model", model)
+        reads.unless(f"{name}.epoch != {self._epoch} or not {name}.unwritten()")
         for row in self._places:
             if id(row.holder) in rest or isinstance(row.value, TensorRead):
                 self._compare(reads, self._expression(reads, row), row.value)
         for value, items in self._lists:
-            name = reads.bound("list", value)
-            reads.unless(f"len({name}) != {len(items)}")
-            for index, item in enumerate(items):
-                if self._is_touched(item):
-                    self._compare(reads, f"{name}[{index}]", item)
-        for holder, size in zip(self._objects, self._sizes, strict=True):
+            self._compare_items(reads, value, items)
+        for holder, size in self._sizes:
             if id(holder) in rest:
                 reads.unless(f"len({reads.bound('object', holder)}) != {size}")
         for _, value, contents in self._others:
-            now = f"{reads.bound('contents', _contents)}({reads.bound('other', value)})"
+            now = f"contents({reads.bound('other', value)})"
             reads.unless(f"{now} != {reads.bound('before', contents)}")
-        count = reads.bound("hooks", self._hooks)
-        reads.unless(f"{reads.bound('registered', torch_ops.hooks_registered)}() != {count}")
-        reads.unless(reads.bound("died", self._values.died))
-        self._contract = Contract("", reads, "state")
+        reads.unless(f"hooks_registered() != {reads.bound('hooks', self._hooks)}")
+        reads.names |= _FUNCTIONS
+        self._holds = Contract("", reads, "state").holds
+
+    def _compare_items(self, reads: Reads, value: Any, items: tuple[Any, ...]) -> None:
+        """Compare the length of a list, and its items."""
+        name = reads.bound("list", value)
+        reads.unless(f"len({name}) != {len(items)}")
+        if len(items) > _FEW and not any(isinstance(item, TensorRead) for item in items):
+            before = reads.bound("before", raw_memory.identities(items))
+            reads.unless(f"identities((*{name},)) != {before}")
+            return
+        for index, item in enumerate(items):
+            if self._is_touched(item):
+                self._compare(reads, f"{name}[{index}]", item)
 
     def _expression(self, reads: Reads, row: Place) -> str:
         """Return the expression of a place."""
@@ -610,14 +551,18 @@ class StateContract:
         return f"{holder}[{reads.bound('key', row.key)}]"
 
     def _compare(self, reads: Reads, expression: str, value: Any) -> None:
-        """Compare a value by identity; it holds no tensors."""
-        if not isinstance(value, TensorRead):
-            reads.unless(f"{expression} is not {reads.bound('is', value)}")
-            return
-        now, same = f"t{len(reads.lines)}", reads.bound("id", value.identity)
-        moved = f" or {now}.data_ptr() != {reads.bound('at', value.placed.address)}"
-        differs = f"id({now} := {expression}) != {same}"
-        reads.unless(differs if value.start is None else differs + moved)
+        """Compare a value by identity, or as a plain value; hold no tensor."""
+        now, known = f"t{len(reads.lines)}", reads.bound("is", value)
+        if isinstance(value, TensorRead):
+            reads.names[known] = value.reference
+            moved = f" or {now}.data_ptr() != {reads.bound('at', value.placed.address)}"
+            differs = f"({now} := {expression}) is not {known}()"
+            reads.unless(differs if value.start is None else differs + moved)
+        elif is_plain_value(value):
+            differs = f"({now} := {expression}) is not {known}"
+            reads.unless(f"{differs} and not same_value({now}, {known})")
+        else:
+            reads.unless(f"{expression} is not {known}")
 
     def _is_compared(self, path: str, value: Any) -> bool:
         return self._is_touched(value) and not self._model.is_bookkeeping(path)
@@ -629,14 +574,15 @@ class StateContract:
 
     def _is_same(self) -> bool:
         """Return whether the same objects are held in the same places."""
-        if self._contract.holds():
+        if self._holds():
             return True
-        others = all(_contents(value) == contents for _, value, contents in self._others)
-        sizes = [*map(len, self._objects)] == self._sizes
-        if not (others and sizes and self._values.are_same() and self._has_same_hooks()):
+        hooks = torch_ops.hooks_registered()
+        if self._model.update() == self._epoch and hooks == self._hooks:
+            return False  # a value differs
+        if not self._has_same_hooks():
             return False
-        self._divide()
-        return True
+        self._write()
+        return self._holds()
 
     def _has_same_hooks(self) -> bool:
         """Return whether the hook that was registered is another object's."""
@@ -662,6 +608,8 @@ class StateContract:
 
     def check(self, what: str, batch: object) -> None:
         """Raise AddressChangedError or HostValueChangedError where the state differs."""
+        if self._holds():
+            return
         change = None if self._is_same() else self.first_change()
         if change is None:
             return
@@ -692,6 +640,15 @@ def _contents(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple(plainly(value).keys(value))
     return frozenset(value) if isinstance(value, set) else array_bytes(value)
+
+
+# What the generated comparison calls.
+_FUNCTIONS: dict[str, Any] = {
+    "contents": _contents,
+    "hooks_registered": torch_ops.hooks_registered,
+    "identities": raw_memory.identities,
+    "same_value": same_value,
+}
 
 
 def _differences(before: State, now: State) -> Iterator[tuple[str, Any, Any]]:
