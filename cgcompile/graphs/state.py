@@ -13,7 +13,7 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property, partial
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
@@ -445,33 +445,41 @@ class ModelState:
             self._loaded = LoadedNames(self._codes)
 
     def is_bookkeeping(self, path: str) -> bool:
-        """Return whether captured steps change what is at a path, or the list that it is in."""
+        """Return whether captured steps change what is at a path, or the list there or around."""
         if not self._bookkeeping:
             return False
         lists = [known[4:-1] for known in self._bookkeeping if known.startswith("len(")]
         inside = (f"{name}{access}" for name in lists for access in "[.")
         items = (f"{name}[" for name in self._bookkeeping)  # of a tuple that steps make anew
         path = path[4:-1] if path.startswith("len(") and path not in self._bookkeeping else path
-        return path in self._bookkeeping or path.startswith((*inside, *items))
+        is_changed = path in self._bookkeeping or path in lists
+        return is_changed or path.startswith((*inside, *items))
 
-    def watches(self, holder: Any) -> bool:
-        """Return whether a write to a holder raises :attr:`epoch`: a dict, until it is written."""
-        if type(holder) is not dict or id(holder) in self._written:
-            return False
-        self._dicts[id(holder)] = holder
-        return True
+    def watch(self, holders: Iterable[Any]) -> set[int]:
+        """Let writes to dicts raise :attr:`epoch`; return the identities of other holders."""
+        self.update()
+        count, others = len(self._dicts), set()
+        for holder in holders:
+            if type(holder) is dict and id(holder) not in self._written:
+                self._dicts[id(holder)] = holder
+            else:
+                others.add(id(holder))
+        if len(self._dicts) > count:
+            self._renew()
+        return others
 
     def update(self) -> int:
-        """Raise :attr:`epoch` if a dict was written; return it."""
-        versions = self._versions
-        if not versions.hold():
+        """Raise :attr:`epoch` if a dict was written, which is watched no more; return it."""
+        if not self.unwritten():
             self.epoch += 1
-            for holder in versions.changed():
+            for holder in self._versions.changed():
                 self._written[id(holder)] = self._dicts.pop(id(holder))
-        if len(versions.dicts) != len(self._dicts):
-            self._versions = raw_memory.DictVersions(tuple(self._dicts.values()))
-            self.unwritten = self._versions.hold
+            self._renew()
         return self.epoch
+
+    def _renew(self) -> None:
+        self._versions = raw_memory.DictVersions(tuple(self._dicts.values()))
+        self.unwritten = self._versions.hold
 
 
 class StateContract:
@@ -509,8 +517,8 @@ class StateContract:
         """Write the comparison: of unwritten dicts all at once, of others each value."""
         model, reads = self._model, Reads()
         holders = [row.holder for row in self._places] + [holder for holder, _ in self._sizes]
-        rest = {id(holder) for holder in holders if not model.watches(holder)}
-        self._epoch, name = model.update(), reads.bound("model", model)
+        rest = model.watch(holders)
+        self._epoch, name = model.epoch, reads.bound("model", model)
         reads.unless(f"{name}.epoch != {self._epoch} or not {name}.unwritten()")
         for row in self._places:
             if id(row.holder) in rest or isinstance(row.value, TensorRead):
@@ -548,7 +556,9 @@ class StateContract:
             return f"{reads.bound('slot', row.key.__get__)}({holder})"
         if isinstance(row.holder, type):
             return f"{holder}.{row.key}"
-        return f"{holder}[{reads.bound('key', row.key)}]"
+        key = reads.bound("key", row.key)
+        # A look-up may add an item, such as that of a ``defaultdict``.
+        return f"{holder}[{key}]" if type(row.holder) is dict else f"item({holder}, {key}, item)"
 
     def _compare(self, reads: Reads, expression: str, value: Any) -> None:
         """Compare a value by identity, or as a plain value; hold no tensor."""
@@ -647,6 +657,7 @@ _FUNCTIONS: dict[str, Any] = {
     "contents": _contents,
     "hooks_registered": torch_ops.hooks_registered,
     "identities": raw_memory.identities,
+    "item": dict.get,
     "same_value": same_value,
 }
 
