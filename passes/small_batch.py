@@ -330,14 +330,10 @@ def _uncast(node: Any, dtype: torch.dtype) -> Any:
     if isinstance(node, fx.Node) and calls(node, *CASTS):
         source = node.args[0]
         new, old = value(node), value(source) if isinstance(source, fx.Node) else None
-        if isinstance(old, torch.Tensor) and new.dtype is dtype and _alike(new, old):
-            return source
+        if isinstance(old, torch.Tensor) and new.dtype is dtype:
+            layout = old.shape, old.device, old.stride()
+            return source if (new.shape, new.device, new.stride()) == layout else node
     return node
-
-
-def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
-    same: bool = (new.shape, new.device, new.stride()) == (old.shape, old.device, old.stride())
-    return same
 
 
 def norm_of(node: fx.Node) -> _Norm | None:

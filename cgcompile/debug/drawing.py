@@ -65,7 +65,8 @@ def split_svg(pieces: Sequence[Mapping[str, Any]], label: str) -> str:
     above: Mapping[str, Any] | None = None  # the piece whose results go on to the next one
     for row in rows:
         if isinstance(row, str):
-            shapes.append(_text(row, top))
+            line = f'<text x="12" y="{top + 16}">{row}</text>'
+            shapes.append(f"<g><title>{row}</title>{line}</g>")
             top += _LINE
             above = None if row is left_out else above  # its last piece is not drawn
             continue
@@ -118,10 +119,6 @@ def _edge(piece: Mapping[str, Any], top: int) -> str:
         f'<path class="edge" d="M24 {top} V{top + _GAP - 2} m-4 -6 l4 6 l4 -6"/>'
         f'<text x="36" y="{top + 17}">{_clipped(text)}</text></g>'
     )
-
-
-def _text(text: str, top: int) -> str:
-    return f'<g><title>{text}</title><text x="12" y="{top + 16}">{text}</text></g>'
 
 
 def _clipped(text: str) -> str:

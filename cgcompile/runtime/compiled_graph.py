@@ -222,10 +222,6 @@ class CompiledGraph:
             return self._never
         return INSIDE_CAPTURE if self._is_capturing() else None
 
-    def _shapes(self, inputs: tuple[Any, ...]) -> dict[str, Sequence[int]]:
-        """Return the shapes of the first inputs that are not static, by name."""
-        return {name: inputs[position].shape for position, name in self._named}
-
     def _needs_grad(self, inputs: tuple[Any, ...]) -> bool:
         if not torch.is_grad_enabled():
             return torch_ops.has_tangent(inputs)
@@ -504,5 +500,5 @@ class _GraphCall(Call[Recording]):
     def count(self, timeline: Timeline, why: Fallback) -> None:
         if self.context is not None:
             return timeline.plain(why)
-        shapes = self._graph._shapes(self._passed + self._graph._frozen.for_plain_run)
-        timeline.plain(why, shapes)
+        graph, inputs = self._graph, self._passed + self._graph._frozen.for_plain_run
+        timeline.plain(why, {name: inputs[position].shape for position, name in graph._named})

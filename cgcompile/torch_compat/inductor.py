@@ -755,7 +755,8 @@ def take_apart(graph: fx.Graph) -> None:
     """Replace each ``addmm`` of a whole tensor on CUDA that Inductor made by ``mm`` and ``add``."""
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
-        if _from_the_trace(node) or not _adds_whole_tensor(node):
+        users = "seq_nr" in node.meta  # nodes of Inductor's patterns have no number
+        if users or not _adds_whole_tensor(node):
             continue
         added, one, other = node.args
         with graph.inserting_before(node):
@@ -767,11 +768,6 @@ def take_apart(graph: fx.Graph) -> None:
         product.meta["val"] = torch.empty_like(node.meta["val"])
         node.replace_all_uses_with(total)
         graph.erase_node(node)
-
-
-def _from_the_trace(node: fx.Node) -> bool:
-    """Return whether the user wrote a node: nodes of Inductor's patterns have no number."""
-    return "seq_nr" in node.meta
 
 
 def _adds_whole_tensor(node: fx.Node) -> bool:
