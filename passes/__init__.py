@@ -1,14 +1,13 @@
 """FX graph in, split graph out; independent of capture, compilation and serving.
 
-Read ``pipeline``, then its steps in order: ``normalize``, ``eliminate``, ``assign``,
-``split``.
+Read ``pipeline``, then its steps in order: ``normalize``, ``assign``, ``split``.
 """
 
 from typing import TYPE_CHECKING
 
 from cgcompile.lazy import export_lazily
 from cgcompile.passes.base import FunctionPass, GraphPass, PassManager, PassRecord
-from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
+from cgcompile.passes.normalize import EliminateClones, EliminateNoOps
 from cgcompile.passes.pipeline import OPTIONAL, PIPELINE, split_graph
 
 __all__ = [

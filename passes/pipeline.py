@@ -16,9 +16,8 @@ from cgcompile.errors import ConfigError
 from cgcompile.kernels import why_unsupported
 from cgcompile.passes.assign import assign_pieces, resolve_aliases
 from cgcompile.passes.base import FunctionPass, Fusions, PassManager
-from cgcompile.passes.eliminate import EliminateClones, EliminateNoOps
 from cgcompile.passes.nodes import calls, value
-from cgcompile.passes.normalize import bind_symbols, pull_items
+from cgcompile.passes.normalize import EliminateClones, EliminateNoOps, bind_symbols, pull_items
 from cgcompile.passes.split import SplitGraph, cut
 from cgcompile.settings import AUTO, checked, parse_passes, parse_switch, parsed
 from cgcompile.torch_compat import dynamo

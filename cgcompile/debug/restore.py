@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cgcompile.graphs.arena import address, storage_bytes
+from cgcompile.graphs.arena import address
 from cgcompile.graphs.contract import named_arguments
 from cgcompile.graphs.fields import Fields, Item
 from cgcompile.graphs.host_rules import write_targets
@@ -141,7 +141,7 @@ class Snapshot:
                 continue
             self._copied[start] = storage.nbytes()
             with torch.inference_mode(False), torch.no_grad():
-                memory = storage_bytes(storage)
+                memory = raw_memory.storage_bytes(storage)
                 self._before.append((memory, memory.clone()))
 
     def was_written(self, tensor: torch.Tensor) -> bool:

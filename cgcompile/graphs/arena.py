@@ -173,12 +173,6 @@ def stretch(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
     return min(starts) // largest * largest, max(ends)
 
 
-def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return all bytes of a storage, as uint8 [bytes]."""
-    memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return memory.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
 def numbers_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a tensor, without gaps, as uint8 [bytes]: equal for equal bits."""
     with torch.inference_mode(False), torch.no_grad():

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.arena import address, storage_bytes
+from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.contract import (
     Change,
@@ -508,7 +508,7 @@ class Rebinding:
                 continue
             if start not in storages:
                 with torch.inference_mode(False), torch.no_grad():
-                    memory = storage_bytes(tensor.untyped_storage())
+                    memory = raw_memory.storage_bytes(tensor.untyped_storage())
                     storages[start] = memory.clone().untyped_storage()
             layout = tensor.storage_offset(), tensor.size(), tensor.stride()
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():

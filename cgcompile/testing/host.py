@@ -34,7 +34,6 @@ from typing import Any
 import torch
 
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.arena import storage_bytes
 from cgcompile.graphs.code_names import RanCode
 from cgcompile.graphs.device import is_recording, recording
 from cgcompile.graphs.host_rules import (
@@ -192,7 +191,7 @@ class HostStep:
         if self.results:
             leaves = torch_ops.tree_leaves(output)
             for position, target in self.results:
-                target.copy_(storage_bytes(leaves[position].untyped_storage()))
+                target.copy_(raw_memory.storage_bytes(leaves[position].untyped_storage()))
 
 
 @dataclass
@@ -209,7 +208,9 @@ class _Body:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the steps on the arguments of this call, and return what the kernel returned."""
         leaves = torch_ops.tree_leaves((args, kwargs))
-        pairs = [(storage_bytes(leaves[i].untyped_storage()), home) for i, home in self.copied]
+        pairs = [
+            (raw_memory.storage_bytes(leaves[i].untyped_storage()), home) for i, home in self.copied
+        ]
         for memory, home in pairs:
             home.copy_(memory)
         for step in self.steps:
@@ -450,8 +451,8 @@ class _Recorder(OpRules):
             if start not in homes:
                 homes[start] = self._pool.allocate(storage.nbytes(), leaf.dtype)
                 self._made.add(homes[start].data_ptr())
-                home = storage_bytes(homes[start])
-                home.copy_(storage_bytes(storage))
+                home = raw_memory.storage_bytes(homes[start])
+                home.copy_(raw_memory.storage_bytes(storage))
                 body.copied.append((position, raw_memory.weak_tensor(home)))
             return _placed(leaf, homes[start])
 
@@ -463,7 +464,7 @@ class _Recorder(OpRules):
         finally:
             self._steps = steps
         for index, home in body.copied:
-            storage_bytes(leaves[index].untyped_storage()).copy_(home)
+            raw_memory.storage_bytes(leaves[index].untyped_storage()).copy_(home)
         returned = body.returned(leaves)
         body.result = torch_ops.tree_map(self._weak, body.result)
         bodies.append(body)
@@ -555,8 +556,8 @@ class _Recorder(OpRules):
                 homes[address] = home
                 self._made.add(home.data_ptr())
                 self.mark([home.data_ptr()], of_numbers)
-                target = storage_bytes(home)
-                target.copy_(storage_bytes(leaf.untyped_storage()))
+                target = raw_memory.storage_bytes(home)
+                target.copy_(raw_memory.storage_bytes(leaf.untyped_storage()))
                 results.append((position, raw_memory.weak_tensor(target)))
             return _placed(leaf, homes[address])
 
@@ -595,7 +596,7 @@ class _Recorder(OpRules):
         address = storage.data_ptr()
         if storage.nbytes() and address not in self._made and address not in self._before:
             with torch.inference_mode(False):
-                memory = storage_bytes(storage)
+                memory = raw_memory.storage_bytes(storage)
                 self._before[address] = (memory, memory.clone())
 
 

@@ -61,6 +61,12 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return all bytes of a storage, as uint8 [bytes]."""
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return memory.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
 def is_held_here_alone(storage: torch.UntypedStorage) -> bool:
     """Return whether only Python objects hold a storage, and no tensor."""
     return torch._C._storage_Use_Count(storage._cdata) == 1
