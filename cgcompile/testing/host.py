@@ -373,8 +373,11 @@ class _Recorder(OpRules):
             if torch_ops.inside_backward() or is_recording():
                 raise CaptureError.ended_recording(op=str(func))
             return func(*args, **kwargs)
-        # Refusals in the recorder's own code would take half of the time of a capture.
-        return self._refusing(False, self._recorded, func, args, kwargs)
+        self._refuse_reads(False)  # of its own code it takes half of the time of a capture
+        try:  # not by _refusing: a trace function would be called for it at each op
+            return self._recorded(func, args, kwargs)
+        finally:
+            self._refuse_reads(True)
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region = torch_ops.compiled_region(func, args)
