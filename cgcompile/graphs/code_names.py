@@ -43,14 +43,15 @@ def names_loaded(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 _METHODS_OF_ALL = {"items", "values", "keys", "copy"}
-_FUNCTIONS_OF_ALL = {"len", "list", "tuple", "dict", "sorted", "sum", "iter", "enumerate", "zip"}
+_FUNCTIONS_OF_ALL = {"list", "tuple", "dict", "sorted", "sum", "enumerate", "zip"}
 _OPS_OF_ALL = {"GET_ITER", "DICT_MERGE", "DICT_UPDATE", "LIST_EXTEND", "SET_UPDATE"}
 _NO_OPS = {"CACHE", "PRECALL", "PUSH_NULL"}
 
 
 @lru_cache(maxsize=8192)
 def names_read_whole(code: CodeType) -> frozenset[str]:
-    """Return the names of dicts that code iterates, measures or unpacks, as ``**kwargs`` does."""
+    """Return the names of dicts that code iterates or unpacks, as ``**kwargs`` does."""
+    # A cache measures itself, and looks for its oldest item, so that it stays small.
     names: set[str] = set()
     loads: list[str] = []  # names of the instructions before, up to one that loads nothing
     for instruction in get_instructions(code):

@@ -316,9 +316,7 @@ class _Reader:
         is_method = isinstance(value, (classmethod, staticmethod))
         function = value.fget if isinstance(value, property) else value
         function = value.__func__ if is_method else function
-        if not isinstance(function, FunctionType) or self._loaded is None:
-            return
-        if self._has_run(function):
+        if isinstance(function, FunctionType) and self._has_run(function):
             self._function(function, f"{kind.__qualname__}.{name}")
             key = f"{name}.__func__" if isinstance(value, classmethod) else name
             held = value if isinstance(value, property) else function

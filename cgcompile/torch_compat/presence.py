@@ -47,7 +47,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "_get_deterministic_algorithms _get_flash_sdp_enabled _get_fp32_precision_getter "
     "_get_function_stack_at _get_math_sdp_enabled _get_mem_efficient_sdp_enabled "
     "_get_sdp_priority_order _host_emptyCache _is_any_autocast_enabled "
-    "_len_torch_function_stack _RestorePythonTLSSnapshot _set_grad_enabled "
+    "_len_torch_dispatch_stack _len_torch_function_stack _RestorePythonTLSSnapshot "
+    "_set_grad_enabled "
     "_set_storage_data_ptr_access_error_msg _storage_Use_Count "
     "_tensors_data_ptrs_at_indices_equal",
     "torch._C._dynamo.guards": "RootGuardManager TensorGuards dict_version",
@@ -88,8 +89,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.nn.modules.module": "_has_any_global_hook",
     "torch.utils": "_pytree",
     "torch.utils._device": "DeviceContext",
-    "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode_stack "
-    "is_in_torch_dispatch_mode",
+    "torch.utils._python_dispatch": "_disable_current_modes _get_current_dispatch_mode_stack",
     "torch.utils._sympy.interp": "sympy_interp",
 }
 # Attributes of objects, by their owner. Only an object shows whether they exist.

@@ -17,10 +17,7 @@ from torch._logging import _internal
 from torch.autograd import profiler
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    is_in_torch_dispatch_mode,
-)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cgcompile.torch_compat.torch_ops import autocast_state
 
@@ -47,6 +44,7 @@ _is_deterministic = torch._C._get_deterministic_algorithms
 _any_autocast = torch._C._is_any_autocast_enabled
 _default_dtype = torch.get_default_dtype
 _count_function_modes = torch._C._len_torch_function_stack
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 _KERNEL_SETTINGS = (
     "flash attention (sdpa_kernel)",
@@ -103,7 +101,7 @@ def trace_settings() -> tuple[Any, ...]:
         _fp16_sums(),
         _bf16_sums(),
         _function_modes() if _count_function_modes() else (),
-        tuple(_get_current_dispatch_mode_stack()) if is_in_torch_dispatch_mode() else (),
+        _dispatch_modes() if _count_dispatch_modes() else (),
     )
 
 
@@ -216,3 +214,9 @@ def is_profiling() -> bool:
 
 # The same for generated code: the module, and the expression over its name.
 PROFILING = ("profiler._is_profiler_enabled", profiler)
+
+
+def _dispatch_modes() -> tuple[Any, ...]:
+    """Return the torch dispatch modes that are on, but those of cgcompile, such as the recorder."""
+    modes = _get_current_dispatch_mode_stack()
+    return tuple([mode for mode in modes if not type(mode).__module__.startswith("cgcompile.")])

@@ -79,7 +79,7 @@ def test_calls_of_a_full_step(layers: int) -> None:
     assert engine.paths.replays >= 2
     # Of them one of this test, two of the host device, and two that read settings of torch.
     assert python.total() <= 10, python
-    assert native.total() <= 33, native  # of them 17 that read settings of kernels
+    assert native.total() <= 34, native  # of them 18 that read settings of kernels
     assert python["kernel_settings"] == python["trace_settings"] == 1, python
     assert python["replay"] == python["fits"] == python["forward"] == 0, python
     assert native["is_grad_enabled"] == native["check"] == 1, native
