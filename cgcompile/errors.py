@@ -489,6 +489,9 @@ class CaptureError(CGCompileError, RuntimeError):
         A replay would not. Write tensors in place (copy_, mul_, ...), count in a tensor, or \
         rebind the field outside of the step or in a function under eager_break_during_capture.
         A number that no step reads may be kept in an object that is no module.""")
+    too_many_fields = Template("""
+        an argument has too many fields to compare before each replay.
+        Pass the tensors that the step reads, or keep such an object in the model.""")
     scripted = Template("""
         {field} is a {found}: the fields of a module of TorchScript cannot be compared.
         Use the module from which it was scripted or traced.""")

@@ -40,10 +40,8 @@ STATE_MACHINES = (
 )
 # What compares anything with the time of a capture or a trace, before a replay.
 GUARDS = (
-    "ArgumentGuard",
     "WeightsGuard",
     "Contract",
-    "FieldsGuard",
     "Rebinding",
     "SameStorages",
     "Recording.check",
@@ -61,7 +59,7 @@ GUARDS = (
 WALKERS = (
     "reads.modules_of",
     "state.read_state",
-    "_ContextReader",
+    "Reader",
     "fields._holders",
     "compare._open",
     "results.flatten",

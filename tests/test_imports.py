@@ -27,6 +27,7 @@ FLOORS = (
         "progress",
         "lazy",
         "ladders",
+        "generated",
         "source_lines",
     ),
     ("boundaries", "context", "kernels"),

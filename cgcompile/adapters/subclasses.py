@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from cgcompile.adapters.adapter import Adapter, Prepared
+from cgcompile.generated import function_of
 from cgcompile.graphs.steps import GRADIENTS
 from cgcompile.passes.nodes import is_symbolic_number
 from cgcompile.passes.subclasses import Input, Result, Unwrapped, unwrap_subclasses
@@ -131,5 +132,4 @@ def _paths(spec: Input) -> tuple[str, ...]:
 def _function(items: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the inputs ``g`` that evaluates expressions to a tuple."""
     text = "".join([f"{item}, " for item in items])
-    function: Callable[..., tuple[Any, ...]] = eval(f"lambda *g: ({text})")
-    return function
+    return function_of(f"def parts(*g):\n    return ({text})\n", {})

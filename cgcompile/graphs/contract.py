@@ -9,8 +9,6 @@ differs, slowly and exactly. ``reads.py`` has the walker that finds what was rea
 import enum
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +19,16 @@ from cgcompile.errors import (
     HostValueChangedError,
     with_article,
 )
+from cgcompile.generated import function_of
 from cgcompile.torch_compat import raw_memory
 
 # -------------------------------------------------------------- values and layouts
 
 _BY_VALUE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), torch.Size)
 _BY_VALUE += (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+MISSING: Any = object()  # in place of a value that is not there
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -69,6 +71,10 @@ def layout_text(leaf: Any) -> str:
         return f"a{view} tensor {tuple(shape)} with strides {tuple(stride)} of {dtype}"
     if isinstance(leaf, _BY_VALUE):
         return repr(leaf)
+    if leaf is MISSING:
+        return "missing"
+    if isinstance(leaf, type):
+        return leaf.__name__
     return f"{with_article(type(leaf).__name__)} object"
 
 
@@ -93,6 +99,11 @@ def is_cpu_scalar(leaf: Any, tensor_type: str) -> bool:
     if tensor_type == "cpu" or not isinstance(leaf, torch.Tensor):
         return False
     return leaf.dim() == 0 and leaf.device.type == "cpu"
+
+
+def host_number(leaf: Any, tensor_type: str) -> Any:
+    """Return the number in a 0-dim CPU tensor among tensors of another device; else the leaf."""
+    return leaf.item() if is_cpu_scalar(leaf, tensor_type) else leaf
 
 
 def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -135,7 +146,7 @@ class Tensors:
     # A kernel gets a 0-dim CPU tensor as a launch argument, which a graph bakes in.
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], tensor_type: str) -> None:
-        pairs = [(path, tensor) for path, tensor in named if _has_address(tensor)]
+        pairs = [(path, tensor) for path, tensor in named if has_address(tensor)]
         self._paths = [path for path, _ in pairs]
         self.tensors = [tensor for _, tensor in pairs]
         self._starts = [tensor.data_ptr() for tensor in self.tensors]
@@ -157,7 +168,7 @@ class Tensors:
                 yield Change(path, number, tensor.item())
 
 
-def _has_address(tensor: torch.Tensor) -> bool:
+def has_address(tensor: torch.Tensor) -> bool:
     try:
         tensor.data_ptr()
     except RuntimeError:  # sparse, fake, a subclass without memory of its own
@@ -181,7 +192,7 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     if inner or others:
         same = raw_memory.Wrapper.of(one).fits(other) if inner and others else False
         return same and all(same_memory(*pair) for pair in zip(inner, others, strict=True))
-    return _has_address(one) and _has_address(other) and Placed.of(one) == Placed.of(other)
+    return has_address(one) and has_address(other) and Placed.of(one) == Placed.of(other)
 
 
 # -------------------------------------------------------------- contracts
@@ -204,34 +215,37 @@ class Read(NamedTuple):
     kind: Kind
     expected: Any  # a Placed, a plain value, an object, a Wrapper or a frozenset
 
-    def change(self, now: Any) -> "Change | None":
+    def change(self, now: Any, address_first: bool = False) -> "Change | None":
         """Return how a value differs from the captured one, exactly; None if it does not."""
         before = self.expected
         if self.kind is Kind.ADDRESS:
-            if not isinstance(now, torch.Tensor) or not _has_address(now):
-                return Change(self.path, before.address, None, moved=True)
-            after = Placed.of(now)
-            if after.address != before.address:
-                return Change(self.path, before.address, after.address, moved=True)
-            same = after.layout == before.layout
+            placed = isinstance(now, torch.Tensor) and has_address(now) and Placed.of(now)
+            if placed == before:
+                return None
+            address = placed.address if placed else None
+            if address != before.address and (
+                address_first or (placed and placed.layout == before.layout)
+            ):
+                return Change(self.path, before.address, address, moved=True)
         elif self.kind is Kind.VALUE:
-            same = same_value(now, before)
+            if same_value(now, before):
+                return None
         elif self.kind is Kind.IDENTITY:
-            same = now is before
-        elif isinstance(before, frozenset):
-            missing = before.difference(now) if isinstance(now, (set, frozenset)) else before
-            gone = next((item for item in missing if isinstance(item, torch.Tensor)), None)
-            if gone is not None:
-                return Change(self.path, gone.data_ptr(), None, moved=True)
-            same = not missing
-        else:
-            same = before.fits(now)
-        if same:
+            if now is before:
+                return None
+        elif now == before if isinstance(before, frozenset) else before.fits(now):
             return None
+        elif address_first and isinstance(before, frozenset):
+            gone = before.difference(now if isinstance(now, (set, frozenset)) else ())
+            tensors = [item for item in gone if isinstance(item, torch.Tensor)]
+            if tensors:
+                return Change(self.path, tensors[0].data_ptr(), None, moved=True)
+        else:
+            other = f"{with_article(type(now).__name__)} that is built otherwise"
+            return Change(self.path, "as when captured", other)
         texts = layout_text(before), layout_text(now)
-        return Change(
-            self.path, texts[0], f"another {texts[1]}" if texts[0] == texts[1] else texts[1]
-        )
+        other = f"another {type(now).__name__} object"
+        return Change(self.path, texts[0], other if texts[0] == texts[1] else texts[1])
 
 
 class Reads:
@@ -257,7 +271,8 @@ class Reads:
         """Compare a tensor by address and layout; ``local`` is its expression in the lines."""
         placed = Placed.of(tensor)
         self.rows.append(Read(path, expression, Kind.ADDRESS, placed))
-        self.held.append(tensor.untyped_storage())
+        if raw_memory.is_plain_tensor(tensor):
+            self.held.append(tensor.untyped_storage())
         now = f"t{len(self.lines)}"
         address = (
             f"({now} := {local or expression}).data_ptr() != {self.bound('at', placed.address)}"
@@ -292,6 +307,20 @@ class Reads:
         self.rows.append(Read(path, expression, Kind.IDENTITY, value))
         self.unless(f"{local or expression} is not {self.bound('is', value)}")
 
+    def form(self, path: str, expression: str, container: Any, local: str) -> list[Read]:
+        """Compare the type of a container, and its length or keys, which get the last rows."""
+        has_keys, kind = isinstance(container, dict), self.bound("type", type(container))
+        read, size = ("tuple", tuple(container)) if has_keys else ("len", len(container))
+        now = f"{read}({local}) != {self.bound('size', size)}"
+        self.unless(f"type({local}) is not {kind} or {now}")
+        self.rows.append(
+            Read(f"the type of {path}", f"type({expression})", Kind.IDENTITY, type(container))
+        )
+        if has_keys:
+            names = f"str([*{expression}])"
+            return [Read(f"list({path})", names, Kind.VALUE, str([*container]))]
+        return [Read(f"len({path})", f"len({expression})", Kind.VALUE, size)]
+
     def members(self, path: str, expression: str, value: Any, local: str = "") -> None:
         """Compare what a set holds."""
         members = frozenset(value)
@@ -308,9 +337,6 @@ class Reads:
             self.tensor(f"{path}.{name}", f"{expression}.{name}", part, f"{local}.{name}")
 
 
-_MISSING = object()
-
-
 class Contract:
     """What a captured step read. ``holds(...)`` returns whether all of it is as it was.
 
@@ -319,8 +345,9 @@ class Contract:
 
     holds: Callable[..., bool]  # generated; False also where a value cannot be read
 
-    def __init__(self, parameters: str, reads: Reads, subject: str) -> None:
+    def __init__(self, parameters: str, reads: Reads, subject: str, rest: Any = None) -> None:
         self._subject = subject  # in errors
+        self._rest: Callable[[], Change | None] | None = rest  # finds a change that no row shows
         self._parameters = [name.strip() for name in parameters.split(",")]
         self._names, self.rows, self.held = reads.names, tuple(reads.rows), reads.held
         body = textwrap.indent("\n".join(reads.lines), " " * 8)
@@ -330,9 +357,7 @@ class Contract:
             "        return False\n"
             "    return True\n"
         )
-        namespace = dict(self._names)
-        exec(_compiled(source), namespace)
-        self.holds = namespace.pop("holds")  # else a cycle keeps what is bound
+        self.holds = function_of(source, self._names)
 
     def check(self, what: str, batch: object, *values: Any) -> None:
         """Raise AddressChangedError or HostValueChangedError where a read differs."""
@@ -348,13 +373,8 @@ class Contract:
             try:
                 now = eval(row.expression, scope)
             except Exception:  # of a user's property, too
-                now = _MISSING
-            change = row.change(now)
+                now = MISSING
+            change = row.change(now, self._subject == "metadata")
             if change is not None:
                 return change
-        return None
-
-
-@lru_cache(maxsize=512)
-def _compiled(source: str) -> CodeType:
-    return compile(source, "<cgcompile contract>", "exec")
+        return None if self._rest is None else self._rest()

@@ -1,7 +1,7 @@
-"""Snapshots of the Python state that a call reaches: :class:`FieldsGuard` and :class:`Rebinding`.
+"""Snapshots of the Python state that a call reaches: :class:`Fields` and :class:`Rebinding`.
 
 A graph repeats what Python read at capture, and a replay runs no Python. So the fields of objects
-among the arguments are compared before each replay (:class:`FieldsGuard`), and what a step changes
+among the arguments are compared before each replay (``arguments.py``), and what a step changes
 while it is captured refuses the capture (:class:`Rebinding`):
 
 * A tensor that is rebound, added or removed refuses a capture wherever it is reachable: in an
@@ -31,30 +31,27 @@ from cgcompile.errors import CaptureError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.contract import (
+    MISSING,
     Change,
     Tensors,
     inner_tensors,
     is_plain_value,
     layout_text,
     named_arguments,
-    same_layout,
     same_memory,
     same_value,
 )
 from cgcompile.graphs.reads import Cells, Slots, Transparent, is_librarys, plainly, restore
-from cgcompile.torch_compat import raw_memory, torch_ops
+from cgcompile.torch_compat import raw_memory
 
 _MAX_VALUES = 100_000  # a model of thousands of modules has fewer
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
-_MAX_DEPTH = 16  # containers in containers, where two of them are compared
 _MAX_BYTES = 1 << 20  # of an array of the host; larger ones are compared by identity
 _TABLES = ("_parameters", "_buffers", "_modules")
 _STATE = frozenset((*_TABLES, "training"))  # of what every module has, compared by identity
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, torch.Size))
 _CLOSED = (type, ModuleType, BuiltinFunctionType)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
-_MISSING = object()
-_NOTHING: Mapping[str, Any] = {}
 
 
 class Item(NamedTuple):
@@ -132,7 +129,7 @@ class _Holder:
         before = dict(zip(self.keys, self.values, strict=True))
         after = dict(zip(*_contents(self.target), strict=True))
         for key in before | after:
-            one, other = before.get(key, _MISSING), after.get(key, _MISSING)
+            one, other = before.get(key, MISSING), after.get(key, MISSING)
             if one is not other:
                 yield Change(self.name(key), one, other)
 
@@ -242,7 +239,7 @@ class Fields:
         """Take the present fields."""
         self.complete = True  # False where there are too many to be read
         self._holders: list[_Holder] = []
-        self._arrays: list[tuple[str, Any, bytes]] = []
+        self.arrays: list[tuple[str, Any, bytes]] = []
         tensors: dict[int, tuple[str, torch.Tensor]] = {}
         seen: set[int] = set()
         todo = [Item(path, None, "", root) for path, root in self._roots.items()]
@@ -257,7 +254,7 @@ class Fields:
                 continue
             data = array_bytes(value)
             if data is not None:
-                self._arrays.append((path, value, data))
+                self.arrays.append((path, value, data))
                 continue
             for holder in _holders(value, path, self._longest):
                 self._holders.append(holder)
@@ -272,7 +269,7 @@ class Fields:
             if len(todo) > _MAX_VALUES:
                 self.complete = False
                 break
-        self._tensors = Tensors(tensors.values(), self._tensor_type)
+        self.placed = Tensors(tensors.values(), self._tensor_type)
         self._index()
 
     def _index(self) -> None:
@@ -292,7 +289,7 @@ class Fields:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors with memory that were reachable."""
-        return self._tensors.tensors
+        return self.placed.tensors
 
     def items(self) -> Iterator[Item]:
         """Yield the roots and all that was held, but for items of very long containers."""
@@ -318,12 +315,11 @@ class Fields:
         if changed:
             self._index()
 
-    def changes(self, alike: Callable[[Any, Any, bool], bool]) -> Iterator[Change]:
-        """Yield the fields that hold other objects, but for ``alike(before, now, of_module)``."""
+    def changes(self) -> Iterator[tuple[Change, bool]]:
+        """Yield the fields that hold other objects, and whether they are those of a module."""
         for holder in self._holders:
             for change in () if holder.is_same() else holder.changes():
-                if not alike(change.before, change.after, holder.of_module):
-                    yield change
+                yield change, holder.of_module
 
     def restore(self, tensors_alone: bool = False) -> None:
         """Restore every field; with ``tensors_alone``, of holders that have a new tensor."""
@@ -341,46 +337,11 @@ def _identities(groups: Iterable[tuple[Any, list[dict[Any, Any]]]]) -> bytes | N
         return None
 
 
-def _alike(before: Any, after: Any, of_module: bool = False) -> bool:
-    """Return whether a graph that read one value may be replayed with the other."""
-    return _difference(before, after) is None
-
-
-def _difference(before: Any, after: Any, path: str = "", depth: int = _MAX_DEPTH) -> Change | None:
-    """Return the first field that differs between two values; None if a graph may read either."""
-    if before is after:
-        return None
-    differs = Change(path, before, after)
-    if type(before) is not type(after) or not depth:
-        return differs
-    if isinstance(before, torch.Tensor):
-        needs_grad = after.requires_grad and not before.requires_grad and torch.is_grad_enabled()
-        return differs if needs_grad or not same_memory(before, after) else None
-    if is_plain_value(before):
-        return None if same_value(after, before) else differs
-    if isinstance(before, frozenset):
-        return None if before == after else differs
-    if isinstance(before, (torch.nn.Module, FunctionType, MethodType, partial)):
-        return differs
-    ours, theirs = [*_holders(before, path)], [*_holders(after, path)]
-    if not ours or len(ours) != len(theirs):
-        return differs
-    for one, other in zip(ours, theirs, strict=True):
-        values, now = dict(one.pairs()), dict(other.pairs())
-        for key in (*values, *(key for key in now if key not in values)):
-            a, b = values.get(key, _MISSING), now.get(key, _MISSING)
-            change = _difference(a, b, one.name(key), depth - 1)
-            if change is not None:
-                return change
-        if one.keys != other.keys:  # in another order
-            return differs
-    return None
-
-
-def _repeats(before: Any, after: Any, of_module: bool) -> bool:
+def _repeats(change: Change, of_module: bool) -> bool:
     """Return whether a replay need not rebind a field that the step rebound."""
+    before, after = change.before, change.after
     if _is_plain(before) and _is_plain(after):
-        missing = before is _MISSING or after is _MISSING
+        missing = before is MISSING or after is MISSING
         return not of_module or (not missing and same_value(after, before))
     if any(isinstance(value, torch.nn.Module) for value in (before, after)):
         return False
@@ -389,61 +350,12 @@ def _repeats(before: Any, after: Any, of_module: bool) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is _MISSING or is_plain_value(value)
+    return value is MISSING or is_plain_value(value)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors that are reachable from a value."""
     return [] if _is_plain(value) else Fields({"": value}).tensors
-
-
-class FieldsGuard(Fields):
-    """The fields of the objects among the arguments of one captured call."""
-
-    @classmethod
-    def of(
-        cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor_type: str
-    ) -> "FieldsGuard | None":
-        """Return a guard, or None where all arguments are tensors and plain values."""
-        roots = {
-            top + path: leaf
-            for top, tree in named_arguments(args, kwargs)
-            for path, leaf in torch_ops.tree_paths(tree)
-            if not isinstance(leaf, torch.Tensor) and not is_plain_value(leaf)
-        }
-        return cls(roots, tensor_type) if roots else None
-
-    def check(self, what: str, batch: object, made_anew: Mapping[str, Any] = _NOTHING) -> None:
-        """Raise AddressChangedError or HostValueChangedError where a field differs.
-
-        ``made_anew`` has, by path, the arguments that are other objects than those of the capture.
-        """
-        same = self.same_objects()
-        fields = () if same else self.changes(_alike)
-        anew = (_difference(self._roots[path], value, path) for path, value in made_anew.items())
-        changes = chain(fields, self._changes_in_place(), filter(None, anew))
-        change = next(changes, None)
-        if change is None:
-            if not same:  # equal values in new objects, which are compared from now on
-                self.read()
-            return
-        path, before, after, moved = change
-        if isinstance(before, torch.Tensor) and same_layout(after, before):
-            before, after, moved = before.data_ptr(), after.data_ptr(), True
-        if not moved:
-            before, after = _text(before), _text(after)
-        raise Change(path, before, after, moved).error(what, batch)
-
-    def _changes_in_place(self) -> Iterator[Change]:
-        """Yield the same objects that hold something else: moved tensors, numbers, arrays."""
-        yield from self._tensors.changes()
-        for path, value, data in self._arrays:
-            if array_bytes(value) != data:
-                yield Change(path, "other contents", f"an array of {type(value).__name__}")
-
-
-def _text(value: Any) -> str:
-    return "missing" if value is _MISSING else layout_text(value)
 
 
 class Rebinding:
@@ -475,7 +387,10 @@ class Rebinding:
         """Compare the fields after captured code, and take what it may change as it is now."""
         for fields in self._fields:
             if self._change is None and not fields.same_objects():
-                self._change = next(fields.changes(_repeats), None)
+                changes = (
+                    row for row, of_module in fields.changes() if not _repeats(row, of_module)
+                )
+                self._change = next(changes, None)
                 if self._change is None:
                     fields.follow()
 
@@ -490,8 +405,8 @@ class Rebinding:
         self.end_segment()
         if self._change is None:
             return None
-        path, before, after, _ = self._change
-        return CaptureError.rebinds(what=what, field=path, before=_text(before), after=_text(after))
+        path, (before, after) = self._change.path, map(layout_text, self._change[1:3])
+        return CaptureError.rebinds(what=what, field=path, before=before, after=after)
 
     def restore(self, tensors_alone: bool = False) -> None:
         """Restore every field as it was before the segment; see :meth:`Fields.restore`."""

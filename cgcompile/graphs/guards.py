@@ -1,36 +1,48 @@
-"""Guards of arguments and weights: what a call has must be what its capture had.
+"""Guards of calls and weights: what a call has must be what its capture had.
 
-A graph repeats addresses and host values, and a replay runs no Python. :class:`ArgumentGuard`
-compares the arguments of a call, :class:`WeightsGuard` the weights of the modules of a runnable;
-``fields.py`` compares the fields of other objects, ``contract.py`` the forward context. The rule:
-a difference is an error that names the argument or weight, and nothing is replayed.
+A graph repeats addresses and host values, and a replay runs no Python. :class:`CallForm` compares
+how arguments are passed, and a contract (:func:`read_arguments`) what they are;
+:class:`WeightsGuard` compares the weights of the modules of a runnable. The rule: a difference is
+an error that names the argument or weight, and nothing is replayed.
 """
 
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
+from functools import partial
 from inspect import Parameter, Signature, signature
 from itertools import chain
-from typing import Any, NoReturn
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 
-from cgcompile.errors import AddressChangedError, HostValueChangedError
+from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
 from cgcompile.graphs.contract import (
+    MISSING,
     Change,
-    Placed,
+    Contract,
+    Kind,
+    Read,
     Tensors,
+    has_address,
+    host_number,
     is_cpu_scalar,
-    layout_of,
     layout_text,
     named_arguments,
     same_value,
 )
-from cgcompile.graphs.reads import modules_of
+from cgcompile.graphs.fields import Fields, array_bytes, is_closed_object
+from cgcompile.graphs.reads import CONTAINERS, Reader, declared, modules_of
 from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings
 
-# -------------------------------------------------------------- guards
+_DEEPEST = 40  # objects in objects
+_LONG = 10_000  # items of one container: a vocabulary, which holds no state
+_TREES = (tuple, list, dict)  # opened as torch's pytree does
+_SAME = (torch.nn.Module, FunctionType, MethodType, partial, type, ModuleType, BuiltinFunctionType)
+
+# -------------------------------------------------------------- weights
 
 # Types of most attributes of a module: a look-up is faster than isinstance of a tensor.
 _NO_TENSORS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple))
@@ -58,7 +70,7 @@ class WeightsGuard:
         for prefix, module in (named for root in roots for named in root.named_modules()):
             start = f"{prefix}." if prefix else ""
             own = module.__dict__
-            rest = [k for k, v in own.items() if type(v) not in _NO_TENSORS and _is_tensor(v)]
+            rest = [k for k, v in own.items() if type(v) not in _NO_TENSORS and torch.is_tensor(v)]
             items = [(own, name, start + name) for name in rest]
             for table in (module._parameters, module._buffers, module._modules):
                 items += [(table, name, start + name) for name in table]
@@ -75,7 +87,7 @@ class WeightsGuard:
         self._known = self._current()
         self._identities = raw_memory.identities(self._known)
         pairs = zip((path for _, _, path in self._items), self.objects, strict=True)
-        self._tensors = Tensors((pair for pair in pairs if _is_tensor(pair[1])), tensor_type)
+        self._tensors = Tensors((pair for pair in pairs if torch.is_tensor(pair[1])), tensor_type)
         self._memory = [tensor.untyped_storage() for tensor in self._tensors.tensors]
 
     @property
@@ -116,70 +128,19 @@ class WeightsGuard:
         )
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+# -------------------------------------------------------------- arguments
 
 
-def _wrapped(leaves: Sequence[Any]) -> Iterator[tuple[int, raw_memory.Wrapper, list[Placed]]]:
-    """Yield (position, how it is built, tensors inside) of each tensor that wraps others."""
-    for position, leaf in enumerate(leaves):
-        if _is_tensor(leaf) and raw_memory.is_wrapper(leaf):
-            with suppress(raw_memory.CannotUnwrap):
-                wrapper = raw_memory.Wrapper.of(leaf)
-                yield position, wrapper, list(map(Placed.of, wrapper.parts(leaf)))
+class CallForm:
+    """How the arguments of one captured call were passed, under which settings of torch."""
 
-
-def _change_inside(
-    path: str, leaf: Any, wrapper: raw_memory.Wrapper, parts: Sequence[Placed]
-) -> Change | None:
-    """Return what differs inside of a tensor that wraps others."""
-    if not wrapper.fits(leaf):
-        return Change(path, "as when captured", f"a {type(leaf).__name__} that is built otherwise")
-    for name, before, tensor in zip(wrapper.paths, parts, wrapper.parts(leaf), strict=True):
-        now = Placed.of(tensor)
-        if now.layout != before.layout:
-            return Change(f"{path}.{name}", layout_text(before), layout_text(now))
-        if now.address != before.address:
-            return Change(f"{path}.{name}", before.address, now.address, moved=True)
-    return None
-
-
-class ArgumentGuard:
-    """The arguments of one captured call, opened in containers, and the settings of torch."""
-
-    def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], tensor_type: str = "cpu"
-    ) -> None:
-        self._count = len(args)
-        self._tensor_type = tensor_type
-        self._kernels, self._traced = (
-            torch_settings.kernel_settings(),
-            torch_settings.trace_settings(),
-        )
-        self._names = tuple(kwargs)
-        self._name_set = frozenset(kwargs)
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._count, self._names, self._name_set = len(args), tuple(kwargs), frozenset(kwargs)
+        self._kernels = torch_settings.kernel_settings()
+        self._traced = torch_settings.trace_settings()
         self._signature: Signature | None = None  # of what is called, once a call has another form
-        pairs = [
-            (top + path, leaf)
-            for top, tree in named_arguments(args, kwargs)
-            for path, leaf in torch_ops.tree_paths(tree)
-        ]
-        self._reads_scalars = any(is_cpu_scalar(leaf, tensor_type) for _, leaf in pairs)
-        self._paths = [path for path, _ in pairs]
-        leaves = self._numbers_of([leaf for _, leaf in pairs])
-        self._known = [Placed.of(leaf) if _is_tensor(leaf) else leaf for leaf in leaves]
-        self._wrapped = list(_wrapped(leaves))
-        self._flat = not any(torch_ops.is_container(value) for value in (*args, *kwargs.values()))
-        self._spec = None if self._flat else torch_ops.tree_spec((list(args), dict(kwargs)))
 
-    def _numbers_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return the leaves, with numbers in place of 0-dim CPU tensors."""
-        if not self._reads_scalars:
-            return leaves
-        kind = self._tensor_type
-        return [leaf.item() if is_cpu_scalar(leaf, kind) else leaf for leaf in leaves]
-
-    def has_form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def has_form(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether as many arguments are passed by position, and the same ones by name."""
         return len(args) == self._count and kwargs.keys() == self._name_set
 
@@ -214,53 +175,6 @@ class ArgumentGuard:
         by_name = {name: values[name] for name in self._names}
         return tuple([values[name] for name in first]), by_name
 
-    def check(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str, batch: object
-    ) -> dict[str, Any]:
-        """Raise AddressChangedError or HostValueChangedError where a call has other arguments.
-
-        Returns:
-            By path, the dataclasses that are other objects than those of the capture, whose fields
-            are still to be compared.
-        """
-        self.check_settings(what, batch)
-        names, made_anew = self._names, {}
-        if not self.has_form(args, kwargs):
-            self._refuse_structure(args, kwargs, what, batch)
-        leaves: Sequence[Any] = (*args, *(kwargs[name] for name in names)) if kwargs else args
-        if not self._flat:
-            ordered = {name: kwargs[name] for name in names}
-            if torch_ops.tree_spec((list(args), ordered)) != self._spec:
-                self._refuse_structure(args, kwargs, what, batch)
-            leaves = torch_ops.tree_leaves(leaves)
-        for position, leaf in enumerate(self._numbers_of(leaves)):
-            captured = self._known[position]
-            if type(captured) is Placed and isinstance(leaf, torch.Tensor):
-                if layout_of(leaf) == captured.layout:
-                    start = leaf.data_ptr()
-                    if start == captured.address:
-                        continue
-                    change = Change(self._paths[position], captured.address, start, moved=True)
-                    raise change.error(what, batch)
-            elif same_value(leaf, captured):
-                continue
-            elif type(leaf) is type(captured) and dataclasses.is_dataclass(leaf):
-                made_anew[self._paths[position]] = leaf
-                continue
-            before, now = layout_text(captured), layout_text(leaf)
-            if now == before:
-                now = f"another {type(leaf).__name__} object"
-            raise Change(self._paths[position], before, now).error(what, batch)
-        self._check_inside(leaves, what, batch)
-        return made_anew
-
-    def _check_inside(self, leaves: Sequence[Any], what: str, batch: object) -> None:
-        """Raise an error where the tensors inside of a tensor subclass differ."""
-        for position, wrapper, parts in self._wrapped:
-            inside = _change_inside(self._paths[position], leaves[position], wrapper, parts)
-            if inside is not None:
-                raise inside.error(what, batch)
-
     def check_settings(self, what: str, batch: object) -> None:
         """Raise HostValueChangedError under other settings of torch: for unchanged arguments."""
         kernels, traced = torch_settings.kernel_settings(), torch_settings.trace_settings()
@@ -272,15 +186,15 @@ class ArgumentGuard:
             what=what, batch=str(batch), name=name, now=now, before=before
         )
 
-    def _refuse_structure(
+    def check_form(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], what: str, batch: object
-    ) -> NoReturn:
-        now, before = _passed(len(args), kwargs), _passed(self._count, self._names)
-        if now == before:
-            now, before = "arguments of another nesting", "the one before"
-        raise HostValueChangedError.other_arguments(
-            what=what, batch=str(batch), now=now, before=before
-        )
+    ) -> None:
+        """Raise HostValueChangedError where other arguments are passed by position or name."""
+        if not self.has_form(args, kwargs):
+            now, before = _passed(len(args), kwargs), _passed(self._count, self._names)
+            raise HostValueChangedError.other_arguments(
+                what=what, batch=str(batch), now=now, before=before
+            )
 
 
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -300,3 +214,145 @@ def _passed(count: int, names: Iterable[str]) -> str:
     """Return how arguments were passed, in words."""
     by_name = ", ".join(map(repr, sorted(names)))
     return f"{count} arguments by position and {by_name or 'none'} by name"
+
+
+# -------------------------------------------------------------- what is read of them
+
+
+def read_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], tensor_type: str) -> Contract:
+    """Return the contract ``holds(args, kwargs)`` of the arguments of a call.
+
+    Raises:
+        CaptureError: they hold a module of TorchScript, or more than can be compared.
+    """
+    reader = _ArgumentReader(tensor_type)
+    places = [*(f"args[{at}]" for at in range(len(args))), *(f"kwargs[{key!r}]" for key in kwargs)]
+    for at, (path, value) in zip(places, named_arguments(args, kwargs), strict=True):
+        reader.visit(value, path, at, at, _DEEPEST)
+    return reader.contract("args, kwargs")
+
+
+class _ArgumentReader(Reader):
+    """Collects all of the arguments of a call.
+
+    The containers of torch's pytree and dataclasses may be others that hold the same, and so may
+    containers and objects in those. Any other object must be the same one, with equal fields.
+    """
+
+    _exact = True
+
+    def __init__(self, tensor_type: str, in_object: bool = False) -> None:
+        super().__init__(tensor_type, lambda name: True)
+        self._in_object = in_object
+        self._same: dict[str, Any] = {}  # objects that must be the same ones, by path
+
+    def contract(self, parameters: str) -> Contract:
+        """Return the contract; it holds no memory of arguments, which a caller may free."""
+        fields = _SameFields(self._same, self._tensor_type)
+        if self.unreached or not fields.complete:
+            raise CaptureError.too_many_fields()
+        if self._same:
+            self.reads.unless(f"not {self.reads.bound('same', fields.hold)}()")
+        self.reads.held.clear()
+        return Contract(parameters, self.reads, "argument", fields.first_change)
+
+    def _object(
+        self, value: Any, path: str, expression: str, local: str, depth: int, loaded: bool
+    ) -> None:
+        if self._may_be_another(value):
+            before, self._in_object = self._in_object, self._in_object or type(value) not in _TREES
+            self._open(value, path, expression, local, depth, loaded)
+            self._in_object = before
+        elif not self._in_object and torch_ops.is_container(value):
+            self._open_tree(value, path, expression, local, depth)
+        else:
+            self.reads.identity(path, expression, value, local)
+            self._same[path] = value
+
+    def _may_be_another(self, value: Any) -> bool:
+        """Return whether another object that holds the same may take the place of this one."""
+        if type(value) in _TREES and not self._in_object:
+            return True
+        if isinstance(value, _SAME) or is_closed_object(value):
+            return False
+        if not self._in_object:
+            return dataclasses.is_dataclass(value)
+        if isinstance(value, CONTAINERS):
+            return len(value) < _LONG
+        return hasattr(value, "__dict__") or bool(declared(value))
+
+    def _open_tree(self, value: Any, path: str, expression: str, local: str, depth: int) -> None:
+        """Add the leaves of another container of torch's pytree."""
+        reads, spec, variable = self.reads, torch_ops.tree_spec(value), f"v{len(self.reads.lines)}"
+        reads.names |= {"spec_of": torch_ops.tree_spec, "leaves": torch_ops.tree_leaves}
+        reads.unless(f"spec_of({local}) != {reads.bound('spec', spec)}")
+        reads.lines.append(f"{variable} = leaves({local})")
+        structure = f"str(spec_of({expression}))"
+        reads.rows.append(Read(f"the structure of {path}", structure, Kind.VALUE, str(spec)))
+        for index, (step, leaf) in enumerate(torch_ops.tree_paths(value)):
+            at, item = f"leaves({expression})", f"[{index}]"
+            self.visit(leaf, path + step, at + item, variable + item, depth - 1)
+
+    def _begin(self, value: Any, path: str, expression: str, variable: str) -> list[Read]:
+        reads, last = self.reads, list[Read]()
+        if isinstance(value, CONTAINERS):
+            last += reads.form(path, expression, value, variable)
+        else:
+            kind = f"type({expression})"
+            reads.identity(f"the type of {path}", kind, type(value), f"type({variable})")
+        if isinstance(getattr(value, "__dict__", None), dict):
+            fields = f"{expression}.__dict__"
+            last += reads.form(path, fields, value.__dict__, f"{variable}.__dict__")
+        for name in declared(value):
+            if not hasattr(value, name):  # an empty slot
+                at = f"hasattr({{}}, {name!r})"
+                what = f"whether {path} has {name}"
+                reads.value(what, at.format(expression), False, at.format(variable))
+        return last
+
+    def _tensor(self, tensor: torch.Tensor, path: str, expression: str, local: str) -> None:
+        reads = self.reads
+        if is_cpu_scalar(tensor, self._tensor_type):
+            read = reads.bound("number", partial(host_number, tensor_type=self._tensor_type))
+            reads.value(path, f"{read}({expression})", tensor.item(), f"{read}({local})")
+        elif has_address(tensor):
+            reads.tensor(path, expression, tensor, local)
+        else:
+            reads.identity(path, expression, tensor, local)
+        if raw_memory.is_wrapper(tensor):
+            with suppress(raw_memory.CannotUnwrap):
+                reads.wrapper(path, expression, tensor, local)
+        if self._in_object and not tensor.requires_grad:
+            reads.names["grad"] = torch.is_grad_enabled
+            at = "{}.requires_grad and grad()"
+            reads.value(f"{path}.requires_grad", at.format(expression), False, at.format(local))
+
+
+class _SameFields(Fields):
+    """The fields of objects that must be the same ones, as a row of a contract."""
+
+    def hold(self) -> bool:
+        """Return whether every field holds the same object, which did not change in place."""
+        return self.same_objects() and next(self._changes_in_place(), None) is None
+
+    def first_change(self) -> Change | None:
+        """Return the first field that differs; without one, compare with the present fields."""
+        for change, _ in self.changes():
+            path, before, after = change[:3]
+            if before is MISSING or after is MISSING:
+                return Change(path, layout_text(before), layout_text(after))
+            reader = _ArgumentReader(self._tensor_type, in_object=True)
+            reader.visit(before, path, "value", "value", _DEEPEST)
+            differs = reader.contract("value").first_change(after)
+            if differs is not None:
+                return differs
+        differs = next(self._changes_in_place(), None)
+        if differs is None:
+            self.follow()
+        return differs
+
+    def _changes_in_place(self) -> Iterator[Change]:
+        yield from self.placed.changes()
+        for path, value, data in self.arrays:
+            if array_bytes(value) != data:
+                yield Change(path, "other contents", f"an array of {type(value).__name__}")

@@ -11,11 +11,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dis import Instruction, get_instructions
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from keyword import iskeyword
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -199,8 +199,11 @@ def _attributes(value: Any) -> Iterable[Any]:
 
 # -------------------------------------------------------------- the forward context
 
-_DEPTH = 8  # objects in objects
+_DEPTH = 9  # objects in objects
+_MOST = 100_000  # lines of generated text, and rows
 _FIELDS = ("attn_metadata", "slot_mapping", "additional")
+CONTAINERS = (tuple, list, dict, set, frozenset, deque)
+NO_KEY: Any = object()
 # Weights are compared elsewhere.
 _OPAQUE = (type, torch.nn.Module, ModuleType)
 
@@ -218,7 +221,7 @@ def read_context(context: Any, tensor_type: str, loads: Callable[[str], bool]) -
         tensor_type: the device type of graphs, whose tensors are compared.
         loads: whether captured code loads an attribute or key, so that a number there is compared.
     """
-    reader = _ContextReader(tensor_type, loads)
+    reader = Reader(tensor_type, loads)
     for name, value in zip(_FIELDS, metadata_of(context), strict=True):
         at = f"context.{name}"
         reader.visit(value, name, at, at, _DEPTH, loads(name))
@@ -227,39 +230,39 @@ def read_context(context: Any, tensor_type: str, loads: Callable[[str], bool]) -
     return Contract("context", reader.reads, "metadata")
 
 
-class _Opened(NamedTuple):
-    """An object that was opened, in its first place."""
+class Reader:
+    """Collects what a step may read of metadata: tensors, and what captured code loads."""
 
-    path: str
-    expression: str
-    variable: str  # in the lines
-    rows: list[Read]  # of what is in it
-
-
-class _ContextReader:
-    """Walks the metadata of a forward context, and collects what ops may read of it."""
+    _exact = False  # a capture may run without metadata
 
     def __init__(self, tensor_type: str, loads: Callable[[str], bool]) -> None:
         self._tensor_type, self._loads = tensor_type, loads
         self.reads = Reads()
         self.unreached = 0
-        self._opened: dict[int, _Opened | None] = {}  # by identity; None: nothing to compare in it
+        # By identity: path, expression and variable of an object in its first place, and the rows
+        # of what is in it; None: nothing to compare in it.
+        self._opened: dict[int, tuple[str, str, str, list[Read]] | None] = {}
         self._alive: list[Any] = []  # the same objects
 
     def visit(
-        self, value: Any, path: str, expression: str, local: str, depth: int, loaded: bool
+        self, value: Any, path: str, expression: str, local: str, depth: int, loaded: bool = True
     ) -> None:
         """Add what can be read of a value; ``local`` is its expression in generated lines."""
-        if isinstance(value, torch.Tensor):
+        if not depth or max(len(self.reads.lines), len(self.reads.rows)) > _MOST:
+            self.unreached += 1
+        elif isinstance(value, torch.Tensor):
             self._tensor(value, path, expression, local)
         elif is_plain_value(value):
-            if loaded and value is not None:
+            if loaded and (value is not None or self._exact):
                 self.reads.value(path, expression, value, local)
-        elif not isinstance(value, _OPAQUE):
-            if depth:
-                self._open(value, path, expression, local, depth, loaded)
-            else:
-                self.unreached += 1
+        else:
+            self._object(value, path, expression, local, depth, loaded)
+
+    def _object(
+        self, value: Any, path: str, expression: str, local: str, depth: int, loaded: bool
+    ) -> None:
+        if not isinstance(value, _OPAQUE):
+            self._open(value, path, expression, local, depth, loaded)
 
     def _tensor(self, tensor: torch.Tensor, path: str, expression: str, local: str) -> None:
         if tensor.device.type != self._tensor_type:
@@ -273,98 +276,101 @@ class _ContextReader:
     def _open(
         self, value: Any, path: str, expression: str, local: str, depth: int, loaded: bool
     ) -> None:
-        if id(value) in self._opened:  # layers often share one object
-            self._share(self._opened[id(value)], path, expression, local)
+        if id(value) in self._opened and type(value) is not tuple:  # layers often share one object
+            self._share(value, path, expression, local)
             return
         self._alive.append(value)
         reads, line, first = self.reads, len(self.reads.lines), len(self.reads.rows)
         variable = f"v{line}"
-        self._opened[id(value)] = _Opened(path, expression, variable, [])  # they hold each other
+        self._opened[id(value)] = path, expression, variable, []  # they hold each other
         reads.lines.append(f"{variable} = {local}")
+        last = self._begin(value, path, expression, variable)
         for step, access, key, item in _items(value):
             before, names = len(reads.lines), len(reads.names)
             read = self._is_loaded(step, key, loaded)
-            text = access.format(reads.bound("key", key)) if key is not None else access
+            text = access if key is NO_KEY else access.format(reads.bound("key", key))
             self.visit(item, path + step, expression + text, variable + text, depth - 1, read)
             if len(reads.lines) == before and len(reads.names) > names:
                 reads.names.popitem()  # the key, which must not be kept alive
         if isinstance(value, (set, frozenset)):
-            self._members(value, path, expression, variable)
+            self._members(value, path, expression, variable, depth)
+        reads.rows += last
         if len(reads.lines) == line + 1:  # nothing to compare in it
             reads.lines.pop()
             self._opened[id(value)] = None
             return
         if isinstance(value, FunctionType):
             reads.identity(path, f"{expression}.__code__", value.__code__, f"{variable}.__code__")
-        self._opened[id(value)] = _Opened(path, expression, variable, reads.rows[first:])
+        self._opened[id(value)] = path, expression, variable, reads.rows[first:]
 
-    def _share(self, known: _Opened | None, path: str, expression: str, local: str) -> None:
+    def _share(self, value: Any, path: str, expression: str, local: str) -> None:
         """Compare an object in a second place: by identity; if it is another one, by its rows."""
+        known = self._opened[id(value)]
         if known is None:
             return
-        self.reads.unless(f"{local} is not {known.variable}")
-        if not known.rows:  # it is inside of itself
-            same = f"{expression} is {known.expression}"
-            self.reads.rows.append(Read(f"{path} is {known.path}", same, Kind.VALUE, True))
-        else:
-            self.reads.rows += [
-                row._replace(
-                    path=row.path.replace(known.path, path, 1),
-                    expression=row.expression.replace(known.expression, expression, 1),
-                )
-                for row in known.rows
-            ]
+        first, before, variable, rows = known
+        self.reads.unless(f"{local} is not {variable}")
+        if not rows:  # it is inside of itself
+            same = f"{expression} is {before}"
+            self.reads.rows.append(Read(f"{path} is {first}", same, Kind.VALUE, True))
+        for row in rows:
+            at, read = row.path.replace(first, path, 1), row.expression
+            self.reads.rows.append(
+                row._replace(path=at, expression=read.replace(before, expression, 1))
+            )
 
     def _is_loaded(self, step: str, key: Any, loaded: bool) -> bool:
         """Return whether code may load an item of an object that it may load itself."""
-        if key is not None and not is_plain_value(key):
+        if key is not NO_KEY and not is_plain_value(key):
             return False  # it is not kept alive for a number
-        name = step.removeprefix(".").removeprefix(" closure ") if key is None else key
+        name = step.removeprefix(".").removeprefix(" closure ") if key is NO_KEY else key
         is_name = isinstance(name, str) and name.isidentifier()
         return self._loads(name) if is_name else loaded
 
-    def _members(self, value: Any, path: str, expression: str, variable: str) -> None:
+    def _begin(self, value: Any, path: str, expression: str, variable: str) -> list[Read]:
+        """Compare what an object is; return rows to be added after those of what is in it."""
+        return []
+
+    def _members(self, value: Any, path: str, expression: str, variable: str, depth: int) -> None:
         """Compare a set that holds tensors: the same ones, which did not move."""
         tensors = [item for item in value if isinstance(item, torch.Tensor)]
-        if tensors:
+        opened = [item for item in value if not is_plain_value(item)] if self._exact else tensors
+        if opened or self._exact:
             self.reads.members(path, expression, value, variable)
-        for tensor in tensors:
-            name = self.reads.bound("member", tensor)
-            self._tensor(tensor, f"an item of {path}", name, name)
+        for index, item in enumerate(opened):
+            name = self.reads.bound("member", item)
+            self.visit(item, f"item {index} of {path}", name, name, depth - 1)
 
 
 def _items(value: Any) -> Iterator[tuple[str, str, Any, Any]]:
-    """Return for each step into an object: path, expression, the key in it or None, the item."""
+    """Return for each step into an object: path, expression, the key in it or NO_KEY, the item."""
     if isinstance(value, (tuple, list, deque)):
-        yield from ((f"[{index}]", f"[{index}]", None, item) for index, item in enumerate(value))
+        yield from ((f"[{index}]", f"[{index}]", NO_KEY, item) for index, item in enumerate(value))
     elif isinstance(value, Mapping):
         access = "[{}]" if type(value) is dict else ".get({})"  # which must not change it
-        pairs = [(key, item) for key, item in value.items() if key is not None]
-        yield from ((f"[{key!r}]", access, key, item) for key, item in pairs)
+        yield from ((f"[{key!r}]", access, key, item) for key, item in value.items())
     elif isinstance(value, FunctionType):
         for index, name in enumerate(value.__code__.co_freevars if value.__closure__ else ()):
             if name in cells_of(value):
                 access = f".__closure__[{index}].cell_contents"
-                yield f" closure {name}", access, None, cells_of(value)[name].cell_contents
+                yield f" closure {name}", access, NO_KEY, cells_of(value)[name].cell_contents
     elif isinstance(value, (MethodType, partial)):
         names = ("__self__",) if isinstance(value, MethodType) else ("func", "args", "keywords")
-        yield from ((f".{name}", f".{name}", None, getattr(value, name)) for name in names)
-    else:
+        yield from ((f".{name}", f".{name}", NO_KEY, getattr(value, name)) for name in names)
+    if type(value) not in (*CONTAINERS, FunctionType, MethodType, partial):
         attributes = getattr(value, "__dict__", {})
         for name, item in attributes.items():
             plain = name.isidentifier() and not iskeyword(name)
-            yield f".{name}", f".{name}" if plain else f".__dict__[{name!r}]", None, item
-        kind: Any = type(value)  # mypy takes it for unhashable
-        for name in _declared(kind):
+            yield f".{name}", f".{name}" if plain else f".__dict__[{name!r}]", NO_KEY, item
+        for name in declared(value):
             if name not in attributes and hasattr(value, name):
-                yield f".{name}", f".{name}", None, getattr(value, name)
+                yield f".{name}", f".{name}", NO_KEY, getattr(value, name)
 
 
-@lru_cache(maxsize=256)
-def _declared(kind: Any) -> tuple[str, ...]:
+def declared(value: Any) -> tuple[str, ...]:
     """Return attributes that may be in no ``__dict__``: slots, and fields with a default."""
-    slots = [member.__name__ for member in slots_of(kind)]
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    slots = [member.__name__ for member in slots_of(type(value))]
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     return tuple(dict.fromkeys([*(spec.name for spec in fields), *slots]))
 
 

@@ -57,6 +57,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile.errors import AddressChangedError, CaptureError, GuardError
+from cgcompile.generated import function_of
 from cgcompile.graphs.arena import (
     Block,
     Frame,
@@ -491,10 +492,7 @@ def _binder(live: tuple[bool, ...]) -> Callable[..., Callable[[], Any]]:
     names = [f"a{index}" for index in range(len(live))]
     values = [f"slots[{a}]" if is_slot else a for a, is_slot in zip(names, live, strict=True)]
     parameters, values_text = ", ".join(["function", "slots", *names]), ", ".join(values)
-    binder: Callable[..., Callable[[], Any]] = eval(
-        f"lambda {parameters}: lambda: function({values_text})"
-    )
-    return binder
+    return function_of(f"def bind({parameters}):\n    return lambda: function({values_text})\n", {})
 
 
 # ---------------------------------------------------------------- observers of replays

@@ -42,8 +42,8 @@ from cgcompile.graphs.capture import (
 from cgcompile.graphs.code_names import LoadedNames, RanCode
 from cgcompile.graphs.contract import Contract
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
-from cgcompile.graphs.fields import Fields, FieldsGuard, Rebinding
-from cgcompile.graphs.guards import ArgumentGuard, WeightsGuard
+from cgcompile.graphs.fields import Fields, Rebinding
+from cgcompile.graphs.guards import CallForm, WeightsGuard, read_arguments
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
 from cgcompile.graphs.reads import Transparent, read_context
 from cgcompile.graphs.results import (
@@ -65,7 +65,6 @@ from cgcompile.torch_compat import raw_memory, torch_ops
 log = logging.getLogger(__name__)
 
 _MAX_REFUSALS = 2  # captures of a batch; the first may meet what the first step creates
-_TOO_MANY_FIELDS = "an argument has too many fields to compare before each replay"
 
 Key = tuple[CUDAGraphMode, BatchDescriptor]
 
@@ -129,11 +128,12 @@ class CUDAGraphEntry:
         sequence: the recording; ``sequence.replay()`` runs it, ``sequence.replays`` counts that.
         output: where a replay leaves its results: tensors in pool memory, valid until another graph
             of the pool runs; and memory from outside of the pool, held here. Not to be changed.
-        guard: compares the arguments; None where the owner of the wrapper does.
+        form: compares how arguments are passed; None where the owner of the wrapper does.
+        guard: compares the arguments, and the fields of objects among them; None where the
+            owner of the wrapper does.
         weights: compares parameters and buffers; None where the owner of the wrapper does.
         needs_grad: whether gradients would be due if grad mode were on.
         reused: makes the result of each replay; None where the owner of the wrapper does.
-        fields: compares the fields of objects among the arguments; None without such objects.
         context: compares the tensors of the forward context; None if the capture did not read it.
         state: compares what Python code read of the model; None where that is not compared.
 
@@ -153,11 +153,11 @@ class CUDAGraphEntry:
     batch_descriptor: BatchDescriptor
     sequence: GraphSequence
     output: Any
-    guard: ArgumentGuard | None
-    weights: WeightsGuard | None
-    needs_grad: bool
+    form: CallForm | None = None
+    guard: Contract | None = None
+    weights: WeightsGuard | None = None
+    needs_grad: bool = False
     reused: Results | None = None
-    fields: FieldsGuard | None = None
     context: Contract | None = None
     state: StateContract | None = None
 
@@ -168,8 +168,8 @@ class CUDAGraphEntry:
             AddressChangedError: a tensor of the metadata has another address, or one was dropped.
             HostValueChangedError: another setting of torch, or another value.
         """
-        if self.guard is not None:
-            self.guard.check_settings(what, self.batch_descriptor)
+        if self.form is not None:
+            self.form.check_settings(what, self.batch_descriptor)
         if self.context is not None and context is not None:
             self.context.check(what, self.batch_descriptor, context)
         if self.state is not None:
@@ -183,11 +183,11 @@ class CUDAGraphEntry:
             AddressChangedError: a tensor has another address, or was dropped.
             HostValueChangedError: another value, layout or structure.
         """
-        made_anew: Mapping[str, Any] = {}
+        if self.form is not None:
+            self.form.check_settings(what, self.batch_descriptor)
+            self.form.check_form(args, kwargs, what, self.batch_descriptor)
         if self.guard is not None:
-            made_anew = self.guard.check(args, kwargs, what, self.batch_descriptor)
-        if self.fields is not None:
-            self.fields.check(what, self.batch_descriptor, made_anew)
+            self.guard.check(what, self.batch_descriptor, args, kwargs)
         if self.weights is not None:
             self.weights.check(what, self.batch_descriptor)
         if self.context is not None:
@@ -323,10 +323,10 @@ class WrapperCall(Call[CUDAGraphEntry]):
             raise RunPlain(GRADIENTS)
 
     def compare(self, step: CUDAGraphEntry) -> None:
-        args, kwargs, guard = self._args, self._kwargs, step.guard
+        args, kwargs, form = self._args, self._kwargs, step.form
         self.check_gradients(step)
-        if guard is not None and not guard.has_form(args, kwargs):
-            args, kwargs = guard.in_form(self._wrapper.unwrap(), args, kwargs)
+        if form is not None and not form.has_form(args, kwargs):
+            args, kwargs = form.in_form(self._wrapper.unwrap(), args, kwargs)
         step.check(args, kwargs, self._wrapper.name)
         self._compared = args, kwargs  # passed as at the capture
 
@@ -510,12 +510,10 @@ class CUDAGraphWrapper(Transparent):
             raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, RESULT_AS_INPUT))
         if self._guarded:
             try:
-                fields = FieldsGuard.of(args, kwargs, self._pool.device.tensor_type)
+                read_arguments(args, kwargs, self._pool.device.tensor_type)
             except CaptureError as error:
                 why = Fallback(Reason.UNSUPPORTED_INPUT, str(error).splitlines()[0])
                 raise RunPlain(why) from None
-            if fields is not None and not fields.complete:
-                raise RunPlain(Fallback(Reason.UNSUPPORTED_INPUT, _TOO_MANY_FIELDS))
 
     # -------------------------------------------------------------- record
 
@@ -561,7 +559,7 @@ class CUDAGraphWrapper(Transparent):
         output, starts = kept_output(result, self._pool.holds, self.options.weak_ref_output)
         tensor_type = self._pool.device.tensor_type
         if not self._guarded:
-            entry = CUDAGraphEntry(descriptor, sequence, output, None, None, False, context=read)
+            entry = CUDAGraphEntry(descriptor, sequence, output, context=read)
         else:
             weights = WeightsGuard(self.unwrap(), tensor_type, self.remedy)
             track = self._track(descriptor) if self.step_table.debug else None
@@ -570,11 +568,11 @@ class CUDAGraphWrapper(Transparent):
                 descriptor,
                 sequence,
                 output,
-                ArgumentGuard(args, kwargs, tensor_type),
+                CallForm(args, kwargs),
+                read_arguments(args, kwargs, tensor_type),
                 weights,
                 reads_grad or holds_parameters_with_grad(self.runnable),
                 results_of_call(output, result, args, kwargs, weights.objects, track),
-                FieldsGuard.of(args, kwargs, tensor_type),
                 read,
                 None if state is None else state.contract(ran, touched, self.remedy),
             )

@@ -24,6 +24,7 @@ from torch import fx
 
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CompilationMode
+from cgcompile.generated import function_of
 from cgcompile.passes import split_graph
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.pieces.compilers import Runnable
@@ -70,7 +71,6 @@ class Step:
 
     def __init__(self, split: SplitGraph) -> None:
         self.source = _step_source(split)
-        self._code = compile(self.source, _FILE, "exec")
         self._split = split
 
     def bind(self, runnables: Sequence[Runnable]) -> Callable[..., Any]:
@@ -80,8 +80,7 @@ class Step:
             namespace[piece.name] = runnable
         if self._split.numbers is not None:
             namespace["returned_sizes"] = self._split.numbers.module.forward
-        exec(self._code, namespace)
-        step: Callable[..., Any] = namespace.pop("step")  # no cycle with the pieces
+        step = function_of(self.source, namespace, _FILE)
         return restoring_grad_mode(step) if self._split.sets_grad_mode else step
 
     def add_note(self, error: BaseException) -> None:

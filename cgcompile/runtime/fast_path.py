@@ -30,15 +30,14 @@ the full path decides. Steps that need more (copied inputs, another policy than
 import logging
 import textwrap
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import cache
-from types import CodeType
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from cgcompile.context import ENTERED, ENTERED_NAMES, ForwardContext, callers_context
 from cgcompile.errors import CaptureError, GuardError
+from cgcompile.generated import function_of
 from cgcompile.graphs.contract import same_value
 from cgcompile.graphs.device import wait_for_inputs
 from cgcompile.graphs.pool import GraphPool
@@ -164,7 +163,7 @@ class FastPaths(StepLock):
         except Exception as error:  # the full path serves all calls
             log.warning("no fast path: %s: %s", type(error).__name__, error)
             return
-        step = _function(source, names)
+        step = function_of(source, names)
         with self.lock:
             if self.graph is graph:
                 self.call = self.calls[key] = step
@@ -226,19 +225,6 @@ def _source(
     )
 
 
-@cache
-def _code(source: str) -> CodeType:
-    return compile(source, "<cgcompile fast path>", "exec")
-
-
-def _function(source: str, names: Mapping[str, Any]) -> Callable[..., Any]:
-    namespace = dict(names)
-    exec(_code(source), namespace)
-    step: Callable[..., Any] = namespace.pop("step")  # else a cycle keeps what is bound
-    step.__doc__ = source  # shows it to people
-    return step
-
-
 class GraphFastPath:
     """The fast path of a compiled graph for one recording: ``step(inputs)``."""
 
@@ -297,7 +283,7 @@ class GraphFastPath:
             before += f"if differ_{index}(inputs):\n    return not_served\n"
         inside = ("inputs += frozen\n" if self.frozen else "") + _INPUTS
         source = _source("inputs", before, inside, "inputs", "outputs", "not_served")
-        self.step = _function(source, self.names | own)
+        self.step = function_of(source, self.names | own)
 
 
 def _call_source(

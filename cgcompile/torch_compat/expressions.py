@@ -27,6 +27,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils._sympy.interp import sympy_interp
 
+from cgcompile.generated import function_of
 from cgcompile.torch_compat.raw_memory import is_plain_tensor, storage_key
 from cgcompile.torch_compat.torch_ops import (
     ENTER_INFERENCE_MODE,
@@ -159,8 +160,7 @@ def python_predicate(
     """Return a Python function of the values of ``symbols``: whether all conditions hold."""
     text = " and ".join(map(text_of, conditions)) or "True"
     arguments = ", ".join(map(str, symbols))
-    predicate: Callable[..., bool] = eval(f"lambda {arguments}: {text}", {**NAMES_IN_TEXT})
-    return predicate
+    return function_of(f"def hold({arguments}):\n    return {text}\n", NAMES_IN_TEXT)
 
 
 # ---------------------------------------------------------------- symbols of a graph

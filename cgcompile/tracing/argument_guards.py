@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 
+from cgcompile.generated import function_of
 from cgcompile.runtime.fast_path import ArgumentChecks
 from cgcompile.torch_compat import expressions, raw_memory, torch_ops, torch_settings
 
@@ -135,7 +136,7 @@ class Fits:
         settings = self._added(self._compare_settings)
 
         self.source = "\n".join(["def fits(args, kwargs):", *self._lines, "    return True"]) + "\n"
-        self.function = self._generated()
+        self.function: Callable[..., bool] = function_of(self.source, self._names)
         self.checks = ArgumentChecks(
             variables=[*variables, *names],
             keywords=list(kwargs),
@@ -146,12 +147,6 @@ class Fits:
             names=self._names,
             elsewhere=self._elsewhere,
         )
-
-    def _generated(self) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
-        namespace = dict(self._names)
-        exec(compile(self.source, "<cgcompile fits>", "exec"), namespace)
-        function: Callable[[tuple[Any, ...], dict[str, Any]], bool] = namespace.pop("fits")
-        return function
 
     def _added(self, compare: Callable[..., None], *args: Any) -> list[str]:
         """Return the lines that a method adds."""

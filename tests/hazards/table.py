@@ -1365,6 +1365,11 @@ TABLE: tuple[Row, ...] = (
         OF_ARGUMENTS,
     ),
     Row(
+        "longer list as an argument",
+        _argument(lambda t: [t], lambda t: [t, t], lambda a: torch.stack(a).sum(0)),
+        OF_ARGUMENTS,
+    ),
+    Row(
         "flag of an argument",
         field_of_an_argument("flag", lambda _: False),
         {**OF_ARGUMENTS, UNGUARDED: DOCUMENTED},

@@ -36,6 +36,22 @@ def test_rows_of_the_forward_context(kind: str, row: str, monkeypatch: Any) -> N
 
 
 @pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("tensor", "tensor in nested arguments replaced"),
+        ("value", "number in a dict argument"),
+        ("value", "flag of an argument"),
+        ("form", "longer list as an argument"),
+    ],
+)
+def test_rows_of_the_arguments(kind: str, row: str, monkeypatch: Any) -> None:
+    expected = ROWS[row].outcome("CUDAGraphWrapper", "cpu")
+    assert observe(ROWS[row], "CUDAGraphWrapper", "cpu") == expected
+    monkeypatch.setattr(Reads, kind, lambda *_: [])
+    assert observe(ROWS[row], "CUDAGraphWrapper", "cpu") != expected
+
+
+@pytest.mark.parametrize(
     ("part", "row"),
     [
         ("_place", "float attribute"),
