@@ -8,7 +8,6 @@ import dataclasses
 import enum
 import functools
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -47,6 +46,7 @@ from cgcompile.settings import (
     parsed,
     setting,
     sizes_meant,
+    warn_of_earlier,
 )
 
 # What a setting may need to have an effect, with the reason and the advice where that is absent.
@@ -194,7 +194,7 @@ def by_present_names(
         old = parsed(new, where, present[new], parsers[new]) if merges else before(new)
         present[new] = earlier.merged(value, old)
         text = f"setting {name} is deprecated: use {new}, such as {earlier.advice}"
-        warnings.warn(text, FutureWarning, stacklevel=4)
+        warn_of_earlier(text)
     return present
 
 
@@ -240,7 +240,7 @@ def _of_environment(spec: dataclasses.Field[Any]) -> tuple[Any, str]:
             origin = "environment"
             example = earlier.advice.partition("=")[2].strip("'")
             text = f"{variable} is deprecated: use {_variable(spec.name)}, such as {example}"
-            warnings.warn(text, FutureWarning, stacklevel=5)
+            warn_of_earlier(text)
     return value, origin
 
 

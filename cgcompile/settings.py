@@ -11,6 +11,7 @@ import json
 import math
 import operator
 import re
+import sys
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -171,6 +172,14 @@ def checked_last(function: F_) -> F_:
     return checked(function, last=True)
 
 
+def warn_of_earlier(text: str) -> None:
+    """Log a FutureWarning at the line of the user that led here."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "cgcompile":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, FutureWarning, stacklevel=level)
+
+
 Moved = Callable[[dict[str, Any], Any], Callable[[Any], None] | None]
 
 
@@ -195,7 +204,7 @@ def takes_earlier(**earlier: tuple[str, Moved]) -> Callable[[F_], F_]:
             for name, value in values.items():
                 instead, move = earlier[name]
                 text = f"argument {name} is deprecated: {instead}"
-                warnings.warn(text, FutureWarning, stacklevel=2)
+                warn_of_earlier(text)
                 then.append(move(arguments, value))
             instance = arguments.pop("self")
             function(instance, **arguments)

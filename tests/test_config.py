@@ -120,6 +120,17 @@ def test_earlier_names_by_every_door(
     assert config.origins[new] == "environment"
 
 
+def test_the_warning_is_at_the_line_of_the_user() -> None:
+    for make in (
+        lambda: CompilationConfig(strict=True),
+        lambda: cgcompile.Backend(strict=True),
+        lambda: cgcompile.compile(torch.nn.Linear(2, 2), strict=True),
+    ):
+        with pytest.warns(FutureWarning) as warned:
+            make()
+        assert [warning.filename for warning in warned] == [__file__]
+
+
 def test_every_earlier_name_has_a_present_one() -> None:
     names = CompilationConfig.names()
     assert not {*EARLIER} & {*names}
