@@ -375,7 +375,7 @@ class _GraphCall(Call[Recording]):
         simple = config.on_input_change == "raise" and not step.from_other_weights
         if (
             simple
-            and not config.debug
+            and "stale" not in config.debug
             and context is not None
             and step.batch.mode is context.cudagraph_runtime_mode
         ):

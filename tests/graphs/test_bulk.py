@@ -346,7 +346,7 @@ def test_a_batch_whose_step_does_not_call_the_model(device: str) -> None:
     assert bulk.captured == (8, 3)
     assert bulk.missing == ((5, "the model was not called"),)
     with pytest.raises(DispatchError, match="batch 5") as caught:
-        Wrapped(device, skips=(5,)).capture((3, 5, 8), on_fallback="raise")
+        Wrapped(device, skips=(5,)).capture((3, 5, 8), strict=True)
     assert "the model was not called" in str(caught.value)
 
 
