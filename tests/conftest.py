@@ -148,6 +148,7 @@ def nothing_kept() -> Iterator[None]:
 # Rooms whose tests run with ``debug="stale"``: a result that is read too late raises. No step takes a
 # fast path then, so other rooms, the table of hazards and slow tests run without it, as users do.
 _WITH_DEBUG = ("graphs", "hazards", "serving")
+_WITHOUT_DEBUG = ("test_table.py", "test_mutations.py")
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +157,7 @@ def stale_results_raise(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     from cgcompile.torch_compat import raw_memory
 
     path, slow = request.path, request.node.get_closest_marker("slow")
-    if path.parent.name not in _WITH_DEBUG or path.name == "test_table.py" or slow is not None:
+    if path.parent.name not in _WITH_DEBUG or path.name in _WITHOUT_DEBUG or slow is not None:
         return
     if raw_memory.can_expire_storages():
         monkeypatch.setenv("CGCOMPILE_DEBUG", "stale")

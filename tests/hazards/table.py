@@ -282,6 +282,21 @@ def cleared_cache(device: str) -> Scene:
     return Scene(Own(device), change)
 
 
+def tensor_by_a_computed_name(device: str) -> Scene:
+    """A name that no code has: only the memory that was touched is held."""
+
+    class Own(Model):
+        def __init__(self) -> None:
+            super().__init__(device)
+            self.helper = types.SimpleNamespace(tensor=torch.rand(WIDTH, device=device) + 1)
+
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * getattr(self.helper, "".join(("ten", "sor")))
+
+    model = Own()
+    return Scene(model, lambda: setattr(model.helper, "tensor", model.helper.tensor + 1))
+
+
 def function_of_torch_replaced(device: str) -> Scene:
     class Own(Model):
         def read(self, x: torch.Tensor) -> torch.Tensor:
@@ -1215,6 +1230,7 @@ TABLE: tuple[Row, ...] = (
         for holder_kind in PLACES
         for alive in (True, False)
     ),
+    Row("tensor by a computed name", tensor_by_a_computed_name, OF_WEIGHTS),
     Row(
         "cache in a list replaced",
         cache_in_a_list,

@@ -1,10 +1,11 @@
 """Each kind of row of a contract is needed: without it a row of ``table.py`` is stale."""
 
+import importlib
 from typing import Any
 
 import pytest
 from hazards.table import TABLE, library
-from lib.hazards import STALE, observe
+from lib.hazards import RIGHT, STALE, observe
 
 from cgcompile.graphs import state
 from cgcompile.graphs.contract import Reads
@@ -70,3 +71,50 @@ def test_rows_of_the_arguments(kind: str, row: str, monkeypatch: Any) -> None:
 def test_rows_of_the_state_of_a_model(part: str, row: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(state._Reader, part, lambda *_: None)
     assert observe(ROWS[row], "CUDAGraphWrapper", "cpu") == STALE
+
+
+INSIDE = "tensor inside of an argument is another argument no more"
+SCALAR = "0-dim tensor of the CPU as an argument"
+WRAPPER, TRACED, REPLAYED = "CUDAGraphWrapper", "none", "none, context"
+GRAPHS, RUNTIME = "cgcompile.graphs", "cgcompile.runtime"
+SETTINGS, FITS = "cgcompile.torch_compat.torch_settings", "cgcompile.tracing.argument_guards:Fits"
+
+
+@pytest.mark.parametrize(
+    ("check", "result", "front_end", "row"),
+    [
+        (f"{SETTINGS}:kernel_settings", (), WRAPPER, "sdpa_kernel"),
+        (f"{SETTINGS}:kernel_settings", (), WRAPPER, "cuDNN flags"),
+        (f"{SETTINGS}:trace_settings", (), WRAPPER, "default dtype"),
+        (f"{SETTINGS}:trace_settings", (), WRAPPER, "autocast"),
+        (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "weight replaced"),
+        (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "layer replaced"),
+        (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "buffer replaced"),
+        (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "tensor attribute replaced"),
+        (f"{GRAPHS}.contract:Tensors.changes", (), WRAPPER, "weight.data assigned"),
+        (f"{GRAPHS}.capture:SameStorages.check", None, WRAPPER, ".data assigned in the step"),
+        (f"{GRAPHS}.sequence:GraphSequence.check_held", None, WRAPPER, "tensor by a computed name"),
+        (f"{FITS}._compare_settings", None, TRACED, "default dtype"),
+        (f"{FITS}._compare_settings", None, TRACED, "autocast"),
+        (f"{FITS}._container", None, TRACED, "number in a dict argument"),
+        (f"{FITS}._inside", None, TRACED, INSIDE),
+        (f"{RUNTIME}.recording:Recording.check", None, REPLAYED, "metadata nested five deep"),
+        (f"{RUNTIME}.weight_sets:WeightSet.moved", False, "keep, context", "weight.data assigned"),
+        (f"{RUNTIME}.fast_path:_CallLines.called", None, REPLAYED, "hook of the model added"),
+        (f"{RUNTIME}.fast_path:_CallLines.called", None, REPLAYED, "forward replaced"),
+        (f"{RUNTIME}.fast_path:_CallLines._moved", [], REPLAYED, SCALAR),
+    ],
+)
+def test_checks_around_a_replay(
+    check: str, result: Any, front_end: str, row: str, monkeypatch: Any
+) -> None:
+    """Without a check the cell of the table is another one: stale, or a later error."""
+    path, _, name = check.partition(":")
+    owner = importlib.import_module(path)
+    *inside, name = name.split(".")
+    for part in inside:
+        owner = getattr(owner, part)
+    monkeypatch.setattr(owner, name, lambda *_: result)
+    seen = observe(ROWS[row], front_end, "cpu")
+    assert seen != RIGHT
+    assert seen != ROWS[row].outcome(front_end, "cpu")
