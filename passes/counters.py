@@ -12,10 +12,16 @@ import torch
 from torch import fx
 
 from cgcompile.boundaries import target_name
-from cgcompile.passes.nodes import COMPUTING, is_torchs, nodes_in_regions, storages, value, written
+from cgcompile.passes.nodes import (
+    ADVANCES,
+    COMPUTING,
+    is_torchs,
+    nodes_in_regions,
+    storages,
+    value,
+    written,
+)
 from cgcompile.torch_compat import raw_memory, torch_ops
-
-_ADVANCES = "cgcompile_advances"  # key in node.meta
 
 
 def increments(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
@@ -52,15 +58,7 @@ def advance(gm: fx.GraphModule, moved: Mapping[fx.Node, fx.Node]) -> None:
     with gm.graph.inserting_before(gm.graph.output_node()):
         for (number, _), counters in groups.items():
             node = gm.graph.call_function(torch_ops.FOREACH_ADD_, (counters, number))
-            node.meta[_ADVANCES] = True
-
-
-def advanced(gm: fx.GraphModule) -> list[int]:
-    """Return the positions of the inputs whose increment moved to the end of the graph."""
-    nodes = gm.graph.find_nodes(op="call_function", target=torch_ops.FOREACH_ADD_)
-    moved = {counter for node in nodes if _ADVANCES in node.meta for counter in node.args[0]}
-    inputs = gm.graph.find_nodes(op="placeholder")
-    return [position for position, node in enumerate(inputs) if node in moved]
+            node.meta[ADVANCES] = True
 
 
 def _is_counter(node: fx.Node) -> bool:

@@ -448,6 +448,17 @@ _SWITCHES = {
 }
 
 
+ADVANCES = "cgcompile_advances"  # key in node.meta
+
+
+def advanced(gm: fx.GraphModule) -> list[int]:
+    """Return the positions of the inputs whose increment moved to the end of the graph."""
+    nodes = gm.graph.find_nodes(op="call_function", target=torch_ops.FOREACH_ADD_)
+    moved = {counter for node in nodes if ADVANCES in node.meta for counter in node.args[0]}
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return [position for position, node in enumerate(inputs) if node in moved]
+
+
 # ---------------------------------------------------------------- regions of state
 
 

@@ -37,8 +37,8 @@ from cgcompile.config import CUDAGraphMode
 from cgcompile.errors import GuardError
 from cgcompile.graphs.arena import span
 from cgcompile.graphs.device import no_device
-from cgcompile.passes.counters import advanced
 from cgcompile.passes.nodes import (
+    advanced,
     is_cpu_scalar,
     is_symbolic_number,
     storages,
