@@ -33,11 +33,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = {ROOT / "cgcompile", ROOT / "passes"}
 
-# Whether a call may have a graph, whether there is one, and what happens else.
-STATE_MACHINES = (
-    "StepTable.run",
-    "EncoderCalls._graph_for",
-)
+# Whether a call may have a graph, whether there is one, and what happens else. Dispatch of batches
+# and items (CudagraphDispatcher, EncoderCalls._dispatch) runs nothing and is not one.
+STATE_MACHINES = ("StepTable.run",)
 # What compares anything with the time of a capture or a trace, before a replay.
 GUARDS = (
     "WeightsGuard",

@@ -52,9 +52,15 @@ from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool, measure_captures, most_that_fit
 from cgcompile.graphs.reads import modules_of
 from cgcompile.graphs.steps import check_here
-from cgcompile.graphs.wrapper import CUDAGraphWrapper, ManagedStep, holds_parameters_with_grad
+from cgcompile.graphs.wrapper import (
+    CUDAGraphEntry,
+    CUDAGraphWrapper,
+    ManagedCall,
+    ManagedStep,
+    holds_parameters_with_grad,
+)
 from cgcompile.ladders import rank_sizes
-from cgcompile.reasons import Reason, RunPlain
+from cgcompile.reasons import Fallback, Reason, RunPlain
 from cgcompile.settings import require_arguments, require_kind
 from cgcompile.source_lines import raised_at
 from cgcompile.torch_compat import torch_ops
@@ -311,6 +317,31 @@ class EncoderSetup:
             for values in product(*axes)
         ]
         return sorted(keys, key=lambda key: (key.budget, key.axes), reverse=True)
+
+
+class ItemsCall(ManagedCall):
+    """A group of items on the graph of a key, whose buffers hold them; or eager."""
+
+    __slots__ = ("_graphs", "_group")
+
+    def __init__(
+        self,
+        graphs: "EncoderGraphs",
+        key: GraphKey,
+        mm_kwargs: dict[str, Any],
+        specs: Sequence[EncoderItemSpec],
+    ) -> None:
+        descriptor, arguments = graphs._descriptors[key], graphs.inputs(key).values
+        super().__init__(graphs.wrapper, descriptor, arguments)
+        self._graphs, self._group = graphs, (key.path, mm_kwargs, specs)
+
+    def replay(self, step: CUDAGraphEntry) -> Any:
+        path, _, specs = self._group
+        rows = sum(spec.tokens(path) for spec in specs)
+        return torch_ops.tree_map(lambda leaf: leaf[:rows].clone(), super().replay(step))
+
+    def plain(self, why: Fallback) -> Any:
+        return self._graphs.eager(*self._group)
 
 
 class EncoderGraphs:
@@ -578,10 +609,10 @@ class EncoderGraphs:
         for guard in self._weights:
             guard.check("encoder", "its graphs")
 
-    def replay(
+    def fill(
         self, key: GraphKey, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]
-    ) -> Any:
-        """Run items on a graph; return their rows in memory of the caller's own."""
+    ) -> ItemsCall:
+        """Fill the buffers of a graph with items; return the call that replays it."""
         limits, settings = self._setup.limits, self._setup.settings
         buffers = self._model.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs,
@@ -590,14 +621,13 @@ class EncoderGraphs:
             **path_arguments(self._config, key.path, key.axes),
         )
         check_values(buffers.values, self._config, specs, key.path, "stale" in settings.debug)
-        rows = sum(spec.tokens(key.path) for spec in specs)
         assert self.pool is not None
         self.pool.follow_stream()  # a replay on another stream may still read the buffers
         if "poison" in settings.debug and self._owns_pool:
             self.pool.poison()
         for name in self.inputs(key).write(buffers, poison="poison" in settings.debug):
             self.kept_keys[name] = self.kept_keys.get(name, 0) + 1
-        return torch_ops.tree_map(lambda leaf: leaf[:rows].clone(), self.run(key))
+        return ItemsCall(self, key, mm_kwargs, specs)
 
     def eager(self, path: str, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Any:
         """Run items without a graph: [output tokens, ...]."""

@@ -215,7 +215,7 @@ class EncoderCalls:
             for path, budget in zip(self._paths, group.budgets, strict=True):
                 tokens = sum(spec.tokens(path) for spec in mine)
                 if tokens:
-                    key, reason = self._graph_for(path, budget, mine)
+                    key, reason = self._dispatch(path, budget, mine)
                     graph_budget = key.budget if key else None
                     runs.append(PlannedRun(tuple(items), path, graph_budget, tokens, reason))
         return runs
@@ -299,13 +299,16 @@ class EncoderCalls:
             tokens = sum(counts[path])
             if not tokens:
                 continue
-            key, reason = self._graph_for(path, budget, specs)
+            key, reason = self._dispatch(path, budget, specs)
             reason = Reason.MODE_EXCLUDED if eager else reason
+            detail = self._detail(path, tokens) if reason is Reason.CAPTURE_FAILED else ""
             if key is not None:
-                outputs[path] = self._graphs.replay(key, mm_kwargs, specs)
+                call = self._graphs.fill(key, mm_kwargs, specs)
+                outputs[path] = self._graphs.wrapper.step_table.run(call)
+                if call.ran_plain is not None:
+                    key, (reason, detail) = None, call.ran_plain
             else:
                 outputs[path] = self._graphs.eager(path, mm_kwargs, specs)
-            detail = self._detail(path, tokens) if reason is Reason.CAPTURE_FAILED else ""
             needed = sum(self._room(path, spec) for spec in specs)
             graph_budget = key.budget if key else None
             ran.append(Ran(path, graph_budget, counts[path], reason, detail, needed))
@@ -326,10 +329,10 @@ class EncoderCalls:
             )
             log.warning(text, budget, tokens, items)
 
-    def _graph_for(
+    def _dispatch(
         self, path: str, budget: int | None, specs: list[EncoderItemSpec]
     ) -> tuple[GraphKey | None, Reason | None]:
-        """Return the graph that serves a group on one path, or the reason why it runs eager."""
+        """Return the graph that serves a group on one path, or why none does; nothing runs."""
         axes = self._axes(specs)
         if budget and axes is not None:
             key = GraphKey(path, budget, axes)

@@ -244,7 +244,7 @@ class Steps(Generic[K_, S_]):
         if len(refusals) >= self._attempts:
             raise RunPlain(Fallback(Reason.CAPTURE_FAILED, refusals[-1]))
 
-    def clear(self) -> None:
+    def release(self) -> None:
         """Drop all steps, and why others could not be captured."""
         self.captured.clear()
         self.refused.clear()

@@ -34,6 +34,7 @@ from cgcompile.graphs.capture import (
     SameStorages,
     TouchedMemory,
     capture,
+    holder_here,
     releasing,
     weight_name,
     weights_of,
@@ -56,7 +57,14 @@ from cgcompile.graphs.results import (
 )
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
 from cgcompile.graphs.state import ModelState, StateContract
-from cgcompile.graphs.steps import GRADIENTS, Call, Steps, StepTable, check_context
+from cgcompile.graphs.steps import (
+    GRADIENTS,
+    INSIDE_CAPTURE,
+    Call,
+    Steps,
+    StepTable,
+    check_context,
+)
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.reasons import Counters, Fallback, Reason, RunPlain
 from cgcompile.settings import checked_but, require_callable, require_fields
@@ -376,6 +384,41 @@ class WrapperCall(Call[CUDAGraphEntry]):
         assert pool is not None
         for owner in {None, self._wrapper._owner(self.descriptor)}:
             pool.stale.expire(owner, torch_ops.tree_tensors((self._args, self._kwargs)))
+
+
+class ManagedCall(WrapperCall):
+    """A step of a manager: its arguments are buffers of the manager, which are not compared."""
+
+    __slots__ = ("metadata", "ran_plain")
+
+    def __init__(
+        self,
+        wrapper: "CUDAGraphWrapper",
+        descriptor: BatchDescriptor,
+        arguments: dict[str, Any],
+        metadata: Any = None,  # to be compared with that of the capture, as a forward context
+    ) -> None:
+        self._wrapper, self._args, self._kwargs = wrapper, (), arguments
+        self.steps, self.metadata = wrapper.captured_steps, metadata
+        self.descriptor, self.key = descriptor, (CUDAGraphMode.FULL, descriptor)
+        self.ran_plain: Fallback | None = None  # why it, or a part of it, has run without a graph
+
+    def enter(self) -> None:
+        if holder_here() is not None:  # inside of any other capture no buffer is filled
+            raise RunPlain(INSIDE_CAPTURE)
+
+    def compare(self, step: CUDAGraphEntry) -> None:
+        if torch.is_grad_enabled():
+            self.check_gradients(step)
+        step.check_managed(self._wrapper.name, self.metadata)
+
+    def replay(self, step: CUDAGraphEntry) -> Any:
+        step.sequence.replay()
+        return step.output
+
+    def count(self, timeline: Timeline, why: Fallback) -> None:
+        self.ran_plain = why
+        timeline.plain(why, self.descriptor)
 
 
 class CUDAGraphWrapper(Transparent):
@@ -791,7 +834,7 @@ class CUDAGraphWrapper(Transparent):
     def clear_graphs(self) -> None:
         """Drop the graphs of this wrapper. The next call of a descriptor captures again."""
         with self.step_table.running.lock:
-            self.captured_steps.clear()
+            self.captured_steps.release()
             if self._pool is not None:
                 self._pool.generation += 1
                 if not self._shares_pool:

@@ -6,11 +6,9 @@ where there is no replay, because a graph does not read it; a result is cut to t
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
-
-import torch
 
 from cgcompile.compile import CompiledModel
 from cgcompile.config import CompilationConfig, CUDAGraphMode
@@ -18,15 +16,14 @@ from cgcompile.context import ForwardContext
 from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
-from cgcompile.graphs.capture import holder_here, inside_capture
+from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.guards import WeightsGuard
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import StaleResults, track_result
 from cgcompile.graphs.steps import INSIDE_CAPTURE
-from cgcompile.graphs.timeline import Timeline
-from cgcompile.graphs.wrapper import CUDAGraphEntry, ManagedStep, WrapperCall, gradients_due
+from cgcompile.graphs.wrapper import CUDAGraphEntry, ManagedCall, ManagedStep, gradients_due
 from cgcompile.reasons import Fallback, Reason, RunPlain
-from cgcompile.serving.batch import GraphHooks, Metadata
+from cgcompile.serving.batch import GraphHooks
 from cgcompile.serving.buffers import Outputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, check_numbers
 
@@ -35,40 +32,14 @@ Sizes = tuple[int, int]  # tokens, requests
 REMEDY = "release(), capture()"  # of a manager whose weights were replaced
 
 
-class FullCall(WrapperCall):
-    """A step of a manager: on its graph, or under the forward context that it enters itself."""
+class FullCall(ManagedCall):
+    """A step on a FULL graph, or under the forward context that it enters itself."""
 
-    __slots__ = ("in_context", "metadata", "padded", "ran_plain", "real")
+    __slots__ = ("in_context", "padded", "real")
 
-    def __init__(
-        self,
-        full: "FullGraphs",
-        descriptor: BatchDescriptor,
-        arguments: dict[str, Any],
-        metadata: Metadata | None,  # None: not compared
-        padded: Sizes,
-        real: Sizes,
-        in_context: Callable[["FullCall"], AbstractContextManager[ForwardContext | None]],
-    ) -> None:
-        wrapper = self._wrapper = full.wrapper
-        self._args, self._kwargs, self.steps = (), arguments, wrapper.captured_steps
-        self.descriptor, self.key = descriptor, (FULL, descriptor)
-        self.metadata, self.padded, self.real = metadata, padded, real
-        self.in_context = in_context
-        self.ran_plain: Fallback | None = None  # why it, or a part of it, has run without a graph
-
-    def enter(self) -> None:
-        if holder_here() is not None:  # inside of any other capture no buffer is staged
-            raise RunPlain(INSIDE_CAPTURE)
-
-    def compare(self, step: CUDAGraphEntry) -> None:
-        if torch.is_grad_enabled():
-            self.check_gradients(step)
-        step.check_managed(self._wrapper.name, self.metadata)
-
-    def replay(self, step: CUDAGraphEntry) -> Any:
-        step.sequence.replay()
-        return step.output
+    padded: Sizes
+    real: Sizes
+    in_context: Callable[["FullCall"], AbstractContextManager[ForwardContext | None]]
 
     def record(self) -> tuple[CUDAGraphEntry, Any]:
         with self.in_context(self) as context:
@@ -80,19 +51,11 @@ class FullCall(WrapperCall):
         with self.in_context(self):
             return super().plain(why)
 
-    def count(self, timeline: Timeline, why: Fallback) -> None:
-        self.ran_plain = why
-        timeline.plain(why, self.descriptor)
-
 
 class FilledCall(FullCall):
     """A replay on what the buffers hold; without a graph it is an error."""
 
     __slots__ = ()
-
-    def __init__(self, full: "FullGraphs", descriptor: BatchDescriptor) -> None:
-        sizes = descriptor.num_tokens, descriptor.num_reqs or descriptor.num_tokens
-        super().__init__(full, descriptor, {}, None, sizes, sizes, lambda _: nullcontext())
 
     def enter(self) -> None:
         if inside_capture():

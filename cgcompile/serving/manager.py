@@ -972,7 +972,8 @@ class CudaGraphManager:
         if self._expires_results and mode is not NONE:
             full.expire_results(mode)
         arguments = {name: buffers[name] for name in self._arguments}
-        call = FullCall(full, descriptor, arguments, metadata, padded, real, self._in_context)
+        call = FullCall(full.wrapper, descriptor, arguments, metadata)
+        call.padded, call.real, call.in_context = padded, real, self._in_context
         if mode is FULL:
             if "inputs_ready" in metadata.additional:  # where nothing else waits
                 wait_for_inputs(metadata.additional["inputs_ready"], full.wrapper.step_table.device)
@@ -1044,5 +1045,10 @@ class CudaGraphManager:
                 self.inputs.written_by_others()
                 if self._expires_results:
                     full.expire_results(FULL)
-                result = self._around_replay(full.run, FilledCall(full, descriptor))
+                call = FilledCall(full.wrapper, descriptor, {})
+                call.padded = call.real = (
+                    descriptor.num_tokens,
+                    descriptor.num_reqs or descriptor.num_tokens,
+                )
+                result = self._around_replay(full.run, call)
             return full.track(result, descriptor) if "stale" in self._config.debug else result

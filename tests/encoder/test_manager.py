@@ -172,6 +172,23 @@ def test_every_call_equals_eager(sizes: Any, device: str) -> None:
     assert encoder.counters.captures == len(BUDGETS)
 
 
+def test_items_that_a_changed_setting_keeps_from_their_graph_are_no_hits(device: str) -> None:
+    model = Rows()
+    encoder = manager(model, device, config=config(device, on_input_change="eager"))
+    check(encoder, model, rows(3, 5, device=device))
+    replays, call = encoder.counters.replays, rows(3, 5, device=device)
+    torch.set_default_dtype(torch.float64)  # which a capture bakes in
+    try:
+        check(encoder, model, call)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert counts(encoder) == (2, 2)
+    assert encoder.statistics.reasons() == {Reason.INPUT_CHANGED: 2}
+    assert encoder.counters.plain[Reason.INPUT_CHANGED] == 1
+    check(encoder, model, rows(3, 5, device=device))
+    assert (counts(encoder), encoder.counters.replays) == ((4, 2), replays + 1)
+
+
 @pytest.fixture(scope="module")
 def encoder_of_rows() -> Any:
     model = Rows()
