@@ -454,12 +454,13 @@ class ModelState:
         return is_changed or path.startswith((*inside, *items))
 
     def watch(self, holders: Iterable[Any]) -> set[int]:
-        """Let writes to dicts raise :attr:`epoch`; return the identities of other holders."""
+        """Let writes to dicts and classes raise :attr:`epoch`; return the ids of other holders."""
         self.update()
         count, others = len(self._dicts), set()
         for holder in holders:
-            if type(holder) is dict and id(holder) not in self._written:
-                self._dicts[id(holder)] = holder
+            dicts = [holder] if type(holder) is dict else raw_memory.dicts_of_class(holder)
+            if dicts and self._written.keys().isdisjoint(map(id, dicts)):
+                self._dicts.update((id(table), table) for table in dicts)
             else:
                 others.add(id(holder))
         if len(self._dicts) > count:
@@ -527,7 +528,8 @@ class StateContract:
             if id(holder) in rest:
                 reads.unless(f"len({reads.bound('object', holder)}) != {size}")
         for _, value, contents in self._others:
-            now = f"contents({reads.bound('other', value)})"
+            now = reads.bound("other", value)
+            now = now if isinstance(value, set) else f"contents({now})"
             reads.unless(f"{now} != {reads.bound('before', contents)}")
         reads.unless(f"hooks_registered() != {reads.bound('hooks', self._hooks)}")
         reads.names |= _FUNCTIONS

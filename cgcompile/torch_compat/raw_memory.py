@@ -5,6 +5,7 @@ CUDA's graphs, streams and allocator are here too, as are the comparisons of man
 
 import ctypes
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
@@ -214,6 +215,17 @@ class Addresses:
             if objects[index].data_ptr() != self._known[index]:
                 return False
         return True
+
+
+_IMMUTABLE = 1 << 8  # the flag of a type whose attributes cannot be written
+
+
+def dicts_of_class(kind: Any) -> list[dict[str, Any]]:
+    """Return the dicts of a class and its bases, where attributes are written; else empty."""
+    # ``vars`` of a class returns a view of its dict.
+    bases = kind.__mro__ if isinstance(kind, type) else ()
+    mutable = [base for base in bases if not base.__flags__ & _IMMUTABLE]
+    return [table for base in mutable for table in gc.get_referents(vars(base))]
 
 
 class DictVersions:
