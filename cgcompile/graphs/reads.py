@@ -252,6 +252,11 @@ class Reader:
             self.unreached += 1
         elif isinstance(value, torch.Tensor):
             self._tensor(value, path, expression, local)
+            attributes = {} if raw_memory.is_wrapper(value) else getattr(value, "__dict__", {})
+            for name, item in attributes.items():
+                if name.isidentifier() and not name.startswith("_"):  # others are those of torch
+                    step, read = f".{name}", self._loads(name)
+                    self.visit(item, path + step, expression + step, local + step, depth - 1, read)
         elif is_plain_value(value):
             if loaded and (value is not None or self._exact):
                 self.reads.value(path, expression, value, local)

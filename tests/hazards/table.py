@@ -859,6 +859,11 @@ def _cycle(value: Any, inner: Any = None) -> dict[str, Any]:
     return outer
 
 
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    tensor.factor = factor
+    return tensor
+
+
 def _captured(value: Any) -> Callable[[], Any]:
     return lambda: value
 
@@ -1331,6 +1336,12 @@ TABLE: tuple[Row, ...] = (
         settings=WITH_OP,
     ),
     Row(
+        "attribute of a tensor in metadata",
+        _metadata(lambda m: m * m.factor, lambda t: _scaled(t, 2.0), lambda t: _scaled(t, 3.0)),
+        {READ_CONTEXT: HostValueChangedError, **NO_METADATA},
+        settings=WITH_OP,
+    ),
+    Row(
         "metadata in a set",
         _metadata(lambda m: next(iter(m)), lambda t: {t}, lambda t: {t + 1}),
         {READ_CONTEXT: AddressChangedError, **NO_METADATA},
@@ -1378,6 +1389,11 @@ TABLE: tuple[Row, ...] = (
         _argument(
             lambda t: {"k": (t, 2)}, lambda t: {"k": (t, 3)}, lambda a: a["k"][0] * a["k"][1]
         ),
+        OF_ARGUMENTS,
+    ),
+    Row(
+        "attribute of a tensor that is an argument",
+        _argument(lambda t: _scaled(t, 2.0), lambda t: _scaled(t, 3.0), lambda t: t * t.factor),
         OF_ARGUMENTS,
     ),
     Row(
