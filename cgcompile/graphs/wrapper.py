@@ -40,7 +40,6 @@ from cgcompile.graphs.capture import (
     weights_of,
     who_captures_here,
 )
-from cgcompile.graphs.code_names import LoadedNames, RanCode
 from cgcompile.graphs.contract import Contract
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
 from cgcompile.graphs.fields import Fields, Rebinding
@@ -56,7 +55,7 @@ from cgcompile.graphs.results import (
     track_result,
 )
 from cgcompile.graphs.sequence import GraphSegment, GraphSequence, SegmentRunner
-from cgcompile.graphs.state import ModelState, StateContract
+from cgcompile.graphs.state import LoadedNames, ModelState, RanCode, StateContract
 from cgcompile.graphs.steps import (
     GRADIENTS,
     INSIDE_CAPTURE,

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 
 from cgcompile.errors import CaptureError
-from cgcompile.graphs.code_names import RanCode
 from cgcompile.graphs.device import is_recording, recording
 from cgcompile.graphs.host_rules import (
     OpRules,
@@ -42,6 +41,7 @@ from cgcompile.graphs.host_rules import (
     values_on_host,
     write_targets,
 )
+from cgcompile.graphs.state import RanCode
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 aten = torch.ops.aten

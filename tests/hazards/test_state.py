@@ -19,8 +19,8 @@ from torch import nn
 import cgcompile
 from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.capture import capture
-from cgcompile.graphs.code_names import RanCode, names_loaded
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.state import RanCode, names_loaded
 from cgcompile.testing.host import HostDevice
 
 SETTING = 1.0
