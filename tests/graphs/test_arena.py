@@ -34,6 +34,7 @@ def test_blocks_are_aligned(where, wanted, allocated) -> None:
     assert not arena.owns(torch.empty(8, device=where).data_ptr())
 
 
+@pytest.mark.slow
 def test_a_frame_takes_the_smallest_free_block_or_a_new_one(where) -> None:
     draw, arena, known = random.Random(0), Arena(), []
     for _ in range(20):
@@ -191,6 +192,7 @@ def captured(device: str, sizes: tuple[int, ...], **settings: Any) -> list[int]:
     return sums
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_smaller_batches_of_a_compiled_model_add_no_memory(device: str, mode: str) -> None:

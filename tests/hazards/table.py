@@ -1364,6 +1364,12 @@ TABLE: tuple[Row, ...] = (
         settings=WITH_OP,
     ),
     Row(
+        "another function in metadata",
+        _metadata(lambda m: m(), _captured, lambda t: lambda: t * 2),
+        {READ_CONTEXT: HostValueChangedError, **NO_METADATA},
+        settings=WITH_OP,
+    ),
+    Row(
         "strides that depend on each other",
         _inputs((16, 1), (16, 2), (20, 2)),
     ),

@@ -104,7 +104,7 @@ pytestmark = pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("mode", [*GRAPHS, None], ids=["PIECEWISE", "FULL", "no_context"])
-@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("count", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_chain_of_equal_layers_replays(
     count: int, mode: CUDAGraphMode | None, dynamic: bool, grad: type, device: str
 ) -> None:

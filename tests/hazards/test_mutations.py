@@ -11,6 +11,7 @@ from cgcompile.graphs import state
 from cgcompile.graphs.contract import Reads
 
 ROWS = {row.name: row for row in TABLE}
+INSIDE = "tensor inside of an argument is another argument no more"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,9 +27,16 @@ def ops() -> None:
         ("value", "number in metadata"),
         ("members", "metadata in a set"),
         ("wrapper", "tensors inside of a tensor in metadata"),
+        ("value", "number argument"),
+        ("value", "flag of an argument"),
+        ("tensor", "tensors inside of a tensor in an argument's field"),
+        ("wrapper", INSIDE),
+        ("identity", "another function in metadata"),
     ],
 )
-def test_rows_of_the_forward_context(kind: str, row: str, monkeypatch: Any) -> None:
+def test_rows_of_the_forward_context_and_of_arguments(
+    kind: str, row: str, monkeypatch: Any
+) -> None:
     assert observe(ROWS[row], "CUDAGraphWrapper", "cpu") == ROWS[row].outcome(
         "CUDAGraphWrapper", "cpu"
     )
@@ -73,7 +81,6 @@ def test_rows_of_the_state_of_a_model(part: str, row: str, monkeypatch: Any) -> 
     assert observe(ROWS[row], "CUDAGraphWrapper", "cpu") == STALE
 
 
-INSIDE = "tensor inside of an argument is another argument no more"
 SCALAR = "0-dim tensor of the CPU as an argument"
 WRAPPER, TRACED, REPLAYED = "CUDAGraphWrapper", "none", "none, context"
 GRAPHS, RUNTIME = "cgcompile.graphs", "cgcompile.runtime"
@@ -91,6 +98,7 @@ SETTINGS, FITS = "cgcompile.torch_compat.torch_settings", "cgcompile.tracing.arg
         (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "layer replaced"),
         (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "buffer replaced"),
         (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "tensor attribute replaced"),
+        (f"{GRAPHS}.contract:Reads.form", [], WRAPPER, "longer list as an argument"),
         (f"{GRAPHS}.contract:Tensors.changes", (), WRAPPER, "weight.data assigned"),
         (f"{GRAPHS}.capture:SameStorages.check", None, WRAPPER, ".data assigned in the step"),
         (f"{GRAPHS}.sequence:GraphSequence.check_held", None, WRAPPER, "tensor by a computed name"),

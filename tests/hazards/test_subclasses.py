@@ -374,6 +374,7 @@ def test_a_tensor_inside_is_another_argument_at_times(first: str, name: str, dev
     assert served.counters().replays >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACED)
 def test_attributes_of_arguments_that_python_reads(name: str, device: str) -> None:
     def function(pair: Any, x: torch.Tensor) -> Any:

@@ -20,7 +20,7 @@ def cells() -> Iterator[object]:
                 if row.outcome(name, device) is ABSENT or device not in row.devices:
                     continue
                 marks = [pytest.mark.gpu] if device == "cuda" else []
-                if name in TRACED:  # the same with a context runs always
+                if name in (*TRACED, "shape, context"):  # others with a context run always
                     marks.append(pytest.mark.slow)
                 yield pytest.param(row, name, device, id=f"{row.name}-{name}-{device}", marks=marks)
 

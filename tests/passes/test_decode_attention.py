@@ -497,6 +497,7 @@ def decode(model, compiled, cache, steps: int = 5, batch: int = B) -> None:
         torch.testing.assert_close(cache, other, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_decoder_has_no_eager_piece_and_equal_layers_stay_equal() -> None:
     torch.manual_seed(0)
     model = Decoder().requires_grad_(False)

@@ -345,6 +345,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "constant"), CHANGES.values(), ids=CHANGES)
 def test_weights_are_constant_where_no_piece_writes_them(change, constant, monkeypatch) -> None:
     model, x = Layers(change), torch.randn(4, D).bfloat16()

@@ -188,6 +188,7 @@ def batches(kind: str, draw: random.Random) -> Histogram:
     return histogram
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "small", "loads"])
 @pytest.mark.parametrize("budget", ["graphs", "bytes", "any bytes"])
 def test_close_to_the_exact_optimum(kind: str, budget: str) -> None:

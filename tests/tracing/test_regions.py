@@ -100,6 +100,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_layer_that_differs(change: str, front_end: str) -> None:
