@@ -16,7 +16,6 @@ of torch and of Python's own libraries, and objects of C extensions; a guard com
 identity. Refused are modules of TorchScript, which have their fields in C++ and may change them.
 """
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
@@ -41,12 +40,19 @@ from cgcompile.graphs.contract import (
     same_memory,
     same_value,
 )
-from cgcompile.graphs.reads import Cells, Slots, Transparent, is_librarys, plainly, restore
+from cgcompile.graphs.reads import (
+    Cells,
+    Slots,
+    Transparent,
+    array_bytes,
+    is_librarys,
+    plainly,
+    restore,
+)
 from cgcompile.torch_compat import raw_memory
 
 _MAX_VALUES = 100_000  # a model of thousands of modules has fewer
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
-_MAX_BYTES = 1 << 20  # of an array of the host; larger ones are compared by identity
 _TABLES = ("_parameters", "_buffers", "_modules")
 _STATE = frozenset((*_TABLES, "training"))  # of what every module has, compared by identity
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, torch.Size))
@@ -210,18 +216,6 @@ def behind(value: Any) -> Any:
     while isinstance(value, (MethodType, Transparent)):
         value = value.__self__ if isinstance(value, MethodType) else value.unwrap()
     return value
-
-
-def array_bytes(value: Any) -> bytes | None:
-    """Return the contents of an array of the host, with its type and shape, else None."""
-    if not isinstance(value, (bytearray, array)) and type(value).__module__ != "numpy":
-        return None
-    try:
-        view = memoryview(value)
-        small = view.nbytes <= _MAX_BYTES
-        return f"{view.format} {view.shape} ".encode() + view.tobytes() if small else None
-    except (TypeError, ValueError, NotImplementedError):
-        return None
 
 
 class Fields:

@@ -33,8 +33,8 @@ from cgcompile.graphs.contract import (
     named_arguments,
     same_value,
 )
-from cgcompile.graphs.fields import Fields, array_bytes, is_closed_object
-from cgcompile.graphs.reads import CONTAINERS, Reader, declared, modules_of
+from cgcompile.graphs.fields import Fields, is_closed_object
+from cgcompile.graphs.reads import CONTAINERS, Reader, array_bytes, declared, modules_of
 from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings
 
 _DEEPEST = 40  # objects in objects
@@ -293,7 +293,9 @@ class _ArgumentReader(Reader):
             at, item = f"leaves({expression})", f"[{index}]"
             self.visit(leaf, path + step, at + item, variable + item, depth - 1)
 
-    def _begin(self, value: Any, path: str, expression: str, variable: str) -> list[Read]:
+    def _begin(
+        self, value: Any, path: str, expression: str, variable: str, loaded: bool
+    ) -> list[Read]:
         reads, last = self.reads, list[Read]()
         if isinstance(value, CONTAINERS):
             last += reads.form(path, expression, value, variable)

@@ -7,11 +7,12 @@ Objects of torch and of Python's own libraries are closed.
 
 import dataclasses
 import logging
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dis import Instruction, get_instructions
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from keyword import iskeyword
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -206,6 +207,7 @@ CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 NO_KEY: Any = object()
 # Weights are compared elsewhere.
 _OPAQUE = (type, torch.nn.Module, ModuleType)
+_MAX_BYTES = 1 << 20  # of an array of the host; larger ones are compared by identity
 
 
 def metadata_of(context: Any) -> list[Any]:
@@ -289,7 +291,7 @@ class Reader:
         variable = f"v{line}"
         self._opened[id(value)] = path, expression, variable, []  # they hold each other
         reads.lines.append(f"{variable} = {local}")
-        last = self._begin(value, path, expression, variable)
+        last = self._begin(value, path, expression, variable, loaded)
         for step, access, key, item in _items(value):
             before, names = len(reads.lines), len(reads.names)
             read = self._is_loaded(step, key, loaded)
@@ -297,6 +299,12 @@ class Reader:
             self.visit(item, path + step, expression + text, variable + text, depth - 1, read)
             if len(reads.lines) == before and len(reads.names) > names:
                 reads.names.popitem()  # the key, which must not be kept alive
+        kind: Any = type(value)  # mypy takes it for unhashable
+        of_class = () if self._exact else _values_of_class(kind)
+        own = getattr(value, "__dict__", ())
+        for name in [name for name in of_class if name not in own and self._loads(name)]:
+            step = f".{name}"
+            self.visit(getattr(value, name), path + step, expression + step, variable + step, depth)
         if isinstance(value, (set, frozenset)):
             self._members(value, path, expression, variable, depth)
         reads.rows += last
@@ -332,8 +340,22 @@ class Reader:
         is_name = isinstance(name, str) and name.isidentifier()
         return self._loads(name) if is_name else loaded
 
-    def _begin(self, value: Any, path: str, expression: str, variable: str) -> list[Read]:
+    def _begin(
+        self, value: Any, path: str, expression: str, variable: str, loaded: bool
+    ) -> list[Read]:
         """Compare what an object is; return rows to be added after those of what is in it."""
+        data = array_bytes(value) if loaded else None
+        if data is not None:
+            contents = self.reads.bound("bytes", array_bytes)
+            now = f"{contents}({variable})"
+            self.reads.value(f"the bytes of {path}", f"{contents}({expression})", data, now)
+        keys = value if isinstance(value, (dict, set, frozenset)) else ()
+        if not loaded or not all(map(is_plain_value, keys)):
+            return []  # a key is not kept alive
+        if isinstance(value, (set, frozenset)):
+            self.reads.members(path, expression, value, variable)
+        elif isinstance(value, CONTAINERS):
+            return self.reads.form(path, expression, value, variable)
         return []
 
     def _members(self, value: Any, path: str, expression: str, variable: str, depth: int) -> None:
@@ -345,6 +367,26 @@ class Reader:
         for index, item in enumerate(opened):
             name = self.reads.bound("member", item)
             self.visit(item, f"item {index} of {path}", name, name, depth - 1)
+
+
+def array_bytes(value: Any) -> bytes | None:
+    """Return the contents of an array of the host, with its type and shape, else None."""
+    if not isinstance(value, (bytearray, array)) and type(value).__module__ != "numpy":
+        return None
+    try:
+        view = memoryview(value)
+        small = view.nbytes <= _MAX_BYTES
+        return f"{view.format} {view.shape} ".encode() + view.tobytes() if small else None
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+
+
+@lru_cache(maxsize=256)
+def _values_of_class(kind: Any) -> tuple[str, ...]:
+    """Return the plain values that a class has in place of its objects."""
+    names = dict.fromkeys(name for base in kind.__mro__ for name in vars(base))
+    values = [name for name in names if not name.startswith("__")]
+    return tuple([name for name in values if is_plain_value(getattr(kind, name, None))])
 
 
 def _items(value: Any) -> Iterator[tuple[str, str, Any, Any]]:

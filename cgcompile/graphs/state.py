@@ -48,8 +48,8 @@ from cgcompile.graphs.contract import (
     layout_text,
     same_value,
 )
-from cgcompile.graphs.fields import array_bytes, behind, is_closed_object, names_of_modules
-from cgcompile.graphs.reads import Slots, cells_of, plainly
+from cgcompile.graphs.fields import behind, is_closed_object, names_of_modules
+from cgcompile.graphs.reads import Slots, array_bytes, cells_of, plainly
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 log = logging.getLogger(__name__)

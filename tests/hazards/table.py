@@ -10,6 +10,7 @@ not ``RIGHT``. A new hazard is a row here.
 import dataclasses
 import functools
 import types
+from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -864,6 +865,17 @@ def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return tensor
 
 
+class Scaling:
+    """Metadata whose class has the number."""
+
+    scale = 2.0
+
+
+def _scaling(scale: float) -> Scaling:
+    Scaling.scale = scale
+    return Scaling()
+
+
 def _captured(value: Any) -> Callable[[], Any]:
     return lambda: value
 
@@ -1312,6 +1324,52 @@ TABLE: tuple[Row, ...] = (
         _metadata(lambda m: m["k"], lambda t: {"k": 2.0}, lambda t: {"k": 3.0}),
         {READ_CONTEXT: HostValueChangedError, **NO_METADATA},
         settings=WITH_OP,
+    ),
+    *(
+        Row(
+            name,
+            _metadata(read, before, now),
+            {READ_CONTEXT: HostValueChangedError, **NO_METADATA},
+            settings=WITH_OP,
+        )
+        for name, read, before, now in (
+            (
+                "list in metadata is longer",
+                lambda m: sum(m["k"]),
+                lambda t: {"k": [t, 2.0]},
+                lambda t: {"k": [t, 2.0, 3.0]},
+            ),
+            (
+                "item added to metadata",
+                lambda m: m["k"] * m.get("scale", 2.0),
+                lambda t: {"k": t},
+                lambda t: {"k": t, "scale": 3.0},
+            ),
+            (
+                "order of metadata",
+                lambda m: functools.reduce(lambda y, value: (y + 1) * value, m.values(), 1.0),
+                lambda t: {"k": t, "scale": 2.0},
+                lambda t: {"scale": 2.0, "k": t},
+            ),
+            (
+                "set of names in metadata",
+                lambda m: 2.0 if "k" in m else 3.0,
+                lambda t: {"k"},
+                lambda t: {"other"},
+            ),
+            (
+                "array in metadata",
+                lambda m: float(m["k"][0]),
+                lambda t: {"k": array("d", [2.0])},
+                lambda t: {"k": array("d", [3.0])},
+            ),
+            (
+                "attribute of the class of metadata",
+                lambda m: m.scale,
+                lambda t: _scaling(2.0),
+                lambda t: _scaling(3.0),
+            ),
+        )
     ),
     Row(
         "metadata nested five deep",
