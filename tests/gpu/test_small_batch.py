@@ -79,7 +79,7 @@ def close(result: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 def test_sizes_up_to_16_run_the_kernel_and_larger_ones_do_not(launched, entry_point, mode) -> None:
     model = model_of()
-    backend = cgcompile.Backend(kernels="small_batch", cudagraph_mode=mode)
+    backend = cgcompile.Backend(kernels="auto,small_batch", cudagraph_mode=mode)
     if entry_point == "typed":
         call = cgcompile.compile(model, backend, dynamic_dims={"input": {0: "n"}})
     else:
@@ -136,7 +136,9 @@ def test_a_backend_loads_triton_before_it_is_called(monkeypatch) -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_replays_read_weights_that_were_changed_in_place(launched, rows) -> None:
     model = model_of()
-    call = torch.compile(model, backend=cgcompile.Backend(kernels="small_batch"), dynamic=False)
+    call = torch.compile(
+        model, backend=cgcompile.Backend(kernels="auto,small_batch"), dynamic=False
+    )
     with torch.inference_mode():
         for step in range(6):
             x = torch.randn(rows, D, device="cuda", dtype=torch.bfloat16)
@@ -150,7 +152,9 @@ def test_replays_read_weights_that_were_changed_in_place(launched, rows) -> None
 def test_quantized_weights_are_read_as_they_are(launched, data) -> None:
     model = model_of()
     quantize(model, data)
-    call = torch.compile(model, backend=cgcompile.Backend(kernels="small_batch"), dynamic=False)
+    call = torch.compile(
+        model, backend=cgcompile.Backend(kernels="auto,small_batch"), dynamic=False
+    )
     with torch.inference_mode():
         for step in range(6):
             x = torch.randn(4, D, device="cuda", dtype=torch.bfloat16)
@@ -166,7 +170,7 @@ def test_quantized_weights_are_read_as_they_are(launched, data) -> None:
 def test_a_chain_of_replays_is_the_same_each_time(launched, rows) -> None:
     """Kernels that start early wait for the results of those before them."""
     model = model_of()
-    backend = cgcompile.Backend(kernels="small_batch", cudagraph_mode="FULL")
+    backend = cgcompile.Backend(kernels="auto,small_batch", cudagraph_mode="FULL")
     call = torch.compile(model, backend=backend, dynamic=False)
     # What a kernel that did not wait would read is the value of the step before: another one.
     inputs = [torch.randn(rows, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
@@ -199,7 +203,7 @@ def test_weights_are_read_early_in_graphs_alone(launched, early) -> None:
     """Also a capture of the user begins with kernels that may write them."""
     model = model_of()
     weights = [parameter.clone() for parameter in model.parameters()]
-    backend = cgcompile.Backend(kernels="small_batch", cudagraph_mode="FULL")
+    backend = cgcompile.Backend(kernels="auto,small_batch", cudagraph_mode="FULL")
     call = torch.compile(model, backend=backend, dynamic=False)
     x = torch.randn(1, D, device="cuda", dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -233,7 +237,7 @@ class Written(nn.Module):
 def test_a_weight_that_a_step_writes_is_not_read_early(launched, early) -> None:
     with torch.device("cuda"):
         model = Written().bfloat16().requires_grad_(False)
-    backend = cgcompile.Backend(kernels="small_batch", cudagraph_mode="FULL")
+    backend = cgcompile.Backend(kernels="auto,small_batch", cudagraph_mode="FULL")
     call = torch.compile(model, backend=backend, dynamic=False)
     with torch.inference_mode():
         for _ in range(6):
@@ -266,7 +270,7 @@ def test_no_kernel_runs_with_sizes_that_the_model_does_not_have(small, sizes) ->
     with torch.device("cuda"):
         model = Cached(max(sizes)).to(torch.bfloat16).eval().requires_grad_(False)
     backend = cgcompile.Backend(
-        kernels="small_batch" if small else "-small_batch", cudagraph_mode="FULL"
+        kernels="auto,small_batch" if small else "-small_batch", cudagraph_mode="FULL"
     )
     dims = {"x": {0: "n"}, "positions": {0: "n"}}
     call = cgcompile.compile(model, backend, dynamic_dims=dims)

@@ -200,7 +200,8 @@ class Lean(Ours):
         return splitting_op()
 
     def config(self) -> cgcompile.CompilationConfig:
-        return replace(super().config(), kernels="small_batch" if self.small_batch else "auto")
+        kernels = "auto,small_batch" if self.small_batch else "-small_batch"
+        return replace(super().config(), kernels=kernels)
 
     def prepare(self) -> None:
         from llm_engine.attention import HAS_TRITON, library
