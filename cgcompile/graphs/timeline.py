@@ -19,7 +19,7 @@ from cgcompile.graphs.capture import bulk_descriptors, measured
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.locks import new_lock
-from cgcompile.reasons import EXPECTED, LAST_CALL, Counters, Fallback, Reason, warn_of
+from cgcompile.reasons import EXPECTED, LAST_CALL, Counters, Fallback, Reason, RunPlain, warn_of
 from cgcompile.torch_compat import torch_settings
 
 log = logging.getLogger(__name__)
@@ -209,6 +209,9 @@ class Timeline:
         try:
             with measured(pool):
                 yield outcomes.append
+        except RunPlain as refusal:
+            outcomes.append(str(refusal.why))
+            raise
         except BaseException as error:
             outcomes.append(f"{type(error).__name__}: {error}")
             raise

@@ -292,16 +292,6 @@ def requires_grad_beside(
     return bool(with_grad) and not with_grad <= set(map(id, torch_ops.tree_tensors((args, kwargs))))
 
 
-def _fallback_or_raise(error: CaptureError) -> Fallback:
-    """Return why a step is to run plain; raise ``error`` where a part of the step may have run."""
-    text = str(error).splitlines()[0]
-    if isinstance(error, CaptureBusyError) and not error.same_thread:
-        return Fallback(Reason.CAPTURE_BUSY, text)
-    if not error.field:
-        raise error
-    return Fallback(Reason.CAPTURE_FAILED, text)
-
-
 class WrapperCall(Call[CUDAGraphEntry]):
     """A call of a wrapper, under the mode and the descriptor of its forward context."""
 
@@ -356,24 +346,26 @@ class WrapperCall(Call[CUDAGraphEntry]):
         pool, timeline = wrapper.pool, wrapper.timeline
         assert pool is not None
         with timeline.record_capture(pool, wrapper.name, self.key[0], descriptor) as ended:
-            why, captured = GRADIENTS, None
             try:
                 captured = wrapper.record(descriptor, self._args, self._kwargs, wait=False)
+            except RunPlain:
+                wrapper._grads.add(descriptor)
+                raise
             except CaptureError as error:
-                why = _fallback_or_raise(error)
-            if captured is not None and captured.refused is None:
-                result = captured.run()
-                ended(captured.entry.sequence)
-                if wrapper.step_table.debug:
-                    arguments = torch_ops.tree_tensors((self._args, self._kwargs))
-                    result = track_result(result, wrapper._track(descriptor), arguments)
-                return captured.entry, result
-            if captured is not None:
-                why = Fallback(Reason.CAPTURE_FAILED, str(captured.refused).splitlines()[0])
-            ended(why.detail)
-        if why.reason is Reason.GRADIENTS:
-            wrapper._grads.add(descriptor)
-        raise RunPlain(why, *([] if captured is None else [captured.result]))
+                busy = isinstance(error, CaptureBusyError) and not error.same_thread
+                if not (busy or error.field):
+                    raise  # a part of the step may have run
+                reason = Reason.CAPTURE_BUSY if busy else Reason.CAPTURE_FAILED
+                raise RunPlain(Fallback(reason, str(error).splitlines()[0])) from None
+            if captured.refused is not None:
+                detail = str(captured.refused).splitlines()[0]
+                raise RunPlain(Fallback(Reason.CAPTURE_FAILED, detail), captured.result)
+            result = captured.run()
+            ended(captured.entry.sequence)
+            if wrapper.step_table.debug:
+                arguments = torch_ops.tree_tensors((self._args, self._kwargs))
+                result = track_result(result, wrapper._track(descriptor), arguments)
+            return captured.entry, result
 
     def plain(self, why: Fallback) -> Any:
         return self._wrapper.runnable(*self._args, **self._kwargs)
@@ -566,8 +558,8 @@ class CUDAGraphWrapper(Transparent):
         kwargs: dict[str, Any],
         storages: SameStorages | None = None,
         wait: bool = True,
-    ) -> Captured | None:
-        """Capture ``runnable`` for a descriptor; None if gradients are due.
+    ) -> Captured:
+        """Capture ``runnable`` for a descriptor; raise RunPlain if gradients are due.
 
         It must not rebind fields, nor replace the memory of ``storages``, by default of all that is
         reachable: both are restored. Run the result once, then :meth:`keep` its entry.
@@ -579,8 +571,9 @@ class CUDAGraphWrapper(Transparent):
         rebinding = Rebinding(self.unwrap(), args, kwargs) if self._guarded else None
         fields = [] if rebinding is None else rebinding.tensors
         reads_grad = requires_grad_beside(fields, args, kwargs)
+        due = Fallback(Reason.GRADIENTS, f"a result of {self.name} requires grad")
         if reads_grad and torch.is_grad_enabled() and self._executes:
-            return None  # its ops skip autograd: a result would not show it
+            raise RunPlain(due)  # its ops skip autograd: a result would not show it
         if storages is None:
             tensors = torch_ops.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
@@ -593,7 +586,7 @@ class CUDAGraphWrapper(Transparent):
         if gradients_due(False, (result,), {}):
             if self._executes:
                 raise GradientError.of_a_capture(what=self.name)
-            return None
+            raise RunPlain(due)
         sequence.name, sequence.batch, sequence.rows = self.name, shown, descriptor.num_tokens
         sequence.prepare = self._poisoning()
         touched = {row.address for row in sequence.held}

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -47,10 +47,6 @@ from cgcompile.torch_compat import torch_ops
 log = logging.getLogger(__name__)
 
 
-Outcome = tuple[Fallback | None, bool, Any]
-"""Why a step is not recorded, or None; whether it has run; what the call returns, if it has."""
-
-
 def record(
     program: Program,
     wrappers: Mapping[int, CUDAGraphWrapper],
@@ -58,37 +54,37 @@ def record(
     recording: Recording,
     inputs: Sequence[Any],
 ) -> Any:
-    """Run one step, record it by ``full`` or the wrappers of its pieces, and return its result."""
+    """Run one step, record it by ``full`` or the wrappers of its pieces, and return its result.
+
+    Raises:
+        RunPlain: the step cannot be captured; with its result, if it has run.
+    """
     mode, batch = recording.batch.mode, recording.batch.display
     capturing = program.timeline.record_capture(
         program.pool, full.name, mode, batch, recording.reserved
     )
     with capturing as ended:
         if mode is CUDAGraphMode.FULL:
-            why, ran, result = _record_full(program, full, recording, inputs)
+            result = _record_full(program, full, recording, inputs)
         else:
-            why, ran, result = _Recorder(program, wrappers, recording, inputs).run()
-        ended(recording.sequence if why is None else str(why))
-    if why is not None:
-        raise RunPlain(why, *([result] if ran else []))
+            result = _Recorder(program, wrappers, recording, inputs).run()
+        ended(recording.sequence)
     return result
 
 
 def _record_full(
     program: Program, full: CUDAGraphWrapper, recording: Recording, inputs: Sequence[Any]
-) -> Outcome:
-    def capture(*args: Any) -> Captured | None:
+) -> Any:
+    def capture(*args: Any) -> Captured:
         storages = _storages(program, recording, "the step", recording.inputs)
         return full.record(recording.batch.descriptor, args, {}, storages)
 
     try:
         captured = recording.in_context(capture)(*recording.inputs)
-    except PieceCompileError:  # the compiler failed, not the capture
+    except (PieceCompileError, RunPlain):  # the compiler failed, not the capture
         raise
     except Exception as error:
-        return _fallback_of_failure(program, error, "the step", ""), False, None
-    if captured is None:
-        return Fallback(Reason.GRADIENTS, "a result requires grad"), False, None
+        _refuse_capture(program, error, "the step", "")
     captured.entry.sequence.batch = str(recording.batch.display)
     result = captured.run()
     full.keep(captured.entry)
@@ -96,7 +92,7 @@ def _record_full(
     results = recording.results(result, torch_ops.tree_leaves(captured.entry.output), fixed, inputs)
     recording.kept, recording.context = [(full, captured.entry)], captured.entry.context
     recording.finish(captured.entry.sequence, results, {})
-    return None, True, results.make((), inputs)
+    return results.make((), inputs)
 
 
 def _storages(
@@ -113,8 +109,8 @@ def _storages(
     return SameStorages(what, lasting, name_of)
 
 
-def _fallback_of_failure(program: Program, error: Exception, what: str, where: str) -> Fallback:
-    """Return why a capture failed; ``strict`` raises that, caused by the failure."""
+def _refuse_capture(program: Program, error: Exception, what: str, where: str) -> NoReturn:
+    """Raise RunPlain for a capture that failed; with ``strict`` an error caused by the failure."""
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, CaptureBusyError):
         fallback = Fallback(Reason.CAPTURE_BUSY, first)
@@ -126,7 +122,7 @@ def _fallback_of_failure(program: Program, error: Exception, what: str, where: s
     refuse_strict(program.config.strict, "the compiled step", fallback, cause=error)
     log.warning("%s%s cannot be captured: %s: %s", what, where, type(error).__name__, first)
     log.debug("the capture of %s failed", what, exc_info=error)
-    return fallback
+    raise RunPlain(fallback)
 
 
 class _Recorder:
@@ -165,7 +161,8 @@ class _Recorder:
         self._fixed = lasting.union(map(address, constants)) - {0}  # addresses
         self._moving = set(starts) - self._fixed - {0}  # addresses of the other inputs
 
-    def run(self) -> Outcome:
+    def run(self) -> Any:
+        """Return the result of the step; raise RunPlain with it if a piece was not captured."""
         try:
             step = self._program.step.bind([self._recorded(p) for p in self._program.split.pieces])
             result = self._recording.in_context(step)(*self._recording.inputs)
@@ -173,9 +170,9 @@ class _Recorder:
             self._drop()
             raise
         if self._fallback is None:
-            return None, True, self._finish(result)
+            return self._finish(result)
         self._drop()
-        return self._fallback, True, self._copied_out(result)
+        raise RunPlain(self._fallback, self._copied_out(result))
 
     def _finish(self, result: Any) -> Any:
         """Keep the step that has run; return the result of the call."""
@@ -279,7 +276,10 @@ class _Recorder:
             captured = None
             if self._fallback is None:
                 inputs, scalars = self._with_scalars(piece, inputs)
-                captured = self._capture(piece, wrapper, inputs, scalars)
+                try:
+                    captured = self._capture(piece, wrapper, inputs, scalars)
+                except RunPlain as refusal:
+                    self._fallback = refusal.why
             if captured is None:
                 return plain(*inputs)
             outputs: Sequence[Any] = captured.run()
@@ -314,20 +314,16 @@ class _Recorder:
         wrapper: CUDAGraphWrapper,
         inputs: tuple[Any, ...],
         scalars: tuple[tuple[ScalarCopy, Any], ...],
-    ) -> Captured | None:
+    ) -> Captured:
         """Capture a piece; the addresses of its outputs are known, though nothing has run."""
         try:
             storages = _storages(self._program, self._recording, piece.name, inputs)
             descriptor = self._recording.batch.descriptor
             captured = wrapper.record(descriptor, inputs, {}, storages)
+        except RunPlain:
+            raise
         except Exception as error:
-            self._fallback = _fallback_of_failure(
-                self._program, error, piece.name, f" ({piece.where})"
-            )
-            return None
-        if captured is None:
-            self._fallback = Fallback(Reason.GRADIENTS, f"a result of {piece.name} requires grad")
-            return None
+            _refuse_capture(self._program, error, piece.name, f" ({piece.where})")
         own = set(captured.starts).difference(self._fixed, (0,))
         self._pool_memory |= own
         self._fixed |= own

@@ -505,6 +505,8 @@ def test_call_with_gradients_executes_once(device, wrap) -> None:
         assert wrapper(x).requires_grad
     assert count.item() == 1
     assert_counters(wrapper, plain={Reason.GRADIENTS: 1})
+    (refused,) = wrapper.timeline.records
+    assert refused.why == f"gradients: a result of {wrapper.name} requires grad"
 
 
 @pytest.mark.parametrize("kind", ["method", "wrapper"])
