@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lib.front_ends import COMPILED, ROWS, WIDTH, check, compiled, context, settings
+from lib.front_ends import (
+    COMPILED,
+    ROWS,
+    WIDTH,
+    assert_steps_equal_eager,
+    check,
+    compiled,
+    context,
+    settings,
+)
 
 import cgcompile
 from cgcompile.reasons import Reason
@@ -47,8 +56,7 @@ def boundaries(name: str, step: Callable[..., Any], device: str, *ops: Any, **mo
     """Run four steps with ``ops`` declared; return how many boundaries the last graph has."""
     torch._dynamo.reset()
     served = compiled(name, step, settings(device, splitting_ops=ops, **more))
-    check(served.step, step, device, steps=4)
-    assert served.counters().replays >= 2
+    assert_steps_equal_eager(served, step, device, [ROWS] * 4, replays=2)
     pieces = served.target.graphs[-1].split.pieces
     return sum(why.reason is Reason.SPLITTING_OP for piece in pieces for why in piece.why)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lib.front_ends import ROWS, WIDTH, WRAPPERS, front_end
+from lib.front_ends import ROWS, WIDTH, WRAPPERS, assert_steps_equal_eager, front_end
 from torch import nn
 
 import cgcompile
@@ -46,13 +46,7 @@ class Scaled(nn.Module):
 
 def replays(served: Any, model: Any, steps: int = 3) -> None:
     """Compare steps with eager; each must be a replay."""
-    before = served.counters()
-    with torch.inference_mode():
-        for _ in range(steps):
-            x = torch.randn(ROWS, WIDTH)
-            torch.testing.assert_close(served.step(x), model(x))
-    now = served.counters()
-    assert (now.captures, now.replays) == (before.captures, before.replays + steps)
+    assert_steps_equal_eager(served, model, schedule=[ROWS] * steps, replays=steps)
 
 
 def captured(name: str, model: Any, **settings: Any) -> Any:

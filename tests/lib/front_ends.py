@@ -5,7 +5,7 @@ model once on ``x``, f32[rows, WIDTH], and returns what that front end returns. 
 ``x`` and returns f32[rows, WIDTH].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,25 @@ def check(
         for _ in range(steps):
             x = torch.randn(rows, WIDTH, device=device)
             torch.testing.assert_close(step(x), eager(x))
+
+
+def assert_steps_equal_eager(
+    program: FrontEnd,
+    eager: Callable[..., Any],
+    device: str = "cpu",
+    schedule: Sequence[int] = (ROWS,),
+    *,
+    replays: int,
+    grad: Callable[[], AbstractContextManager[Any]] = torch.inference_mode,
+) -> None:
+    """Run steps of these numbers of rows, on new inputs; ``replays`` or more of them are replays.
+
+    Each must equal eager.
+    """
+    before = program.counters().replays
+    for rows in schedule:
+        check(program.step, eager, device, 1, rows, grad)
+    assert program.counters().replays >= before + replays, program.counters()
 
 
 def front_end(name: str, model: nn.Module, device: str, **more: Any) -> FrontEnd:
