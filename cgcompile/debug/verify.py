@@ -416,6 +416,8 @@ def find_break(
         return Difference(detail="no graph serves the step")
     try:
         with torch.no_grad(), restored_after([*torch_ops.tree_tensors(call), *kept]):
+            if entry.form is not None:
+                entry.form.check_form(*call, wrapper.name, descriptor)
             entry.check(*call, wrapper.name)
             plain, result = _run_plain(wrapper, call, kept)
             replayed: list[dict[str, Any]] = []

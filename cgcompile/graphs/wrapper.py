@@ -184,7 +184,7 @@ class CUDAGraphEntry:
         self.sequence.check_held()
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str) -> None:
-        """Compare arguments and weights with those of the capture.
+        """Compare arguments of the form of the capture, and weights, with those of the capture.
 
         Raises:
             AddressChangedError: a tensor has another address, or was dropped.
@@ -192,7 +192,6 @@ class CUDAGraphEntry:
         """
         if self.form is not None:
             self.form.check_settings(what, self.batch_descriptor)
-            self.form.check_form(args, kwargs, what, self.batch_descriptor)
         if self.guard is not None:
             self.guard.check(what, self.batch_descriptor, args, kwargs)
         if self.weights is not None:
@@ -324,6 +323,7 @@ class WrapperCall(Call[CUDAGraphEntry]):
         self.check_gradients(step)
         if form is not None and not form.has_form(args, kwargs):
             args, kwargs = form.in_form(self._wrapper.unwrap(), args, kwargs)
+            form.check_form(args, kwargs, self._wrapper.name, step.batch_descriptor)
         step.check(args, kwargs, self._wrapper.name)
         self._compared = args, kwargs  # passed as at the capture
 

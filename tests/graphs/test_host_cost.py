@@ -1,0 +1,118 @@
+"""What a replay executes on the host beside its graph, in opcodes: they are equal on each run."""
+
+import pathlib
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cgcompile
+from cgcompile import BatchDescriptor, set_forward_context
+from cgcompile.serving import Batch, CudagraphDispatcher, InputBuffer, Metadata
+
+ROWS, WIDTH = 4, 8
+CONFIG = cgcompile.CompilationConfig(capture_device="host")
+PACKAGE = str(pathlib.Path(cgcompile.__file__).parent)
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="opcodes differ between versions of Python"
+)
+
+
+def opcodes_of(step: Callable[[], Any]) -> int:
+    """Return how many opcodes of cgcompile a step executes, without those of the CPU recorder."""
+    for _ in range(3):
+        step()
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        file = frame.f_code.co_filename
+        if event == "call":
+            if not file.startswith((PACKAGE, "<cgcompile")) or file.endswith("testing/host.py"):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        step()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            input = layer(input)
+        return input
+
+
+def wrapped(count: int) -> tuple[cgcompile.CUDAGraphWrapper, Callable[[], Any]]:
+    wrapper = cgcompile.CUDAGraphWrapper(Layers(count), CONFIG)
+    x = torch.randn(ROWS, WIDTH)
+
+    def step() -> Any:
+        with set_forward_context(
+            cudagraph_runtime_mode="FULL", batch_descriptor=BatchDescriptor(ROWS)
+        ):
+            return wrapper(x)
+
+    with torch.inference_mode():
+        step()
+        torch.testing.assert_close(step(), wrapper.runnable(x))
+    assert (wrapper.counters.captures, wrapper.counters.replays) == (1, 1)
+    return wrapper, step
+
+
+def test_opcodes_of_a_wrapper() -> None:
+    wrapper, _ = wrapped(1)
+    x = torch.randn(ROWS, WIDTH)
+    context = set_forward_context(
+        cudagraph_runtime_mode="FULL", batch_descriptor=BatchDescriptor(ROWS)
+    )
+    wrapper.clear_graphs()
+    with torch.inference_mode(), context:
+        wrapper(x)
+        assert opcodes_of(lambda: wrapper(x)) <= 1_010
+    assert wrapper.counters.replays >= 5
+
+
+def test_the_state_of_many_layers_takes_no_more_opcodes() -> None:
+    counts = []
+    for layers in (1, 60):
+        (entry,) = wrapped(layers)[0].entries
+        assert entry.state is not None
+        counts.append(opcodes_of(lambda state=entry.state: state.check("step", "batch")))
+    assert counts[0] == counts[1] <= 40
+
+
+@pytest.mark.parametrize(("mode", "most"), [("FULL", 1_960), ("PIECEWISE", 2_760)])
+def test_opcodes_of_a_manager(mode: str, most: int) -> None:
+    support = cgcompile.AttentionCGSupport.ALWAYS
+    manager = cgcompile.CudaGraphManager(
+        Layers(1),
+        CudagraphDispatcher(mode, [ROWS, 8], max_num_reqs=8, support=support),
+        [InputBuffer("input", ("tokens", WIDTH), torch.float32)],
+        device="cpu",
+        metadata=lambda *_: Metadata(0),
+        config=CONFIG,
+    )
+    manager.capture()
+    x = torch.randn(3, WIDTH)
+    with torch.inference_mode():
+        torch.testing.assert_close(manager.run(Batch(3, 1, {"input": x})), manager.model(x))
+        batch = Batch(3, 1, {"input": x})
+        assert opcodes_of(lambda: manager.run(batch)) <= most
+    assert manager.counters.replays >= 5
