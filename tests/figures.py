@@ -49,7 +49,7 @@ GUARDS = (
     "CompiledTrace.replaced",
     "_Unwrapping._check_parts",
     "SameOnHost",
-    "bridges._same_value",
+    "sequence._same_value",
     "FullGraphs.check_weights",
     "EncoderGraphs.check_weights",
 )

@@ -582,7 +582,7 @@ class EncoderCudaGraphManager:
         estimate = costs if isinstance(costs, Costs) else Costs()
         self._calls = EncoderCalls(self._setup, self._graphs, self.statistics, estimate, inferred)
         self._calibrate, self._sharder, self._inference_mode = costs == "measured", sharder, True
-        self._logged = 0
+        self._logged, self._strict = 0, self._setup.settings.strict
         self._lock = new_lock() if self.pool is None else self.pool.lock
         text = "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay"
         largest = self.max_batch_size, self.max_frames_per_batch
@@ -824,7 +824,7 @@ class EncoderCudaGraphManager:
                 results = self._sharded(self._sharder, mm_kwargs, eager)
             else:
                 specs = self._calls.specs(mm_kwargs)
-                if self._setup.settings.strict and not eager:
+                if self._strict and not eager:
                     self._calls.check(specs)
                 results = self._calls.encoded(mm_kwargs, specs, eager)
             rounds = (self.statistics.hits + self.statistics.misses) // _LOGGED_EVERY
@@ -876,7 +876,7 @@ class EncoderCudaGraphManager:
         try:
             specs = self._calls.specs(mm_kwargs)
             shares = sharder.assign([spec.input_size for spec in specs])
-            strict = self._setup.settings.strict and not eager
+            strict = self._strict and not eager
             for share in shares if strict else ():  # so that all ranks raise
                 self._calls.check([specs[item] for item in share])
             mine = shares[sharder.rank]

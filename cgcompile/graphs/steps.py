@@ -406,7 +406,7 @@ class StepTable:
                 if self.debug:
                     call.expire()
                 result = call.replay(step)
-                self.timeline.replayed()
+                self.timeline.replays += 1
                 return result
             finally:
                 running.owner = 0

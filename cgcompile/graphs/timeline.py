@@ -94,7 +94,7 @@ class Timeline:
         self.warned: set[Reason] | None = set() if warns else None
         self.expected: Collection[Reason] = EXPECTED  # no warning of these; an owner may set it
         self.live = Counters()  # grows with each call that does not replay
-        self._replays = 0  # counted under the lock of the owner's steps, like ``fast_replays``
+        self.replays = 0  # counted under the lock of the owner's steps, like ``fast_replays``
         self.fast_replays = 0
         self.last_failure = ""  # the type and the message of the error
         self._lock = new_lock()
@@ -109,7 +109,7 @@ class Timeline:
     def counters(self) -> Counters:
         """A copy of the counters."""
         with self._lock:
-            replays = self._replays + self.fast_replays
+            replays = self.replays + self.fast_replays
             return self.live + Counters(calls=replays, replays=replays)
 
     def captured(self) -> None:
@@ -117,10 +117,6 @@ class Timeline:
         with self._lock:
             self.live.calls += 1
             self.live.captures += 1
-
-    def replayed(self) -> None:
-        """Count a call that replayed; under the lock of the owner's steps."""
-        self._replays += 1
 
     def failed(self, error: BaseException) -> None:
         """Count a call that raised, and keep the text of the error."""

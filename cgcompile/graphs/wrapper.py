@@ -34,6 +34,7 @@ from cgcompile.graphs.capture import (
     SameStorages,
     TouchedMemory,
     capture,
+    capture_lock,
     holder_here,
     releasing,
     weight_name,
@@ -395,7 +396,8 @@ class ManagedCall(WrapperCall):
         self.ran_plain: Fallback | None = None  # why it, or a part of it, has run without a graph
 
     def enter(self) -> None:
-        if holder_here() is not None:  # inside of any other capture no buffer is filled
+        # A capture by the program itself is refused where buffers are filled.
+        if capture_lock.holder is not None and holder_here() is not None:
             raise RunPlain(INSIDE_CAPTURE)
 
     def compare(self, step: CUDAGraphEntry) -> None:
@@ -720,7 +722,7 @@ class CUDAGraphWrapper(Transparent):
         """
         entry.check_managed(self.name)
         entry.sequence.replay(inputs, None, runner)
-        self.timeline.replayed()
+        self.timeline.replays += 1
         return entry.output
 
     def _poisoning(self) -> Callable[[Sequence[Any]], None] | None:
