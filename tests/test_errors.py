@@ -253,9 +253,12 @@ def test_errors_are_of_the_tree_and_ascii() -> None:
 def _uses(tree: ast.Module) -> Iterator[tuple[str, ast.Call | None]]:
     """Each constructor that code names, and the call of it, if it is called right there."""
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    classes = _classes()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in _classes():
-            kinds = _classes()[ast.unparse(node.value)].__mro__
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+            continue
+        if node.value.id in classes:
+            kinds = classes[node.value.id].__mro__
             owner = next((kind for kind in kinds if node.attr in vars(kind)), kinds[0])
             yield f"{owner.__name__}.{node.attr}", calls.get(id(node))
 

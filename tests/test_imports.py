@@ -200,21 +200,20 @@ def test_variables_say_what_they_are() -> None:
     others = [path for top in ("examples", "tests") for path in (ROOT / top).rglob("*.py")]
     for path in [*files(), *others]:
         nodes = list(ast.walk(ast.parse(path.read_text())))
+        named = [
+            (node, node.arg if isinstance(node, ast.arg) else node.id)
+            for node in nodes
+            if isinstance(node, ast.arg)
+            or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        ]
+        named = [(node, name) for node, name in named if name in VAGUE]
         within = {
             id(inner)
-            for node in nodes
+            for node in (nodes if named else ())
             if isinstance(node, ONE_LINE) and node.lineno == node.end_lineno
             for inner in ast.walk(node)
         }
-        for node in nodes:
-            if isinstance(node, ast.arg):
-                name = node.arg
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                name = node.id
-            else:
-                continue
-            if name in VAGUE and id(node) not in within:
-                vague.append(f"{path.name}:{node.lineno}: {name}")
+        vague += [f"{path.name}:{n.lineno}: {name}" for n, name in named if id(n) not in within]
     assert not vague
 
 
