@@ -27,7 +27,6 @@ FLOORS = (
         "progress",
         "lazy",
         "ladders",
-        "generated",
         "source_lines",
     ),
     ("boundaries", "context", "kernels"),

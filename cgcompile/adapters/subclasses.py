@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from cgcompile.adapters.adapter import Adapter, Prepared
-from cgcompile.generated import function_of
+from cgcompile.graphs.contract import function_of
 from cgcompile.graphs.steps import GRADIENTS
 from cgcompile.passes.nodes import is_symbolic_number
 from cgcompile.passes.subclasses import Input, Result, Unwrapped, unwrap_subclasses

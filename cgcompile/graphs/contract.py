@@ -9,6 +9,8 @@ differs, slowly and exactly. ``reads.py`` has the walker that finds what was rea
 import enum
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,6 @@ from cgcompile.errors import (
     HostValueChangedError,
     with_article,
 )
-from cgcompile.generated import function_of
 from cgcompile.torch_compat import raw_memory
 
 # -------------------------------------------------------------- values and layouts
@@ -378,3 +379,23 @@ class Contract:
             if change is not None:
                 return change
         return None if self._rest is None else self._rest()
+
+
+# -------------------------------------------------------------- functions of text
+
+
+@lru_cache(maxsize=512)
+def _code(source: str, file: str) -> CodeType:
+    return compile(source, file, "exec")
+
+
+def function_of(
+    source: str, names: Mapping[str, Any], file: str = "<cgcompile checks>"
+) -> Callable[..., Any]:
+    """Return the function that a text defines over ``names``; its docstring is the text."""
+    namespace = dict(names)
+    exec(_code(source, file), namespace)
+    name = source[len("def ") : source.index("(")]
+    function: Callable[..., Any] = namespace.pop(name)  # else a cycle keeps what is bound
+    function.__doc__ = source
+    return function

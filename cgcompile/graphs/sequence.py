@@ -57,7 +57,6 @@ from typing import Any, NamedTuple
 import torch
 
 from cgcompile.errors import AddressChangedError, CaptureError, GuardError
-from cgcompile.generated import function_of
 from cgcompile.graphs.arena import (
     Block,
     Frame,
@@ -70,6 +69,7 @@ from cgcompile.graphs.arena import (
 from cgcompile.graphs.contract import (
     Change,
     Placed,
+    function_of,
     layout_text,
     same_layout,
     same_numbers,

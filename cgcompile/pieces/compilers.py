@@ -32,6 +32,7 @@ from torch import fx
 
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import CGCompileError, ConfigError, PieceCompileError, SymbolError
+from cgcompile.graphs.contract import function_of
 from cgcompile.kernels import ROWS, compile_kernels, is_on, why_unsupported
 from cgcompile.passes.base import Fusions
 from cgcompile.passes.nodes import (
@@ -299,7 +300,9 @@ def _check(
 ) -> Callable[[Sequence[Any]], bool]:
     symbols = sorted(set().union(*(guard.free_symbols for guard in assumed)), key=str)
     values = [readers[symbol] for symbol in symbols]
-    holds = expressions.python_predicate(assumed, symbols)
+    arguments, text = ", ".join(map(str, symbols)), " and ".join(map(expressions.text_of, assumed))
+    source = f"def holds({arguments}):\n    return {text or True}\n"
+    holds = function_of(source, expressions.NAMES_IN_TEXT)
     return lambda inputs: holds(*(read(inputs) for read in values))
 
 

@@ -24,7 +24,7 @@ from torch import fx
 
 from cgcompile.boundaries import Boundaries
 from cgcompile.config import CompilationConfig, CompilationMode
-from cgcompile.generated import function_of
+from cgcompile.graphs.contract import function_of
 from cgcompile.passes import split_graph
 from cgcompile.passes.split import Piece, SplitGraph, Value
 from cgcompile.pieces.compilers import Runnable

@@ -37,8 +37,7 @@ import torch
 
 from cgcompile.context import ENTERED, ENTERED_NAMES, ForwardContext, callers_context
 from cgcompile.errors import CaptureError, GuardError
-from cgcompile.generated import function_of
-from cgcompile.graphs.contract import same_value
+from cgcompile.graphs.contract import function_of, same_value
 from cgcompile.graphs.device import wait_for_inputs
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import REPLAY_OF_ONE

@@ -9,7 +9,7 @@ Note [Sizes of its own]
 What a compiler assumes about a symbol of Dynamo's becomes one of Dynamo's guards, for all sizes. An
 artifact for a few sizes must not add such guards, so it is compiled from fake values of a
 ``ShapeEnv`` of its own. The rule: the caller of the artifact evaluates the guards of that
-environment (:meth:`OwnShapes.guards`, :func:`python_predicate`).
+environment (:meth:`OwnShapes.guards`, :func:`text_of`).
 """
 
 import ast
@@ -27,7 +27,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils._sympy.interp import sympy_interp
 
-from cgcompile.generated import function_of
 from cgcompile.torch_compat.raw_memory import is_plain_tensor, storage_key
 from cgcompile.torch_compat.torch_ops import (
     ENTER_INFERENCE_MODE,
@@ -152,15 +151,6 @@ def text_of(expression: sympy.Basic) -> str:
     """Return an expression as Python text, which may use :data:`NAMES_IN_TEXT`."""
     names = {symbol: str(symbol) for symbol in expression.free_symbols}
     return str(sympy_interp(_IN_TEXT, names, expression))
-
-
-def python_predicate(
-    conditions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]
-) -> Callable[..., bool]:
-    """Return a Python function of the values of ``symbols``: whether all conditions hold."""
-    text = " and ".join(map(text_of, conditions)) or "True"
-    arguments = ", ".join(map(str, symbols))
-    return function_of(f"def hold({arguments}):\n    return {text}\n", NAMES_IN_TEXT)
 
 
 # ---------------------------------------------------------------- symbols of a graph

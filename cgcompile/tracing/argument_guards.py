@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from cgcompile.generated import function_of
+from cgcompile.graphs.contract import function_of
 from cgcompile.runtime.fast_path import ArgumentChecks
 from cgcompile.torch_compat import expressions, raw_memory, torch_ops, torch_settings
 
