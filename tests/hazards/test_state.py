@@ -1,5 +1,6 @@
 """Which Python state of a model a replay compares; the changes themselves are in ``table.py``."""
 
+import collections
 import functools
 import gc
 import importlib
@@ -22,6 +23,7 @@ from cgcompile.graphs.capture import capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.state import RanCode, names_loaded
 from cgcompile.testing.host import HostDevice
+from cgcompile.torch_compat import raw_memory
 
 SETTING = 1.0
 
@@ -306,6 +308,58 @@ def test_code_that_an_import_runs_is_not_of_the_step(
     served = captured(name, Imports())
     sys.modules[module_name].knobs["k"] = 3.0
     replays(served, Imports())
+
+
+def test_a_write_to_one_of_many_dicts_is_noticed() -> None:
+    class Base:
+        number = 1
+
+    class Derived(Base):
+        pass
+
+    plain = [{"k": index} for index in range(100)]
+    dicts = (*plain, *raw_memory.dicts_of_class(Derived))
+    both, few = raw_memory.DictVersions(dicts), raw_memory.DictVersions(tuple(plain[:50]))
+    for _ in range(3):
+        {}["k"] = 1
+        assert both.hold()
+        assert few.hold()
+    Base.number = 2
+    assert not both.hold()
+    assert not both.hold()
+    assert few.hold()
+    plain[7].pop("k")
+    assert not few.hold()
+    assert few.changed() == [plain[7]]
+    assert len(both.changed()) == 2
+    with pytest.raises(TypeError):
+        int.number = 1  # type: ignore[attr-defined]
+    assert raw_memory.dicts_of_class(bool) == []
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_comparison_adds_no_item(name: str) -> None:
+    model = Scaled()
+    model.table = collections.defaultdict(float, k=2.0)
+    served = captured(name, model)
+    replays(served, model)
+    del model.table["k"]
+    refused(served, r"self\.table\['k'\] is missing, was 2\.0")
+    assert not model.table
+    model.table["k"] = 2.0
+    replays(served, model)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_dict_is_compared_after_others_were_written_and_replaced(name: str) -> None:
+    model = Scaled(3)
+    served = captured(name, model)
+    for index in range(3):  # as many dicts are new as were written
+        model.table = dict(model.table)
+        model.unread = index
+        replays(served, model)
+    model.table["k"] = 3.0
+    refused(served, r"self\.table\['k'\] is 3\.0, was 1\.0")
 
 
 def _scaled_by(factor: float) -> Callable[..., Any]:
