@@ -1027,7 +1027,9 @@ class CudaGraphManager:
 
         Raises:
             ManagerError: there is no such graph, or gradients are due.
-            DispatchError: another thread has run steps.
+            DispatchError: another thread has run steps; or what the capture read has changed, and
+                ``on_input_change`` lets such a step run without a graph, with
+                ``on_fallback="raise"``.
             AddressChangedError: a weight was replaced or moved since the capture.
             AgreementError: checked, and another rank runs something else.
         """
