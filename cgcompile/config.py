@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cgcompile.errors import ConfigError
 from cgcompile.modes import TORCH_MODES, CompilationMode, CUDAGraphMode
@@ -24,6 +24,7 @@ from cgcompile.settings import (
     Parser,
     ends_of,
     enum_parser,
+    items_of,
     kernel_switches,
     kernels_of,
     one_of,
@@ -77,6 +78,18 @@ class Earlier(NamedTuple):
     advice: str  # how it is given there
     parse: Parser
     merged: Callable[[Any, Any], Any]  # (value, the setting before) -> the setting
+    read: Callable[[Any], Any] | None = None  # the setting -> the value; None: a property has it
+
+    def remedy(self, value: Any) -> str:
+        """Return what to write in place of the earlier name, where the setting is ``value``."""
+        if value is None or _is_plain(value):
+            return f"use {self.setting}={value!r}"
+        return f"use {self.setting}, such as {self.advice}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a setting can be written as it is: no object of the user is in it."""
+    return all(isinstance(item, (str, int)) for item in items_of(value))
 
 
 def _with_part(known: tuple[str, ...], name: str, on: bool, before: Any) -> tuple[str, ...]:
@@ -87,7 +100,8 @@ def _with_part(known: tuple[str, ...], name: str, on: bool, before: Any) -> tupl
 def _part(setting: str, known: tuple[str, ...], name: str, sign: str = "") -> Earlier:
     """Return the earlier name of a part of a setting, which was a switch."""
     merged = functools.partial(_with_part, known, name)
-    return Earlier(setting, f"{setting}='{sign}{name}'", parse_bool, merged)
+    advice = f"{setting}='{sign}{name}'"
+    return Earlier(setting, advice, parse_bool, merged, lambda parts: name in parts)
 
 
 def _kernel(name: str) -> Earlier:
@@ -96,7 +110,10 @@ def _kernel(name: str) -> Earlier:
     def merged(switch: bool | str, before: Any) -> Any:
         return kernels_of({**kernel_switches(before), name: switch})
 
-    return Earlier("kernels", f"kernels='-{name}'", parse_switch, merged)
+    def read(kernels: Any) -> bool | str:
+        return kernel_switches(kernels)[name]
+
+    return Earlier("kernels", f"kernels='-{name}'", parse_switch, merged, read)
 
 
 def _divided(passes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -122,6 +139,10 @@ def _passes(advice: str, parse: Parser, part: int) -> Earlier:
 def _builtin(on: bool, before: tuple[Any, ...]) -> tuple[Any, ...]:
     own = tuple(op for op in before if not (isinstance(op, str) and op == NO_BUILTIN))
     return own if on else (NO_BUILTIN, *own)
+
+
+def _has_builtin(ops: tuple[Any, ...]) -> bool:
+    return not any(isinstance(op, str) and op == NO_BUILTIN for op in ops)
 
 
 def _endpoints(ends: tuple[int, ...] | None, before: Any) -> tuple[int | str, ...] | None:
@@ -153,7 +174,7 @@ def with_check(part: str, config: "CompilationConfig", on: bool) -> "Compilation
 
 EARLIER = {
     "builtin_splitting_ops": Earlier(
-        "splitting_ops", "splitting_ops='-builtin'", parse_bool, _builtin
+        "splitting_ops", "splitting_ops='-builtin'", parse_bool, _builtin, _has_builtin
     ),
     "check_metadata": _part("checks", CHECKS, "metadata", "-"),
     "check_state": _part("checks", CHECKS, "state", "-"),
@@ -164,7 +185,11 @@ EARLIER = {
     "disabled_passes": _passes("passes='-eliminate_clones'", parse_names, 2),
     "graph_passes": _passes("passes=(of_the_graph, 'split', of_pieces)", parse_passes, 0),
     "on_compile_error": Earlier(
-        "compiler", "compiler='inductor,eager'", one_of("raise", "eager"), _on_error
+        "compiler",
+        "compiler='inductor,eager'",
+        one_of("raise", "eager"),
+        _on_error,
+        lambda compiler: "eager" if isinstance(compiler, tuple) else "raise",
     ),
     "piece_passes": _passes("passes=(of_the_graph, 'split', of_pieces)", parse_passes, 1),
     "poison": _part("debug", DEBUG, "poison"),
@@ -186,17 +211,22 @@ def by_present_names(
     """
     parsers = {spec.name: spec.metadata["parse"] for spec in dataclasses.fields(CompilationConfig)}
     present = {name: value for name, value in settings.items() if name not in EARLIER}
-    for name in [name for name in settings if name in EARLIER]:
+    named = [name for name in settings if name in EARLIER]
+    for name in named:
         earlier = EARLIER[name]
         new = earlier.setting
         value = parsed(name, where, settings[name], earlier.parse)
         merges = present.get(new, UNSET) is not UNSET
         old = parsed(new, where, present[new], parsers[new]) if merges else before(new)
         present[new] = earlier.merged(value, old)
-        text = f"setting {name} is deprecated: use {new}, such as {earlier.advice}"
-        warn_of_earlier(text)
+    for name in named:
+        earlier = EARLIER[name]
+        remedy = earlier.remedy(present[earlier.setting])
+        warn_of_earlier(f"setting {name} is deprecated: {remedy}")
     return present
 
+
+_PRESENT = {name: earlier.setting for name, earlier in EARLIER.items()}  # by earlier names
 
 C_ = TypeVar("C_", bound=type)
 
@@ -213,7 +243,9 @@ def _takes_earlier_names(cls: C_) -> C_:
             if name in specs or name in EARLIER:
                 continue
             if not (name == "_origins" and isinstance(value, _Origins)):
-                raise ConfigError.unknown_setting(name=name, where="arguments", known=[*specs])
+                raise ConfigError.unknown_setting(
+                    name=name, where="arguments", known=[*specs], earlier=_PRESENT
+                )
         if not EARLIER.keys().isdisjoint(settings):
             settings = by_present_names(
                 settings, "CompilationConfig", lambda name: _of_environment(specs[name])[0]
@@ -231,16 +263,19 @@ def _of_environment(spec: dataclasses.Field[Any]) -> tuple[Any, str]:
     if variable in os.environ:
         value = parsed(spec.name, variable, os.environ[variable], spec.metadata["parse"])
         origin = "environment"
-    for name, earlier in EARLIER.items():
-        variable = _variable(name)
-        if earlier.setting == spec.name and variable in os.environ:
-            value = earlier.merged(
-                parsed(name, variable, os.environ[variable], earlier.parse), value
-            )
-            origin = "environment"
-            example = earlier.advice.partition("=")[2].strip("'")
-            text = f"{variable} is deprecated: use {_variable(spec.name)}, such as {example}"
-            warn_of_earlier(text)
+    old = [
+        (_variable(name), name, earlier)
+        for name, earlier in EARLIER.items()
+        if earlier.setting == spec.name and _variable(name) in os.environ
+    ]
+    for variable, name, earlier in old:
+        value = earlier.merged(parsed(name, variable, os.environ[variable], earlier.parse), value)
+        origin = "environment"
+    for variable, _, _ in old:
+        text = ",".join(map(str, () if value is None else items_of(value)))
+        if value == () and spec.name in ("checks", "debug"):
+            text = "0"  # of the others no text stands for no items
+        warn_of_earlier(f"{variable} is deprecated: use {_variable(spec.name)}={text}")
     return value, origin
 
 
@@ -394,12 +429,12 @@ class CompilationConfig:
     _origins: InitVar[_Origins | None] = None
 
     def __post_init__(self, _origins: _Origins | None) -> None:
-        variables = {*map(_variable, self.names())}
-        earlier = {*map(_variable, EARLIER)}
+        variables = list(map(_variable, self.names()))
+        earlier = {_variable(name): _variable(present) for name, present in _PRESENT.items()}
         for variable in sorted(os.environ):
-            if variable.startswith(ENV_PREFIX) and variable not in variables | earlier:
+            if variable.startswith(ENV_PREFIX) and variable not in {*variables, *earlier}:
                 raise ConfigError.unknown_setting(
-                    name=variable, where="environment", known=[*variables]
+                    name=variable, where="environment", known=variables, earlier=earlier
                 )
         origins = {}
         for spec in dataclasses.fields(self):
@@ -415,6 +450,17 @@ class CompilationConfig:
         _ = self.sizes_to_compile  # raises where they cannot be
         pairs = {name: (origin, getattr(self, name)) for name, origin in origins.items()}
         object.__setattr__(self, "_origins", _Origins(pairs))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the value of a setting by its earlier name."""
+            earlier = EARLIER.get(name)
+            if earlier is None or earlier.read is None:
+                message = f"{type(self).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(message, name=name, obj=self)
+            warn_of_earlier(f"config.{name} is deprecated: read config.{earlier.setting}")
+            return earlier.read(getattr(self, earlier.setting))
 
     def _parsed_with_origin(self, spec: dataclasses.Field[Any]) -> tuple[Any, str]:
         """Return the value of an argument, else of the environment, else the default."""
@@ -587,7 +633,7 @@ class CompilationConfig:
             for name in settings:
                 if name not in specs and name not in EARLIER:
                     raise ConfigError.unknown_setting(
-                        name=str(name), where=where, known=cls.names()
+                        name=str(name), where=where, known=cls.names(), earlier=_PRESENT
                     )
             for name, value in by_present_names(settings, where, before).items():
                 changes[name] = parsed(name, where, value, specs[name].metadata["parse"])

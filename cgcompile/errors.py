@@ -13,7 +13,8 @@ import difflib
 import functools
 import re
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cgcompile.lazy import export_lazily
@@ -68,9 +69,16 @@ def _first(values: Sequence[object], count: str) -> str:
     return listed(values[: int(count)]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _close(known: Iterable[object], name: str) -> str:
-    near = difflib.get_close_matches(name, list(map(str, known)), n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+def _close(
+    known: Iterable[object], name: str, earlier: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return the names near to another one; of an earlier name the present one, with it."""
+    names = [*map(str, known), *earlier]
+    texts: dict[str, str] = {}
+    for near in difflib.get_close_matches(name, names, n=3, cutoff=0.6):
+        text = f"{earlier[near]!r} (earlier {near!r})" if near in earlier else repr(near)
+        texts.setdefault(earlier.get(near, near), text)
+    return f" Did you mean {' or '.join(texts.values())}?" if texts else ""
 
 
 def _if(value: object, texts: str) -> str:
@@ -167,8 +175,15 @@ class ConfigError(CGCompileError, ValueError):
     """A setting that does not exist, has a bad value, or contradicts another one."""
 
     @classmethod
-    def unknown_setting(cls, *, name: str, where: str, known: Sequence[str]) -> "ConfigError":
-        hint = _close(known, name)
+    def unknown_setting(
+        cls,
+        *,
+        name: str,
+        where: str,
+        known: Sequence[str],
+        earlier: Mapping[str, str] = MappingProxyType({}),
+    ) -> "ConfigError":
+        hint = _close(known, name, earlier)
         if name == "level":  # vLLM's name of old
             hint = " vLLM's level is 'mode' here: level=3 is mode='PIECEWISE'."
         if name in OF_COMPILE:

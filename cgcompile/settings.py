@@ -172,10 +172,14 @@ def checked_last(function: F_) -> F_:
     return checked(function, last=True)
 
 
+# Packages between a user and a setting: torch.compile(options=...), dataclasses.replace().
+_NOT_USERS = {"cgcompile", "torch", "dataclasses", "contextlib"}
+
+
 def warn_of_earlier(text: str) -> None:
     """Log a FutureWarning at the line of the user that led here."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "cgcompile":
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, FutureWarning, stacklevel=level)
 
@@ -199,7 +203,7 @@ def takes_earlier(**earlier: tuple[str, Moved]) -> Callable[[F_], F_]:
             values = {name: kwargs.pop(name) for name in earlier if name in kwargs}
             if not values:
                 return function(*args, **kwargs)
-            arguments = {**signature.bind_partial(*args).arguments, **kwargs}
+            arguments = signature.bind_partial(*args, **kwargs).arguments
             then = []
             for name, value in values.items():
                 instead, move = earlier[name]
@@ -323,7 +327,9 @@ def kernel_switches(value: Any) -> dict[str, bool | str]:
         return dict.fromkeys(KERNELS, parse_switch(items[0]))
     if not items or not {item.removeprefix("-") for item in items} <= {AUTO, *KERNELS}:
         names = ", ".join(KERNELS)
-        raise ValueError(f"'auto', True, False, or names of {names}; '-{KERNELS[0]}' for no such")
+        raise ValueError(
+            f"'auto', True, False, or names of {names}; '-{KERNELS[0]}' for all but that"
+        )
     named = {item for item in items if not item.startswith("-")}
     rest: bool | str = AUTO if AUTO in named or not named else False
     switches = {name: name in named or rest for name in KERNELS}

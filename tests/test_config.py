@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_earlier_names_by_every_door(
     name: str, text: str, present: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (new,) = present
-    told = rf"{name} is deprecated: use {new}, such as {new}="
+    told = re.escape(f"{name} is deprecated: use {new}={present[new]!r}")
     for make in (
         lambda: CompilationConfig(**{name: text}),
         lambda: CompilationConfig.resolve(options={name: text}),
@@ -113,15 +114,87 @@ def test_earlier_names_by_every_door(
         assert {key: getattr(config, key) for key in present} == present
         assert config.origins[new] != "default"
     monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", text)
-    told = rf"CGCOMPILE_{name.upper()} is deprecated: use CGCOMPILE_{new.upper()}, such as"
-    with pytest.warns(FutureWarning, match=told):
+    told = rf"CGCOMPILE_{name.upper()} is deprecated: use (CGCOMPILE_{new.upper()})=(.*)$"
+    with pytest.warns(FutureWarning, match=told) as warned:
         config = CompilationConfig()
+    advice = re.search(told, str(warned[0].message))
+    assert advice is not None
+    monkeypatch.delenv(f"CGCOMPILE_{name.upper()}")
+    monkeypatch.setenv(*advice.groups())
+    assert CompilationConfig() == config
     assert {key: getattr(config, key) for key in present} == present
     assert config.origins[new] == "environment"
 
 
+def test_the_advice_is_the_value_and_not_its_opposite() -> None:
+    for name, value, advice in (
+        ("strict", False, "on_fallback='warn'"),
+        ("check_state", True, "checks=('metadata', 'state', 'weights')"),
+        ("poison", False, "debug=()"),
+        ("small_batch_kernels", True, "kernels=('auto', 'small_batch')"),
+        ("compile_ranges_endpoints", None, "compile_sizes=None"),
+    ):
+        with pytest.warns(FutureWarning, match=re.escape(f"{name} is deprecated: use {advice}")):
+            CompilationConfig(**{name: value})
+
+
+def test_the_advice_for_the_environment_has_the_same_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CGCOMPILE_DEBUG", "poison")
+    monkeypatch.setenv("CGCOMPILE_POISON", "0")
+    with pytest.warns(FutureWarning, match="use CGCOMPILE_DEBUG=0$"):
+        assert CompilationConfig().debug == ()
+
+
+def test_earlier_names_can_be_read() -> None:
+    plain = CompilationConfig()
+    other = CompilationConfig(
+        checks="-state,-metadata",
+        debug="poison",
+        kernels="auto,-small_batch",
+        compiler="aot,eager",
+        splitting_ops="-builtin",
+    )
+    values = {
+        "check_state": (True, False),
+        "check_metadata": (True, False),
+        "poison": (False, True),
+        "small_batch_kernels": ("auto", False),
+        "decode_attention": ("auto", "auto"),
+        "on_compile_error": ("raise", "eager"),
+        "builtin_splitting_ops": (True, False),
+    }
+    for name, expected in values.items():
+        told = f"config.{name} is deprecated: read config.{EARLIER[name].setting}"
+        with pytest.warns(FutureWarning, match=told):
+            assert (getattr(plain, name), getattr(other, name)) == expected
+    for name in {*EARLIER} - {*values}:
+        assert hasattr(plain, name)
+    with pytest.raises(AttributeError, match="no attribute 'check_states'"):
+        _ = plain.check_states  # type: ignore[attr-defined]
+
+
+def test_close_matches_of_earlier_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, told in (
+        ("strickt", "'on_fallback' (earlier 'strict')"),
+        ("check_states", "'checks' (earlier 'check_state')"),
+        ("poisson", "'debug' (earlier 'poison')"),
+    ):
+        match = re.escape(f"Did you mean {told}")
+        with pytest.raises(ConfigError, match=match):
+            CompilationConfig(**{name: True})
+        with pytest.raises(ConfigError, match=match):
+            CompilationConfig.resolve(options={name: True})
+    monkeypatch.setenv("CGCOMPILE_STRICKT", "1")
+    told = re.escape("'CGCOMPILE_ON_FALLBACK' (earlier 'CGCOMPILE_STRICT')")
+    with pytest.raises(ConfigError, match=told):
+        CompilationConfig()
+
+
 def test_the_warning_is_at_the_line_of_the_user() -> None:
     for make in (
+        lambda: dataclasses.replace(CompilationConfig(), strict=True),
         lambda: CompilationConfig(strict=True),
         lambda: cgcompile.Backend(strict=True),
         lambda: cgcompile.compile(torch.nn.Linear(2, 2), strict=True),
