@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from cgcompile.config import CompilationConfig, with_check
+from cgcompile.config import EARLIER, CompilationConfig, with_check
 from cgcompile.counts import count
 from cgcompile.encoder.budgets import TokenBudgets, checked_number, resolve_limits
 from cgcompile.encoder.derived import derived_encoder
@@ -418,10 +418,11 @@ def _settings(config: CompilationConfig | Mapping[str, Any] | None) -> Compilati
     if not isinstance(config, Mapping):
         return CompilationConfig.resolve(config)
     settings = CompilationConfig.resolve(options=config)
+    named = {EARLIER[name].setting if name in EARLIER else name for name in config}
     for spec in dataclasses.fields(settings):
         value, default = getattr(settings, spec.name), spec.metadata["default"]
         reads = spec.metadata["needs"] == "graphs" and spec.name not in _WITHOUT_EFFECT
-        if spec.name in config and not reads and value != default:
+        if spec.name in named and not reads and value != default:
             raise ConfigError.impossible(
                 what=f"{spec.name} = {value!r} of an encoder manager",
                 because="its graphs hold the whole forward, and do not read this setting",

@@ -182,8 +182,13 @@ def _move_check(part: str) -> Callable[[dict[str, Any], bool | None], None]:
 
     def move(arguments: dict[str, Any], on: bool | None) -> None:
         config = arguments.get("config")
-        config = config.config if isinstance(config, Backend) else CompilationConfig.resolve(config)
-        arguments["config"] = config if on is None else with_check(part, config, on)
+        if on is None:
+            return
+        if isinstance(config, Backend):
+            _require_on_model(config, arguments)
+            config = config.config
+        config = CompilationConfig.resolve(config)
+        arguments["config"] = with_check(part, config, on)
 
     return move
 
@@ -202,12 +207,28 @@ def _agreed(agreement: Any, dispatcher: CudagraphDispatcher) -> CudagraphDispatc
 
 
 def _move_agreement(arguments: dict[str, Any], agreement: Any) -> None:
-    arguments["dispatcher"] = _agreed(agreement, arguments["dispatcher"])
+    if "dispatcher" in arguments:
+        arguments["dispatcher"] = _agreed(agreement, arguments["dispatcher"])
+
+
+def _require_on_model(backend: Backend, arguments: dict[str, Any]) -> None:
+    """Raise where a handle given beside settings is not found on the model."""
+    if handle_of(arguments.get("model")) is not backend:
+        raise ConfigError.impossible(
+            what="a handle beside settings of its own for a CudaGraphManager",
+            because="config is one of both, and the handle is not found on the model",
+            instead="Give the settings to the handle: config=cgcompile.Backend(...).",
+        )
 
 
 def _move_backend(arguments: dict[str, Any], backend: Backend | None) -> None:
     require_kind("backend", "CudaGraphManager", backend, Backend, maybe=True)
-    arguments["config"] = arguments.get("config") if backend is None else backend
+    if backend is None:
+        return
+    if arguments.get("config") is None:
+        arguments["config"] = backend
+    else:
+        _require_on_model(backend, arguments)
 
 
 def _move_context(arguments: dict[str, Any], context: Any) -> None:

@@ -237,6 +237,12 @@ def test_settings_may_be_a_mapping() -> None:
     for name, value in {"splitting_ops": "a::b", "max_weight_sets": 3, "mode": "NONE"}.items():
         with pytest.raises(ConfigError, match=f"{name} = .* of an encoder manager is impossible"):
             EncoderCudaGraphManager(patches(), device="cpu", config={name: value}, **options)
+    for name, value in {"small_batch_kernels": False, "builtin_splitting_ops": False}.items():
+        with (
+            pytest.warns(FutureWarning, match=f"{name} is deprecated"),
+            pytest.raises(ConfigError, match=r"= .* of an encoder manager is impossible"),
+        ):
+            EncoderCudaGraphManager(patches(), device="cpu", config={name: value}, **options)
     default = {"splitting_ops": (), "on_fallback": "warn"}
     EncoderCudaGraphManager(patches(), device="cpu", config=default, **options)
 

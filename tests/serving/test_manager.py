@@ -33,7 +33,13 @@ from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, CUDAGraphMode
-from cgcompile.errors import AddressChangedError, BatchError, ManagerError
+from cgcompile.errors import (
+    AddressChangedError,
+    BatchError,
+    ConfigError,
+    DispatchError,
+    ManagerError,
+)
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.reasons import Reason
 from cgcompile.serving import Axis, Batch, CudaGraphManager, GraphHooks, LoraCases, Metadata
@@ -373,6 +379,38 @@ def test_earlier_arguments() -> None:
     assert calls == ["enter", "exit"]
     assert not result.is_inference()
     assert graph_manager.counters.replays >= 1
+
+
+def test_an_earlier_argument_keeps_the_settings_beside_it() -> None:
+    handle = cgcompile.Backend(compiler="eager", capture_device="host")
+    model = cgcompile.compile(Decoder().eval(), handle, guards="none")
+    config = cgcompile.CompilationConfig(capture_device="host", on_fallback="raise")
+    arguments: dict[str, Any] = {"device": "cpu", "metadata": metadata, "backend": handle}
+    for settings in ({"config": config}, {"check_weights": False, "config": config}):
+        with pytest.warns(FutureWarning, match="(backend|check_weights) is deprecated"):
+            graph_manager = CudaGraphManager(
+                model, dispatcher("FULL"), INPUTS, **arguments, **settings
+            )
+        assert graph_manager.backend is handle
+        with pytest.raises(DispatchError):  # as the settings choose
+            graph_manager.run(requests(4))
+    for settings in ({"config": config}, {"check_metadata": False}):
+        with (
+            pytest.warns(FutureWarning, match="backend is deprecated"),
+            pytest.raises(ConfigError, match="the handle is not found on the model"),
+        ):
+            CudaGraphManager(Decoder().eval(), dispatcher("FULL"), INPUTS, **arguments, **settings)
+    arguments = {"device": "cpu", "config": handle, "check_weights": False}
+    with (
+        pytest.warns(FutureWarning, match="check_weights is deprecated"),
+        pytest.raises(ConfigError, match="the handle is not found on the model"),
+    ):
+        CudaGraphManager(Decoder().eval(), dispatcher("FULL"), INPUTS, **arguments)
+    with (
+        pytest.warns(FutureWarning, match="agreement is deprecated"),
+        pytest.raises(TypeError, match="dispatcher"),
+    ):
+        CudaGraphManager(model, inputs=INPUTS, device="cpu", agreement=None)  # type: ignore[call-arg]
 
 
 @pytest.mark.slow
