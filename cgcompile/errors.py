@@ -176,12 +176,7 @@ class ConfigError(CGCompileError, ValueError):
 
     @classmethod
     def unknown_setting(
-        cls,
-        *,
-        name: str,
-        where: str,
-        known: Sequence[str],
-        earlier: Mapping[str, str] = MappingProxyType({}),
+        cls, *, name: str, where: str, known: Sequence[str], earlier: Mapping[str, str]
     ) -> "ConfigError":
         hint = _close(known, name, earlier)
         if name == "level":  # vLLM's name of old

@@ -92,7 +92,7 @@ def _divided(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     for name in arguments:
         if name not in of_dispatcher | of_manager | earlier:
             names = sorted(of_dispatcher | of_manager)
-            raise ConfigError.unknown_setting(name=name, where=_FROM_MODEL, known=names)
+            raise ConfigError.unknown_setting(name=name, where=_FROM_MODEL, known=names, earlier={})
     mine = {name: value for name, value in arguments.items() if name in of_manager | earlier}
     return {name: arguments[name] for name in arguments if name not in mine}, mine
 
