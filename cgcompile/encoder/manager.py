@@ -734,7 +734,6 @@ class EncoderCudaGraphManager:
         finally:
             self.statistics = self._calls.statistics = kept
 
-    @checked_but("max_graph_bytes")
     def allow_gradients(self) -> None:
         """Capture and run in the mode of the caller, and not in inference mode.
 
@@ -742,6 +741,7 @@ class EncoderCudaGraphManager:
         """
         self._inference_mode = False
 
+    @checked_but("max_graph_bytes")
     def capture(self, max_graph_bytes: int | None = None) -> BulkCapture:
         """Warm up and capture all graphs that are missing, the largest first.
 

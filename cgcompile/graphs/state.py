@@ -608,6 +608,7 @@ class ModelState:
         self.epoch = 0  # rises when a dict is written
         self._dicts: dict[int, Any] = {}  # by identity, those whose versions are compared
         self._written: dict[int, Any] = {}  # others, whose values are compared
+        self._held = weakref.WeakKeyDictionary[StateContract, Collection[int]]()  # their identities
         self._versions = raw_memory.DictVersions(())
         self.unwritten = self._versions.hold  # whether no dict was written since
 
@@ -672,19 +673,29 @@ class ModelState:
         is_changed = path in self._bookkeeping or path in lists
         return is_changed or path.startswith((*inside, *items))
 
-    def watch(self, holders: Iterable[Any]) -> set[int]:
+    def watch(self, contract: "StateContract", holders: Iterable[Any]) -> set[int]:
         """Let writes to dicts and classes raise :attr:`epoch`; return the ids of other holders."""
         self.update()
-        count, others = len(self._dicts), set()
+        count, others, tables = len(self._dicts), set(), dict[int, Any]()
         for holder in holders:
             dicts = [holder] if type(holder) is dict else raw_memory.dicts_of_class(holder)
+            tables.update((id(table), table) for table in dicts)
             if dicts and self._written.keys().isdisjoint(map(id, dicts)):
                 self._dicts.update((id(table), table) for table in dicts)
             else:
                 others.add(id(holder))
+        self._held[contract] = tables.keys()
         if len(self._dicts) > count:
+            self._release()
             self._renew()
         return others
+
+    def _release(self) -> None:
+        """Drop the dicts of objects that no contract compares any more."""
+        held = set[int]().union(*self._held.values())
+        for dicts in (self._dicts, self._written):
+            for at in dicts.keys() - held:
+                del dicts[at]
 
     def update(self) -> int:
         """Raise :attr:`epoch` if a dict was written, which is watched no more; return it."""
@@ -735,7 +746,7 @@ class StateContract:
         """Write the comparison: of unwritten dicts all at once, of others each value."""
         model, reads = self._model, Reads()
         holders = [row.holder for row in self._places] + [holder for holder, _ in self._sizes]
-        rest = model.watch(holders)
+        rest = model.watch(self, holders)
         self._epoch, name = model.epoch, reads.bound("model", model)
         reads.unless(f"{name}.epoch != {self._epoch} or not {name}.unwritten()")
         for row in self._places:

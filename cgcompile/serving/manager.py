@@ -993,11 +993,16 @@ class CudaGraphManager:
         if self._expires_results and mode is not NONE:
             full.expire_results(mode)
         arguments = {name: buffers[name] for name in self._arguments}
+        additional = metadata.additional
+        if mode is FULL and (type(additional) is not dict or "inputs_ready" in additional):
+            additional = dict(additional)  # compared with that of the context of the capture
+            ready = additional.pop("inputs_ready", None)
+            if ready is not None:  # a replay enters no context: nothing else waits
+                wait_for_inputs(ready, full.wrapper.step_table.device)
+            metadata = replace(metadata, additional=additional)
         call = FullCall(full.wrapper, descriptor, arguments, metadata)
         call.padded, call.real, call.in_context = padded, real, self._in_context
         if mode is FULL:
-            if "inputs_ready" in metadata.additional:  # where nothing else waits
-                wait_for_inputs(metadata.additional["inputs_ready"], full.wrapper.step_table.device)
             result, why = full.run(call), call.ran_plain
         else:
             run = self.model if mode is NONE else self._pieces

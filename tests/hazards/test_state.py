@@ -337,6 +337,39 @@ def test_a_write_to_one_of_many_dicts_is_noticed() -> None:
     assert raw_memory.dicts_of_class(bool) == []
 
 
+def test_an_update_of_an_empty_dict_is_noticed() -> None:
+    dicts: tuple[dict[str, int], ...] = ({"k": 1}, {}, {})
+    versions = raw_memory.DictVersions(dicts)
+    assert versions.hold()
+    dicts[2].update({"k": 2})  # CPython 3.12 copies the other dict
+    assert not versions.hold()
+    assert not versions.hold()
+    assert versions.changed() == [dicts[2]]
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_objects_that_a_model_has_no_more_are_freed(name: str) -> None:
+    class Part:
+        def __init__(self) -> None:
+            self.factor, self.rest = 2.0, torch.zeros(1)
+
+    class Holds(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.part.factor
+
+    model, parts = Holds(), list[weakref.ref[Part]]()
+    model.part = Part()
+    served = captured(name, model)
+    for _ in range(8):
+        model.part = Part()
+        parts.append(weakref.ref(model.part.rest))
+        replays(served, model, 1)
+    gc.collect()
+    assert sum(part() is not None for part in parts) <= 2  # of the capture, and the present one
+    model.part.factor = 3.0
+    refused(served, "self.part.factor is 3.0")
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_comparison_adds_no_item(name: str) -> None:
     model = Scaled()

@@ -27,8 +27,8 @@ from lib.manager import (
     with_inputs,
 )
 
-from cgcompile import BatchDescriptor
-from cgcompile.errors import AddressChangedError, ManagerError
+from cgcompile import BatchDescriptor, get_forward_context, set_forward_context
+from cgcompile.errors import AddressChangedError, HostValueChangedError, ManagerError
 from cgcompile.serving import Axis, Batch, InputBuffer, Metadata
 from cgcompile.serving.errors import InputBufferError
 
@@ -371,3 +371,34 @@ def test_metadata_of_another_step_is_never_read(
     graph_manager = manager("FULL", device=device, metadata=fresh, checks="-metadata")
     graph_manager.capture()
     graph_manager.run(requests(3, device=device))
+
+
+class ReadsMore(Decoder):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        scale = get_forward_context().additional["scale"]
+        return super().forward(input_ids, positions) * scale
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("kind", [dict, MappingProxyType])
+def test_a_stream_to_wait_for_is_not_compared(kind: Any, waits: bool, device: str) -> None:
+    stream = torch.cuda.Stream() if device == "cuda" else object()
+
+    def extended(batch: Batch, descriptor: Any, buffers: Any) -> Metadata:
+        additional = {"scale": scale, "inputs_ready": stream if waits else None}
+        return Metadata(buffers["query_start_loc"], additional=kind(additional))
+
+    model, scale = ReadsMore(), 2.0
+    graph_manager = manager("FULL", "plain", device, model=model, metadata=extended)
+    graph_manager.capture()
+    for step in range(1, 4):
+        batch = requests(step, device=device)
+        arguments = {name: batch.inputs[name] for name in ("input_ids", "positions")}
+        starts = batch.inputs["query_start_loc"]
+        with torch.inference_mode(), set_forward_context(starts, scale=scale):
+            expected = model(**arguments)
+        torch.testing.assert_close(graph_manager.run(batch), expected, rtol=1e-5, atol=1e-5)
+        assert graph_manager.counters.replays == step
+    scale = 3.0
+    with pytest.raises(HostValueChangedError, match=r"additional\['scale'\] is 3\.0"):
+        graph_manager.run(requests(3, device=device))
