@@ -127,7 +127,7 @@ BAD = [
     (manager, {"metadata": 3}, ConfigError, "metadata = 3"),
     (manager, {"outputs": 3}, ConfigError, "outputs = 3"),
     (manager, {"outputs": "rows"}, ManagerError, "rows"),
-    (manager, {"config": "cgcompile"}, ConfigError, "expected a CompilationConfig"),
+    (manager, {"config": "cgcompile"}, ConfigError, "CudaGraphManager: config = .* or None"),
     (manager, {"hooks": [3]}, ConfigError, "expected a sequence of GraphHooks objects"),
     (manager, {"hooks": GraphHooks()}, ConfigError, "hooks = "),
     (manager, {"dispatcher": 3}, ConfigError, "dispatcher = 3; expected CudagraphDispatcher"),

@@ -326,7 +326,10 @@ class CudaGraphManager:
         agreement=("give the Agreement as dispatcher", _move_agreement),
         backend=("give the handle as config", _move_backend),
         graph_capture=("use hooks=, with GraphHooks.around_captures()", _move_context),
-        lazily=("set dispatcher.only_captured = False afterwards", _finish_lazily),
+        lazily=(
+            "set dispatcher.only_captured = False afterwards, or give from_model that argument",
+            _finish_lazily,
+        ),
         inference_mode=("call allow_gradients() afterwards", _finish_inference_mode),
     )
     @checked_but("device", "inputs", "hooks", "model", "dispatcher", "config")
@@ -347,6 +350,9 @@ class CudaGraphManager:
         if isinstance(dispatcher, Agreement):
             agreement, dispatcher = dispatcher, dispatcher.dispatcher
         require_kind("dispatcher", where, dispatcher, CudagraphDispatcher)
+        expected = "a CompilationConfig, the Backend of the model, or None"
+        known = config is None or isinstance(config, (CompilationConfig, Backend))
+        require(known, "config", where, config, expected)
         limits, plan = dispatcher.limits, dispatcher.plan()
         require_callable("model", where, model)
         require_items("inputs", where, inputs)
@@ -400,8 +406,8 @@ class CudaGraphManager:
 
         Modes, sizes and attention support are those of the settings: ``cudagraph_mode``,
         ``cudagraph_capture_sizes`` (left out: :func:`capture_sizes`, up to 512 tokens) and the
-        least ``support`` of ``splitting_ops``. A built-in boundary that cannot be in a FULL graph
-        is found at its capture, which is then refused with a warning.
+        least ``support`` of ``splitting_ops``. A FULL capture that meets an unfit built-in boundary
+        is refused with a warning.
 
         Args:
             model: a module or a function. It is compiled with ``guards="none"`` and dynamic
@@ -412,9 +418,9 @@ class CudaGraphManager:
             max_num_reqs: the most requests in a batch.
             config: the settings, unless the model is compiled; left out: environment and defaults.
             device: of the buffers; left out: that of the parameters.
-            **arguments: further arguments of :class:`CudagraphDispatcher`, such as ``query_lens``,
-                ``lora`` and ``axes``, and of :class:`CudaGraphManager`, such as ``metadata``; and
-                ``agreement``, which returns that of ranks about the dispatcher.
+            **arguments: those of :class:`CudagraphDispatcher`, such as ``query_lens``, ``axes``,
+                ``only_captured=False`` (steps capture what they need); of
+                :class:`CudaGraphManager`, such as ``metadata``; ``agreement``: returns one.
 
         Returns:
             The manager, before :meth:`capture`.
@@ -423,13 +429,11 @@ class CudaGraphManager:
             ConfigError: unknown or impossible settings and arguments.
 
         Example:
-            >>> import torch
             >>> from cgcompile.serving import Batch, InputBuffer
             >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50))
             >>> ids = InputBuffer("input", ("tokens",), torch.int64)
-            >>> limits = {"max_num_tokens": 8, "max_num_reqs": 8}
-            >>> manager = CudaGraphManager.from_model(model, [ids], **limits)
-            >>> manager.run(Batch(3, 3, {"input": torch.tensor([4, 2, 7])})).shape
+            >>> engine = CudaGraphManager.from_model(model, [ids], max_num_tokens=8, max_num_reqs=8)
+            >>> engine.run(Batch(3, 3, {"input": torch.tensor([4, 2, 7])})).shape
             torch.Size([3, 50])
         """
         require_callable("model", _FROM_MODEL, model)
@@ -445,7 +449,9 @@ class CudaGraphManager:
         limits = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}
         dispatcher = CudagraphDispatcher(mode, **{**settings, **limits, **of_dispatcher})
         agreed = _agreed(own.pop("agreement", None), dispatcher)
-        return cls(model, agreed, inputs, device=device, config=config, **own)
+        manager = cls(model, agreed, inputs, device=device, config=config, **own)
+        dispatcher.only_captured &= of_dispatcher.get("only_captured", True)
+        return manager
 
     def _piecewise(self) -> Any:
         """Return what runs PIECEWISE steps: the compiled model, or a wrapper."""

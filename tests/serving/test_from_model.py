@@ -127,6 +127,17 @@ def test_support_is_that_of_the_least_capable_boundary() -> None:
 
 
 @pytest.mark.slow
+def test_steps_capture_where_that_is_chosen(device: str) -> None:
+    manager = built(device, settings(device), only_captured=False)
+    replays = []
+    for _ in range(4):
+        check_equal(manager, requests(1, 2, device=device))
+        replays.append(manager.counters.replays)
+    assert replays[-1] > replays[1]
+    assert manager.dispatcher.only_captured is False
+    assert built(device, settings(device)).dispatcher.only_captured
+
+
 def test_declarations_may_come_from_an_iterator() -> None:
     manager = built("cpu", settings("cpu"), inputs=iter(INPUTS))
     assert manager.inputs.specs == INPUTS
