@@ -187,12 +187,12 @@ def warn_of_earlier(text: str) -> None:
 Moved = Callable[[dict[str, Any], Any], Callable[[Any], None] | None]
 
 
-def takes_earlier(**earlier: tuple[str, Moved]) -> Callable[[F_], F_]:
+def takes_earlier(**earlier: tuple[str, Any, Moved]) -> Callable[[F_], F_]:
     """Decorate a constructor to take arguments of earlier names, with a FutureWarning.
 
     Args:
-        earlier: by name, what replaces it, and a function that moves its value into the arguments,
-            by name, or returns what is called with the new object.
+        earlier: by name, what replaces it, its default, and a function that moves its value into
+            the arguments, by name, or returns what is called with the new object.
     """
 
     def decorate(function: F_) -> F_:
@@ -206,9 +206,9 @@ def takes_earlier(**earlier: tuple[str, Moved]) -> Callable[[F_], F_]:
             arguments = signature.bind_partial(*args, **kwargs).arguments
             then = []
             for name, value in values.items():
-                instead, move = earlier[name]
-                text = f"argument {name} is deprecated: {instead}"
-                warn_of_earlier(text)
+                instead, default, move = earlier[name]
+                text = "leave it out, as that is the default" if value is default else instead
+                warn_of_earlier(f"argument {name} is deprecated: {text}")
                 then.append(move(arguments, value))
             instance = arguments.pop("self")
             function(instance, **arguments)

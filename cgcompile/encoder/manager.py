@@ -528,9 +528,9 @@ class EncoderCudaGraphManager:
     """
 
     @takes_earlier(
-        check_weights=("use config=, with checks='-weights'", _move_check_weights),
-        calibrate=("use costs='measured'", _move_calibrate),
-        inference_mode=("call allow_gradients() afterwards", _finish_inference_mode),
+        check_weights=("use config=, with checks='-weights'", True, _move_check_weights),
+        calibrate=("use costs='measured'", False, _move_calibrate),
+        inference_mode=("call allow_gradients() afterwards", True, _finish_inference_mode),
     )
     @checked_but("device", "sharder")
     def __init__(

@@ -321,16 +321,21 @@ class CudaGraphManager:
     """
 
     @takes_earlier(
-        check_weights=("use config=, with checks='-weights'", _move_check("weights")),
-        check_metadata=("use config=, with checks='-metadata'", _move_check("metadata")),
-        agreement=("give the Agreement as dispatcher", _move_agreement),
-        backend=("give the handle as config", _move_backend),
-        graph_capture=("use hooks=, with GraphHooks.around_captures()", _move_context),
+        check_weights=("use config=, with checks='-weights'", True, _move_check("weights")),
+        check_metadata=("use checks of config=", None, _move_check("metadata")),
+        agreement=("give the Agreement as dispatcher", None, _move_agreement),
+        backend=("give the handle as config", None, _move_backend),
+        graph_capture=(
+            "use hooks=, with GraphHooks.around_captures()",
+            nullcontext,
+            _move_context,
+        ),
         lazily=(
             "set dispatcher.only_captured = False afterwards, or give from_model that argument",
+            False,
             _finish_lazily,
         ),
-        inference_mode=("call allow_gradients() afterwards", _finish_inference_mode),
+        inference_mode=("call allow_gradients() afterwards", True, _finish_inference_mode),
     )
     @checked_but("device", "inputs", "hooks", "model", "dispatcher", "config")
     def __init__(
@@ -420,7 +425,7 @@ class CudaGraphManager:
             device: of the buffers; left out: that of the parameters.
             **arguments: those of :class:`CudagraphDispatcher`, such as ``query_lens``, ``axes``,
                 ``only_captured=False`` (steps capture what they need); of
-                :class:`CudaGraphManager`, such as ``metadata``; ``agreement``: returns one.
+                :class:`CudaGraphManager`, such as ``metadata``; and ``agreement=Agreement``.
 
         Returns:
             The manager, before :meth:`capture`.

@@ -406,6 +406,12 @@ def test_an_earlier_argument_keeps_the_settings_beside_it() -> None:
         pytest.raises(ConfigError, match="the handle is not found on the model"),
     ):
         CudaGraphManager(Decoder().eval(), dispatcher("FULL"), INPUTS, **arguments)
+    told = "lazily is deprecated: leave it out, as that is the default"
+    with pytest.warns(FutureWarning, match=told):
+        graph_manager = CudaGraphManager(
+            model, dispatcher("FULL"), INPUTS, device="cpu", lazily=False, config=handle
+        )
+    assert graph_manager.dispatcher.only_captured
     with (
         pytest.warns(FutureWarning, match="agreement is deprecated"),
         pytest.raises(TypeError, match="dispatcher"),
