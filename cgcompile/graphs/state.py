@@ -231,7 +231,8 @@ def _free_tool() -> int | None:
 
 
 def _identities(value: Any) -> list[int]:
-    return [*map(id, value.values() if isinstance(value, dict) else value)]
+    kind = plainly(value)  # methods of a subclass may run code of the user
+    return [*map(id, kind.values(value) if issubclass(kind, dict) else kind.__iter__(value))]
 
 
 class LoadedNames:

@@ -367,7 +367,7 @@ class CudaGraphManager:
         self._arguments = _arguments(model, self.inputs.specs)
         self._optional = axes_of_optional(self.inputs.specs, dispatcher.axes)
         self._metadata, self._prepare = metadata, prepare or self.dummy_batch
-        self._inference_mode = True
+        self._inference_mode, self._device = True, torch.device(device)
         require_items("hooks", where, hooks, GraphHooks)
         self._hooks = tuple(hooks)
         config = config.config if isinstance(config, Backend) else config
@@ -376,12 +376,12 @@ class CudaGraphManager:
         self.statistics = DispatchStatistics(plan, warn_fallbacks=warns, exists=exists)
         self._expires_results = bool(config.debug)
         check_debug("stale" in config.debug)
-        recorder = capture_device(torch.device(device), config.capture_device) if plan else None
+        recorder = capture_device(self._device, config.capture_device) if plan else None
         self.pool = None if recorder is None else GraphPool(recorder)
         self._thread = StepThread() if self.pool is None else self.pool.thread
         require(isinstance(outputs, (str, Sequence)), "outputs", where, outputs, "names of rows")
         rows = Outputs(outputs, largest(plan, FULL))
-        weights_on = torch.device(device).type if "weights" in config.checks else None
+        weights_on = self._device.type if "weights" in config.checks else None
         self._full = FullGraphs(model, dispatcher, rows, self._hooks, self.pool, config, weights_on)
         self._pieces = self._piecewise()
         self._bulk: dict[str, BulkCapture] = {}
@@ -1005,11 +1005,12 @@ class CudaGraphManager:
             full.expire_results(mode)
         arguments = {name: buffers[name] for name in self._arguments}
         additional = metadata.additional
+        ready = additional.get("inputs_ready")
+        if ready is not None and mode is not PIECEWISE:  # neither a replay nor a plain model waits
+            wait_for_inputs(ready, self._device)
         if mode is FULL and (type(additional) is not dict or "inputs_ready" in additional):
             additional = dict(additional)  # compared with that of the context of the capture
-            ready = additional.pop("inputs_ready", None)
-            if ready is not None:  # a replay enters no context: nothing else waits
-                wait_for_inputs(ready, full.wrapper.step_table.device)
+            additional.pop("inputs_ready", None)
             metadata = replace(metadata, additional=additional)
         call = FullCall(full.wrapper, descriptor, arguments, metadata)
         call.padded, call.real, call.in_context = padded, real, self._in_context

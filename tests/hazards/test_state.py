@@ -370,6 +370,29 @@ def test_objects_that_a_model_has_no_more_are_freed(name: str) -> None:
     refused(served, "self.part.factor is 3.0")
 
 
+class Loading(dict[str, float]):
+    """Its items are modules, which ``values`` would import."""
+
+    def values(self) -> Any:
+        raise AssertionError
+
+
+TABLE = Loading(k=2.0)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_methods_of_a_global_dict_are_not_called(name: str) -> None:
+    class Reads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * TABLE["k"]
+
+    served = captured(name, Reads())
+    replays(served, Reads())
+    TABLE["k"] = 3.0
+    refused(served, r"TABLE\['k'\] is 3\.0, was 2\.0")
+    TABLE["k"] = 2.0
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_comparison_adds_no_item(name: str) -> None:
     model = Scaled()

@@ -13,6 +13,7 @@ from lib.manager import (
     EMBEDS,
     FULL,
     INPUTS,
+    NONE,
     PIECEWISE,
     SIZES,
     D,
@@ -402,3 +403,24 @@ def test_a_stream_to_wait_for_is_not_compared(kind: Any, waits: bool, device: st
     scale = 3.0
     with pytest.raises(HostValueChangedError, match=r"additional\['scale'\] is 3\.0"):
         graph_manager.run(requests(3, device=device))
+
+
+@pytest.mark.parametrize(("tokens", "mode"), [(3, FULL), (20, NONE)])
+def test_a_step_that_nothing_else_delays_waits(
+    tokens: int, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(
+        "cgcompile.serving.manager.wait_for_inputs", lambda ready, device: waited.append(ready)
+    )
+
+    def extended(batch: Batch, descriptor: Any, buffers: Any) -> Metadata:
+        return Metadata(buffers["query_start_loc"], additional={"inputs_ready": batch})
+
+    graph_manager = manager("FULL", metadata=extended)
+    graph_manager.capture()
+    waited.clear()
+    batch = requests(tokens)
+    assert graph_manager.dispatched(batch).mode is mode
+    check(graph_manager, batch)
+    assert waited == [batch]
