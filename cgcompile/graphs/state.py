@@ -311,7 +311,7 @@ class State:
         self.sequences: list[tuple[str, Any, tuple[Any, ...]]] = []  # lists with their items
         self.others: list[tuple[str, Any, Any]] = []  # arrays and sets, with their contents
         self.modules: list[tuple[str, torch.nn.Module]] = []
-        self.objects: list[dict[str, Any]] = []  # attributes of objects and modules
+        self.objects: list[tuple[dict[str, Any], frozenset[str]]] = []  # attributes, their names
         self.names: dict[str, set[str]] = {}  # of those attributes, by path of the object
         self.attributes: dict[str, tuple[str, str]] = {}  # path of the object and name, by path
         self.complete = True
@@ -474,7 +474,7 @@ class _Reader:
         kind, children = type(module), module._modules
         is_container = kind.__module__ == "torch.nn.modules.container"
         if children or is_container or not kind.__module__.startswith("torch.nn."):
-            self.state.objects.append(children)
+            self.state.objects.append((children, frozenset(children)))
             self.state.names.setdefault(path, set()).update(children)
         for name, child in children.items():
             self._visit(child, f"{path}.{name}")
@@ -491,7 +491,7 @@ class _Reader:
     def _attributes(
         self, attributes: dict[str, Any], path: str, kind: Any, skipped: Collection[str] = ()
     ) -> None:
-        self.state.objects.append(attributes)
+        self.state.objects.append((attributes, frozenset(attributes)))
         self.state.names.setdefault(path, set()).update(attributes)
         for name, value in list(attributes.items()):
             if name in skipped:
@@ -569,7 +569,7 @@ class _Reader:
         """Note which items are added later: those that code names, all if it reads the whole."""
         keys = tuple(plainly(value).keys(value))
         if all(isinstance(key, str) for key in keys):
-            self.state.objects.append(value)
+            self.state.objects.append((value, frozenset(keys)))
             self.state.names.setdefault(path, set()).update(keys)
             for key in filter(self._is_loaded, keys):
                 self.state.attributes[f"{path}[{key!r}]"] = path, key
@@ -739,14 +739,14 @@ class StateContract:
             if self._is_compared(f"len({path})", None) and _may_change(value, items)
         ]
         self._others = [row for row in state.others if self._is_compared(row[0], row[2])]
-        self._sizes = [(holder, len(holder)) for holder in state.objects]
         self._hooks = torch_ops.hooks_registered()
         self._write()
 
     def _write(self) -> None:
         """Write the comparison: of unwritten dicts all at once, of others each value."""
         model, reads = self._model, Reads()
-        holders = [row.holder for row in self._places] + [holder for holder, _ in self._sizes]
+        objects = self.state.objects
+        holders = [row.holder for row in self._places] + [holder for holder, _ in objects]
         rest = model.watch(self, holders)
         self._epoch, name = model.epoch, reads.bound("model", model)
         reads.unless(f"{name}.epoch != {self._epoch} or not {name}.unwritten()")
@@ -755,9 +755,10 @@ class StateContract:
                 self._compare(reads, self._expression(reads, row), row.value)
         for value, items in self._lists:
             self._compare_items(reads, value, items)
-        for holder, size in self._sizes:
+        for holder, names in objects:
             if id(holder) in rest:
-                reads.unless(f"len({reads.bound('object', holder)}) != {size}")
+                now = f"keys({reads.bound('object', holder)})"
+                reads.unless(f"{now} != {reads.bound('names', names)}")
         for _, value, contents in self._others:
             now = reads.bound("other", value)
             now = now if isinstance(value, set) else f"contents({now})"
@@ -889,6 +890,7 @@ _FUNCTIONS: dict[str, Any] = {
     "hooks_registered": torch_ops.hooks_registered,
     "identities": raw_memory.identities,
     "item": dict.get,
+    "keys": dict.keys,
     "same_value": same_value,
 }
 

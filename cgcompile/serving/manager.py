@@ -1005,13 +1005,8 @@ class CudaGraphManager:
             full.expire_results(mode)
         arguments = {name: buffers[name] for name in self._arguments}
         additional = metadata.additional
-        ready = additional.get("inputs_ready")
-        if ready is not None and mode is not PIECEWISE:  # neither a replay nor a plain model waits
-            wait_for_inputs(ready, self._device)
-        if mode is FULL and (type(additional) is not dict or "inputs_ready" in additional):
-            additional = dict(additional)  # compared with that of the context of the capture
-            additional.pop("inputs_ready", None)
-            metadata = replace(metadata, additional=additional)
+        if mode is not PIECEWISE and ("inputs_ready" in additional or type(additional) is not dict):
+            metadata = self._waited(metadata)
         call = FullCall(full.wrapper, descriptor, arguments, metadata)
         call.padded, call.real, call.in_context = padded, real, self._in_context
         if mode is FULL:
@@ -1024,6 +1019,17 @@ class CudaGraphManager:
         if why is not None and why.reason not in _OF_PARTS:
             self._ran_plain = why
         return full.track(result, descriptor) if "stale" in self._config.debug else result
+
+    def _waited(self, metadata: Metadata) -> Metadata:
+        """Wait for inputs, as neither a replay nor a plain model does; return all other metadata.
+
+        The rest is in a dict, as in the forward context of the capture, with which it is compared.
+        """
+        additional = dict(metadata.additional)
+        ready = additional.pop("inputs_ready", None)
+        if ready is not None:
+            wait_for_inputs(ready, self._device)
+        return replace(metadata, additional=additional)
 
     def _in_context(self, call: FullCall, mode: CUDAGraphMode = FULL) -> set_forward_context:
         """Return the forward context of a step, to be entered."""

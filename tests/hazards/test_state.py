@@ -370,6 +370,36 @@ def test_objects_that_a_model_has_no_more_are_freed(name: str) -> None:
     refused(served, "self.part.factor is 3.0")
 
 
+class Defaults:
+    factor = 2.0
+
+    def __init__(self) -> None:
+        self.unused = 0
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_an_attribute_in_place_of_another_hides_that_of_the_class(name: str) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Defaults()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.part.factor
+
+    model = Reads()
+    served = captured(name, model)
+    replays(served, model)
+    del model.part.unused
+    model.part.other = 0
+    replays(served, model)
+    del model.part.other
+    model.part.factor = 3.0
+    refused(served, r"self\.part\.factor is 3\.0, was missing")
+    del model.part.factor
+    replays(served, model)
+
+
 class Loading(dict[str, float]):
     """Its items are modules, which ``values`` would import."""
 
