@@ -674,10 +674,10 @@ class ModelState:
         is_changed = path in self._bookkeeping or path in lists
         return is_changed or path.startswith((*inside, *items))
 
-    def watch(self, contract: "StateContract", holders: Iterable[Any]) -> set[int]:
+    def watch(self, contract: "StateContract", holders: Collection[Any]) -> set[int]:
         """Let writes to dicts and classes raise :attr:`epoch`; return the ids of other holders."""
-        self.update()
-        count, others, tables = len(self._dicts), set(), dict[int, Any]()
+        epoch, count = self.update(), len(self._dicts)
+        others, tables = set(), dict[int, Any]()
         for holder in holders:
             dicts = [holder] if type(holder) is dict else raw_memory.dicts_of_class(holder)
             tables.update((id(table), table) for table in dicts)
@@ -689,7 +689,7 @@ class ModelState:
         if len(self._dicts) > count:
             self._release()
             self._renew()
-        return others
+        return others if self.epoch == epoch else self.watch(contract, holders)
 
     def _release(self) -> None:
         """Drop the dicts of objects that no contract compares any more."""
@@ -701,15 +701,23 @@ class ModelState:
     def update(self) -> int:
         """Raise :attr:`epoch` if a dict was written, which is watched no more; return it."""
         if not self.unwritten():
-            self.epoch += 1
-            for holder in self._versions.changed():
-                self._written[id(holder)] = self._dicts.pop(id(holder))
+            self._note_written(self._versions.changed())
             self._renew()
         return self.epoch
 
+    def _note_written(self, dicts: Iterable[Any]) -> None:
+        self.epoch += 1
+        for holder in dicts:
+            self._written[id(holder)] = self._dicts.pop(id(holder))
+
     def _renew(self) -> None:
+        before = self._versions
         self._versions = raw_memory.DictVersions(tuple(self._dicts.values()))
         self.unwritten = self._versions.hold
+        written = [holder for holder in before.changed() if id(holder) in self._dicts]
+        if written:  # by another thread, before there were the new versions
+            self._note_written(written)
+            self._renew()
 
 
 class StateContract:

@@ -237,6 +237,7 @@ class DictVersions:
     def __init__(self, dicts: tuple[dict[Any, Any], ...]) -> None:
         self.dicts = dicts
         self.hold: Callable[[], bool] = lambda: True
+        self._before: list[tuple[int, bool]] = []
         if not dicts:
             return
         from torch._C._dynamo.guards import RootGuardManager, dict_version

@@ -400,6 +400,35 @@ def test_an_attribute_in_place_of_another_hides_that_of_the_class(name: str) -> 
     replays(served, model)
 
 
+def test_a_write_while_watched_dicts_are_renewed_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [types.SimpleNamespace(factor=2.0) for _ in range(2)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.parts[0].factor * self.parts[1].factor
+
+    model = Reads()
+    served = captured("CUDAGraphWrapper", model)
+    replays(served, model)
+    create = raw_memory.DictVersions.__init__
+
+    def writing(self: Any, dicts: Any) -> None:  # as another thread may
+        model.parts[1].factor = 3.0
+        create(self, dicts)
+
+    model.parts[0].factor = float("2")
+    with monkeypatch.context() as patched:
+        patched.setattr(raw_memory.DictVersions, "__init__", writing)
+        refused(served, r"parts\[1\]\.factor is 3\.0, was 2\.0")
+    refused(served, r"parts\[1\]\.factor is 3\.0, was 2\.0")
+    model.parts[1].factor = 2.0
+    replays(served, model)
+
+
 class Loading(dict[str, float]):
     """Its items are modules, which ``values`` would import."""
 
