@@ -444,7 +444,7 @@ class CudaDevice:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._index = index  # torch takes ten times as long to find the index of a device
-        # Called at every replay, so torch's C functions as they are.
+        # Called at every replay, so torch's functions as they are.
         self.is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self.stream_key: Callable[[], int] = raw_memory.raw_stream_of(index)
 

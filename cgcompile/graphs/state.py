@@ -137,7 +137,7 @@ def names_of_layer(kind: Any) -> frozenset[str]:
 
 def runs_closed(function: FunctionType) -> bool:
     """Return whether the code of a function is not looked into, whatever it wraps."""
-    return is_closed(function.__globals__.get("__name__") or "")
+    return is_closed(str(function.__globals__.get("__name__") or ""))
 
 
 class RanCode:
@@ -210,7 +210,7 @@ class RanCode:
         code, scope = frame.f_code, frame.f_globals
         if code not in self.codes and self._is_recording() and not self._is_importing(frame):
             self.codes[code] = scope
-            if not is_closed(scope.get("__name__") or ""):
+            if not is_closed(str(scope.get("__name__") or "")):
                 for name in names_loaded(code)[1] & scope.keys():
                     if isinstance(scope[name], (dict, list)):
                         self._containers.setdefault(name, (scope[name], _identities(scope[name])))
@@ -245,7 +245,7 @@ class LoadedNames:
         self.globals: list[tuple[dict[str, Any], str]] = []
         stored: set[tuple[int, str]] = set()
         for code, scope in codes.items():
-            module_name = scope.get("__name__") or ""
+            module_name = str(scope.get("__name__") or "")
             if code.co_name == "<module>":
                 continue  # an import
             if is_closed(module_name) or module_name.startswith("torch."):

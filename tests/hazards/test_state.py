@@ -453,6 +453,22 @@ def test_methods_of_a_global_dict_are_not_called(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
+def test_code_of_a_namespace_whose_name_is_no_text(name: str) -> None:
+    scope: dict[str, Any] = {"__name__": 7, "factor": 2.0}
+    exec("def scaled(x): return x * factor", scope)
+    scaled = scope["scaled"]
+
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return scaled(x)
+
+    served = captured(name, Calls())
+    replays(served, Calls())
+    scope["factor"] = 3.0
+    refused(served, r"factor is 3\.0, was 2\.0")
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_a_comparison_adds_no_item(name: str) -> None:
     model = Scaled()
     model.table = collections.defaultdict(float, k=2.0)
