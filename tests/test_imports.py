@@ -260,7 +260,7 @@ LOADS: dict[str, set[str]] = {
     "kernels": {"torch_compat"},
     "passes": {"kernels", "torch_compat"},
     "graphs": {"torch_compat"},
-    "pieces": {"kernels", "passes", "torch_compat"},
+    "pieces": {"graphs", "kernels", "passes", "torch_compat"},
     "testing": {"graphs", "torch_compat"},
     "runtime": _COMPILER - {"adapters"},
     "adapters": _COMPILER,

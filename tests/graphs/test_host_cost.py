@@ -17,6 +17,8 @@ from cgcompile.serving import Batch, CudagraphDispatcher, InputBuffer, Metadata
 ROWS, WIDTH = 4, 8
 CONFIG = cgcompile.CompilationConfig(capture_device="host")
 PACKAGE = str(pathlib.Path(cgcompile.__file__).parent)
+# Of one input: builds of torch for CUDA compare addresses in C++, others by a loop in Python.
+LOOP = 0 if torch.backends.cuda.is_built() else 21
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="opcodes differ between versions of Python"
@@ -85,7 +87,7 @@ def test_opcodes_of_a_wrapper() -> None:
     wrapper.clear_graphs()
     with torch.inference_mode(), context:
         wrapper(x)
-        assert opcodes_of(lambda: wrapper(x)) <= 1_010
+        assert opcodes_of(lambda: wrapper(x)) <= 1_010 + LOOP
     assert wrapper.counters.replays >= 5
 
 
@@ -114,5 +116,5 @@ def test_opcodes_of_a_manager(mode: str, most: int) -> None:
     with torch.inference_mode():
         torch.testing.assert_close(manager.run(Batch(3, 1, {"input": x})), manager.model(x))
         batch = Batch(3, 1, {"input": x})
-        assert opcodes_of(lambda: manager.run(batch)) <= most
+        assert opcodes_of(lambda: manager.run(batch)) <= most + LOOP
     assert manager.counters.replays >= 5
