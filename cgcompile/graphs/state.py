@@ -253,9 +253,16 @@ class LoadedNames:
             names, global_names = names_loaded(code)
             self.names |= names
             self.whole |= names_read_whole(code)
-            self.globals += [(scope, name) for name in global_names if name in scope]
+            found = [name for name in global_names if name in scope]
+            self.globals += [(scope, name) for name in found if not _is_namespace(scope[name])]
             stored.update((id(scope), name) for name in globals_stored(code))
         self.globals = [row for row in self.globals if (id(row[0]), row[1]) not in stored]
+
+
+def _is_namespace(value: Any) -> bool:
+    """Return whether a dict holds the globals of a module, as ``G`` does of Dynamo's guards."""
+    name = value.get("__name__") if type(value) is dict else None
+    return isinstance(name, str) and getattr(sys.modules.get(name), "__dict__", None) is value
 
 
 def globals_stored(code: CodeType) -> list[str]:
@@ -631,13 +638,14 @@ class ModelState:
         assert self._before is not None
         known = len(self._codes)
         self._codes.update(ran.codes)
-        self._bookkeeping.update(f"len(global {name})" for name in ran.written)
         grew = len(self._codes) > known
         if grew:
             self._loaded = LoadedNames(self._codes)
             self._add_cached()
         if grew or self._last is None or not self._last.holds():
             now = self.read()
+            written = [f"global {name}" for name in ran.written]
+            self._bookkeeping.update(f"len({now.shared.get(path, path)})" for path in written)
             both = self._before.values.keys() & now.values.keys()
             differences = _differences(self._before, now)
             changed = [path for path, value, _ in differences if path in both or value is _MISSING]

@@ -1071,7 +1071,11 @@ TABLE: tuple[Row, ...] = (
     Row("training mode", training_mode, OF_STATE),
     Row("closure cell", closure_cell, OF_STATE),
     Row("global", global_number, OF_STATE),
-    Row("attribute of a nested class", attribute_of_a_nested_class, OF_STATE),
+    Row(
+        "attribute of a nested class",
+        attribute_of_a_nested_class,
+        OF_STATE if torch.__version__ >= "2.12" else OF_STATE_NOT_IN_DYNAMO,
+    ),
     Row("static method replaced", _method_of_the_class(staticmethod), OF_STATE),
     Row("class method replaced", _method_of_the_class(classmethod), OF_STATE_NOT_IN_DYNAMO),
     Row("value of a descriptor", value_of_a_descriptor, OF_STATE),

@@ -103,6 +103,34 @@ def test_a_dropped_model_is_freed_at_once(name: str, layers: int) -> None:
         gc.enable()
 
 
+RUNS: dict[str, int] = {}
+ALSO = {"runs": RUNS}
+SPACE = globals()
+
+
+def count() -> None:
+    RUNS["step"] = RUNS.get("step", 0) + 1
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("other", [lambda: ALSO["runs"], lambda: SPACE["RUNS"]], ids=["dict", "G"])
+def test_what_the_step_changes_is_bookkeeping_under_each_name(name: str, other: Any) -> None:
+    class Counts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            other()  # code that has run before
+            count()
+            return x * 2
+
+    RUNS.clear()
+    model = Counts()
+    served = captured(name, model)
+    for _ in range(3):
+        RUNS.clear()
+        replays(served, model, steps=1)
+    RUNS["step"] = 7
+    replays(served, model)
+
+
 def test_negative_zero_and_other_types_differ() -> None:
     model = Scaled()
     model.scale = 0.0
