@@ -26,7 +26,7 @@ from cgcompile.config import CompilationConfig
 from cgcompile.errors import CaptureError, ConfigError
 from cgcompile.graphs.arena import MIB
 from cgcompile.reasons import Fallback, Reason
-from cgcompile.torch_compat import raw_memory
+from cgcompile.torch_compat import raw_memory, torch_settings
 
 
 class DevicePool(Protocol):
@@ -447,10 +447,13 @@ class CudaDevice:
         # Called at every replay, so torch's functions as they are.
         self.is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self.stream_key: Callable[[], int] = raw_memory.raw_stream_of(index)
+        if torch.cuda.is_initialized():
+            torch_settings.settle_attention_kernels(self.device)
 
     def new_pool(
         self, stream: torch.cuda.Stream, lasting: Callable[[int], bool] | None = None
     ) -> CudaPool:
+        torch_settings.settle_attention_kernels(self.device)
         return CudaPool(self.device, stream)
 
     def new_graph(self) -> CudaGraph:

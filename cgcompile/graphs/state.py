@@ -253,8 +253,8 @@ class LoadedNames:
             names, global_names = names_loaded(code)
             self.names |= names
             self.whole |= names_read_whole(code)
-            found = [name for name in global_names if name in scope]
-            self.globals += [(scope, name) for name in found if not _is_namespace(scope[name])]
+            held = [name for name in global_names if name in scope]
+            self.globals += [(scope, name) for name in held if not _is_namespace(scope[name])]
             stored.update((id(scope), name) for name in globals_stored(code))
         self.globals = [row for row in self.globals if (id(row[0]), row[1]) not in stored]
 

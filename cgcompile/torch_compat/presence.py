@@ -36,7 +36,7 @@ DOCUMENTED_NAMES: Mapping[str, str] = {
 # (``_cuda_endAllocateToPool``, ``_cuda_releasePool``); three others of ``torch._C`` are missing in
 # some builds without CUDA.
 PRIVATE_NAMES: Mapping[str, str] = {
-    "torch": "_foreach_add_ _neg_view",
+    "torch": "_foreach_add_ _fused_sdp_choice _neg_view",
     "torch.UntypedStorage": "_new_with_weak_ptr",
     "torch._C": "_AutoDispatchBelowAutograd _construct_storage_from_data_pointer "
     "_cuda_clearCublasWorkspaces _cuda_endAllocateToPool _cuda_getCurrentRawStream "

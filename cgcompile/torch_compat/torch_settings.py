@@ -8,7 +8,7 @@ together they take 1.5 microseconds.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -68,6 +68,15 @@ _TRACE_SETTINGS = (
     "torch function modes, which include the default device,",
     "torch dispatch modes",
 )
+
+
+@cache
+def settle_attention_kernels(device: torch.device) -> None:
+    """Let torch choose the priority of attention kernels, which it does at the first attention."""
+    # torch 2.11 to 2.14 put cuDNN first on compute capability 9.0 and 10.0; a graph that was
+    # captured before would see another setting after.
+    query = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=device)
+    torch._fused_sdp_choice(query, query, query)
 
 
 def kernel_settings() -> tuple[Any, ...]:

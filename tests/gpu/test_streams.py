@@ -1,4 +1,9 @@
-"""Inputs that another stream writes, and replays on changing streams."""
+"""What else a process does on the device: other streams, a first attention after a capture."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,3 +94,40 @@ def test_a_capture_waits_for_a_replay_on_another_stream() -> None:
     assert (after.replays - before.replays, after.captures - before.captures) == (1, 1)
     assert_same(replayed, large * 3)
     assert_same(captured, small * 3)
+
+
+FIRST = """
+import torch
+import cgcompile
+from cgcompile import BatchDescriptor
+linear = torch.nn.Linear(64, 64, device="cuda").requires_grad_(False)
+x = torch.randn(4, 64, device="cuda")
+wrapper = cgcompile.CUDAGraphWrapper(linear)
+backend = cgcompile.Backend(compiler="eager")
+compiled = torch.compile(linear, backend=backend)
+def step(call):
+    with cgcompile.set_forward_context(
+        cudagraph_runtime_mode="FULL", batch_descriptor=BatchDescriptor(4)
+    ):
+        return call(x)
+with torch.inference_mode():
+    for call in (wrapper, compiled):
+        for _ in range(3):
+            step(call)
+    q = torch.randn(1, 2, 8, 64, device="cuda", dtype=torch.float16)
+    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    for call in (wrapper, compiled):
+        x.normal_()
+        torch.testing.assert_close(step(call), linear(x))
+print(wrapper.counters.captures, backend.counters.captures)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_attention_of_a_process_leaves_graphs_as_they_are() -> None:
+    """torch changes the priority of attention kernels at that call."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", FIRST]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "1 1\n", done.stderr
