@@ -8,14 +8,15 @@ The rule a caller keeps: ``uniform_decode`` is stated, never guessed. Prefills o
 the same numbers and run other kernels; :func:`is_uniform_decode` tells them apart.
 """
 
+import itertools
 import logging
 import operator
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, final
 
 from cgcompile.descriptor import BatchDescriptor
-from cgcompile.errors import BatchError
+from cgcompile.errors import BatchError, ConfigError
 from cgcompile.modes import AttentionCGSupport, CUDAGraphMode
 from cgcompile.reasons import Fallback, Reason
 from cgcompile.serving.plan import (
@@ -29,11 +30,13 @@ from cgcompile.serving.plan import (
     Variant,
     capture_order,
     checked_ladders,
+    decode_ladder,
     in_variant,
     resolve_mode,
     shapes_of,
     variant_in_pieces,
     variants_of,
+    whole_numbers,
 )
 from cgcompile.serving.sizes import mode_named
 from cgcompile.settings import (
@@ -44,6 +47,7 @@ from cgcompile.settings import (
     require_arguments,
     require_items,
     require_kind,
+    takes_earlier,
 )
 
 log = logging.getLogger(__name__)
@@ -329,6 +333,71 @@ def _find_piecewise(
     return _plain(num_tokens, why)
 
 
+def _divided(axes: Iterable[Axis | LoraCases]) -> tuple[LoraCases, tuple[Axis, ...]]:
+    """Divide axes into the LoRA cases, of which there is at most one, and the others."""
+    where = "CudagraphDispatcher"
+    axes = (axes,) if isinstance(axes, (Axis, LoraCases)) else axes
+    require_items("axes", where, axes)
+    listed = tuple(axes)
+    cases = [axis for axis in listed if isinstance(axis, LoraCases)]
+    others = tuple(axis for axis in listed if not isinstance(axis, LoraCases))
+    require_items("axes", where, others, Axis)
+    require(len(cases) <= 1, "axes", where, listed, "at most one LoraCases")
+    return cases[0] if cases else LoraCases(), others
+
+
+def _move_decode_sizes(arguments: dict[str, Any], sizes: Any) -> None:
+    if sizes is None:
+        return
+    require_kind("decode_sizes", "CudagraphDispatcher", sizes, Mapping)
+    lengths = arguments.get("query_lens")
+    if lengths is not None and {*lengths} != {*sizes}:
+        raise ConfigError.impossible(
+            what="decode_sizes together with other query_lens",
+            because="both set the sizes of uniform decode",
+            instead="Give query_lens={length: sizes} alone.",
+        )
+    arguments["query_lens"] = sizes
+
+
+def _move_decode_num_reqs(arguments: dict[str, Any], counts: Any) -> None:
+    """Make the sizes of each query length: these requests, and the most that fits."""
+    if counts is None:
+        return
+    counts, lengths = whole_numbers("decode_num_reqs", counts), arguments.get("query_lens")
+    if isinstance(lengths, Mapping):
+        raise ConfigError.impossible(
+            what="decode_num_reqs together with decode_sizes",
+            because="both set the sizes of uniform decode",
+            instead="Give query_lens={length: sizes} alone.",
+        )
+    lengths = whole_numbers("query_lens", (1,) if lengths is None else lengths)
+    (reqs,) = whole_numbers("max_num_reqs", (arguments["max_num_reqs"],))
+    arguments["sizes"] = sizes = whole_numbers("sizes", arguments["sizes"])
+    tokens = arguments.get("max_num_tokens")
+    if tokens is None:
+        varlen = (arguments.get("varlen_decode_sizes") or {}).values()
+        largest = [length * min(counts[-1], reqs) for length in lengths if counts]
+        tokens = max([*sizes, *largest, *itertools.chain(*varlen)], default=1)
+    most = {length: min(reqs, tokens // length) for length in lengths}
+    if all(most.values()):  # else the constructor refuses the length
+        lengths = {length: decode_ladder(length, most[length], counts) for length in lengths}
+    arguments["query_lens"] = lengths
+
+
+def _move_lora(arguments: dict[str, Any], lora: LoraCases | None) -> None:
+    require_kind("lora", "CudagraphDispatcher", lora, LoraCases, maybe=True)
+    axes = arguments.get("axes", ())
+    axes = (axes,) if isinstance(axes, Axis) else axes
+    arguments["axes"] = axes if lora is None else (*axes, lora)
+
+
+def _finish_only_captured(
+    _: dict[str, Any], only_captured: bool
+) -> Callable[["CudagraphDispatcher"], None]:
+    return lambda dispatcher: setattr(dispatcher, "only_captured", only_captured)
+
+
 class CudagraphDispatcher:
     """Choose the graph of each step, from the numbers of its batch.
 
@@ -353,21 +422,17 @@ class CudagraphDispatcher:
             of uniform decode follow from them unless they are given.
         max_num_reqs: the most requests in a batch.
         max_num_tokens: the most tokens in a padded batch; left out, the largest size of all.
-        query_lens: tokens per request of uniform decode (1 + k with k draft tokens); left out, the
-            keys of ``decode_sizes``, or 1.
-        decode_num_reqs: numbers of requests from which the sizes of uniform decode are made, per
-            query length; left out, those that fit into each of ``sizes``. The most that fits is
-            always added. ``capture_sizes(max_num_reqs)`` gives fewer graphs for long queries.
-        decode_sizes: in place of these two: per query length, sizes in tokens, multiples of it.
+        query_lens: tokens per request of uniform decode (1 + k with k draft tokens); left out, 1.
+            Sizes are as many requests as fit into each of ``sizes``, and the most that fits. A
+            mapping has the sizes of each length: multiples of it in tokens, such as those that
+            :func:`decode_sizes` returns, which need fewer graphs for long queries.
         varlen_decode_sizes: per bound, sizes in tokens of FULL graphs for batches whose longest
             query is within the bound.
-        lora: the numbers of active LoRA adapters that have graphs.
-        axes: further axes of the key; a batch gives their values as ``extra``, in this order.
+        axes: further axes of the key: a :class:`LoraCases`, with the numbers of active LoRA
+            adapters that have graphs, and each :class:`Axis`; a batch gives the values of these as
+            ``extra``, in this order.
         support: how far the least capable attention of the model goes into a FULL graph.
-        support_why: which attention that is, for messages.
         piecewise: the model can run in pieces: it is compiled piecewise, or breakable.
-        only_captured: dispatch only what :meth:`captured` has named; for after a bulk capture. If
-            False, a planned graph is dispatched, so that the step captures it. May be changed.
 
     Attributes:
         mode: the mode after resolution.
@@ -376,7 +441,9 @@ class CudagraphDispatcher:
         limits: has ``max_num_reqs`` and ``max_num_tokens``.
         query_lens: the lengths of uniform decode that have graphs, or would have if attention
             allowed them.
-        axes: the axes, in the order of ``extra``.
+        axes: each :class:`Axis`, in the order of ``extra``.
+        only_captured: dispatch only what :meth:`captured` has named; for after a bulk capture.
+            False until it is set: a planned graph is dispatched, so that the step captures it.
 
     Raises:
         ConfigError: no graph is possible in ``mode``, or a number is out of range.
@@ -388,7 +455,14 @@ class CudagraphDispatcher:
         ('PIECEWISE', 4)
     """
 
-    @checked_but("sizes", "decode_sizes", "varlen_decode_sizes", "axes")
+    @takes_earlier(
+        decode_sizes=("give them as query_lens", None, _move_decode_sizes),
+        decode_num_reqs=("use query_lens={length: decode_sizes(...)}", None, _move_decode_num_reqs),
+        lora=("give the LoraCases among axes", None, _move_lora),
+        only_captured=("set that attribute afterwards", False, _finish_only_captured),
+        support_why=("leave it out: messages name the support", "", lambda arguments, why: None),
+    )
+    @checked_but("sizes", "query_lens", "varlen_decode_sizes", "axes")
     def __init__(
         self,
         mode: CUDAGraphMode | str,
@@ -396,30 +470,21 @@ class CudagraphDispatcher:
         *,
         max_num_reqs: int,
         max_num_tokens: int | None = None,
-        query_lens: Sequence[int] | None = None,
-        decode_num_reqs: Iterable[int] | None = None,
-        decode_sizes: Mapping[int, Iterable[int]] | None = None,
+        query_lens: Iterable[int] | Mapping[int, Iterable[int]] | None = None,
         varlen_decode_sizes: Mapping[int, Iterable[int]] | None = None,
-        lora: LoraCases | None = None,
-        axes: Iterable[Axis] = (),
+        axes: Iterable[Axis | LoraCases] = (),
         support: AttentionCGSupport = AttentionCGSupport.NEVER,
-        support_why: str = "",
         piecewise: bool = True,
-        only_captured: bool = False,
     ) -> None:
         where = "CudagraphDispatcher"
         self.asked = mode_named(mode, where)
-        axes = (axes,) if isinstance(axes, Axis) else axes
-        require_items("axes", where, axes)
-        for name, flag in (("piecewise", piecewise), ("only_captured", only_captured)):
-            require_kind(name, where, flag, bool)
+        self._lora, self.axes = _divided(axes)
+        require_kind("piecewise", where, piecewise, bool)
         ladders = checked_ladders(
             sizes,
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
-            query_lens=query_lens,
-            decode_num_reqs=decode_num_reqs,
-            decode_sizes=decode_sizes,
+            query_lens=(1,) if query_lens is None else query_lens,
             varlen_decode_sizes=varlen_decode_sizes,
         )
         self.limits, self.query_lens = ladders, tuple(ladders.decode)
@@ -429,22 +494,18 @@ class CudagraphDispatcher:
             query_lens=self.query_lens,
             bounded=bool(ladders.varlen),
             piecewise=piecewise,
-            support_why=support_why,
         )
         self.mode, self.degraded = resolution.mode, resolution.whys
         change = "" if self.mode is self.asked else f" becomes {self.mode.name}"
         for why in self.degraded:
             log.warning("CUDA graph mode %s%s: %s", self.asked.name, change, why)
-        self.axes = tuple(axes)
-        require_items("axes", where, self.axes, Axis)
-        self._lora = LoraCases() if lora is None else lora
         variants = variants_of(self._lora, self.axes)
         self._tables, self._graphs = build_tables(shapes_of(resolution, ladders), variants)
         self._max_num_reqs = max_num_reqs
         # Of batches without LoRA; axes have to be resolved for each batch.
         self._plain = None if self.axes else self._serving(False, 0, ())[0]
         self._set_reasons(resolution.mixed_why, resolution.decode_why)
-        self.only_captured = only_captured
+        self.only_captured = False
 
     def summary(self) -> str:
         """Return the mode, and how many of the planned graphs exist."""
@@ -475,6 +536,7 @@ class CudagraphDispatcher:
 
     @only_captured.setter
     def only_captured(self, value: bool) -> None:
+        require_kind("only_captured", "CudagraphDispatcher", value, bool)
         self._only_captured = value
         for graph in self._graphs.values():
             graph.settle(value)

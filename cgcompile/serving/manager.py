@@ -84,17 +84,19 @@ _OF_PARTS = EXPECTED - {Reason.WARMING}
 _FROM_MODEL = "CudaGraphManager.from_model"
 
 
-def _divided(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide arguments between dispatcher and manager; raise if one belongs to neither."""
+def _divided(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Divide arguments between dispatcher and manager, and ``only_captured``; raise for others."""
+    only_captured = arguments.pop("only_captured", True)
+    of_earlier_dispatchers = vars(CudagraphDispatcher.__init__)["earlier"]
     of_dispatcher = {*signature(CudagraphDispatcher).parameters} - {"mode"}
     of_manager = {*signature(CudaGraphManager).parameters} - {"dispatcher", "backend"}
     earlier = {*vars(CudaGraphManager.__init__)["earlier"]} - {"backend"}
     for name in arguments:
-        if name not in of_dispatcher | of_manager | earlier:
-            names = sorted(of_dispatcher | of_manager)
+        if name not in of_dispatcher | of_manager | earlier | {*of_earlier_dispatchers}:
+            names = sorted({*of_dispatcher, *of_manager, "only_captured"})
             raise ConfigError.unknown_setting(name=name, where=_FROM_MODEL, known=names, earlier={})
     mine = {name: value for name, value in arguments.items() if name in of_manager | earlier}
-    return {name: arguments[name] for name in arguments if name not in mine}, mine
+    return {name: arguments[name] for name in arguments if name not in mine}, mine, only_captured
 
 
 def _declared(inputs: Iterable[InputBuffer]) -> list[InputBuffer]:
@@ -423,9 +425,9 @@ class CudaGraphManager:
             max_num_reqs: the most requests in a batch.
             config: the settings, unless the model is compiled; left out: environment and defaults.
             device: of the buffers; left out: that of the parameters.
-            **arguments: those of :class:`CudagraphDispatcher`, such as ``query_lens``, ``axes``,
-                ``only_captured=False`` (steps capture what they need); of
-                :class:`CudaGraphManager`, such as ``metadata``; and ``agreement=Agreement``.
+            **arguments: those of :class:`CudagraphDispatcher`, such as ``query_lens``, ``axes``; of
+                :class:`CudaGraphManager`, such as ``metadata``; ``only_captured=False`` (steps
+                capture what they need); and ``agreement=Agreement``.
 
         Returns:
             The manager, before :meth:`capture`.
@@ -442,7 +444,7 @@ class CudaGraphManager:
             torch.Size([3, 50])
         """
         require_callable("model", _FROM_MODEL, model)
-        inputs, (of_dispatcher, own) = _declared(inputs), _divided(arguments)
+        inputs, (of_dispatcher, own, captured) = _declared(inputs), _divided(arguments)
         device = _device_of(model) if device is None else device
         model, config = _compiled(model, inputs, config)
         mode = config.cudagraph_mode or CUDAGraphMode.NONE
@@ -455,7 +457,7 @@ class CudaGraphManager:
         dispatcher = CudagraphDispatcher(mode, **{**settings, **limits, **of_dispatcher})
         agreed = _agreed(own.pop("agreement", None), dispatcher)
         manager = cls(model, agreed, inputs, device=device, config=config, **own)
-        dispatcher.only_captured &= of_dispatcher.get("only_captured", True)
+        dispatcher.only_captured = dispatcher.only_captured and captured
         return manager
 
     def _piecewise(self) -> Any:

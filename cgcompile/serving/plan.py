@@ -52,7 +52,7 @@ class LoraCases:
 
     Example:
         >>> dispatcher = cgcompile.serving.CudagraphDispatcher(
-        ...     "PIECEWISE", [8], max_num_reqs=8, lora=cgcompile.serving.LoraCases((1, 4))
+        ...     "PIECEWISE", [8], max_num_reqs=8, axes=[cgcompile.serving.LoraCases((1, 4))]
         ... )
         >>> batch = dispatcher.dispatch(8, num_reqs=4, has_lora=True, num_active_loras=3)
         >>> batch.descriptor.num_active_loras
@@ -287,42 +287,32 @@ def checked_ladders(
     *,
     max_num_reqs: int,
     max_num_tokens: int | None,
-    query_lens: Iterable[int] | None,
-    decode_num_reqs: Iterable[int] | None,
-    decode_sizes: Mapping[int, Iterable[int]] | None,
+    query_lens: Iterable[int] | Mapping[int, Iterable[int]],
     varlen_decode_sizes: Mapping[int, Iterable[int]] | None,
 ) -> Ladders:
     """Build the ladders from the arguments of the dispatcher, documented there."""
     sizes = whole_numbers("sizes", sizes)
     whole_numbers("max_num_reqs", (max_num_reqs,))
-    decode = _ladders_by_length("decode_sizes", decode_sizes)
     varlen = _ladders_by_length("varlen_decode_sizes", varlen_decode_sizes)
     whole_numbers("varlen_decode_sizes", varlen)
-    default = (1,) if decode_sizes is None else decode
-    lengths = whole_numbers("query_lens", default if query_lens is None else query_lens)
-    counts = None if decode_num_reqs is None else whole_numbers("decode_num_reqs", decode_num_reqs)
-    if decode_sizes is not None and (counts is not None or lengths != tuple(sorted(decode))):
-        raise ConfigError.impossible(
-            what="decode_sizes together with decode_num_reqs or other query_lens",
-            because="both set the sizes of uniform decode",
-            instead="Give decode_sizes alone, or the other two.",
-        )
+    decode = _ladders_by_length("query_lens", query_lens) if isinstance(query_lens, Mapping) else {}
+    lengths = whole_numbers("query_lens", query_lens)
     if max_num_tokens is None:
-        largest = [q * min(counts[-1], max_num_reqs) for q in lengths] if counts else []
-        every = itertools.chain(sizes, largest, *decode.values(), *varlen.values())
+        every = itertools.chain(sizes, *decode.values(), *varlen.values())
         max_num_tokens = max(every, default=1)
     whole_numbers("max_num_tokens", (max_num_tokens,))
-    if decode_sizes is None:
+    if not isinstance(query_lens, Mapping):
         most = {q: min(max_num_reqs, max_num_tokens // q) for q in lengths}
         expected = f"at most max_num_tokens = {max_num_tokens}"
         for q in lengths:
             require(most[q] > 0, "query_lens", _WHERE, q, expected)
-        decode = {q: _decode_ladder(q, most[q], counts, sizes) for q in lengths}
+        decode = {q: decode_ladder(q, most[q], [size // q for size in sizes]) for q in lengths}
     decode = {q: decode[q] for q in lengths}  # ascending
     _require_within("sizes", sizes, max_num_tokens)
-    for kind, ladders, exact in (("decode", decode, True), ("varlen_decode", varlen, False)):
+    for kind, ladders in (("query_lens", decode), ("varlen_decode_sizes", varlen)):
+        exact = kind == "query_lens"
         for length, ladder in ladders.items():
-            name = f"{kind}_sizes[{length}]"
+            name = f"{kind}[{length}]"
             _require_within(name, ladder, max_num_tokens)
             require(bool(ladder), name, _WHERE, ladder, "at least one size")
             limit = length * max_num_reqs
@@ -347,13 +337,9 @@ def _require_within(name: str, sizes: tuple[int, ...], max_num_tokens: int) -> N
         require(size <= max_num_tokens, name, _WHERE, size, expected)
 
 
-def _decode_ladder(
-    query_len: int, most: int, counts: Iterable[int] | None, sizes: Iterable[int]
-) -> tuple[int, ...]:
+def decode_ladder(query_len: int, most: int, counts: Iterable[int]) -> tuple[int, ...]:
     """Return sizes of uniform decode: request counts x query length, and the most that fits."""
-    # Without counts, no batch is padded to more than the next of ``sizes``.
-    wanted = (size // query_len for size in sizes) if counts is None else counts
-    usable = {count for count in wanted if 0 < count < most}
+    usable = {count for count in counts if 0 < count < most}
     return tuple(count * query_len for count in sorted({*usable, most}))
 
 

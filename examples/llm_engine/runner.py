@@ -25,6 +25,7 @@ from cgcompile.serving import (
     InputBuffer,
     Metadata,
     capture_sizes,
+    decode_sizes,
     is_uniform_decode,
 )
 from llm_engine.attention import PagedMetadata, splitting_op
@@ -169,14 +170,16 @@ class Runner:
             query_lens: tokens of each request in uniform decode.
         """
         begin = time.perf_counter()
-        limits = self.limits
+        limits, counts = self.limits, capture_sizes(self.limits.num_reqs)
         dispatcher = CudagraphDispatcher(
             graph_mode(mode),
             limits.sizes or ladder(limits.num_tokens),
             max_num_reqs=limits.num_reqs,
             max_num_tokens=limits.num_tokens,
-            query_lens=query_lens,
-            decode_num_reqs=capture_sizes(limits.num_reqs),
+            query_lens={
+                length: decode_sizes(counts, length, limits.num_reqs, limits.num_tokens)
+                for length in query_lens
+            },
             support=SUPPORT,
         )
         self.manager = CudaGraphManager(

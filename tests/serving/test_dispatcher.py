@@ -13,13 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.asserts import watched
-from lib.oracles import EVERY_MODE, Batch, Mode, decode, dispatcher, short
+from lib.oracles import ALWAYS, EVERY_MODE, Batch, Mode, decode, dispatcher, short
 from lib.snapshots import assert_snapshot
 
 from cgcompile import AttentionCGSupport, BatchDescriptor
 from cgcompile.errors import BatchError, ConfigError
 from cgcompile.reasons import Reason
-from cgcompile.serving import Axis, LoraCases, get_cudagraph_sizes, is_uniform_decode
+from cgcompile.serving import (
+    Axis,
+    CudagraphDispatcher,
+    LoraCases,
+    decode_sizes,
+    get_cudagraph_sizes,
+    is_uniform_decode,
+)
 from cgcompile.serving.statistics import text_table
 
 FULL, PIECEWISE, DECODE_ONLY = Mode.FULL, Mode.PIECEWISE, Mode.FULL_DECODE_ONLY
@@ -104,7 +111,7 @@ def by_lora() -> dict:
     rows = {}
     for active in (None, 0, 1, 3, 4, 5, 6):
         batch = decode(5, has_lora=active is not None, num_active_loras=active or 0)
-        row = {name: short(batch.through(dispatcher(lora=lora))) for name, lora in cases.items()}
+        row = {name: short(batch.through(dispatcher(axes=[lora]))) for name, lora in cases.items()}
         rows["no LoRA" if active is None else f"{active or 'uncounted'} active"] = row
     return rows
 
@@ -173,7 +180,7 @@ def test_number_of_graphs_per_mode() -> None:
     assert planned(FULL) == planned(DECODE_ONLY) == {"FULL": 2}
     assert planned(PIECEWISE) == {"PIECEWISE": 2}
     assert planned(Mode.FULL_AND_PIECEWISE) == {"FULL": 2, "PIECEWISE": 2}
-    assert planned(FULL, lora=LoraCases((1, 2, 4, 5))) == {"FULL": 10}
+    assert planned(FULL, axes=[LoraCases((1, 2, 4, 5))]) == {"FULL": 10}
 
 
 @pytest.mark.parametrize(
@@ -191,7 +198,7 @@ def test_lora_cases(cases: LoraCases, listed: tuple[int, ...]) -> None:
 
 def test_largest_first_and_of_one_size_the_most_demanding_first() -> None:
     lora = LoraCases((2,))
-    plan = dispatcher(sizes=[4], max_num_reqs=4, query_lens=(1, 2), lora=lora).plan()
+    plan = dispatcher(sizes=[4], max_num_reqs=4, query_lens=(1, 2), axes=lora).plan()
     assert [(mode.name, key.num_reqs, key.num_active_loras) for mode, key in plan] == [
         ("PIECEWISE", None, 2),
         ("PIECEWISE", None, 0),
@@ -206,13 +213,13 @@ def test_largest_first_and_of_one_size_the_most_demanding_first() -> None:
     ("settings", "expected"),  # (tokens, requests, query length or bound) of the FULL graphs
     [
         ({"mode": FULL, "sizes": [4, 16], "max_num_reqs": 6}, [(16, 6, None), (4, 4, None)]),
-        ({"decode_sizes": {3: [3, 18]}, "max_num_reqs": 6}, [(18, 6, 3), (3, 1, 3)]),
+        ({"query_lens": {3: [3, 18]}, "max_num_reqs": 6}, [(18, 6, 3), (3, 1, 3)]),
         # sizes of decode come from requests, and contain the most that fits
         (
-            {"query_lens": (1, 3), "decode_num_reqs": [2, 99]},
+            {"query_lens": {q: decode_sizes([2, 99], q, 8, 99) for q in (1, 3)}},
             [(24, 8, 3), (8, 8, 1), (6, 2, 3), (2, 2, 1)],
         ),
-        ({"query_lens": (3,), "max_num_tokens": 16, "decode_num_reqs": []}, [(15, 5, 3)]),
+        ({"query_lens": (3,), "max_num_tokens": 16}, [(15, 5, 3)]),
         # sizes in tokens are rounded down to whole requests
         ({"sizes": [3, 6, 9], "query_lens": (3,), "max_num_reqs": 3}, [(9, 3, 3), (6, 2, 3), (3, 1, 3)]),
         ({"sizes": [4, 8], "query_lens": (3,), "max_num_reqs": 2}, [(6, 2, 3), (3, 1, 3)]),
@@ -247,8 +254,8 @@ def test_decode_is_padded_no_further_than_by_sizes_in_tokens(
 
 # ---------------------------------------------------------------- single batches
 
-DRAFTS = {"decode_sizes": {1: [2, 4, 6, 8], 2: [2, 4, 6, 8], 3: [3, 6], 4: [4, 8]}}
-BESIDE = {"sizes": [1, 2, 4, 8, 16, 24], "decode_sizes": {3: [3, 6, 9, 18, 24]}}
+DRAFTS = {"query_lens": {1: [2, 4, 6, 8], 2: [2, 4, 6, 8], 3: [3, 6], 4: [4, 8]}}
+BESIDE = {"sizes": [1, 2, 4, 8, 16, 24], "query_lens": {3: [3, 6, 9, 18, 24]}}
 BOUND = {"sizes": [16], "varlen_decode_sizes": {3: [8]}}
 
 
@@ -334,7 +341,8 @@ def test_captured_graphs() -> None:
 
 @pytest.mark.parametrize("lazily", [False, True])
 def test_batches_skip_a_missing_graph_for_the_next_larger_one(lazily: bool) -> None:
-    dispatch = dispatcher(sizes=[2, 4, 8], only_captured=not lazily)
+    dispatch = dispatcher(sizes=[2, 4, 8])
+    dispatch.only_captured = not lazily
     for mode, key in dispatch.plan():
         dispatch.captured(mode, key)
     dispatch.refused(FULL, BatchDescriptor(4, 4, True), "no room")
@@ -377,9 +385,8 @@ def test_lesser_modes_have_reasons(caplog) -> None:
     uniform = dispatcher(FULL, piecewise=False, support=AttentionCGSupport.UNIFORM_BATCH)
     assert uniform.mode is DECODE_ONLY
     assert short(Batch(7).through(uniform)) == "NONE(7t) attention_support"
-    never = {"support": AttentionCGSupport.NEVER, "support_why": "ns::attend"}
-    assert dispatcher(**never).mode is PIECEWISE
-    assert "attention support is NEVER (ns::attend)" in caplog.text
+    assert dispatcher(support=AttentionCGSupport.NEVER).mode is PIECEWISE
+    assert "attention support is NEVER" in caplog.text
 
 
 @pytest.mark.parametrize("mode", [FULL, PIECEWISE, DECODE_ONLY, Mode.FULL_AND_PIECEWISE])
@@ -407,18 +414,11 @@ AXIS = "one hashable value per axis"
                 ({"sizes": []}, "at least one size for mode FULL_AND_PIECEWISE"),
                 ({"max_num_tokens": 8}, "sizes = 16; expected at most max_num_tokens = 8"),
                 ({"max_num_reqs": 0}, "max_num_reqs"),
-                ({"decode_sizes": {3: [8]}}, r"decode_sizes\[3\] = 8; expected multiples of 3, at"),
-                ({"decode_sizes": {3: [27]}}, r"at most 3 x max_num_reqs = 24"),
-                ({"decode_sizes": {3: []}}, "at least one size"),
-                ({"decode_sizes": {}}, "at least one length of decode"),
-                (
-                    {"decode_sizes": {1: [1]}, "query_lens": (3,)},
-                    "together with decode_num_reqs or other",
-                ),
-                (
-                    {"decode_sizes": {1: [1]}, "decode_num_reqs": [1]},
-                    "together with decode_num_reqs",
-                ),
+                ({"query_lens": {3: [8]}}, r"query_lens\[3\] = 8; expected multiples of 3, at"),
+                ({"query_lens": {3: [27]}}, r"at most 3 x max_num_reqs = 24"),
+                ({"query_lens": {3: []}}, "at least one size"),
+                ({"query_lens": {}}, "at least one length of decode"),
+                ({"axes": [LoraCases((1,)), LoraCases((2,))]}, "at most one LoraCases"),
                 ({"query_lens": (17,)}, "query_lens = 17; expected at most max_num_tokens = 16"),
                 ({"varlen_decode_sizes": {2: [17]}}, "at most 2 x max_num_reqs = 16"),
                 ({"varlen_decode_sizes": {0: [1]}}, "varlen_decode_sizes"),
@@ -506,3 +506,45 @@ def test_a_step_costs_the_same_on_any_ladder() -> None:
 def test_a_hit_makes_no_object() -> None:
     dispatch = dispatcher()
     assert decode(5).through(dispatch) is decode(7).through(dispatch)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "advice"),
+    [
+        ({"decode_sizes": {3: [3, 9]}}, {"query_lens": {3: [3, 9]}}, "give them as query_lens"),
+        (
+            {"query_lens": (1, 3), "decode_num_reqs": [2, 99]},
+            {"query_lens": {1: [2, 8], 3: [6, 24]}},
+            "use query_lens={length: decode_sizes",
+        ),
+        ({"decode_num_reqs": [2]}, {"query_lens": {1: [2, 8]}}, "use query_lens="),
+        (
+            {"lora": LoraCases((2,)), "axes": Axis("a", [1])},
+            {"axes": [Axis("a", [1]), LoraCases((2,))]},
+            "give the LoraCases among axes",
+        ),
+        ({"support_why": "ns::attend"}, {}, "leave it out"),
+    ],
+)
+def test_earlier_arguments_work_with_a_warning(earlier, now, advice) -> None:
+    with pytest.warns(FutureWarning, match=advice) as warned:
+        former = CudagraphDispatcher(
+            DECODE_ONLY, [4, 16], max_num_reqs=8, support=ALWAYS, **earlier
+        )
+    assert warned[0].filename == __file__
+    present = CudagraphDispatcher(DECODE_ONLY, [4, 16], max_num_reqs=8, support=ALWAYS, **now)
+    assert former.plan() == present.plan()
+    assert (former.limits, former.axes) == (present.limits, present.axes)
+
+
+def test_earlier_arguments_that_contradict_each_other_are_refused() -> None:
+    for more in ({"query_lens": (3,)}, {"decode_num_reqs": [1]}):
+        with (
+            pytest.warns(FutureWarning),
+            pytest.raises(ConfigError, match="sizes of uniform decode"),
+        ):
+            dispatcher(decode_sizes={1: [1]}, **more)
+    with pytest.warns(FutureWarning, match="only_captured is deprecated: set that attribute"):
+        assert dispatcher(only_captured=True).only_captured
+    with pytest.raises(ConfigError, match="only_captured = 'x'; expected bool"):
+        dispatcher().only_captured = "x"

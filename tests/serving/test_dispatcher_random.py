@@ -29,9 +29,9 @@ def dispatchers(draw) -> tuple[CudagraphDispatcher, LoraCases]:
         draw(st.sampled_from(GRAPHS)),
         draw(st.sets(NUMBERS, min_size=1)),
         max_num_reqs=most,
-        decode_sizes=decode,
+        query_lens=decode,
         varlen_decode_sizes=varlen,
-        lora=lora,
+        axes=[lora],
         support=draw(st.sampled_from(AttentionCGSupport)),
     )
     return dispatch, lora

@@ -158,7 +158,7 @@ def test_a_graph_for_mixed_batches_is_captured_with_a_long_query() -> None:
     assert seen[BatchDescriptor(4, 4)] == (4, 4, [0, 1, 2, 3, 4])
     assert seen[BatchDescriptor(16, 8)] == (8, 16, [0, 2, 4, 6, 8, 10, 12, 14, 16])
     seen.clear()
-    dispatch = dispatcher("FULL_DECODE_ONLY", query_lens=(3,), decode_num_reqs=[4])
+    dispatch = dispatcher("FULL_DECODE_ONLY", query_lens={3: [12, 24]})
     manager(dispatch=dispatch, metadata=noted).capture()
     assert seen[BatchDescriptor(12, 4, True)] == (4, 3, [0, 3, 6, 9, 12])
 
@@ -475,7 +475,7 @@ def test_sizes_before_and_after_capture(mode: str, lazily: bool) -> None:
 
 
 def test_sizes_of_decode_with_drafts() -> None:
-    dispatch = dispatcher("FULL_DECODE_ONLY", query_lens=(1, 3), decode_num_reqs=[2])
+    dispatch = dispatcher("FULL_DECODE_ONLY", query_lens={1: [2, 8], 3: [6, 24]})
     graph_manager = manager(dispatch=dispatch)
     assert graph_manager.cudagraph_sizes == {}
     expected = {n: 6 if n <= 6 else 24 for n in range(3, 25)}
@@ -494,9 +494,7 @@ def test_which_graph_serves() -> None:
         4,
         None,
     )
-    graph_manager = manager(
-        dispatch=dispatcher("FULL", axes=(Axis("a", (1,)),), lora=LoraCases((2,)))
-    )
+    graph_manager = manager(dispatch=dispatcher("FULL", axes=(Axis("a", (1,)), LoraCases((2,)))))
     graph_manager.capture()
     for extra, size in (((1,), 4), ((7,), None)):
         more = {"has_lora": True, "num_active_loras": 1, "extra": extra}

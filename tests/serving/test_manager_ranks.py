@@ -211,7 +211,7 @@ def test_an_idle_rank_captures_lazily(tmp_path: Path) -> None:
 
 def restricted(rank: int, ranks: int) -> Any:
     axes = (Axis("kernel", ("a", "b")), Axis("bound", (8, 16), "pad_up"))
-    dispatch = dispatcher("FULL_AND_PIECEWISE", axes=axes, lora=LoraCases((1, 4)))
+    dispatch = dispatcher("FULL_AND_PIECEWISE", axes=(*axes, LoraCases((1, 4))))
     agreement = Agreement(dispatch, check=True)
     rows = []
 
