@@ -16,10 +16,14 @@ from hypothesis import HealthCheck, settings
 from lib.dynamo import guards_of_later_torch
 from lib.patience import PATIENCE
 
-# pytest 9.2 and later give their handlers to every logger that does not propagate. torch takes any
-# handler of this one for the wish to trace: each graph, guard and fake tensor would be written down
-# as JSON, which costs a sixth of the time of tests that compile.
-logging.getLogger("torch.__trace").propagate = True
+# pytest 9.2 and later give their handlers to every logger that does not propagate: 60 loggers of
+# torch, five times a test. And torch takes any handler of ``torch.__trace`` for the wish to trace:
+# each graph, guard and fake tensor would be written down as JSON, a sixth of the time of tests that
+# compile.
+for _name in [name for name in logging.root.manager.loggerDict if name.startswith("torch")]:
+    logging.getLogger(_name).propagate = True
+
+gc.set_threshold(10_000, 50, 100)  # fewer collections that nothing asked for: 0.3 s of 10
 
 # An example may take as long as a busy machine makes it.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -204,15 +208,30 @@ def count_of_frozen() -> Iterator[Callable[[], int]]:
         yield count
 
 
-@pytest.fixture(autouse=True, scope="module")
-def earlier_is_frozen(count_of_frozen: Callable[[], int]) -> None:
-    """Collections skip what was there before this file: modules of torch, caches of other files.
+def young_collections() -> int:
+    """How often Python looked at its newest objects: once for 10,000 of them that stay."""
+    return gc.get_stats()[0]["collections"]
 
-    Each capture outside of a batch collects garbage, which took a third of the time of all tests.
-    Nothing is thawed at the end, which would have the next file look at all of it again.
+
+@pytest.fixture(autouse=True, scope="session")
+def frozen_at(count_of_frozen: Callable[[], int]) -> list[int]:
+    """``young_collections()`` when objects were frozen."""
+    return [young_collections()]
+
+
+@pytest.fixture(autouse=True)
+def earlier_is_frozen(frozen_at: list[int]) -> None:
+    """Collections skip what was there before: modules of torch, caches, objects of earlier tests.
+
+    Each capture outside of a batch collects garbage, which took a third of the time of all tests,
+    and a fifth of that of a long file when objects were frozen once a file. So they are frozen again
+    after 30,000 more. Nothing is thawed at the end, which would have the next test look at all of
+    it again.
     """
-    gc.collect()
-    gc.freeze()
+    if young_collections() - frozen_at[0] >= 3:
+        gc.collect()
+        gc.freeze()
+        frozen_at[0] = young_collections()
 
 
 @pytest.fixture(autouse=True, scope="session")
