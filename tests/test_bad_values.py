@@ -348,7 +348,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "EncoderCudaGraphManager.plan": lambda: {"mm_kwargs": IMAGES},
     "EncoderCudaGraphManager.graph_inputs": lambda: {"key": encoder.GraphKey("default", 16)},
     "EncoderCudaGraphManager.supports_modality": lambda: {"modality": "image"},
-    "EncoderCaptureAxis": lambda: {"name": "frames", "values": (1, 2)},
+    "EncoderBuffer": lambda: {"rows": "patches", "rows_per_token": 4},
     "EncoderItemSpec": lambda: ITEM,
     "Explanation.to_html": lambda: {"path": f"{folder()}/page.html"},
     "HostStaging": lambda: {"buffer": torch.zeros(4)},

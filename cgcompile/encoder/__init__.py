@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cgcompile.encoder.packing import Costs
     from cgcompile.encoder.patches import PatchEncoder, PatchOffsets, PatchTable
     from cgcompile.encoder.protocol import (
-        EncoderCaptureAxis,
+        EncoderBuffer,
         EncoderCudaGraphCaptureInputs,
         EncoderCudaGraphConfig,
         EncoderCudaGraphPaddingLogic,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Costs",
-    "EncoderCaptureAxis",
+    "EncoderBuffer",
     "EncoderCudaGraphCaptureInputs",
     "EncoderCudaGraphConfig",
     "EncoderCudaGraphManager",
@@ -62,7 +62,7 @@ if not TYPE_CHECKING:
             "encoder.packing": "Costs",
             "encoder.patches": "PatchEncoder PatchOffsets PatchTable",
             "encoder.protocol": (
-                "EncoderCaptureAxis EncoderCudaGraphCaptureInputs EncoderCudaGraphConfig "
+                "EncoderBuffer EncoderCudaGraphCaptureInputs EncoderCudaGraphConfig "
                 "EncoderCudaGraphPaddingLogic EncoderCudaGraphPathConfig "
                 "EncoderCudaGraphReplayBuffers EncoderItemSpec SupportsEncoderCudaGraph "
                 "supports_encoder_cudagraph"
@@ -73,6 +73,7 @@ if not TYPE_CHECKING:
         moved={
             "encoder.budgets": "Budgets resolve_budgets resolve_frames smallest_budget",
             "encoder.packing": "Capacity Group Need pack",
+            "encoder.protocol": "EncoderCaptureAxis",
             "encoder.sharding": "shares_by_load",
         },
     )

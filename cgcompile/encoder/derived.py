@@ -20,8 +20,11 @@ from cgcompile.encoder.graphs import GraphInputs
 from cgcompile.encoder.lifting import HostTrace, LiftedRun, Site
 from cgcompile.encoder.patches import offset_buffer, positions_tail
 from cgcompile.encoder.protocol import (
+    OFFSETS,
     PATCHES,
     TOKENS,
+    ZEROS,
+    EncoderBuffer,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
@@ -33,7 +36,7 @@ from cgcompile.graphs.reads import modules_of
 from cgcompile.settings import require, require_arguments
 from cgcompile.torch_compat import torch_ops
 
-ITEMS, CONSTANT, OFFSETS, TABLE = "items", "constant", "offsets", "table"
+ITEMS, CONSTANT, TABLE = "items", "constant", "table"
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2}
 _LOWEST = 3e-2  # tolerance for bfloat16 and lower precision
 _REMEMBERED = 512  # items whose host values are kept
@@ -591,15 +594,20 @@ class DerivedEncoder(SupportsEncoderCudaGraph):
 
     def _new_config(self, modality: str) -> EncoderCudaGraphConfig:
         values = [value for value in self._values if value.kind != CONSTANT]
-        units = {value.name: value.unit for value in values if value.unit != ITEMS}
+        rules = dict.fromkeys(self._inputs.rows, EncoderBuffer(PATCHES))
+        for value in values:
+            tail = positions_tail if value.permutes else ZEROS
+            longest = value.longest if value.kind == OFFSETS else None
+            unit = None if value.unit == ITEMS else value.unit
+            rules[value.name] = EncoderBuffer(
+                unit, OFFSETS if value.kind == OFFSETS else tail, longest
+            )
         return EncoderCudaGraphConfig(
             modalities=[modality],
             buffer_keys=[*self._inputs.rows, *[value.name for value in values]],
             out_hidden_size=self._columns,
             max_frames_per_video=0,
-            padding_logics={value.name: positions_tail for value in values if value.permutes},
-            offset_keys={v.name: v.longest for v in values if v.kind == OFFSETS},
-            buffer_rows={**dict.fromkeys(self._inputs.rows, PATCHES), **units},
+            padding_logics=rules,
         )
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:

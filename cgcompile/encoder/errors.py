@@ -33,7 +33,7 @@ class EncoderError(CGCompileError, ValueError):
         table {key!r} is a permutation of its rows, {values:first 8} of two small images, and its \
         padding rows are zeros: inverted, such as by argsort, they would move real rows.
         Give PatchTable(tail="positions"): it continues the permutation, and is right for an index \
-        to gather from as well. padding_logics= sets any other tail.""")
+        to gather from as well. A function as tail= sets any other.""")
     columns = Template("""
         {method}() returned tensors of {found:list} columns; out_hidden_size of \
         EncoderCudaGraphConfig is {expected}.
@@ -122,7 +122,7 @@ class EncoderError(CGCompileError, ValueError):
         buffer {key!r}: the value is {found}; expected {expected} rows, the \
         {unit} of {items} items.
         Padding would hide rows that are missing. Return one for each of the {unit}, or set what \
-        the rows count (PatchTable(rows=...), buffer_rows).""")
+        the rows count (rows= of PatchTable or EncoderBuffer).""")
     offsets = Template("""
         buffer {key!r}: offsets are {found}; expected {expected}.
         Offsets are the ends of all sequences behind a leading 0, not lengths: take \
@@ -137,7 +137,7 @@ class EncoderError(CGCompileError, ValueError):
         most= of PatchOffsets returned too few for this budget. Without PatchEncoder, capture \
         offset buffers with max_frames_per_batch + 2 entries: the last one is padding.""")
     no_offset_end = Template("""
-        prepare_encoder_cudagraph_capture_inputs(): buffer {key!r} is among offset_keys, and its \
+        prepare_encoder_cudagraph_capture_inputs(): buffer {key!r} has offsets, and its \
         last entry is {last}; expected the number of rows, no entry above it.
         Padding extends to the last entry of the capture; no kernel writes rows behind it.""")
     padding_failed = Template("""

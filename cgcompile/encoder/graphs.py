@@ -32,6 +32,7 @@ from cgcompile.encoder.protocol import (
     CheckedModel,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
+    EncoderCudaGraphPaddingLogic,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
     check_cast,
@@ -127,10 +128,11 @@ class GraphInputs:
         self._config = config
         self.values: dict[str, torch.Tensor] = dict(values)
         # Last offsets. A copy on the device, so that nothing synchronises: buffers are overwritten.
-        self._ends = {key: values[key][-1:].clone() for key in config.offset_keys}
+        offsets = config.longest_padding
+        self._ends = {key: values[key][-1:].clone() for key in offsets}
         self._steps = {
             key: torch.arange(1, len(values[key]) + 1, device=values[key].device) * longest
-            for key, longest in config.longest_padding.items()
+            for key, longest in offsets.items()
             if longest is not None
         }
 
@@ -142,7 +144,7 @@ class GraphInputs:
 
     def check_offsets(self) -> None:
         """Raise unless offsets end with their largest. Synchronises: for captures alone."""
-        for key in self._config.offset_keys:
+        for key in self._ends:
             offsets = self.values[key].reshape(-1).tolist()
             if not offsets or offsets[-1] < 1 or offsets[-1] < max(offsets):
                 raise EncoderError.no_offset_end(key=key, last=offsets[-1] if offsets else None)
@@ -156,8 +158,8 @@ class GraphInputs:
                 self._check(key, dst, values[key])
         kept = []
         for key, dst in self.values.items():
-            value = values[key]
-            if value is None and self._config.on_none.get(key) != ZERO:
+            value, rule = values[key], self._config.buffers[key]
+            if value is None and rule.on_none != ZERO:
                 kept.append(key)
                 continue
             if poison:
@@ -166,8 +168,8 @@ class GraphInputs:
             if value is None:
                 dst.zero_()
                 self._fill(key, dst, dst[:1] if dst.dim() else dst)
-            elif key in self._config.padding_logics:
-                self._pad(key, dst, value)
+            elif callable(rule.tail):
+                self._pad(key, dst, value, rule.tail)
             else:
                 self._fill(key, dst, value)
         return kept
@@ -176,7 +178,7 @@ class GraphInputs:
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
             raise EncoderError.buffer_value(key=key, found=kind, expected="a tensor, or None")
-        if key in self._config.padding_logics:
+        if callable(self._config.buffers[key].tail):
             return
         alike = _alike(value, dst.shape, dst.dtype)
         if alike and key in self._ends and len(value) >= len(dst):
@@ -212,12 +214,18 @@ class GraphInputs:
         tail.copy_(torch.minimum(rising, end))
         dst[-1:].copy_(end)
 
-    def _pad(self, key: str, dst: torch.Tensor, value: torch.Tensor) -> None:
+    def _pad(
+        self,
+        key: str,
+        dst: torch.Tensor,
+        value: torch.Tensor,
+        logic: EncoderCudaGraphPaddingLogic,
+    ) -> None:
         """Let a padding logic write a buffer; restore one that it moved, and raise."""
         address, room = dst.data_ptr(), layout(dst)
         memory = dst.untyped_storage(), dst.storage_offset(), dst.size(), dst.stride()
         try:
-            self._config.padding_logics[key](dst, value)
+            logic(dst, value)
         except Exception as error:
             dst.set_(*memory)
             text = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -309,12 +317,11 @@ class EncoderSetup:
 
     def all_keys(self) -> list[GraphKey]:
         """Return all graphs to capture, the largest first."""
-        axes = [axis.values for axis in self.config.capture_axes]
         keys = [
             GraphKey(path, budget, values)
             for path, budgets in self.limits.budgets.items()
             for budget in budgets
-            for values in product(*axes)
+            for values in product(*self.config.graph_sets[path].axes.values())
         ]
         return sorted(keys, key=lambda key: (key.budget, key.axes), reverse=True)
 
@@ -653,11 +660,12 @@ class EncoderGraphs:
 
         def converted(key: str, value: torch.Tensor) -> torch.Tensor:
             shape, dtype = layouts[key]
-            if key not in self._config.padding_logics and not _alike(value, shape, dtype):
+            if callable(self._config.buffers[key].tail):  # it may cast as it likes
+                return value.to(self._setup.device, dtype)
+            if not _alike(value, shape, dtype):
                 expected = f"rows of {list(shape)} of {str(dtype).removeprefix('torch.')}"
                 raise EncoderError.buffer_layout(key=key, found=layout(value), expected=expected)
-            if key not in self._config.padding_logics:  # which may cast as it likes
-                check_cast(key, value, dtype)
+            check_cast(key, value, dtype)
             return value.to(self._setup.device, dtype)
 
         return converted

@@ -154,6 +154,8 @@ class EncoderCalls:
     ) -> None:
         self._model, self._config, self._limits = setup.model, setup.config, setup.limits
         self._paths = setup.paths
+        self._axis_names = {name for path in setup.config.graph_sets.values() for name in path.axes}
+        self._rows_per_token = max(rule.rows_per_token for rule in self._config.buffers.values())
         self._graphs = graphs
         self.statistics, self.costs = statistics, costs  # may be replaced
         self._warns = inferred_items and setup.settings.warn_fallbacks  # of few items, once
@@ -170,9 +172,9 @@ class EncoderCalls:
                 )
             spec.__post_init__()  # its fields may have been set since
             self._check_paths(item, spec)
-            for axis in self._config.capture_axes:
-                if axis.name not in spec.axes:
-                    raise EncoderError.no_axis(item=item, axis=axis.name, known=sorted(spec.axes))
+            for name in self._axis_names:
+                if name not in spec.axes:
+                    raise EncoderError.no_axis(item=item, axis=name, known=sorted(spec.axes))
         return specs
 
     def _check_paths(self, item: int, spec: EncoderItemSpec) -> None:
@@ -247,7 +249,9 @@ class EncoderCalls:
         for item, spec in enumerate(specs):
             if not self._has_tokens(spec):
                 continue
-            if self._axes([spec]) is None:  # alone, so that other items keep their graph
+            if self._axis_names and self._exceeds_axes(
+                spec
+            ):  # alone, so that other items keep their graph
                 yield [item], Group((item,), (None,) * len(self._paths))
             else:
                 listed.append(item)
@@ -266,15 +270,19 @@ class EncoderCalls:
 
     def _room(self, path: str, spec: EncoderItemSpec) -> int:
         """Return the output tokens that an item occupies: its result's, or those of its input."""
-        rows = self._config.input_rows_per_token
+        rows = self._rows_per_token
         return max(spec.tokens(path), -(-spec.input_size // rows) if rows else 0)
 
-    def _axes(self, specs: list[EncoderItemSpec]) -> tuple[int, ...] | None:
-        """Return the least value of each capture axis that suffices for all items, or None."""
+    def _exceeds_axes(self, spec: EncoderItemSpec) -> bool:
+        """Return whether no graph of a path of an item is captured for its sizes."""
+        return any(spec.tokens(path) and self._axes(path, [spec]) is None for path in self._paths)
+
+    def _axes(self, path: str, specs: list[EncoderItemSpec]) -> tuple[int, ...] | None:
+        """Return the least value of each axis of a path that suffices for all items, or None."""
         values = []
-        for axis in self._config.capture_axes:
-            needed = max(spec.axes[axis.name] for spec in specs)
-            value = next((value for value in axis.values if value >= needed), None)
+        for name, captured in self._config.graph_sets[path].axes.items():
+            needed = max(spec.axes[name] for spec in specs)
+            value = next((value for value in captured if value >= needed), None)
             if value is None:
                 return None
             values.append(value)
@@ -333,7 +341,7 @@ class EncoderCalls:
         self, path: str, budget: int | None, specs: list[EncoderItemSpec]
     ) -> tuple[GraphKey | None, Reason | None]:
         """Return the graph that serves a group on one path, or why none does; nothing runs."""
-        axes = self._axes(specs)
+        axes = self._axes(path, specs)
         if budget and axes is not None:
             key = GraphKey(path, budget, axes)
             if self._graphs.has(key):

@@ -9,7 +9,7 @@ rule: the recorded forward reads these buffers alone, never a grid.
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -19,8 +19,11 @@ import torch
 from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.protocol import (
     DEFAULT,
+    OFFSETS,
     PATCHES,
     TOKENS,
+    ZEROS,
+    EncoderBuffer,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphPaddingLogic,
@@ -35,13 +38,21 @@ from cgcompile.encoder.protocol import (
 )
 from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.reads import modules_of
-from cgcompile.settings import LARGEST_TABLE, checked, require, require_fields, require_whole, whole
+from cgcompile.settings import (
+    LARGEST_TABLE,
+    checked,
+    require,
+    require_fields,
+    require_whole,
+    takes_earlier,
+    whole,
+)
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of one image or video, in patches."""
 
 PIXELS = "pixel_values"
-ZEROS, POSITIONS = "zeros", "positions"
+POSITIONS = "positions"
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,10 @@ class PatchTable:
         dtype: of the buffer; None: that of the encoder, which refuses integers, because it would
             round them: give ``torch.long`` for indices and positions.
         rows: what the first dimension counts, ``"patches"`` or ``"tokens"``.
-        tail: contents of padding rows: ``"zeros"``, or ``"positions"``, the number of the row
-            itself, which makes a permutation of all real rows one of all rows. Zeros behind a
-            permutation are refused at capture.
+        tail: contents of padding rows: ``"zeros"``; ``"positions"``, the number of the row itself,
+            which makes a permutation of all real rows one of all rows; or a function that writes
+            the buffer, see :data:`EncoderCudaGraphPaddingLogic`. Zeros behind a permutation are
+            refused at capture.
 
     Example:
         >>> def places(grids):  # a row for each patch
@@ -71,12 +83,19 @@ class PatchTable:
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     rows: str = PATCHES
-    tail: str = ZEROS
+    tail: str | EncoderCudaGraphPaddingLogic = ZEROS
 
     def __post_init__(self) -> None:
         require_fields(self)
         _require_one_of("rows", self, (PATCHES, TOKENS))
-        _require_one_of("tail", self, (ZEROS, POSITIONS))
+        if not callable(self.tail):
+            _require_one_of("tail", self, (ZEROS, POSITIONS))
+
+    @property
+    def rule(self) -> EncoderBuffer:
+        """How its buffer is filled."""
+        tail = positions_tail if self.tail == POSITIONS else self.tail
+        return EncoderBuffer(self.rows, tail)
 
 
 @dataclass(frozen=True)
@@ -116,6 +135,11 @@ class PatchOffsets:
             padding = self.longest_padding
             require_whole("longest_padding", "PatchOffsets", padding, 1, LARGEST_TABLE)
 
+    @property
+    def rule(self) -> EncoderBuffer:
+        """How its buffer is filled."""
+        return EncoderBuffer(self.rows, OFFSETS, self.longest_padding)
+
 
 def _require_one_of(name: str, record: object, known: Sequence[str]) -> None:
     value = getattr(record, name)
@@ -148,6 +172,24 @@ def offset_buffer(
     return torch.tensor(even, dtype=dtype, device=device)
 
 
+def _finish(name: str) -> Callable[[dict[str, Any], Any], Callable[["PatchEncoder"], None]]:
+    """Return what sets an attribute that was an argument."""
+    return lambda _, value: lambda encoder: setattr(encoder, name, value)
+
+
+def _finish_padding_logics(
+    _: dict[str, Any], logics: Mapping[str, EncoderCudaGraphPaddingLogic] | None
+) -> Callable[["PatchEncoder"], None]:
+    def finish(encoder: "PatchEncoder") -> None:
+        config = encoder.get_encoder_cudagraph_config()
+        rules = {
+            k: EncoderBuffer(config.buffers[k].rows, tail) for k, tail in (logics or {}).items()
+        }
+        encoder._config = replace(config, padding_logics={**config.padding_logics, **rules})
+
+    return finish
+
+
 class PatchEncoder(SupportsEncoderCudaGraph):
     """Adapts a tower of flattened patches to :class:`EncoderCudaGraphManager`.
 
@@ -167,15 +209,15 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         offsets: by name; left out: ``cu_seqlens``, one sequence for each frame.
         tower: the modules whose weights ``forward`` reads; left out: those that it is, holds, or
             names as globals.
-        eager: ``eager(pixel_values, grids)``, the same without graphs; left out: ``forward`` on
-            buffers without padding.
         max_frames_per_video: t of the longest video; 1: images alone.
-        budget_range: (least, most) output tokens of generated budgets.
         inputs: by modality the names of the patches and of their grids.
-        padding_logics: by key, for other tails than those of tables.
+
+    Attributes:
+        tower: as above.
+        budget_range: (least, most) output tokens of generated budgets. May be set.
         odd_grids: accept grids that m does not divide; ``tables`` then make the tower leave out the
-            patches that remain. Else they are refused, because a tower that merges consecutive rows
-            would merge those of different blocks.
+            patches that remain. False until it is set: they are refused, because a tower that
+            merges consecutive rows would merge those of different blocks.
 
     Raises:
         EncoderError: ``forward`` does not take one dictionary.
@@ -190,6 +232,16 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         True
     """
 
+    budget_range: tuple[int, int] = (64, 4096)
+    odd_grids: bool = False
+    _eager: Callable[[torch.Tensor, list[Grid]], Any] | None = None
+
+    @takes_earlier(
+        padding_logics=("use PatchTable(tail=function)", None, _finish_padding_logics),
+        budget_range=("set that attribute afterwards", (64, 4096), _finish("budget_range")),
+        eager=("override encoder_eager_forward", None, _finish("_eager")),
+        odd_grids=("set that attribute afterwards", False, _finish("odd_grids")),
+    )
     @checked
     def __init__(
         self,
@@ -201,18 +253,12 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         tables: Mapping[str, PatchTable] | None = None,
         offsets: Mapping[str, PatchOffsets] | None = None,
         tower: torch.nn.Module | None = None,
-        eager: Callable[[torch.Tensor, list[Grid]], Any] | None = None,
         max_frames_per_video: int = 1,
-        budget_range: tuple[int, int] = (64, 4096),
         inputs: Mapping[str, tuple[str, str]] | None = None,
-        padding_logics: Mapping[str, EncoderCudaGraphPaddingLogic] | None = None,
-        odd_grids: bool = False,
     ) -> None:
         _check_forward(forward)
         self.tower = forward if tower is None else tower
-        self._forward, self._eager = forward, eager
-        self._merge, self._columns, self._odd_grids = merge_size, in_features, odd_grids
-        self._range = budget_range
+        self._forward, self._merge, self._columns = forward, merge_size, in_features
         self._tables = dict(tables or {})
         if offsets is None:
             offsets = {"cu_seqlens": PatchOffsets(frame_offsets)}
@@ -222,25 +268,20 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         if max_frames_per_video > 1:
             names["video"] = ("pixel_values_videos", "video_grid_thw")
         self._inputs = dict(inputs or names)
-        tails = {
-            key: positions_tail for key, table in self._tables.items() if table.tail == POSITIONS
-        }
+        pixels = EncoderBuffer(PATCHES, rows_per_token=merge_size**2)
         self._config = EncoderCudaGraphConfig(
             modalities=list(self._inputs),
             buffer_keys=[PIXELS, *self._tables, *self._offsets],
             out_hidden_size=out_hidden_size,
-            padding_logics={**tails, **(padding_logics or {})},
+            padding_logics={PIXELS: pixels, **{k: c.rule for k, c in self._computed.items()}},
             max_frames_per_video=max_frames_per_video,
-            offset_keys={key: spec.longest_padding for key, spec in self._offsets.items()},
-            input_rows_per_token=merge_size**2,
-            buffer_rows={PIXELS: PATCHES, **{k: spec.rows for k, spec in self._computed.items()}},
         )
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         return self._config
 
     def get_encoder_cudagraph_budget_range(self, settings: Any) -> tuple[int, int]:
-        return self._range
+        return self.budget_range
 
     # -------------------------------------------------------------- items of a call
 
@@ -276,7 +317,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
         valid = [size for size in sizes if size is not None and size >= 0]
         if len(sizes) == len(valid) == 3:
             t, h, w = valid
-            if self._odd_grids or h % self._merge == 0 == w % self._merge:
+            if self.odd_grids or h % self._merge == 0 == w % self._merge:
                 return (t, h, w)
         raise EncoderError.grid(name=name, item=item, found=grid, merge=self._merge)
 
@@ -366,7 +407,7 @@ class PatchEncoder(SupportsEncoderCudaGraph):
                 continue
             value = _checked(key, spec, value, grids)
             check_row_count(key, value, self._config, counts, len(grids), synchronises=True)
-            if isinstance(spec, PatchTable) and key not in self._config.padding_logics:
+            if self._config.buffers[key].tail == ZEROS:
                 _check_permutation(key, value)
 
     # -------------------------------------------------------------- running

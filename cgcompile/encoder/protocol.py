@@ -19,13 +19,24 @@ import torch
 
 from cgcompile.encoder.errors import EncoderError
 from cgcompile.errors import ConfigError
-from cgcompile.settings import is_whole, require, require_fields, require_items, require_kind, whole
+from cgcompile.settings import (
+    Moved,
+    is_whole,
+    require,
+    require_fields,
+    require_items,
+    require_kind,
+    takes_earlier,
+    warn_of_earlier,
+    whole,
+)
 from cgcompile.torch_compat import torch_ops
 
 DEFAULT, GLOBAL, LOCAL = "default", "global", "local"  # paths
 VIDEO = "video"
 KEEP, ZERO = "keep", "zero"
 PATCHES, TOKENS = "patches", "tokens"  # units of the rows of buffers
+ZEROS, OFFSETS = "zeros", "offsets"  # contents of padding rows
 
 EncoderCudaGraphPaddingLogic: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 """``logic(dst, src)``: write all of the captured buffer ``dst`` from the rows ``src`` of a replay.
@@ -106,6 +117,9 @@ class EncoderCudaGraphPathConfig:
     Attributes:
         min_token_budget: the smallest inferred budget, in output tokens; None: the least of
             :meth:`~cgcompile.encoder.SupportsEncoderCudaGraph.get_encoder_cudagraph_budget_range`.
+        axes: further sizes that each graph is captured for, such as the longest sequence: names, as
+            items and the model call them, and the captured whole numbers. A group of items takes
+            the smallest value that suffices for each of them; without one it runs eager.
 
     Example:
         >>> config = cgcompile.encoder.EncoderCudaGraphConfig(
@@ -114,51 +128,102 @@ class EncoderCudaGraphPathConfig:
         ...     out_hidden_size=32,
         ...     paths={
         ...         "global": cgcompile.encoder.EncoderCudaGraphPathConfig(min_token_budget=16),
-        ...         "local": cgcompile.encoder.EncoderCudaGraphPathConfig(),
+        ...         "local": cgcompile.encoder.EncoderCudaGraphPathConfig(axes={"longest": (4, 8)}),
         ...     },
         ... )
-        >>> list(config.paths)
-        ['global', 'local']
+        >>> config.paths["local"].axes
+        {'longest': (4, 8)}
     """
 
     min_token_budget: int | None = None
+    axes: Mapping[str, Sequence[int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         least = self.min_token_budget
         valid = least is None or is_whole(least, 1)
         where = "EncoderCudaGraphPathConfig"
         require(valid, "min_token_budget", where, least, "at least 1, or None")
+        require_kind("axes", where, self.axes, Mapping)
+        axes = {name: _axis_values(name, values) for name, values in self.axes.items()}
         object.__setattr__(self, "min_token_budget", whole(least))
+        object.__setattr__(self, "axes", axes)
+
+
+def _axis_values(name: str, values: Any) -> tuple[int, ...]:
+    """Return the captured values of an axis, ascending."""
+    where = f"axis {name!r} of an encoder"
+    require_items("values", where, values)
+    values = tuple(values)
+    valid = bool(values) and all(is_whole(value, 0) for value in values)
+    require(valid, "values", where, values, "at least one whole number")
+    return tuple(sorted(set(map(int, values))))
 
 
 @dataclass(frozen=True)
 class EncoderCaptureAxis:
-    """A second size that graphs are captured for, such as the longest sequence or a grid.
-
-    A group of items takes the smallest value that suffices for each of them; without one it runs
-    eager.
-
-    Attributes:
-        name: as items and the model call it.
-        values: the captured whole numbers.
-
-    Example:
-        >>> axis = cgcompile.encoder.EncoderCaptureAxis("longest", (256, 1024))
-        >>> spec = cgcompile.encoder.EncoderItemSpec(64, 16, axes={"longest": 200})
-        >>> axis.values, spec.axes
-        ((256, 1024), {'longest': 200})
-    """
+    """An earlier form of ``axes`` of a path."""
 
     name: str
     values: tuple[int, ...]
 
     def __post_init__(self) -> None:
         require_fields(self, but=("values",))
-        where = f"EncoderCaptureAxis {self.name!r}"
-        require_items("values", where, self.values)
-        valid = bool(self.values) and all(is_whole(value, 0) for value in self.values)
-        require(valid, "values", where, self.values, "at least one whole number")
-        object.__setattr__(self, "values", tuple(sorted(set(map(int, self.values)))))
+        object.__setattr__(self, "values", _axis_values(self.name, self.values))
+
+
+@dataclass(frozen=True)
+class EncoderBuffer:
+    """How the buffer of a key is filled at a replay, and what its rows count.
+
+    Attributes:
+        rows: what the rows of a replay buffer count, or the last entry of offsets: ``"patches"``
+            (``input_size``) or ``"tokens"`` of its items. Other numbers are refused before anything
+            runs; None: they are not compared, and padding hides rows that are missing.
+        tail: contents of padding rows: ``"zeros"``; ``"offsets"``: the buffer has offsets
+            (``cu_seqlens``, one dimension, rising), and entries behind the real ones go on to the
+            last entry that the buffer had at capture, so that padded rows are one real sequence at
+            the end (attention that leaves rows unwritten leaves there what the memory pool held,
+            and that may be NaN); or a function, see :data:`EncoderCudaGraphPaddingLogic`.
+        longest_padding: of offsets, the most rows of a sequence of padding rows; None: no limit.
+        rows_per_token: rows that the buffer has for each output token; an item with more of them
+            takes the room of more tokens. 0: the input always fits.
+        on_none: what a ``None`` in the replay buffers does: ``"keep"`` or ``"zero"``.
+
+    Raises:
+        ConfigError: a value is not valid.
+
+    Example:
+        >>> starts = cgcompile.encoder.EncoderBuffer("patches", "offsets", longest_padding=64)
+        >>> config = cgcompile.encoder.EncoderCudaGraphConfig(
+        ...     modalities=["image"],
+        ...     buffer_keys=["pixel_values", "cu_seqlens"],
+        ...     out_hidden_size=32,
+        ...     padding_logics={"cu_seqlens": starts},
+        ... )
+        >>> config.longest_padding
+        {'cu_seqlens': 64}
+    """
+
+    rows: str | None = None
+    tail: str | EncoderCudaGraphPaddingLogic = ZEROS
+    longest_padding: int | None = None
+    rows_per_token: int = 0
+    on_none: str = KEEP
+
+    def __post_init__(self) -> None:
+        def check(name: str, holds: bool, expected: str) -> None:
+            require(holds, name, "EncoderBuffer", getattr(self, name), expected)
+
+        longest, units = self.longest_padding, (None, PATCHES, TOKENS)
+        check("rows", self.rows in units, "'patches', 'tokens' or None")
+        tail = callable(self.tail) or self.tail in (ZEROS, OFFSETS)
+        check("tail", tail, "'zeros', 'offsets' or a function")
+        check("longest_padding", longest is None or is_whole(longest, 1), "at least 1, or None")
+        check("longest_padding", longest is None or self.tail == OFFSETS, "None without offsets")
+        check("rows_per_token", is_whole(self.rows_per_token, 0), "a whole number of at least 0")
+        check("on_none", self.on_none in (KEEP, ZERO), "'keep' or 'zero'")
+        object.__setattr__(self, "longest_padding", whole(longest))
+        object.__setattr__(self, "rows_per_token", int(self.rows_per_token))
 
 
 @dataclass(frozen=True)
@@ -170,8 +235,8 @@ class EncoderCudaGraphConfig:
         buffer_keys: the tensors that graphs read; exactly these are written before each replay.
         out_hidden_size: columns H of the result [tokens, H]; of several tensors, those of at least
             one. The manager compares it with the result of the forward.
-        padding_logics: by key, a function that writes a buffer, in place of zeroing its tail and
-            copying.
+        padding_logics: by key, how a buffer is filled: a function that writes it, in place of
+            zeroing its tail and copying, or an :class:`EncoderBuffer`.
         max_frames_per_video: frames of the longest video; used only with ``"video"`` among the
             modalities. 0, no videos: room for one frame per item, whatever limit a user gives.
         enable_dual_path_graph: two sets of graphs, ``"global"`` and ``"local"``.
@@ -179,20 +244,6 @@ class EncoderCudaGraphConfig:
         local_token_per_patch: output tokens of one local patch; the least budget of its path.
         paths: several sets of graphs by name; left out: ``"default"``, or the two of dual path. See
             :attr:`graph_sets`.
-        capture_axes: further sizes that each graph is captured for.
-        offset_keys: which buffers are offsets (``cu_seqlens``, one dimension, rising): entries
-            behind the real ones go on to the last entry that the buffer had at capture, so that
-            padded rows are one real sequence at the end; or, given as ``{key: rows}``, sequences of
-            at most ``rows`` rows. Attention that leaves rows unwritten leaves there what the memory
-            pool held, and that may be NaN.
-        input_rows_per_token: rows that the input buffer has for each output token; an item with
-            more of them takes the room of more tokens. 0: the input always fits.
-        on_none: by key, what a ``None`` in the replay buffers does: ``"keep"`` (the default) or
-            ``"zero"``.
-        buffer_rows: by key, what the rows of a replay buffer count, or the last entry of offsets:
-            ``"patches"`` (``input_size``) or ``"tokens"`` of its items. Other numbers are refused
-            before anything runs. Padding hides rows that are missing in a buffer that is left out.
-
     Raises:
         ConfigError: fields contradict each other, or a value is not valid.
 
@@ -207,20 +258,19 @@ class EncoderCudaGraphConfig:
     modalities: Sequence[str]
     buffer_keys: Sequence[str]
     out_hidden_size: int
-    padding_logics: Mapping[str, EncoderCudaGraphPaddingLogic] = field(default_factory=dict)
+    padding_logics: Mapping[str, EncoderCudaGraphPaddingLogic | EncoderBuffer] = field(
+        default_factory=dict
+    )
     max_frames_per_video: int = 1
     enable_dual_path_graph: bool = False
     global_token_per_image: int = 0
     local_token_per_patch: int = 0
     paths: Mapping[str, EncoderCudaGraphPathConfig] = field(default_factory=dict)
-    capture_axes: tuple[EncoderCaptureAxis, ...] = ()
-    offset_keys: Sequence[str] | Mapping[str, int | None] = ()
-    input_rows_per_token: int = 0
-    on_none: Mapping[str, str] = field(default_factory=dict)
-    buffer_rows: Mapping[str, str] = field(default_factory=dict)
+    buffers: dict[str, EncoderBuffer] = field(init=False, repr=False, compare=False)
+    graph_sets: dict[str, EncoderCudaGraphPathConfig] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_fields(self, but=("modalities", "buffer_keys"))
+        require_fields(self, but=("modalities", "buffer_keys", "buffers", "graph_sets"))
         settled: dict[str, Any] = {}
         for name in ("modalities", "buffer_keys"):
             names = getattr(self, name)
@@ -232,35 +282,31 @@ class EncoderCudaGraphConfig:
             number = getattr(self, name)
             _require(is_whole(number, least), name, number, f"a whole number of at least {least}")
             settled[name] = int(number)
-        _check_paths(self)
-        _check_keys(self)
-        settled.update({name: dict(getattr(self, name)) for name in _TABLES})
-        settled.update(offset_keys=self.longest_padding, capture_axes=tuple(self.capture_axes))
+        rules = dict(self.padding_logics)
+        for key in rules:
+            expected = f"names among buffer_keys ({', '.join(self.buffer_keys)})"
+            _require(key in self.buffer_keys, "padding_logics", key, expected)
+        buffers = {key: rules.get(key, _PLAIN) for key in settled["buffer_keys"]}
+        settled["buffers"] = {
+            key: rule if isinstance(rule, EncoderBuffer) else EncoderBuffer(tail=rule)
+            for key, rule in buffers.items()
+        }
+        settled.update(padding_logics=rules, paths=dict(self.paths), graph_sets=_graph_sets(self))
         for name, value in settled.items():
             object.__setattr__(self, name, value)
+        _check_paths(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of an earlier field."""
+        if name not in _EARLIER or "buffers" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warn_of_earlier(f"field {name} is deprecated: {_EARLIER[name][0]}")
+        return _earlier_value(self, name)
 
     @property
     def longest_padding(self) -> dict[str, int | None]:
         """Offset key -> most rows of a padding sequence; None: one sequence for all padding."""
-        keys = self.offset_keys
-        if not isinstance(keys, Mapping):
-            return dict.fromkeys(keys)
-        return {key: whole(rows) for key, rows in keys.items()}
-
-    @property
-    def graph_sets(self) -> dict[str, EncoderCudaGraphPathConfig]:
-        """The sets of graphs by path: ``paths``, or what the other fields imply.
-
-        A property, not a field, so that ``dataclasses.replace`` derives it from the new fields.
-        """
-        if self.paths:
-            return dict(self.paths)
-        if not self.enable_dual_path_graph:
-            return {DEFAULT: EncoderCudaGraphPathConfig()}
-        return {
-            GLOBAL: EncoderCudaGraphPathConfig(self.global_token_per_image or None),
-            LOCAL: EncoderCudaGraphPathConfig(self.local_token_per_patch or None),
-        }
+        return {k: rule.longest_padding for k, rule in self.buffers.items() if rule.tail == OFFSETS}
 
     @property
     def most_frames_of_an_item(self) -> int:
@@ -270,11 +316,10 @@ class EncoderCudaGraphConfig:
 
 
 _WHERE = "EncoderCudaGraphConfig"
-_TABLES = ("padding_logics", "on_none", "paths", "buffer_rows")
+_PLAIN = EncoderBuffer()
 _LEAST = {
     "out_hidden_size": 1,
     "max_frames_per_video": 0,
-    "input_rows_per_token": 0,
     "global_token_per_image": 0,
     "local_token_per_patch": 0,
 }
@@ -284,8 +329,19 @@ def _require(holds: bool, name: str, value: object, expected: str) -> None:
     require(holds, name, _WHERE, value, expected)
 
 
+def _graph_sets(config: EncoderCudaGraphConfig) -> dict[str, EncoderCudaGraphPathConfig]:
+    if config.paths:
+        return dict(config.paths)
+    if not config.enable_dual_path_graph:
+        return {DEFAULT: EncoderCudaGraphPathConfig()}
+    return {
+        GLOBAL: EncoderCudaGraphPathConfig(config.global_token_per_image or None),
+        LOCAL: EncoderCudaGraphPathConfig(config.local_token_per_patch or None),
+    }
+
+
 def _check_paths(config: EncoderCudaGraphConfig) -> None:
-    """Refuse fields of paths that contradict each other."""
+    """Refuse fields of paths that contradict each other, or the rules of buffers."""
     dual = config.enable_dual_path_graph
     for name in ("global_token_per_image", "local_token_per_patch"):
         if getattr(config, name) and not dual:
@@ -300,37 +356,90 @@ def _check_paths(config: EncoderCudaGraphConfig) -> None:
             because="dual path means the paths 'global' and 'local'",
             instead="Say one of the two.",
         )
-    if config.input_rows_per_token and (dual or len(config.paths) > 1):
-        raise ConfigError.impossible(
-            what="input_rows_per_token with several paths",
-            because="each has an input of its own",
-            instead="Leave it out.",
-        )
+    for key, rule in config.buffers.items() if len(config.graph_sets) > 1 else ():
+        for name in ("rows", "rows_per_token"):
+            value = getattr(rule, name)
+            if value and value != TOKENS:
+                raise ConfigError.impossible(
+                    what=f"{name}={value!r} of buffer {key!r} with several paths",
+                    because="each has an input of its own",
+                    instead="Leave it out, or count 'tokens' as rows.",
+                )
 
 
-def _check_keys(config: EncoderCudaGraphConfig) -> None:
-    """Refuse keys that are not among the buffers, and rules of a buffer that are not valid."""
-    expected = f"names among buffer_keys ({', '.join(config.buffer_keys)})"
-    for name in ("padding_logics", "offset_keys", "on_none", "buffer_rows"):
-        for key in getattr(config, name):
-            _require(key in config.buffer_keys, name, key, expected)
-    for key in config.offset_keys:
-        if key in config.padding_logics:
+# ---------------------------------------------------------------- earlier fields
+
+
+def _move_rules(field_name: str) -> Moved:
+    """Return what moves an earlier field, a value by key, into the rules of buffers."""
+
+    def move(arguments: dict[str, Any], values: Any) -> None:
+        if field_name == "tail":  # offset_keys: names, or most rows of padding sequences by name
+            longest = values if isinstance(values, Mapping) else dict.fromkeys(values)
+            _set_rules(arguments, "longest_padding", longest, tail=OFFSETS)
+        else:
+            _set_rules(arguments, field_name, values)
+
+    return move
+
+
+def _set_rules(arguments: dict[str, Any], name: str, values: Any, **more: Any) -> None:
+    require_kind(name, _WHERE, values, Mapping)
+    rules = dict(arguments.get("padding_logics", {}))
+    for key, value in values.items():
+        rule = rules.get(key, _PLAIN)
+        rule = rule if isinstance(rule, EncoderBuffer) else EncoderBuffer(tail=rule)
+        if more and rule.tail != ZEROS:
             raise ConfigError.impossible(
                 what=f"a padding logic for {key!r}, which is among offset_keys too,",
-                because="each says what the tail holds",
+                because="both set what the tail holds",
                 instead="Keep one.",
             )
-    if isinstance(config.offset_keys, Mapping):
-        for key, rows in config.offset_keys.items():
-            valid = rows is None or is_whole(rows, 1)
-            expected = "a whole number of at least 1, or None"
-            _require(valid, f"offset_keys[{key!r}]", rows, expected)
-    for key, rule in config.on_none.items():
-        _require(rule in (KEEP, ZERO), f"on_none[{key!r}]", rule, "'keep' or 'zero'")
-    units = (TOKENS,) if len(config.graph_sets) > 1 else (PATCHES, TOKENS)  # each path has an input
-    for key, unit in config.buffer_rows.items():
-        _require(unit in units, f"buffer_rows[{key!r}]", unit, " or ".join(map(repr, units)))
+        rules[key] = replace(rule, **{name: value}, **more)
+    arguments["padding_logics"] = rules
+
+
+def _move_rows_per_token(arguments: dict[str, Any], rows: Any) -> None:
+    keys = arguments.get("buffer_keys")
+    if rows and keys:  # all buffers have the rows of one input
+        _set_rules(arguments, "rows_per_token", {next(iter(keys)): rows})
+
+
+def _move_axes(arguments: dict[str, Any], axes: Any) -> None:
+    require_items("capture_axes", _WHERE, axes, EncoderCaptureAxis)
+    named = {axis.name: axis.values for axis in axes}
+    names = ("global_token_per_image", "local_token_per_patch")
+    least = [arguments.get(name) or None for name in names]
+    paths = arguments.get("paths")
+    if not paths and arguments.get("enable_dual_path_graph"):
+        paths = dict(zip((GLOBAL, LOCAL), map(EncoderCudaGraphPathConfig, least), strict=True))
+    paths = paths or {DEFAULT: EncoderCudaGraphPathConfig()}
+    if named:
+        arguments["paths"] = {path: replace(spec, axes=named) for path, spec in paths.items()}
+
+
+def _earlier_value(config: EncoderCudaGraphConfig, name: str) -> Any:
+    rules = config.buffers.items()
+    if name == "offset_keys":
+        return config.longest_padding
+    if name == "on_none":
+        return {key: rule.on_none for key, rule in rules if rule.on_none != KEEP}
+    if name == "buffer_rows":
+        return {key: rule.rows for key, rule in rules if rule.rows is not None}
+    if name == "input_rows_per_token":
+        return max(rule.rows_per_token for _, rule in rules)
+    axes = next(iter(config.graph_sets.values())).axes
+    return tuple(EncoderCaptureAxis(name, tuple(values)) for name, values in axes.items())
+
+
+_EARLIER: dict[str, tuple[str, Any, Moved]] = {
+    "capture_axes": ("use axes of an EncoderCudaGraphPathConfig", (), _move_axes),
+    "offset_keys": ("use EncoderBuffer(tail='offsets')", (), _move_rules("tail")),
+    "input_rows_per_token": ("use EncoderBuffer(rows_per_token=...)", 0, _move_rows_per_token),
+    "on_none": ("use EncoderBuffer(on_none=...)", None, _move_rules("on_none")),
+    "buffer_rows": ("use EncoderBuffer(rows=...)", None, _move_rules("rows")),
+}
+EncoderCudaGraphConfig.__init__ = takes_earlier(**_EARLIER)(EncoderCudaGraphConfig.__init__)  # type: ignore[method-assign]
 
 
 @dataclass
@@ -357,7 +466,8 @@ class EncoderCudaGraphReplayBuffers:
 
     Attributes:
         values: by key of ``buffer_keys``: rows, at most as many as the buffer has; ``None`` leaves
-            the buffer as the last replay left it, unless ``on_none`` requests zeros.
+            the buffer as the last replay left it, unless ``on_none`` of its
+            :class:`EncoderBuffer` requests zeros.
 
     Example:
         >>> values = {"pixel_values": torch.zeros(24, 12), "places": None}
@@ -643,13 +753,13 @@ def check_row_count(
     synchronises: bool,
 ) -> None:
     """Raise unless a value has the rows of its items, if these are known; check offsets."""
-    unit = config.buffer_rows.get(key, "")
-    rows = counts.get(unit)
-    if key in config.offset_keys:
+    rule = config.buffers[key]
+    rows = None if rule.rows is None else counts[rule.rows]
+    if rule.tail == OFFSETS:
         check_offsets(key, value, rows, synchronises)
     elif rows is not None and (not value.dim() or len(value) != rows):
         raise EncoderError.buffer_rows(
-            key=key, found=layout(value), expected=rows, unit=unit, items=items
+            key=key, found=layout(value), expected=rows, unit=str(rule.rows), items=items
         )
 
 
@@ -722,8 +832,8 @@ def path_arguments(
     named: dict[str, Any] = {}
     if config.enable_dual_path_graph or list(config.paths) not in ([], [DEFAULT]):
         named["path"] = path
-    if config.capture_axes and axes is not None:
-        names = [axis.name for axis in config.capture_axes]
+    names = config.graph_sets[path].axes
+    if names and axes is not None:
         named["axes"] = dict(zip(names, axes, strict=True))
     return named
 
@@ -737,8 +847,8 @@ def unpadded_forward(
     convert: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
 ) -> Any:
     """Run the forward that graphs record on replay buffers, converted by key, without padding."""
-    names = [axis.name for axis in config.capture_axes]
-    needed = [max((spec.axes.get(name, 0) for spec in specs), default=0) for name in names]
+    axes = config.graph_sets[path].axes
+    needed = [max((spec.axes.get(name, 0) for spec in specs), default=0) for name in axes]
     named = path_arguments(config, path, needed)
     frames = sum(spec.frames for spec in specs)
     values = model.prepare_encoder_cudagraph_replay_buffers(
@@ -822,8 +932,12 @@ class CheckedModel:
     def _check_keywords(self) -> None:
         """Raise unless the methods take ``path=`` and ``axes=`` where the manager passes them."""
         config = self.config
-        axes = [axis.name for axis in config.capture_axes]
-        needed = path_arguments(config, "", [0] * len(axes))
+        axes = list(
+            dict.fromkeys(name for spec in config.graph_sets.values() for name in spec.axes)
+        )
+        needed: dict[str, Any] = {}
+        for path, spec in config.graph_sets.items():
+            needed |= path_arguments(config, path, [0] * len(spec.axes))
         whys = {
             "path": f"paths {', '.join(config.graph_sets)}",
             "axes": f"axes {', '.join(axes)}",

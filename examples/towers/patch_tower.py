@@ -109,9 +109,9 @@ class PatchTower(PatchEncoder):
             },
             offsets={"cu_seqlens": frames, **(offsets or {})},
             max_frames_per_video=ANY_FRAMES,
-            budget_range=budget_range,
             inputs=INPUTS,
         )
+        self.budget_range = budget_range
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], *limits: Any, **named: Any

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+import cgcompile
 from cgcompile.encoder import (
-    EncoderCaptureAxis,
+    EncoderBuffer,
     EncoderCudaGraphConfig,
     EncoderCudaGraphPathConfig,
     EncoderItemSpec,
@@ -30,7 +31,7 @@ def config(**more: Any) -> EncoderCudaGraphConfig:
 
 
 def values(record: Any) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in fields(record)}
+    return {field.name: getattr(record, field.name) for field in fields(record) if field.init}
 
 
 def test_fields_and_defaults_in_the_order_of_the_source() -> None:
@@ -40,11 +41,10 @@ def test_fields_and_defaults_in_the_order_of_the_source() -> None:
     source = {"modalities": ["image"], "buffer_keys": ["x"], "out_hidden_size": 4}
     source |= {"padding_logics": {}, "max_frames_per_video": 1, "enable_dual_path_graph": False}
     source |= {"global_token_per_image": 0, "local_token_per_patch": 0}
-    more = {"paths": {}, "capture_axes": (), "offset_keys": {}, "input_rows_per_token": 0}
-    expected = {**source, **more, "on_none": {}, "buffer_rows": {}}
-    assert list(values(EncoderCudaGraphConfig(["image"], ["x"], 4)).items()) == list(
-        expected.items()
-    )
+    expected = {**source, "paths": {}}
+    plain = EncoderCudaGraphConfig(["image"], ["x"], 4)
+    assert list(values(plain).items()) == list(expected.items())
+    assert plain.buffers == {"x": EncoderBuffer(None, "zeros", None, 0, "keep")}
 
 
 def test_tokens_by_path() -> None:
@@ -84,12 +84,12 @@ def test_frames_count_only_where_there_are_videos() -> None:
 
 def test_config_is_fixed_and_copies_its_fields() -> None:
     keys, logics = ["x"], {}  # type: ignore[var-annotated]
-    fixed = config(buffer_keys=keys, padding_logics=logics, offset_keys=["x"])
+    fixed = config(buffer_keys=keys, padding_logics=logics)
     keys.append("y")
     logics["x"] = print
     assert (fixed.buffer_keys, fixed.padding_logics) == (["x"], {})
-    assert fixed.offset_keys == fixed.longest_padding == {"x": None}
-    assert config(offset_keys={"x": 8}).longest_padding == {"x": 8}
+    offsets = {"x": EncoderBuffer(tail="offsets"), "y": EncoderBuffer("tokens", "offsets", 8)}
+    assert config(padding_logics=offsets).longest_padding == {"x": None, "y": 8}
     with pytest.raises(FrozenInstanceError):
         fixed.out_hidden_size = 8  # type: ignore[misc]
 
@@ -107,13 +107,9 @@ def test_config_is_fixed_and_copies_its_fields() -> None:
         ({"buffer_keys": []}, "buffer_keys"),
         ({"buffer_keys": ["x", "x"]}, "each once"),
         ({"padding_logics": {"z": print}}, "'z'"),
-        ({"offset_keys": ["z"]}, "'z'"),
-        ({"offset_keys": {"x": 0}}, "offset_keys"),
-        ({"offset_keys": ["x"], "padding_logics": {"x": print}}, "what the tail holds"),
-        ({"on_none": {"z": "zero"}}, "'z'"),
-        ({"on_none": {"x": "drop"}}, "'keep' or 'zero'"),
+        ({"padding_logics": {"z": EncoderBuffer()}}, "'z'"),
+        ({"padding_logics": {"x": 3}}, "padding_logics"),
         ({"enable_dual_path_graph": True, "paths": {"a": Path()}}, "global"),
-        ({"enable_dual_path_graph": True, "input_rows_per_token": 4}, "input_rows_per_token"),
     ],
 )
 def test_config_refuses(fields: dict[str, Any], words: str) -> None:
@@ -122,9 +118,47 @@ def test_config_refuses(fields: dict[str, Any], words: str) -> None:
 
 
 def test_axes_and_paths() -> None:
-    assert EncoderCaptureAxis("m", (8, 2, 8)).values == (2, 8)
-    for bad in ((), (-1,), (1.5,)):
+    assert Path(axes={"m": (8, 2, 8)}).axes == {"m": (2, 8)}
+    for bad in ((), (-1,), (1.5,), 3):
         with pytest.raises(ConfigError, match="'m'"):
-            EncoderCaptureAxis("m", bad)  # type: ignore[arg-type]
+            Path(axes={"m": bad})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="min_token_budget"):
         Path(0)
+
+
+def test_earlier_fields_work_with_a_warning() -> None:
+    """Each takes its place among the rules of buffers, or the axes of paths."""
+    with pytest.warns(FutureWarning, match="is deprecated: import it from"):
+        axis = cgcompile.encoder.EncoderCaptureAxis("longest", (8, 4))  # type: ignore[attr-defined]
+    earlier = {
+        "offset_keys": {"y": 8},
+        "on_none": {"x": "zero"},
+        "buffer_rows": {"x": "patches", "y": "patches"},
+        "input_rows_per_token": 4,
+        "capture_axes": (axis,),
+    }
+    with pytest.warns(FutureWarning, match="is deprecated: use ") as warned:
+        former = config(**earlier)
+    assert {warning.filename for warning in warned} == {__file__}
+    assert [next(n for n in earlier if n in str(w.message)) for w in warned] == [
+        "capture_axes",
+        "offset_keys",
+        "input_rows_per_token",
+        "on_none",
+        "buffer_rows",
+    ]
+    assert former.buffers == {
+        "x": EncoderBuffer("patches", rows_per_token=4, on_none="zero"),
+        "y": EncoderBuffer("patches", "offsets", 8),
+    }
+    assert former.graph_sets == {"default": Path(axes={"longest": (4, 8)})}
+    with pytest.warns(FutureWarning, match="offset_keys"):
+        assert replace(former, offset_keys=["x"]).longest_padding == {"x": None, "y": 8}  # type: ignore[call-arg]
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="what the tail holds"):
+        config(offset_keys=["x"], padding_logics={"x": print})
+    with pytest.warns(FutureWarning):
+        dual = config(capture_axes=(axis,), **DUAL)
+    assert dual.graph_sets["local"] == Path(100, {"longest": (4, 8)})
+    for name, value in {"on_none": {"x": "zero"}, "input_rows_per_token": 4}.items():
+        with pytest.warns(FutureWarning, match=f"{name} is deprecated"):
+            assert getattr(former, name) == value

@@ -151,8 +151,8 @@ def test_what_to_give_instead(case: str) -> None:
 
 def test_a_permutation_with_a_tail() -> None:
     manager(patches(tables={**TABLES, "x": replace(PERMUTATION, tail="positions")}))
-    tail = {"x": lambda dst, src: dst[: len(src)].copy_(src)}
-    manager(patches(tables={**TABLES, "x": PERMUTATION}, padding_logics=tail))
+    mine = replace(PERMUTATION, tail=lambda dst, src: dst[: len(src)].copy_(src))
+    manager(patches(tables={**TABLES, "x": mine}))
 
 
 def test_pixels_of_bytes() -> None:

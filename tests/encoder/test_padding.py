@@ -18,6 +18,7 @@ from lib.encoders import (
 )
 
 from cgcompile.encoder import (
+    EncoderBuffer,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
@@ -31,8 +32,8 @@ from cgcompile.encoder.patches import frame_offsets
 NAN = float("nan")
 
 
-def staged(buffers: dict[str, torch.Tensor], **more: Any) -> GraphInputs:
-    config = EncoderCudaGraphConfig(["image"], list(buffers), 4, **more)
+def staged(buffers: dict[str, torch.Tensor], **rules: Any) -> GraphInputs:
+    config = EncoderCudaGraphConfig(["image"], list(buffers), 4, rules)
     return GraphInputs(config, EncoderCudaGraphCaptureInputs(buffers))
 
 
@@ -63,7 +64,7 @@ def test_a_scalar_buffer_is_copied() -> None:
 
 def test_none_leaves_a_buffer_and_may_zero_it() -> None:
     buffers = {key: torch.ones(3) for key in ("a", "b")}
-    inputs = staged(buffers, on_none={"b": "zero"})
+    inputs = staged(buffers, b=EncoderBuffer(on_none="zero"))
     assert write(inputs, a=None, b=None) == ["a"]
     assert (inputs.values["a"].tolist(), inputs.values["b"].tolist()) == ([1, 1, 1], [0, 0, 0])
     assert write(inputs, a=torch.full((2,), 5.0), b=None) == []
@@ -73,7 +74,7 @@ def test_none_leaves_a_buffer_and_may_zero_it() -> None:
 
 def test_offsets_go_on_to_the_end() -> None:
     capture = torch.tensor([0, 4, 8, 12, 16, 16], dtype=torch.int32)
-    inputs = staged({"x": capture}, offset_keys=["x"], on_none={"x": "zero"})
+    inputs = staged({"x": capture}, x=EncoderBuffer(tail="offsets", on_none="zero"))
     for real, expected in (
         ([0, 3, 9], [0, 3, 9, 16, 16, 16]),
         ([0, 16], [0, 16, 16, 16, 16, 16]),
@@ -90,7 +91,7 @@ def test_offsets_go_on_to_the_end() -> None:
 
 def test_padding_may_be_several_sequences() -> None:
     capture = torch.tensor([0, 5, 10, 15, 20, 20, 20, 20], dtype=torch.int32)
-    inputs = staged({"x": capture}, offset_keys={"x": 4})
+    inputs = staged({"x": capture}, x=EncoderBuffer(tail="offsets", longest_padding=4))
     for real, expected in (
         ([0, 7], [0, 7, 11, 15, 19, 20, 20, 20]),
         ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 9, 20]),  # no room: to the end
@@ -116,7 +117,7 @@ def test_a_padding_logic(logic: Any, words: str) -> None:
             dst[: len(src)] = src
             dst[len(src) :] = 2
 
-    broken, inputs = False, staged({"x": torch.zeros(4)}, padding_logics={"x": fill})
+    broken, inputs = False, staged({"x": torch.zeros(4)}, x=fill)
     model = Rows(padding_logics={"x": fill})
     encoder = manager(model)
     broken = True
@@ -210,9 +211,9 @@ class Mixes(Rows):
 
 
 def test_zeroed_offsets_let_nan_through_and_declared_ones_do_not(device: str) -> None:
-    """The reason for offset_keys: the source's default rule, on the same tower and memory."""
+    """The reason for declared offsets: the source's default rule, on the same tower and memory."""
     declared, zeroed = patches(device), patches(device)
-    settings = replace(declared.get_encoder_cudagraph_config(), offset_keys=(), buffer_rows={})
+    settings = replace(declared.get_encoder_cudagraph_config(), padding_logics={})
     zeroed.get_encoder_cudagraph_config = lambda: settings  # type: ignore[method-assign]
     call = images((4, 4), device=device)
     for model, finite in ((declared, True), (zeroed, False)):
@@ -231,7 +232,8 @@ def test_offsets_that_do_not_end_at_the_rows_are_refused(offsets: list[int]) -> 
             results.values["starts"] = torch.tensor(offsets, dtype=torch.int32)
             return results
 
-    encoder = manager(Mine(buffer_keys=["x", "starts"], offset_keys=["starts"]), captured=False)
+    rules = {"starts": EncoderBuffer(tail="offsets")}
+    encoder = manager(Mine(buffer_keys=["x", "starts"], padding_logics=rules), captured=False)
     last = offsets[-1] if offsets else None
     with pytest.raises(EncoderError, match=rf"'starts'.*its last entry is {last}"):
         encoder.capture()

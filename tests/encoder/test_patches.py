@@ -170,11 +170,13 @@ def test_a_temporal_mean_equals_its_loop(grids: Any, device: str) -> None:
 def test_a_given_eager_forward() -> None:
     seen = []
 
-    def eager(pixels: torch.Tensor, grids: Any) -> torch.Tensor:
-        seen.append(grids)
-        return torch.full((225, H), 3.0)
+    class Mine(PatchEncoder):
+        def encoder_eager_forward(self, mm_kwargs: Any, *, path: str = "default") -> torch.Tensor:
+            seen.append(self.grids(mm_kwargs))
+            return torch.full((225, H), 3.0)
 
-    model = patches(eager=eager)
+    model = Mine(Tower(), merge_size=2, in_features=C, out_hidden_size=H, tables=TABLES)
+    model.odd_grids = True
     results = manager(model).execute(images((30, 30)))
     assert torch.equal(results[0], torch.full((225, H), 3.0))
     assert seen == [[(1, 30, 30)]]
@@ -282,3 +284,30 @@ def test_invalid_tables() -> None:
     for bad in ({"rows": "rows"}, {"tail": "ones"}):
         with pytest.raises(ConfigError, match="PatchTable"):
             PatchTable(frame_offsets, **bad)  # type: ignore[arg-type]
+
+
+def test_earlier_arguments_work_with_a_warning() -> None:
+    def eager(pixels: torch.Tensor, grids: Any) -> torch.Tensor:
+        return pixels.new_full((4, H), 3.0)
+
+    def tail(dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+    more: dict[str, Any] = {"eager": eager, "budget_range": (8, 64), "odd_grids": True}
+    with pytest.warns(FutureWarning, match="argument .* is deprecated: ") as warned:
+        model = PatchEncoder(
+            Tower(),
+            merge_size=2,
+            in_features=C,
+            out_hidden_size=H,
+            tables=TABLES,
+            padding_logics={"scale": tail},
+            **more,
+        )
+    assert [warning.filename for warning in warned] == [__file__] * 4
+    assert (model.budget_range, model.odd_grids) == ((8, 64), True)
+    rules = model.get_encoder_cudagraph_config().buffers
+    assert (rules["scale"].tail, rules["scale"].rows) == (tail, "patches")
+    assert rules["positions"].tail == "zeros"
+    results = model.encoder_eager_forward(images((4, 4)))
+    assert torch.equal(results, torch.full((4, H), 3.0))

@@ -8,7 +8,6 @@ import torch
 from lib.encoders import DualPath, H, Merges, Rows, close, counts, dual, manager, rows
 
 from cgcompile.encoder import (
-    EncoderCaptureAxis,
     EncoderCudaGraphConfig,
     EncoderCudaGraphManager,
     EncoderCudaGraphPathConfig,
@@ -159,8 +158,8 @@ class Axes(Rows):
     """The largest factor of an item is a number that graphs hold, as kernels take a longest row."""
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        axes = (EncoderCaptureAxis("factor", (1, 4, 2)),)
-        return EncoderCudaGraphConfig(["image"], ["x"], H, capture_axes=axes)
+        paths = {"default": EncoderCudaGraphPathConfig(axes={"factor": (1, 4, 2)})}
+        return EncoderCudaGraphConfig(["image"], ["x"], H, paths=paths)
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         said = mm_kwargs.get("axes", [{"factor": f} for f in mm_kwargs["frames"]])

@@ -20,7 +20,6 @@ from lib.encoders import (
 from torch import nn
 
 from cgcompile.encoder import (
-    EncoderCaptureAxis,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphManager,
@@ -310,8 +309,9 @@ def test_several_paths_and_axes_need_keyword_arguments(name: str) -> None:
 
     encoder = manager(type("AnyPath", (DualPath,), {name: anything})(), token_budgets=[4, 16])
     assert len(encoder.execute(dual(1, 2))) == 2
+    paths = {"default": EncoderCudaGraphPathConfig(axes={"longest": (4,)})}
     with pytest.raises(EncoderError, match=r"takes no axes=, and the .* axes longest"):
-        manager(Rows(capture_axes=(EncoderCaptureAxis("longest", (4,)),)), captured=False)
+        manager(Rows(paths=paths), captured=False)
 
 
 @pytest.mark.parametrize("captured", [True, False])

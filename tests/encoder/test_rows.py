@@ -21,6 +21,7 @@ from lib.encoders import (
 )
 
 from cgcompile.encoder import (
+    EncoderBuffer,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphReplayBuffers,
     PatchOffsets,
@@ -152,11 +153,17 @@ def test_sequences_of_a_declared_number_may_be_fewer_than_frames() -> None:
 class Declared(Rows):
     """A table by patch and offsets, which it declares; ``wrong`` replaces their values."""
 
-    DECLARED = MappingProxyType({"x": "patches", "t": "tokens", "cu": "patches"})
+    DECLARED = MappingProxyType(
+        {
+            "x": EncoderBuffer("patches"),
+            "t": EncoderBuffer("tokens"),
+            "cu": EncoderBuffer("patches", "offsets"),
+        }
+    )
 
     def __init__(self, **more: Any) -> None:
-        settings = {"buffer_keys": ["x", "t", "cu"], "offset_keys": ["cu"], **more}
-        super().__init__(**{"buffer_rows": self.DECLARED, **settings})
+        settings = {"buffer_keys": ["x", "t", "cu"], "padding_logics": self.DECLARED, **more}
+        super().__init__(**settings)
         self.wrong: dict[str, Any] = {}
 
     def prepare_encoder_cudagraph_capture_inputs(self, budget: int, items: int, *rest: Any) -> Any:
@@ -208,7 +215,7 @@ def test_values_of_a_model_by_hand(case: str, captured: bool) -> None:
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_offsets_without_declared_rows_rise_from_0(captured: bool) -> None:
-    model = Declared(buffer_rows={})
+    model = Declared(padding_logics={"cu": EncoderBuffer(tail="offsets")})
     encoder = manager(model, captured=captured)
     model.wrong = {"cu": torch.tensor([3, 4])}
     with pytest.raises(EncoderError, match="3 at first; expected integers from 0 to the number"):
@@ -225,21 +232,38 @@ def test_offsets_on_a_device_are_read_in_debug_mode_alone() -> None:
         def device(self) -> Any:  # type: ignore[override]
             return torch.device("cuda", 0)
 
-    declared = EncoderCudaGraphConfig(["image"], ["cu"], 4, offset_keys=["cu"])
+    rules = {"cu": EncoderBuffer(tail="offsets")}
+    declared = EncoderCudaGraphConfig(["image"], ["cu"], 4, rules)
     values = {"cu": torch.tensor([3, 4]).as_subclass(Unread)}
     check_values(values, declared, [EncoderItemSpec(7, 7)], "default")
     with pytest.raises(EncoderError, match="3 at first"):
         check_values(values, declared, [EncoderItemSpec(7, 7)], "default", synchronises=True)
 
 
-@pytest.mark.parametrize("bad", [{"x": "rows"}, {"y": "tokens"}, {"x": 3}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"rows": "items"},
+        {"rows": 3},
+        {"tail": "keep"},
+        {"longest_padding": 4},
+        {"tail": "offsets", "longest_padding": 0},
+        {"rows_per_token": -1},
+        {"on_none": "drop"},
+    ],
+)
 def test_invalid_declarations(bad: Any) -> None:
-    with pytest.raises(ConfigError, match="buffer_rows"):
-        EncoderCudaGraphConfig(["image"], ["x"], 4, buffer_rows=bad)
-    with pytest.raises(ConfigError, match=r"buffer_rows.*'tokens'"):  # each path has its own input
-        EncoderCudaGraphConfig(
-            ["image"], ["x"], 4, enable_dual_path_graph=True, buffer_rows={"x": "patches"}
-        )
+    with pytest.raises(ConfigError, match=f"{list(bad)[-1]} = "):
+        EncoderBuffer(**bad)
+
+
+@pytest.mark.parametrize("rule", [{"rows": "patches"}, {"rows_per_token": 4}])
+def test_each_path_has_an_input_of_its_own(rule: Any) -> None:
+    rules = {"x": EncoderBuffer(**rule)}
+    with pytest.raises(ConfigError, match=r"buffer 'x' with several paths is impossible"):
+        EncoderCudaGraphConfig(["image"], ["x"], 4, rules, enable_dual_path_graph=True)
+    tokens = {"x": EncoderBuffer("tokens")}
+    EncoderCudaGraphConfig(["image"], ["x"], 4, tokens, enable_dual_path_graph=True)
 
 
 # ------------------------------------------------------------------ a capture that failed

@@ -218,8 +218,8 @@ def test_a_compiled_tower(device: str) -> None:
         in_features=C,
         out_hidden_size=H,
         tables=TABLES,
-        odd_grids=True,
     )
+    model.odd_grids = True
     encoder = manager(model, device)
     for sizes in (((4, 4), (2, 6)), ((3, 5),), ((8, 8),)):
         call = images(*sizes, device=device)

@@ -9,7 +9,7 @@ import torch
 from lib.front_ends import ROWS, WIDTH, front_end, layers
 
 from cgcompile import BatchDescriptor, CompilationConfig, set_forward_context
-from cgcompile.encoder import EncoderCaptureAxis, EncoderItemSpec
+from cgcompile.encoder import EncoderCudaGraphPathConfig, EncoderItemSpec
 from cgcompile.errors import CGCompileError
 from cgcompile.serving import Batch, InputBuffer
 from cgcompile.settings import whole
@@ -41,7 +41,7 @@ def test_values_that_are_no_whole_number(value: object) -> None:
     for make in (
         lambda: BatchDescriptor(value),
         lambda: EncoderItemSpec(value, 1),
-        lambda: EncoderCaptureAxis("frames", (value,)),
+        lambda: EncoderCudaGraphPathConfig(axes={"frames": (value,)}),
     ):
         with pytest.raises(CGCompileError):
             make()
@@ -56,7 +56,7 @@ def test_numbers_of_other_types_become_ints(kind: Callable[[int], Any]) -> None:
     item = EncoderItemSpec(kind(4), kind(1), path_output_tokens={"a": kind(1)}, axes={"n": kind(0)})
     assert item == EncoderItemSpec(4, 1, path_output_tokens={"a": 1}, axes={"n": 0})
     assert all(type(size) is int for size in (item.input_size, item.tokens("a"), item.axes["n"]))
-    assert EncoderCaptureAxis("n", (kind(4), 2)).values == (2, 4)
+    assert EncoderCudaGraphPathConfig(axes={"n": (kind(4), 2)}).axes == {"n": (2, 4)}
     batch = Batch(kind(3), kind(3), {}, kind(1), num_active_loras=kind(0))
     assert batch == Batch(3, 3, {}, 1)
     assert type(batch.num_tokens) is type(batch.max_query_len) is int

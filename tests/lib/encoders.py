@@ -112,10 +112,13 @@ def patches(device: str = "cpu", deep: bool = False, frames: int = 1, **more: An
         "offsets": {"cu_seqlens": PatchOffsets(frame_offsets, longest_padding=16)},
         "tower": tower,
         "max_frames_per_video": frames,
-        "budget_range": (8, 64),
-        "odd_grids": True,
     }
-    return PatchEncoder(tower, **{**settings, **more})
+    attributes = {"budget_range": (8, 64), "odd_grids": True}
+    attributes = {name: more.pop(name, value) for name, value in attributes.items()}
+    encoder = PatchEncoder(tower, **{**settings, **more})
+    for name, value in attributes.items():
+        setattr(encoder, name, value)
+    return encoder
 
 
 def _call(grids: Sequence[Grid], pixels: str, grid: str, device: str) -> dict[str, Any]:
