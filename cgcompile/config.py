@@ -372,8 +372,8 @@ class CompilationConfig:
             address alone, whatever its size. ``state``: what captured Python code may have read of
             a model, in wrappers and managers: attributes, items of containers, closures, globals,
             hooks, and tensors in them. ``-state`` saves a few microseconds a step, and repeats what
-            the capture read. ``weights``: objects and addresses of all weights, in managers, 0.1 us
-            a weight. With ``-weights`` release and capture again where one is replaced.
+            the capture read. ``weights``: objects and addresses of all weights, in managers, 0.07
+            us a weight. With ``-weights`` release and capture again where one is replaced.
         debug: find reads of the wrong memory; True is all, and slow. ``stale``: raise where a
             result is touched whose memory a later step has overwritten. ``poison``: fill the memory
             of graphs with NaN before each replay; of a shared pool, only what neither results nor

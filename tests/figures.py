@@ -38,7 +38,6 @@ LIBRARY = {ROOT / "cgcompile", ROOT / "passes"}
 STATE_MACHINES = ("StepTable.run",)
 # What compares anything with the time of a capture or a trace, before a replay.
 GUARDS = (
-    "WeightsGuard",
     "Contract",
     "Rebinding",
     "SameStorages",

@@ -48,8 +48,9 @@ from cgcompile.encoder.statistics import on_path
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.capture import bulk_capture, capture_postponed, inside_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
+from cgcompile.graphs.contract import Contract
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.guards import WeightsGuard
+from cgcompile.graphs.guards import Weights
 from cgcompile.graphs.pool import GraphPool, measure_captures, most_that_fit
 from cgcompile.graphs.reads import modules_of
 from cgcompile.graphs.steps import check_here
@@ -372,7 +373,7 @@ class EncoderGraphs:
         if pool is not None:
             pool.add_owner(self)
         self._modules = modules_of(setup.model.model)
-        self._weights: list[WeightsGuard] = []
+        self._weights: list[Contract] = []
         self._inputs: dict[GraphKey, GraphInputs] = {}
         self._descriptors = {key: key.descriptor for key in setup.all_keys()}
         self._running: GraphKey | None = None
@@ -479,7 +480,7 @@ class EncoderGraphs:
             self.wrapper.closed = True
         if "weights" in self._setup.settings.checks and result.captured and not self._weights:
             kind = self._setup.device.type
-            self._weights = [WeightsGuard(each, kind, _REMEDY) for each in self._modules]
+            self._weights = [Weights(each, kind).contract(_REMEDY) for each in self._modules]
         lacking = [(missing[batch], why) for batch, why in result.missing]
         lacking = [(key, why + self._raised.get(key, "")) for key, why in lacking]
         self.failed = {key: why.removeprefix(_FAILED) for key, why in lacking if _fails(why)}

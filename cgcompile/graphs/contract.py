@@ -121,23 +121,40 @@ class Change(NamedTuple):
     after: Any
     moved: bool = False
 
-    def error(self, what: str, batch: object, subject: str = "argument") -> GuardError:
-        """Return what to raise before a replay, of a value that ``subject`` names."""
+    def error(
+        self, what: str, batch: object, subject: str = "argument", remedy: str = ""
+    ) -> GuardError:
+        """Return what to raise before a replay; ``remedy`` drops graphs of state and weights."""
         path, before, now, moved = self
+        shown = str(batch)
+        if subject == "weight":
+            if moved:
+                return AddressChangedError.weight(what=what, batch=shown, path=path, remedy=remedy)
+            return HostValueChangedError.cpu_scalar(
+                what=what, batch=shown, path=path, now=now, before=before
+            )
+        if subject == "state":
+            if moved:
+                return AddressChangedError.state(
+                    what=what, batch=shown, path=path, now=now, before=before, remedy=remedy
+                )
+            return HostValueChangedError.state(
+                what=what, batch=shown, path=path, now=now, before=before, remedy=remedy
+            )
         if subject == "metadata":
             if moved:
                 return AddressChangedError.metadata(
-                    what=what, batch=str(batch), path=path, now=now, before=before
+                    what=what, batch=shown, path=path, now=now, before=before
                 )
             return HostValueChangedError.metadata(
-                what=what, batch=str(batch), path=path, now=now, before=before
+                what=what, batch=shown, path=path, now=now, before=before
             )
         if moved:
             return AddressChangedError.moved_in_wrapper(
-                what=what, batch=str(batch), path=path, now=now, before=before
+                what=what, batch=shown, path=path, now=now, before=before
             )
         return HostValueChangedError.changed(
-            what=what, batch=str(batch), path=path, now=now, before=before
+            what=what, batch=shown, path=path, now=now, before=before
         )
 
 
@@ -177,6 +194,12 @@ def has_address(tensor: torch.Tensor) -> bool:
     return True
 
 
+def place_of(value: Any) -> tuple[int, int]:
+    """Return the identity of an object, and the address of a tensor."""
+    is_placed = isinstance(value, torch.Tensor) and has_address(value)
+    return id(value), value.data_ptr() if is_placed else 0
+
+
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors inside of a tensor subclass that torch can take apart."""
     if not raw_memory.is_wrapper(tensor):
@@ -206,6 +229,7 @@ class Kind(enum.Enum):
     VALUE = "value"  # an equal plain value
     IDENTITY = "identity"  # the same object
     STRUCTURE = "structure"  # how a tensor subclass is built, or what a set holds
+    PLACE = "place"  # the same object; a tensor, at the same address in any layout
 
 
 class Read(NamedTuple):
@@ -214,7 +238,7 @@ class Read(NamedTuple):
     path: str  # for messages, such as ``attn_metadata['slots']``
     expression: str  # over the parameters of the contract
     kind: Kind
-    expected: Any  # a Placed, a plain value, an object, a Wrapper or a frozenset
+    expected: Any  # a Placed, a plain value, an object, a Wrapper, a frozenset or a place_of()
 
     def change(self, now: Any, address_first: bool = False) -> "Change | None":
         """Return how a value differs from the captured one, exactly; None if it does not."""
@@ -234,6 +258,8 @@ class Read(NamedTuple):
         elif self.kind is Kind.IDENTITY:
             if now is before:
                 return None
+        elif self.kind is Kind.PLACE:
+            return None if now == before else Change(self.path, before, now, moved=True)
         elif now == before if isinstance(before, frozenset) else before.fits(now):
             return None
         elif address_first and isinstance(before, frozenset):
@@ -346,10 +372,12 @@ class Contract:
 
     holds: Callable[..., bool]  # generated; False also where a value cannot be read
 
-    def __init__(self, parameters: str, reads: Reads, subject: str, rest: Any = None) -> None:
-        self._subject = subject  # in errors
+    def __init__(
+        self, parameters: str, reads: Reads, subject: str, rest: Any = None, remedy: str = ""
+    ) -> None:
+        self._subject, self._remedy = subject, remedy  # in errors
         self._rest: Callable[[], Change | None] | None = rest  # finds a change that no row shows
-        self._parameters = [name.strip() for name in parameters.split(",")]
+        self._parameters = [name.strip() for name in parameters.split(",") if name]
         self._names, self.rows, self.held = reads.names, tuple(reads.rows), reads.held
         body = textwrap.indent("\n".join(reads.lines), " " * 8)
         source = (
@@ -365,7 +393,7 @@ class Contract:
         if not self.holds(*values):
             change = self.first_change(*values)
             if change is not None:  # else objects are arranged in another way
-                raise change.error(what, batch, self._subject)
+                raise change.error(what, batch, self._subject, self._remedy)
 
     def first_change(self, *values: Any) -> "Change | None":
         """Return the first read that differs, or None."""

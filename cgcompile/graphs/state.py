@@ -35,7 +35,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from cgcompile.errors import AddressChangedError, HostValueChangedError
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.contract import (
     Change,
@@ -49,6 +48,7 @@ from cgcompile.graphs.contract import (
     same_value,
 )
 from cgcompile.graphs.fields import behind, is_closed_object, names_of_modules
+from cgcompile.graphs.guards import Weights
 from cgcompile.graphs.reads import Slots, array_bytes, cells_of, plainly
 from cgcompile.torch_compat import raw_memory, torch_ops
 
@@ -632,7 +632,7 @@ class ModelState:
             self._before = self.read()
 
     def contract(
-        self, ran: RanCode, touched: Collection[int], remedy: str
+        self, ran: RanCode, touched: Collection[int], remedy: str, weights: Weights
     ) -> "StateContract | None":
         """Return the contract of a capture that has ended, which touched memory at ``touched``."""
         assert self._before is not None
@@ -659,7 +659,7 @@ class ModelState:
                 "a model has too much state to compare: checks='-state' has no effect on it"
             )
             return None
-        return StateContract(self, self._last.state, touched, remedy)
+        return StateContract(self, self._last.state, touched, remedy, weights)
 
     def _add_cached(self) -> None:
         """Count functions behind ``lru_cache`` among the code that ran: it may be the cache."""
@@ -729,7 +729,7 @@ class ModelState:
 
 
 class StateContract:
-    """What one captured step read of a model: values by identity, tensors by address."""
+    """What one captured step read of a model: values by identity, tensors by address; weights."""
 
     # It holds no tensors: the recording holds the memory that it touched. Dicts that are not
     # written are compared by their versions, all at once; their values where one was written.
@@ -740,8 +740,9 @@ class StateContract:
         state: State,
         touched: Collection[int] | None = None,  # where memory begins; None: any
         remedy: str = "",  # what drops the graphs, in messages
+        weights: Weights | None = None,
     ) -> None:
-        self._model, self._remedy = model, remedy
+        self._model, self._remedy, self._weights = model, remedy, weights
         self._touched = None if touched is None else frozenset(touched)
         self._take(state)
 
@@ -760,12 +761,14 @@ class StateContract:
 
     def _write(self) -> None:
         """Write the comparison: of unwritten dicts all at once, of others each value."""
-        model, reads = self._model, Reads()
+        model, reads, weights = self._model, Reads(), self._weights
         objects = self.state.objects
         holders = [row.holder for row in self._places] + [holder for holder, _ in objects]
-        rest = model.watch(self, holders)
+        rest = model.watch(self, holders + ([] if weights is None else weights.tables))
         self._epoch, name = model.epoch, reads.bound("model", model)
         reads.unless(f"{name}.epoch != {self._epoch} or not {name}.unwritten()")
+        if weights is not None:
+            weights.compare(reads, rest)
         for row in self._places:
             if id(row.holder) in rest or isinstance(row.value, TensorRead):
                 self._compare(reads, self._expression(reads, row), row.value)
@@ -868,17 +871,11 @@ class StateContract:
         """Raise AddressChangedError or HostValueChangedError where the state differs."""
         if self._holds():
             return
+        if self._weights is not None:
+            self._weights.contract(self._remedy).check(what, batch)
         change = None if self._is_same() else self.first_change()
-        if change is None:
-            return
-        path, before, now, moved = change
-        if moved:
-            raise AddressChangedError.state(
-                what=what, batch=str(batch), path=path, now=now, before=before, remedy=self._remedy
-            )
-        raise HostValueChangedError.state(
-            what=what, batch=str(batch), path=path, now=now, before=before, remedy=self._remedy
-        )
+        if change is not None:
+            raise change.error(what, batch, "state", self._remedy)
 
 
 def _hooks_of(path: str) -> str:

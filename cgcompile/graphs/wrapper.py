@@ -44,7 +44,7 @@ from cgcompile.graphs.capture import (
 from cgcompile.graphs.contract import Contract
 from cgcompile.graphs.device import DeviceGraph, capture_device, no_device
 from cgcompile.graphs.fields import Fields, Rebinding
-from cgcompile.graphs.guards import CallForm, WeightsGuard, read_arguments
+from cgcompile.graphs.guards import CallForm, Weights, read_arguments
 from cgcompile.graphs.pool import RESULT_AS_INPUT, GraphPool
 from cgcompile.graphs.reads import Transparent, read_context
 from cgcompile.graphs.results import (
@@ -139,11 +139,12 @@ class CUDAGraphEntry:
         form: compares how arguments are passed; None where the owner of the wrapper does.
         guard: compares the arguments, and the fields of objects among them; None where the
             owner of the wrapper does.
-        weights: compares parameters and buffers; None where the owner of the wrapper does.
+        weights: its parameters and buffers; None where the owner of the wrapper compares them.
         needs_grad: whether gradients would be due if grad mode were on.
         reused: makes the result of each replay; None where the owner of the wrapper does.
         context: compares the tensors of the forward context; None if the capture did not read it.
-        state: compares what Python code read of the model; None where that is not compared.
+        state: compares the weights, and what Python code read of the model; None where the owner of
+            the wrapper does.
 
     Example:
         >>> step = cgcompile.CUDAGraphWrapper(nn.Linear(8, 8))
@@ -163,11 +164,11 @@ class CUDAGraphEntry:
     output: Any
     form: CallForm | None = None
     guard: Contract | None = None
-    weights: WeightsGuard | None = None
+    weights: Weights | None = None
     needs_grad: bool = False
     reused: Results | None = None
     context: Contract | None = None
-    state: StateContract | None = None
+    state: StateContract | Contract | None = None
 
     def check_managed(self, what: str, context: Any = None) -> None:
         """Compare all but arguments and weights; ``context`` has the metadata, if there are any.
@@ -195,8 +196,6 @@ class CUDAGraphEntry:
             self.form.check_settings(what, self.batch_descriptor)
         if self.guard is not None:
             self.guard.check(what, self.batch_descriptor, args, kwargs)
-        if self.weights is not None:
-            self.weights.check(what, self.batch_descriptor)
         if self.context is not None:
             self.context.check(what, self.batch_descriptor, callers_context())
         if self.state is not None:
@@ -579,7 +578,7 @@ class CUDAGraphWrapper(Transparent):
         if storages is None:
             tensors = torch_ops.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
             storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
-        state = self._read_state()
+        self._read_state()
         ran = RanCode(is_recording)
         step = partial(self.runnable, *args, **kwargs)
         step = partial(_under, ran, step) if self._reads_more else step
@@ -598,7 +597,7 @@ class CUDAGraphWrapper(Transparent):
         if not self._guarded:
             entry = CUDAGraphEntry(descriptor, sequence, output, context=read)
         else:
-            weights = WeightsGuard(self.unwrap(), tensor_type, self.remedy)
+            weights = Weights(self.unwrap(), tensor_type)
             track = self._track(descriptor) if self.step_table.debug else None
             reads_grad &= not torch.is_grad_enabled()  # where the result has shown it
             entry = CUDAGraphEntry(
@@ -611,20 +610,27 @@ class CUDAGraphWrapper(Transparent):
                 reads_grad or holds_parameters_with_grad(self.runnable),
                 results_of_call(output, result, args, kwargs, weights.objects, track),
                 read,
-                None if state is None else state.contract(ran, touched, self.remedy),
+                self._contract(weights, ran, touched),
             )
         return Captured(entry, result, starts, self._executes, refused)
 
-    def _read_state(self) -> ModelState | None:
-        """Return the state of the model, read before a capture."""
+    def _read_state(self) -> None:
+        """Read the state of the model before a capture."""
         if not (self._guarded and "state" in self.config.checks):
-            return None
+            return
         if self._state is None:
             runnable = self.unwrap()
             model = runnable.unwrap() if isinstance(runnable, ManagedStep) else runnable
             self._state = ModelState(model)
         self._state.begin()
-        return self._state
+
+    def _contract(
+        self, weights: Weights, ran: RanCode, touched: set[int]
+    ) -> StateContract | Contract:
+        """Return the contract of the weights and of the state after a capture."""
+        remedy, state = self.remedy, self._state
+        compared = None if state is None else state.contract(ran, touched, remedy, weights)
+        return compared or weights.contract(remedy)
 
     def _hold(
         self,

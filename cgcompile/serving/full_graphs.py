@@ -17,7 +17,8 @@ from cgcompile.descriptor import BatchDescriptor
 from cgcompile.errors import ManagerError
 from cgcompile.graphs.breakable import BreakableCUDAGraphWrapper
 from cgcompile.graphs.capture import inside_capture
-from cgcompile.graphs.guards import WeightsGuard
+from cgcompile.graphs.contract import Contract
+from cgcompile.graphs.guards import Weights
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.results import StaleResults, track_result
 from cgcompile.graphs.steps import INSIDE_CAPTURE
@@ -93,8 +94,8 @@ class FullGraphs:
         self.wrapper.before_capture = self._before_capture
         self.wrapper.remedy = REMEDY
         self._by_size: dict[int, list[BatchDescriptor]] = {}
-        self._weights: WeightsGuard | None = None
-        self._bound: WeightsGuard | None = None  # of what a model without guards has bound
+        self._weights: Contract | None = None
+        self._bound: Contract | None = None  # of what a model without guards has bound
         self._stale = StaleResults()
 
     def _before_capture(self) -> None:
@@ -123,10 +124,10 @@ class FullGraphs:
             frozen = [tensor for trace in self._model.traces for _, tensor in trace.frozen]
             self._bound = self._guard(frozenset(map(id, frozen))) if frozen else None
 
-    def _guard(self, only: frozenset[int] | None = None) -> WeightsGuard:
+    def _guard(self, only: frozenset[int] | None = None) -> Contract:
         assert self._weights_on is not None
         unwrap = getattr(self._model, "unwrap", lambda: self._model)
-        return WeightsGuard(unwrap(), self._weights_on, REMEDY, only)
+        return Weights(unwrap(), self._weights_on, only).contract(REMEDY)
 
     def add(self, descriptor: BatchDescriptor) -> None:
         """Note a captured graph, and guard the weights from now on."""

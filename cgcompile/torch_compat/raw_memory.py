@@ -210,7 +210,8 @@ class Addresses:
         if not self._indices:
             return True
         if _equal_addresses is not None:
-            return bool(_equal_addresses(list(objects), self._known, self._indices))
+            listed = objects if type(objects) is list else list(objects)
+            return bool(_equal_addresses(listed, self._known, self._indices))
         for index in self._indices:  # noqa: SIM110  (a generator costs a call)
             if objects[index].data_ptr() != self._known[index]:
                 return False

@@ -84,6 +84,7 @@ def test_rows_of_the_state_of_a_model(part: str, row: str, monkeypatch: Any) -> 
 SCALAR = "0-dim tensor of the CPU as an argument"
 WRAPPER, TRACED, REPLAYED = "CUDAGraphWrapper", "none", "none, context"
 GRAPHS, RUNTIME = "cgcompile.graphs", "cgcompile.runtime"
+MEMORY = "cgcompile.torch_compat.raw_memory"
 SETTINGS, FITS = "cgcompile.torch_compat.torch_settings", "cgcompile.tracing.argument_guards:Fits"
 
 
@@ -94,12 +95,14 @@ SETTINGS, FITS = "cgcompile.torch_compat.torch_settings", "cgcompile.tracing.arg
         (f"{SETTINGS}:kernel_settings", (), WRAPPER, "cuDNN flags"),
         (f"{SETTINGS}:trace_settings", (), WRAPPER, "default dtype"),
         (f"{SETTINGS}:trace_settings", (), WRAPPER, "autocast"),
-        (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "weight replaced"),
-        (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "layer replaced"),
-        (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "buffer replaced"),
-        (f"{GRAPHS}.guards:WeightsGuard._current", (), WRAPPER, "tensor attribute replaced"),
+        (f"{GRAPHS}.guards:Weights.same_objects", True, WRAPPER, "weight replaced"),
+        (f"{GRAPHS}.guards:Weights.same_objects", True, WRAPPER, "layer replaced"),
+        (f"{GRAPHS}.guards:Weights.same_objects", True, WRAPPER, "buffer replaced"),
+        (f"{GRAPHS}.guards:Weights.same_objects", True, WRAPPER, "tensor attribute replaced"),
+        (f"{GRAPHS}.guards:place_of", (0, 0), WRAPPER, "weight replaced"),
+        (f"{GRAPHS}.guards:place_of", (0, 0), WRAPPER, "weight.data assigned"),
         (f"{GRAPHS}.contract:Reads.form", [], WRAPPER, "longer list as an argument"),
-        (f"{GRAPHS}.contract:Tensors.changes", (), WRAPPER, "weight.data assigned"),
+        (f"{MEMORY}:Addresses.hold", True, WRAPPER, "weight.data assigned"),
         (f"{GRAPHS}.capture:SameStorages.check", None, WRAPPER, ".data assigned in the step"),
         (f"{GRAPHS}.sequence:GraphSequence.check_held", None, WRAPPER, "tensor by a computed name"),
         (f"{FITS}._compare_settings", None, TRACED, "default dtype"),

@@ -319,3 +319,31 @@ def test_a_model_that_is_an_argument_inside_of_a_capture(moves: bool, device: st
     else:
         check(served.step, partial(given, model), device, steps=4)
         assert served.counters().replays == 3
+
+
+@pytest.mark.parametrize("checks", ["-metadata", "-state"])
+@pytest.mark.parametrize("write", ["same weight", "another buffer", "another layer"])
+def test_a_weight_that_is_replaced_after_other_writes_to_its_table(
+    write: str, checks: str, device: str
+) -> None:
+    """A table that was written and holds the same weights is no difference; later ones are."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).to(device)
+    net.register_buffer("scale", torch.ones(WIDTH, device=device))
+    config = settings(device, checks=checks)
+    wrapper = cgcompile.CUDAGraphWrapper(net.requires_grad_(False), config)
+    with torch.inference_mode(), context(ROWS, FULL, {}):
+        x = torch.randn(ROWS, WIDTH, device=device)
+        wrapper(x)
+        if write == "same weight":
+            net[0].weight = net[0].weight
+        elif write == "another buffer":
+            net[0].register_buffer("unused", torch.ones(WIDTH, device=device))
+        else:
+            net[0].add_module("unused", nn.Identity())
+        for _ in range(2):
+            x.copy_(torch.randn(ROWS, WIDTH))
+            torch.testing.assert_close(wrapper(x), net(x))
+        net[0].weight = nn.Parameter(torch.zeros_like(net[0].weight), requires_grad=False)
+        with pytest.raises(AddressChangedError, match=r"weight '0.weight' was replaced or moved"):
+            wrapper(x)
+    assert (wrapper.counters.captures, wrapper.counters.replays) == (1, 2)
