@@ -68,8 +68,8 @@ def test_the_code_of_a_page_runs_as_a_program(page: Path, tmp_path: Path) -> Non
         pytest.importorskip(module)
     file = tmp_path / f"{page.stem}_page.py"  # torch reads the source of what it traces
     file.write_text("\n\n".join(blocks(page)))
-    code, output = run_program(file)
-    assert code == 0, output[-4000:]
+    done = run_program(file)
+    assert done.code == 0, (done.stdout + done.stderr)[-4000:]
 
 
 # ---------------------------------------------------------------- pictures

@@ -2,11 +2,11 @@
 
 import ast
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lib.programs import TORCH, run_code
 from lib.snapshots import assert_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -230,7 +230,7 @@ def test_importing_changes_nothing() -> None:
         "assert before == after\n"
         "import sys; assert 'torch._inductor.compile_fx' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    run_code(code, imports=TORCH)
 
 
 PACKAGES = (
@@ -274,12 +274,9 @@ LOADS: dict[str, set[str]] = {
 }
 
 
-def loaded_by(code: str) -> set[str]:
-    """Return the modules that a program loads, in a process of its own."""
-    code += "\nimport sys\nprint(*sys.modules)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
-    return set(done.stdout.split())
+def loaded_by(code: str, imports: str = TORCH) -> set[str]:
+    """Return the modules that a program loads, in a process that has executed ``imports``."""
+    return set(run_code(f"{code}\nimport sys\nprint(*sys.modules)", imports=imports).split())
 
 
 def test_every_room_has_its_loads() -> None:
@@ -303,7 +300,7 @@ def test_a_room_loads_no_other_than_listed(name: str) -> None:
 @pytest.mark.slow
 def test_plans_and_settings_load_no_torch() -> None:
     names = [name.replace("/", ".") for name in STANDARD_LIBRARY_ONLY]
-    loaded = loaded_by("\n".join(f"import cgcompile.{name}" for name in names))
+    loaded = loaded_by("\n".join(f"import cgcompile.{name}" for name in names), imports="")
     assert "cgcompile.serving.dispatcher" in loaded
     assert "torch" not in loaded
 
@@ -342,7 +339,7 @@ assert cgcompile.errors.CGCompileError is cgcompile.CGCompileError
 
 @pytest.mark.slow
 def test_functions_stay_where_submodules_have_their_names() -> None:
-    subprocess.run([sys.executable, "-c", SAME_NAMES], check=True, cwd=ROOT)
+    run_code(SAME_NAMES, imports=TORCH)
 
 
 READ_IN_TRACED_CODE = """
@@ -364,7 +361,7 @@ assert backend.counters.captures == 1 and backend.counters.replays == 2
 
 @pytest.mark.slow
 def test_a_public_name_may_be_read_in_traced_code_first() -> None:
-    subprocess.run([sys.executable, "-c", READ_IN_TRACED_CODE], check=True, cwd=ROOT)
+    run_code(READ_IN_TRACED_CODE, imports=TORCH)
 
 
 def test_public_face() -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from lib.front_ends import (
     under_context,
 )
 from lib.patience import PATIENCE
+from lib.programs import run_code
 from torch import nn
 
 import cgcompile
@@ -485,7 +484,7 @@ def test_managers_of_one_model_release_at_once(device: str) -> None:
 FORKS = """
 import os, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
-import gc, torch, torch._inductor.compile_fx
+import gc, torch
 from lib.front_ends import ROWS, WIDTH, check, front_end
 from lib.patience import PATIENCE
 from cgcompile.locks import _locks
@@ -527,16 +526,8 @@ for name in sys.argv[2:]:  # each in a process that knows no other
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_fork_while_another_thread_holds_the_locks_of_a_step() -> None:
-    tests = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, str(tests), *FRONT_ENDS],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**os.environ, "PYTHONPATH": str(tests.parent)},
-    )
-    expected = [f"{name} 0" for name in FRONT_ENDS]
-    assert done.stdout.splitlines() == expected, done.stdout + done.stderr[-2000:]
+    printed = run_code(FORKS, str(Path(__file__).parents[1]), *FRONT_ENDS)
+    assert printed.splitlines() == [f"{name} 0" for name in FRONT_ENDS]
 
 
 @pytest.mark.parametrize("name", COMPILED + WRAPPERS)

@@ -5,13 +5,12 @@ The tests set ``kernels="decode_attention"``: on the CPU the op then runs torch'
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lib.programs import run_code
 from lib.snapshots import assert_snapshot
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -676,14 +675,7 @@ print(json.dumps([how, worst, backend.counters.replays, len(graph.split.fusions.
 @pytest.mark.slow
 def test_a_piece_with_the_op_is_loaded_by_another_process(tmp_path: Path) -> None:
     for expected in ("compiled", "loaded"):
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(tmp_path / "cache")],
-            cwd=Path(__file__).resolve().parents[2],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        how, worst, replays, fused = json.loads(done.stdout.splitlines()[-1])
+        printed = run_code(PROGRAM, str(tmp_path / "cache"))
+        how, worst, replays, fused = json.loads(printed.splitlines()[-1])
         assert (how, replays, fused) == ([expected] * 2, 2, 1)  # a piece ends before the op
         assert worst < 1e-5

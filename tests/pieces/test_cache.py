@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lib.programs import COMPILERS, run_program
 from torch import fx
 
 import cgcompile
@@ -69,6 +68,10 @@ print(json.dumps([run(**each) for each in json.loads(sys.argv[2])]))
 """
 
 
+# Else Inductor compiles trials, of 6 s in all.
+WITHOUT_TRIALS = f"import os; os.environ['TORCHINDUCTOR_VEC_ISA_OK'] = '1'; {COMPILERS}"
+
+
 def processed(folder: Path, *runs: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """What runs say, and their log: all in one process whose Inductor and Triton caches are empty.
 
@@ -78,20 +81,17 @@ def processed(folder: Path, *runs: dict[str, Any]) -> tuple[list[dict[str, Any]]
             later ones have backends of their own, and the folder alone to take pieces from.
     """
     with tempfile.TemporaryDirectory() as empty:
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(folder), json.dumps(runs)],
-            env={
-                **os.environ,
-                "TORCHINDUCTOR_CACHE_DIR": os.path.join(empty, "inductor"),
-                "TRITON_CACHE_DIR": os.path.join(empty, "triton"),
-                "TORCHINDUCTOR_VEC_ISA_OK": "1",  # else it compiles trials, of 6 s in all
-            },
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
+        program = Path(empty) / "program.py"
+        program.write_text(PROGRAM)
+        done = run_program(
+            program,
+            str(folder),
+            json.dumps(runs),
+            imports=WITHOUT_TRIALS,
+            TORCHINDUCTOR_CACHE_DIR=os.path.join(empty, "inductor"),
+            TRITON_CACHE_DIR=os.path.join(empty, "triton"),
         )
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 

@@ -1,14 +1,13 @@
 """The folder of entries: what is put comes back whole, or not at all; nothing here ever raises."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lib.programs import run_code
 
 from cgcompile import CompilationConfig
 from cgcompile.pieces.cache import Store, cache_folder, key_of
@@ -178,24 +177,24 @@ def test_a_read_only_folder(store: Store) -> None:
 
 # ---------------------------------------------------------------- several processes
 
-WRITER = """
-import sys
+WRITERS = """
+import os, sys
 from cgcompile.pieces.cache import Store
-store, me = Store(sys.argv[1]), sys.argv[2].encode()
+child = os.fork()
+name = "a" if child else "b"
+store = Store(sys.argv[1])
 for _ in range(300):
-    assert store.put("piece", "shared", me * 5000, {"by": sys.argv[2]})
+    assert store.put("piece", "shared", name.encode() * 5000, {"by": name})
     entry = store.entry("piece", "shared").payload
     assert len(set(entry)) == 1 and len(entry) == 5000, entry
+if child:
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
 @pytest.mark.slow
 def test_processes_that_write_one_key_at_once(store: Store) -> None:
-    running = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(store.folder), name])
-        for name in ("a", "b")
-    ]
-    assert [each.wait() for each in running] == [0, 0]
+    run_code(WRITERS, str(store.folder))
     assert payload_of(store, "piece", "shared") in (b"a" * 5000, b"b" * 5000)
     assert only_file(store).name == "piece.shared.cgc"
 
