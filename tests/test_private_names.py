@@ -46,11 +46,14 @@ def accesses(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield dotted(node.value), node.attr
-        elif isinstance(node, ast.Call) and len(node.args) > 1:
-            name = node.args[1]
-            by_name = dotted(node.func) in ("getattr", "hasattr", "setattr", "delattr")
+        elif isinstance(node, ast.Call):
+            called = [node.func, *node.args]
+            if dotted(node.func) == "partial":
+                called = node.args
+            name = called[2] if len(called) > 2 else None
+            by_name = dotted(called[0]) in ("getattr", "hasattr", "setattr", "delattr")
             if by_name and isinstance(name, ast.Constant) and isinstance(name.value, str):
-                yield dotted(node.args[0]), name.value
+                yield dotted(called[1]), name.value
 
 
 def is_private(name: str) -> bool:

@@ -56,13 +56,6 @@ def same_layout(leaf: Any, other: torch.Tensor) -> bool:
     return isinstance(leaf, torch.Tensor) and layout_of(leaf) == layout_of(other)
 
 
-def same_numbers(leaf: Any, other: torch.Tensor) -> bool:
-    """Return whether ``leaf`` is a tensor of the shape and dtype of ``other``, in any layout."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not other.layout:
-        return False
-    return leaf.shape == other.shape and leaf.dtype is other.dtype and leaf.device == other.device
-
-
 def layout_text(leaf: Any) -> str:
     """Return a value as messages show it: the layout of a tensor, a plain value, or a type."""
     if isinstance(leaf, (Placed, torch.Tensor)):

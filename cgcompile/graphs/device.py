@@ -134,17 +134,18 @@ class CaptureDevice(Protocol):
         """Return unused memory to the device. Synchronises."""
 
 
-recording = threading.local()  # .graph: the graph that this thread records
+class _Recording(threading.local):
+    graph: Any = None  # the one that this thread records
 
 
-def is_recording() -> bool:
-    """Return whether the CPU recorder records in this thread."""
-    return getattr(recording, "graph", None) is not None
+recording = _Recording()
+# Returns the graph that the CPU recorder records in this thread, or None; in C.
+is_recording: Callable[[], Any] = functools.partial(getattr, recording, "graph")
 
 
 def any_capture() -> bool:
     """Return whether this thread's work is being captured, on any device, by any code."""
-    return is_recording() or raw_memory.cuda_is_capturing()
+    return recording.graph is not None or raw_memory.cuda_is_capturing()
 
 
 def device_named(device: torch.device | str, where: str) -> torch.device:

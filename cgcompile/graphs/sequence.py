@@ -72,7 +72,6 @@ from cgcompile.graphs.contract import (
     function_of,
     layout_text,
     same_layout,
-    same_numbers,
     same_value,
 )
 from cgcompile.graphs.device import DeviceGraph
@@ -678,6 +677,13 @@ def crossings(
     return across, bridges
 
 
+def _same_numbers(leaf: Any, other: torch.Tensor) -> bool:
+    """Return whether ``leaf`` is a tensor of the shape and dtype of ``other``, in any layout."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not other.layout:
+        return False
+    return leaf.shape == other.shape and leaf.dtype is other.dtype and leaf.device == other.device
+
+
 def _bridge(
     position: Place, value: torch.Tensor, frame: Frame, result: bool
 ) -> tuple[Block, Crossing]:
@@ -686,7 +692,7 @@ def _bridge(
 
     def cross(results: list[Any]) -> None:
         value = results[position.item]
-        if not (buffer.takes_any_layout and same_numbers(value, buffer.tensor)):
+        if not (buffer.takes_any_layout and _same_numbers(value, buffer.tensor)):
             position.check_layout(value, buffer.tensor)
         buffer.fill(value)
         results[position.item] = buffer.tensor

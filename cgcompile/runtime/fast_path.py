@@ -233,7 +233,7 @@ class GraphFastPath:
         self,
         paths: FastPaths,
         recording: Recording,
-        weight_checks: Sequence[Callable[[tuple[Any, ...]], bool]],  # whether inputs have others
+        weight_checks: Sequence[Callable[[tuple[Any, ...]], bool]],  # whether inputs have the same
         frozen: tuple[torch.Tensor, ...],
         pool: GraphPool,
         failed: Callable[[BaseException], None],
@@ -278,8 +278,8 @@ class GraphFastPath:
             self.names["dropped"] = recording.sequence.dropped
             before += "if dropped() is not None:\n    return not_served\n"
         for index, check in enumerate(weight_checks):
-            own[f"differ_{index}"] = check
-            before += f"if differ_{index}(inputs):\n    return not_served\n"
+            own[f"weights_hold_{index}"] = check
+            before += f"if not weights_hold_{index}(inputs):\n    return not_served\n"
         inside = ("inputs += frozen\n" if self.frozen else "") + _INPUTS
         source = _source("inputs", before, inside, "inputs", "outputs", "not_served")
         self.step = function_of(source, self.names | own)

@@ -50,7 +50,8 @@ class WeightSet:
         self.shares_results = False  # graphs of other weights could write to its results' memory
         self.starts: dict[int, int] = {}  # addresses of the weights, by position
         self._held: list[torch.UntypedStorage] = []
-        self._addresses = raw_memory.Addresses((), ())
+        # Where the weights are, which ``module.to()`` and ``weight.data = ...`` move.
+        self.addresses = raw_memory.Addresses((), ())
         self._last: list[int] | None = None  # addresses of watched weights at the last call
         self._mutated: list[raw_memory.StorageLife] = []
 
@@ -65,7 +66,7 @@ class WeightSet:
         # The memory of weights is held. A mutated input may be freed, and its graphs with it.
         self._held = [inputs[position].untyped_storage() for position in static]
         self.starts = {position: address(inputs[position]) for position in static}
-        self._addresses = raw_memory.Addresses(inputs, watched)
+        self.addresses = raw_memory.Addresses(inputs, watched)
         self._mutated = [raw_memory.StorageLife(inputs[position]) for position in mutated]
 
     def follow(self, inputs: Sequence[Any], watched: Sequence[int]) -> tuple[int, ...]:
@@ -79,10 +80,6 @@ class WeightSet:
         self.seen.clear()
         pairs = zip(watched, before, self._last, strict=True)
         return tuple([position for position, was, now in pairs if was != now])
-
-    def moved(self, inputs: tuple[Any, ...]) -> bool:
-        """Return whether a weight moved, as after ``module.to()`` or ``weight.data = ...``."""
-        return not self._addresses.hold(inputs)
 
     def release(self) -> None:
         """Release the memory of the weights: no step of this set is replayed any more."""
@@ -191,7 +188,7 @@ class WeightSets:
             self.replaced = moved or self.replaced
             return key, weight_set
         strict = bool(mutated) and self._program.pool.device.notices_freed
-        if not weight_set.moved(inputs) and not (strict and weight_set.outlived):
+        if weight_set.addresses.hold(inputs) and not (strict and weight_set.outlived):
             return key, weight_set
         if not weight_set.captured:  # the step itself may move them, and has no graph for that
             return key, weight_set
@@ -226,10 +223,11 @@ class WeightSets:
     def checks(
         self, weight_set: WeightSet, inputs: tuple[Any, ...]
     ) -> list[Callable[[tuple[Any, ...]], bool]]:
-        """Return predicates that are true for a call with other or moved weights."""
+        """Return predicates that are true for a call with the same weights in place."""
         if not self._watched:
             return []
-        return [raw_memory.SameObjects(inputs, self._ranges).differ, weight_set.moved]
+        same = raw_memory.SameObjects(inputs, self._ranges)
+        return [same.hold, weight_set.addresses.hold]
 
     def add(self, key: Hashable, inputs: tuple[Any, ...]) -> WeightSet:
         """Add a weight set for a new key; the oldest one without graphs may be dropped."""

@@ -189,7 +189,8 @@ class HostStep:
                 raise CaptureError.freed_input(what=self.name + self.inside, shape=shape)
         output = self.call(*self.args, **self.kwargs)
         if self.results:
-            leaves = torch_ops.tree_leaves(output)
+            alone = type(output) is torch.Tensor
+            leaves = [output] if alone else torch_ops.tree_leaves(output)
             for position, target in self.results:
                 target.copy_(raw_memory.storage_bytes(leaves[position].untyped_storage()))
 
@@ -322,7 +323,7 @@ class HostGraph:
             raise CaptureError.empty()
         if is_recording():
             raise CaptureError.nested(what="replay()")
-        off = torch_ops.autocast_off()
+        off = torch.autocast("cpu", enabled=False)
         with torch.inference_mode(False), torch.no_grad(), off, torch_ops.without_modes():
             dtype = torch.get_default_dtype()
             torch.set_default_dtype(self._default_dtype)

@@ -44,7 +44,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "_current_graph_task_id _dispatch_get_all_op_names DispatchKey "
     "_get_cublas_allow_bf16_reduced_precision_reduction _get_cublas_allow_fp16_accumulation "
     "_get_cublas_allow_fp16_reduced_precision_reduction _get_cudnn_sdp_enabled "
-    "_get_deterministic_algorithms _get_flash_sdp_enabled _get_fp32_precision_getter "
+    "_get_flash_sdp_enabled _get_fp32_precision_getter "
     "_get_function_stack_at _get_math_sdp_enabled _get_mem_efficient_sdp_enabled "
     "_get_sdp_priority_order _host_emptyCache _is_any_autocast_enabled "
     "_len_torch_dispatch_stack _len_torch_function_stack _RestorePythonTLSSnapshot "

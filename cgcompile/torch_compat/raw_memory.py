@@ -174,16 +174,16 @@ class SameObjects:
             if last - first > self._SHORT
         ]
 
-    def differ(self, objects: tuple[Any, ...]) -> bool:
-        """Return whether a tuple of equal length has another object in one of the ranges."""
+    def hold(self, objects: tuple[Any, ...]) -> bool:
+        """Return whether a tuple of equal length has the same objects in the ranges."""
         for index, known in self._single:
             if id(objects[index]) != known:
-                return True
+                return False
         items = id(objects)
         for start, memory_at, known_items in self._long:
             if memory_at(items + start).raw != known_items:
-                return True
-        return False
+                return False
+        return True
 
 
 def identities(objects: tuple[Any, ...]) -> bytes:

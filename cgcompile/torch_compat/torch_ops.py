@@ -621,10 +621,6 @@ def own_cached_casts(compiled: bool) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def autocast_off() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", enabled=False)
-
-
 # The part of ``scaled_dot_product_attention`` whose kernel calls an op that autocast casts.
 _UNDER_AN_AUTOCAST_KERNEL = frozenset({"aten::_safe_softmax"})
 

@@ -40,7 +40,7 @@ _precision = torch._C._get_fp32_precision_getter  # the older getters may raise
 _fp16_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction
 _bf16_sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
 _fp16_accumulation = torch._C._get_cublas_allow_fp16_accumulation
-_is_deterministic = torch._C._get_deterministic_algorithms
+_is_deterministic = torch.are_deterministic_algorithms_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _default_dtype = torch.get_default_dtype
 _count_function_modes = torch._C._len_torch_function_stack
@@ -216,11 +216,8 @@ def current_frame() -> int | None:
     return frame
 
 
-def is_profiling() -> bool:
-    """Return whether a profiler of torch, or ``emit_nvtx``, runs in any thread of the process."""
-    return profiler._is_profiler_enabled
-
-
+# Returns whether a profiler of torch, or ``emit_nvtx``, runs in any thread of the process; in C.
+is_profiling: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
 # The same for generated code: the module, and the expression over its name.
 PROFILING = ("profiler._is_profiler_enabled", profiler)
 

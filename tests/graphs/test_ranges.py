@@ -277,13 +277,12 @@ def test_a_segment_costs_what_it_costs_in_a_bare_loop(breaks: int) -> None:
     for graphs in (8, 40):
         sequence = sequence_of(graphs, breaks)
         instructions, calls = executed(sequence.replay)
-        assert calls == {"replay": 1, "is_profiling": 1}, "asked once a step, and no more"
+        assert calls == {"replay": 1}, "whether a profiler runs is read in C, once a step"
         floor = executed(lambda steps=sequence.steps: bare(steps))[0]["bare"]
         totals.append((instructions.total(), floor))
     (few, few_bare), (many, many_bare) = totals
     assert many - few == many_bare - few_bare > 0
-    assert instructions["is_profiling"] <= 6
-    assert many - many_bare <= 60  # slots, rows, the question: the same for any number
+    assert many - many_bare <= 56  # slots, rows, the profiler: the same for any number
 
 
 def test_a_replayed_step_of_a_model_asks_once() -> None:
@@ -299,7 +298,7 @@ def test_a_replayed_step_of_a_model_asks_once() -> None:
 
     _, calls = executed(run)
     # Of the call, the recording, two graphs, and the sequence.
-    assert (calls["replay"], calls["is_profiling"]) == (5, 1)
+    assert calls["replay"] == 5
     assert not {"run_observed", "around", "_entered", "labels", "label"} & set(calls)
     assert "labels" not in vars(recording.sequence), "no name was made"
     _, looked = executed(lambda: profiled(run))

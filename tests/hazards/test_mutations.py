@@ -110,7 +110,7 @@ SETTINGS, FITS = "cgcompile.torch_compat.torch_settings", "cgcompile.tracing.arg
         (f"{FITS}._container", None, TRACED, "number in a dict argument"),
         (f"{FITS}._inside", None, TRACED, INSIDE),
         (f"{RUNTIME}.recording:Recording.check", None, REPLAYED, "metadata nested five deep"),
-        (f"{RUNTIME}.weight_sets:WeightSet.moved", False, "keep, context", "weight.data assigned"),
+        (f"{MEMORY}:Addresses.hold", True, "keep, context", "weight.data assigned"),
         (f"{RUNTIME}.fast_path:_CallLines.called", None, REPLAYED, "hook of the model added"),
         (f"{RUNTIME}.fast_path:_CallLines.called", None, REPLAYED, "forward replaced"),
         (f"{RUNTIME}.fast_path:_CallLines._moved", [], REPLAYED, SCALAR),
