@@ -2,33 +2,48 @@
 
 import contextlib
 import json
-import os
 import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lib.examples import EXAMPLES, run
-from lib.patience import PATIENCE
+from lib.programs import Ran, run_program
 
 pytestmark = pytest.mark.slow
 
 SMALL = ["--device", "cpu", "--layers", "1", "--sizes", "8", "32"]
 RANKS = [*SMALL, "--tensor-parallel", "2", "--data-parallel", "2"]
 
-# Rank 3 is killed inside of its first attention while it serves: between two all-reduces. The ranks
-# are forked from one process, which has imported torch; each writes its errors to a file.
+# All ranks are forked from one process, which has imported this.
+EXAMPLE = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import serve_llm, torch._inductor.compile_fx, torch.distributed.run
+"""
+
+# Two nodes of torchrun; the file and the words of the example are its arguments.
+NODES = """
+import os, sys
+from torch.distributed.run import main
+
+words, port = sys.argv[2:], sys.argv[1]
+address = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+forked = ["--run-path", "--start-method", "fork", "--master-port", port]
+child = os.fork()
+main([*address, *forked, "--node-rank", "0" if child else "1", *words])
+if child:
+    sys.exit(os.waitpid(child, 0)[1])
+"""
+
+# Rank 3 is killed inside of its first attention while it serves: between two all-reduces. Each rank
+# writes its errors to a file.
 DYING = """
 import json, os, signal, sys
-folder, examples = sys.argv[1:3]
-del sys.argv[1:3]
-sys.path.insert(0, examples)
-import gc, serve_llm, torch._inductor.compile_fx
+folder = sys.argv.pop(1)
+import serve_llm
 from llm_engine import attention
 from llm_engine.engine import Engine
 
@@ -44,7 +59,6 @@ def dying(*arguments):
 serve, gather = Engine.serve, attention.gather_attention
 Engine.serve = serving
 ranks = []
-gc.freeze()
 for rank in range(4):
     ranks.append(os.fork())
     if not ranks[-1]:
@@ -58,12 +72,12 @@ print(json.dumps([os.waitstatus_to_exitcode(codes[rank]) for rank in range(4)]))
 """
 
 
-def start(*command: str, **environment: str) -> "subprocess.Popen[str]":
-    """Start a Python process with one thread, on the network of this machine alone."""
-    more = {"OMP_NUM_THREADS": "1", "CGCOMPILE_CACHE_DIR": "off", "GLOO_SOCKET_IFNAME": "lo"}
-    env = {**os.environ, **more, **environment, "PYTHONPATH": str(EXAMPLES.parent)}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *command], env=env, **pipes)
+def started(path: Path, code: str, *arguments: str, **environment: str) -> Ran:
+    """Run a program that uses the example, on the network of this machine alone."""
+    program = path / "program.py"
+    program.write_text(code)
+    environment |= {"GLOO_SOCKET_IFNAME": "lo"}
+    return run_program(program, *arguments, imports=EXAMPLE, **environment)
 
 
 def free_port() -> str:
@@ -80,22 +94,15 @@ def digest(rows: list[str]) -> str:
     return row
 
 
-def test_two_nodes_of_two_ranks_give_the_tokens_of_one_process() -> None:
-    port = free_port()
+def test_two_nodes_of_two_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
     script = [str(EXAMPLES / "serve_llm.py"), *RANKS, "--modes", "FULL_AND_PIECEWISE"]
-    address = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
-    nodes = [
-        start("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", n, *address, *script)
-        for n in "01"
-    ]
     alone = run("serve_llm.py", *SMALL, "--modes", "NONE", "--draft", "none")
-    texts = [node.communicate(timeout=PATIENCE) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], texts
-    rows = texts[0][0].splitlines()
+    nodes = started(tmp_path, NODES, free_port(), *script)
+    assert nodes.code == 0, nodes
+    rows = nodes.stdout.splitlines()
     assert "tokens identical: yes" in rows
     assert "promises kept: yes" in rows
-    assert digest(rows) == digest(alone)
-    assert texts[1][0] == ""  # the first rank prints
+    assert digest(rows) == digest(alone)  # once: the first rank prints
     replicas = [row for row in rows if row.startswith("  target: ")]
     assert len(replicas) == 2
     shares = r"(\d+) steps, FULL ([1-9]\d*)%, PIECEWISE ([1-9]\d*)%, NONE 0%, (\d+) replays"
@@ -107,11 +114,10 @@ def test_two_nodes_of_two_ranks_give_the_tokens_of_one_process() -> None:
 
 def test_a_killed_rank_ends_the_others_with_a_named_error(tmp_path: Path) -> None:
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "4"}
-    places = [str(tmp_path), str(EXAMPLES)]
-    group = start("-c", DYING, *places, *RANKS, "--modes", "breakable", **store)
-    output = group.communicate(timeout=PATIENCE)
+    words = [str(tmp_path), *RANKS, "--modes", "breakable"]
+    group = started(tmp_path, DYING, *words, **store)
     texts = [(tmp_path / rank).read_text() for rank in "012"]
-    codes = json.loads(output[0].splitlines()[-1])
+    codes = json.loads(group.stdout.splitlines()[-1])
     assert codes == [3, 3, 3, -signal.SIGKILL], texts
     does = ["requests the graph of a step"] * 2 + ["runs a collective of the model"]
     for rank, text in enumerate(texts):
@@ -128,7 +134,9 @@ def test_a_killed_rank_ends_the_others_with_a_named_error(tmp_path: Path) -> Non
         (["--data-parallel", "2", "--draft", "model"], 2, "--draft model: ranks"),
     ],
 )
-def test_what_cannot_run_is_named(arguments: list[str], code: int, message: str) -> None:
-    done = start(str(EXAMPLES / "serve_llm.py"), *arguments)
-    assert message in done.communicate(timeout=PATIENCE)[1]
-    assert done.returncode == code
+def test_what_cannot_run_is_named(
+    tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    done = started(tmp_path, "import serve_llm, sys; sys.exit(serve_llm.main())", *arguments)
+    assert message in done.stderr
+    assert done.code == code
