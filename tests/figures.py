@@ -49,8 +49,6 @@ GUARDS = (
     "_Unwrapping._check_parts",
     "SameOnHost",
     "sequence._same_value",
-    "FullGraphs.check_weights",
-    "EncoderGraphs.check_weights",
 )
 # What descends into containers and objects.
 WALKERS = (

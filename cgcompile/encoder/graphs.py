@@ -48,9 +48,7 @@ from cgcompile.encoder.statistics import on_path
 from cgcompile.errors import CaptureError
 from cgcompile.graphs.capture import bulk_capture, capture_postponed, inside_capture
 from cgcompile.graphs.capture_all import BulkCapture, capture_set, warm_all
-from cgcompile.graphs.contract import Contract
 from cgcompile.graphs.device import capture_device
-from cgcompile.graphs.guards import Weights
 from cgcompile.graphs.pool import GraphPool, measure_captures, most_that_fit
 from cgcompile.graphs.reads import modules_of
 from cgcompile.graphs.steps import check_here
@@ -373,7 +371,6 @@ class EncoderGraphs:
         if pool is not None:
             pool.add_owner(self)
         self._modules = modules_of(setup.model.model)
-        self._weights: list[Contract] = []
         self._inputs: dict[GraphKey, GraphInputs] = {}
         self._descriptors = {key: key.descriptor for key in setup.all_keys()}
         self._running: GraphKey | None = None
@@ -454,8 +451,6 @@ class EncoderGraphs:
         if inside_capture():  # buffers would have memory of that capture, without contents
             raise CaptureError.nested(what="capture of encoder graphs")
         missing = {batch: key for key, batch in self._descriptors.items() if not self.has(key)}
-        if len(missing) == len(self._descriptors):
-            self._weights = []  # the graphs that read them were dropped
         self.failed, self._raised = {}, {}
         if missing:
             self._warn_of_dropout()
@@ -478,9 +473,6 @@ class EncoderGraphs:
                 )
         finally:
             self.wrapper.closed = True
-        if "weights" in self._setup.settings.checks and result.captured and not self._weights:
-            kind = self._setup.device.type
-            self._weights = [Weights(each, kind).contract(_REMEDY) for each in self._modules]
         lacking = [(missing[batch], why) for batch, why in result.missing]
         lacking = [(key, why + self._raised.get(key, "")) for key, why in lacking]
         self.failed = {key: why.removeprefix(_FAILED) for key, why in lacking if _fails(why)}
@@ -599,7 +591,6 @@ class EncoderGraphs:
         self.wrapper.clear_graphs()
         self._inputs.clear()
         self.without_room, self.failed = {}, {}
-        self._weights = []
 
     # -------------------------------------------------------------- replay
 
@@ -611,11 +602,6 @@ class EncoderGraphs:
         except RunPlain as refusal:
             return refusal.why.reason
         return None
-
-    def check_weights(self) -> None:
-        """Raise if a weight was replaced or moved."""
-        for guard in self._weights:
-            guard.check("encoder", "its graphs")
 
     def fill(
         self, key: GraphKey, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]

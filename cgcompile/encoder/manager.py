@@ -227,8 +227,6 @@ class EncoderCalls:
     ) -> list[Any]:
         """Run all items of a call, in groups, or eager one by one; return results in order."""
         dest: dict[int, Any] = {}
-        if any(self._graphs.capacity().budgets):
-            self._graphs.check_weights()
         for items, group in self._alone(specs) if eager else self._groups(specs):
             self._run_group(items, group, mm_kwargs, specs, dest, eager)
         idle = [item for item, spec in enumerate(specs) if not self._has_tokens(spec)]

@@ -60,12 +60,11 @@ class Weights:
         tensor_type: str = "cpu",
         only: Collection[int] | None = None,  # identities of the tensors to compare; None: all
     ) -> None:
-        owner = getattr(runnable, "__self__", runnable)
-        # An owner with this attribute compares weights itself.
-        roots = () if getattr(owner, "compares_weights", False) is True else modules_of(runnable)
         self._items: list[tuple[dict[str, Any], str, str]] = []  # dict, name, path
         attributes: set[int] = set()  # identities of the dicts of modules themselves
-        for prefix, module in (named for root in roots for named in root.named_modules()):
+        for prefix, module in (
+            named for root in modules_of(runnable) for named in root.named_modules()
+        ):
             start = f"{prefix}." if prefix else ""
             own = module.__dict__
             attributes.add(id(own))
@@ -83,10 +82,10 @@ class Weights:
         self._views = [table.values() for table in self.tables if id(table) not in attributes]
         self._attributes = [row[:2] for row in self._items if id(row[0]) in attributes]
         self.follow()
-        self._tensors = [x for x in self.objects if isinstance(x, torch.Tensor) and has_address(x)]
+        held = {id(x): x for x in self.objects if isinstance(x, torch.Tensor) and has_address(x)}
+        self._tensors, self._starts = [*held.values()], {at: x.data_ptr() for at, x in held.items()}
         self._addresses = raw_memory.Addresses(self._tensors, range(len(self._tensors)))
         self._memory = [tensor.untyped_storage() for tensor in self._tensors]
-        self._places = [*map(place_of, self.objects)]
         self._numbers = [
             (item, value.item())
             for item, value in zip(self._items, self.objects, strict=True)
@@ -128,9 +127,10 @@ class Weights:
         reads = Reads()
         reads.names["place_of"] = place_of
         tables = {id(table): reads.bound("table", table) for table in self.tables}
-        for (table, name, path), expected in zip(self._items, self._places, strict=True):
+        for (table, name, path), value in zip(self._items, self.objects, strict=True):
             at = f"place_of({tables[id(table)]}.get({name!r}))"
-            reads.rows.append(Read(path, at, Kind.PLACE, expected))
+            captured = id(value), self._starts.get(id(value), 0)
+            reads.rows.append(Read(path, at, Kind.PLACE, captured))
         self.compare(reads)
         return Contract("", reads, "weight", self.follow, remedy)
 

@@ -111,8 +111,6 @@ class CUDAGraphOptions:
 class ManagedStep:
     """A step of a manager around its model, as a callable; ``unwrap`` returns the model."""
 
-    compares_weights = True  # the manager does
-
     def __init__(self, model: Any, step: Callable[..., Any]) -> None:
         self._model = model
         self._step = step
@@ -597,7 +595,7 @@ class CUDAGraphWrapper(Transparent):
         if not self._guarded:
             entry = CUDAGraphEntry(descriptor, sequence, output, context=read)
         else:
-            weights = Weights(self.unwrap(), tensor_type)
+            weights = Weights(self._compared("weights"), tensor_type)
             track = self._track(descriptor) if self.step_table.debug else None
             reads_grad &= not torch.is_grad_enabled()  # where the result has shown it
             entry = CUDAGraphEntry(
@@ -614,14 +612,20 @@ class CUDAGraphWrapper(Transparent):
             )
         return Captured(entry, result, starts, self._executes, refused)
 
+    def _compared(self, check: str) -> Any:
+        """Return the model that is compared: that of a manager, if its ``checks`` name it."""
+        runnable = self.unwrap()
+        if not isinstance(runnable, ManagedStep):
+            return runnable
+        model = runnable.unwrap() if check in self.config.checks else None
+        return model.unwrap() if isinstance(model, Transparent) else model
+
     def _read_state(self) -> None:
         """Read the state of the model before a capture."""
         if not (self._guarded and "state" in self.config.checks):
             return
         if self._state is None:
-            runnable = self.unwrap()
-            model = runnable.unwrap() if isinstance(runnable, ManagedStep) else runnable
-            self._state = ModelState(model)
+            self._state = ModelState(self._compared("state"))
         self._state.begin()
 
     def _contract(
@@ -629,8 +633,8 @@ class CUDAGraphWrapper(Transparent):
     ) -> StateContract | Contract:
         """Return the contract of the weights and of the state after a capture."""
         remedy, state = self.remedy, self._state
-        compared = None if state is None else state.contract(ran, touched, remedy, weights)
-        return compared or weights.contract(remedy)
+        contract = None if state is None else state.contract(ran, touched, remedy, weights)
+        return contract or weights.contract(remedy)
 
     def _hold(
         self,

@@ -94,7 +94,6 @@ class FullGraphs:
         self.wrapper.before_capture = self._before_capture
         self.wrapper.remedy = REMEDY
         self._by_size: dict[int, list[BatchDescriptor]] = {}
-        self._weights: Contract | None = None
         self._bound: Contract | None = None  # of what a model without guards has bound
         self._stale = StaleResults()
 
@@ -122,22 +121,16 @@ class FullGraphs:
         """Guard the weights that the traces of a model without guards have bound."""
         if self._weights_on is not None and isinstance(self._model, CompiledModel):
             frozen = [tensor for trace in self._model.traces for _, tensor in trace.frozen]
-            self._bound = self._guard(frozenset(map(id, frozen))) if frozen else None
-
-    def _guard(self, only: frozenset[int] | None = None) -> Contract:
-        assert self._weights_on is not None
-        unwrap = getattr(self._model, "unwrap", lambda: self._model)
-        return Weights(unwrap(), self._weights_on, only).contract(REMEDY)
+            only = frozenset(map(id, frozen))
+            weights = Weights(self._model.unwrap(), self._weights_on, only)
+            self._bound = weights.contract(REMEDY) if frozen else None
 
     def add(self, descriptor: BatchDescriptor) -> None:
-        """Note a captured graph, and guard the weights from now on."""
-        self.check_weights(FULL, descriptor)
+        """Note a captured graph."""
         same_size = self._by_size.setdefault(descriptor.num_tokens, [])
         if descriptor not in same_size:
             same_size.append(descriptor)
             same_size.sort(key=lambda key: not key.uniform)
-        if self._weights is None and self._weights_on is not None:
-            self._weights = self._guard()
 
     def find(
         self, num_tokens: int, uniform: bool | None, loras: int, extra: tuple[Any, ...]
@@ -158,13 +151,17 @@ class FullGraphs:
         }
         raise ManagerError.no_graph(num_tokens=num_tokens, captured=sorted(usable))
 
-    def check_weights(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Raise GuardError if a weight differs from that at the first capture."""
-        # Outside of FULL graphs pieces check their own weights, unless a trace has bound them.
-        if mode is FULL and self._weights is not None:
-            self._weights.check("the captured step", descriptor)
-        elif self._bound is not None:
+    def check_bound(self, descriptor: BatchDescriptor) -> None:
+        """Raise GuardError if a weight that traces have bound differs, for a step in pieces."""
+        # Pieces check other weights themselves, and FULL graphs all of them.
+        if self._bound is not None:
             self._bound.check("the traced step", descriptor)
+
+    def check_before(self, descriptor: BatchDescriptor) -> None:
+        """Raise GuardError where a replay would, before other ranks wait for it."""
+        entry = self.wrapper.entry_of(FULL, descriptor)
+        if entry is not None and entry.state is not None:
+            entry.state.check(self.wrapper.name, descriptor)
 
     def expire_results(self, mode: CUDAGraphMode) -> None:
         """Make reads of earlier results visible from now on: as NaN, or as an error."""
@@ -186,6 +183,6 @@ class FullGraphs:
         self._stale.release()
 
     def drop(self) -> None:
-        """Drop what is known of graphs that were added, and of their weights."""
-        self._weights = self._bound = None
+        """Drop what is known of graphs that were added, and of the weights of traces."""
+        self._bound = None
         self._by_size.clear()

@@ -804,7 +804,8 @@ class CudaGraphManager:
         """Raise GuardError for a replaced weight; traces before the first step may be older."""
         if self._guarded < 0 and self.backend is not None:
             self.backend.compare_bound()
-        self._full.check_weights(mode, descriptor)
+        if mode is not FULL:  # which compares weights at a replay
+            self._full.check_bound(descriptor)
 
     def release_own(self) -> None:
         """Drop the manager's own graphs and output buffers; a compiled model's stay."""
@@ -898,6 +899,8 @@ class CudaGraphManager:
             self.inputs.check(batch.inputs, (batch.num_tokens, batch.num_reqs))
         mode = own.mode if batch.num_tokens else FULL  # of a FULL graph only if all ranks have one
         self._check_weights(mode, own.descriptor)
+        if mode is FULL:
+            self._full.check_before(own.descriptor)
         agreed = agreement.dispatch(**batch.numbers(), **restrictions)
         if not agreed.has_work:
             return None
@@ -1084,8 +1087,8 @@ class CudaGraphManager:
         with self._lock:
             full = self._full
             descriptor = full.find(num_tokens, uniform, num_active_loras, extra)
-            full.check_weights(FULL, descriptor)
             if self.agreement is not None:
+                full.check_before(descriptor)
                 self.agreement.check_alone(FULL, descriptor)
                 self._across = self.agreement.across(num_tokens)
             with self._autograd_mode():

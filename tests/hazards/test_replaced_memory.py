@@ -296,6 +296,26 @@ def test_after_the_advised_remedy_the_weights_are_the_new_ones(
     assert counted.counters.replays > replays
 
 
+@pytest.mark.parametrize("replace", REPLACEMENTS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "name", ["CUDAGraphWrapper", "CudaGraphManager", "EncoderCudaGraphManager"]
+)
+def test_other_weights_follow_on_input_change(
+    name: str, replace: Callable[..., None], device: str
+) -> None:
+    """With "eager" a step with other weights runs plain, in managers as in wrappers."""
+    model, new = layers(device), layers(device, seed=1)
+    with torch.inference_mode():
+        served = front_end(name, model, device, on_input_change="eager")
+    check(served.step, model, device, steps=3)
+    before = served.counters()
+    replace(model, new)
+    check(served.step, model, device, steps=3)
+    after = served.counters()
+    assert (after.captures, after.replays) == (before.captures, before.replays)
+    assert after.plain[Reason.INPUT_CHANGED] == 3
+
+
 # ---------------------------------------------------------------- models that are arguments
 
 
