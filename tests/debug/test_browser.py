@@ -71,51 +71,66 @@ def test_the_browser_reads_what_was_written(page: Path, tmp_path: Path) -> None:
     }
 
 
-FRAME = """\
-<!DOCTYPE html><iframe id="frame" src="{page}" style="border: 0; width: {width}px; height: 900px">
-</iframe><script>
+# All pages at once, each in a frame of a width: a browser takes a second to start.
+FRAMES = """\
+<!DOCTYPE html>{frames}<script>
 onload = () => {{
-  const page = document.getElementById("frame").contentDocument, root = page.documentElement;
-  page.querySelectorAll("details").forEach(each => {{ each.open = true; }});
-  const cut = [...page.querySelectorAll("{boxes}")].filter(
-    each => each.scrollWidth > each.clientWidth);
-  const rows = [...page.querySelectorAll("tbody tr")].map(each => each.offsetHeight);
-  document.title = JSON.stringify([root.scrollWidth, cut.length, Math.max(...rows)]);
+  const sizes = [...document.querySelectorAll("iframe")].map(frame => {{
+    const page = frame.contentDocument, root = page.documentElement;
+    page.querySelectorAll("details").forEach(each => {{ each.open = true; }});
+    const cut = [...page.querySelectorAll(frame.dataset.boxes)].filter(
+      each => each.scrollWidth > each.clientWidth);
+    const rows = [...page.querySelectorAll("tbody tr")].map(each => each.offsetHeight);
+    return [root.scrollWidth, cut.length, Math.max(...rows)];
+  }});
+  document.title = JSON.stringify(sizes);
 }};
 </script>"""
+FRAME = """<iframe src="{page}" data-boxes="{boxes}" style="border: 0; width: {width}px; height: 900px">
+</iframe>"""
+BOXES = {1280: ".wide, .figures dd", 400: ".figures dd"}  # a telephone is as narrow: tables scroll
+KINDS = ("report", "manager", "explain", "verify", "doctor")
 
 
-@pytest.fixture(scope="module", params=["report", "manager", "explain", "verify", "doctor"])
-def any_page(request: pytest.FixtureRequest, page: Path) -> Path:
-    path, model, x = page.parent / f"{request.param}.html", Decoder(3).eval(), inputs()
-    if request.param == "manager":
+def write_page(kind: str, path: Path) -> None:
+    model, x = Decoder(3).eval(), inputs()
+    if kind == "manager":
         served = manager(kind="compiled")
         served.capture()
         with cgcompile.debug.profile(served) as measured:
             for count in (3, 9, 30):
                 served.run(requests(count - 2, 2))
         cgcompile.debug.report(served, path, profile=measured)
-    elif request.param == "explain":
+    elif kind == "explain":
         cgcompile.explain(model, x, dynamic_dims={"x": 0}, sizes=[8, 16]).to_html(path)
-    elif request.param == "verify":
+    elif kind == "verify":
         cgcompile.verify(model, x, sets=1, config={"compiler": "eager"}).to_html(path)
-    elif request.param == "doctor":
+    elif kind == "doctor":
         cgcompile.debug.doctor(Reads(), x, torch.ones(3)).to_html(path)
-    return path
 
 
-@pytest.mark.parametrize(("width", "boxes"), [(1280, ".wide, .figures dd"), (400, ".figures dd")])
-def test_nothing_is_cut(any_page: Path, tmp_path: Path, width: int, boxes: str) -> None:
-    """A frame of that width: a window cannot be as narrow as a telephone, where tables scroll."""
-    page = any_page
-    frame = tmp_path / "frame.html"
-    frame.write_text(FRAME.format(page=page.as_uri(), width=width, boxes=boxes))
-    done = browse(
-        frame, tmp_path, "--allow-file-access-from-files", "--hide-scrollbars", "--dump-dom"
-    )
+@pytest.fixture(scope="module")
+def sizes(page: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[int]]:
+    """Width of each page in each frame, how many boxes are cut, and the highest row."""
+    frames = {}
+    for kind in KINDS:
+        path = page.parent / f"{kind}.html"
+        write_page(kind, path)
+        for width, boxes in BOXES.items():
+            frames[kind, width] = FRAME.format(page=path.as_uri(), width=width, boxes=boxes)
+    folder = tmp_path_factory.mktemp("frames")
+    file = folder / "frames.html"
+    file.write_text(FRAMES.format(frames="".join(frames.values())))
+    done = browse(file, folder, "--allow-file-access-from-files", "--hide-scrollbars", "--dump-dom")
     title = re.search(r"<title>(.*)</title>", done.stdout)
     assert title is not None, done.stdout
-    wide, cut, highest = json.loads(title[1])
+    return dict(zip(frames, json.loads(title[1]), strict=True))
+
+
+@pytest.mark.parametrize("width", BOXES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_cut(sizes: dict[tuple[str, int], list[int]], kind: str, width: int) -> None:
+    wide, cut, highest = sizes[kind, width]
     assert (wide, cut) == (width, 0)
     assert 20 < highest < 500
 
