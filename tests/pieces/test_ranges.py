@@ -295,7 +295,7 @@ def test_a_static_artifact_knows_its_size() -> None:
 )
 def test_equal_pieces_are_compiled_once_for_each_size(settings: dict, count: int) -> None:
     labels = Labels()
-    _, step, backend = compiled(Decoder(12), compiler=labels, **settings)
+    _, step, backend = compiled(Decoder(4), compiler=labels, **settings)
     step(marked(torch.randint(0, 32, (6, 4))))
     assert len(labels.compiled) == 3 * count  # the first, the middle ones, the last
     assert len(backend.graphs[0].artifacts.split("piece_")) == 4
