@@ -571,7 +571,12 @@ def complaint(
     return None
 
 
-@pytest.mark.parametrize("name", CALLS)
+LONG = ("capture_all", "explain", "report", "verify")  # these run or trace a model for each value
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CALLS]
+)
 def test_bad_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function, arguments = valid_call(name)
     names = [each.name for each in parameters(function) if each.kind is not each.VAR_POSITIONAL]

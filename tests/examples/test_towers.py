@@ -226,6 +226,7 @@ def test_windows_by_torchs_kernel(compiled: bool, monkeypatch: pytest.MonkeyPatc
     assert encoder.statistics.misses == 0
 
 
+@pytest.mark.slow
 def test_graphs_have_room_for_the_windows_of_all_grids() -> None:
     """And not for one of each token, where frames are few."""
     model, _ = patch_tower("qwen2_5_vl", "cpu")
@@ -285,6 +286,7 @@ def fixed(kind: str, device: str) -> Any:
     return audio_items(randomised(WhisperEncoder(config), device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tokens"), [("siglip", 16), ("clip", 17), ("whisper", 10)])
 def test_items_of_one_size(kind: str, tokens: int, device: str) -> None:
     model = fixed(kind, device)

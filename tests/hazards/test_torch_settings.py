@@ -188,7 +188,8 @@ class Logging(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("guards", ["keep", "shape", "none", ""])
 def test_function_modes_have_their_effect_once(guards: str, compiler: str, device: str) -> None:
     """A graph has the effects of the modes that were on when it was traced; pieces run without."""
