@@ -41,7 +41,6 @@ GUARDS = (
     "Contract",
     "Rebinding",
     "SameStorages",
-    "Recording.check",
     "WeightSets.find",
     "Fits",
     "ArgumentChecks",

@@ -142,6 +142,10 @@ class Change(NamedTuple):
             return HostValueChangedError.metadata(
                 what=what, batch=shown, path=path, now=now, before=before
             )
+        if moved and subject == "input":
+            return AddressChangedError.moved(
+                what=what, batch=shown, path=path, now=now, before=before
+            )
         if moved:
             return AddressChangedError.moved_in_wrapper(
                 what=what, batch=shown, path=path, now=now, before=before
@@ -222,7 +226,7 @@ class Kind(enum.Enum):
     VALUE = "value"  # an equal plain value
     IDENTITY = "identity"  # the same object
     STRUCTURE = "structure"  # how a tensor subclass is built, or what a set holds
-    PLACE = "place"  # the same object; a tensor, at the same address in any layout
+    PLACE = "place"  # the same address in any layout; of a weight, the same object, too
 
 
 class Read(NamedTuple):
@@ -231,7 +235,7 @@ class Read(NamedTuple):
     path: str  # for messages, such as ``attn_metadata['slots']``
     expression: str  # over the parameters of the contract
     kind: Kind
-    expected: Any  # a Placed, a plain value, an object, a Wrapper, a frozenset or a place_of()
+    expected: Any  # a Placed, a plain value, an object, a Wrapper, a frozenset, or a place
 
     def change(self, now: Any, address_first: bool = False) -> "Change | None":
         """Return how a value differs from the captured one, exactly; None if it does not."""
@@ -311,6 +315,12 @@ class Reads:
         if dtype.is_floating_point or dtype.is_complex:  # no other dtype has these bits
             parts += [f"{now}.is_conj() is not {conjugate}", f"{now}.is_neg() is not {negative}"]
         self.unless(" or ".join(parts))
+
+    def address(self, path: str, expression: str, address: int) -> None:
+        """Compare where a tensor begins, in any layout."""
+        at = f"{expression}.data_ptr()"
+        self.rows.append(Read(path, at, Kind.PLACE, address))
+        self.unless(f"{at} != {self.bound('at', address)}")
 
     def value(self, path: str, expression: str, value: Any, local: str = "") -> None:
         """Compare a plain value."""

@@ -37,7 +37,7 @@ import torch
 
 from cgcompile.context import ENTERED, ENTERED_NAMES, ForwardContext, callers_context
 from cgcompile.errors import CaptureError, GuardError
-from cgcompile.graphs.contract import function_of, same_value
+from cgcompile.graphs.contract import function_of
 from cgcompile.graphs.device import wait_for_inputs
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.sequence import REPLAY_OF_ONE
@@ -184,17 +184,6 @@ if kernel_settings() != settings:
 """
 )
 
-# Checks the inputs of a graph; ``check`` raises, unless a number is equal after all.
-_INPUTS = """\
-for position, address in addresses:
-    if inputs[position].data_ptr() != address:
-        check(inputs)
-for position, number in numbers:
-    now = inputs[position]
-    if now is not number and not same_value(now, number):
-        check(inputs)
-"""
-
 
 def _source(
     signature: str, before: str, inside: str, inputs: str | None, result: str, other: str
@@ -264,12 +253,7 @@ class GraphFastPath:
             "failed": failed,
             "frozen": self.frozen,
         }
-        own = {
-            "addresses": recording.addresses,
-            "numbers": recording.numbers,
-            "check": recording.check,
-            "same_value": same_value,
-        }
+        own: dict[str, Any] = {"check": recording.check}
         before = ""
         if recording.context is not None:
             self.names["metadata_holds"] = recording.context.holds
@@ -280,7 +264,10 @@ class GraphFastPath:
         for index, check in enumerate(weight_checks):
             own[f"weights_hold_{index}"] = check
             before += f"if not weights_hold_{index}(inputs):\n    return not_served\n"
-        inside = ("inputs += frozen\n" if self.frozen else "") + _INPUTS
+        inside = "inputs += frozen\n" if self.frozen else ""
+        if recording.bound is not None:
+            own["holds"] = recording.bound.holds
+            inside += "if not holds(inputs):\n    check(inputs)\n"  # which raises
         source = _source("inputs", before, inside, "inputs", "outputs", "not_served")
         self.step = function_of(source, self.names | own)
 

@@ -27,6 +27,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import sympy
@@ -243,16 +244,14 @@ class Overlaps:
         return near
 
     def _path(self, position: int) -> str:
-        return input_name(self._inputs, position)
+        return input_names(self._inputs)[position]
 
 
-def input_name(inputs: Sequence[Value], position: int) -> str:
-    """Return the name of an input, for messages; arguments of the caller are numbered."""
-    value = inputs[position]
-    name = repr(value.source or value.name)
-    if value.static:
-        return name
-    return f"input {sum(not other.static for other in inputs[:position])} {name}"
+def input_names(inputs: Sequence[Value]) -> list[str]:
+    """Return the names of inputs, for messages; arguments of the caller are numbered."""
+    numbers = count()
+    names = [(value.static, repr(value.source or value.name)) for value in inputs]
+    return [name if static else f"input {next(numbers)} {name}" for static, name in names]
 
 
 def _overlapping(ranges: list[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:

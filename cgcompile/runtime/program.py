@@ -60,7 +60,7 @@ from cgcompile.passes.nodes import (
 from cgcompile.passes.split import Piece, SplitGraph, returned_names, tensor_inputs
 from cgcompile.pieces.compilers import Runnable
 from cgcompile.pieces.stitch import Step
-from cgcompile.runtime.inputs import BoundTensors
+from cgcompile.runtime.inputs import BoundTensors, input_names
 from cgcompile.torch_compat import dynamo, raw_memory, torch_ops
 
 # ---------------------------------------------------------------- rows of a batch
@@ -644,6 +644,11 @@ class Program:
         """The labels of the pieces, by index; returned sizes past the end."""
         numbers = [] if self.split.numbers is None else [self.split.numbers]
         return {piece.index: _label(piece) for piece in (*self.split.pieces, *numbers)}
+
+    @cached_property
+    def input_names(self) -> list[str]:
+        """The names of inputs, for messages."""
+        return input_names(self.split.inputs)
 
     @cached_property
     def positions(self) -> dict[str, int]:

@@ -18,15 +18,14 @@ from cgcompile.context import (
     callers_context,
     override_forward_context,
 )
-from cgcompile.errors import AddressChangedError
 from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretch
-from cgcompile.graphs.contract import Change, Contract, same_layout, same_value
+from cgcompile.graphs.contract import Contract, Reads, same_layout
 from cgcompile.graphs.results import Results, Track, builder, is_reusable, view_of
 from cgcompile.graphs.sequence import GraphSequence, SegmentRunner, Slot
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgcompile.pieces.stitch import restoring_grad_mode
 from cgcompile.reasons import Fallback, Reason, RunPlain
-from cgcompile.runtime.inputs import Roles, input_name
+from cgcompile.runtime.inputs import Roles
 from cgcompile.runtime.program import Program
 from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings
 
@@ -98,6 +97,7 @@ class Recording:
             copies = batch.copies and not fixed  # otherwise strides are those of the capture
             baked_in = roles.numbers if copies else (*roles.numbers, *roles.strides)
             self.numbers = [(p, inputs[p]) for p in baked_in]
+        self.bound = self._contract()
         # Until the step is recorded: the inputs, with buffers in place of what is copied, and where
         # the memory of each begins; 0 without memory. Positions are by the id of an input.
         self.inputs = list(inputs)
@@ -120,25 +120,27 @@ class Recording:
 
     # -------------------------------------------------------------- guards
 
+    def _contract(self) -> Contract | None:
+        """Return the contract ``holds(inputs)`` of the addresses and numbers, if there are any."""
+        reads = Reads()
+        for position, start in self.addresses:
+            reads.address(self.path(position), f"inputs[{position}]", start)
+        for position, number in self.numbers:
+            reads.value(self.path(position), f"inputs[{position}]", number)
+        return Contract("inputs", reads, "input") if reads.rows else None
+
     def check(self, inputs: Sequence[Any]) -> None:
         """Compare with the captured addresses and numbers; raise where one differs."""
-        what, batch = "the compiled step", str(self.batch.descriptor)
-        for position, before in self.addresses:
-            start = inputs[position].data_ptr()
-            if start != before:
-                raise AddressChangedError.moved(
-                    what=what, batch=batch, path=self.path(position), now=start, before=before
-                )
-        for position, value in self.numbers:
-            if not same_value(inputs[position], value):
-                raise Change(self.path(position), value, inputs[position]).error(what, batch)
+        what, batch = "the compiled step", self.batch.descriptor
+        if self.bound is not None:
+            self.bound.check(what, batch, inputs)
         if self.context is not None:
             self.context.check(what, batch, callers_context())
         self.sequence.check_held()
 
     def path(self, position: int) -> str:
         """Return the name of an input, for messages."""
-        return input_name(self._program.split.inputs, position)
+        return self._program.input_names[position]
 
     def check_copies(self, inputs: Sequence[Any]) -> None:
         """Raise RunPlain where an input to copy is memory that the step mutates."""

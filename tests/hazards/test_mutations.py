@@ -109,6 +109,13 @@ SETTINGS, FITS = "cgcompile.torch_compat.torch_settings", "cgcompile.tracing.arg
         (f"{FITS}._compare_settings", None, TRACED, "autocast"),
         (f"{FITS}._container", None, TRACED, "number in a dict argument"),
         (f"{FITS}._inside", None, TRACED, INSIDE),
+        (
+            f"{GRAPHS}.contract:Reads.address",
+            None,
+            "keep, context",
+            "tensor of an argument replaced",
+        ),
+        (f"{GRAPHS}.contract:Reads.address", None, REPLAYED, "tensor of an argument replaced"),
         (f"{RUNTIME}.recording:Recording.check", None, REPLAYED, "metadata nested five deep"),
         (f"{MEMORY}:Addresses.hold", True, "keep, context", "weight.data assigned"),
         (f"{RUNTIME}.fast_path:_CallLines.called", None, REPLAYED, "hook of the model added"),
