@@ -52,9 +52,10 @@ _TOKENS = {
 }
 
 
+_COUNTS = ("input_size", *_TOKENS.values(), "frames")
+
+
 def _item_number(name: str, value: Any) -> int:
-    if type(value) is int and 0 <= value < 1 << 63:
-        return value
     if not is_whole(value, 0):
         raise EncoderError.item_number(name=name, found=value)
     return int(value)
@@ -92,12 +93,16 @@ class EncoderItemSpec:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("input_size", *_TOKENS.values(), "frames"):
-            setattr(self, name, _item_number(name, getattr(self, name)))
+        # Twice for each item of a call, so it calls nothing for usual values.
+        for name in _COUNTS:
+            number = getattr(self, name)
+            if type(number) is not int or not 0 <= number < 1 << 63:
+                setattr(self, name, _item_number(name, number))
         for name in ("path_output_tokens", "axes"):
             numbers = getattr(self, name)
-            if type(numbers) is not dict:
-                require_kind(name, "EncoderItemSpec", numbers, Mapping)
+            if type(numbers) is dict and not numbers:
+                continue
+            require_kind(name, "EncoderItemSpec", numbers, Mapping)
             setattr(self, name, {key: _item_number(key, number) for key, number in numbers.items()})
 
     def tokens(self, path: str = DEFAULT) -> int:

@@ -26,19 +26,19 @@ class UploadRing:
         self._read = [event() for _ in range(num_slots)] if device.type == "cuda" else []
         self._count = num_slots
         self._next = 0
-        self._device = CudaDevice(device) if device.type == "cuda" else None
+        self.device = CudaDevice(device) if device.type == "cuda" else None
         self._stream_key: int | None = None
         self._last_stream: Any = None
 
     def follow_stream(self) -> None:
         """Let the current stream wait for the uploads and the readers of buffers of another one."""
-        if self._device is None:
+        if self.device is None:
             return
-        key = self._device.stream_key()
+        key = self.device.stream_key()
         if key != self._stream_key:
             if self._last_stream is not None:
-                self._device.wait_for(self._last_stream)
-            self._last_stream = self._device.current_stream()
+                self.device.wait_for(self._last_stream)
+            self._last_stream = self.device.current_stream()
             self._stream_key = key
 
     def begin(self) -> int:

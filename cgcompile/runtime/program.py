@@ -241,7 +241,7 @@ class TracedLayout:
             return
         shape, steps = [*map(int, plain[: len(sizes)])], [*map(int, plain[len(sizes) :])]
         self._dims, self._order = len(shape), dense_order(shape, steps)
-        self._is_contiguous = self._order == tuple(range(len(shape)))
+        self.is_contiguous = self._order == tuple(range(len(shape)))
         own = {size: dim for dim, size in enumerate(sizes) if size in symbols}
         apart = all(step for size, step in zip(shape, steps, strict=True) if size != 1)
         needed = set().union(*(stride.free_symbols for stride in strides))
@@ -256,7 +256,7 @@ class TracedLayout:
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has the layout; strides of dimensions of size 1 do not count."""
-        if self._is_contiguous or tensor.dim() != self._dims:
+        if self.is_contiguous or tensor.dim() != self._dims:
             return tensor.is_contiguous() or tensor.dim() != self._dims
         if self._order is not None:
             return tensor.permute(self._order).is_contiguous()
@@ -332,8 +332,15 @@ def returning_traced_layouts(split: SplitGraph, runnables: Sequence[Runnable]) -
 
 def _returning(run: Runnable, layouts: Layouts) -> Runnable:
     def checked(*inputs: Any) -> Sequence[Any]:
-        return in_traced_layouts(run(*inputs), layouts)
+        outputs = run(*inputs)
+        for item in contiguous:  # the usual layout, at each replay of an eager piece
+            output = outputs[item]
+            if isinstance(output, torch.Tensor) and not output.is_contiguous():
+                return in_traced_layouts(outputs, layouts)
+        return in_traced_layouts(outputs, others) if others else outputs
 
+    contiguous = [item for item, layout in layouts.items() if layout.is_contiguous]
+    others = {item: layout for item, layout in layouts.items() if not layout.is_contiguous}
     return checked
 
 

@@ -387,7 +387,8 @@ class StaticInputs:
         """
         if any_capture():
             raise CaptureError.refused(op="staging inputs")
-        self.follow_stream()
+        if self._ring.device is not None:
+            self.follow_stream()
         if type(values) is not dict:
             require_kind("inputs", "batch", values, Mapping)
         for name, value in values.items():  # also for batches that are refused below

@@ -581,7 +581,16 @@ class CudaGraphManager:
         """
         if type(batch) is not Batch:
             require_kind("batch", "dispatched", batch, Batch)
-        chosen = self.dispatcher.dispatch(**batch.numbers(), **restrictions)
+        chosen = self.dispatcher.dispatch(
+            batch.num_tokens,
+            batch.num_reqs,
+            batch.max_query_len,
+            batch.uniform_decode,
+            batch.has_lora,
+            batch.num_active_loras,
+            batch.extra,
+            **restrictions,
+        )
         self.inputs.check_sizes((batch.num_tokens, batch.num_reqs))
         if batch.uniform_decode and batch.max_query_len is None:
             self.inputs.check_uniform(batch.inputs, batch.num_tokens, batch.num_reqs)
@@ -931,8 +940,10 @@ class CudaGraphManager:
         with self._autograd_mode():
             if chosen.mode is NONE:
                 result = self._step(batch, NONE, chosen.descriptor)
-            else:
+            elif self._hooks:
                 result, chosen = self._around_replay(self._run_graph, batch, chosen)
+            else:
+                result, chosen = self._run_graph(batch, chosen)
         if self.backend is not None:
             self._guard_traces(self.backend)
         self.statistics.record(batch.num_tokens, chosen)
