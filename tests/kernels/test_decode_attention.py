@@ -1,12 +1,10 @@
 """The op ``decode_attention``: its definition, kernels in Triton's interpreter, gradients, inputs."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from lib.programs import INTERPRETER, run_code
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
@@ -22,7 +20,6 @@ from cgcompile.kernels.decode_attention import (
     why_unsupported,
 )
 
-ROOT = Path(__file__).parents[2]
 INF, LEAST = math.inf, torch.finfo(torch.float32).min
 SHAPES = {  # B, H, Hkv, T, L, D, Dv
     "one row": (2, 4, 2, 1, 9, 8, 8),
@@ -269,12 +266,8 @@ print("equal")
 def test_the_kernels_compute_the_definition_for_all_masks() -> None:
     """In Triton's interpreter; what a mask excludes from all rows is NaN in keys and values."""
     pytest.importorskip("triton")
-    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    program = MASKS + PROGRAM
-    run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert run.stdout.strip() == "equal", run.stderr
+    printed = run_code(MASKS + PROGRAM, imports=INTERPRETER, TRITON_INTERPRET="1")
+    assert printed.strip() == "equal"
 
 
 KINDS = {

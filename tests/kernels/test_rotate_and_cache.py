@@ -1,17 +1,15 @@
 """The op ``rotate_and_cache``: its kernel in Triton's interpreter, its shapes, what refuses it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from lib.programs import INTERPRETER, run_code
 from torch.nn import functional as F
 
 from cgcompile.kernels import why_unsupported
 from cgcompile.kernels.rotate_and_cache import op, takes
 
-ROOT = Path(__file__).parents[2]
 LENGTH = 12  # of the cache
 
 
@@ -90,12 +88,13 @@ def test_a_counter_is_the_position_of_the_first_token() -> None:
     assert torch.equal(arguments[-1][:, :, 4:7], arguments[2])
 
 
+HERE = Path(__file__).parent
 PROGRAM = f"""
 import itertools
 import random
 import sys
 
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
 import torch
 from test_rotate_and_cache import LENGTH, exact, inputs_of
 from cgcompile.kernels.rotate_and_cache import launch
@@ -132,11 +131,8 @@ print("equal")
 @pytest.mark.slow
 def test_the_kernel_computes_the_definition_with_and_without_norms() -> None:
     pytest.importorskip("triton")
-    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
-    )
-    assert run.stdout.strip() == "equal", run.stderr
+    printed = run_code(PROGRAM, imports=INTERPRETER, TRITON_INTERPRET="1")
+    assert printed.strip() == "equal"
 
 
 @pytest.mark.slow

@@ -1,12 +1,10 @@
 """The op ``small_linear``: its kernel in Triton's interpreter, its shapes, and what refuses it."""
 
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from lib.programs import INTERPRETER, run_code
 from lib.quantized import quantized
 from torch.nn import functional as F
 
@@ -14,7 +12,6 @@ from cgcompile.kernels import small_linear, why_unsupported
 from cgcompile.kernels.small_linear import Tile, op, rows_of_tile, takes, tile_for
 from cgcompile.torch_compat import raw_memory
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import itertools
 import random
@@ -79,11 +76,8 @@ print("equal")
 @pytest.mark.slow
 def test_the_kernel_computes_the_definition_for_tails_biases_and_halves() -> None:
     pytest.importorskip("triton")
-    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
-    )
-    assert run.stdout.strip() == "equal", run.stderr
+    printed = run_code(PROGRAM, imports=INTERPRETER, TRITON_INTERPRET="1")
+    assert printed.strip() == "equal"
 
 
 KINDS = {

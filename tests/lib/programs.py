@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # its first compilation three more.
 TORCH = "import torch"
 COMPILERS = "import torch._inductor.compile_fx, cgcompile"
+INTERPRETER = "import os; os.environ['TRITON_INTERPRET'] = '1'; import torch, triton"
 
 # A process that has imported this, and has done nothing else. It forks one process for each program,
 # which ends as an interpreter does.
