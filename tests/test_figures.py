@@ -39,6 +39,7 @@ def compare(measured: Mapping[str, list[int]]) -> None:
         FILE.write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_no_figure_rises() -> None:
     compare({name: measure() for name, (measure, _) in figures.CHEAP.items()})
 
