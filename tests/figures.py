@@ -47,7 +47,6 @@ GUARDS = (
     "CompiledTrace.replaced",
     "_Unwrapping._check_parts",
     "SameOnHost",
-    "sequence._same_value",
 )
 # What descends into containers and objects.
 WALKERS = (

@@ -406,7 +406,7 @@ class Contract:
                 now = eval(row.expression, scope)
             except Exception:  # of a user's property, too
                 now = MISSING
-            change = row.change(now, self._subject == "metadata")
+            change = row.change(now, self._subject in ("metadata", "input"))
             if change is not None:
                 return change
         return None if self._rest is None else self._rest()

@@ -68,11 +68,12 @@ from cgcompile.graphs.arena import (
 )
 from cgcompile.graphs.contract import (
     Change,
-    Placed,
+    Contract,
+    Reads,
     function_of,
+    is_plain_value,
     layout_text,
     same_layout,
-    same_value,
 )
 from cgcompile.graphs.device import DeviceGraph
 from cgcompile.graphs.pool import GraphPool
@@ -627,11 +628,6 @@ class Place(NamedTuple):
     def changed(self, now: Any, before: Any) -> GuardError:
         return Change(self.path, before, now).error(self.segment, self.batch)
 
-    def moved(self, now: int, before: int) -> AddressChangedError:
-        return AddressChangedError.moved(
-            what=self.segment, batch=self.batch, path=self.path, now=now, before=before
-        )
-
     def check_layout(self, value: Any, expected: torch.Tensor) -> None:
         if not same_layout(value, expected):
             raise self.changed(layout_text(value), layout_text(expected))
@@ -652,17 +648,23 @@ def crossings(
     """Return the crossings of the results ``outputs`` of a break, and their bridges."""
     across: list[Crossing] = []
     bridges: Bridges = []
+    reads = Reads()  # of results that must be as they were
     fresh: dict[int, list[Place]] = {}
     for position in places:
         value = outputs[position.item]
         if not isinstance(value, torch.Tensor):
             if position.name in read:
-                across.append(_same_value(position, value))
+                compare = reads.value if is_plain_value(value) else reads.identity
+                compare(position.path, f"results[{position.item}]", value)
         elif address(value) in fixed:
             if position.name in read or position.name in lasting:
-                across.append(_same_address(position, value))
+                reads.tensor(position.path, f"results[{position.item}]", value)
         else:
             fresh.setdefault(address(value) or -1 - position.item, []).append(position)
+    if reads.rows:
+        reads.held.clear()  # a caller may free it
+        check = Contract("results", reads, "input").check
+        across.append(partial(check, places[0].segment, places[0].batch))
     for members in fresh.values():
         if any(position.name in read for position in members):
             result = any(position.name in lasting for position in members)
@@ -733,33 +735,6 @@ def _shared_bridge(
 def _offsets(tensors: Sequence[torch.Tensor], first: int) -> list[Any]:
     """Return where each tensor begins, in bytes after ``first``."""
     return [tensor.storage_offset() * tensor.element_size() - first for tensor in tensors]
-
-
-def _same_address(position: Place, value: torch.Tensor) -> Crossing:
-    """Return a check that a result is at a fixed address, such as that of an argument."""
-    before = Placed.of(value)
-
-    def check(results: list[Any]) -> None:
-        value = results[position.item]
-        if isinstance(value, torch.Tensor):
-            now = Placed.of(value)
-            if now == before:
-                return
-            if now.address != before.address:
-                raise position.moved(now.address, before.address)
-        raise position.changed(layout_text(value), layout_text(before))
-
-    return check
-
-
-def _same_value(position: Place, before: Any) -> Crossing:
-    """Return a check that a result, which is no tensor, equals the recorded one."""
-
-    def check(results: list[Any]) -> None:
-        if not same_value(results[position.item], before):
-            raise position.changed(repr(results[position.item]), repr(before))
-
-    return check
 
 
 class SameOnHost:
