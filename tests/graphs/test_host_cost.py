@@ -128,6 +128,7 @@ def test_opcodes_of_a_manager(mode: str, most: int) -> None:
     assert manager.counters.replays >= 5
 
 
+@pytest.mark.slow
 def test_opcodes_of_a_compiled_step() -> None:
     """Four graphs, three eager pieces whose results are copied, six weights."""
 
