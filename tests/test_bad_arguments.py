@@ -132,7 +132,6 @@ BAD = [
     (encoder, {"pool": 3}, ConfigError, "pool = 3"),
     (encoder, {"costs": 3}, ConfigError, "costs = 3"),
     (encoder, {"sharder": 3}, ConfigError, "sharder = 3"),
-    (encoder, {"graph_capture": 3}, ConfigError, "graph_capture = 3"),
     (buffer, {"name": 3}, ConfigError, "InputBuffer: name = 3"),
     (buffer, {"dtype": "int32"}, ConfigError, "dtype = 'int32'; expected a torch.dtype"),
     (buffer, {"host_slots": 0}, ConfigError, "host_slots = 0"),

@@ -98,6 +98,8 @@ class GraphKey(NamedTuple):
 
 # ---------------------------------------------------------------- buffers
 
+Around = Callable[[], AbstractContextManager[Any]]
+
 _CAPTURE = "prepare_encoder_cudagraph_capture_inputs"
 _REPLAY = "prepare_encoder_cudagraph_replay_buffers()"
 _POISON = 0x7F  # an index that no buffer has, in an integer of any width
@@ -302,7 +304,6 @@ class EncoderSetup:
     device: torch.device
     dtype: torch.dtype
     settings: CompilationConfig
-    graph_capture: Callable[[], AbstractContextManager[Any]]  # around all captures
 
     @property
     def config(self) -> EncoderCudaGraphConfig:
@@ -446,22 +447,22 @@ class EncoderGraphs:
 
     # -------------------------------------------------------------- capture
 
-    def capture(self, max_graph_bytes: int | None = None) -> BulkCapture:
-        """Capture the graphs that are missing."""
+    def capture(self, max_graph_bytes: int | None, around: Around) -> BulkCapture:
+        """Capture the graphs that are missing, inside of a context."""
         if inside_capture():  # buffers would have memory of that capture, without contents
             raise CaptureError.nested(what="capture of encoder graphs")
         missing = {batch: key for key, batch in self._descriptors.items() if not self.has(key)}
         self.failed, self._raised = {}, {}
         if missing:
             self._warn_of_dropout()
-        self.without_room = self._left_out(list(missing.values()), max_graph_bytes)
+        self.without_room = self._left_out(list(missing.values()), max_graph_bytes, around)
         for key in self.without_room:
             del missing[self._descriptors[key]]
         for key in missing.values():  # memory of the caller's stream, whatever the context changes
             self.inputs(key).check_offsets()
         self.wrapper.closed = False
         try:
-            with self._setup.graph_capture(), self._uncompiled():
+            with around(), self._uncompiled():
                 result = capture_set(
                     "Capturing encoder CUDA graphs",
                     FULL,
@@ -481,7 +482,7 @@ class EncoderGraphs:
         return replace(result, missing=result.missing + left_out)
 
     def _left_out(
-        self, missing: Sequence[GraphKey], max_graph_bytes: int | None
+        self, missing: Sequence[GraphKey], max_graph_bytes: int | None, around: Around
     ) -> dict[GraphKey, str]:
         """Return the graphs that have no room, with the reason."""
         if max_graph_bytes is None or self.pool is None or not missing:
@@ -495,7 +496,7 @@ class EncoderGraphs:
                 needs[sizes[0]] = nbytes
             return nbytes <= left
 
-        with self._setup.graph_capture(), self._uncompiled():
+        with around(), self._uncompiled():
             chosen = choose_sizes(missing, self.captured(), fits)
         why = (
             f"{Reason.NOT_CAPTURED.value}: no room in max_graph_bytes={max_graph_bytes}, of which "

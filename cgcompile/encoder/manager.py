@@ -23,7 +23,7 @@ from cgcompile.counts import count
 from cgcompile.encoder.budgets import TokenBudgets, checked_number, resolve_limits
 from cgcompile.encoder.derived import derived_encoder
 from cgcompile.encoder.errors import EncoderError
-from cgcompile.encoder.graphs import EncoderGraphs, EncoderSetup, GraphKey
+from cgcompile.encoder.graphs import Around, EncoderGraphs, EncoderSetup, GraphKey
 from cgcompile.encoder.packing import Costs, Group, Need, pack
 from cgcompile.encoder.protocol import (
     DEFAULT,
@@ -41,7 +41,7 @@ from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.steps import refuse_strict
 from cgcompile.locks import new_lock
 from cgcompile.reasons import Counters, Fallback, Reason
-from cgcompile.settings import checked_but, is_flag, require, takes_earlier
+from cgcompile.settings import checked_but, is_flag, require, require_callable, takes_earlier
 from cgcompile.torch_compat import torch_ops
 
 log = logging.getLogger(__name__)
@@ -460,6 +460,27 @@ def _finish_inference_mode(
     return None if inference_mode else EncoderCudaGraphManager.allow_gradients
 
 
+def _checked_context(around: Around) -> Around:
+    """Return a function that raises unless ``around()`` returns a context manager."""
+    where = "EncoderCudaGraphManager.capture"
+    require_callable("around", where, around)
+
+    def entered() -> AbstractContextManager[Any]:
+        context = around()
+        expected = "a function that returns a context manager"
+        require(isinstance(context, AbstractContextManager), "around", where, around, expected)
+        return context
+
+    return entered
+
+
+def _finish_graph_capture(
+    _: dict[str, Any], context: Around
+) -> Callable[["EncoderCudaGraphManager"], None]:
+    require_callable("graph_capture", _WHERE, context)
+    return lambda manager: setattr(manager, "_around", context)
+
+
 class EncoderCudaGraphManager:
     """Run the items of an encoder on CUDA graphs of fixed budgets of output tokens.
 
@@ -500,7 +521,6 @@ class EncoderCudaGraphManager:
             ``"measured"``: measure them after capture, in milliseconds, which takes a few replays
             of each graph, and synchronises.
         sharder: shares the items of each call out among ranks.
-        graph_capture: a context around all captures, such as a communicator's.
 
     Attributes:
         config: the model's description of its encoder, copied.
@@ -537,6 +557,7 @@ class EncoderCudaGraphManager:
         check_weights=("use config=, with checks='-weights'", True, _move_check_weights),
         calibrate=("use costs='measured'", False, _move_calibrate),
         inference_mode=("call allow_gradients() afterwards", True, _finish_inference_mode),
+        graph_capture=("use capture(around=...)", nullcontext, _finish_graph_capture),
     )
     @checked_but("device", "sharder")
     def __init__(
@@ -553,7 +574,6 @@ class EncoderCudaGraphManager:
         pool: GraphPool | None = None,
         costs: Costs | Literal["measured"] | None = None,
         sharder: Sharder | None = None,
-        graph_capture: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         shares = all(hasattr(sharder, name) for name in ("rank", "assign", "agree", "gather"))
         expected = "a Sharder, what has its methods, or None"
@@ -578,7 +598,6 @@ class EncoderCudaGraphManager:
             torch.empty(0, device=device).device,  # with an index, alike in all threads
             dtype,
             _settings(config),
-            graph_capture,
         )
         warns = self._setup.settings.warn_fallbacks
         self.statistics = EncoderStatistics(warn_fallbacks=warns)
@@ -589,6 +608,7 @@ class EncoderCudaGraphManager:
         estimate = costs if isinstance(costs, Costs) else Costs()
         self._calls = EncoderCalls(self._setup, self._graphs, self.statistics, estimate, inferred)
         self._calibrate, self._sharder, self._inference_mode = costs == "measured", sharder, True
+        self._around: Around = nullcontext  # of all captures; an earlier argument
         self._logged, self._strict = 0, self._setup.settings.strict
         self._lock = new_lock() if self.pool is None else self.pool.lock
         text = "encoder graphs of %s: token budgets %s, at most %d items and %d frames a replay"
@@ -748,7 +768,9 @@ class EncoderCudaGraphManager:
         self._inference_mode = False
 
     @checked_but("max_graph_bytes")
-    def capture(self, max_graph_bytes: int | None = None) -> BulkCapture:
+    def capture(
+        self, max_graph_bytes: int | None = None, *, around: Around = nullcontext
+    ) -> BulkCapture:
         """Warm up and capture all graphs that are missing, the largest first.
 
         What could not be captured runs eager; its reason is in the result.
@@ -765,6 +787,8 @@ class EncoderCudaGraphManager:
                 the arena, and the buffers of all managers that share the pool, so that the second
                 one gets what the first has left. Not counted: what the driver keeps of each graph.
                 Left out: no limit.
+            around: returns a context around all captures, such as a communicator's. Buffers are
+                made outside of it, in memory of the caller's stream.
 
         Returns:
             How it went. What has no room is among ``missing``; its items take the next larger
@@ -780,8 +804,9 @@ class EncoderCudaGraphManager:
         """
         if max_graph_bytes is not None:
             max_graph_bytes = checked_number("max_graph_bytes", max_graph_bytes, 0)
+        around = _checked_context(self._around if around is nullcontext else around)
         with self._lock, self._mode():
-            result = self._graphs.capture(max_graph_bytes)
+            result = self._graphs.capture(max_graph_bytes, around)
             if self._calibrate and self._graphs.captured():
                 self._calls.costs, measured = calibrated(self._graphs, self._setup)
                 self.statistics.measured(measured)

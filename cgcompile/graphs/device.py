@@ -134,18 +134,14 @@ class CaptureDevice(Protocol):
         """Return unused memory to the device. Synchronises."""
 
 
-class _Recording(threading.local):
-    graph: Any = None  # the one that this thread records
-
-
-recording = _Recording()
+recording = threading.local()  # .graph: the graph that this thread records
 # Returns the graph that the CPU recorder records in this thread, or None; in C.
-is_recording: Callable[[], Any] = functools.partial(getattr, recording, "graph")
+is_recording: Callable[[], Any] = functools.partial(getattr, recording, "graph", None)
 
 
 def any_capture() -> bool:
     """Return whether this thread's work is being captured, on any device, by any code."""
-    return recording.graph is not None or raw_memory.cuda_is_capturing()
+    return is_recording() is not None or raw_memory.cuda_is_capturing()
 
 
 def device_named(device: torch.device | str, where: str) -> torch.device:

@@ -62,8 +62,11 @@ def test_one_graph_for_each_budget_largest_first(device: str) -> None:
     assert encoder.token_budgets == [8, 16, 64]  # it was a copy
 
 
+@pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("limit", [None, 2**40])
-def test_captures_run_in_a_context_and_buffers_are_made_outside(limit: int | None) -> None:
+def test_captures_run_in_a_context_and_buffers_are_made_outside(
+    limit: int | None, earlier: bool
+) -> None:
     """There they have memory of the caller's stream, also if the context changes the stream."""
     inside, seen = [0], set()
 
@@ -82,8 +85,13 @@ def test_captures_run_in_a_context_and_buffers_are_made_outside(limit: int | Non
             seen.add(("forward", inside[0]))
             return super().encoder_cudagraph_forward(inputs)
 
-    encoder = manager(Looks(), captured=False, graph_capture=graph_capture)
-    encoder.capture(max_graph_bytes=limit)
+    if earlier:
+        with pytest.warns(FutureWarning, match="graph_capture is deprecated: use capture"):
+            encoder = manager(Looks(), captured=False, graph_capture=graph_capture)
+        encoder.capture(max_graph_bytes=limit)
+    else:
+        encoder = manager(Looks(), captured=False)
+        encoder.capture(max_graph_bytes=limit, around=graph_capture)
     assert len(encoder.budget_graphs) == len(BUDGETS)
     trial = set() if limit is None else {("buffers", 1)}  # which are dropped
     assert seen == {("forward", 1), ("buffers", 0), *trial}
