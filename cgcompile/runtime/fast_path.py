@@ -386,7 +386,7 @@ class _CallLines:
         lines = [line for leaf in checks.leaves[bound:] for line in leaf] + checks.others
         lines += [] if self._have_own_addresses(inputs) else checks.objects
         lines += checks.settings
-        self.lines += [line[4:].replace("return False", "return not_served") for line in lines]
+        self.lines += [line.replace("return False", "return not_served") for line in lines]
 
     def layouts(self, inputs: Sequence[Any]) -> None:
         """Check that tensors have the same sizes, strides and addresses as at the replay."""

@@ -1,4 +1,4 @@
-"""Guards on the arguments of a call, as generated Python: :class:`Fits`.
+"""The arguments of a traced call as a contract: :class:`Fits`.
 
 Dynamo's guards check the whole model and cost tens of microseconds. Where they are dropped, the
 arguments are still compared: their number and order, types, dtypes, devices, ranks, layouts,
@@ -7,7 +7,7 @@ subclasses are built and what is inside of them, plain values, also in attribute
 containers of them; other objects by identity; and settings of torch that traced code reads, such as
 autocast::
 
-    def fits(args, kwargs):
+    def holds(args, kwargs):
         if len(args) != 2 or kwargs:
             return False
         v0, v1 = args
@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from cgcompile.graphs.contract import function_of
+from cgcompile.graphs.contract import Contract, Reads
 from cgcompile.runtime.fast_path import ArgumentChecks
 from cgcompile.torch_compat import expressions, raw_memory, torch_ops, torch_settings
 
@@ -76,7 +76,7 @@ class LiveTensors:
 
 
 class Fits:
-    """Generates ``function(args, kwargs)``: whether a trace of this call serves another call."""
+    """Writes the contract ``function(args, kwargs)``: whether a trace of a call serves another."""
 
     # ``paths`` are Dynamo's, by position or keyword; ``shapes`` and ``strides`` are by path, and so
     # are the ``offsets`` into memory, and the ``numbers`` that are inputs of the trace, which may
@@ -104,8 +104,9 @@ class Fits:
         constants: Collection[str] = (),
     ) -> None:
         self.references: list[weakref.ref[Any]] = []
-        self._lines: list[str] = []
-        self._names: dict[str, Any] = {**expressions.NAMES_IN_TEXT}
+        reads = Reads()
+        reads.names |= expressions.NAMES_IN_TEXT
+        self._lines, self._unless, self._bound = reads.lines, reads.unless, reads.bound
         self._elsewhere = LiveTensors(elsewhere)
         self._shapes, self._strides, self._pinned = shapes, strides, pinned
         self._offsets, self._numbers, self._alone = offsets, numbers, alone
@@ -124,7 +125,7 @@ class Fits:
         self._unless(f"len(args) != {len(args)} or {keywords}")
         variables = [self._fresh("v") for _ in args]
         if variables:
-            self._lines.append(f"    ({', '.join(variables)},) = args")
+            self._lines.append(f"({', '.join(variables)},) = args")
         leaves = []
         for position, (variable, value) in enumerate(zip(variables, args, strict=True)):
             leaves.append(self._added(self._leaf, variable, value, paths.get(position, "")))
@@ -135,8 +136,7 @@ class Fits:
         objects = self._added(self._compare_objects)
         settings = self._added(self._compare_settings)
 
-        self.source = "\n".join(["def fits(args, kwargs):", *self._lines, "    return True"]) + "\n"
-        self.function: Callable[..., bool] = function_of(self.source, self._names)
+        self.function = Contract("args, kwargs", reads, "argument").holds
         self.checks = ArgumentChecks(
             variables=[*variables, *names],
             keywords=list(kwargs),
@@ -144,7 +144,7 @@ class Fits:
             others=others,
             objects=objects,
             settings=settings,
-            names=self._names,
+            names=reads.names,
             elsewhere=self._elsewhere,
         )
 
@@ -163,7 +163,7 @@ class Fits:
     ) -> None:
         absent = self._bound("m", object())
         for variable, (name, value) in zip(variables, kwargs.items(), strict=True):
-            self._lines.append(f"    {variable} = kwargs.get({name!r}, {absent})")
+            self._lines.append(f"{variable} = kwargs.get({name!r}, {absent})")
             self._leaf(variable, value, paths.get(name, ""))
         if len(collected) > 1:
             order = self._bound("k", [name for name in kwargs if name in collected])
@@ -172,14 +172,6 @@ class Fits:
     def _fresh(self, letter: str) -> str:
         self._count += 1
         return f"{letter}{self._count}"
-
-    def _bound(self, letter: str, value: Any) -> str:
-        name = self._fresh(letter)
-        self._names[name] = value
-        return name
-
-    def _unless(self, condition: str) -> None:
-        self._lines += [f"    if {condition}:", "        return False"]
 
     def _leaf(self, name: str, value: Any, path: str) -> None:
         """Compare the variable ``name`` with a value of the traced call."""
@@ -217,7 +209,7 @@ class Fits:
         self._unless(f"type({name}) is not {kind}{rest}")
         for text, part in parts.items():
             variable = self._fresh("v")
-            self._lines.append(f"    {variable} = {name}{text}")
+            self._lines.append(f"{variable} = {name}{text}")
             self._leaf(variable, part, f"{path}{text}")
 
     def _tensor(self, name: str, kind: str, value: torch.Tensor, path: str) -> None:
@@ -239,7 +231,7 @@ class Fits:
         conjugate = f"{'not ' if value.is_conj() else ''}{name}.is_conj()"
         self._unless(f"{conjugate} or {'not ' if value.is_neg() else ''}{name}.is_neg()")
         shape = self._fresh("s")
-        self._lines.append(f"    {shape} = {name}.shape")
+        self._lines.append(f"{shape} = {name}.shape")
         sizes = self._shapes.get(path, tuple(value.shape))
         fixed = [f"{shape}[{d}] != {n}" for d, n in enumerate(sizes) if isinstance(n, int)]
         self._unless(" or ".join([f"len({shape}) != {len(sizes)}", *fixed]))
@@ -278,7 +270,7 @@ class Fits:
         for inner in wrapper.names:
             if isinstance(part := getattr(value, inner), torch.Tensor):
                 variable = self._fresh("v")
-                self._lines.append(f"    {variable} = {name}.{inner}")
+                self._lines.append(f"{variable} = {name}.{inner}")
                 self._leaf(variable, part, f"{path}.{inner}")
 
     def _attribute(self, name: str, value: torch.Tensor, text: str, path: str) -> None:
@@ -291,10 +283,10 @@ class Fits:
             return
         variable = self._fresh("v")
         self._lines += [
-            "    try:",
-            f"        {variable} = {name}{text}",
-            "    except (AttributeError, LookupError, TypeError):",
-            "        return False",
+            "try:",
+            f"    {variable} = {name}{text}",
+            "except (AttributeError, LookupError, TypeError):",
+            "    return False",
         ]
         self._leaf(variable, known, f"{path}{text}")
 
@@ -304,7 +296,7 @@ class Fits:
             return
         names, tensors, sizes = zip(*self._usual, strict=True)
         alike = self._bound("w", raw_memory.alike(tensors, [_with_strides(each) for each in sizes]))
-        self._lines.append(f"    if not {alike}({', '.join(names)}):")
+        self._lines.append(f"if not {alike}({', '.join(names)}):")
         self._lines += [f"    {line}" for line in self._detailed]
 
     def _layout(self, name: str, shape: str, value: torch.Tensor, path: str) -> None:
@@ -317,7 +309,7 @@ class Fits:
         if value.is_contiguous():
             return
         steps = self._fresh("q")
-        self._lines.append(f"    {steps} = {name}.stride()")
+        self._lines.append(f"{steps} = {name}.stride()")
         for dim, step in enumerate(strides):
             if isinstance(step, int) and sizes[dim] != 1:
                 self._unless(f"{shape}[{dim}] > 1 and {steps}[{dim}] != {step}")
@@ -337,11 +329,11 @@ class Fits:
         for text, symbols in conditions:
             if all(symbol in self._sizes for symbol in symbols):
                 for symbol in sorted(set(symbols) - self._read):
-                    self._lines.append(f"    {symbol} = {self._sizes[symbol][0]}")
+                    self._lines.append(f"{symbol} = {self._sizes[symbol][0]}")
                 self._read.update(symbols)
                 self._unless(f"not ({text})")
             elif self._alone:  # what cannot be compared is traced again
-                self._lines.append(f"    return False  # {text}")
+                self._lines.append(f"return False  # {text}")
 
     def _compare_sizes(self, conditions: Conditions) -> None:
         """Check which sizes are equal, or depend on others, and what else was assumed of them."""
