@@ -5,13 +5,12 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 
 import figures
 import pytest
 import torch
+from lib.programs import run_code
 from lib.snapshots import DATA
 
 FILE = DATA / "figures.txt"
@@ -54,13 +53,19 @@ def test_each_figure_has_a_bound() -> None:
     assert list(bounds()) == [*figures.CHEAP, *figures.COSTLY]
 
 
+PROGRAM = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="cgcompile runs more for older versions")
 @pytest.mark.slow
 def test_no_figure_of_calls_rises() -> None:
-    command = [sys.executable, figures.__file__, "files called", "modules loaded"]
-    environment = {**os.environ, "PYTHONPATH": str(figures.ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    rows = [re.split(r" {2,}", line) for line in done.stdout.splitlines()[1:]]
+    printed = run_code(PROGRAM, figures.__file__, "files called", "modules loaded")
+    rows = [re.split(r" {2,}", line) for line in printed.splitlines()[1:]]
     measured = {name: list(map(int, now.split(", "))) for name, now, _ in rows}
     assert list(measured) == list(figures.COSTLY)
     compare(measured)
