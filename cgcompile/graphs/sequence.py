@@ -679,25 +679,27 @@ def crossings(
     return across, bridges
 
 
-def _same_numbers(leaf: Any, other: torch.Tensor) -> bool:
-    """Return whether ``leaf`` is a tensor of the shape and dtype of ``other``, in any layout."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not other.layout:
-        return False
-    return leaf.shape == other.shape and leaf.dtype is other.dtype and leaf.device == other.device
-
-
 def _bridge(
     position: Place, value: torch.Tensor, frame: Frame, result: bool
 ) -> tuple[Block, Crossing]:
     """Return a function that copies a new result to the address that later graphs read."""
     buffer = OwnedCopy(value, frame, result=result)
+    item, target, any_layout = position.item, buffer.tensor, buffer.takes_any_layout
+    shape, dtype, device, layout = target.shape, target.dtype, target.device, target.layout
 
     def cross(results: list[Any]) -> None:
-        value = results[position.item]
-        if not (buffer.takes_any_layout and _same_numbers(value, buffer.tensor)):
-            position.check_layout(value, buffer.tensor)
+        value = results[item]
+        if not (
+            any_layout
+            and isinstance(value, torch.Tensor)
+            and value.shape == shape
+            and value.dtype is dtype
+            and value.device == device
+            and value.layout is layout
+        ):
+            position.check_layout(value, target)
         buffer.fill(value)
-        results[position.item] = buffer.tensor
+        results[item] = target
 
     return buffer.block, cross
 
