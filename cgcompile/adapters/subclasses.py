@@ -65,6 +65,7 @@ class _Unwrapping:
 
     def _check_parts(self, inputs: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
         """Compare the subclasses with those of the trace; remember their layouts if they agree."""
+        # Sizes may vary as the trace allows: it admits new layouts, which a contract does not.
         layouts: list[tuple[list[int | None], list[int]]] = []
         for position, spec in self._wrapped:
             assert spec.wrapper is not None

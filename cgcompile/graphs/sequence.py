@@ -742,6 +742,8 @@ def _offsets(tensors: Sequence[torch.Tensor], first: int) -> list[Any]:
 class SameOnHost:
     """Compare a CPU tensor with its value at capture, if a graph of another device reads it."""
 
+    # No row of a contract: only the end of a recording shows whether a graph reads it.
+
     def __init__(self, position: Place, value: torch.Tensor) -> None:
         self.is_read = False
         self._place = position

@@ -175,6 +175,7 @@ class WeightSets:
         self, inputs: tuple[Any, ...], mutated: Sequence[int]
     ) -> tuple[Hashable, WeightSet | None]:
         """Return (key, weight set) of a call; without a context, ``mutated`` inputs are bound."""
+        # It chooses graphs: other weights are no difference to refuse, so there is no contract.
         key: Hashable = self._weights(inputs)
         if mutated:
             key = (key, *(inputs[position].data_ptr() for position in mutated))

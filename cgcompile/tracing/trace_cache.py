@@ -137,6 +137,7 @@ class CompiledTrace:
 
     def replaced(self, scope: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
         """Return the path of the first frozen tensor that was replaced or moved, else None."""
+        # It decides whether to trace again, or refuses a capture; no replay runs it.
         # ``unknown`` begins the paths that are not in the scope: such a tensor may only have moved.
         for (path, tensor), held in zip(self.frozen, self.held, strict=True):
             try:
