@@ -253,16 +253,16 @@ class LoadedNames:
             names, global_names = names_loaded(code)
             self.names |= names
             self.whole |= names_read_whole(code)
-            held = [name for name in global_names if name in scope]
-            self.globals += [(scope, name) for name in held if not _is_namespace(scope[name])]
+            self.globals += [(scope, name) for name in global_names if name in scope]
             stored.update((id(scope), name) for name in globals_stored(code))
         self.globals = [row for row in self.globals if (id(row[0]), row[1]) not in stored]
 
 
-def _is_namespace(value: Any) -> bool:
-    """Return whether a dict holds the globals of a module, as ``G`` does of Dynamo's guards."""
+def _module_of(value: Any) -> ModuleType | None:
+    """Return the module whose globals a dict holds, as ``G`` of Dynamo's guards does."""
     name = value.get("__name__") if type(value) is dict else None
-    return isinstance(name, str) and getattr(sys.modules.get(name), "__dict__", None) is value
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return module if getattr(module, "__dict__", None) is value else None
 
 
 def globals_stored(code: CodeType) -> list[str]:
@@ -279,6 +279,12 @@ _MAX_VALUES = 100_000  # a model of thousands of modules has fewer
 _ALL_HOOKS = "hooks of all modules"
 _HOOKS_OF = "number of hooks of "
 _MISSING = object()
+# The tables of a module, and the containers that read all of it.
+_TABLES: dict[str, tuple[type, ...]] = {
+    "_modules": (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict),
+    "_parameters": (torch.nn.ParameterList, torch.nn.ParameterDict),
+    "_buffers": (),
+}
 _WORD = re.compile(r"\w+")
 _MOST_COMPARED = 20_000  # values; a step would take milliseconds
 
@@ -400,6 +406,7 @@ class _Reader:
         if isinstance(value, MethodType):
             self._visit(value.__func__, path)
         value = behind(value)
+        value = _module_of(value) or value
         if not self.state.complete:
             return
         if id(value) in self._seen:
@@ -459,10 +466,7 @@ class _Reader:
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
         self.state.modules.append((path, module))
-        self._children(module, path)
-        for table in (module._parameters, module._buffers):
-            for name, weight in table.items():
-                self._visit(weight, f"{path}.{name}")  # its attributes
+        self._entries(module, path)
         for hooks in torch_ops.hooks_of(module):
             for key, hook in hooks.items():
                 self._held(f"{path} hook {key}", hooks, key, hook)
@@ -477,16 +481,18 @@ class _Reader:
         if isinstance(forward, FunctionType) and is_closed(kind.__module__):
             self._method(kind, "forward", forward)
 
-    def _children(self, module: torch.nn.Module, path: str) -> None:
-        kind, children = type(module), module._modules
-        is_container = kind.__module__ == "torch.nn.modules.container"
-        if children or is_container or not kind.__module__.startswith("torch.nn."):
-            self.state.objects.append((children, frozenset(children)))
-            self.state.names.setdefault(path, set()).update(children)
-        for name, child in children.items():
-            self._visit(child, f"{path}.{name}")
-            if is_container or self._is_loaded(name):
-                self.state.attributes[f"{path}.{name}"] = path, name
+    def _entries(self, module: torch.nn.Module, path: str) -> None:
+        """Open children and weights, and note which of them are added later."""
+        is_of_torch = type(module).__module__.startswith("torch.nn.")
+        for table_name, containers in _TABLES.items():
+            table, is_container = getattr(module, table_name), isinstance(module, containers)
+            if table or is_container or not is_of_torch:
+                self.state.objects.append((table, frozenset(table)))
+                self.state.names.setdefault(path, set()).update(table)
+            for name, entry in table.items():
+                self._visit(entry, f"{path}.{name}")  # of a weight its attributes
+                if is_container or self._is_loaded(name):
+                    self.state.attributes[f"{path}.{name}"] = path, name
 
     def _object(self, value: Any, path: str) -> None:
         attributes = getattr(value, "__dict__", None)
@@ -505,6 +511,8 @@ class _Reader:
                 continue
             if skipped and isinstance(value, torch.Tensor):  # weights are compared elsewhere
                 self.state.values[f"{path}.{name}"] = TensorRead.of(value)
+                if self._is_loaded(name, kind):
+                    self.state.attributes[f"{path}.{name}"] = path, name
                 continue
             if self._is_loaded(name, kind):
                 self._attribute(path, attributes, name, kind)
@@ -924,7 +932,7 @@ def _differences(before: State, now: State) -> Iterator[tuple[str, Any, Any]]:
             yield path, value, after
     for path, (owner, name) in now.attributes.items():
         if name not in before.names.get(owner, (name,)):
-            yield path, _MISSING, now.values.get(path)
+            yield path, _MISSING, now.values.get(path, torch.Tensor)
 
 
 def _parts(path: str) -> tuple[str, str]:

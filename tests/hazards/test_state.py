@@ -131,6 +131,64 @@ def test_what_the_step_changes_is_bookkeeping_under_each_name(name: str, other: 
     replays(served, model)
 
 
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_globals_of_a_module_as_a_dict(name: str) -> None:
+    """Names that code loads are compared, as of the module itself, and no others."""
+    model = Scaled()
+    model.scale = lambda: SPACE["SETTING"]
+    model.forward = lambda x: x * model.scale()
+    served = captured(name, model)
+    replays(served, model)
+    try:
+        SPACE["of another model"] = 1
+        replays(served, model)
+        SPACE["SETTING"] = 3.0
+        refused(served, r"SETTING is 3\.0, was 1\.0")
+    finally:
+        SPACE["SETTING"] = 1.0
+        del SPACE["of another model"]
+    replays(served, model)
+
+
+class Optional(nn.Module):
+    """Reads tensors that it may not have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.late if hasattr(self, "late") else x
+
+
+class Layers(nn.Sequential):
+    """A subclass of a container of torch."""
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.ParameterList([torch.ones(WIDTH)]).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(self.items)
+
+
+ADDED: dict[str, Callable[[], tuple[nn.Module, Callable[[], Any]]]] = {
+    "attribute": lambda: (m := Optional(), lambda: setattr(m, "late", torch.zeros(WIDTH))),
+    "buffer": lambda: (m := Optional(), lambda: m.register_buffer("late", torch.zeros(WIDTH))),
+    "layer of a subclass": lambda: (m := Layers(nn.Tanh()), lambda: m.append(nn.ReLU())),
+    "parameter of a list": lambda: (m := Sums(), lambda: m.items.append(torch.ones(WIDTH))),
+}
+
+
+@pytest.mark.parametrize("front", [*WRAPPERS, "CudaGraphManager"])
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_to_a_model_and_read(name: str, front: str) -> None:
+    model, add = ADDED[name]()
+    served = captured(front, model)
+    model.register_buffer("unused", torch.zeros(1))
+    replays(served, model)
+    add()
+    refused(served, "missing when captured")
+
+
 def test_negative_zero_and_other_types_differ() -> None:
     model = Scaled()
     model.scale = 0.0
