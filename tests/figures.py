@@ -4,9 +4,9 @@ Each figure is measured by code, and each may only fall: ``tests/data/figures.tx
 bounds, which ``tests/test_figures.py`` compares.
 
 Three figures count names: the state machines of a call, what compares before a replay (with every
-class of ``graphs`` that has a method ``check(what, batch)``), and what walks Python objects. What
-only writes rows or lines of a ``Contract`` (``Weights``, ``Fits``) compares nothing itself. A name
-counts while a class or function of it exists anywhere in the library.
+class of ``graphs`` that has a method ``check(what, batch)``), and what decides what Python objects
+hold. What only writes rows or lines of a ``Contract`` (``Weights``, ``Fits``) compares nothing
+itself. A name counts while a class or function of it exists anywhere in the library.
 What takes over for several of them stands in the same table, once. ``tests/test_figures.py`` fails
 where a name exists no more: remove it, or write its new name. The generators of checks are the
 modules that make functions of text: by ``exec``, or by ``eval`` of a text that begins with
@@ -48,16 +48,10 @@ GUARDS = (
     "_Unwrapping._check_parts",
     "SameOnHost",
 )
-# What descends into containers and objects.
+# What decides what a value holds. Visitors of ``reads.parts`` count no more, and neither does
+# ``torch_ops.tree_leaves``, torch's pytree.
 WALKERS = (
-    "reads.modules_of",
-    "state.read_state",
-    "Reader",
-    "fields._holders",
-    "compare._open",
-    "results.flatten",
-    "torch_ops.tree_leaves",
-    "capture.weights_of",
+    "reads.parts",
     "inductor._held",
 )
 

@@ -18,8 +18,7 @@ from cgcompile.debug.output import Result
 from cgcompile.debug.restore import copies
 from cgcompile.graphs.arena import comparable, numbers_as_bytes
 from cgcompile.graphs.contract import is_plain_value, layout_text, same_value
-from cgcompile.graphs.reads import Slots
-from cgcompile.graphs.results import field_names, is_record
+from cgcompile.graphs.reads import attributes_of
 from cgcompile.settings import require, require_whole
 from cgcompile.torch_compat import torch_ops
 
@@ -57,7 +56,8 @@ def _open(leaf: Any, here: str, around: tuple[Any, ...], result: dict[str, Any])
     if levels:
         result[here] = f"the object {levels[0]} levels up"
         return
-    fields = _fields(leaf) if len(around) < _DEEPEST else {}
+    is_whole = is_plain_value(leaf) or isinstance(leaf, _CLOSED)
+    fields = {} if is_whole or len(around) == _DEEPEST else attributes_of(leaf)
     if not fields:
         return
     inside: dict[str, Any] = {}
@@ -66,17 +66,6 @@ def _open(leaf: Any, here: str, around: tuple[Any, ...], result: dict[str, Any])
             _open(inner, f"{here}.{name}{path}", (*around, leaf), inside)
     result[here] = Opened(leaf, tuple(sorted(fields)), tuple(inside))
     result |= inside
-
-
-def _fields(leaf: Any) -> dict[str, Any]:
-    """Return the fields of an object; empty for an object that is compared as a whole."""
-    if is_record(leaf):
-        return {name: getattr(leaf, name) for name in field_names(leaf) if hasattr(leaf, name)}
-    if is_plain_value(leaf) or isinstance(leaf, _CLOSED):
-        return {}
-    slots = {member.__name__: value for member, value in Slots(leaf).read().items()}
-    attributes = getattr(leaf, "__dict__", None)
-    return {**slots, **attributes} if isinstance(attributes, dict) else slots
 
 
 def names_compared(plain: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:

@@ -10,18 +10,16 @@ while it is captured refuses the capture (:class:`Rebinding`):
   (``self.count += 1``). In helper objects, containers and closures it is bookkeeping (a list of
   calls, the counter of a hook), and may change.
 
-Opened are modules, dicts, lists, tuples, sets, plain objects and dataclasses, their ``__slots__``
-too, closures and defaults of functions and what a ``functools.partial`` holds. Closed are objects
-of torch and of Python's own libraries, and objects of C extensions; a guard compares those by
-identity. Refused are modules of TorchScript, which have their fields in C++ and may change them.
+Opened is what :func:`~cgcompile.graphs.reads.parts` describes. Closed are objects of torch and of
+Python's own libraries, and objects of C extensions; a guard compares those by identity. Refused are
+modules of TorchScript, which have their fields in C++ and may change them.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from operator import itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,23 +39,24 @@ from cgcompile.graphs.contract import (
     same_value,
 )
 from cgcompile.graphs.reads import (
-    Cells,
-    Slots,
-    Transparent,
+    ATTRIBUTES,
+    CONTAINERS,
+    ITEMS,
+    TABLES,
+    Form,
     array_bytes,
-    is_librarys,
-    plainly,
+    behind,
+    contents,
+    is_closed_object,
+    parts,
     restore,
 )
 from cgcompile.torch_compat import raw_memory
 
 _MAX_VALUES = 100_000  # a model of thousands of modules has fewer
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
-_TABLES = ("_parameters", "_buffers", "_modules")
-_STATE = frozenset((*_TABLES, "training"))  # of what every module has, compared by identity
+_STATE = frozenset((*TABLES, "training"))  # of what every module has, compared by identity
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, torch.Size))
-_CLOSED = (type, ModuleType, BuiltinFunctionType)
-_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
 
 class Item(NamedTuple):
@@ -75,28 +74,22 @@ class Item(NamedTuple):
 
 
 class _Holder:
-    """A container, or the attributes of an object, with the keys and values that it held."""
+    """A part of an object, with the keys and values that it held."""
 
     __slots__ = ("_form", "_path", "keys", "of_module", "owner", "skipped", "target", "values")
 
-    def __init__(
-        self,
-        path: str,
-        form: str,
-        target: Any,
-        skipped: frozenset[str] = frozenset(),
-        of_module: bool = False,
-    ) -> None:
-        self._path, self._form = path, form
-        self.target = target  # a dict, a list, ``Slots``, ``Cells``, ...
-        self.skipped = skipped  # names of fields that are not opened
-        self.of_module = of_module  # whether these are attributes of a module itself
-        self.owner: tuple[Any, str] = (None, "")  # the object, and its field if that is a container
+    def __init__(self, form: Form, target: Any, value: Any, item: Item) -> None:
+        self._form, self._path, self.target = form, item.path, target
+        self.of_module = isinstance(value, torch.nn.Module)  # these are attributes of a module
+        is_whole = self.of_module and form is ATTRIBUTES
+        self.skipped = names_of_modules() if is_whole else frozenset()  # they are not opened
+        # The object, and its field if that is a container.
+        self.owner = (item.owner, item.attribute) if form is ITEMS else (value, "")
         self.read()
 
     def read(self) -> None:
         """Take the present keys and values."""
-        self.keys, self.values = _contents(self.target)
+        self.keys, self.values = contents(self.target)
 
     @property
     def compared(self) -> tuple[Any, ...]:
@@ -107,7 +100,7 @@ class _Holder:
 
     def name(self, key: Any) -> str:
         """Return the path of an item."""
-        return self._path + self._form.format(getattr(key, "__name__", key))
+        return self._path + self._form.step(key)
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
         return zip(self.keys, self.values, strict=True)
@@ -121,7 +114,7 @@ class _Holder:
 
     def is_same(self) -> bool:
         """Return whether it holds the same objects under the same keys."""
-        keys, values = _contents(self.target)
+        keys, values = contents(self.target)
         if isinstance(self.target, (set, frozenset)):
             return bool(values == self.values)
         if raw_memory.identities(values) != raw_memory.identities(self.values):
@@ -133,7 +126,7 @@ class _Holder:
     def changes(self) -> Iterator[Change]:
         """Yield the items that are other objects."""
         before = dict(zip(self.keys, self.values, strict=True))
-        after = dict(zip(*_contents(self.target), strict=True))
+        after = dict(zip(*contents(self.target), strict=True))
         for key in before | after:
             one, other = before.get(key, MISSING), after.get(key, MISSING)
             if one is not other:
@@ -142,80 +135,18 @@ class _Holder:
     def has_new_tensors(self) -> bool:
         """Return whether it holds a tensor that it did not hold."""
         known = set(map(id, self.values))
-        now = _contents(self.target)[1]
+        now = contents(self.target)[1]
         return any(isinstance(value, torch.Tensor) and id(value) not in known for value in now)
 
     def restore(self) -> None:
         """Restore the keys and values."""
-        if isinstance(self.target, (dict, Slots, Cells)):
-            restore(self.target, dict(zip(self.keys, self.values, strict=True)))
-        else:
-            items = self.values[0] if isinstance(self.target, set) else self.values
-            restore(self.target, list(items))
-
-
-def _contents(target: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the keys and the values of the target of a holder."""
-    if isinstance(target, (Slots, Cells)):
-        fields: dict[Any, Any] = target.read()
-        return tuple(fields), tuple(fields.values())
-    kind = plainly(target)
-    if issubclass(kind, dict):
-        return tuple(kind.keys(target)), tuple(kind.values(target))
-    values = tuple(kind.__iter__(target))
-    if kind is set:
-        return ("items",), (frozenset(values),)
-    return tuple(range(len(values))), values
+        restore(self.target, self.keys, self.values)
 
 
 @cache
 def names_of_modules() -> frozenset[str]:
-    """Return what every module has, of which :data:`_TABLES` are opened by themselves."""
+    """Return what every module has, of which :data:`TABLES` are opened by themselves."""
     return frozenset(torch.nn.Module().__dict__)
-
-
-def _holders(value: Any, path: str, longest: int = _LONG) -> Iterator[_Holder]:
-    """Yield the holders of the fields of a value; none if it is compared as a whole."""
-    is_module = isinstance(value, torch.nn.Module)
-    if is_module:
-        if isinstance(value, torch.jit.ScriptModule):
-            raise CaptureError.scripted(field=path, found=type(value).__name__)
-        attributes = value.__dict__
-        for table in _TABLES:  # first, so that paths go through them and not through bound methods
-            yield _Holder(path, ".{}", attributes.get(table, {}), of_module=True)
-        yield _Holder(path, ".{}", attributes, names_of_modules(), True)
-    if isinstance(value, FunctionType):
-        yield _Holder(path, " closure {}", Cells(value))
-        yield _Holder(path, " default {}", value.__defaults__ or ())
-        yield _Holder(path, " default {!r}", value.__kwdefaults__ or {})
-        return
-    if isinstance(value, partial):
-        yield _Holder(path, "[{}]", (value.func, value.args, value.keywords))
-        return
-    if isinstance(value, _CONTAINERS):
-        if len(value) < longest:
-            yield _Holder(path, "[{!r}]", value)
-    elif isinstance(value, _CLOSED) or is_closed_object(value):
-        return
-    if not is_module and not isinstance(value, Transparent):
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            yield _Holder(path, ".{}", attributes)
-    slots = Slots(value)
-    if slots.members:
-        yield _Holder(path, ".{}", slots, of_module=is_module)
-
-
-def is_closed_object(value: Any) -> bool:
-    """Return whether an object is a part of torch, of Python or of cgcompile."""
-    return is_librarys(value) or type(value).__module__.partition(".")[0] == "cgcompile"
-
-
-def behind(value: Any) -> Any:
-    """Return what is read in place of a value: the owner of a method, what a wrapper wraps."""
-    while isinstance(value, (MethodType, Transparent)):
-        value = value.__self__ if isinstance(value, MethodType) else value.unwrap()
-    return value
 
 
 class Fields:
@@ -250,14 +181,18 @@ class Fields:
             if data is not None:
                 self.arrays.append((path, value, data))
                 continue
-            for holder in _holders(value, path, self._longest):
+            if isinstance(value, torch.jit.ScriptModule):
+                raise CaptureError.scripted(field=path, found=type(value).__name__)
+            for form, target in () if is_closed_object(value) else parts(value):
+                is_builtin = isinstance(target, CONTAINERS)  # code of a user reads other items
+                if form is ITEMS and not (is_builtin and len(target) < self._longest):
+                    continue
+                holder = _Holder(form, target, value, item)
                 self._holders.append(holder)
-                in_container = holder.target is value
-                holder.owner = (item.owner, item.attribute) if in_container else (value, "")
                 skipped = holder.skipped
                 todo += [
                     holder.item(key, field)
-                    for key, field in zip(holder.keys, holder.values, strict=True)
+                    for key, field in holder.pairs()
                     if type(field) not in _PLAIN and not (skipped and key in skipped)
                 ]
             if len(todo) > _MAX_VALUES:

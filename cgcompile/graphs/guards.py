@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from inspect import Parameter, Signature, signature
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -34,14 +34,21 @@ from cgcompile.graphs.contract import (
     place_of,
     same_value,
 )
-from cgcompile.graphs.fields import Fields, is_closed_object
-from cgcompile.graphs.reads import CONTAINERS, Reader, array_bytes, declared, modules_of
+from cgcompile.graphs.fields import Fields
+from cgcompile.graphs.reads import (
+    CONTAINERS,
+    Reader,
+    array_bytes,
+    declared,
+    is_closed_object,
+    modules_of,
+)
 from cgcompile.torch_compat import raw_memory, torch_ops, torch_settings
 
 _DEEPEST = 40  # objects in objects
 _LONG = 10_000  # items of one container: a vocabulary, which holds no state
 _TREES = (tuple, list, dict)  # opened as torch's pytree does
-_SAME = (torch.nn.Module, FunctionType, MethodType, partial, type, ModuleType, BuiltinFunctionType)
+_SAME = (torch.nn.Module, FunctionType, MethodType, partial)
 
 # -------------------------------------------------------------- weights
 

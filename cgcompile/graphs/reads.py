@@ -1,22 +1,32 @@
-"""What a capture read from Python: the one walker of objects.
+"""What objects hold (:func:`parts`), and what a capture read of metadata and arguments.
 
 A graph repeats what Python read while it was captured, so guards, snapshots and tools look at the
-same objects in the same way: attributes, ``__slots__``, closures and containers are opened here.
-Objects of torch and of Python's own libraries are closed.
+same objects in the same way. :func:`parts` describes once what an object holds and how that is
+named, read and restored: items, attributes, ``__slots__``, closures, defaults, tables of modules.
+Visitors decide which objects they open: :class:`Reader`, ``Fields``, ``read_state``,
+:func:`modules_of` and the comparison of results. A new kind of holder is a branch of :func:`parts`.
 """
 
 import dataclasses
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dis import Instruction, get_instructions
+from dis import get_instructions
 from functools import lru_cache, partial
 from itertools import chain
 from keyword import iskeyword
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,108 +36,201 @@ from cgcompile.torch_compat import raw_memory
 
 log = logging.getLogger(__name__)
 
-_LIBRARIES = ("torch", "logging", "threading", "re", "weakref", "_thread", "functools")
+# -------------------------------------------------------------- what an object holds
 
-# -------------------------------------------------------------- attributes and items of objects
-
-
-def slots_of(kind: type) -> tuple[MemberDescriptorType, ...]:
-    """Return the slots of a class; of one name there may be several, each with its own value."""
-    return tuple(
-        member
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for member in vars(base).values()
-        if isinstance(member, MemberDescriptorType)
-    )
+CONTAINERS = (tuple, list, dict, set, frozenset, deque)
+_BUILTIN = (OrderedDict, dict, list, tuple, deque, set, frozenset)  # the first has its own order
+_BARE = (*CONTAINERS, FunctionType, MethodType, partial)  # exact types: their attributes are none
+_OPEN = (torch.nn.Module, *_BARE)
+_CODE = (type, ModuleType, BuiltinFunctionType)
+_HAVE_ITEMS = (*CONTAINERS, Mapping)
+_CELL: Any = CellType.cell_contents
+_LIBRARIES = ("torch", "logging", "threading", "re", "weakref", "_thread", "functools", "cgcompile")
 
 
-class Slots:
-    """The attributes of an object that are in no ``__dict__``."""
+class Members:
+    """The values of slots or of a closure, which are in no container."""
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self.members = slots_of(type(owner))
+    def __init__(self, places: Mapping[Any, tuple[Any, Any]]) -> None:
+        self.places = places  # by key: the descriptor that reads a value, and of which object
 
-    def read(self) -> dict[MemberDescriptorType, Any]:
-        values = {}
-        for member in self.members:
-            with suppress(AttributeError):  # the slot is empty
-                values[member] = member.__get__(self._owner)
-        return values
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        for key, (member, owner) in self.places.items():
+            with suppress(AttributeError, ValueError):  # the slot or the cell is empty
+                yield key, member.__get__(owner)
 
-    def restore(self, before: dict[MemberDescriptorType, Any]) -> None:
-        for member in self.read().keys() - before.keys():
-            member.__delete__(self._owner)
-        for member, value in before.items():
-            member.__set__(self._owner, value)  # that of a frozen object too
+    def clear(self) -> None:
+        for key, _ in self.items():
+            self.places[key][0].__delete__(self.places[key][1])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.places[key][0].__set__(self.places[key][1], value)  # of a frozen object too
 
 
-class Cells:
-    """The bound variables that a function has from around it."""
+class Form(NamedTuple):
+    """A way in which objects hold values: how each is named, and read, by its key."""
 
-    def __init__(self, function: Any) -> None:
-        self._cells = cells_of(function)
+    path: str
+    reach: str = ""  # the expression of the target, behind that of the object
 
-    def read(self) -> dict[str, Any]:
-        return {name: cell.cell_contents for name, cell in self._cells.items()}
+    def step(self, key: Any) -> str:
+        """Return the path of a value, behind that of the object."""
+        return self.path.format(key.__name__ if self is SLOTS else key)
 
-    def restore(self, before: dict[str, Any]) -> None:
-        for name, value in before.items():
-            self._cells[name].cell_contents = value
+    def access(self, target: Any, key: Any, bound: Callable[[str, Any], str]) -> str:
+        """Return the expression of a value behind that of the object."""
+        if self is ITEMS and not isinstance(target, (list, tuple, deque)):
+            # A look-up must add no item.
+            return ("[{}]" if type(target) is dict else ".get({})").format(bound("key", key))
+        if self is CLOSURE:
+            return f".__closure__[{[*target.places].index(key)}].cell_contents"
+        if self.path == ".{}":
+            step = self.step(key)
+            if step[1:].isidentifier() and not iskeyword(step[1:]):
+                return step
+        return f"{self.reach}[{key!r}]"
 
 
-def is_librarys(value: Any) -> bool:
-    """Return whether an object is a part of torch or of Python, which is not opened."""
+ITEMS = Form("[{!r}]")
+ATTRIBUTES = Form(".{}", ".__dict__")
+TABLES = {name: Form(".{}", f".{name}") for name in ("_parameters", "_buffers", "_modules")}
+FIELDS = Form(".{}")  # what a method or a ``partial`` is made of
+SLOTS = Form(".{}")
+CLOSURE = Form(" closure {}", ".__closure__")
+DEFAULTS = Form(" default {}", ".__defaults__")
+KEYWORD_DEFAULTS = Form(" default {!r}", ".__kwdefaults__")
+
+
+def parts(value: Any) -> Iterator[tuple[Form, Any]]:
+    """Yield the ways in which an object holds values, each with its target; the only description.
+
+    A target is a container, a ``__dict__`` or :class:`Members`. A visitor decides which objects it
+    opens, and what it does with a value.
+    """
+    kind = type(value)
     if isinstance(value, torch.nn.Module):
-        return False
-    return type(value).__module__.partition(".")[0] in _LIBRARIES
+        for table, form in TABLES.items():  # first: paths go through them, not through methods
+            yield form, value.__dict__.get(table, {})
+    elif isinstance(value, CONTAINERS):
+        yield ITEMS, value
+    elif kind is FunctionType:
+        names, cells = value.__code__.co_freevars, value.__closure__ or ()
+        yield CLOSURE, Members({n: (_CELL, cell) for n, cell in zip(names, cells, strict=True)})
+        yield DEFAULTS, value.__defaults__ or ()
+        yield KEYWORD_DEFAULTS, value.__kwdefaults__ or {}
+    elif kind is MethodType or isinstance(value, partial):
+        names = ("__self__", "__func__") if kind is MethodType else ("func", "args", "keywords")
+        yield FIELDS, {name: getattr(value, name) for name in names}
+    elif hasattr(kind, "keys") and isinstance(value, Mapping):
+        yield ITEMS, value
+    if kind in _BARE:
+        return
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield ATTRIBUTES, attributes
+    slots = slots_of(kind) if hasattr(kind, "__slots__") else ()
+    if slots:
+        yield SLOTS, Members({slot: (slot, value) for slot in slots})
 
 
-def cells_of(function: Any) -> dict[str, CellType]:
-    """Return the bound cells of the variables that a function has from around it."""
-    cells = getattr(function, "__closure__", None) or ()
-    names = function.__code__.co_freevars if cells else ()
-    return {name: cell for name, cell in zip(names, cells, strict=True) if _is_bound(cell)}
+def values_in(target: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys of a target with their values, as a program reads them."""
+    return target.items() if isinstance(target, (dict, Members, Mapping)) else enumerate(target)
 
 
-def _is_bound(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:  # a name that is bound later
-        return False
-    return True
+def is_record(value: Any) -> bool:
+    """Return whether a value is a dataclass, whose fields are opened."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def field_names(record: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass, in order."""
+    return tuple(field.name for field in dataclasses.fields(record))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, of a dataclass its fields."""
+    if is_record(value):
+        return {name: getattr(value, name) for name in field_names(value) if hasattr(value, name)}
+    held = [(form, target) for form, target in parts(value) if form in (SLOTS, ATTRIBUTES)]
+    return {form.step(key)[1:]: item for form, target in held for key, item in values_in(target)}
+
+
+def class_attributes(bases: Sequence[type]) -> dict[str, Any]:
+    """Return what the bases of a class hold, by name; the first one hides the others."""
+    return {name: value for base in reversed(bases) for name, value in vars(base).items()}
+
+
+def slots_of(kind: type) -> list[MemberDescriptorType]:
+    """Return the slots of a class; of one name there may be several, each with its own value."""
+    tables = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    members = chain.from_iterable(table.values() for table in tables)
+    return [member for member in members if isinstance(member, MemberDescriptorType)]
+
+
+def is_closed_object(value: Any) -> bool:
+    """Return whether an object is a class, or a part of torch, of Python or of cgcompile."""
+    in_library = type(value).__module__.partition(".")[0] in _LIBRARIES
+    return isinstance(value, _CODE) or (in_library and not isinstance(value, _OPEN))
+
+
+def behind(value: Any) -> Any:
+    """Return what is read in place of a value: the owner of a method, what a wrapper wraps."""
+    while isinstance(value, (MethodType, Transparent)):
+        value = value.__self__ if isinstance(value, MethodType) else value.unwrap()
+    return value
 
 
 def plainly(container: Any) -> Any:
     """Return the builtin type of a container, whose methods no subclass changes."""
-    kinds = (OrderedDict, dict, list, deque, set, frozenset, tuple)  # the first has its own order
-    return next(kind for kind in kinds if isinstance(container, kind))
+    kind = type(container)
+    return kind if kind in _BUILTIN else next(k for k in _BUILTIN if isinstance(container, k))
 
 
-def restore(holder: Any, before: Any) -> None:
-    """Restore the contents of a container, a cell or a set of attributes, if they differ."""
-    if isinstance(holder, (Slots, Cells)):
-        holder.restore(before)
-    elif isinstance(holder, CellType):
-        holder.cell_contents = before
-    elif isinstance(holder, dict):
-        kind = plainly(holder)
-        if _differ(chain(*kind.items(holder)), chain(*before.items())):
-            kind.clear(holder)
-            for key, value in before.items():
-                kind.__setitem__(holder, key, value)
-    elif isinstance(holder, (list, deque, set)):
-        kind = plainly(holder)
-        if _differ(kind.__iter__(holder), before):
-            kind.clear(holder)
-            put: Any = kind.update if kind is set else kind.extend
-            put(holder, before)
+def contents(target: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the keys and the values of a target, by no code of a user."""
+    target = dict(target.items()) if isinstance(target, Members) else target
+    kind = plainly(target)
+    if issubclass(kind, dict):
+        return tuple(kind.keys(target)), tuple(kind.values(target))
+    values = tuple(kind.__iter__(target))
+    return (
+        (("items",), (frozenset(values),)) if kind is set else (tuple(range(len(values))), values)
+    )
 
 
-def _differ(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    one, other = tuple(now), tuple(before)
-    return len(one) != len(other) or any(a is not b for a, b in zip(one, other, strict=True))
+def restore(target: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> None:
+    """Restore what :func:`contents` returned."""
+    kind: Any = Members if isinstance(target, Members) else plainly(target)
+    if kind in (tuple, frozenset):
+        return
+    kind.clear(target)
+    if kind in (list, deque, set):
+        (kind.update if kind is set else kind.extend)(target, values[0] if kind is set else values)
+    else:
+        for key, value in zip(keys, values, strict=True):
+            kind.__setitem__(target, key, value)
+
+
+@lru_cache(maxsize=8192)
+def names_loaded(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that code loads, with constants that may be keys; those of globals."""
+    names: set[str] = set()
+    global_names: set[str] = set()
+    for instruction in get_instructions(code):
+        kind, value = instruction.opname, instruction.argval
+        if kind.startswith("LOAD_") and isinstance(value, str):
+            names.add(value)
+            if kind in ("LOAD_GLOBAL", "LOAD_NAME"):
+                global_names.add(value)
+        elif kind == "IMPORT_FROM":
+            names.add(value)
+        elif isinstance(value, tuple):  # keys of a dict, and of keyword arguments
+            names.update(item for item in value if isinstance(item, str))
+    names.update(item for item in code.co_consts if isinstance(item, str))
+    dotted = [item.split(".") for item in names if "." in item]  # as attrgetter takes it
+    names.update(part for parts in dotted for part in parts if part.isidentifier())
+    return frozenset(names), frozenset(global_names)
 
 
 # -------------------------------------------------------------- modules of a runnable
@@ -135,14 +238,15 @@ def _differ(now: Iterable[Any], before: Iterable[Any]) -> bool:
 _HOLD_NOTHING = frozenset((str, bytes, int, float, bool, type(None), type, torch.Tensor))
 
 
-def modules_of(model: Any) -> list[torch.nn.Module]:
-    """Return the model, if it is a module; else the modules that it or its attributes hold."""
+def modules_of(model: Any, inner: bool = False) -> list[torch.nn.Module]:
+    """Return the model, if it is a module; else the modules that it or its attributes hold.
+
+    With ``inner`` those inside of the modules as well.
+    """
     # Of globals those alone that a function names: an engine has the weights of all models.
-    if isinstance(model, torch.nn.Module):
-        return [model]
     modules: dict[int, torch.nn.Module] = {}  # a tower may be its own forward
-    seen = {id(model)}
-    todo = deque(_held(model) or _attributes(model))
+    seen: set[int] = set()
+    todo = deque([model])
     while todo:
         value = todo.popleft()
         if id(value) in seen:
@@ -150,26 +254,15 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
         seen.add(id(value))
         if isinstance(value, torch.nn.Module):
             modules[id(value)] = value
-        else:  # a tokenizer among them has words by the hundred thousand
-            todo += [item for item in _held(value) if type(item) not in _HOLD_NOTHING]
+            todo += value._modules.values() if inner else ()
+        elif value is model or callable(value) or isinstance(value, _HAVE_ITEMS):
+            owner = value.__self__ if isinstance(value, MethodType) else None
+            held = chain(parts(value), () if isinstance(owner, torch.nn.Module) else parts(owner))
+            rows = chain.from_iterable(values_in(target) for _, target in held)
+            # A tokenizer among them has words by the hundred thousand.
+            todo += [item for _, item in rows if type(item) not in _HOLD_NOTHING]
+            todo += _named_globals(value) if isinstance(value, FunctionType) else ()
     return list(modules.values())
-
-
-def _held(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return value
-    if isinstance(value, MethodType):
-        owner = value.__self__
-        attributes = () if isinstance(owner, torch.nn.Module) else _attributes(owner)
-        return (owner, value.__func__, *attributes)
-    if isinstance(value, partial):
-        return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, FunctionType):
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return (*Cells(value).read().values(), *defaults, *_named_globals(value))
-    return _attributes(value) if callable(value) else ()
 
 
 def _named_globals(function: FunctionType) -> Iterator[Any]:
@@ -180,22 +273,12 @@ def _named_globals(function: FunctionType) -> Iterator[Any]:
     codes = [function.__code__]
     for code in codes:  # grows meanwhile, by inner functions
         codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-        for name in code.co_names:  # of attributes too, which alone are no reason
+        # Names of attributes, which are there too, are no reason.
+        for name in filter(names_loaded(code)[1].__contains__, code.co_names):
             value = scope.get(name)
             own = isinstance(value, FunctionType) and value.__globals__ is scope
-            holds = own or isinstance(value, (torch.nn.Module, Mapping, list, tuple))
-            if holds and any(_loads(instruction, name) for instruction in get_instructions(code)):
+            if own or isinstance(value, (torch.nn.Module, Mapping, list, tuple)):
                 yield value
-
-
-def _loads(instruction: Instruction, name: str) -> bool:
-    return instruction.opname == "LOAD_GLOBAL" and instruction.argval == name
-
-
-def _attributes(value: Any) -> Iterable[Any]:
-    if isinstance(value, type):
-        return ()
-    return (*getattr(value, "__dict__", {}).values(), *Slots(value).read().values())
 
 
 # -------------------------------------------------------------- the forward context
@@ -203,8 +286,6 @@ def _attributes(value: Any) -> Iterable[Any]:
 _DEPTH = 9  # objects in objects
 _MOST = 100_000  # lines of generated text, and rows
 _FIELDS = ("attn_metadata", "slot_mapping", "additional")
-CONTAINERS = (tuple, list, dict, set, frozenset, deque)
-NO_KEY: Any = object()
 # Weights are compared elsewhere.
 _OPAQUE = (type, torch.nn.Module, ModuleType)
 _MAX_BYTES = 1 << 20  # of an array of the host; larger ones are compared by identity
@@ -254,11 +335,11 @@ class Reader:
             self.unreached += 1
         elif isinstance(value, torch.Tensor):
             self._tensor(value, path, expression, local)
-            attributes = {} if raw_memory.is_wrapper(value) else getattr(value, "__dict__", {})
-            for name, item in attributes.items():
-                if name.isidentifier() and not name.startswith("_"):  # others are those of torch
-                    step, read = f".{name}", self._loads(name)
-                    self.visit(item, path + step, expression + step, local + step, depth - 1, read)
+            for form, target in () if raw_memory.is_wrapper(value) else parts(value):
+                for name, item in values_in(target):
+                    if name.isidentifier() and not name.startswith("_"):  # others are torch's
+                        at, read = form.step(name), self._loads(name)
+                        self.visit(item, path + at, expression + at, local + at, depth - 1, read)
         elif is_plain_value(value):
             if loaded and (value is not None or self._exact):
                 self.reads.value(path, expression, value, local)
@@ -292,21 +373,28 @@ class Reader:
         self._opened[id(value)] = path, expression, variable, []  # they hold each other
         reads.lines.append(f"{variable} = {local}")
         last = self._begin(value, path, expression, variable, loaded)
-        for step, access, key, item in _items(value):
-            before, names = len(reads.lines), len(reads.names)
-            read = self._is_loaded(step, key, loaded)
-            text = access if key is NO_KEY else access.format(reads.bound("key", key))
-            self.visit(item, path + step, expression + text, variable + text, depth - 1, read)
-            if len(reads.lines) == before and len(reads.names) > names:
-                reads.names.popitem()  # the key, which must not be kept alive
-        kind: Any = type(value)  # mypy takes it for unhashable
-        of_class = () if self._exact else _values_of_class(kind)
-        own = getattr(value, "__dict__", ())
-        for name in [name for name in of_class if name not in own and self._loads(name)]:
-            step = f".{name}"
-            self.visit(getattr(value, name), path + step, expression + step, variable + step, depth)
-        if isinstance(value, (set, frozenset)):
-            self._members(value, path, expression, variable, depth)
+        own: set[str] = set()  # attributes that hide those of a class
+        for form, target in parts(value):
+            if isinstance(target, (set, frozenset)):
+                self._members(value, path, expression, variable, depth)
+                continue
+            is_own = form is ATTRIBUTES or form is SLOTS
+            for key, item in values_in(target):
+                step = form.step(key)
+                if is_own and step in own:
+                    continue  # a slot of a base class, hidden by another one
+                if is_own:
+                    own.add(step)
+                before, names = len(reads.lines), len(reads.names)
+                text = form.access(target, key, reads.bound)
+                read = self._is_loaded(step[1:] if is_own else key, loaded)
+                self.visit(item, path + step, expression + text, variable + text, depth - 1, read)
+                if len(reads.lines) == before and len(reads.names) > names:
+                    reads.names.popitem()  # the key, which must not be kept alive
+        for step, name in [(f".{name}", name) for name in self._of_class(value)]:
+            if step not in own and hasattr(value, name):
+                item, read = getattr(value, name), self._loads(name)
+                self.visit(item, path + step, expression + step, variable + step, depth, read)
         reads.rows += last
         if len(reads.lines) == line + 1:  # nothing to compare in it
             reads.lines.pop()
@@ -332,13 +420,18 @@ class Reader:
                 row._replace(path=at, expression=read.replace(before, expression, 1))
             )
 
-    def _is_loaded(self, step: str, key: Any, loaded: bool) -> bool:
+    def _is_loaded(self, key: Any, loaded: bool) -> bool:
         """Return whether code may load an item of an object that it may load itself."""
-        if key is not NO_KEY and not is_plain_value(key):
+        if not is_plain_value(key):
             return False  # it is not kept alive for a number
-        name = step.removeprefix(".").removeprefix(" closure ") if key is NO_KEY else key
-        is_name = isinstance(name, str) and name.isidentifier()
-        return self._loads(name) if is_name else loaded
+        is_name = isinstance(key, str) and key.isidentifier()
+        return self._loads(key) if is_name else loaded
+
+    def _of_class(self, value: Any) -> Iterator[str]:
+        """Yield the attributes that a class may have in place of its object."""
+        yield from field_names(value) if is_record(value) else ()
+        kind: Any = type(value)  # mypy takes it for unhashable
+        yield from () if self._exact else filter(self._loads, _values_of_class(kind))
 
     def _begin(
         self, value: Any, path: str, expression: str, variable: str, loaded: bool
@@ -384,41 +477,14 @@ def array_bytes(value: Any) -> bytes | None:
 @lru_cache(maxsize=256)
 def _values_of_class(kind: Any) -> tuple[str, ...]:
     """Return the plain values that a class has in place of its objects."""
-    names = dict.fromkeys(name for base in kind.__mro__ for name in vars(base))
-    values = [name for name in names if not name.startswith("__")]
+    values = [name for name in class_attributes(kind.__mro__) if not name.startswith("__")]
     return tuple([name for name in values if is_plain_value(getattr(kind, name, None))])
-
-
-def _items(value: Any) -> Iterator[tuple[str, str, Any, Any]]:
-    """Return for each step into an object: path, expression, the key in it or NO_KEY, the item."""
-    if isinstance(value, (tuple, list, deque)):
-        yield from ((f"[{index}]", f"[{index}]", NO_KEY, item) for index, item in enumerate(value))
-    elif isinstance(value, Mapping):
-        access = "[{}]" if type(value) is dict else ".get({})"  # which must not change it
-        yield from ((f"[{key!r}]", access, key, item) for key, item in value.items())
-    elif isinstance(value, FunctionType):
-        for index, name in enumerate(value.__code__.co_freevars if value.__closure__ else ()):
-            if name in cells_of(value):
-                access = f".__closure__[{index}].cell_contents"
-                yield f" closure {name}", access, NO_KEY, cells_of(value)[name].cell_contents
-    elif isinstance(value, (MethodType, partial)):
-        names = ("__self__",) if isinstance(value, MethodType) else ("func", "args", "keywords")
-        yield from ((f".{name}", f".{name}", NO_KEY, getattr(value, name)) for name in names)
-    if type(value) not in (*CONTAINERS, FunctionType, MethodType, partial):
-        attributes = getattr(value, "__dict__", {})
-        for name, item in attributes.items():
-            plain = name.isidentifier() and not iskeyword(name)
-            yield f".{name}", f".{name}" if plain else f".__dict__[{name!r}]", NO_KEY, item
-        for name in declared(value):
-            if name not in attributes and hasattr(value, name):
-                yield f".{name}", f".{name}", NO_KEY, getattr(value, name)
 
 
 def declared(value: Any) -> tuple[str, ...]:
     """Return attributes that may be in no ``__dict__``: slots, and fields with a default."""
     slots = [member.__name__ for member in slots_of(type(value))]
-    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    return tuple(dict.fromkeys([*(spec.name for spec in fields), *slots]))
+    return tuple(dict.fromkeys([*(field_names(value) if is_record(value) else ()), *slots]))
 
 
 # -------------------------------------------------------------- wrappers of objects

@@ -21,7 +21,6 @@ With ``debug`` results raise where they are read after a later step has overwrit
 """
 
 import copy
-import dataclasses
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -40,6 +39,7 @@ from cgcompile.errors import (
 )
 from cgcompile.graphs.arena import OwnedCopy, address, bits_of, span
 from cgcompile.graphs.contract import Change, is_plain_value, same_layout
+from cgcompile.graphs.reads import field_names, is_record
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
@@ -49,16 +49,6 @@ Track = Callable[[Sequence[Any]], list[Any]]
 """Returns the leaves of a result, those in memory of graphs as tensors that raise once stale."""
 
 # ---------------------------------------------------------------- containers
-
-
-def is_record(value: Any) -> bool:
-    """Return whether a value is a dataclass, whose fields are opened."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def field_names(record: Any) -> tuple[str, ...]:
-    """Return the names of the fields of a dataclass, in order."""
-    return tuple(field.name for field in dataclasses.fields(record))
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:

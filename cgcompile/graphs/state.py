@@ -47,9 +47,26 @@ from cgcompile.graphs.contract import (
     layout_text,
     same_value,
 )
-from cgcompile.graphs.fields import behind, is_closed_object, names_of_modules
+from cgcompile.graphs.fields import names_of_modules
 from cgcompile.graphs.guards import Weights
-from cgcompile.graphs.reads import Slots, array_bytes, cells_of, plainly
+from cgcompile.graphs.reads import (
+    ATTRIBUTES,
+    CLOSURE,
+    CONTAINERS,
+    ITEMS,
+    SLOTS,
+    TABLES,
+    Form,
+    Members,
+    array_bytes,
+    behind,
+    class_attributes,
+    is_closed_object,
+    names_loaded,
+    parts,
+    plainly,
+    values_in,
+)
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 log = logging.getLogger(__name__)
@@ -63,27 +80,6 @@ _monitoring: Any = getattr(sys, "monitoring", None)  # since Python 3.12
 # Python's own libraries, torch, and what torch is built on.
 _CLOSED = sys.stdlib_module_names | {"torch", "functorch", "triton", "numpy", "cgcompile", "jinja2"}
 _CLOSED |= {"sympy", "mpmath", "networkx", "typing_extensions", "fsspec", "filelock", "setuptools"}
-
-
-@lru_cache(maxsize=8192)
-def names_loaded(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that code loads, with constants that may be keys; those of globals."""
-    names: set[str] = set()
-    global_names: set[str] = set()
-    for instruction in get_instructions(code):
-        kind, value = instruction.opname, instruction.argval
-        if kind.startswith("LOAD_") and isinstance(value, str):
-            names.add(value)
-            if kind in ("LOAD_GLOBAL", "LOAD_NAME"):
-                global_names.add(value)
-        elif kind == "IMPORT_FROM":
-            names.add(value)
-        elif isinstance(value, tuple):  # keys of a dict, and of keyword arguments
-            names.update(item for item in value if isinstance(item, str))
-    names.update(item for item in code.co_consts if isinstance(item, str))
-    dotted = [item.split(".") for item in names if "." in item]  # as attrgetter takes it
-    names.update(part for parts in dotted for part in parts if part.isidentifier())
-    return frozenset(names), frozenset(global_names)
 
 
 _METHODS_OF_ALL = {"items", "values", "keys", "copy"}
@@ -280,10 +276,10 @@ _ALL_HOOKS = "hooks of all modules"
 _HOOKS_OF = "number of hooks of "
 _MISSING = object()
 # The tables of a module, and the containers that read all of it.
-_TABLES: dict[str, tuple[type, ...]] = {
-    "_modules": (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict),
-    "_parameters": (torch.nn.ParameterList, torch.nn.ParameterDict),
-    "_buffers": (),
+_CONTAINERS_OF: dict[Form, tuple[type, ...]] = {
+    TABLES["_modules"]: (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict),
+    TABLES["_parameters"]: (torch.nn.ParameterList, torch.nn.ParameterDict),
+    TABLES["_buffers"]: (),
 }
 _WORD = re.compile(r"\w+")
 _MOST_COMPARED = 20_000  # values; a step would take milliseconds
@@ -420,29 +416,56 @@ class _Reader:
             self._open(value, path)
 
     def _open(self, value: Any, path: str) -> None:
-        if isinstance(value, torch.nn.Module):
-            self._module(value, path)
-        elif isinstance(value, FunctionType):
-            self._function(value, path)
-        elif isinstance(value, partial):
-            self._visit(value.func, path)
-            self._container(value.args, path)
-            self._container(value.keywords, path)
-        elif isinstance(value, (dict, list, tuple, deque, set, frozenset)):
-            self._container(value, path)
-            if type(value).__module__ not in ("builtins", "collections"):
-                self._object(value, path)
-        elif isinstance(value, ModuleType):
-            if not is_closed(value.__name__):
+        if is_closed_object(value):
+            if isinstance(value, type):
+                self._methods(value)
+            elif not isinstance(value, ModuleType):
+                self._wrapped(value, path)
+            elif not is_closed(value.__name__):
                 self._attributes(value.__dict__, path, ModuleType)
-        elif isinstance(value, type):
-            self._methods(value)
-        elif isinstance(value, enum.Enum) or is_closed_object(value):
-            self._wrapped(value, path)
-        elif array_bytes(value) is not None:
-            self.state.others.append((path, value, array_bytes(value)))
-        else:
-            self._object(value, path)
+            return
+        if isinstance(value, FunctionType):
+            if not self._has_run(value):
+                return
+        elif isinstance(value, torch.nn.Module):
+            self.state.modules.append((path, value))
+        elif not isinstance(value, CONTAINERS):
+            data = array_bytes(value)
+            if data is not None:
+                self.state.others.append((path, value, data))
+            if data is not None or isinstance(value, enum.Enum):
+                return
+        for form, target in parts(value):
+            self._part(form, target, value, path)
+        self._methods(type(value))
+
+    def _part(self, form: Form, target: Any, value: Any, path: str) -> None:
+        """Note and open what a part of an object holds; of attributes those that code loads."""
+        if form is ITEMS:
+            if isinstance(target, CONTAINERS):
+                self._container(target, path)
+        elif form is ATTRIBUTES:
+            if isinstance(value, torch.nn.Module):
+                self._module(value, path)
+            else:
+                self._attributes(target, path, type(value))
+        elif form is SLOTS or form is CLOSURE:
+            self._members(form, target, value, path)
+        else:  # weights and modules of a module: a weight may have attributes
+            if form in _CONTAINERS_OF:
+                self._entries(value, form, target, path)
+            for key, item in values_in(target):
+                self._visit(item, path + form.step(key))
+
+    def _members(self, form: Form, target: Members, value: Any, path: str) -> None:
+        """Note and open slots that code loads, and the variables of a function."""
+        hides = form is CLOSURE and runs_closed(value)  # a decorator of torch: not read by name
+        for key, item in target.items():
+            member, owner = target.places[key]
+            if hides:
+                self._visit(item, path)
+            elif form is CLOSURE or self._is_loaded(member.__name__):
+                self._held(path + form.step(key), owner, member, item)
 
     def _wrapped(self, value: Any, path: str) -> None:
         """Open what a closed callable wraps, such as that of ``functools.lru_cache``."""
@@ -451,61 +474,32 @@ class _Reader:
             self.state.cached.append(wrapped)
             self._visit(wrapped, path)
 
-    def _function(self, function: FunctionType, path: str) -> None:
-        if not self._has_run(function):
-            return
-        hides = runs_closed(function)  # a decorator of torch: its variables are not read by name
-        for name, cell in cells_of(function).items():
-            value = cell.cell_contents
-            if hides:
-                self._visit(value, path)
-            else:
-                self._held(f"{path} closure {name}", cell, None, value)
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._visit(value, f"{path} default")
-
     def _module(self, module: torch.nn.Module, path: str) -> None:
-        self.state.modules.append((path, module))
-        self._entries(module, path)
+        """Note and open hooks and attributes of a module, and its method of a class of torch."""
         for hooks in torch_ops.hooks_of(module):
             for key, hook in hooks.items():
                 self._held(f"{path} hook {key}", hooks, key, hook)
-        attributes, kind = module.__dict__, cast(Any, type(module))
-        for name in names_of_layer(kind) & attributes.keys() - self._skipped:
-            if not isinstance(attributes[name], torch.Tensor):
-                self._attribute(path, attributes, name, kind)
-        self._attributes(attributes, path, kind, self._skipped | names_of_layer(kind))
-        self._slots(module, path)
-        self._methods(kind)
+        kind = cast(Any, type(module))
+        self._attributes(module.__dict__, path, kind, self._skipped)
         forward = kind.forward  # generated code of torch.fx is in a class of torch
         if isinstance(forward, FunctionType) and is_closed(kind.__module__):
             self._method(kind, "forward", forward)
 
-    def _entries(self, module: torch.nn.Module, path: str) -> None:
-        """Open children and weights, and note which of them are added later."""
-        is_of_torch = type(module).__module__.startswith("torch.nn.")
-        for table_name, containers in _TABLES.items():
-            table, is_container = getattr(module, table_name), isinstance(module, containers)
-            if table or is_container or not is_of_torch:
-                self.state.objects.append((table, frozenset(table)))
-                self.state.names.setdefault(path, set()).update(table)
-            for name, entry in table.items():
-                self._visit(entry, f"{path}.{name}")  # of a weight its attributes
-                if is_container or self._is_loaded(name):
-                    self.state.attributes[f"{path}.{name}"] = path, name
-
-    def _object(self, value: Any, path: str) -> None:
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            self._attributes(attributes, path, type(value))
-        self._slots(value, path)
-        self._methods(type(value))
+    def _entries(self, module: torch.nn.Module, form: Form, table: Any, path: str) -> None:
+        """Note which children and weights of a module are added later."""
+        is_container = isinstance(module, _CONTAINERS_OF[form])
+        if table or is_container or not type(module).__module__.startswith("torch.nn."):
+            self.state.objects.append((table, frozenset(table)))
+            self.state.names.setdefault(path, set()).update(table)
+        for name in table if is_container else filter(self._is_loaded, table):
+            self.state.attributes[f"{path}.{name}"] = path, name
 
     def _attributes(
         self, attributes: dict[str, Any], path: str, kind: Any, skipped: Collection[str] = ()
     ) -> None:
         self.state.objects.append((attributes, frozenset(attributes)))
         self.state.names.setdefault(path, set()).update(attributes)
+        of_layer = names_of_layer(kind) if skipped else ()
         for name, value in list(attributes.items()):
             if name in skipped:
                 continue
@@ -513,8 +507,7 @@ class _Reader:
                 self.state.values[f"{path}.{name}"] = TensorRead.of(value)
                 if self._is_loaded(name, kind):
                     self.state.attributes[f"{path}.{name}"] = path, name
-                continue
-            if self._is_loaded(name, kind):
+            elif name in of_layer or self._is_loaded(name, kind):
                 self._attribute(path, attributes, name, kind)
 
     def _attribute(self, path: str, attributes: dict[str, Any], name: str, kind: Any) -> None:
@@ -522,22 +515,18 @@ class _Reader:
             self.state.attributes[f"{path}.{name}"] = path, name
         self._held(f"{path}.{name}", attributes, name, attributes[name])
 
-    def _slots(self, owner: Any, path: str) -> None:
-        for member, value in Slots(owner).read().items():
-            if self._is_loaded(member.__name__):
-                self._held(f"{path}.{member.__name__}", owner, member, value)
-
     def _methods(self, kind: Any) -> None:
         """Note attributes of a class and methods that have run; open what decorators hold."""
-        if id(kind) in self._kinds or is_closed(kind.__module__):
+        if id(kind) in self._kinds:
             return
         self._kinds.add(id(kind))
+        if is_closed(kind.__module__):
+            return
         self._methods(type(kind))  # attributes of a metaclass are those of the class
-        named: dict[str, Any] = {}
-        for base in kind.__mro__:
-            for name, value in () if is_closed(base.__module__) else vars(base).items():
-                if named.setdefault(name, value) is value:
-                    self._method(kind, name, value)
+        bases = [base for base in kind.__mro__ if not is_closed(base.__module__)]
+        named = class_attributes(bases)
+        for name, value in named.items():
+            self._method(kind, name, value)
         for name, value in named.items():
             path = f"{kind.__qualname__}.{name}"
             if name.startswith("__") or not self._is_loaded(name):
@@ -552,7 +541,8 @@ class _Reader:
         function = value.fget if isinstance(value, property) else value
         function = value.__func__ if is_method else function
         if isinstance(function, FunctionType) and self._has_run(function):
-            self._function(function, f"{kind.__qualname__}.{name}")
+            for form, target in parts(function):
+                self._part(form, target, function, f"{kind.__qualname__}.{name}")
             key = f"{name}.__func__" if isinstance(value, classmethod) else name
             held = value if isinstance(value, property) else function
             self._place(f"{kind.__qualname__}.{name}", kind, key, held)

@@ -1,6 +1,7 @@
 """Whose weights are compared: the modules that something holds that is called."""
 
 import functools
+from collections import deque
 from types import MappingProxyType
 from typing import Any
 
@@ -53,6 +54,7 @@ HOLDERS = {
     "method of the module": lambda held: held.forward,
     "method of an object": lambda held: Engine(held).step,
     "list in a mapping": lambda held: Called(MappingProxyType({"it": [(held,)]})),
+    "deque": lambda held: Called(deque([held])),
     "function in a function": lambda held: closure(Called(functools.partial(closure(held)))),
 }
 CALL_IT = ("closure", "default", "partial", "object", "method")  # the others are called by nobody
