@@ -28,6 +28,7 @@ from cgcompile.encoder.packing import Costs, Group, Need, pack
 from cgcompile.encoder.protocol import (
     DEFAULT,
     GLOBAL,
+    TOKENS,
     CheckedModel,
     EncoderItemSpec,
     check_columns,
@@ -154,8 +155,12 @@ class EncoderCalls:
     ) -> None:
         self._model, self._config, self._limits = setup.model, setup.config, setup.limits
         self._paths = setup.paths
-        self._axis_names = {name for path in setup.config.graph_sets.values() for name in path.axes}
-        self._rows_per_token = max(rule.rows_per_token for rule in self._config.buffers.values())
+        axes = [name for path in setup.config.graph_sets.values() for name in path.axes]
+        self._axis_names = tuple(dict.fromkeys(axes))
+        rows = [
+            rule.rows_per_token for rule in self._config.buffers.values() if rule.rows != TOKENS
+        ]
+        self._rows_per_token = min(filter(None, rows), default=0)  # each buffer must hold an item
         self._graphs = graphs
         self.statistics, self.costs = statistics, costs  # may be replaced
         self._warns = inferred_items and setup.settings.warn_fallbacks  # of few items, once
@@ -247,9 +252,7 @@ class EncoderCalls:
         for item, spec in enumerate(specs):
             if not self._has_tokens(spec):
                 continue
-            if self._axis_names and self._exceeds_axes(
-                spec
-            ):  # alone, so that other items keep their graph
+            if self._axis_names and self._exceeds_axes(spec):  # others keep their graph
                 yield [item], Group((item,), (None,) * len(self._paths))
             else:
                 listed.append(item)

@@ -34,6 +34,7 @@ from cgcompile.encoder.protocol import (
     check_row_count,
     layout,
     row_counts,
+    two_tails,
     unpadded_forward,
 )
 from cgcompile.graphs.capture import inside_capture
@@ -42,7 +43,9 @@ from cgcompile.settings import (
     LARGEST_TABLE,
     checked,
     require,
+    require_arguments,
     require_fields,
+    require_kind,
     require_whole,
     takes_earlier,
     whole,
@@ -174,18 +177,29 @@ def offset_buffer(
 
 def _finish(name: str) -> Callable[[dict[str, Any], Any], Callable[["PatchEncoder"], None]]:
     """Return what sets an attribute that was an argument."""
-    return lambda _, value: lambda encoder: setattr(encoder, name, value)
+
+    def move(_: dict[str, Any], value: Any) -> Callable[["PatchEncoder"], None]:
+        argument, hint = name.lstrip("_"), PatchEncoder.__annotations__[name]
+        require_arguments("PatchEncoder", {argument: value}, {argument: hint})
+        return lambda encoder: setattr(encoder, name, value)
+
+    return move
 
 
 def _finish_padding_logics(
     _: dict[str, Any], logics: Mapping[str, EncoderCudaGraphPaddingLogic] | None
 ) -> Callable[["PatchEncoder"], None]:
+    require_kind("padding_logics", "PatchEncoder", logics, Mapping, maybe=True)
+
     def finish(encoder: "PatchEncoder") -> None:
         config = encoder.get_encoder_cudagraph_config()
-        rules = {
-            k: EncoderBuffer(config.buffers[k].rows, tail) for k, tail in (logics or {}).items()
-        }
-        encoder._config = replace(config, padding_logics={**config.padding_logics, **rules})
+        rules = dict(config.buffers)
+        for key, tail in (logics or {}).items():
+            rule = rules.get(key, EncoderBuffer())
+            if rule.tail == OFFSETS:
+                raise two_tails(key)
+            rules[key] = replace(rule, tail=tail)
+        encoder._config = replace(config, padding_logics=rules)
 
     return finish
 

@@ -190,8 +190,9 @@ class EncoderBuffer:
             the end (attention that leaves rows unwritten leaves there what the memory pool held,
             and that may be NaN); or a function, see :data:`EncoderCudaGraphPaddingLogic`.
         longest_padding: of offsets, the most rows of a sequence of padding rows; None: no limit.
-        rows_per_token: rows that the buffer has for each output token; an item with more of them
-            takes the room of more tokens. 0: the input always fits.
+        rows_per_token: rows of the input (``input_size``) that the buffer has room for, for each
+            output token; an item with more of them takes the room of more tokens. 0: the input
+            always fits. Of a buffer that counts ``"tokens"`` it has no effect.
         on_none: what a ``None`` in the replay buffers does: ``"keep"`` or ``"zero"``.
 
     Raises:
@@ -292,10 +293,7 @@ class EncoderCudaGraphConfig:
             expected = f"names among buffer_keys ({', '.join(self.buffer_keys)})"
             _require(key in self.buffer_keys, "padding_logics", key, expected)
         buffers = {key: rules.get(key, _PLAIN) for key in settled["buffer_keys"]}
-        settled["buffers"] = {
-            key: rule if isinstance(rule, EncoderBuffer) else EncoderBuffer(tail=rule)
-            for key, rule in buffers.items()
-        }
+        settled["buffers"] = {key: _rule(rule) for key, rule in buffers.items()}
         settled.update(padding_logics=rules, paths=dict(self.paths), graph_sets=_graph_sets(self))
         for name, value in settled.items():
             object.__setattr__(self, name, value)
@@ -322,6 +320,12 @@ class EncoderCudaGraphConfig:
 
 _WHERE = "EncoderCudaGraphConfig"
 _PLAIN = EncoderBuffer()
+
+
+def _rule(rule: Any) -> EncoderBuffer:
+    return rule if isinstance(rule, EncoderBuffer) else EncoderBuffer(tail=rule)
+
+
 _LEAST = {
     "out_hidden_size": 1,
     "max_frames_per_video": 0,
@@ -380,8 +384,10 @@ def _move_rules(field_name: str) -> Moved:
 
     def move(arguments: dict[str, Any], values: Any) -> None:
         if field_name == "tail":  # offset_keys: names, or most rows of padding sequences by name
-            longest = values if isinstance(values, Mapping) else dict.fromkeys(values)
-            _set_rules(arguments, "longest_padding", longest, tail=OFFSETS)
+            if not isinstance(values, Mapping):
+                require_items("offset_keys", _WHERE, values)
+                values = dict.fromkeys(values)
+            _set_rules(arguments, "longest_padding", values, tail=OFFSETS)
         else:
             _set_rules(arguments, field_name, values)
 
@@ -389,28 +395,42 @@ def _move_rules(field_name: str) -> Moved:
 
 
 def _set_rules(arguments: dict[str, Any], name: str, values: Any, **more: Any) -> None:
-    require_kind(name, _WHERE, values, Mapping)
-    rules = dict(arguments.get("padding_logics", {}))
+    logics = arguments.get("padding_logics", {})
+    for argument, value in (("padding_logics", logics), (name, values)):
+        require_kind(argument, _WHERE, value, Mapping)
+    rules = {key: _rule(rule) for key, rule in logics.items()}
     for key, value in values.items():
         rule = rules.get(key, _PLAIN)
-        rule = rule if isinstance(rule, EncoderBuffer) else EncoderBuffer(tail=rule)
-        if more and rule.tail != ZEROS:
-            raise ConfigError.impossible(
-                what=f"a padding logic for {key!r}, which is among offset_keys too,",
-                because="both set what the tail holds",
-                instead="Keep one.",
-            )
+        if more and callable(rule.tail):
+            raise two_tails(key)
         rules[key] = replace(rule, **{name: value}, **more)
     arguments["padding_logics"] = rules
 
 
+def two_tails(key: str) -> ConfigError:
+    """Return what to raise for a function that pads a buffer with offsets."""
+    return ConfigError.impossible(
+        what=f"a padding logic for {key!r}, which is among offset_keys too,",
+        because="both set what the tail holds",
+        instead="Keep one.",
+    )
+
+
 def _move_rows_per_token(arguments: dict[str, Any], rows: Any) -> None:
-    keys = arguments.get("buffer_keys")
-    if rows and keys:  # all buffers have the rows of one input
-        _set_rules(arguments, "rows_per_token", {next(iter(keys)): rows})
+    """Set the rows of the first buffer that may have those of the input; others have the same."""
+    rules = arguments.get("padding_logics", {})
+    keys = [key for key in arguments.get("buffer_keys", ()) if _rows_of(rules, key) != TOKENS]
+    if rows and keys:
+        _set_rules(arguments, "rows_per_token", {keys[0]: rows})
+
+
+def _rows_of(rules: Any, key: str) -> str | None:
+    return _rule(rules[key]).rows if isinstance(rules, Mapping) and key in rules else None
 
 
 def _move_axes(arguments: dict[str, Any], axes: Any) -> None:
+    require_items("capture_axes", _WHERE, axes)
+    axes = tuple(axes)  # of a generator, too
     require_items("capture_axes", _WHERE, axes, EncoderCaptureAxis)
     named = {axis.name: axis.values for axis in axes}
     names = ("global_token_per_image", "local_token_per_patch")
@@ -440,9 +460,9 @@ def _earlier_value(config: EncoderCudaGraphConfig, name: str) -> Any:
 _EARLIER: dict[str, tuple[str, Any, Moved]] = {
     "capture_axes": ("use axes of an EncoderCudaGraphPathConfig", (), _move_axes),
     "offset_keys": ("use EncoderBuffer(tail='offsets')", (), _move_rules("tail")),
-    "input_rows_per_token": ("use EncoderBuffer(rows_per_token=...)", 0, _move_rows_per_token),
     "on_none": ("use EncoderBuffer(on_none=...)", None, _move_rules("on_none")),
     "buffer_rows": ("use EncoderBuffer(rows=...)", None, _move_rules("rows")),
+    "input_rows_per_token": ("use EncoderBuffer(rows_per_token=...)", 0, _move_rows_per_token),
 }
 EncoderCudaGraphConfig.__init__ = takes_earlier(**_EARLIER)(EncoderCudaGraphConfig.__init__)  # type: ignore[method-assign]
 

@@ -389,6 +389,7 @@ def _move_lora(arguments: dict[str, Any], lora: LoraCases | None) -> None:
     require_kind("lora", "CudagraphDispatcher", lora, LoraCases, maybe=True)
     axes = arguments.get("axes", ())
     axes = (axes,) if isinstance(axes, Axis) else axes
+    require_items("axes", "CudagraphDispatcher", axes)
     arguments["axes"] = axes if lora is None else (*axes, lora)
 
 

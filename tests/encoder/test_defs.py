@@ -143,9 +143,9 @@ def test_earlier_fields_work_with_a_warning() -> None:
     assert [next(n for n in earlier if n in str(w.message)) for w in warned] == [
         "capture_axes",
         "offset_keys",
-        "input_rows_per_token",
         "on_none",
         "buffer_rows",
+        "input_rows_per_token",
     ]
     assert former.buffers == {
         "x": EncoderBuffer("patches", rows_per_token=4, on_none="zero"),
@@ -154,6 +154,16 @@ def test_earlier_fields_work_with_a_warning() -> None:
     assert former.graph_sets == {"default": Path(axes={"longest": (4, 8)})}
     with pytest.warns(FutureWarning, match="offset_keys"):
         assert replace(former, offset_keys=["x"]).longest_padding == {"x": None, "y": 8}  # type: ignore[call-arg]
+    with pytest.warns(FutureWarning, match="offset_keys"):
+        assert replace(former, offset_keys={"y": 4}).longest_padding == {"y": 4}  # type: ignore[call-arg]
+    with pytest.warns(FutureWarning):
+        assert config(capture_axes=iter([axis])).graph_sets == former.graph_sets
+    with pytest.warns(FutureWarning):
+        counted = config(input_rows_per_token=4, buffer_rows={"x": "tokens"})
+    assert counted.buffers["y"] == EncoderBuffer(rows_per_token=4)  # "x" has no rows of the input
+    for wrong in ({"offset_keys": 3}, {"offset_keys": "x"}, {"on_none": {}, "padding_logics": 3}):
+        with pytest.warns(FutureWarning), pytest.raises(ConfigError, match=[*wrong][-1]):
+            config(**wrong)
     with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="what the tail holds"):
         config(offset_keys=["x"], padding_logics={"x": print})
     with pytest.warns(FutureWarning):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lib.encoders import TABLES, C, H, Tower, check, close, images, manager, patches, videos
 
-from cgcompile.encoder import EncoderItemSpec, PatchEncoder, PatchOffsets, PatchTable
+from cgcompile.encoder import EncoderBuffer, EncoderItemSpec, PatchEncoder, PatchOffsets, PatchTable
 from cgcompile.encoder.errors import EncoderError
 from cgcompile.encoder.patches import frame_offsets
 from cgcompile.errors import ConfigError
@@ -311,3 +311,23 @@ def test_earlier_arguments_work_with_a_warning() -> None:
     assert rules["positions"].tail == "zeros"
     results = model.encoder_eager_forward(images((4, 4)))
     assert torch.equal(results, torch.full((4, H), 3.0))
+    with pytest.warns(FutureWarning, match="padding_logics"):
+        config = patches(padding_logics={"pixel_values": tail}).get_encoder_cudagraph_config()
+    assert config.buffers["pixel_values"] == EncoderBuffer("patches", tail, rows_per_token=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "match"),
+    [
+        ("padding_logics", {"cu_seqlens": print}, "both set what the tail holds"),
+        ("padding_logics", {"other": print}, "padding_logics = 'other'"),
+        ("padding_logics", [print], "padding_logics = "),
+        ("budget_range", 8, "budget_range = 8"),
+        ("eager", 3, "eager = 3"),
+        ("odd_grids", "no", "odd_grids = 'no'"),
+    ],
+)
+def test_earlier_arguments_that_are_not_valid(name: str, bad: Any, match: str) -> None:
+    settings = {"merge_size": 2, "in_features": C, "out_hidden_size": H, name: bad}
+    with pytest.warns(FutureWarning, match=name), pytest.raises(ConfigError, match=match):
+        PatchEncoder(Tower(), **settings)

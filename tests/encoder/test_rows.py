@@ -9,6 +9,8 @@ import pytest
 import torch
 from lib.encoders import (
     TABLES,
+    C,
+    H,
     Rows,
     check,
     config,
@@ -255,6 +257,47 @@ def test_offsets_on_a_device_are_read_in_debug_mode_alone() -> None:
 def test_invalid_declarations(bad: Any) -> None:
     with pytest.raises(ConfigError, match=f"{list(bad)[-1]} = "):
         EncoderBuffer(**bad)
+
+
+class Pairs(Rows):
+    """Two rows of ``x`` for a token at least; ``wide`` has room for twice as many."""
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        rules = {
+            "wide": EncoderBuffer(rows_per_token=4),
+            "x": EncoderBuffer("patches", rows_per_token=2),
+            "ones": EncoderBuffer("tokens", rows_per_token=1),
+        }
+        return EncoderCudaGraphConfig(["image"], [*rules], H, rules)
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        return [EncoderItemSpec(n, n // 4) for n in mm_kwargs["lengths"]]
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, budget: int, items: int, frames: int, device: torch.device, dtype: torch.dtype
+    ) -> EncoderCudaGraphCaptureInputs:
+        rows = {"wide": 4, "x": 2, "ones": 1}
+        return EncoderCudaGraphCaptureInputs(
+            {key: torch.ones(budget * n, C, device=device) for key, n in rows.items()}
+        )
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], items: int, frames: int
+    ) -> EncoderCudaGraphReplayBuffers:
+        x = mm_kwargs["x"]
+        return EncoderCudaGraphReplayBuffers({"wide": x, "x": x, "ones": torch.ones_like(x[::4])})
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, torch.Tensor]) -> Any:
+        tokens = len(inputs["ones"])
+        return self.linear(inputs["x"][:tokens] + inputs["wide"][:tokens] + inputs["ones"])
+
+
+def test_an_item_takes_the_room_that_each_buffer_needs() -> None:
+    """16 rows for 4 tokens are 8 tokens of ``x``; a buffer that counts tokens is no bound."""
+    model = Pairs()
+    encoder = manager(model, token_budgets=[4, 8])
+    check(encoder, model, rows(16))
+    assert (encoder.statistics.hits, encoder.statistics.misses) == (1, 0)
 
 
 @pytest.mark.parametrize("rule", [{"rows": "patches"}, {"rows_per_token": 4}])

@@ -544,6 +544,8 @@ def test_earlier_arguments_that_contradict_each_other_are_refused() -> None:
             pytest.raises(ConfigError, match="sizes of uniform decode"),
         ):
             dispatcher(decode_sizes={1: [1]}, **more)
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="axes = 3"):
+        dispatcher(lora=LoraCases((2,)), axes=3)
     with pytest.warns(FutureWarning, match="only_captured is deprecated: set that attribute"):
         assert dispatcher(only_captured=True).only_captured
     with pytest.raises(ConfigError, match="only_captured = 'x'; expected bool"):
