@@ -427,9 +427,7 @@ class _Reader:
         if isinstance(value, FunctionType):
             if not self._has_run(value):
                 return
-        elif isinstance(value, torch.nn.Module):
-            self.state.modules.append((path, value))
-        elif not isinstance(value, CONTAINERS):
+        elif not isinstance(value, (torch.nn.Module, *CONTAINERS)):
             data = array_bytes(value)
             if data is not None:
                 self.state.others.append((path, value, data))
@@ -476,6 +474,7 @@ class _Reader:
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
         """Note and open hooks and attributes of a module, and its method of a class of torch."""
+        self.state.modules.append((path, module))
         for hooks in torch_ops.hooks_of(module):
             for key, hook in hooks.items():
                 self._held(f"{path} hook {key}", hooks, key, hook)
