@@ -397,6 +397,8 @@ class StepTable:
                 try:
                     call.compare(step)
                 except GuardError as error:
+                    if self.on_change not in ("eager", "recapture"):
+                        raise  # not in `_other`: an argument of its frame holds the error
                     other = self._other(call, captured, error)
                     if other is None:
                         return self._capture(call)
@@ -426,8 +428,6 @@ class StepTable:
         """
         if self.on_change == "eager":
             raise RunPlain(Fallback(Reason.INPUT_CHANGED, str(error).splitlines()[0]))
-        if self.on_change != "recapture":
-            raise error
         for index, step in enumerate(captured):
             try:
                 call.compare(step)

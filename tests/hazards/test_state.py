@@ -103,6 +103,30 @@ def test_a_dropped_model_is_freed_at_once(name: str, layers: int) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("name", [*WRAPPERS, "CudaGraphManager"])
+def test_a_refused_step_keeps_no_replaced_weight(name: str) -> None:
+    """The error refers to the frames of the call, and no frame to the error."""
+    model = Scaled()
+    served = captured(name, model)
+    gc.collect()
+    gc.disable()
+    try:
+        replaced = weakref.ref(model.layers[0].weight)
+        model.layers[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+        refuses = False
+        try:
+            with torch.inference_mode():
+                served.step(torch.randn(ROWS, WIDTH))
+        except AddressChangedError:
+            refuses = True
+        assert refuses
+        assert replaced() is not None  # the graph reads it
+        (served.target.release if name == "CudaGraphManager" else served.target.clear_graphs)()
+        assert replaced() is None
+    finally:
+        gc.enable()
+
+
 RUNS: dict[str, int] = {}
 ALSO = {"runs": RUNS}
 SPACE = globals()
