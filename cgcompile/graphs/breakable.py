@@ -121,6 +121,7 @@ class SegmentRecorder(Breaker):
         self._left_behind: dict[int, tuple[raw_memory.StorageLife, str]] = {}
         self._outside: dict[int, raw_memory.StorageLife] = {}  # by address
         self._stack = ExitStack()
+        self._mode: BreakMode | None = None  # while it records
 
     # -------------------------------------------------------------- begin and end
 
@@ -131,7 +132,8 @@ class SegmentRecorder(Breaker):
         self._descriptor = None if context is None else context.batch_descriptor
         self._callers_stream = device.current_stream()
         composites = self._below_autograd or torch.is_inference_mode_enabled()
-        self._mode = BreakMode(self, self._boundaries, device.tensor_type, composites)
+        mode = BreakMode(self, self._boundaries, device.tensor_type, composites)
+        self._mode = mode
         with ExitStack() as stack:
             enter_capture(stack, self.pool, self.name, self, wait=wait, before=before)
             device.wait_for(self._callers_stream)
@@ -144,7 +146,7 @@ class SegmentRecorder(Breaker):
             try:
                 self._begin()
             except BaseException:
-                self._mode.switch_off()
+                mode.switch_off()
                 self._give_up()
                 raise
             self._stack = stack.pop_all()
@@ -179,7 +181,8 @@ class SegmentRecorder(Breaker):
     def abandon(self) -> None:
         """End the recording after an exception; nothing of it is kept. Never raises."""
         try:
-            self._mode.switch_off()
+            if self._mode is not None:
+                self._mode.switch_off()
             self._give_up()
         except Exception:  # the first exception is what the user must see
             log.exception("after the capture of %s had failed", self.name)
@@ -199,7 +202,8 @@ class SegmentRecorder(Breaker):
         self.pool.retire(*graphs)
 
     def _leave(self) -> None:
-        # The recorder and its mode are a cycle, which must not hold tensors until it is collected.
+        # The mode holds the recorder: a cycle would hold graphs and tensors until it is collected.
+        self._mode = None
         self._rebinding = self._storages = None
         device = self.pool.device
         # Breaks may have run on the capture stream; other threads use it once the lock is free.
@@ -232,6 +236,7 @@ class SegmentRecorder(Breaker):
         torch.clear_autocast_cache()  # a break may have cast weights, into memory that it frees
         if self._storages is not None:
             self._storages.accept()  # a break may replace memory: it runs at each replay
+        assert self._mode is not None
         memory = self.pool.memory
         self._graph = self.pool.device.new_graph()
         self._graph.begin(memory)  # where it raises, the graph is there to be abandoned
@@ -239,6 +244,7 @@ class SegmentRecorder(Breaker):
 
     def _end(self) -> None:
         assert self._graph is not None
+        assert self._mode is not None
         self._mode.switch_off()
         if self._storages is not None:
             self._storages.check_addresses()
