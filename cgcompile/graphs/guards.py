@@ -53,6 +53,7 @@ _SAME = (torch.nn.Module, FunctionType, MethodType, partial)
 # -------------------------------------------------------------- weights
 
 # Types of most attributes of a module: a look-up is faster than isinstance of a tensor.
+_TABLES = ("_parameters", "_buffers", "_modules")  # of a module
 _NO_TENSORS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple))
 
 
@@ -69,12 +70,14 @@ class Weights:
     ) -> None:
         self._items: list[tuple[dict[str, Any], str, str]] = []  # dict, name, path
         attributes: set[int] = set()  # identities of the dicts of modules themselves
+        self._bound: list[tuple[dict[str, Any], str, str]] = []  # tables in them: dict, name, path
         for prefix, module in (
             named for root in modules_of(runnable) for named in root.named_modules()
         ):
             start = f"{prefix}." if prefix else ""
             own = module.__dict__
             attributes.add(id(own))
+            self._bound += [(own, name, start + name) for name in _TABLES]
             rest = [k for k, v in own.items() if type(v) not in _NO_TENSORS and torch.is_tensor(v)]
             items = [(own, name, start + name) for name in rest]
             for table in (module._parameters, module._buffers, module._modules):
@@ -84,6 +87,8 @@ class Weights:
                 for table, name, path in items
                 if only is None or table is module._modules or id(table[name]) in only
             ]
+        self._bound_to = [own[name] for own, name, _ in self._bound]
+        self.owners = [own for own, _, _ in self._bound[:: len(_TABLES)]]
         self.objects = [table[name] for table, name, _ in self._items]  # as they were
         self.tables = [*{id(table): table for table, _, _ in self._items}.values()]
         self._views = [table.values() for table in self.tables if id(table) not in attributes]
@@ -118,10 +123,18 @@ class Weights:
         return raw_memory.identities(self._current()) == self._identities
 
     def compare(self, reads: Reads, written: Set[int] | None = None) -> None:
-        """Write the comparison: 0.07 us for each tensor, and of ``written`` tables the objects."""
+        """Write the comparison: 0.07 us for each tensor, and of ``written`` tables the objects.
+
+        Whether ``written`` modules have other tables is compared, too.
+        """
         is_watched = written is not None and written.isdisjoint(map(id, self.tables))
         if not (is_watched and self.same_objects()):  # else another thread wrote before the watch
             reads.unless(f"not {reads.bound('same', self.same_objects)}()")
+        pairs = [*zip(self._bound, self._bound_to, strict=True)]
+        if written is not None and _same_tables(pairs):
+            pairs = [row for row in pairs if id(row[0][0]) in written]
+        if written is not None and pairs:
+            reads.unless(f"not {reads.bound('same', partial(_same_tables, pairs))}()")
         if self._tensors:
             hold = reads.bound("hold", self._addresses.hold)
             reads.unless(f"not {hold}({reads.bound('weights', self._tensors)})")
@@ -129,17 +142,29 @@ class Weights:
             at = f"{reads.bound('table', table)}[{name!r}].item()"
             reads.value(path, at, number)
 
-    def contract(self, remedy: str = "clear_graphs()") -> Contract:
-        """Return the contract ``holds()``; ``remedy`` drops the graphs, in messages."""
+    def contract(self, remedy: str = "clear_graphs()", has_state: bool = False) -> Contract:
+        """Return the contract ``holds()``; ``remedy`` drops the graphs, in messages.
+
+        With ``has_state``, also compare which tables modules have: the state has their dicts.
+        """
         reads = Reads()
         reads.names["place_of"] = place_of
-        tables = {id(table): reads.bound("table", table) for table in self.tables}
+        tables = {id(table): reads.bound("table", table) for table in (*self.tables, *self.owners)}
+        for (own, name, path), table in zip(self._bound, self._bound_to, strict=True):
+            at = f"place_of({tables[id(own)]}.get({name!r}))"
+            if has_state:
+                reads.rows.append(Read(path, at, Kind.PLACE, place_of(table)))
         for (table, name, path), value in zip(self._items, self.objects, strict=True):
             at = f"place_of({tables[id(table)]}.get({name!r}))"
             captured = id(value), self._starts.get(id(value), 0)
             reads.rows.append(Read(path, at, Kind.PLACE, captured))
-        self.compare(reads)
+        self.compare(reads, {*tables} if has_state else None)
         return Contract("", reads, "weight", self.follow, remedy)
+
+
+def _same_tables(pairs: Iterable[tuple[tuple[dict[str, Any], str, str], Any]]) -> bool:
+    """Return whether the dicts of modules hold the same tables of weights and modules."""
+    return all([own.get(name) is table for (own, name, _), table in pairs])
 
 
 # -------------------------------------------------------------- arguments

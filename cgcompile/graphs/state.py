@@ -761,7 +761,9 @@ class StateContract:
         model, reads, weights = self._model, Reads(), self._weights
         objects = self.state.objects
         holders = [row.holder for row in self._places] + [holder for holder, _ in objects]
-        rest = model.watch(self, holders + ([] if weights is None else weights.tables))
+        if weights is not None:
+            holders += [*weights.tables, *weights.owners]
+        rest = model.watch(self, holders)
         self._epoch, name = model.epoch, reads.bound("model", model)
         reads.unless(f"{name}.epoch != {self._epoch} or not {name}.unwritten()")
         if weights is not None:
@@ -869,7 +871,7 @@ class StateContract:
         if self._holds():
             return
         if self._weights is not None:
-            self._weights.contract(self._remedy).check(what, batch)
+            self._weights.contract(self._remedy, has_state=True).check(what, batch)
         change = None if self._is_same() else self.first_change()
         if change is not None:
             raise change.error(what, batch, "state", self._remedy)

@@ -367,3 +367,43 @@ def test_a_weight_that_is_replaced_after_other_writes_to_its_table(
         with pytest.raises(AddressChangedError, match=r"weight '0.weight' was replaced or moved"):
             wrapper(x)
     assert (wrapper.counters.captures, wrapper.counters.replays) == (1, 2)
+
+
+def _other(net: nn.Module, table: str, name: str, value: Any) -> None:
+    net.__dict__[table] = {**net.__dict__[table], name: value}
+
+
+@pytest.mark.parametrize("is_written", [False, True], ids=["unwritten", "written"])
+@pytest.mark.parametrize("name", [*WRAPPERS, "CudaGraphManager"])
+@pytest.mark.parametrize("table", ["_parameters", "_buffers", "_modules", "state"])
+def test_a_module_with_another_table_of_weights(
+    table: str, name: str, is_written: bool, device: str
+) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    def layer() -> Scaled:
+        scaled = Scaled(WIDTH, WIDTH, device=device).requires_grad_(False)
+        scaled.register_buffer("scale", torch.rand(WIDTH, device=device))
+        return scaled
+
+    net = nn.Sequential(layer())
+    served = front_end(name, net, device)
+    check(served.step, net, device, steps=3)
+    if is_written:  # the dict of the layer is watched no more
+        net[0].note = net.note = 1
+        check(served.step, net, device, steps=2)
+    assert served.counters().replays >= 2
+    if table == "state":
+        net[0].__setstate__(layer().__dict__)
+    else:
+        changes = {
+            "_parameters": (net[0], "weight", layer().weight),
+            "_buffers": (net[0], "scale", layer().scale),
+            "_modules": (net, "0", layer()),
+        }
+        module, key, value = changes[table]
+        _other(module, table, key, value)
+    with torch.inference_mode(), pytest.raises(AddressChangedError, match="replaced or moved"):
+        served.step(torch.randn(ROWS, WIDTH, device=device))
