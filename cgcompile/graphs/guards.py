@@ -148,10 +148,11 @@ class Weights:
         With ``has_state``, also compare which tables modules have: the state has their dicts.
         """
         reads = Reads()
-        reads.names["place_of"] = place_of
+        reads.names |= {"place_of": place_of, "table_of": _table_of}
         tables = {id(table): reads.bound("table", table) for table in (*self.tables, *self.owners)}
         for (own, name, path), table in zip(self._bound, self._bound_to, strict=True):
-            at = f"place_of({tables[id(own)]}.get({name!r}))"
+            now = f"{tables[id(own)]}.get({name!r})"
+            at = f"place_of(table_of({now}, {reads.bound('before', table)}))"
             if has_state:
                 reads.rows.append(Read(path, at, Kind.PLACE, place_of(table)))
         for (table, name, path), value in zip(self._items, self.objects, strict=True):
@@ -164,7 +165,17 @@ class Weights:
 
 def _same_tables(pairs: Iterable[tuple[tuple[dict[str, Any], str, str], Any]]) -> bool:
     """Return whether the dicts of modules hold the same tables of weights and modules."""
-    return all([own.get(name) is table for (own, name, _), table in pairs])
+    return all([_table_of(own.get(name), table) is table for (own, name, _), table in pairs])
+
+
+def _table_of(now: Any, table: dict[str, Any]) -> Any:
+    """Return ``table`` if one of the same objects is in its place, as after ``ModuleList.pop``."""
+    is_same = now is table or (
+        isinstance(now, dict)
+        and now.keys() == table.keys()
+        and all([now[name] is table[name] for name in table])
+    )
+    return table if is_same else now
 
 
 # -------------------------------------------------------------- arguments

@@ -25,7 +25,7 @@ from lib.front_ends import (
 from torch import nn
 
 import cgcompile
-from cgcompile.errors import AddressChangedError, CaptureError
+from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
 from cgcompile.reasons import Reason
 from cgcompile.serving import Batch, InputBuffer, Metadata
 
@@ -405,5 +405,27 @@ def test_a_module_with_another_table_of_weights(
         }
         module, key, value = changes[table]
         _other(module, table, key, value)
+    with torch.inference_mode(), pytest.raises(AddressChangedError, match="replaced or moved"):
+        served.step(torch.randn(ROWS, WIDTH, device=device))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_table_of_the_same_layers(name: str, device: str) -> None:
+    """A list makes another table where an item is removed; later writes go to that one."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))).to(device)
+    served = front_end(name, net.requires_grad_(False), device)
+    check(served.step, net, device, steps=2)
+    net.append(nn.Tanh())
+    with torch.inference_mode(), pytest.raises(HostValueChangedError, match="missing"):
+        served.step(torch.randn(ROWS, WIDTH, device=device))
+    net.pop(-1)
+    check(served.step, net, device, steps=3)
+    assert (served.counters().captures, served.counters().replays) == (1, 4)
+    net.append(nn.Tanh())
+    with torch.inference_mode(), pytest.raises(AddressChangedError, match="_modules"):
+        served.step(torch.randn(ROWS, WIDTH, device=device))
+    net.pop(-1)
+    check(served.step, net, device)
+    net[1] = nn.Linear(WIDTH, WIDTH, device=device).requires_grad_(False)
     with torch.inference_mode(), pytest.raises(AddressChangedError, match="replaced or moved"):
         served.step(torch.randn(ROWS, WIDTH, device=device))
