@@ -1,6 +1,9 @@
 """Steps without a forward context: warming, capture and replay of whatever is given."""
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from lib.entry import (
     made,
     marked,
 )
-from lib.programs import run_code
+from lib.patience import PATIENCE
 from torch import nn
 
 import cgcompile
@@ -774,11 +777,11 @@ def test_a_step_inside_of_its_own_replay_is_refused(device: str, hook: Any) -> N
 
 INSIDE_ITS_OWN_CAPTURE = """
 import sys, torch
-sys.path.insert(0, sys.argv[1])
 from lib.entry import Hook, Hooked, batch, compiled_model, marked
+from lib.patience import PATIENCE
 
 torch.set_grad_enabled(False)
-device, usual, calls = sys.argv[2], Hook.function, []
+device, usual, calls = sys.argv[1], Hook.function, []
 model, compiled, backend = compiled_model(Hooked, device)
 compiled(marked(batch(device)))
 (graph,), x = backend.graphs, batch(device)
@@ -798,10 +801,14 @@ print(graph.counters)
 
 @pytest.mark.slow
 def test_a_step_inside_of_its_own_capture_becomes_part_of_it(device: str) -> None:
-    # A lock may hang: apart.
-    printed = run_code(INSIDE_ITS_OWN_CAPTURE, str(Path(__file__).parent), device)
-    assert "calls 3: captures 1, replays 0, preparing 2, plain 0, failures 0" in printed
-    assert "preparing 1 inside_capture" in printed
+    command = [sys.executable, "-c", INSIDE_ITS_OWN_CAPTURE, device]  # a lock may hang: apart
+    tests = Path(__file__).parent
+    paths = {**os.environ, "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+    ran = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=PATIENCE)
+    assert "calls 3: captures 1, replays 0, preparing 2, plain 0, failures 0" in ran.stdout, (
+        ran.stderr[-2000:]
+    )
+    assert "preparing 1 inside_capture" in ran.stdout
 
 
 def test_eager_ops_see_a_context_made_from_the_sizes(device: str, hook: Any) -> None:
