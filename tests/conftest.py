@@ -39,7 +39,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = []
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         times = {
-            "": "all tests: about 15",
+            "": "all tests: about 12",
             "not slow": "all tests but those marked slow: two and a half",
         }
         if about := times.get(config.option.markexpr):
