@@ -444,7 +444,7 @@ class CudaDevice:
         # Called at every replay, so torch's functions as they are.
         self.is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self.stream_key: Callable[[], int] = raw_memory.raw_stream_of(index)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # else with the first pool
             torch_settings.settle_attention_kernels(self.device)
 
     def new_pool(

@@ -37,6 +37,7 @@ from cgcompile.graphs.contract import (
 from cgcompile.graphs.fields import Fields
 from cgcompile.graphs.reads import (
     CONTAINERS,
+    TABLES,
     Reader,
     array_bytes,
     declared,
@@ -53,7 +54,6 @@ _SAME = (torch.nn.Module, FunctionType, MethodType, partial)
 # -------------------------------------------------------------- weights
 
 # Types of most attributes of a module: a look-up is faster than isinstance of a tensor.
-_TABLES = ("_parameters", "_buffers", "_modules")  # of a module
 _NO_TENSORS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple))
 
 
@@ -77,7 +77,7 @@ class Weights:
             start = f"{prefix}." if prefix else ""
             own = module.__dict__
             attributes.add(id(own))
-            self._bound += [(own, name, start + name) for name in _TABLES]
+            self._bound += [(own, name, start + name) for name in TABLES]
             rest = [k for k, v in own.items() if type(v) not in _NO_TENSORS and torch.is_tensor(v)]
             items = [(own, name, start + name) for name in rest]
             for table in (module._parameters, module._buffers, module._modules):
@@ -88,7 +88,7 @@ class Weights:
                 if only is None or table is module._modules or id(table[name]) in only
             ]
         self._bound_to = [own[name] for own, name, _ in self._bound]
-        self.owners = [own for own, _, _ in self._bound[:: len(_TABLES)]]
+        self.owners = [own for own, _, _ in self._bound[:: len(TABLES)]]
         self.objects = [table[name] for table, name, _ in self._items]  # as they were
         self.tables = [*{id(table): table for table, _, _ in self._items}.values()]
         self._views = [table.values() for table in self.tables if id(table) not in attributes]

@@ -398,7 +398,7 @@ class StepTable:
                     call.compare(step)
                 except GuardError as error:
                     if self.on_change not in ("eager", "recapture"):
-                        raise  # not in `_other`: an argument of its frame holds the error
+                        raise  # here: a frame with the error as an argument would be a cycle
                     other = self._other(call, captured, error)
                     if other is None:
                         return self._capture(call)

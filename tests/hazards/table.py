@@ -375,6 +375,52 @@ def _attribute_of_a_weight(device: str) -> Scene:
     return Scene(model, lambda: setattr(model.linear.weight, "scale", 3.0))
 
 
+class _Layers(nn.Sequential):
+    """A subclass of a container of torch."""
+
+
+def buffer_added(device: str) -> Scene:
+    class Optional(Model):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.late if hasattr(self, "late") else x
+
+    model = Optional(device)
+    late = torch.full((WIDTH,), 3.0, device=device)
+    return Scene(model, lambda: model.register_buffer("late", late))
+
+
+def parameter_added_to_a_list(device: str) -> Scene:
+    class Sums(Model):
+        def __init__(self, device: str) -> None:
+            super().__init__(device)
+            self.items = nn.ParameterList([torch.ones(WIDTH, device=device)])
+            self.items.requires_grad_(False)
+
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x + sum(self.items)
+
+    model = Sums(device)
+    late = nn.Parameter(torch.full((WIDTH,), 3.0, device=device), requires_grad=False)
+    return Scene(model, lambda: model.items.append(late) and None)
+
+
+def globals_of_a_module_as_a_dict(device: str) -> Scene:
+    space = types.ModuleType("settings_of_the_table").__dict__
+    space["scale"] = 2.0
+
+    class Reads(Model):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return x * space["scale"]
+
+    return Scene(Reads(device), lambda: space.update(scale=3.0))
+
+
+def another_table_of_parameters(device: str) -> Scene:
+    model = Model(device)
+    other = Model(device).linear
+    return Scene(model, lambda: setattr(model.linear, "_parameters", dict(other._parameters)))
+
+
 def _in_turn(layers: Any, x: torch.Tensor) -> torch.Tensor:
     for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
         x = layer(x)
@@ -1137,6 +1183,15 @@ TABLE: tuple[Row, ...] = (
         _held(lambda: nn.ModuleList([nn.Tanh()]), _in_turn, lambda held: held.append(nn.Sigmoid())),
         OF_STATE,
     ),
+    Row("buffer added", buffer_added, OF_STATE),
+    Row("parameter added to a ParameterList", parameter_added_to_a_list, OF_STATE),
+    Row(
+        "layer added to a subclass of Sequential",
+        _held(lambda: _Layers(nn.Tanh()), _in_turn, lambda held: held.append(nn.ReLU()) and None),
+        OF_STATE,
+    ),
+    Row("globals of a module as a dict", globals_of_a_module_as_a_dict, OF_STATE),
+    Row("another table of parameters", another_table_of_parameters, OF_WEIGHTS),
     Row(
         "layer added to a ModuleDict",
         _held(
