@@ -319,8 +319,9 @@ class GraphPool:
     @property
     def reserved(self) -> int:
         """A counter of bytes that grows by what a capture takes; on CUDA of the whole device."""
-        held = sum(memory.reserved for memory in self._memories)
-        return self.device.reserved() or held + self.arena.nbytes
+        if taken := self.device.reserved():
+            return taken  # what follows reads all records of the allocator
+        return sum(memory.reserved for memory in self._memories) + self.arena.nbytes
 
     def captured_since(self, level: int) -> None:
         """Add what the driver took for graphs since ``device.graph_bytes()`` was ``level``."""

@@ -231,3 +231,14 @@ def test_bytes_in_use_are_read_from_the_allocator(monkeypatch) -> None:
     assert allocated_bytes(torch.device("cuda", 0)) == 7
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: {})
     assert allocated_bytes(torch.device("cuda", 0)) == 0
+
+
+def test_a_capture_does_not_read_the_records_of_an_allocator_that_counts(monkeypatch) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(host.HostDevice, "reserved", lambda _: 5000)
+    monkeypatch.setattr(host.HostPool, "reserved", property(read.append))
+    model, x = compiled("FULL"), torch.randn(max(SIZES), 8)
+    with torch.inference_mode():
+        bulk = model.backend.capture(lambda size: model(x[:size]), SIZES)
+    assert len(bulk.captured) == len(SIZES)
+    assert not read  # all records: 0.4 ms in a small process
