@@ -20,6 +20,7 @@ from cgcompile.graphs.capture import inside_capture
 from cgcompile.graphs.contract import Contract
 from cgcompile.graphs.guards import Weights
 from cgcompile.graphs.pool import GraphPool
+from cgcompile.graphs.reads import Transparent
 from cgcompile.graphs.results import StaleResults, track_result
 from cgcompile.graphs.steps import INSIDE_CAPTURE
 from cgcompile.graphs.wrapper import CUDAGraphEntry, ManagedCall, ManagedStep, gradients_due
@@ -30,14 +31,16 @@ from cgcompile.serving.dispatcher import CudagraphDispatcher, check_numbers
 
 FULL = CUDAGraphMode.FULL
 Sizes = tuple[int, int]  # tokens, requests
+Epilogue = Callable[[Any, dict[str, Any]], Any]  # what the model returned, buffers -> the result
 REMEDY = "release(), capture()"  # of a manager whose weights were replaced
 
 
 class FullCall(ManagedCall):
     """A step on a FULL graph, or under the forward context that it enters itself."""
 
-    __slots__ = ("in_context", "padded", "real")
+    __slots__ = ("buffers", "in_context", "padded", "real")
 
+    buffers: dict[str, Any]  # all that the step has staged, padded, for the epilogue
     padded: Sizes
     real: Sizes
     in_context: Callable[["FullCall"], AbstractContextManager[ForwardContext | None]]
@@ -70,11 +73,12 @@ class FilledCall(FullCall):
 
 
 class FullGraphs:
-    """Graphs of whole steps: the model, the joins of hooks, the copy of results to the outputs."""
+    """Graphs of whole steps: model, epilogue, joins of hooks, the copy of results to outputs."""
 
     def __init__(
         self,
         model: Callable[..., Any],
+        epilogue: Epilogue | None,
         dispatcher: CudagraphDispatcher,
         outputs: Outputs,
         hooks: Sequence[GraphHooks],
@@ -84,12 +88,16 @@ class FullGraphs:
     ) -> None:
         self.outputs = outputs
         self.sizes = (0, 0)  # (tokens, requests) of the step that runs, padded
-        self._model = model
+        self.buffers: dict[str, Any] = {}  # of the step that runs
+        self._model, self._epilogue = model, epilogue
         self._dispatcher = dispatcher
         self._hooks = hooks
         self._config = config
         self._weights_on = weights_on  # the device type of guarded weights; None: not guarded
-        whole = ManagedStep(model, self._record)
+        read: Any = model  # what the contract of a graph compares
+        if epilogue is not None:
+            read = (model.unwrap() if isinstance(model, Transparent) else model, epilogue)
+        whole = ManagedStep(read, self._record)
         self.wrapper = BreakableCUDAGraphWrapper(whole, config, FULL, pool=pool, name="step")
         self.wrapper.before_capture = self._before_capture
         self.wrapper.remedy = REMEDY
@@ -103,16 +111,21 @@ class FullGraphs:
 
     def _record(self, **arguments: Any) -> Any:
         """Run what a FULL graph records."""
-        result = self._model(**arguments)
+        result = self.finish(self._model(**arguments), self.buffers)
         for hook in self._hooks:
             hook.end_of_capture()
         if gradients_due(False, (result,), {}):  # runs plain then, and must stay differentiable
             return result
         return self.outputs.keep(result, self.sizes)
 
+    def finish(self, result: Any, buffers: dict[str, Any]) -> Any:
+        """Run the epilogue on what the model returned; return what the step returns."""
+        return result if self._epilogue is None else self._epilogue(result, buffers)
+
     def run(self, call: FullCall) -> Any:
         """Run a step on its graph, capture that, or run it plain; return the real rows."""
-        padded = self.sizes = call.padded
+        padded, self.buffers = call.padded, call.buffers
+        self.sizes = padded
         result = self.wrapper.step_table.run(call)
         cut = self.outputs.replayed if call.ran_plain is None else self.outputs.real
         return cut(result, padded, call.real)

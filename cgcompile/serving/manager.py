@@ -45,7 +45,7 @@ from cgcompile.serving.batch import (
 from cgcompile.serving.buffers import TOKENS, InputBuffer, Outputs, StaticInputs
 from cgcompile.serving.dispatcher import CudagraphDispatcher, Dispatched, check_numbers
 from cgcompile.serving.errors import AgreementError, InputBufferError
-from cgcompile.serving.full_graphs import REMEDY, FilledCall, FullCall, FullGraphs
+from cgcompile.serving.full_graphs import REMEDY, Epilogue, FilledCall, FullCall, FullGraphs
 from cgcompile.serving.memory_plan import (
     MemoryMeter,
     MemoryPlan,
@@ -260,7 +260,8 @@ class CudaGraphManager:
     1. dispatches the batch to the smallest graph that serves it (ranks agree on it first);
     2. copies the real rows into the input buffers, and fills the padding rows;
     3. builds the metadata of the padded batch;
-    4. replays the graph, or runs the model unpadded where no graph serves the batch, and counts it;
+    4. replays the graph, or runs the model and the epilogue unpadded where no graph serves the
+       batch, and counts it;
     5. returns the results of the real rows.
 
     One thread runs steps: the first step of another one is a :class:`DispatchError`, unless the
@@ -284,8 +285,15 @@ class CudaGraphManager:
             built after padding; ``descriptor`` has the padded sizes, ``buffers`` are the padded
             views. FULL graphs read its tensors at their addresses of the capture: return views of
             buffers. Left out: no metadata.
-        outputs: what rows of the model's results count: ``"tokens"`` or ``"reqs"``; one for all, or
-            one for each tensor of the flattened result.
+        epilogue: ``epilogue(result, buffers)``: runs after the model in each step and in its
+            forward context, and returns what the step returns: it samples, say, and writes tokens
+            and positions of the next step. Captured with the model in FULL graphs; run after the
+            graphs of a PIECEWISE step. ``result`` is what the model returned, with padding rows;
+            ``buffers`` are the padded views of all inputs, which it may write: the next ``run``
+            writes their padding rows again. It runs on dummy batches too. Left out: the step
+            returns what the model returned.
+        outputs: what rows of the results of a step count: ``"tokens"`` or ``"reqs"``; one for all,
+            or one for each tensor of the flattened result.
         config: the handle of the compiled model, where it cannot be found on ``model``; or settings
             of the wrappers: splitting ops, ``capture_device``, ``num_warmups``;
             ``on_fallback="raise"``: a batch that no graph serves is an error, raised before ranks
@@ -349,6 +357,7 @@ class CudaGraphManager:
         device: torch.device | str,
         prepare: Prepare | None = None,
         metadata: BuildMetadata | None = None,
+        epilogue: Epilogue | None = None,
         outputs: str | Sequence[str] = "tokens",
         config: CompilationConfig | Backend | None = None,
         hooks: Sequence[GraphHooks] = (),
@@ -384,7 +393,8 @@ class CudaGraphManager:
         require(isinstance(outputs, (str, Sequence)), "outputs", where, outputs, "names of rows")
         rows = Outputs(outputs, largest(plan, FULL))
         weights_on = self._device.type if "weights" in config.checks else None
-        self._full = FullGraphs(model, dispatcher, rows, self._hooks, self.pool, config, weights_on)
+        of_step = model, epilogue, dispatcher, rows, self._hooks
+        self._full = FullGraphs(*of_step, self.pool, config, weights_on)
         self._pieces = self._piecewise()
         self._bulk: dict[str, BulkCapture] = {}
         self._guarded = -1  # how many compilations there were when traces were guarded
@@ -1025,12 +1035,14 @@ class CudaGraphManager:
             metadata = self._waited(metadata)
         call = FullCall(full.wrapper, descriptor, arguments, metadata)
         call.padded, call.real, call.in_context = padded, real, self._in_context
+        call.buffers = buffers
         if mode is FULL:
             result, why = full.run(call), call.ran_plain
         else:
             run = self.model if mode is NONE else self._pieces
             with self._in_context(call, mode) as context:
-                result = full.outputs.real(run(**arguments), padded, real)
+                result = full.finish(run(**arguments), buffers)
+                result = full.outputs.real(result, padded, real)
             why = None if context is None else context.ran_plain
         if why is not None and why.reason not in _OF_PARTS:
             self._ran_plain = why
@@ -1108,6 +1120,7 @@ class CudaGraphManager:
                 if self._expires_results:
                     full.expire_results(FULL)
                 call = FilledCall(full.wrapper, descriptor, {})
+                call.buffers = {}
                 call.padded = call.real = (
                     descriptor.num_tokens,
                     descriptor.num_reqs or descriptor.num_tokens,
