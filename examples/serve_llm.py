@@ -9,11 +9,20 @@ Run it from anywhere; without a checkpoint the weights are random and nothing is
         --layers 16 --heads 32 --kv-heads 8 --vocab 32000 --requests 256 --prompt 512 \\
         --tokens 128 --max-reqs 128 --budget 2048 --block-size 16
 
+Speculative decoding beside plain decoding: the four drafts of a round are one graph, and so is
+their verification. Layers of random weights add little behind those of the draft, so that it is
+right as often as a trained one::
+
+    python examples/serve_llm.py --speculative
+    python examples/serve_llm.py --speculative --device cuda --dtype bfloat16 --hidden 2048 \\
+        --intermediate 8192 --layers 16 --heads 32 --kv-heads 8 --vocab 128256 --requests 16 \\
+        --prompt 64 --tokens 256 --max-reqs 8 --budget 512 --block-size 16 --blocks 512
+
 Requests arrive over time and share a paged key-value cache. A step decodes for all that have their
 prompt behind them and works on chunks of prompts in what is left of its budget; where the cache is
 full, requests wait, and the youngest is preempted. The same workload is served in each mode, then
 with drafts that the target verifies (speculative decoding): random ones, n-grams, and those of a
-smaller model, which has a manager of its own. Without a GPU cgcompile's host recorder takes the
+smaller model, which has managers of its own. Without a GPU cgcompile's host recorder takes the
 place of CUDA graphs: same rules, no speed. The parts are in ``llm_engine/``.
 
 Replicas that share the requests, each split over several ranks, on one machine or on two; with
@@ -43,7 +52,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,7 +60,7 @@ from llm_engine.checkpoint import CheckpointError, load_llama
 from llm_engine.drafts import Draft, ModelDraft, NgramDraft, RandomDraft
 from llm_engine.engine import Engine
 from llm_engine.judge import Parting, partings, partings_from_plain
-from llm_engine.model import Llama, LlamaConfig, random_llama, shallow_copy
+from llm_engine.model import Llama, LlamaConfig, damp, random_llama, shallow_copy
 from llm_engine.ranks import Ranks, RanksError
 from llm_engine.report import Model, Run, broken_promises
 from llm_engine.runner import MODES, Limits, Runner, configuration
@@ -63,6 +72,15 @@ from cgcompile.errors import AgreementError
 COMPILERS = ("inductor", "aot", "eager")
 DRAFTS = ("none", "random", "ngram", "model")
 DRAFT_MODES = ("NONE", "FULL_AND_PIECEWISE")
+SPECULATIVE = {
+    "modes": ["FULL_AND_PIECEWISE"],
+    "draft": ["none", "model"],
+    "draft_modes": ["FULL_AND_PIECEWISE"],
+    "draft_tokens": 4,
+    "draft_layers": 2,
+    "layers": 6,
+    "later_layers": 0.1,
+}
 SIZES = {
     "layers": 2,
     "hidden": 64,
@@ -114,6 +132,10 @@ def options() -> argparse.ArgumentParser:
         metavar="MODE",
         help=f"with drafts; default: {' '.join(DRAFT_MODES)}",
     )
+    text = "drafts of a model beside plain decoding: other defaults, and a comparison at the end"
+    parser.add_argument("--speculative", action="store_true", help=text)
+    text = "factor of what random layers behind those of the draft add; default: %(default)s"
+    parser.add_argument("--later-layers", type=float, default=1.0, help=text)
     dtypes = ("float32", "bfloat16")
     parser.add_argument("--dtype", default=dtypes[0], choices=dtypes, help="default: %(default)s")
     parser.add_argument(
@@ -145,6 +167,9 @@ def options() -> argparse.ArgumentParser:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options()
     args = parser.parse_args(argv)
+    if args.speculative:
+        parser.set_defaults(**SPECULATIVE)
+        args = parser.parse_args(argv)
     args.parallel = args.tensor_parallel * args.data_parallel > 1
     if args.draft is None:
         args.draft = DRAFTS[:1] if args.parallel else DRAFTS
@@ -172,6 +197,7 @@ def make_model(args: argparse.Namespace) -> Llama:
             head_dim=args.hidden // args.heads,
         )
         model = random_llama(config, args.seed)
+        damp(model, args.draft_layers, args.later_layers)
     return model.place(args.device, getattr(torch, args.dtype))
 
 
@@ -211,10 +237,13 @@ class Server:
         self.whole = make_model(args) if ranks else target  # of which each rank has one
         self.whole.make_caches(self._blocks(self.most_drafts), args.block_size)
         self.target = self._runner(ranks.split(target) if ranks else target)
-        self.small = None
+        self.small: tuple[Runner, Runner] | None = None  # for prompts, and for rounds of drafts
         self._reference: Run | None = None
         if "model" in args.draft:
-            self.small = self._runner(make_draft_model(args, target))
+            prompts = self._runner(make_draft_model(args, target))
+            limits = replace(self.limits, num_tokens=args.max_reqs, sizes=())
+            rounds = Runner(prompts.model, prompts.config, limits, compiled=prompts.compiled)
+            self.small = prompts, rounds
 
     def requests(self) -> list[Request]:
         """Fresh requests, of this rank's replica."""
@@ -237,16 +266,18 @@ class Server:
             return RandomDraft(self.target.model.config.vocab, self.args.seed)
         if name == "ngram":
             return NgramDraft()
-        return ModelDraft(self.small) if name == "model" and self.small is not None else None
+        return ModelDraft(*self.small) if name == "model" and self.small is not None else None
 
     def run(self, mode: str, draft: str) -> Run:
         """Serve the workload."""
         args, k = self.args, 0 if draft == "none" else self.args.draft_tokens
         runners = {"target": self.target}
-        self.target.start(mode, [1 + k])
+        self.target.start(mode, [1 + k], sampled=1 + k)
         if draft == "model" and self.small is not None:
-            runners["draft model"] = self.small
-            self.small.start(mode, [1, 2])
+            prompts, rounds = self.small
+            runners |= {"draft model, prompts": prompts, "draft model": rounds}
+            prompts.start(mode, [1])
+            rounds.start(mode, [1], drafts=k)
         allocator = BlockAllocator(self._blocks(k))
         width = self.limits.blocks_per_req
         scheduler = Scheduler(
@@ -295,12 +326,14 @@ def serve_all(args: argparse.Namespace, ranks: Ranks | None = None) -> list[str]
     """All runs, printed as they end; returns the broken promises of all ranks."""
     server = Server(args, ranks)
     first: list[Run] = []
+    rates: dict[str, Run] = {}  # the last run with each kind of draft
     apart = 0
     broken: list[str] = []
     for mode, draft in plan(args):
         run = server.run(mode, draft)
         runs = ranks.gather(run) if ranks else [run]
         first = first or runs
+        rates[draft] = run
         for rank, rank_run in enumerate(runs):
             if rank % args.tensor_parallel == 0:
                 print(rank_run.text())
@@ -318,6 +351,8 @@ def serve_all(args: argparse.Namespace, ranks: Ranks | None = None) -> list[str]
     if not args.coverage:
         print_coverage(run)
     print_tokens(first)
+    if args.speculative:
+        print_speculation(rates, args.draft_tokens)
     print(f"tokens identical: {'no' if apart else 'yes'}")
     for problem in broken:
         print(f"BROKEN: {problem}")
@@ -332,6 +367,18 @@ def print_tokens(runs: Sequence[Run]) -> None:
     distinct = {token for each in output.values() for token in each}
     digest = hashlib.sha256(repr(output).encode()).hexdigest()[:16]
     print(f"tokens: {count} in the first run, {len(distinct)} different ones, digest {digest}")
+
+
+def print_speculation(runs: Mapping[str, Run], draft_tokens: int) -> None:
+    """What each kind of draft gains over none."""
+    plain = runs["none"].tokens_a_second
+    for draft, run in runs.items():
+        if draft != "none":
+            print(
+                f"{draft} draft: {run.accepted_a_round:.2f} of {draft_tokens} drafts accepted a "
+                f"round, {run.tokens_a_second:.1f} tokens/s; without drafts {plain:.1f}: "
+                f"{run.tokens_a_second / plain:.2f} x"
+            )
 
 
 def print_coverage(run: Run) -> None:

@@ -71,8 +71,9 @@ class Weights:
         self._items: list[tuple[dict[str, Any], str, str]] = []  # dict, name, path
         attributes: set[int] = set()  # identities of the dicts of modules themselves
         self._bound: list[tuple[dict[str, Any], str, str]] = []  # tables in them: dict, name, path
+        seen: set[torch.nn.Module] = set()  # roots may share modules
         for prefix, module in (
-            named for root in modules_of(runnable) for named in root.named_modules()
+            named for root in modules_of(runnable) for named in root.named_modules(seen)
         ):
             start = f"{prefix}." if prefix else ""
             own = module.__dict__

@@ -11,9 +11,8 @@ from typing import Protocol
 
 import torch
 
-from cgcompile.serving import Batch
-from llm_engine.runner import Runner
-from llm_engine.scheduler import Request
+from llm_engine.runner import Runner, paged_batch
+from llm_engine.scheduler import Request, Work
 
 LONGEST_MATCH = 3  # tokens that an n-gram draft compares at most
 
@@ -22,10 +21,10 @@ class Draft(Protocol):
     """What proposes tokens."""
 
     def propose(self, requests: Sequence[Request], k: int) -> torch.Tensor:
-        """[R, k] int64, on whatever device."""
+        """[R, 1 + k] int64, on whatever device: the newest token of each request, k guesses."""
         ...
 
-    def saw(self, prompts: Batch) -> None:
+    def saw(self, prompts: Sequence[Work]) -> None:
         """The target has run chunks of prompts; a draft with a cache of its own must as well."""
         ...
 
@@ -40,10 +39,10 @@ class RandomDraft:
         rows = []
         for request in requests:  # by request and place, so that a preemption changes nothing
             source = random.Random(f"{self._seed} {request.number} {len(request.tokens)}")
-            rows.append([source.randrange(self._vocab) for _ in range(k)])
+            rows.append(request.tokens[-1:] + [source.randrange(self._vocab) for _ in range(k)])
         return torch.tensor(rows)
 
-    def saw(self, prompts: Batch) -> None:
+    def saw(self, prompts: Sequence[Work]) -> None:
         pass
 
 
@@ -88,36 +87,39 @@ class NgramDraft:
         rows = []
         for request in requests:
             index = self._indices.setdefault(request.number, NgramIndex())
-            rows.append(index.propose(request.tokens, k))
+            rows.append(request.tokens[-1:] + index.propose(request.tokens, k))
         return torch.tensor(rows)
 
-    def saw(self, prompts: Batch) -> None:
+    def saw(self, prompts: Sequence[Work]) -> None:
         pass
 
 
 class ModelDraft:
-    """A smaller model, with a manager and caches of its own, in the blocks of the target.
+    """A smaller model, with managers and caches of its own, in the blocks of the target.
 
-    A proposal leaves in its cache all tokens but the newest, and its own guesses but the last; of
-    these the target takes a front. So when the next proposal begins, at most the last two tokens
-    are missing there. It always feeds these two, which is uniform decode of length two; where the
-    first was there already, it is written again. Single tokens follow, which stay on the device.
+    A round leaves in its cache the newest token and all its guesses; of these the target takes a
+    front. What is behind it is written again in the next round, which begins at the token after it.
+
+    Args:
+        prompts: runs chunks of prompts; started.
+        rounds: runs rounds of drafts, see :class:`llm_engine.epilogues.DraftLoop`; started.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, prompts: Runner, rounds: Runner) -> None:
+        self._prompts, self._rounds = prompts, rounds
 
     def propose(self, requests: Sequence[Request], k: int) -> torch.Tensor:
-        model, rows = self._runner.model, [each.table.row for each in requests]
-        ids = torch.tensor([token for each in requests for token in each.tokens[-2:]])
-        starts = [len(each.tokens) - 2 for each in requests]
-        hidden = self._runner.run(self._runner.decoding(ids, starts, 2, rows))
-        guesses = [model.greedy(hidden[1::2])]
-        for step in range(1, k):
-            starts = [len(each.tokens) - 1 + step for each in requests]
-            hidden = self._runner.run(self._runner.decoding(guesses[-1], starts, 1, rows))
-            guesses.append(model.greedy(hidden))
-        return torch.stack(guesses, 1)
+        """One graph; the tokens stay on the device, valid until the next proposal."""
+        count = len(requests)
+        newest = torch.tensor([request.tokens[-1] for request in requests])
+        starts = [len(request.tokens) - 1 for request in requests]
+        rows = [request.table.row for request in requests]
+        size = self._rounds.model.block_size
+        batch = paged_batch(newest, starts, [1] * count, rows, [False] * count, size)
+        drafts = self._rounds.run(batch)
+        if drafts.shape[1] != 1 + k:
+            raise ValueError(f"a round drafts {drafts.shape[1] - 1} tokens, not {k}")
+        return drafts
 
-    def saw(self, prompts: Batch) -> None:
-        self._runner.run(prompts)
+    def saw(self, prompts: Sequence[Work]) -> None:
+        self._prompts.run(self._prompts.batch(prompts))

@@ -2,11 +2,10 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from cgcompile.serving import Batch
 from llm_engine.drafts import Draft
 from llm_engine.runner import Runner
 from llm_engine.scheduler import Request, Scheduler, Work
@@ -19,17 +18,19 @@ class Drafted:
     Attributes:
         proposed: draft tokens.
         accepted: those that were the target's own choice, and that were taken.
+        rounds: verifications of the drafts of one request.
     """
 
     proposed: int = 0
     accepted: int = 0
+    rounds: int = 0
 
 
 class Engine:
     """Serves requests with one target model and perhaps a draft.
 
     Args:
-        runner: of the target, started.
+        runner: of the target, started, with ``sampled`` rows: one and the draft tokens.
         scheduler: with the draft tokens that ``draft`` proposes.
         draft: what guesses, if the scheduler leaves room for drafts.
 
@@ -66,80 +67,40 @@ class Engine:
                 pass
 
     def step(self) -> None:
-        """One step of all requests that have work."""
+        """One step of all requests that have work. It waits once, for what the target chose."""
         work = self.scheduler.schedule()
-        prompts = [each for each in work if each.prefill]
+        prompts = [item for item in work if item.prefill]
         self.mixed_steps += 0 < len(prompts) < len(work)
-        deciding = [each.request for each in work if not each.prefill]
-        batch, drafts = self._with_drafts(self.runner.batch(work), deciding)
-        hidden = self.runner.run(batch)
-        sampled, guesses = self._on_host(hidden, work, drafts)
+        deciding = [item.request for item in work if not item.prefill]
+        drafts = None
+        if self.draft is not None and deciding:
+            drafts = self.draft.propose(deciding, self.scheduler.draft_tokens)
+        choices = self.runner.run(self.runner.batch(work, drafts))
         if self.draft is not None and prompts:
-            self.draft.saw(self.runner.batch(prompts))
-        self._accept(work, sampled, guesses, time.perf_counter())
+            self.draft.saw(prompts)
+        self._accept(work, choices.tolist(), time.perf_counter())
 
-    def _with_drafts(
-        self, batch: Batch, requests: Sequence[Request]
-    ) -> tuple[Batch, torch.Tensor | None]:
-        """The batch with drafts [R, k] of the requests that decode, which are first in it."""
-        if self.draft is None or not requests:
-            return batch, None
-        drafts = self.draft.propose(requests, self.scheduler.draft_tokens)
-        ids = batch.inputs["input_ids"]
-        assert ids is not None
-        ids = ids.to(drafts.device)
-        rows, k = drafts.shape
-        ids[: rows * (k + 1)].view(rows, k + 1)[:, 1:] = drafts
-        return replace(batch, inputs={**batch.inputs, "input_ids": ids}), drafts
-
-    def _on_host(
-        self, hidden: torch.Tensor, work: Sequence[Work], drafts: torch.Tensor | None
-    ) -> tuple[list[int], list[list[int]]]:
-        """The target's choice after each row that is sampled, and the drafts: one copy."""
-        rows: list[int] = []
-        end = 0
-        for item in work:
-            end += item.count
-            if item.samples:
-                rows += range(end - 1 if item.prefill else end - item.count, end)
-        if len(rows) < len(hidden):
-            hidden = hidden[torch.tensor(rows, dtype=torch.int64).to(hidden.device)]
-        choices = self.runner.model.greedy(hidden)
-        if drafts is None:
-            return choices.tolist(), []
-        if drafts.device.type == "cpu":
-            return choices.tolist(), drafts.tolist()
-        both = torch.cat((choices, drafts.flatten())).tolist()
-        flat, k = both[len(rows) :], drafts.shape[1]
-        return both[: len(rows)], [flat[at : at + k] for at in range(0, len(flat), k)]
-
-    def _accept(
-        self, work: Sequence[Work], sampled: list[int], guesses: list[list[int]], now: float
-    ) -> None:
-        at = 0
-        for index, item in enumerate(work):
+    def _accept(self, work: Sequence[Work], choices: list[list[int]], now: float) -> None:
+        """Take the new tokens: of each request the choices, and the number of right drafts."""
+        for item, (*tokens, right) in zip(work, choices, strict=True):
             request = item.request
             if item.prefill:
                 request.computed += item.count
                 if not item.samples:
                     continue
                 request.prefilling = False
-                request.accept(sampled[at : at + 1])
-                at += 1
+                request.accept(tokens[:1])
             else:
-                choices = sampled[at : at + item.count]
-                at += item.count
-                self._verify(request, choices, guesses[index] if guesses else [])
+                self._verify(request, tokens, right)
             request.times = [*request.times[:1], now]
             if request.done:
                 self.scheduler.finish(request)
 
-    def _verify(self, request: Request, choices: list[int], guesses: list[int]) -> None:
-        """Take the guesses that are the target's choice, and its choice after them."""
-        right = 0
-        while right < len(guesses) and guesses[right] == choices[right]:
-            right += 1
+    def _verify(self, request: Request, choices: list[int], right: int) -> None:
+        """Take the right drafts, which are choices of the target, and its choice after them."""
         taken = request.accept(choices[: right + 1])
         request.computed += taken  # the last one taken is not in the cache yet
-        self.drafted.proposed += len(guesses)
-        self.drafted.accepted += min(right, taken)
+        if self.draft is not None:
+            self.drafted.rounds += 1
+            self.drafted.proposed += len(choices) - 1
+            self.drafted.accepted += min(right, taken)

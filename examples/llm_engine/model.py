@@ -225,6 +225,14 @@ def random_llama(config: LlamaConfig, seed: int) -> Llama:
     return model
 
 
+def damp(model: Llama, layers: int, factor: float) -> None:
+    """Scale what the layers behind the first ones add: the smaller, the better a shallow copy."""
+    for layer in model.layers[layers:]:
+        assert isinstance(layer, Layer)
+        for weight in (layer.attention.out.weight, layer.down.weight):
+            weight.data.mul_(factor)
+
+
 def shallow_copy(model: Llama, layers: int) -> Llama:
     """The first layers of a model, with its embedding and head: a draft that agrees at times."""
     config = LlamaConfig(**{**vars(model.config), "layers": min(layers, model.config.layers)})

@@ -81,6 +81,15 @@ class Run:
         return sum(len(each.output) for each in self.requests)
 
     @property
+    def tokens_a_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def accepted_a_round(self) -> float:
+        """Drafts that a verification of one request accepts."""
+        return self.drafted.accepted / max(self.drafted.rounds, 1)
+
+    @property
     def target(self) -> Tally:
         return self.models[0].tally
 
@@ -96,14 +105,13 @@ class Run:
 
     def text(self) -> str:
         """A few lines."""
-        rate = self.tokens / self.seconds if self.seconds else 0.0
         step = self.seconds / max(self.target.steps, 1)
         start = sum(each.start_seconds for each in self.models)
         megabytes = sum(each.graph_bytes for each in self.models) / 2**20
         lines = [
             f"{self.name}: {len(self.requests)} requests, {self.tokens} tokens in "
-            f"{self.seconds:.2f} s: {rate:.1f} tokens/s, {self.seconds_per_token * 1e3:.2f} ms "
-            f"per output token, {step * 1e3:.2f} ms per step",
+            f"{self.seconds:.2f} s: {self.tokens_a_second:.1f} tokens/s, "
+            f"{self.seconds_per_token * 1e3:.2f} ms per output token, {step * 1e3:.2f} ms per step",
             f"  start {start:.2f} s, graphs {megabytes:.0f} MiB",
             *(f"  {each.text()}" for each in self.models),
             f"  mixed steps {self.mixed_steps}, preemptions {self.pressure.preemptions}, "
@@ -112,7 +120,8 @@ class Run:
         if self.drafted.proposed:
             share = self.drafted.accepted / self.drafted.proposed
             counts = f"{self.drafted.accepted} of {self.drafted.proposed}"
-            lines.append(f"  drafts: {counts} accepted ({share:.1%})")
+            a_round = self.accepted_a_round
+            lines.append(f"  drafts: {counts} accepted ({share:.1%}), {a_round:.2f} a round")
         if self.partings:
             gap = max(each.gap for each in self.partings)
             lines.append(

@@ -8,13 +8,13 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 import cgcompile
-from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode
+from cgcompile import AttentionCGSupport, BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper
 from cgcompile.reasons import Reason
 from cgcompile.serving import (
     Agreement,
@@ -29,6 +29,7 @@ from cgcompile.serving import (
     is_uniform_decode,
 )
 from llm_engine.attention import PagedMetadata, splitting_op
+from llm_engine.epilogues import Choices, DraftLoop
 from llm_engine.model import Llama
 from llm_engine.scheduler import NULL_BLOCK, Work
 
@@ -70,6 +71,12 @@ def input_buffers(limits: Limits) -> tuple[InputBuffer, ...]:
             host_slots=2,
         ),
     )
+
+
+def sampled_rows(query_len: int) -> InputBuffer:
+    """Which rows of a step are sampled: so many of each request."""
+    shape = ("reqs", query_len)
+    return InputBuffer("sampled", shape, torch.int64, 0, argument=False, host_slots=2)
 
 
 def paged_metadata(batch: Batch, descriptor: BatchDescriptor, buffers: dict[str, Any]) -> Metadata:
@@ -134,15 +141,18 @@ class Runner:
         config: of the compiled model and of the managers.
         limits: of a step.
         agree: makes the agreement of ranks about the graphs of a dispatcher; None without ranks.
+        compiled: ``model``, compiled for another runner.
 
     Attributes:
         manager: of the present mode; see :meth:`start`.
+        sampled: how many rows of each request a step samples.
         tally: of the steps since then.
         start_seconds: that compiling and capturing took.
         graph_bytes: device memory that capturing took; 0 on the CPU.
     """
 
     manager: CudaGraphManager
+    _counted: CudaGraphManager | CUDAGraphWrapper
 
     def __init__(
         self,
@@ -150,6 +160,7 @@ class Runner:
         config: cgcompile.CompilationConfig,
         limits: Limits,
         agree: Callable[[CudagraphDispatcher], Agreement] | None = None,
+        compiled: Any = None,
     ) -> None:
         self.model = model
         self.agree = agree
@@ -160,19 +171,33 @@ class Runner:
         self._replays = 0
         self.graph_bytes = 0
         self.device = model.embed.weight.device
-        self.compiled = torch.compile(model, backend=cgcompile.Backend(config), dynamic=True)
+        if compiled is None:
+            compiled = torch.compile(model, backend=cgcompile.Backend(config), dynamic=True)
+        self.compiled = compiled
+        self.sampled = 0
 
-    def start(self, mode: str, query_lens: Sequence[int]) -> None:
+    def start(
+        self, mode: str, query_lens: Sequence[int], *, sampled: int = 0, drafts: int = 0
+    ) -> None:
         """Make the manager of a mode, compile whatever is not yet compiled, and capture.
 
         Args:
             mode: one of ``MODES``.
             query_lens: tokens of each request in uniform decode.
+            sampled: how many rows of each request a step samples, and verifies as drafts.
+            drafts: how many tokens a step of decode drafts, in one FULL graph in all modes with
+                graphs.
         """
         begin = time.perf_counter()
         limits, counts = self.limits, capture_sizes(self.limits.num_reqs)
+        step = self.model if mode == "breakable" else self.compiled
+        wanted = graph_mode(mode)
+        if drafts and wanted is not CUDAGraphMode.NONE:
+            wanted = CUDAGraphMode.FULL_DECODE_ONLY
+        self.sampled = sampled
+        epilogue = DraftLoop(self.model, step, drafts) if drafts else None
         dispatcher = CudagraphDispatcher(
-            graph_mode(mode),
+            wanted,
             limits.sizes or ladder(limits.num_tokens),
             max_num_reqs=limits.num_reqs,
             max_num_tokens=limits.num_tokens,
@@ -183,21 +208,27 @@ class Runner:
             support=SUPPORT,
         )
         self.manager = CudaGraphManager(
-            self.model if mode == "breakable" else self.compiled,
+            step,
             dispatcher if self.agree is None else self.agree(dispatcher),
-            input_buffers(limits),
+            (*input_buffers(limits), *([sampled_rows(sampled)] if sampled else [])),
             device=self.device,
             metadata=paged_metadata,
+            epilogue=Choices(self.model) if sampled else epilogue,
+            outputs="reqs" if sampled or drafts else "tokens",
             config=self.config,
         )
-        for size in (limits.num_tokens, 2, 1):  # one token has a compiled graph of its own
-            dummy = self.manager.dummy_batch(BatchDescriptor(size), "warmup")
+        # One token has a compiled graph of its own.
+        for size in (limits.num_tokens, min(2, limits.num_tokens), 1):
+            padded = BatchDescriptor(size, size, True) if drafts else BatchDescriptor(size)
+            dummy = self.manager.dummy_batch(padded, "warmup")
             self.manager.run(dummy, valid_modes=())
         before = self._free_bytes()
         self.manager.capture()
         self.graph_bytes = before - self._free_bytes()
         self.manager.statistics.clear()
-        self.tally, self._replays = Tally(), self.manager.counters.replays
+        # A round is one graph; the handle counts the steps of prompts, too.
+        self._counted = self.manager.wrappers[0] if drafts else self.manager
+        self.tally, self._replays = Tally(), self._counted.counters.replays
         self.model.forget()
         self.start_seconds = time.perf_counter() - begin
 
@@ -213,14 +244,14 @@ class Runner:
         self.manager.release()
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """Hidden states [T, hidden], valid until the next step."""
-        hidden: torch.Tensor = self.manager.run(batch)
+        """What the epilogue returns, or hidden states [T, hidden]; valid until the next step."""
+        result: torch.Tensor = self.manager.run(batch)
         agreement = self.manager.agreement
         if agreement is None or agreement.agreed is None:
             self.tally.add(batch, self.manager.dispatched(batch))
         else:
             self.tally.add(batch, agreement.agreed.dispatched)
-        return hidden
+        return result
 
     def run_idle(self) -> bool:
         """Run padding while other ranks have requests; False if all are done."""
@@ -236,25 +267,36 @@ class Runner:
     @property
     def replays(self) -> int:
         """Of graphs, since :meth:`start`."""
-        return self.manager.counters.replays - self._replays
+        return self._counted.counters.replays - self._replays
 
-    def batch(self, work: Sequence[Work]) -> Batch:
-        """The batch of a step's work, on the host; drafts are 0 for now."""
-        ids: list[int] = []
-        for item in work:
-            known = item.request.tokens[item.start : item.start + item.count]
-            ids += known + [0] * (item.count - len(known))
-        starts, counts = [each.start for each in work], [each.count for each in work]
-        rows = [each.request.table.row for each in work]
-        prefill = [each.prefill for each in work]
-        return paged_batch(torch.tensor(ids), starts, counts, rows, prefill, self.model.block_size)
+    def batch(self, work: Sequence[Work], drafts: torch.Tensor | None = None) -> Batch:
+        """The batch of a step's work, on the host but for ``drafts``.
 
-    def decoding(
-        self, ids: torch.Tensor, starts: Sequence[int], query_len: int, rows: "Sequence[array[int]]"
-    ) -> Batch:
-        """A batch of uniform decode with other tokens than the requests have by now."""
-        counts, prefill = [query_len] * len(starts), [False] * len(starts)
-        return paged_batch(ids, starts, counts, rows, prefill, self.model.block_size)
+        Args:
+            work: decoding first.
+            drafts: [R, 1 + k] int64: the newest token of each request that decodes, and its drafts;
+                None: all tokens of the work are known.
+        """
+        known = [item for item in work if item.prefill or drafts is None]
+        ids = [item.request.tokens[item.start : item.start + item.count] for item in known]
+        tokens = torch.tensor([token for part in ids for token in part], dtype=torch.int64)
+        if drafts is not None:
+            tokens = torch.cat((drafts.flatten(), tokens.to(drafts.device, non_blocking=True)))
+        starts, counts = [item.start for item in work], [item.count for item in work]
+        rows = [item.request.table.row for item in work]
+        prefill = [item.prefill for item in work]
+        batch = paged_batch(tokens, starts, counts, rows, prefill, self.model.block_size)
+        if not self.sampled:
+            return batch
+        return replace(batch, inputs={**batch.inputs, "sampled": self._sampled(work)})
+
+    def _sampled(self, work: Sequence[Work]) -> torch.Tensor:
+        """The rows of each request's newest token and of its drafts; of a prompt the last row."""
+        counts = torch.tensor([item.count for item in work])
+        decoding = torch.tensor([not item.prefill for item in work])
+        ends = counts.cumsum(0)
+        first = torch.where(decoding, ends - counts, ends - 1)
+        return first[:, None] + torch.arange(self.sampled) * decoding[:, None]
 
 
 def paged_batch(

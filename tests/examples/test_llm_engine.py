@@ -162,7 +162,7 @@ def test_the_ladder_of_sizes() -> None:
 
 
 def test_the_text_of_a_run() -> None:
-    lines = run(draft="ngram", drafted=Drafted(20, 5)).text().splitlines()
+    lines = run(draft="ngram", drafted=Drafted(20, 5, 10)).text().splitlines()
     assert lines == [
         "FULL_AND_PIECEWISE + ngram draft: 1 requests, 2 tokens in 2.00 s: 1.0 tokens/s, "
         "0.00 ms per output token, 80.00 ms per step",
@@ -170,5 +170,5 @@ def test_the_text_of_a_run() -> None:
         "  target: 25 steps, FULL 80%, PIECEWISE 20%, NONE 0%, 25 replays; uniform decode 20 in 3 "
         "sizes, 20 of them FULL",
         "  mixed steps 1, preemptions 1, steps with a full cache 1",
-        "  drafts: 5 of 20 accepted (25.0%)",
+        "  drafts: 5 of 20 accepted (25.0%), 0.50 a round",
     ]

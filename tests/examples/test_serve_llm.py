@@ -39,9 +39,26 @@ def test_the_engine_serves_the_same_tokens_in_all_modes() -> None:
     accepted = [row for row in rows if row.startswith("  drafts: ")]
     assert len(accepted) == 6
     assert not any("(0.0%)" in row for row in accepted[2:])  # n-grams and the model
-    assert sum(row.startswith("batches") for row in rows) == 14  # a table for each manager
+    assert sum(row.startswith("batches") for row in rows) == 16  # a table for each manager
     (tokens,) = (row for row in rows if row.startswith("tokens: "))
     assert int(tokens.split()[6]) > 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", ["1", "4"])
+def test_drafts_of_a_model_are_compared_with_plain_decoding(tokens: str) -> None:
+    arguments = [*TINY, "--layers", "4", "--budget", "24", "--draft-tokens", tokens]
+    rows = run("serve_llm.py", "--speculative", *arguments)
+    assert "tokens identical: yes" in rows
+    assert "promises kept: yes" in rows
+    runs = [row.split(":")[0] for row in rows if " tokens/s, " in row and "requests" in row]
+    assert runs == ["FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE + model draft"]
+    (summary,) = (row for row in rows if row.startswith("model draft: "))
+    accepted = float(summary.split()[2])
+    assert f" of {tokens} drafts accepted a round, " in summary
+    assert 0.3 * int(tokens) < accepted < int(tokens)  # it is not the target
+    (steps,) = (row for row in rows if row.startswith("  draft model: "))
+    assert "FULL 100%" in steps
 
 
 @pytest.mark.slow

@@ -89,12 +89,12 @@ def with_caches(model: Llama, device: str) -> Llama:
     return model
 
 
-def runner(model: Llama, mode: str, query_lens: Sequence[int]) -> Runner:
-    """A runner that has captured its graphs."""
+def runner(model: Llama, mode: str, query_lens: Sequence[int], **more: int) -> Runner:
+    """A runner that has captured its graphs; rounds of drafts have a token of each request."""
     device = model.embed.weight.device.type
-    limits = Limits(MAX_REQS, BUDGET, WIDTH)
+    limits = Limits(MAX_REQS, MAX_REQS if "drafts" in more else BUDGET, WIDTH)
     result = Runner(model, configuration(device, "eager"), limits)
-    result.start(mode, query_lens)
+    result.start(mode, query_lens, **more)
     return result
 
 
@@ -121,7 +121,7 @@ def serve(
     k: int = 0,
 ) -> Served:
     """Serve requests with a cache that gets full; by default without the time of a compilation."""
-    target = runner(model, mode, [1 + k])
+    target = runner(model, mode, [1 + k], sampled=1 + k)
     blocks = scarce_blocks(requests, MAX_REQS, BLOCK_SIZE, k)
     scheduler = Scheduler(BlockAllocator(blocks), BLOCK_SIZE, WIDTH, MAX_REQS, BUDGET, k)
     engine = Engine(target, scheduler, draft)

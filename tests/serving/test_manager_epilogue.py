@@ -6,12 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from lib.manager import FULL, NONE, PIECEWISE, VOCABULARY, D, eager, inner, manager, requests
+from lib.manager import (
+    FULL,
+    NONE,
+    PIECEWISE,
+    VOCABULARY,
+    D,
+    Decoder,
+    eager,
+    inner,
+    manager,
+    requests,
+)
 from torch import nn
 
 import cgcompile
 from cgcompile import BatchDescriptor, get_forward_context
 from cgcompile.errors import AddressChangedError, ConfigError, HostValueChangedError, ManagerError
+from cgcompile.graphs.guards import Weights
 from cgcompile.serving import Batch, InputBuffer
 
 Buffers = dict[str, torch.Tensor]
@@ -224,6 +236,13 @@ def test_weights_of_the_model_are_compared_beside_an_epilogue() -> None:
     model.layers[1].out.weight = nn.Parameter(torch.randn(D, D), requires_grad=False)
     with pytest.raises(AddressChangedError, match=r"layers\.1\.out\.weight"):
         graph_manager.run(requests(3))
+
+
+def test_a_weight_that_model_and_epilogue_hold_is_compared_once() -> None:
+    model = Decoder()
+    outer = nn.Sequential(model)
+    alone = Weights(outer).objects
+    assert [*map(id, Weights((outer, lambda: model)).objects)] == [*map(id, alone)]
 
 
 def test_an_epilogue_that_rebinds_a_tensor_is_not_captured() -> None:
