@@ -14,6 +14,7 @@ code computes is not seen.
 
 import enum
 import logging
+import operator
 import re
 import sys
 import weakref
@@ -282,7 +283,9 @@ _CONTAINERS_OF: dict[Form, tuple[type, ...]] = {
     TABLES["_buffers"]: (),
 }
 _WORD = re.compile(r"\w+")
+_STARTS = rf"(?:len\(|{_HOOKS_OF}|an item of )*"  # what comes before the path of an object
 _MOST_COMPARED = 20_000  # values; a step would take milliseconds
+_SETTLED = 64  # replays, after which objects that were replaced are compared as others are
 
 
 class TensorRead(NamedTuple):
@@ -308,26 +311,76 @@ class Place(NamedTuple):
 
     path: str  # for messages, such as ``self.layers.0.scale``
     holder: Any  # a dict, a class, a cell or the owner of a slot
-    key: Any  # in a dict; the name of an attribute of a class; a slot; None in a cell
+    key: Any  # in a dict; the name of an attribute of a class; a slot; a descriptor of a cell
     value: Any  # of a tensor a TensorRead
+    is_opened: bool  # whether what the value holds is read from here
+
+    def now(self) -> Any:
+        """Return what is held there now."""
+        holder, key = self.holder, self.key
+        try:
+            if isinstance(holder, CellType):
+                return holder.cell_contents
+            if isinstance(key, MemberDescriptorType):
+                return key.__get__(holder)
+            if isinstance(holder, type):
+                return operator.attrgetter(key)(holder)
+        except (AttributeError, ValueError):
+            return _MISSING
+        return dict.get(holder, key, _MISSING)
+
+    def is_same(self) -> bool:
+        """Return whether the same object is held there, or an equal plain value."""
+        now, before = self.now(), self.value
+        before = before.reference() if isinstance(before, TensorRead) else before
+        return now is before or (is_plain_value(before) and same_value(now, before))
 
 
 class State:
     """The state that a step may read, as it is now."""
 
     def __init__(self) -> None:
+        # Rows of lists begin with a path.
         self.places: list[Place] = []
         self.sequences: list[tuple[str, Any, tuple[Any, ...]]] = []  # lists with their items
         self.others: list[tuple[str, Any, Any]] = []  # arrays and sets, with their contents
         self.modules: list[tuple[str, torch.nn.Module]] = []
-        self.objects: list[tuple[dict[str, Any], frozenset[str]]] = []  # attributes, their names
-        self.names: dict[str, set[str]] = {}  # of those attributes, by path of the object
-        self.attributes: dict[str, tuple[str, str]] = {}  # path of the object and name, by path
-        self.complete = True
+        self.objects: list[tuple[str, dict[str, Any], frozenset[str]]] = []  # attributes, names
+        self.cached: list[tuple[str, FunctionType]] = []  # behind ``lru_cache``: they ran before
+        # By path.
+        self.names: dict[str, set[str]] = {}  # of attributes, by path of the object
+        self.attributes: dict[str, tuple[str, str]] = {}  # path of the object and name
         self.dicts: dict[str, str] = {}  # paths of dicts by those of their items
         self.shared: dict[str, str] = {}  # the first path of what is held at a second one
-        self.cached: list[FunctionType] = []  # behind ``lru_cache``: they ran before
-        self.values: dict[str, Any] = {}  # by path; of a list its length, too
+        self.values: dict[str, Any] = {}  # of a list its length, too
+        # By identity: the first path, and the object, which is kept so that the identity is its.
+        self.seen: dict[int, tuple[str, Any]] = {}
+        self.kinds: dict[int, tuple[str, Any]] = {}  # classes that were opened
+        self.complete = True
+
+    def cut(self, paths: Collection[str]) -> tuple["State", "State"]:
+        """Return what is outside of some paths, and what is at or below them."""
+        states, is_inside = (State(), State()), _within(paths)
+        for name, rows in vars(self).items():
+            pair = [getattr(state, name) for state in states]
+            if isinstance(rows, list):
+                for row in rows:
+                    pair[is_inside(row[0])].append(row)
+            elif isinstance(rows, dict):
+                for key, value in rows.items():
+                    pair[is_inside(key if isinstance(key, str) else value[0])][key] = value
+        return states
+
+    def joined(self, other: "State") -> "State":
+        """Return the rows of both."""
+        state = State()
+        state.complete = self.complete and other.complete
+        for name, rows in vars(state).items():
+            if isinstance(rows, list):
+                rows += getattr(self, name) + getattr(other, name)
+            elif isinstance(rows, dict):
+                rows.update(getattr(self, name) | getattr(other, name))
+        return state
 
     def take(self) -> None:
         """Take the values of what was found."""
@@ -348,23 +401,29 @@ class State:
 class _Reader:
     """Walks from a runnable to all that code may load; without ``loaded`` to all that it holds."""
 
-    def __init__(self, loaded: LoadedNames | None) -> None:
+    def __init__(self, loaded: LoadedNames | None, around: State | None = None) -> None:
         self.state = State()
+        self._around = around or State()  # what was read before, which is not opened again
         self._loaded = loaded
-        self._seen: dict[int, str] = {}  # the first path by identity
-        self._alive: list[Any] = []  # what was seen
-        self._kinds: set[int] = set()  # classes that were opened
         self._skipped = names_of_modules() - {"training"}
 
     def read(self, root: Any, path: str) -> State:
         self._visit(root, path)
         for scope, name in () if self._loaded is None else self._loaded.globals:
             value = scope[name]
-            if not isinstance(value, ModuleType):
-                self._place(f"global {name}", scope, name, value)
-            self._visit(value, f"global {name}")
+            if isinstance(value, ModuleType):
+                self._visit(value, f"global {name}")
+            else:
+                self._held(f"global {name}", scope, name, value)
         if self._loaded is not None:
             self._functions(torch.nn.functional, "torch.nn.functional")
+        self.state.take()
+        return self.state
+
+    def read_places(self, places: Iterable[Place]) -> State:
+        """Read what is at some places now, and below them."""
+        for row in places:
+            self._held(row.path, row.holder, row.key, row.now())
         self.state.take()
         return self.state
 
@@ -376,14 +435,14 @@ class _Reader:
     def _has_run(self, function: FunctionType) -> bool:
         return self._loaded is None or function.__code__ in self._loaded.codes
 
-    def _place(self, path: str, holder: Any, key: Any, value: Any) -> None:
+    def _place(self, path: str, holder: Any, key: Any, value: Any, is_opened: bool = False) -> None:
         if isinstance(value, torch.Tensor):
             value = TensorRead.of(value)
-        self.state.places.append(Place(path, holder, key, value))
+        self.state.places.append(Place(path, holder, key, value, is_opened))
 
     def _held(self, path: str, holder: Any, key: Any, value: Any) -> None:
         """Note a value where it is held, and open it."""
-        self._place(path, holder, key, value)
+        self._place(path, holder, key, value, is_opened=True)
         self._visit(value, path)
 
     def _functions(self, module: ModuleType, path: str) -> None:
@@ -405,12 +464,13 @@ class _Reader:
         value = _module_of(value) or value
         if not self.state.complete:
             return
-        if id(value) in self._seen:
-            self.state.shared[path] = self._seen[id(value)]
+        seen = self.state.seen
+        first = seen.get(id(value)) or self._around.seen.get(id(value))
+        if first is not None:
+            self.state.shared[path] = first[0]
             return
-        self._seen[id(value)] = path
-        self._alive.append(value)
-        if len(self._seen) > _MAX_VALUES:
+        seen[id(value)] = path, value
+        if len(seen) > _MAX_VALUES:
             self.state.complete = False
         else:
             self._open(value, path)
@@ -469,7 +529,7 @@ class _Reader:
         """Open what a closed callable wraps, such as that of ``functools.lru_cache``."""
         wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
         if isinstance(wrapped, FunctionType):
-            self.state.cached.append(wrapped)
+            self.state.cached.append((path, wrapped))
             self._visit(wrapped, path)
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
@@ -488,7 +548,7 @@ class _Reader:
         """Note which children and weights of a module are added later."""
         is_container = isinstance(module, _CONTAINERS_OF[form])
         if table or is_container or not type(module).__module__.startswith("torch.nn."):
-            self.state.objects.append((table, frozenset(table)))
+            self.state.objects.append((path, table, frozenset(table)))
             self.state.names.setdefault(path, set()).update(table)
         for name in table if is_container else filter(self._is_loaded, table):
             self.state.attributes[f"{path}.{name}"] = path, name
@@ -496,7 +556,7 @@ class _Reader:
     def _attributes(
         self, attributes: dict[str, Any], path: str, kind: Any, skipped: Collection[str] = ()
     ) -> None:
-        self.state.objects.append((attributes, frozenset(attributes)))
+        self.state.objects.append((path, attributes, frozenset(attributes)))
         self.state.names.setdefault(path, set()).update(attributes)
         of_layer = names_of_layer(kind) if skipped else ()
         for name, value in list(attributes.items()):
@@ -516,9 +576,9 @@ class _Reader:
 
     def _methods(self, kind: Any) -> None:
         """Note attributes of a class and methods that have run; open what decorators hold."""
-        if id(kind) in self._kinds:
+        if id(kind) in self.state.kinds or id(kind) in self._around.kinds:
             return
-        self._kinds.add(id(kind))
+        self.state.kinds[id(kind)] = kind.__qualname__, kind
         if is_closed(kind.__module__):
             return
         self._methods(type(kind))  # attributes of a metaclass are those of the class
@@ -573,7 +633,7 @@ class _Reader:
         """Note which items are added later: those that code names, all if it reads the whole."""
         keys = tuple(plainly(value).keys(value))
         if all(isinstance(key, str) for key in keys):
-            self.state.objects.append((value, frozenset(keys)))
+            self.state.objects.append((path, value, frozenset(keys)))
             self.state.names.setdefault(path, set()).update(keys)
             for key in filter(self._is_loaded, keys):
                 self.state.attributes[f"{path}[{key!r}]"] = path, key
@@ -621,6 +681,10 @@ class ModelState:
         """Return the present state."""
         return read_state(self._runnable, self._loaded)
 
+    def read_places(self, places: Iterable[Place], around: State) -> State:
+        """Return the present state at some places and below, but for what is ``around``."""
+        return _Reader(self._loaded, around).read_places(places)
+
     def begin(self) -> None:
         """Read the state before a capture."""
         if self._last is not None and self._last.holds():
@@ -661,7 +725,7 @@ class ModelState:
     def _add_cached(self) -> None:
         """Count functions behind ``lru_cache`` among the code that ran: it may be the cache."""
         while True:
-            cached = [f for f in self.read().cached if f.__code__ not in self._codes]
+            cached = [f for _, f in self.read().cached if f.__code__ not in self._codes]
             cached = [function for function in cached if not runs_closed(function)]
             if not cached:
                 return
@@ -690,18 +754,21 @@ class ModelState:
                 self._dicts.update((id(table), table) for table in dicts)
             else:
                 others.add(id(holder))
-        self._held[contract] = tables.keys()
-        if len(self._dicts) > count:
-            self._release()
+        before, self._held[contract] = self._held.get(contract, ()), tables.keys()
+        has_grown, has_lost = len(self._dicts) > count, not tables.keys() >= set(before)
+        has_dropped = (has_grown or has_lost) and self._release()
+        if has_grown or has_dropped:
             self._renew()
         return others if self.epoch == epoch else self.watch(contract, holders)
 
-    def _release(self) -> None:
-        """Drop the dicts of objects that no contract compares any more."""
+    def _release(self) -> bool:
+        """Drop the dicts of objects that no contract compares any more; return whether any was."""
         held = set[int]().union(*self._held.values())
-        for dicts in (self._dicts, self._written):
-            for at in dicts.keys() - held:
-                del dicts[at]
+        dropped = (self._dicts.keys() | self._written.keys()) - held
+        for at in dropped:
+            self._dicts.pop(at, None)
+            self._written.pop(at, None)
+        return bool(dropped)
 
     def update(self) -> int:
         """Raise :attr:`epoch` if a dict was written, which is watched no more; return it."""
@@ -743,47 +810,67 @@ class StateContract:
         self._touched = None if touched is None else frozenset(touched)
         self._take(state)
 
+    @property
+    def state(self) -> State:
+        """What is compared."""
+        part = self._part
+        return self._state if part is None else self._state.joined(part.state)
+
     def _take(self, state: State) -> None:
         """Compare with this state from now on."""
-        self.state = state
-        self._places = [row for row in state.places if self._is_compared(row.path, row.value)]
-        self._lists = [
-            (value, items)
-            for path, value, items in state.sequences
-            if self._is_compared(f"len({path})", None) and _may_change(value, items)
-        ]
-        self._others = [row for row in state.others if self._is_compared(row[0], row[2])]
+        self._state, self._rows = state, self._compared(state)
+        self._part: _Part | None = None  # what was replaced by equal objects lately
         self._hooks = torch_ops.hooks_registered()
         self._write()
 
+    def _compared(self, state: State) -> State:
+        """Return the rows of a state that are compared."""
+        rows = State()
+        rows.places = [row for row in state.places if self._is_compared(row.path, row.value)]
+        rows.sequences = [
+            row
+            for row in state.sequences
+            if self._is_compared(f"len({row[0]})", None) and _may_change(*row[1:])
+        ]
+        rows.others = [row for row in state.others if self._is_compared(row[0], row[2])]
+        rows.objects = state.objects
+        return rows
+
     def _write(self) -> None:
         """Write the comparison: of unwritten dicts all at once, of others each value."""
-        model, reads, weights = self._model, Reads(), self._weights
-        objects = self.state.objects
-        holders = [row.holder for row in self._places] + [holder for holder, _ in objects]
+        model, reads, weights, rows = self._model, Reads(), self._weights, self._rows
+        holders = [row.holder for row in rows.places] + [row[1] for row in rows.objects]
         if weights is not None:
             holders += [*weights.tables, *weights.owners]
-        rest = model.watch(self, holders)
+        written = model.watch(self, holders)
         self._epoch, name = model.epoch, reads.bound("model", model)
         reads.unless(f"{name}.epoch != {self._epoch} or not {name}.unwritten()")
         if weights is not None:
-            weights.compare(reads, rest)
-        for row in self._places:
-            if id(row.holder) in rest or isinstance(row.value, TensorRead):
+            weights.compare(reads, written)
+        self._compare_rows(reads, rows, written)
+        reads.unless(f"hooks_registered() != {reads.bound('hooks', self._hooks)}")
+        self._holds = self._others_hold = Contract("", reads, "state").holds
+        if self._part is not None:
+            reads.unless(f"not {reads.bound('part', self._part.hold)}()")
+            self._holds = Contract("", reads, "state").holds
+
+    def _compare_rows(self, reads: Reads, rows: State, written: Collection[int] | None) -> None:
+        """Compare values one by one, in dicts those in ``written`` ones; None: all."""
+        for row in rows.places:
+            is_read = written is None or id(row.holder) in written
+            if is_read or isinstance(row.value, TensorRead):
                 self._compare(reads, self._expression(reads, row), row.value)
-        for value, items in self._lists:
+        for _, value, items in rows.sequences:
             self._compare_items(reads, value, items)
-        for holder, names in objects:
-            if id(holder) in rest:
+        for _, holder, names in rows.objects:
+            if written is None or id(holder) in written:
                 now = f"keys({reads.bound('object', holder)})"
                 reads.unless(f"{now} != {reads.bound('names', names)}")
-        for _, value, contents in self._others:
+        for _, value, contents in rows.others:
             now = reads.bound("other", value)
             now = now if isinstance(value, set) else f"contents({now})"
             reads.unless(f"{now} != {reads.bound('before', contents)}")
-        reads.unless(f"hooks_registered() != {reads.bound('hooks', self._hooks)}")
         reads.names |= _FUNCTIONS
-        self._holds = Contract("", reads, "state").holds
 
     def _compare_items(self, reads: Reads, value: Any, items: tuple[Any, ...]) -> None:
         """Compare the length of a list, and its items."""
@@ -833,21 +920,71 @@ class StateContract:
         return start is None or self._touched is None or start in self._touched
 
     def _is_same(self) -> bool:
-        """Return whether the same objects are held in the same places."""
+        """Return whether the same objects are held in the same places, or lately equal ones."""
         if self._holds():
             return True
         hooks = torch_ops.hooks_registered()
-        if self._model.update() == self._epoch and hooks == self._hooks:
-            return False  # a value differs
-        if not self._has_same_hooks():
+        if self._model.update() != self._epoch or hooks != self._hooks:
+            if not self._has_same_hooks():
+                return False
+            self._write()
+            if self._holds():
+                return True
+        if self._part is not None and self._part.is_settled():
+            self._take(self.state)
+        return self._holds() or self._follow()
+
+    def _follow(self) -> bool:
+        """Read what replaced objects hold; compare with them from now on if they are equal."""
+        state, part = self._state, self._part
+        if part is None or not self._others_hold():
+            paths = self._replaced()
+            if paths is None:
+                return False
+            state, before = state.cut(paths)
+            if any(map(_within(paths), state.shared.values())):
+                return False  # a second place needs what only the first one had read
+            known = [] if part is None else [row.path for row in part.places]
+            before = before if part is None else part.state.joined(before)
+            paths = [*paths, *(path for path in known if not _within(paths)(path))]
+            places = [row for row in before.places if row.is_opened and row.path in paths]
+            if len(places) != len(paths):
+                return False
+        else:
+            places, before = part.places, part.state
+        now = self._model.read_places(places, state)
+        if not now.complete or now.shared != before.shared:
             return False
-        self._write()
+        if any(self._is_compared(path, value) for path, value, _ in _differences(before, now)):
+            return False
+        reads = Reads()
+        self._compare_rows(reads, self._compared(now), None)
+        holds = Contract("", reads, "state").holds
+        if part is not None and state is self._state:
+            part.follow(now, holds)
+        else:
+            self._state, self._rows = state, self._compared(state)
+            self._part = _Part(places, now, holds)
+            self._write()
         return self._holds()
+
+    def _replaced(self) -> list[str] | None:
+        """Return the places whose value is another object, or holds others; None: not of places."""
+        rows = self._rows
+        paths = {row.path for row in rows.places if not row.is_same()}
+        paths |= {path for path, value, items in rows.sequences if not _same_items(value, items)}
+        paths |= {path for path, holder, names in rows.objects if dict.keys(holder) != names}
+        opened = {row.path for row in self._state.places if row.is_opened}
+        places = {next(filter(opened.__contains__, _parents(path)), "") for path in paths}
+        if not places or "" in places:
+            return None
+        return [path for path in places if not _within(places - {path})(path)]
 
     def _has_same_hooks(self) -> bool:
         """Return whether the hook that was registered is another object's."""
-        values = self.state.values
-        for path, module in self.state.modules:
+        state = self.state
+        values = state.values
+        for path, module in state.modules:
             if values[_hooks_of(path)] != _number_of_hooks(module):
                 return False
         self._hooks = torch_ops.hooks_registered()
@@ -870,15 +1007,53 @@ class StateContract:
         """Raise AddressChangedError or HostValueChangedError where the state differs."""
         if self._holds():
             return
-        if self._weights is not None:
-            self._weights.contract(self._remedy, has_state=True).check(what, batch)
+        if self._weights is not None and not self._others_hold():
+            self._check_weights(self._weights, what, batch)
         change = None if self._is_same() else self.first_change()
         if change is not None:
             raise change.error(what, batch, "state", self._remedy)
 
+    def _check_weights(self, weights: Weights, what: str, batch: object) -> None:
+        """Raise AddressChangedError or HostValueChangedError of a weight that differs."""
+        reads = Reads()
+        weights.compare(reads, set(map(id, (*weights.tables, *weights.owners))))
+        if not Contract("", reads, "weight").holds():
+            weights.contract(self._remedy, has_state=True).check(what, batch)
+
+
+class _Part:
+    """What is at some places and below, where equal objects replaced those of the capture.
+
+    Its values are compared one by one, and it is read again where they differ, until no object was
+    replaced for a while.
+    """
+
+    def __init__(self, places: list[Place], state: State, holds: Callable[[], bool]) -> None:
+        self.places = places
+        self.follow(state, holds)
+
+    def follow(self, state: State, holds: Callable[[], bool]) -> None:
+        """Compare with this state from now on."""
+        self.state, self._holds, self._count = state, holds, 0
+
+    def hold(self) -> bool:
+        """Return whether the values are the same; False, too, once it is settled."""
+        self._count += 1
+        return not self.is_settled() and self._holds()
+
+    def is_settled(self) -> bool:
+        """Return whether no object was replaced for many replays."""
+        return self._count > _SETTLED
+
 
 def _hooks_of(path: str) -> str:
     return f"{_HOOKS_OF}{path}"
+
+
+def _same_items(value: Any, items: tuple[Any, ...]) -> bool:
+    before = [item.reference() if isinstance(item, TensorRead) else item for item in items]
+    now = [*plainly(value).__iter__(value)]
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _may_change(value: Any, items: Collection[Any]) -> bool:
@@ -917,9 +1092,10 @@ def _differences(before: State, now: State) -> Iterator[tuple[str, Any, Any]]:
         for rest, value in old.items():
             if not _alike(value, new.get(rest, _MISSING)):
                 yield _named(path, rest), value, new.get(rest, _MISSING)
+    is_moved = _within(moved)
     for path, value in before.values.items():
         after = now.values.get(path, _MISSING)
-        if not _alike(value, after) and not (after is _MISSING and _is_below(path, moved)):
+        if not _alike(value, after) and not (after is _MISSING and is_moved(path)):
             yield path, value, after
     for path, (owner, name) in now.attributes.items():
         if name not in before.names.get(owner, (name,)):
@@ -947,10 +1123,18 @@ def _named(path: str, rest: tuple[str, str]) -> str:
     return f"{rest[0]}{path}{rest[1]}"
 
 
-def _is_below(path: str, parents: Collection[str]) -> bool:
-    inner = _parts(path)[1]
-    starts = tuple(f"{parent}{end}" for parent in parents for end in ".[ )")
-    return inner in parents or inner.startswith(starts)
+def _within(paths: Collection[str]) -> Callable[[str], bool]:
+    """Return a function that returns whether a path is one of some paths, or below one."""
+    choices = "|".join(map(re.escape, paths)) or "(?!)"
+    match = re.compile(rf"{_STARTS}(?:{choices})(?:[.\[ )]|\Z)").match
+    return lambda path: match(path) is not None
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Yield a path and those above it, the longest first."""
+    path = re.sub(f"^{_STARTS}", "", path)
+    ends = [end.start() for end in re.finditer(r"[.\[ )]", path)]
+    yield from (path[:end] for end in (len(path), *reversed(ends)))
 
 
 def _change(path: str, before: Any, after: Any) -> Change:

@@ -57,11 +57,12 @@ class Layers(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.table = {"width": WIDTH}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             input = layer(input)
-        return input
+        return input if self.table["width"] == WIDTH else -input
 
 
 def wrapped(count: int) -> tuple[cgcompile.CUDAGraphWrapper, Callable[[], Any]]:
@@ -106,6 +107,23 @@ def test_the_state_of_many_layers_takes_no_more_opcodes() -> None:
     assert counts[0] == counts[1] <= 40
     if not LOOP:
         assert of_weights[0] == of_weights[1] <= 60
+
+
+def test_an_equal_object_in_place_of_another_takes_as_many_opcodes_in_large_models() -> None:
+    counts = []
+    for layers in (1, 60):
+        wrapper, step = wrapped(layers)
+        model: Any = wrapper.runnable
+
+        def replaced(model: Any = model, step: Callable[[], Any] = step) -> Any:
+            model.table = {"width": WIDTH}
+            return step()
+
+        with torch.inference_mode():
+            counts.append(opcodes_of(replaced) - opcodes_of(step))
+        assert (wrapper.counters.captures, wrapper.counters.plain.total()) == (1, 0)
+    if not LOOP:
+        assert 0 < counts[0] <= counts[1] <= counts[0] + 60 < 5_000
 
 
 @pytest.mark.parametrize(("mode", "most"), [("FULL", 1_775), ("PIECEWISE", 2_540)])

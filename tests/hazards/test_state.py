@@ -5,12 +5,13 @@ import functools
 import gc
 import importlib
 import pathlib
+import re
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile.errors import AddressChangedError, HostValueChangedError
+from cgcompile.graphs import state
 from cgcompile.graphs.capture import capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.state import RanCode, names_loaded
@@ -508,6 +510,111 @@ def test_an_attribute_in_place_of_another_hides_that_of_the_class(name: str) -> 
     refused(served, r"self\.part\.factor is 3\.0, was missing")
     del model.part.factor
     replays(served, model)
+
+
+class Parts(nn.Module):
+    """Reads ``factor`` of what it holds in several kinds of places."""
+
+    shared: ClassVar[dict[str, float]] = {"factor": 1.0}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.table, self.items, self.pair = (
+            {"factor": 1.0},
+            [{"factor": 1.0}],
+            (self.another_part(1.0), 1),
+        )
+        self.part = self.another_part(1.0)
+        variable = {"factor": 1.0}
+
+        def read() -> float:
+            return variable["factor"]
+
+        def write(value: dict[str, float]) -> None:
+            nonlocal variable
+            variable = value
+
+        self.read, self.write = read, write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x) * self.table["factor"] * self.items[0]["factor"] * self.pair[0].factor
+        x = x * self.part.factor * self.part.owner.table["factor"] * self.read()
+        return x * self.shared["factor"] * self.part.scale * FACTORS["factor"]
+
+    def another_part(self, factor: float) -> types.SimpleNamespace:
+        return types.SimpleNamespace(owner=self, factor=factor, scale=SCALE)
+
+
+FACTORS, SCALE = {"factor": 1.0}, torch.ones(WIDTH)
+
+
+REPLACED: dict[str, tuple[str, Callable[[Parts, float], None]]] = {
+    "dict": ("self.table", lambda model, k: setattr(model, "table", {"factor": k})),
+    "list": ("self.items[0]", lambda model, k: setattr(model, "items", [{"factor": k}])),
+    "item": ("self.items[0]", lambda model, k: model.items.__setitem__(0, {"factor": k})),
+    "tuple": ("self.pair[0]", lambda model, k: setattr(model, "pair", (model.another_part(k), 1))),
+    "object": ("self.part", lambda model, k: setattr(model, "part", model.another_part(k))),
+    "variable": ("self.read closure variable", lambda model, k: model.write({"factor": k})),
+    "class": ("Parts.shared", lambda model, k: setattr(Parts, "shared", {"factor": k})),
+    "global": ("global FACTORS", lambda _, k: globals().__setitem__("FACTORS", {"factor": k})),
+}
+
+
+@pytest.mark.parametrize("settled", [2, 1000])
+@pytest.mark.parametrize("kind", [*REPLACED])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_equal_objects_in_place_of_others(
+    name: str, kind: str, settled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what the replaced object holds is read again; another value in it is an error."""
+    monkeypatch.setattr(state, "_SETTLED", settled)
+    monkeypatch.setattr(Parts, "shared", {"factor": 1.0})
+    monkeypatch.setitem(globals(), "FACTORS", {"factor": 1.0})
+    path, replace = REPLACED[kind]
+    model = Parts()
+    served = captured(name, model)
+    for _ in range(2):  # the second time after other steps
+        replace(model, 1.0)
+        replays(served, model, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(state, "read_state", None)
+            for _ in range(4):
+                replace(model, 1.0)
+                replays(served, model, 1)
+        replace(model, 3.0)
+        refused(served, rf"{re.escape(path)}.*factor'?\]? is 3\.0, was (1\.0|missing)")
+        replace(model, 1.0)
+        replays(served, model, 5)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_an_object_that_is_held_twice_and_replaced_once(name: str) -> None:
+    model = Parts()
+    model.items[0] = model.table
+    served = captured(name, model)
+    replays(served, model)
+    for _ in range(3):
+        model.table = {"factor": 1.0}
+        model.part = model.another_part(1.0)
+        replays(served, model)
+    model.items[0]["factor"] = 3.0
+    refused(served, r"self\.items\[0\]\['factor'\] is 3\.0, was 1\.0")
+    model.items[0] = model.table
+    replays(served, model)
+    model.table["factor"] = 3.0
+    refused(served, r"self\.\w+(\[0\])?\['factor'\] is 3\.0, was 1\.0")
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_an_equal_view_in_place_of_another(name: str) -> None:
+    model = Parts()
+    served = captured(name, model)
+    for _ in range(4):
+        model.part.scale = model.part.scale[:]
+        replays(served, model, 1)
+    model.part.scale = torch.full((WIDTH,), 3.0)
+    refused(served, r"self\.part\.scale", AddressChangedError)
 
 
 def test_a_write_while_watched_dicts_are_renewed_is_noticed(
