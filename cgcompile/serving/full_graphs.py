@@ -38,9 +38,8 @@ REMEDY = "release(), capture()"  # of a manager whose weights were replaced
 class FullCall(ManagedCall):
     """A step on a FULL graph, or under the forward context that it enters itself."""
 
-    __slots__ = ("buffers", "in_context", "padded", "real")
+    __slots__ = ("in_context", "padded", "real")
 
-    buffers: dict[str, Any]  # all that the step has staged, padded, for the epilogue
     padded: Sizes
     real: Sizes
     in_context: Callable[["FullCall"], AbstractContextManager[ForwardContext | None]]
@@ -88,8 +87,9 @@ class FullGraphs:
     ) -> None:
         self.outputs = outputs
         self.sizes = (0, 0)  # (tokens, requests) of the step that runs, padded
-        self.buffers: dict[str, Any] = {}  # of the step that runs
+        self.buffers: dict[str, Any] = {}  # all that the step has staged, padded
         self._model, self._epilogue = model, epilogue
+        self._run = self.finished(model)
         self._dispatcher = dispatcher
         self._hooks = hooks
         self._config = config
@@ -111,21 +111,23 @@ class FullGraphs:
 
     def _record(self, **arguments: Any) -> Any:
         """Run what a FULL graph records."""
-        result = self.finish(self._model(**arguments), self.buffers)
+        result = self._run(**arguments)
         for hook in self._hooks:
             hook.end_of_capture()
         if gradients_due(False, (result,), {}):  # runs plain then, and must stay differentiable
             return result
         return self.outputs.keep(result, self.sizes)
 
-    def finish(self, result: Any, buffers: dict[str, Any]) -> Any:
-        """Run the epilogue on what the model returned; return what the step returns."""
-        return result if self._epilogue is None else self._epilogue(result, buffers)
+    def finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs a callable, and the epilogue on what that returns."""
+        epilogue = self._epilogue
+        if epilogue is None:
+            return run
+        return lambda **arguments: epilogue(run(**arguments), self.buffers)
 
     def run(self, call: FullCall) -> Any:
         """Run a step on its graph, capture that, or run it plain; return the real rows."""
-        padded, self.buffers = call.padded, call.buffers
-        self.sizes = padded
+        padded = self.sizes = call.padded
         result = self.wrapper.step_table.run(call)
         cut = self.outputs.replayed if call.ran_plain is None else self.outputs.real
         return cut(result, padded, call.real)

@@ -396,6 +396,7 @@ class CudaGraphManager:
         of_step = model, epilogue, dispatcher, rows, self._hooks
         self._full = FullGraphs(*of_step, self.pool, config, weights_on)
         self._pieces = self._piecewise()
+        self._plain, self._in_pieces = map(self._full.finished, (model, self._pieces))
         self._bulk: dict[str, BulkCapture] = {}
         self._guarded = -1  # how many compilations there were when traces were guarded
         self._warmed: set[Planned] = set()  # ran plain once, and are captured at the next step
@@ -1019,7 +1020,7 @@ class CudaGraphManager:
         self._ran_plain = None
         real = (batch.num_tokens, batch.num_reqs)
         padded = (descriptor.num_tokens, descriptor.num_reqs or batch.num_reqs)
-        buffers = self.inputs.stage(batch.inputs, real, padded)
+        buffers = full.buffers = self.inputs.stage(batch.inputs, real, padded)
         metadata = Metadata()
         if self._metadata is not None:
             metadata = self._metadata(batch, descriptor, buffers)
@@ -1035,14 +1036,12 @@ class CudaGraphManager:
             metadata = self._waited(metadata)
         call = FullCall(full.wrapper, descriptor, arguments, metadata)
         call.padded, call.real, call.in_context = padded, real, self._in_context
-        call.buffers = buffers
         if mode is FULL:
             result, why = full.run(call), call.ran_plain
         else:
-            run = self.model if mode is NONE else self._pieces
+            run = self._plain if mode is NONE else self._in_pieces
             with self._in_context(call, mode) as context:
-                result = full.finish(run(**arguments), buffers)
-                result = full.outputs.real(result, padded, real)
+                result = full.outputs.real(run(**arguments), padded, real)
             why = None if context is None else context.ran_plain
         if why is not None and why.reason not in _OF_PARTS:
             self._ran_plain = why
@@ -1120,7 +1119,6 @@ class CudaGraphManager:
                 if self._expires_results:
                     full.expire_results(FULL)
                 call = FilledCall(full.wrapper, descriptor, {})
-                call.buffers = {}
                 call.padded = call.real = (
                     descriptor.num_tokens,
                     descriptor.num_reqs or descriptor.num_tokens,
