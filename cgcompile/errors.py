@@ -683,6 +683,10 @@ class HostValueChangedError(GuardError):
         {what}, {batch}: the 0-dim CPU tensor {path!r} is {now}, was {before} when captured.
         A CUDA graph repeats the value that its kernels were launched with. Move the tensor to the \
         device of the model; a graph reads it there at each replay.""")
+    weight = Template("""
+        {what}, {batch}: weight {path!r} is {now}, was {before} when captured.
+        A CUDA graph repeats the shapes, strides and dtypes of its capture. Restore the layout, or \
+        drop the graphs and capture again: {remedy}.""")
     metadata = Template("""
         {what}, {batch}: metadata {path} is {now}, was {before} when captured.
         A graph that reads the forward context repeats layouts and numbers in it. Pass the whole \

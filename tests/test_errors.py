@@ -176,6 +176,10 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "before": "a tensor (8, 4) with strides (16, 1) of torch.int32",
         "now": "a tensor (8, 5) with strides (16, 1) of torch.int32",
     },
+    "HostValueChangedError.weight": {
+        "before": "a tensor (8, 4) with strides (4, 1) of torch.float32",
+        "now": "a tensor (8, 4) with strides (1, 8) of torch.float32",
+    },
     "HostValueChangedError.other_arguments": {"before": "1 argument", "now": "0 arguments"},
     "ManagerError.no_replay": {"why": "gradients: an input, a weight or a result requires grad"},
     "ManagerError.output": {"found": "[8, 16]", "rows": "tokens"},

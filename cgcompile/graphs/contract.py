@@ -123,6 +123,10 @@ class Change(NamedTuple):
         if subject == "weight":
             if moved:
                 return AddressChangedError.weight(what=what, batch=shown, path=path, remedy=remedy)
+            if isinstance(before, str):  # a layout
+                return HostValueChangedError.weight(
+                    what=what, batch=shown, path=path, now=now, before=before, remedy=remedy
+                )
             return HostValueChangedError.cpu_scalar(
                 what=what, batch=shown, path=path, now=now, before=before
             )
@@ -155,32 +159,75 @@ class Change(NamedTuple):
         )
 
 
+class Layouts:
+    """The layouts of tensors; compared at once, 0.06 us for each."""
+
+    # Torch's guards compare in C++, and dispatch keys and ``requires_grad`` as well: where those
+    # differ, as in another mode, layouts are compared in Python, and the guards are made anew.
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.known = [*map(layout_of, tensors)]
+        self._follow(tensors)
+
+    def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
+        is_nested = any([tensor.is_nested for tensor in tensors])  # it ends the process in guards
+        self.alike = _never if is_nested else raw_memory.alike(tensors)
+
+    def hold(self, *tensors: torch.Tensor) -> bool:
+        """Return whether each tensor has the layout that it had, where ``alike`` is false."""
+        if [*map(layout_of, tensors)] != self.known:
+            return False
+        self._follow(tensors)
+        return True
+
+
+def _never(*tensors: torch.Tensor) -> bool:
+    return False
+
+
 class Tensors:
-    """The tensors with memory among some, by path: where they are, and the numbers in some."""
+    """The tensors with memory among some, by path: addresses, layouts, and the numbers in some."""
 
     # A kernel gets a 0-dim CPU tensor as a launch argument, which a graph bakes in.
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], tensor_type: str) -> None:
         pairs = [(path, tensor) for path, tensor in named if has_address(tensor)]
         self._paths = [path for path, _ in pairs]
-        self.tensors = [tensor for _, tensor in pairs]
-        self._starts = [tensor.data_ptr() for tensor in self.tensors]
-        self._addresses = raw_memory.Addresses(self.tensors, range(len(self.tensors)))
+        self.all = tuple([tensor for _, tensor in pairs])
+        self._starts = [tensor.data_ptr() for tensor in self.all]
+        addresses = raw_memory.Addresses(self.all, range(len(self.all)))
+        self._in_place = addresses.hold_for([*self.all])
+        self._layouts = Layouts(self.all)
         self._numbers = [
             (path, tensor, tensor.item())
             for path, tensor in pairs
             if is_cpu_scalar(tensor, tensor_type)
         ]
 
-    def changes(self) -> Iterator[Change]:
-        """Yield the tensors that moved, then the numbers that differ. Does not synchronise."""
-        if not self._addresses.hold(self.tensors):
-            for path, tensor, start in zip(self._paths, self.tensors, self._starts, strict=True):
-                if tensor.data_ptr() != start:
-                    yield Change(path, start, tensor.data_ptr(), moved=True)
+    def hold(self) -> bool:
+        """Return whether no tensor and no number differs; 0.12 us for each tensor."""
+        return (
+            self._in_place()
+            and (self._layouts.alike(*self.all) or self._layouts.hold(*self.all))
+            and (not self._numbers or self._changed_number() is None)
+        )
+
+    def first_change(self) -> "Change | None":
+        """Return the first tensor that moved or has another layout, else the first number."""
+        captured = map(Placed, self._starts, self._layouts.known)
+        for path, tensor, before in zip(self._paths, self.all, captured, strict=True):
+            now = Placed.of(tensor)
+            if now.address != before.address:
+                return Change(path, before.address, now.address, moved=True)
+            if now != before:
+                return Change(path, layout_text(before), layout_text(now))
+        return self._changed_number()
+
+    def _changed_number(self) -> "Change | None":
         for path, tensor, number in self._numbers:
             if not same_value(tensor.item(), number):
-                yield Change(path, number, tensor.item())
+                return Change(path, number, tensor.item())
+        return None
 
 
 def has_address(tensor: torch.Tensor) -> bool:
@@ -189,12 +236,6 @@ def has_address(tensor: torch.Tensor) -> bool:
     except RuntimeError:  # sparse, fake, a subclass without memory of its own
         return False
     return True
-
-
-def place_of(value: Any) -> tuple[int, int]:
-    """Return the identity of an object, and the address of a tensor."""
-    is_placed = isinstance(value, torch.Tensor) and has_address(value)
-    return id(value), value.data_ptr() if is_placed else 0
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -226,7 +267,7 @@ class Kind(enum.Enum):
     VALUE = "value"  # an equal plain value
     IDENTITY = "identity"  # the same object
     STRUCTURE = "structure"  # how a tensor subclass is built, or what a set holds
-    PLACE = "place"  # the same address in any layout; of a weight, the same object, too
+    PLACE = "place"  # the same address in any layout; of a weight, the same object
 
 
 class Read(NamedTuple):

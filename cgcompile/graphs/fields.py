@@ -30,7 +30,7 @@ from cgcompile.graphs.capture import bulk_memory
 from cgcompile.graphs.contract import (
     MISSING,
     Change,
-    Tensors,
+    has_address,
     inner_tensors,
     is_plain_value,
     layout_text,
@@ -198,7 +198,7 @@ class Fields:
             if len(todo) > _MAX_VALUES:
                 self.complete = False
                 break
-        self.placed = Tensors(tensors.values(), self._tensor_type)
+        self.named = [row for row in tensors.values() if has_address(row[1])]
         self._index()
 
     def _index(self) -> None:
@@ -218,7 +218,7 @@ class Fields:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors with memory that were reachable."""
-        return self.placed.tensors
+        return [tensor for _, tensor in self.named]
 
     def items(self) -> Iterator[Item]:
         """Yield the roots and all that was held, but for items of very long containers."""

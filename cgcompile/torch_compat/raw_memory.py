@@ -217,6 +217,12 @@ class Addresses:
                 return False
         return True
 
+    def hold_for(self, objects: list[Any]) -> Callable[[], bool]:
+        """Return :meth:`hold` of one list, without its Python code."""
+        if _equal_addresses is None or not self._indices:
+            return functools.partial(self.hold, objects)
+        return functools.partial(_equal_addresses, objects, self._known, self._indices)
+
 
 _IMMUTABLE = 1 << 8  # the flag of a type whose attributes cannot be written
 
@@ -422,14 +428,15 @@ def stop_allocating_to(device_index: int, pool: tuple[int, int]) -> None:
 
 
 def alike(
-    tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[list[int | None], list[int]]]
+    tensors: Sequence[torch.Tensor],
+    layouts: Sequence[tuple[list[int | None], list[int]]] | None = None,
 ) -> Callable[..., bool]:
     """Return a function that compares other tensors with these; 0.15 us for two of them."""
-    # True: equal types, dtypes, devices, ``requires_grad``, ranks, strides, and those sizes that
-    # are not None in ``layouts``. False may also mean another dispatch key, as of an inference
-    # tensor.
-    sizes: list[Any] = [sizes for sizes, _ in layouts]
-    strides: list[Any] = [strides for _, strides in layouts]
+    # True: equal types, dtypes, devices, ``requires_grad``, ranks, and strides and sizes of
+    # ``layouts`` (a size of None is any), by default those of the tensors. False may also mean
+    # another dispatch key, as of an inference tensor.
+    sizes: Any = None if layouts is None else [sizes for sizes, _ in layouts]
+    strides: Any = None if layouts is None else [strides for _, strides in layouts]
     guards = torch._C._dynamo.guards.TensorGuards(
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     )

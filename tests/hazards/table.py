@@ -71,6 +71,11 @@ OF_STRUCTURE = {UNGUARDED: DOCUMENTED, UNTRACED: AddressChangedError}
 OF_TENSORS = {UNTRACED: AddressChangedError, MANAGERS: ABSENT}  # of arguments
 OF_ARGUMENTS = {UNTRACED: HostValueChangedError, MANAGERS: ABSENT}
 OF_WEIGHTS = {NONE: DOCUMENTED, UNTRACED: AddressChangedError}
+# At the same address. torch 2.11 skips guards on tensors of modules whose dicts were not written.
+OF_LAYOUTS = {
+    **({TRACES: DOCUMENTED} if torch.__version__ < "2.12" else {NONE: DOCUMENTED}),
+    UNTRACED: HostValueChangedError,
+}
 
 READ_CONTEXT = (*WITH_CONTEXT, *WRAPPERS, "CudaGraphManager")
 
@@ -572,13 +577,13 @@ def _clear(kept: list[torch.Tensor]) -> None:
     NUMBERS.clear()
 
 
-def _tensor(holder_kind: str, alive: bool) -> Callable[[str], Scene]:
-    """Make a row of a tensor that is replaced; the old one stays alive, or is freed."""
+def _tensor(holder_kind: str, how: str) -> Callable[[str], Scene]:
+    """Make a row of a tensor that is replaced and then alive or freed, or that has other strides."""
 
     def build(device: str) -> Scene:
         model = Model(device)
         scale = torch.rand(WIDTH, device=device) + 1
-        kept = [scale] if alive else []
+        kept = [scale] if how == "alive" else []
         fresh = lambda: torch.full((WIDTH,), 5.0, device=device)  # noqa: E731
         undo = lambda: _clear(kept)  # noqa: E731
 
@@ -616,9 +621,16 @@ def _tensor(holder_kind: str, alive: bool) -> Callable[[str], Scene]:
             change = lambda: NUMBERS.update(tensor=fresh())  # noqa: E731
         else:
             model.read, change = _closure(scale, fresh)
+        if how == "strides":
+            change = lambda: _expand(scale)  # noqa: E731
         return Scene(model, change, undo)
 
     return build
+
+
+def _expand(scale: torch.Tensor) -> None:
+    """Give a vector a stride of zero, at the same address."""
+    scale.data = scale.data[:1].expand(WIDTH)
 
 
 def _closure(scale: torch.Tensor, fresh: Callable[[], torch.Tensor]) -> Any:
@@ -700,6 +712,10 @@ def layer_replaced(model: Model) -> None:
         model.linear.bias.fill_(0.25)
 
 
+def weight_transposed(model: Model) -> None:
+    model.linear.weight.data = model.linear.weight.data.t()
+
+
 def last_weight_data(model: Model) -> None:
     model.linear.bias.data = torch.full_like(model.linear.bias, 0.5)
 
@@ -730,6 +746,26 @@ def layer_of_another_class(model: Model) -> None:
     before = model.linear
     model.linear = Doubled(WIDTH, WIDTH, device=before.weight.device)
     model.linear.weight, model.linear.bias = before.weight, before.bias
+
+
+class OfAnyLayout(nn.Module):
+    """Reads a parameter of any shape and dtype."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        weight = torch.rand(2, WIDTH, device=device, dtype=torch.float16)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.float().sum(0).max()
+
+
+def _of_any_layout(*view: Any) -> Callable[[str], Scene]:
+    def build(device: str) -> Scene:
+        model = OfAnyLayout(device)
+        return Scene(model, lambda: setattr(model.weight, "data", model.weight.data.view(*view)))
+
+    return build
 
 
 class Promotes(nn.Module):
@@ -1294,8 +1330,8 @@ TABLE: tuple[Row, ...] = (
     Row("dtype of autocast", _autocast(torch.float16, torch.bfloat16), OF_SETTINGS),
     *(
         Row(
-            f"tensor of a {holder_kind}, old one {'alive' if alive else 'freed'}",
-            _tensor(holder_kind, alive),
+            f"tensor of a {holder_kind}, {text}",
+            _tensor(holder_kind, how),
             {
                 # A traced global is an input, which stays where it is under a context.
                 WITH_CONTEXT: AddressChangedError if holder_kind == "global" else RIGHT,
@@ -1304,7 +1340,10 @@ TABLE: tuple[Row, ...] = (
             },
         )
         for holder_kind in PLACES
-        for alive in (True, False)
+        for how, text in (
+            ("alive", "old one alive"),
+            ("freed", "old one freed"),
+        )
     ),
     Row("tensor by a computed name", tensor_by_a_computed_name, OF_WEIGHTS),
     Row(
@@ -1319,12 +1358,16 @@ TABLE: tuple[Row, ...] = (
     Row("weights updated", _weights(weights_updated), same_graphs=True),
     Row("layer replaced", _weights(layer_replaced), OF_WEIGHTS),
     Row("layer of another class", _weights(layer_of_another_class), OF_STRUCTURE),
+    Row("weight transposed", _weights(weight_transposed), OF_LAYOUTS),
+    Row("weight of another shape", _of_any_layout(WIDTH, 2), OF_LAYOUTS),
+    Row("weight of another dtype, in place", _of_any_layout(torch.int16), OF_LAYOUTS),
+    Row("tensor attribute with other strides", _tensor("attribute", "strides"), OF_LAYOUTS),
     Row(".data of the last weight", _weights(last_weight_data), OF_WEIGHTS),
     Row("load_state_dict(assign=True)", _weights(weights_assigned), OF_WEIGHTS),
     Row("bias removed", _weights(bias_removed), OF_WEIGHTS),
     Row("module of another dtype", module_of_another_dtype, OF_WEIGHTS),
     Row("buffer replaced", _buffer("scale"), OF_WEIGHTS),
-    Row("tensor attribute replaced", _tensor("attribute", True), OF_WEIGHTS),
+    Row("tensor attribute replaced", _tensor("attribute", "alive"), OF_WEIGHTS),
     Row("buffer that was None", _buffer("shift"), OF_STRUCTURE),
     *(
         Row(

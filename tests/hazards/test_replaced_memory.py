@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -23,9 +24,11 @@ from lib.front_ends import (
     settings,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cgcompile
 from cgcompile.errors import AddressChangedError, CaptureError, HostValueChangedError
+from cgcompile.graphs.contract import Layouts
 from cgcompile.reasons import Reason
 from cgcompile.serving import Batch, InputBuffer, Metadata
 
@@ -429,3 +432,49 @@ def test_a_table_of_the_same_layers(name: str, device: str) -> None:
     net[1] = nn.Linear(WIDTH, WIDTH, device=device).requires_grad_(False)
     with torch.inference_mode(), pytest.raises(AddressChangedError, match="replaced or moved"):
         served.step(torch.randn(ROWS, WIDTH, device=device))
+
+
+@pytest.mark.parametrize("name", [*WRAPPERS, "CudaGraphManager"])
+def test_a_weight_whose_layout_returns_is_replayed(name: str, device: str) -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).to(device)
+    net.requires_grad_(False)
+    served, weight = front_end(name, net, device), net[0].weight
+    check(served.step, net, device, steps=3)
+    before = served.counters().replays
+    for _ in range(2):
+        weight.data = weight.data.t()
+        text = rf"weight '(.*\.)?0.weight' is a .* with strides \(1, {WIDTH}\) of .*, was "
+        with torch.inference_mode(), pytest.raises(HostValueChangedError, match=text):
+            served.step(torch.randn(ROWS, WIDTH, device=device))
+        weight.data = weight.data.t()
+        check(served.step, net, device, steps=2)
+    assert served.counters().replays == before + 4
+
+
+@pytest.mark.parametrize("change", ["requires_grad", "dispatch mode", "nested"])
+def test_layouts_where_torch_cannot_compare_them_at_once(change: str, device: str) -> None:
+    class Passes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return op(*args, **(kwargs or {}))
+
+    tensors = [torch.randn(4, 4, device=device), torch.randn(4, device=device)]
+    if change == "nested":
+        tensors.append(torch.nested.nested_tensor(tensors[:1]))
+    layouts = Layouts(tensors)
+    for mode in (Passes(), nullcontext()):
+        if change == "requires_grad":
+            tensors[0].requires_grad_(not tensors[0].requires_grad)
+        with mode if change == "dispatch mode" else nullcontext():
+            if change != "nested":
+                assert not layouts.alike(*tensors)
+            assert layouts.hold(*tensors)
+            assert layouts.alike(*tensors) is (change != "nested")
+            with torch.no_grad():
+                tensors[0].t_()
+            assert not layouts.alike(*tensors)
+            assert not layouts.hold(*tensors)
+            with torch.no_grad():
+                tensors[0].t_()
+            assert layouts.alike(*tensors) or layouts.hold(*tensors)
