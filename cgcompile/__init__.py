@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cgcompile.graphs.steps import eager_region
     from cgcompile.graphs.weights import update_weights
     from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+    from cgcompile.loops import loop
     from cgcompile.reasons import Reason
     from cgcompile.serving import CudaGraphManager
     from cgcompile.tracing.dynamic_dims import DynamicDim
@@ -71,6 +72,7 @@ __all__ = [
     "explain",
     "get_forward_context",
     "is_forward_context_available",
+    "loop",
     "runtime",
     "set_forward_context",
     "update_weights",
@@ -102,6 +104,7 @@ if not TYPE_CHECKING:
             "graphs.pool": "GraphPool",
             "graphs.weights": "update_weights",
             "graphs.wrapper": "CUDAGraphOptions CUDAGraphWrapper",
+            "loops": "loop",
             "reasons": "Reason",
             "serving.manager": "CudaGraphManager",
             "tracing.dynamic_dims": "DynamicDim",

@@ -645,6 +645,11 @@ class AddressChangedError(GuardError):
         {what}, {batch}: {path} is at {now:#x}, was at {before:#x} when captured.
         A CUDA graph reads the address it saw at capture, and a wrapper copies no inputs. Write \
         into the same buffer each step, or set on_input_change to 'recapture' or 'eager'.""")
+    moved_in_loop = Template("""
+        {what}, {batch}: {path} is {now:address}, was at {before:#x} when captured.
+        A loop replays steps at the addresses of their state. Write new values into the same \
+        tensors (copy_, zero_), and reset a cache in place of making another one; or set \
+        on_input_change to 'recapture' or 'eager'.""")
     grown = Template("""
         a result is at {now:#x}, was at {before:#x} when captured.
         A CUDA graph writes where it did at capture, and resize_() moved that memory. Clone a \
@@ -679,6 +684,11 @@ class HostValueChangedError(GuardError):
         A CUDA graph repeats the host values it saw at capture. A number of rows must be \
         num_tokens of the batch descriptor; put other values that vary into the descriptor \
         (extra=...), into a tensor, or into the forward context.""")
+    changed_in_loop = Template("""
+        {what}, {batch}: {path} is {now}, was {before} when captured.
+        A loop repeats the host values of its capture. Keep what varies in a tensor of the state, \
+        and reset an object of the state in place of making another one; or set on_input_change \
+        to 'recapture' or 'eager'.""")
     cpu_scalar = Template("""
         {what}, {batch}: the 0-dim CPU tensor {path!r} is {now}, was {before} when captured.
         A CUDA graph repeats the value that its kernels were launched with. Move the tensor to the \
@@ -705,6 +715,37 @@ class HostValueChangedError(GuardError):
     other_arguments = Template("""
         {what}, {batch}: called with {now}; it was {before} when captured.
         Pass arguments as at capture, by position or name, in containers of equal structure.""")
+
+
+class LoopStateError(CGCompileError, RuntimeError):
+    """A step of a loop changes something else than tensors of its state.
+
+    Attributes:
+        path: what it changes, such as ``state['cache'].length``; empty where it is not about one.
+    """
+
+    attributes: tuple[str, ...] = ("path",)
+    path: str = ""
+    changes = Template("""
+        {what}: a step changes {path}: {before} -> {after}. A replay would not.
+        Keep what a step changes in tensors of the state, and write them in place (add_, copy_).""")
+    rebinds = Template("""
+        {what}: a step binds {path} to another object. A replay would not.
+        Write the tensors of the state in place (copy_, mul_), or rebind it between rounds.""")
+    writes = Template("""
+        {what}: a step writes {path}, a tensor that is not in its state.
+        Pass it as a part of the state.""")
+    returns = Template("""
+        step {step} of a round returned tensors of shapes {now}; the steps before {before}.
+        What the steps of a round return is stacked: return tensors of one shape.""")
+
+
+class LoopRoomError(CGCompileError, RuntimeError):
+    """A round of a loop has more steps than there is room for."""
+
+    full = Template("""
+        {what}: a round of {steps} steps, and room for {room}.
+        Run shorter rounds, stop at the limit, or allocate a larger cache.""")
 
 
 class SizesError(CGCompileError, ValueError):

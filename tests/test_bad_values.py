@@ -362,6 +362,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "compile": lambda: {"model": MODEL, "config": CONFIG},
     "coverage": lambda: {"model": manager()},
     "doctor": lambda: {"model": MODEL, "*": X, "config": CONFIG},
+    "loop": lambda: {"step": lambda state: None},
     "eager_break_during_capture": lambda: {"function": lambda: None},
     "explain": lambda: {"model": MODEL, "*": X, "config": CONFIG},
     "get_cudagraph_sizes": lambda: {

@@ -33,7 +33,7 @@ FLOORS = (
     ("passes", "graphs"),
     ("pieces", "testing"),
     ("adapters", "runtime", "tracing"),
-    ("compile", "backend", "registry"),
+    ("compile", "backend", "loops", "registry"),
     ("serving", "encoder"),
     ("debug", "cli", "__main__"),
 )
@@ -252,7 +252,7 @@ def test_public_names_are_imported_when_they_are_read(package: str) -> None:
 
 
 # What each room loads of the others: modules of folders, and of these files.
-FILES = {"backend", "cli", "compile", "registry"}
+FILES = {"backend", "cli", "compile", "loops", "registry"}
 _COMPILER = {"adapters", "graphs", "kernels", "passes", "pieces", "runtime", "torch_compat"}
 _TOP = {*_COMPILER, "backend", "compile", "registry", "tracing"}
 LOADS: dict[str, set[str]] = {
@@ -268,6 +268,7 @@ LOADS: dict[str, set[str]] = {
     "registry": _COMPILER - {"adapters"},
     "backend": {*_COMPILER, "registry"},
     "compile": _TOP,
+    "loops": {"graphs", "torch_compat"},
     "serving": _TOP,
     "encoder": {"graphs", "torch_compat"},
     "debug": {*_TOP, "encoder", "serving"},

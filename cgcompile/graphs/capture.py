@@ -383,6 +383,7 @@ def capture(
     storages: SameStorages | None = None,  # memory not to be replaced; restored if it is
     compiled: bool = False,  # ``function`` calls code of ``torch.compile``
     wait: bool = True,
+    generators: Sequence[torch.Generator] = (),  # from which it draws, beside the default one
 ) -> tuple[DeviceGraph, Any]:
     """Record what ``function`` does, without doing it; return the graph and its result."""
     with ExitStack() as stack:
@@ -390,7 +391,7 @@ def capture(
         graph, memory = pool.device.new_graph(), pool.memory
         try:
             with torch_ops.own_cached_casts(compiled):
-                graph.begin(memory)
+                graph.begin(memory, generators)
                 result = function()
                 if storages is not None:
                     storages.check()

@@ -16,7 +16,7 @@ import importlib
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,8 +57,11 @@ class DeviceGraph(Protocol):
     def replay(self) -> Callable[[], None]:
         """Runs the recording on the current stream, without synchronising."""
 
-    def begin(self, pool: Any) -> None:
-        """Start to record what this thread does; memory it allocates comes from ``pool``."""
+    def begin(self, pool: Any, generators: Sequence[torch.Generator] = ()) -> None:
+        """Start to record what this thread does; memory it allocates comes from ``pool``.
+
+        Each replay draws anew from ``generators``, and from the default one.
+        """
 
     def end(self) -> None:
         """Stop recording."""
@@ -377,13 +380,15 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         self.replay: Callable[[], None] = _nothing_recorded
 
-    def begin(self, pool: CudaPool) -> None:
+    def begin(self, pool: CudaPool, generators: Sequence[torch.Generator] = ()) -> None:
         if self._used:
             raise CaptureError.twice(what="CudaGraph", advice="Call reset() first.")
         self._pool, self._used = pool, True
         pool.begin_capture()
         self._stream = torch.cuda.current_stream(self._device.index)
         raw_memory.drop_blas_workspaces()  # see Note [cuBLAS workspaces]
+        for generator in generators:
+            self._graph.register_generator_state(generator)
         # "global" mode would let unsafe calls of other threads fail this capture.
         self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         self._begun = True

@@ -3,7 +3,7 @@
 The recorder itself is ``cgcompile.testing.host``.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -32,8 +32,6 @@ def _refused(
 ) -> str | None:
     """Return a call in words, if the host reads a value of the device in it."""
     packet = getattr(func, "overloadpacket", None)
-    if isinstance(kwargs.get("generator"), torch.Generator):
-        return f"{func} with a random generator that is not registered"
     if packet in _INDEXING:
         indices = torch_ops.tree_tensors(args[1])
         masked = any(index.dtype in _MASKS for index in indices)
@@ -61,11 +59,16 @@ class OpRules(torch_ops.DispatchMode):
         # from them alone. Two cases look the same on a CPU: ``torch.tensor(1.0, device=device)``
         # counts as such a number, the result of ``torch.zeros(())`` as a tensor of the device.
         self._numbers: set[int] = set()
+        self.generators: Sequence[torch.Generator] = ()  # registered, beside the default one
 
     def refusal(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CaptureError | None:
         """Return the error with which a capture refuses a call, or None. Reads no tensor."""
+        generator = kwargs.get("generator")
+        if isinstance(generator, torch.Generator) and not self._is_registered(generator):
+            unregistered = f"{func} with a random generator that is not registered"
+            return CaptureError.refused(op=unregistered)
         what = _refused(func, args, kwargs, self.is_number)
         if what is not None:
             return CaptureError.refused(op=what)
@@ -76,6 +79,17 @@ class OpRules(torch_ops.DispatchMode):
         if packet is aten.copy_ and self.is_number(args[0]) != self.is_number(args[1]):
             return CaptureError.pageable(op=str(func), shape=shown(args[1]))
         return None
+
+    def _is_registered(self, generator: torch.Generator) -> bool:
+        """Return whether a generator, which an op gets as another object, is registered."""
+        for registered in self.generators:
+            state, seed = registered.get_state(), registered.initial_seed()
+            registered.manual_seed(seed ^ 1)
+            is_same = generator.initial_seed() == seed ^ 1
+            registered.set_state(state)
+            if is_same and generator.initial_seed() == seed:
+                return True
+        return False
 
     def is_number(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor would stay on the CPU if the model were on a GPU."""

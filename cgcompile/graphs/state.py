@@ -239,8 +239,8 @@ class LoadedNames:
         self.codes = codes
         self.names: set[str] = set()
         self.whole: set[str] = set()  # of dicts that are iterated or unpacked
-        self.globals: list[tuple[dict[str, Any], str]] = []
-        stored: set[tuple[int, str]] = set()
+        self.globals: list[tuple[dict[str, Any], str]] = []  # but for those that the code writes
+        self.stored: list[tuple[dict[str, Any], str]] = []  # these
         for code, scope in codes.items():
             module_name = str(scope.get("__name__") or "")
             if code.co_name == "<module>":
@@ -251,7 +251,8 @@ class LoadedNames:
             self.names |= names
             self.whole |= names_read_whole(code)
             self.globals += [(scope, name) for name in global_names if name in scope]
-            stored.update((id(scope), name) for name in globals_stored(code))
+            self.stored += [(scope, name) for name in globals_stored(code)]
+        stored = {(id(scope), name) for scope, name in self.stored}
         self.globals = [row for row in self.globals if (id(row[0]), row[1]) not in stored]
 
 
@@ -670,6 +671,9 @@ class ModelState:
         self._before: State | None = None  # the capture that runs
         self._last: StateContract | None = None  # compares what was read last, with all tensors
         self._bookkeeping: set[str] = set()  # paths of what captured steps change themselves
+        self.changes: list[Change] = []  # these changes, of the last capture
+        self.learned = False  # whether that capture ran code that was not known before it
+        self._stored: list[tuple[dict[str, Any], str, Any]] = []  # globals before a capture
         self.epoch = 0  # rises when a dict is written
         self._dicts: dict[int, Any] = {}  # by identity, those whose versions are compared
         self._written: dict[int, Any] = {}  # others, whose values are compared
@@ -685,12 +689,25 @@ class ModelState:
         """Return the present state at some places and below, but for what is ``around``."""
         return _Reader(self._loaded, around).read_places(places)
 
+    def forget(self) -> None:
+        """Compare with no earlier capture, but for which code ran in it."""
+        self._last = None
+        self._bookkeeping.clear()
+
     def begin(self) -> None:
         """Read the state before a capture."""
         if self._last is not None and self._last.holds():
             self._before = self._last.state
         else:
             self._before = self.read()
+        stored = () if self._loaded is None else self._loaded.stored
+        self._stored = [(scope, name, scope.get(name, _MISSING)) for scope, name in stored]
+
+    @property
+    def loaded_globals(self) -> dict[str, Any]:
+        """The globals that captured code loads, by path."""
+        rows = () if self._loaded is None else self._loaded.globals
+        return {f"global {name}": scope[name] for scope, name in rows if name in scope}
 
     def contract(
         self, ran: RanCode, touched: Collection[int], remedy: str, weights: Weights
@@ -699,7 +716,12 @@ class ModelState:
         assert self._before is not None
         known = len(self._codes)
         self._codes.update(ran.codes)
-        grew = len(self._codes) > known
+        grew = self.learned = len(self._codes) > known
+        self.changes = [
+            _change(f"global {name}", before, scope.get(name, _MISSING))
+            for scope, name, before in self._stored
+            if not _alike(before, scope.get(name, _MISSING))
+        ]
         if grew:
             self._loaded = LoadedNames(self._codes)
             self._add_cached()
@@ -709,7 +731,9 @@ class ModelState:
             self._bookkeeping.update(f"len({now.shared.get(path, path)})" for path in written)
             both = self._before.values.keys() & now.values.keys()
             differences = _differences(self._before, now)
-            changed = [path for path, value, _ in differences if path in both or value is _MISSING]
+            differing = [row for row in differences if row[0] in both or row[1] is _MISSING]
+            self.changes += [_change(*row) for row in differing]
+            changed = [path for path, _, _ in differing]
             self._bookkeeping.update(changed)  # of a dict, such as a counter of calls, all items
             dicts = {now.dicts[path] for path in changed if path in now.dicts}
             self._bookkeeping.update(f"len({path})" for path in dicts)

@@ -491,6 +491,7 @@ class CUDAGraphWrapper(Transparent):
         self.options = CUDAGraphOptions() if cudagraph_options is None else cudagraph_options
         self.timeline = Timeline(self.config.warn_fallbacks)
         self.remedy = "clear_graphs()"  # what drops its graphs, in messages; its owner may set it
+        self.generators: Sequence[torch.Generator] = ()  # of steps, beside the default one
         self.name: str = name or getattr(runnable, "__name__", None) or type(runnable).__name__
         self._modes: tuple[CUDAGraphMode, ...] = (runtime_mode,)
         self._state: ModelState | None = None  # of the model, once a step was captured
@@ -685,6 +686,7 @@ class CUDAGraphWrapper(Transparent):
                     storages=storages,
                     compiled=self._may_run_compiled_code,
                     wait=wait,
+                    generators=self.generators,
                 )
             except BaseException:
                 if rebinding is not None:

@@ -24,7 +24,7 @@ import ctypes
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -286,12 +286,13 @@ class HostGraph:
         """The names of the recorded calls, in order."""
         return tuple(step.name for step in self._steps)
 
-    def begin(self, pool: HostPool) -> None:
+    def begin(self, pool: HostPool, generators: Sequence[torch.Generator] = ()) -> None:
         if is_recording():
             raise CaptureError.nested(what="HostGraph.begin()")
         if self._recorded:
             raise CaptureError.twice(what="HostGraph", advice="Call reset() first.")
         self._recorder = _Recorder(pool, self._steps)
+        self._recorder.generators = generators
         self._recorder.start()
         self._pool = pool
         recording.graph = self
@@ -350,6 +351,7 @@ class _Recorder(OpRules):
 
     def start(self) -> None:
         self._random, self._seed = torch.get_rng_state(), torch.initial_seed()
+        self._states = [(generator, generator.get_state()) for generator in self.generators]
         self._pool.begin()
         self.switch_on()
         self._refuse_reads(True)
@@ -363,6 +365,8 @@ class _Recorder(OpRules):
                 op="torch.manual_seed", before=self._seed, after=torch.initial_seed()
             )
         torch.set_rng_state(self._random)
+        for generator, state in self._states:
+            generator.set_state(state)
         with torch.inference_mode(False), torch.no_grad(), torch_ops.without_modes():
             for memory, bytes_before in self._before.values():
                 memory.copy_(bytes_before)

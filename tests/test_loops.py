@@ -1,0 +1,683 @@
+"""Rounds of a loop equal plain steps, bit for bit, and a step that cannot be repeated is an error."""
+
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cgcompile
+from cgcompile import BatchDescriptor, CompilationConfig, Reason, set_forward_context
+from cgcompile.errors import (
+    AddressChangedError,
+    ConfigError,
+    DispatchError,
+    HostValueChangedError,
+    LoopRoomError,
+    LoopStateError,
+)
+
+WIDTH, WORDS, LENGTH = 8, 11, 48
+HOST = CompilationConfig(capture_device="host", compiler="eager")
+END = 3  # the token that ends a request
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+class Decoder(nn.Module):
+    """One layer of attention over a cache, which it writes at the position of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.query = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, token: torch.Tensor, position: torch.Tensor, cache: torch.Tensor
+    ) -> torch.Tensor:
+        x = self.embed(token)  # f32[rows, WIDTH]
+        rows = torch.arange(cache.shape[0], device=cache.device)
+        cache.index_put_((rows, position), x)
+        seen = torch.arange(cache.shape[1], device=cache.device) <= position[:, None]
+        scores = torch.einsum("rw,rlw->rl", self.query(x), cache).masked_fill(~seen, -1e9)
+        return self.out(torch.einsum("rl,rlw->rw", scores.softmax(-1), cache) + x)
+
+
+@dataclass
+class Cache:
+    """A cache as an object with tensors and numbers."""
+
+    rows: int
+    length: int = LENGTH
+    keys: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = torch.zeros(self.rows, self.length, WIDTH)
+
+
+class Box:
+    """An object that is no dataclass, as the caches of ``transformers`` are."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+def new_state(rows: int = 2, **more: Any) -> dict[str, Any]:
+    return {
+        "token": torch.randint(4, WORDS, (rows,)),
+        "position": torch.zeros(rows, dtype=torch.long),
+        "cache": Cache(rows),
+        "done": torch.zeros(rows, dtype=torch.bool),
+        **more,
+    }
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of the same numbers in other memory."""
+    other = new_state(len(state["token"]))
+    other.update({name: value for name, value in state.items() if name not in other})
+    write(other, state)
+    return other
+
+
+def write(state: dict[str, Any], other: dict[str, Any]) -> None:
+    """Write the numbers of another state into a state."""
+    for name in ("token", "position", "done"):
+        state[name].copy_(other[name])
+    state["cache"].keys.copy_(other["cache"].keys)
+
+
+def assert_same(state: dict[str, Any], other: dict[str, Any]) -> None:
+    for name in ("token", "position", "done"):
+        assert torch.equal(state[name], other[name]), name
+    assert torch.equal(state["cache"].keys, other["cache"].keys)
+
+
+def decoding(
+    model: Callable[..., torch.Tensor],
+    generator: torch.Generator | None = None,
+    sampled: bool = False,
+    ends: bool = True,
+) -> Callable[[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Return a step that decodes one token of each row; rows that are finished stay as they are."""
+
+    def step(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        logits = model(state["token"], state["position"], state["cache"].keys)
+        if sampled:
+            token = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        else:
+            token = logits.argmax(-1)
+        token = torch.where(state["done"], 0, token)
+        state["position"].add_((~state["done"]).long())
+        state["token"].copy_(token)
+        if ends:
+            state["done"].logical_or_(token == END)
+        return {"token": state["token"], "logits": logits}
+
+    return step
+
+
+def stacked(results: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([result[name] for result in results]) for name in results[0]}
+
+
+def plain(
+    step: Callable[[Any], dict[str, torch.Tensor]], state: Any, count: int
+) -> dict[str, torch.Tensor]:
+    """Run steps without a loop; a step may return memory that the next one writes."""
+    results = []
+    for _ in range(count):
+        results.append({name: value.clone() for name, value in step(state).items()})
+    return stacked(results)
+
+
+def assert_equal_rounds(loop: Any, step: Any, state: Any, other: Any, rounds: int = 4) -> None:
+    """Compare rounds with plain steps from an equal state."""
+    for _ in range(rounds):
+        result, expected = loop(state), plain(step, other, loop.steps)
+        for name, value in expected.items():
+            assert torch.equal(result[name], value), name
+        assert_same(state, other)
+
+
+# ---------------------------------------------------------------- rounds
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("steps", [1, 4, 8])
+def test_rounds_equal_plain_steps(steps: int, unroll: bool) -> None:
+    step = decoding(Decoder(), ends=False)
+    loop = cgcompile.loop(step, steps, unroll=unroll, config=HOST)
+    state = new_state()
+    assert_equal_rounds(loop, step, state, copied(state))
+    fresh = new_state()
+    write(state, fresh)  # another request in the same memory
+    assert_equal_rounds(loop, step, state, fresh)
+    counters = loop.counters
+    replays = 6 if unroll else 8 * steps - 2
+    assert (counters.captures, counters.replays, counters.plain) == (
+        1,
+        replays,
+        {Reason.WARMING: 1},
+    )
+
+
+def test_a_step_with_its_number_is_unrolled() -> None:
+    heads = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+
+    def step(state: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+        state["x"].copy_(heads[number](state["x"]).tanh())
+        return state["x"] * number
+
+    loop = cgcompile.loop(step, steps=3, config=HOST)
+    assert loop.unroll
+    state = {"x": torch.randn(2, WIDTH)}
+    for _ in range(4):
+        other = {"x": state["x"].clone()}
+        expected = torch.stack([step(other, number) for number in range(3)])
+        assert torch.equal(loop(state), expected)
+        assert torch.equal(state["x"], other["x"])
+        state["x"].normal_()
+    assert (loop.counters.captures, loop.counters.replays) == (1, 2)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_sampling_draws_what_eager_draws(own: bool, unroll: bool) -> None:
+    generator = torch.Generator() if own else None
+    step = decoding(Decoder(), generator, sampled=True, ends=False)
+    loop = cgcompile.loop(step, 4, unroll=unroll, generator=generator, config=HOST)
+    state = new_state()
+    random: Any = generator or torch
+    for seed in range(4):
+        other = copied(state)
+        random.manual_seed(seed)
+        result = loop(state)
+        random.manual_seed(seed)
+        assert torch.equal(result["token"], plain(step, other, 4)["token"])
+    assert loop.counters.replays
+
+
+def test_a_generator_that_is_not_registered_runs_plain() -> None:
+    step = decoding(Decoder(), torch.Generator(), sampled=True, ends=False)
+    loop = cgcompile.loop(step, 4, config=HOST)
+    loop(new_state())
+    assert loop.counters.plain == {Reason.WARMING: 1, Reason.CAPTURE_FAILED: 3}
+
+
+def test_another_number_of_rows_is_another_graph() -> None:
+    step = decoding(Decoder(), ends=False)
+    loop = cgcompile.loop(step, 4, config=HOST)
+    states = {rows: new_state(rows) for rows in (1, 3)}
+    for _ in range(3):
+        for state in states.values():
+            assert_equal_rounds(loop, step, state, copied(state), rounds=1)
+    assert (loop.counters.captures, loop.counters.replays) == (2, 20)
+
+
+def test_results_in_other_structures() -> None:
+    def step(state: dict[str, torch.Tensor]) -> Any:
+        state["x"].add_(1)
+        return Box if state["x"].dim() > 5 else ([state["x"], None, 3], state["x"] * 2)
+
+    loop = cgcompile.loop(step, 2, config=HOST)
+    state = {"x": torch.zeros(1)}
+    for start in (0, 2):
+        (ones, nothing, number), doubled = loop(state)
+        assert (nothing, number) == (None, 3)
+        assert ones.tolist() == [[start + 1.0], [start + 2.0]]
+        assert torch.equal(doubled, ones * 2)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def finished(state: dict[str, Any]) -> torch.Tensor:
+    return state["done"]
+
+
+def counting(ends: list[int]) -> tuple[Callable[[Any], torch.Tensor], dict[str, torch.Tensor]]:
+    """Return a step whose rows finish after these numbers of steps, and its state."""
+    state = {
+        "n": torch.zeros(len(ends), dtype=torch.long),
+        "end": torch.tensor(ends),
+        "done": torch.zeros(len(ends), dtype=torch.bool),
+        "steps": torch.zeros((), dtype=torch.long),
+    }
+
+    def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        state["steps"].add_(1)
+        state["n"].add_((~state["done"]).long())
+        state["done"].copy_(state["n"] >= state["end"])
+        return state["n"]
+
+    return step, state
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("ends", [[1, 1], [3, 9], [8, 8], [17, 2]])
+def test_rounds_end_where_all_are_finished(ends: list[int], unroll: bool) -> None:
+    step, state = counting(ends)
+    loop = cgcompile.loop(step, 4, finished, unroll, config=HOST)
+    for _ in range(2):
+        state["n"].zero_()
+        state["done"].zero_()
+        state["steps"].zero_()
+        rows = torch.cat([result.clone() for result in loop.rounds(state)])
+        needed = max(ends)
+        assert rows.shape[0] == -(-needed // 4) * 4  # a round in vain is not yielded
+        assert rows[-1].tolist() == state["n"].tolist() == ends
+        assert needed <= state["steps"].item() <= needed + 2 * 4 - 1
+    assert state["steps"].item() == rows.shape[0] + 4  # the flag is read one round late
+
+
+def test_without_graphs_the_end_is_read_at_once() -> None:
+    step, state = counting([5, 2])
+    loop = cgcompile.loop(step, 4, finished, config=CompilationConfig(on_fallback="count"))
+    assert len(list(loop.rounds(state))) == 2
+    assert state["steps"].item() == 8
+    assert loop.counters.plain == {Reason.WARMING: 1, Reason.NO_DEVICE: 7}
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_a_limit_shortens_the_last_round(unroll: bool) -> None:
+    step, state = counting([99])
+    loop = cgcompile.loop(step, 4, finished, unroll, config=HOST)
+    for _ in range(3):
+        state["n"].zero_()
+        assert [len(result) for result in loop.rounds(state, limit=10)] == [4, 4, 2]
+        assert state["n"].item() == 10
+    assert list(loop.rounds(state, limit=0)) == []
+
+
+def test_room_that_ends_before_the_requests_is_an_error() -> None:
+    step, state = counting([99])
+    loop = cgcompile.loop(step, 4, finished, config=HOST)
+    lengths: list[int] = []
+    rounds = loop.rounds(state, limit=lambda state: 10 - int(state["n"]))
+    with pytest.raises(LoopRoomError, match="a round of 4 steps, and room for 0"):
+        lengths.extend(len(result) for result in rounds)
+    assert lengths == [4, 4, 2]
+    step, state = counting([6])
+    loop = cgcompile.loop(step, 4, finished, config=HOST)
+    assert [len(result) for result in loop.rounds(state, limit=lambda _: 8)] == [4, 4]
+
+
+def test_a_round_that_would_pass_the_limit_is_not_run() -> None:
+    step, state = counting([99])
+    loop = cgcompile.loop(step, 4, config=HOST)
+    with pytest.raises(LoopRoomError, match="a round of 4 steps, and room for 3"):
+        loop(state, limit=3)
+    assert state["n"].item() == 0
+    assert loop(state, steps=3, limit=lambda _: 3).tolist() == [[1], [2], [3]]
+
+
+# ---------------------------------------------------------------- what a step may change
+
+NUMBER = 0
+NUMBERS = types.SimpleNamespace(count=0)
+CALLS: list[int] = []
+BUFFER = torch.zeros(1)
+
+
+class Kept(nn.Module):
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.helper = types.SimpleNamespace(count=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.seen
+
+
+def _global(state: Any) -> None:
+    global NUMBER
+    NUMBER += 1
+
+
+def _closure() -> Callable[[Any], None]:
+    count = 0
+
+    def change(state: Any) -> None:
+        nonlocal count
+        count += 1
+
+    return change
+
+
+def _of_module(change: Callable[[Kept], Any]) -> Callable[[Any], None]:
+    module = Kept()
+
+    def step(state: Any) -> None:
+        change(module)
+        module(state["x"])
+
+    return step
+
+
+def _put(holder: Any, name: str, value: Any) -> None:
+    holder[name] = value
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "number behind the state": (
+        lambda s: setattr(s["box"], "n", s["box"].n + 1),
+        r"state\['box'\].n: \d+ -> \d+",
+    ),
+    "number in an object in the object": (
+        lambda s: setattr(s["box"].inner, "n", s["box"].inner.n + 1),
+        r"state\['box'\].inner.n: \d+ -> \d+",
+    ),
+    "object made anew": (
+        lambda s: setattr(s["box"], "inner", Box(n=s["box"].inner.n + 1)),
+        r"state\['box'\].inner.n: \d+ -> \d+",
+    ),
+    "list behind the state": (lambda s: s["box"].items.append(0), r"state\['box'\].items"),
+    "text behind the state": (
+        lambda s: setattr(s["box"], "text", s["box"].text + "a"),
+        r"state\['box'\].text: 'a+' -> 'a+'",
+    ),
+    "tensor behind the state": (
+        lambda s: setattr(s["box"], "t", s["box"].t + 1),
+        r"state\['box'\].t",
+    ),
+    "number in the state": (lambda s: _put(s, "n", s["n"] + 1), r"state\['n'\]: \d+ -> \d+"),
+    "tensor of the state": (lambda s: _put(s, "x", s["x"] + 1), r"state\['x'\]"),
+    "tensor added to the state": (lambda s: _put(s, "y", s["x"] + 1), r"state\['y'\]"),
+    "global": (_global, r"global NUMBER: \d+ -> \d+"),
+    "global object": (
+        lambda s: setattr(NUMBERS, "count", NUMBERS.count + 1),
+        r"global NUMBERS.count: \d+ -> \d+",
+    ),
+    "global list": (lambda s: CALLS.append(1), "global CALLS"),
+    "global tensor": (lambda s: BUFFER.add_(1), "writes global BUFFER"),
+    "variable of a closure": (_closure(), r"closure count: \d+ -> \d+"),
+    "attribute of a module": (
+        _of_module(lambda m: setattr(m, "count", m.count + 1)),
+        r"module.count",
+    ),
+    "helper of a module": (
+        _of_module(lambda m: setattr(m.helper, "count", m.helper.count + 1)),
+        r"module.helper.count",
+    ),
+    "buffer of a module": (_of_module(lambda m: m.seen.add_(1)), r"writes .*module.seen"),
+    "attribute of a class": (
+        lambda s: setattr(Kept, "count", Kept.count + 1),
+        r"Kept.count: \d+ -> \d+",
+    ),
+}
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_beside_the_tensors_of_the_state_is_an_error(name: str, unroll: bool) -> None:
+    change, path = CHANGES[name]
+
+    def step(state: Any) -> torch.Tensor:
+        change(state)
+        return state["x"].add_(1)
+
+    loop = cgcompile.loop(step, 3, unroll=unroll, config=HOST)
+    box = Box(n=0, inner=Box(n=0), items=[], text="", t=torch.zeros(1))
+    state = {"x": torch.zeros(2), "n": 0, "box": box}
+    for _ in range(2):  # no graph is kept, and the change is not taken for granted
+        with pytest.raises(LoopStateError, match=path) as caught:
+            [loop(state) for _ in range(3)]  # the first round may run plain
+        assert caught.value.path.removesuffix(".") in str(caught.value)
+    assert not loop.wrapper.entries
+
+
+def test_what_the_first_step_creates_is_not_a_change() -> None:
+    class Lazy:
+        keys: torch.Tensor | None = None
+        ready = False
+
+        def update(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.ready or self.keys is None:
+                self.keys, self.ready = torch.zeros_like(x), True
+            return self.keys.add_(x)
+
+    def step(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {"y": state["lazy"].update(state["x"]) * 2}
+
+    loop = cgcompile.loop(step, 4, config=HOST)
+    state, other = ({"x": torch.ones(2), "lazy": Lazy()} for _ in range(2))
+    for _ in range(3):
+        assert torch.equal(loop(state)["y"], plain(step, other, 4)["y"])
+    assert (loop.counters.replays, loop.counters.plain) == (9, {Reason.WARMING: 2})
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def test_another_address_of_the_state_is_an_error() -> None:
+    step = decoding(Decoder())
+    loop = cgcompile.loop(step, 2, config=HOST)
+    state = new_state()
+    loop(state)
+    with pytest.raises(AddressChangedError, match=r"state\['token'\] is at .*\n.*reset a cache"):
+        loop({**state, "token": state["token"].clone()})
+    with pytest.raises(AddressChangedError, match=r"state\['cache'\].keys"):
+        loop({**state, "cache": Cache(2)})
+    assert_equal_rounds(loop, step, state, copied(state), rounds=2)  # the state as it was is right
+
+
+def test_another_object_and_another_number_are_errors() -> None:
+    def step(state: dict[str, Any]) -> torch.Tensor:
+        return state["x"].mul_(state["box"].scale)
+
+    loop = cgcompile.loop(step, 2, config=HOST)
+    box = Box(scale=2.0, keys=torch.zeros(3))
+    state = {"x": torch.ones(1), "box": box}
+    loop(state)
+    with pytest.raises(HostValueChangedError, match=r"state\['box'\] is another Box"):
+        loop({**state, "box": Box(scale=2.0, keys=torch.zeros(3))})
+    box.scale = 3.0
+    with pytest.raises(HostValueChangedError, match=r"state\['box'\].scale is 3.0, was 2.0"):
+        loop(state)
+    other = {"x": torch.ones(1), "box": Box(scale=3.0, keys=torch.zeros(5))}  # other shapes
+    assert loop(other).flatten().tolist() == [3.0, 9.0]
+
+
+def test_weights_are_compared() -> None:
+    model = Decoder()
+    loop = cgcompile.loop(decoding(model), 2, config=HOST)
+    state = new_state()
+    loop(state)
+    model.out.weight = nn.Parameter(model.out.weight.clone())
+    with pytest.raises(AddressChangedError, match="weight"):
+        loop(state)
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_each_mode_has_its_graph(first: Any) -> None:
+    def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        return state["x"].add_(1 if torch.is_inference_mode_enabled() else 2)
+
+    loop = cgcompile.loop(step, 3, config=HOST)
+    state = {"x": torch.zeros(1)}
+    for mode in (first, torch.no_grad, torch.inference_mode, torch.no_grad):
+        state["x"].zero_()
+        with mode():
+            last = loop(state)[-1].item()
+        assert last == (3 if mode is torch.inference_mode else 6)
+    assert loop.counters.captures == 2
+
+
+def test_gradients_run_plain_and_stay() -> None:
+    weight = nn.Parameter(torch.ones(2))
+
+    def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        return state["x"] * weight
+
+    loop = cgcompile.loop(step, 2, config=HOST)
+    with torch.enable_grad():
+        for _ in range(3):
+            loop({"x": torch.full((2,), 3.0)}).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [18.0, 18.0]
+    assert set(loop.counters.plain) <= {Reason.GRADIENTS, Reason.WARMING}
+
+
+# ---------------------------------------------------------------- where it runs plain
+
+
+def test_a_step_that_reads_the_device_runs_plain() -> None:
+    def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        return state["x"].add_(state["x"].sum().item())
+
+    config = CompilationConfig(capture_device="host", on_fallback="count")
+    loop = cgcompile.loop(step, 2, config=config)
+    state = {"x": torch.ones(1)}
+    assert torch.cat([loop(state), loop(state)]).flatten().tolist() == [2.0, 4.0, 8.0, 16.0]
+    assert loop.counters.plain == {Reason.WARMING: 1, Reason.CAPTURE_FAILED: 3}
+    strict = CompilationConfig(capture_device="host", on_fallback="raise")
+    with pytest.raises(DispatchError, match="capture_failed"):
+        cgcompile.loop(step, 2, config=strict)({"x": torch.ones(1)})
+
+
+def test_errors_of_a_step_are_its_own() -> None:
+    def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        if state["fails"].fails:
+            raise KeyError("of the step")
+        return state["x"].add_(1)
+
+    loop = cgcompile.loop(step, 2, config=HOST)
+    fails = Box(fails=True)
+    state = {"x": torch.zeros(1), "fails": fails}
+    with pytest.raises(KeyError, match="of the step"):
+        loop(state)
+    fails.fails = False
+    assert loop(state).flatten().tolist() == [1.0, 2.0]
+    assert loop.counters.failures == 1
+
+
+def test_a_loop_in_a_capture_becomes_a_part_of_it() -> None:
+    def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        return state["x"].mul_(2)
+
+    inner = cgcompile.loop(step, 3, config=HOST)
+    state = {"x": torch.ones(1)}
+    outer = cgcompile.CUDAGraphWrapper(lambda: inner(state), HOST)
+    context = {"cudagraph_runtime_mode": "FULL", "batch_descriptor": BatchDescriptor(1)}
+    for start in (1, 8, 64):
+        with set_forward_context(**context):
+            assert outer().flatten().tolist() == [start * 2, start * 4, start * 8]
+    assert (outer.counters.captures, outer.counters.replays) == (1, 2)
+    assert inner.counters.plain == {Reason.INSIDE_CAPTURE: 3}
+
+
+def test_a_region_runs_plain() -> None:
+    loop = cgcompile.loop(lambda state: state["x"].add_(1), 2, config=HOST)
+    with cgcompile.eager_region():
+        assert loop({"x": torch.zeros(1)}).flatten().tolist() == [1.0, 2.0]
+    assert loop.counters.plain == {Reason.EAGER_REGION: 2}
+
+
+def test_descriptors_of_a_forward_context_are_keys() -> None:
+    """As of a wrapper: LoRA is another graph, and mode NONE is none."""
+
+    def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        scale = cgcompile.get_forward_context().attn_metadata
+        return state["x"].add_(scale["scale"])
+
+    loop = cgcompile.loop(step, 3, config=HOST)
+    state, scale = {"x": torch.zeros(1)}, torch.ones(1)
+    for lora in (False, True, False, True):
+        descriptor = BatchDescriptor(1, has_lora=lora)
+        with set_forward_context(
+            {"scale": scale}, cudagraph_runtime_mode="FULL", batch_descriptor=descriptor
+        ):
+            state["x"].zero_()
+            assert loop(state).flatten().tolist() == [scale.item() * n for n in (1, 2, 3)]
+        scale.add_(1)
+    assert loop.counters.captures == 2
+    with set_forward_context({"scale": scale}):
+        loop(state)
+    assert loop.counters.plain[Reason.MODE_NONE] == 3
+
+
+# ---------------------------------------------------------------- steps of all kinds
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("kind", ["torch.compile", "cgcompile.compile", "wrapper", "step"])
+def test_compiled_steps(kind: str, unroll: bool) -> None:
+    model = Decoder()
+    eager = decoding(model, ends=False)
+    if kind == "torch.compile":
+        step = decoding(torch.compile(model, backend=cgcompile.Backend(HOST)), ends=False)
+    elif kind == "cgcompile.compile":
+        step = decoding(cgcompile.compile(model, HOST), ends=False)
+    elif kind == "wrapper":
+        step = decoding(cgcompile.CUDAGraphWrapper(model, HOST), ends=False)
+    else:
+        step = torch.compile(eager, backend=cgcompile.Backend(HOST))
+    loop = cgcompile.loop(step, 4, unroll=unroll, config=HOST)
+    state = new_state()
+    assert_equal_rounds(loop, eager, state, copied(state))
+    assert loop.counters.captures == 1
+    assert loop.counters.replays == (2 if unroll else 14)
+
+
+def test_a_module_is_a_step() -> None:
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((1,), 2.0))
+
+        def forward(self, state: dict[str, torch.Tensor]) -> torch.Tensor:
+            return state["x"].mul_(self.scale)
+
+    loop = cgcompile.loop(Step(), 2, config=HOST)
+    state = {"x": torch.ones(1)}
+    assert torch.cat([loop(state), loop(state)]).flatten().tolist() == [2.0, 4.0, 8.0, 16.0]
+    assert repr(loop) == "Loop(Step, 2 steps, replays of one, 1 captured)"
+
+
+def test_release_captures_again() -> None:
+    loop = cgcompile.loop(lambda state: state["x"].add_(1), 4, config=HOST)
+    state = {"x": torch.zeros(1)}
+    loop(state)
+    loop.release()
+    assert not loop.wrapper.entries
+    assert loop({"x": torch.ones(1)}).flatten().tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert loop.counters.captures == 2
+
+
+def test_shapes_of_results_that_differ_are_an_error() -> None:
+    def step(state: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+        return state["x"][: 2 - number].clone()
+
+    loop = cgcompile.loop(step, 2, config=HOST)
+    with pytest.raises(LoopStateError, match=r"step 1 of a round returned .*\[\(1,\)\]"):
+        loop({"x": torch.zeros(2)})
+
+
+def test_bad_arguments() -> None:
+    def numbered(state: Any, number: int) -> None:
+        return None
+
+    with pytest.raises(ConfigError, match="the step takes its number"):
+        cgcompile.loop(numbered, unroll=False)
+    with pytest.raises(ConfigError, match="steps = 0"):
+        cgcompile.loop(numbered, 0)
+    with pytest.raises(ConfigError, match="step = 3"):
+        cgcompile.loop(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="until = 3"):
+        cgcompile.loop(numbered, until=3)  # type: ignore[arg-type]
+    loop = cgcompile.loop(numbered, 2)
+    with pytest.raises(ConfigError, match="steps = 0"):
+        loop({}, steps=0)
+    with pytest.raises(ConfigError, match="limit = 'all'"):
+        loop({}, limit="all")  # type: ignore[arg-type]
