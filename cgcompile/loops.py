@@ -508,7 +508,7 @@ def loop(
             compiled model, a wrapper or a function. Rows that are finished must stay as they are.
         steps: how many steps a round has.
         until: ``until(state)`` returns whether all are finished: a tensor, all of which must be
-            true, or a bool. :meth:`Loop.rounds` ends there.
+            true, or a bool. :meth:`~cgcompile.loops.Loop.rounds` ends there.
         unroll: whether the steps of a round are one graph; by default where ``step`` takes a
             number. It saves a launch for each step but one, and pays off for tiny steps.
         generator: from which the steps draw random numbers beside the default generator.
