@@ -177,11 +177,10 @@ class _StepWrapper(CUDAGraphWrapper):
         roots = {"step": self.unwrap()}
         if self._state is not None:
             roots |= self._state.loaded_globals
-        placed = Fields(roots).placed
         own = {storage_identity(x) for x in map(_storage, Fields({"": args}).tensors)}
         rows = [
             (path, tensor, tensor._version)
-            for path, tensor in zip(placed.paths, placed.all, strict=True)
+            for path, tensor in Fields(roots).named
             if not tensor.is_inference() and storage_identity(_storage(tensor)) not in own
         ]
         return (path for path, tensor, version in rows if tensor._version != version)

@@ -200,7 +200,7 @@ class Tensors:
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], tensor_type: str) -> None:
         pairs = [(path, tensor) for path, tensor in named if has_address(tensor)]
-        self.paths = [path for path, _ in pairs]
+        self._paths = [path for path, _ in pairs]
         self.all = tuple([tensor for _, tensor in pairs])
         self._starts = [tensor.data_ptr() for tensor in self.all]
         addresses = raw_memory.Addresses(self.all, range(len(self.all)))
@@ -223,7 +223,7 @@ class Tensors:
     def first_change(self) -> "Change | None":
         """Return the first tensor that moved or has another layout, else the first number."""
         captured = map(Placed, self._starts, self._layouts.known)
-        for path, tensor, before in zip(self.paths, self.all, captured, strict=True):
+        for path, tensor, before in zip(self._paths, self.all, captured, strict=True):
             now = Placed.of(tensor)
             if now.address != before.address:
                 return Change(path, before.address, now.address, moved=True)
