@@ -56,11 +56,12 @@ class Cache:
     """A cache as an object with tensors and numbers."""
 
     rows: int
+    device: str
     length: int = LENGTH
     keys: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keys = torch.zeros(self.rows, self.length, WIDTH)
+        self.keys = torch.zeros(self.rows, self.length, WIDTH, device=self.device)
 
 
 class Box:
@@ -70,20 +71,18 @@ class Box:
         self.__dict__.update(values)
 
 
-def new_state(rows: int = 2, **more: Any) -> dict[str, Any]:
+def new_state(device: str, rows: int = 2) -> dict[str, Any]:
     return {
-        "token": torch.randint(4, WORDS, (rows,)),
-        "position": torch.zeros(rows, dtype=torch.long),
-        "cache": Cache(rows),
-        "done": torch.zeros(rows, dtype=torch.bool),
-        **more,
+        "token": torch.randint(4, WORDS, (rows,), device=device),
+        "position": torch.zeros(rows, dtype=torch.long, device=device),
+        "cache": Cache(rows, device),
+        "done": torch.zeros(rows, dtype=torch.bool, device=device),
     }
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state of the same numbers in other memory."""
-    other = new_state(len(state["token"]))
-    other.update({name: value for name, value in state.items() if name not in other})
+    other = new_state(state["cache"].device, len(state["token"]))
     write(other, state)
     return other
 
@@ -153,12 +152,12 @@ def assert_equal_rounds(loop: Any, step: Any, state: Any, other: Any, rounds: in
 
 @pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("steps", [1, 4, 8])
-def test_rounds_equal_plain_steps(steps: int, unroll: bool) -> None:
-    step = decoding(Decoder(), ends=False)
+def test_rounds_equal_plain_steps(device: str, steps: int, unroll: bool) -> None:
+    step = decoding(Decoder().to(device), ends=False)
     loop = cgcompile.loop(step, steps, unroll=unroll, config=HOST)
-    state = new_state()
+    state = new_state(device)
     assert_equal_rounds(loop, step, state, copied(state))
-    fresh = new_state()
+    fresh = new_state(device)
     write(state, fresh)  # another request in the same memory
     assert_equal_rounds(loop, step, state, fresh)
     counters = loop.counters
@@ -170,8 +169,8 @@ def test_rounds_equal_plain_steps(steps: int, unroll: bool) -> None:
     )
 
 
-def test_a_step_with_its_number_is_unrolled() -> None:
-    heads = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+def test_a_step_with_its_number_is_unrolled(device: str) -> None:
+    heads = [nn.Linear(WIDTH, WIDTH, device=device) for _ in range(3)]
 
     def step(state: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         state["x"].copy_(heads[number](state["x"]).tanh())
@@ -179,7 +178,7 @@ def test_a_step_with_its_number_is_unrolled() -> None:
 
     loop = cgcompile.loop(step, steps=3, config=HOST)
     assert loop.unroll
-    state = {"x": torch.randn(2, WIDTH)}
+    state = {"x": torch.randn(2, WIDTH, device=device)}
     for _ in range(4):
         other = {"x": state["x"].clone()}
         expected = torch.stack([step(other, number) for number in range(3)])
@@ -191,11 +190,11 @@ def test_a_step_with_its_number_is_unrolled() -> None:
 
 @pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-def test_sampling_draws_what_eager_draws(own: bool, unroll: bool) -> None:
-    generator = torch.Generator() if own else None
-    step = decoding(Decoder(), generator, sampled=True, ends=False)
+def test_sampling_draws_what_eager_draws(device: str, own: bool, unroll: bool) -> None:
+    generator = torch.Generator(device) if own else None
+    step = decoding(Decoder().to(device), generator, sampled=True, ends=False)
     loop = cgcompile.loop(step, 4, unroll=unroll, generator=generator, config=HOST)
-    state = new_state()
+    state = new_state(device)
     random: Any = generator or torch
     for seed in range(4):
         other = copied(state)
@@ -206,30 +205,30 @@ def test_sampling_draws_what_eager_draws(own: bool, unroll: bool) -> None:
     assert loop.counters.replays
 
 
-def test_a_generator_that_is_not_registered_runs_plain() -> None:
-    step = decoding(Decoder(), torch.Generator(), sampled=True, ends=False)
+def test_a_generator_that_is_not_registered_runs_plain(device: str) -> None:
+    step = decoding(Decoder().to(device), torch.Generator(device), sampled=True, ends=False)
     loop = cgcompile.loop(step, 4, config=HOST)
-    loop(new_state())
+    loop(new_state(device))
     assert loop.counters.plain == {Reason.WARMING: 1, Reason.CAPTURE_FAILED: 3}
 
 
-def test_another_number_of_rows_is_another_graph() -> None:
-    step = decoding(Decoder(), ends=False)
+def test_another_number_of_rows_is_another_graph(device: str) -> None:
+    step = decoding(Decoder().to(device), ends=False)
     loop = cgcompile.loop(step, 4, config=HOST)
-    states = {rows: new_state(rows) for rows in (1, 3)}
+    states = {rows: new_state(device, rows) for rows in (1, 3)}
     for _ in range(3):
         for state in states.values():
             assert_equal_rounds(loop, step, state, copied(state), rounds=1)
     assert (loop.counters.captures, loop.counters.replays) == (2, 20)
 
 
-def test_results_in_other_structures() -> None:
+def test_results_in_other_structures(device: str) -> None:
     def step(state: dict[str, torch.Tensor]) -> Any:
         state["x"].add_(1)
         return Box if state["x"].dim() > 5 else ([state["x"], None, 3], state["x"] * 2)
 
     loop = cgcompile.loop(step, 2, config=HOST)
-    state = {"x": torch.zeros(1)}
+    state = {"x": torch.zeros(1, device=device)}
     for start in (0, 2):
         (ones, nothing, number), doubled = loop(state)
         assert (nothing, number) == (None, 3)
@@ -244,13 +243,15 @@ def finished(state: dict[str, Any]) -> torch.Tensor:
     return state["done"]
 
 
-def counting(ends: list[int]) -> tuple[Callable[[Any], torch.Tensor], dict[str, torch.Tensor]]:
+def counting(
+    device: str, ends: list[int]
+) -> tuple[Callable[[Any], torch.Tensor], dict[str, torch.Tensor]]:
     """Return a step whose rows finish after these numbers of steps, and its state."""
     state = {
-        "n": torch.zeros(len(ends), dtype=torch.long),
-        "end": torch.tensor(ends),
-        "done": torch.zeros(len(ends), dtype=torch.bool),
-        "steps": torch.zeros((), dtype=torch.long),
+        "n": torch.zeros(len(ends), dtype=torch.long, device=device),
+        "end": torch.tensor(ends, device=device),
+        "done": torch.zeros(len(ends), dtype=torch.bool, device=device),
+        "steps": torch.zeros((), dtype=torch.long, device=device),
     }
 
     def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -264,8 +265,8 @@ def counting(ends: list[int]) -> tuple[Callable[[Any], torch.Tensor], dict[str, 
 
 @pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("ends", [[1, 1], [3, 9], [8, 8], [17, 2]])
-def test_rounds_end_where_all_are_finished(ends: list[int], unroll: bool) -> None:
-    step, state = counting(ends)
+def test_rounds_end_where_all_are_finished(device: str, ends: list[int], unroll: bool) -> None:
+    step, state = counting(device, ends)
     loop = cgcompile.loop(step, 4, finished, unroll, config=HOST)
     for _ in range(2):
         state["n"].zero_()
@@ -280,7 +281,7 @@ def test_rounds_end_where_all_are_finished(ends: list[int], unroll: bool) -> Non
 
 
 def test_without_graphs_the_end_is_read_at_once() -> None:
-    step, state = counting([5, 2])
+    step, state = counting("cpu", [5, 2])
     loop = cgcompile.loop(step, 4, finished, config=CompilationConfig(on_fallback="count"))
     assert len(list(loop.rounds(state))) == 2
     assert state["steps"].item() == 8
@@ -288,8 +289,8 @@ def test_without_graphs_the_end_is_read_at_once() -> None:
 
 
 @pytest.mark.parametrize("unroll", [False, True])
-def test_a_limit_shortens_the_last_round(unroll: bool) -> None:
-    step, state = counting([99])
+def test_a_limit_shortens_the_last_round(device: str, unroll: bool) -> None:
+    step, state = counting(device, [99])
     loop = cgcompile.loop(step, 4, finished, unroll, config=HOST)
     for _ in range(3):
         state["n"].zero_()
@@ -298,21 +299,21 @@ def test_a_limit_shortens_the_last_round(unroll: bool) -> None:
     assert list(loop.rounds(state, limit=0)) == []
 
 
-def test_room_that_ends_before_the_requests_is_an_error() -> None:
-    step, state = counting([99])
+def test_room_that_ends_before_the_requests_is_an_error(device: str) -> None:
+    step, state = counting(device, [99])
     loop = cgcompile.loop(step, 4, finished, config=HOST)
     lengths: list[int] = []
     rounds = loop.rounds(state, limit=lambda state: 10 - int(state["n"]))
     with pytest.raises(LoopRoomError, match="a round of 4 steps, and room for 0"):
         lengths.extend(len(result) for result in rounds)
     assert lengths == [4, 4, 2]
-    step, state = counting([6])
+    step, state = counting(device, [6])
     loop = cgcompile.loop(step, 4, finished, config=HOST)
     assert [len(result) for result in loop.rounds(state, limit=lambda _: 8)] == [4, 4]
 
 
 def test_a_round_that_would_pass_the_limit_is_not_run() -> None:
-    step, state = counting([99])
+    step, state = counting("cpu", [99])
     loop = cgcompile.loop(step, 4, config=HOST)
     with pytest.raises(LoopRoomError, match="a round of 4 steps, and room for 3"):
         loop(state, limit=3)
@@ -333,7 +334,7 @@ class Kept(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros(()))
         self.helper = types.SimpleNamespace(count=0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -420,7 +421,9 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_beside_the_tensors_of_the_state_is_an_error(name: str, unroll: bool) -> None:
+def test_a_change_beside_the_tensors_of_the_state_is_an_error(
+    device: str, name: str, unroll: bool
+) -> None:
     change, path = CHANGES[name]
 
     def step(state: Any) -> torch.Tensor:
@@ -428,8 +431,8 @@ def test_a_change_beside_the_tensors_of_the_state_is_an_error(name: str, unroll:
         return state["x"].add_(1)
 
     loop = cgcompile.loop(step, 3, unroll=unroll, config=HOST)
-    box = Box(n=0, inner=Box(n=0), items=[], text="", t=torch.zeros(1))
-    state = {"x": torch.zeros(2), "n": 0, "box": box}
+    box = Box(n=0, inner=Box(n=0), items=[], text="", t=torch.zeros(1, device=device))
+    state = {"x": torch.zeros(2, device=device), "n": 0, "box": box}
     for _ in range(2):  # no graph is kept, and the change is not taken for granted
         with pytest.raises(LoopStateError, match=path) as caught:
             [loop(state) for _ in range(3)]  # the first round may run plain
@@ -437,7 +440,7 @@ def test_a_change_beside_the_tensors_of_the_state_is_an_error(name: str, unroll:
     assert not loop.wrapper.entries
 
 
-def test_what_the_first_step_creates_is_not_a_change() -> None:
+def test_what_the_first_step_creates_is_not_a_change(device: str) -> None:
     class Lazy:
         keys: torch.Tensor | None = None
         ready = False
@@ -451,7 +454,7 @@ def test_what_the_first_step_creates_is_not_a_change() -> None:
         return {"y": state["lazy"].update(state["x"]) * 2}
 
     loop = cgcompile.loop(step, 4, config=HOST)
-    state, other = ({"x": torch.ones(2), "lazy": Lazy()} for _ in range(2))
+    state, other = ({"x": torch.ones(2, device=device), "lazy": Lazy()} for _ in range(2))
     for _ in range(3):
         assert torch.equal(loop(state)["y"], plain(step, other, 4)["y"])
     assert (loop.counters.replays, loop.counters.plain) == (9, {Reason.WARMING: 2})
@@ -460,39 +463,42 @@ def test_what_the_first_step_creates_is_not_a_change() -> None:
 # ---------------------------------------------------------------- what is compared
 
 
-def test_another_address_of_the_state_is_an_error() -> None:
-    step = decoding(Decoder())
+def test_another_address_of_the_state_is_an_error(device: str) -> None:
+    step = decoding(Decoder().to(device))
     loop = cgcompile.loop(step, 2, config=HOST)
-    state = new_state()
+    state = new_state(device)
     loop(state)
     with pytest.raises(AddressChangedError, match=r"state\['token'\] is at .*\n.*reset a cache"):
         loop({**state, "token": state["token"].clone()})
     with pytest.raises(AddressChangedError, match=r"state\['cache'\].keys"):
-        loop({**state, "cache": Cache(2)})
+        loop({**state, "cache": Cache(2, device)})
     assert_equal_rounds(loop, step, state, copied(state), rounds=2)  # the state as it was is right
 
 
-def test_another_object_and_another_number_are_errors() -> None:
+def test_another_object_and_another_number_are_errors(device: str) -> None:
     def step(state: dict[str, Any]) -> torch.Tensor:
         return state["x"].mul_(state["box"].scale)
 
     loop = cgcompile.loop(step, 2, config=HOST)
-    box = Box(scale=2.0, keys=torch.zeros(3))
-    state = {"x": torch.ones(1), "box": box}
+    box = Box(scale=2.0, keys=torch.zeros(3, device=device))
+    state = {"x": torch.ones(1, device=device), "box": box}
     loop(state)
     with pytest.raises(HostValueChangedError, match=r"state\['box'\] is another Box"):
-        loop({**state, "box": Box(scale=2.0, keys=torch.zeros(3))})
+        loop({**state, "box": Box(scale=2.0, keys=torch.zeros(3, device=device))})
     box.scale = 3.0
     with pytest.raises(HostValueChangedError, match=r"state\['box'\].scale is 3.0, was 2.0"):
         loop(state)
-    other = {"x": torch.ones(1), "box": Box(scale=3.0, keys=torch.zeros(5))}  # other shapes
+    other = {
+        "x": torch.ones(1, device=device),
+        "box": Box(scale=3.0, keys=torch.zeros(5, device=device)),
+    }  # other shapes
     assert loop(other).flatten().tolist() == [3.0, 9.0]
 
 
-def test_weights_are_compared() -> None:
-    model = Decoder()
+def test_weights_are_compared(device: str) -> None:
+    model = Decoder().to(device)
     loop = cgcompile.loop(decoding(model), 2, config=HOST)
-    state = new_state()
+    state = new_state(device)
     loop(state)
     model.out.weight = nn.Parameter(model.out.weight.clone())
     with pytest.raises(AddressChangedError, match="weight"):
@@ -500,12 +506,12 @@ def test_weights_are_compared() -> None:
 
 
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
-def test_each_mode_has_its_graph(first: Any) -> None:
+def test_each_mode_has_its_graph(device: str, first: Any) -> None:
     def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
         return state["x"].add_(1 if torch.is_inference_mode_enabled() else 2)
 
     loop = cgcompile.loop(step, 3, config=HOST)
-    state = {"x": torch.zeros(1)}
+    state = {"x": torch.zeros(1, device=device)}
     for mode in (first, torch.no_grad, torch.inference_mode, torch.no_grad):
         state["x"].zero_()
         with mode():
@@ -514,8 +520,8 @@ def test_each_mode_has_its_graph(first: Any) -> None:
     assert loop.counters.captures == 2
 
 
-def test_gradients_run_plain_and_stay() -> None:
-    weight = nn.Parameter(torch.ones(2))
+def test_gradients_run_plain_and_stay(device: str) -> None:
+    weight = nn.Parameter(torch.ones(2, device=device))
 
     def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
         return state["x"] * weight
@@ -523,7 +529,7 @@ def test_gradients_run_plain_and_stay() -> None:
     loop = cgcompile.loop(step, 2, config=HOST)
     with torch.enable_grad():
         for _ in range(3):
-            loop({"x": torch.full((2,), 3.0)}).sum().backward()
+            loop({"x": torch.full((2,), 3.0, device=device)}).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [18.0, 18.0]
     assert set(loop.counters.plain) <= {Reason.GRADIENTS, Reason.WARMING}
@@ -532,21 +538,21 @@ def test_gradients_run_plain_and_stay() -> None:
 # ---------------------------------------------------------------- where it runs plain
 
 
-def test_a_step_that_reads_the_device_runs_plain() -> None:
+def test_a_step_that_reads_the_device_runs_plain(device: str) -> None:
     def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
         return state["x"].add_(state["x"].sum().item())
 
     config = CompilationConfig(capture_device="host", on_fallback="count")
     loop = cgcompile.loop(step, 2, config=config)
-    state = {"x": torch.ones(1)}
+    state = {"x": torch.ones(1, device=device)}
     assert torch.cat([loop(state), loop(state)]).flatten().tolist() == [2.0, 4.0, 8.0, 16.0]
     assert loop.counters.plain == {Reason.WARMING: 1, Reason.CAPTURE_FAILED: 3}
     strict = CompilationConfig(capture_device="host", on_fallback="raise")
     with pytest.raises(DispatchError, match="capture_failed"):
-        cgcompile.loop(step, 2, config=strict)({"x": torch.ones(1)})
+        cgcompile.loop(step, 2, config=strict)({"x": torch.ones(1, device=device)})
 
 
-def test_errors_of_a_step_are_its_own() -> None:
+def test_errors_of_a_step_are_its_own(device: str) -> None:
     def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
         if state["fails"].fails:
             raise KeyError("of the step")
@@ -554,7 +560,7 @@ def test_errors_of_a_step_are_its_own() -> None:
 
     loop = cgcompile.loop(step, 2, config=HOST)
     fails = Box(fails=True)
-    state = {"x": torch.zeros(1), "fails": fails}
+    state = {"x": torch.zeros(1, device=device), "fails": fails}
     with pytest.raises(KeyError, match="of the step"):
         loop(state)
     fails.fails = False
@@ -562,12 +568,12 @@ def test_errors_of_a_step_are_its_own() -> None:
     assert loop.counters.failures == 1
 
 
-def test_a_loop_in_a_capture_becomes_a_part_of_it() -> None:
+def test_a_loop_in_a_capture_becomes_a_part_of_it(device: str) -> None:
     def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
         return state["x"].mul_(2)
 
     inner = cgcompile.loop(step, 3, config=HOST)
-    state = {"x": torch.ones(1)}
+    state = {"x": torch.ones(1, device=device)}
     outer = cgcompile.CUDAGraphWrapper(lambda: inner(state), HOST)
     context = {"cudagraph_runtime_mode": "FULL", "batch_descriptor": BatchDescriptor(1)}
     for start in (1, 8, 64):
@@ -577,14 +583,14 @@ def test_a_loop_in_a_capture_becomes_a_part_of_it() -> None:
     assert inner.counters.plain == {Reason.INSIDE_CAPTURE: 3}
 
 
-def test_a_region_runs_plain() -> None:
+def test_a_region_runs_plain(device: str) -> None:
     loop = cgcompile.loop(lambda state: state["x"].add_(1), 2, config=HOST)
     with cgcompile.eager_region():
-        assert loop({"x": torch.zeros(1)}).flatten().tolist() == [1.0, 2.0]
+        assert loop({"x": torch.zeros(1, device=device)}).flatten().tolist() == [1.0, 2.0]
     assert loop.counters.plain == {Reason.EAGER_REGION: 2}
 
 
-def test_descriptors_of_a_forward_context_are_keys() -> None:
+def test_descriptors_of_a_forward_context_are_keys(device: str) -> None:
     """As of a wrapper: LoRA is another graph, and mode NONE is none."""
 
     def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -592,7 +598,7 @@ def test_descriptors_of_a_forward_context_are_keys() -> None:
         return state["x"].add_(scale["scale"])
 
     loop = cgcompile.loop(step, 3, config=HOST)
-    state, scale = {"x": torch.zeros(1)}, torch.ones(1)
+    state, scale = {"x": torch.zeros(1, device=device)}, torch.ones(1, device=device)
     for lora in (False, True, False, True):
         descriptor = BatchDescriptor(1, has_lora=lora)
         with set_forward_context(
@@ -612,8 +618,8 @@ def test_descriptors_of_a_forward_context_are_keys() -> None:
 
 @pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("kind", ["torch.compile", "cgcompile.compile", "wrapper", "step"])
-def test_compiled_steps(kind: str, unroll: bool) -> None:
-    model = Decoder()
+def test_compiled_steps(device: str, kind: str, unroll: bool) -> None:
+    model = Decoder().to(device)
     eager = decoding(model, ends=False)
     if kind == "torch.compile":
         step = decoding(torch.compile(model, backend=cgcompile.Backend(HOST)), ends=False)
@@ -624,44 +630,44 @@ def test_compiled_steps(kind: str, unroll: bool) -> None:
     else:
         step = torch.compile(eager, backend=cgcompile.Backend(HOST))
     loop = cgcompile.loop(step, 4, unroll=unroll, config=HOST)
-    state = new_state()
+    state = new_state(device)
     assert_equal_rounds(loop, eager, state, copied(state))
     assert loop.counters.captures == 1
     assert loop.counters.replays == (2 if unroll else 14)
 
 
-def test_a_module_is_a_step() -> None:
+def test_a_module_is_a_step(device: str) -> None:
     class Step(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = nn.Parameter(torch.full((1,), 2.0))
+            self.scale = nn.Parameter(torch.full((1,), 2.0, device=device))
 
         def forward(self, state: dict[str, torch.Tensor]) -> torch.Tensor:
             return state["x"].mul_(self.scale)
 
     loop = cgcompile.loop(Step(), 2, config=HOST)
-    state = {"x": torch.ones(1)}
+    state = {"x": torch.ones(1, device=device)}
     assert torch.cat([loop(state), loop(state)]).flatten().tolist() == [2.0, 4.0, 8.0, 16.0]
     assert repr(loop) == "Loop(Step, 2 steps, replays of one, 1 captured)"
 
 
-def test_release_captures_again() -> None:
+def test_release_captures_again(device: str) -> None:
     loop = cgcompile.loop(lambda state: state["x"].add_(1), 4, config=HOST)
-    state = {"x": torch.zeros(1)}
+    state = {"x": torch.zeros(1, device=device)}
     loop(state)
     loop.release()
     assert not loop.wrapper.entries
-    assert loop({"x": torch.ones(1)}).flatten().tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert loop({"x": torch.ones(1, device=device)}).flatten().tolist() == [2.0, 3.0, 4.0, 5.0]
     assert loop.counters.captures == 2
 
 
-def test_shapes_of_results_that_differ_are_an_error() -> None:
+def test_shapes_of_results_that_differ_are_an_error(device: str) -> None:
     def step(state: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         return state["x"][: 2 - number].clone()
 
     loop = cgcompile.loop(step, 2, config=HOST)
     with pytest.raises(LoopStateError, match=r"step 1 of a round returned .*\[\(1,\)\]"):
-        loop({"x": torch.zeros(2)})
+        loop({"x": torch.zeros(2, device=device)})
 
 
 def test_bad_arguments() -> None:

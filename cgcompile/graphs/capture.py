@@ -400,7 +400,7 @@ def capture(
             graph.abandon()
             if storages is not None:
                 storages.restore()
-            pool.retire(graph)
+            pool.retire(graph, generators=generators)
             raise
     return graph, result
 

@@ -121,8 +121,8 @@ class CaptureDevice(Protocol):
     def synchronize(self) -> None:
         """Wait on the host until the device is idle."""
 
-    def recover(self, stream: Any) -> None:
-        """Reset what a failed capture left; never raises."""
+    def recover(self, stream: Any, generators: Sequence[torch.Generator] = ()) -> None:
+        """Reset what a failed capture left, of ``generators`` too; never raises."""
 
     def around(self, function: Any = None) -> AbstractContextManager[Any]:
         """Return a context manager around code of users that is captured, or around a function."""
@@ -288,7 +288,12 @@ class CudaPool:
 
     # A pool whose last graph dies cannot be captured into again while tensors of it live.
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
         self.id = torch.cuda.graph_pool_handle()
         self._device = device
         self._segments: list[tuple[int, int]] = []  # (address, bytes), in order
@@ -303,7 +308,7 @@ class CudaPool:
             torch.cuda.current_blas_handle()  # none can be made inside of a capture
         with torch.cuda.device(device), torch.cuda.stream(stream):
             try:
-                self._anchor.begin(self)
+                self._anchor.begin(self, generators)
                 self._held = torch.zeros(1, device=device)
                 self._anchor.end()
                 self._anchor.release_pool()
@@ -476,11 +481,13 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def recover(self, stream: torch.cuda.Stream) -> None:
-        """Capture something that works: the end of it resets the random generator."""
+    def recover(
+        self, stream: torch.cuda.Stream, generators: Sequence[torch.Generator] = ()
+    ) -> None:
+        """Capture something that works: the end of it resets the random generators."""
         # After a broken capture the generator still captures, and every random op raises.
         with contextlib.suppress(RuntimeError):
-            CudaPool(self.device, stream)
+            CudaPool(self.device, stream, generators)
 
     def around(self, function: Any = None) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

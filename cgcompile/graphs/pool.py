@@ -396,11 +396,14 @@ class GraphPool:
             kept = [tensor.untyped_storage() for tensor in self._weak_results()]
             self._memory.poison_free([(storage.data_ptr(), storage.nbytes()) for storage in kept])
 
-    def retire(self, *broken: DeviceGraph) -> None:
-        """Keep the graphs of a failed capture, which may be in use, and capture into new memory."""
+    def retire(self, *broken: DeviceGraph, generators: Sequence[torch.Generator] = ()) -> None:
+        """Keep the graphs of a failed capture, which may be in use, and capture into new memory.
+
+        The ``generators`` that were registered for the capture are usable again.
+        """
         self._parked += broken
         self.renew()
-        self.device.recover(self.stream)
+        self.device.recover(self.stream, generators)
 
     def renew(self) -> None:
         """Capture into new memory; each earlier graph keeps its own."""

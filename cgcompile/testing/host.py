@@ -649,7 +649,7 @@ class HostDevice:
 
     reserved = graph_bytes = stream_key
 
-    def _nothing(self, stream: None = None) -> None:
+    def _nothing(self, stream: None = None, generators: Any = ()) -> None:
         """A CPU has no streams, and nothing to wait for."""
 
     capture_stream = current_stream = synchronize = give_back = wait_for = recover = _nothing
