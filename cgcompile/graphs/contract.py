@@ -173,9 +173,13 @@ class Layouts:
     # Torch's guards compare in C++, and dispatch keys and ``requires_grad`` as well: where those
     # differ, as in another mode, layouts are compared in Python, and the guards are made anew.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.known = [*map(layout_of, tensors)]
-        self._follow(tensors)
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], known: list[tuple[Any, ...]] | None = None
+    ) -> None:
+        now = [*map(layout_of, tensors)]
+        self.known, self.alike = known or now, _never
+        if now == self.known:
+            self._follow(tensors)
 
     def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
         is_nested = any([tensor.is_nested for tensor in tensors])  # it ends the process in guards
@@ -329,6 +333,7 @@ class Reads:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}  # what lines and expressions refer to
         self.held: list[torch.UntypedStorage] = []  # memory that a graph may read
+        self._laid_out: dict[int, tuple[str, torch.Tensor, tuple[Any, ...]]] = {}
 
     def bound(self, prefix: str, value: Any) -> str:
         """Return a new name of a value."""
@@ -370,6 +375,18 @@ class Reads:
         at = f"{expression}.data_ptr()"
         self.rows.append(Read(path, at, Kind.PLACE, address))
         self.unless(f"{at} != {self.bound('at', address)}")
+
+    def layout(self, local: str, tensor: torch.Tensor, layout: tuple[Any, ...]) -> None:
+        """Let :meth:`layouts` compare a tensor, which a line has assigned to ``local``."""
+        self._laid_out[id(tensor)] = local, tensor, layout
+
+    def layouts(self) -> None:
+        """Compare the noted tensors by layout, all at once."""
+        if self._laid_out:
+            variables, tensors, known = zip(*self._laid_out.values(), strict=True)
+            name, now = self.bound("layouts", Layouts(tensors, [*known])), ", ".join(variables)
+            self.unless(f"not ({name}.alike({now}) or {name}.hold({now}))")
+            self._laid_out = {}
 
     def value(self, path: str, expression: str, value: Any, local: str = "") -> None:
         """Compare a plain value."""

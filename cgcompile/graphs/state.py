@@ -894,6 +894,7 @@ class StateContract:
             now = reads.bound("other", value)
             now = now if isinstance(value, set) else f"contents({now})"
             reads.unless(f"{now} != {reads.bound('before', contents)}")
+        reads.layouts()
         reads.names |= _FUNCTIONS
 
     def _compare_items(self, reads: Reads, value: Any, items: tuple[Any, ...]) -> None:
@@ -929,6 +930,9 @@ class StateContract:
             moved = f" or {now}.data_ptr() != {reads.bound('at', value.placed.address)}"
             differs = f"({now} := {expression}) is not {known}()"
             reads.unless(differs if value.start is None else differs + moved)
+            tensor = value.reference()
+            if value.start is not None and tensor is not None:
+                reads.layout(now, tensor, value.placed.layout)
         elif is_plain_value(value):
             differs = f"({now} := {expression}) is not {known}"
             reads.unless(f"{differs} and not same_value({now}, {known})")

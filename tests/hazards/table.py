@@ -71,11 +71,12 @@ OF_STRUCTURE = {UNGUARDED: DOCUMENTED, UNTRACED: AddressChangedError}
 OF_TENSORS = {UNTRACED: AddressChangedError, MANAGERS: ABSENT}  # of arguments
 OF_ARGUMENTS = {UNTRACED: HostValueChangedError, MANAGERS: ABSENT}
 OF_WEIGHTS = {NONE: DOCUMENTED, UNTRACED: AddressChangedError}
-# At the same address. torch 2.11 skips guards on tensors of modules whose dicts were not written.
-OF_LAYOUTS = {
-    **({TRACES: DOCUMENTED} if torch.__version__ < "2.12" else {NONE: DOCUMENTED}),
-    UNTRACED: HostValueChangedError,
-}
+OF_LAYOUTS = {NONE: DOCUMENTED, UNTRACED: HostValueChangedError}  # at the same address
+# torch 2.11 skips guards on tensors in dicts that were not written. Inputs that are copied are right.
+OF_LAYOUTS_IN_DICTS, OF_LAYOUTS_OF_INPUTS = OF_LAYOUTS, OF_LAYOUTS
+if torch.__version__ < "2.12":
+    OF_LAYOUTS_IN_DICTS = {TRACES: DOCUMENTED, **OF_LAYOUTS}
+    OF_LAYOUTS_OF_INPUTS = {WITH_CONTEXT: DOCUMENTED, **OF_LAYOUTS}
 
 READ_CONTEXT = (*WITH_CONTEXT, *WRAPPERS, "CudaGraphManager")
 
@@ -1340,10 +1341,15 @@ TABLE: tuple[Row, ...] = (
             },
         )
         for holder_kind in PLACES
-        for how, text in (
-            ("alive", "old one alive"),
-            ("freed", "old one freed"),
-        )
+        for how, text in (("alive", "old one alive"), ("freed", "old one freed"))
+    ),
+    *(
+        Row(f"tensor of a {holder_kind}, other strides", _tensor(holder_kind, "strides"), expect)
+        for holder_kind, expect in {
+            **dict.fromkeys(PLACES, OF_LAYOUTS),
+            "dict": OF_LAYOUTS_IN_DICTS,
+            "global": OF_LAYOUTS_OF_INPUTS,
+        }.items()
     ),
     Row("tensor by a computed name", tensor_by_a_computed_name, OF_WEIGHTS),
     Row(
@@ -1358,10 +1364,12 @@ TABLE: tuple[Row, ...] = (
     Row("weights updated", _weights(weights_updated), same_graphs=True),
     Row("layer replaced", _weights(layer_replaced), OF_WEIGHTS),
     Row("layer of another class", _weights(layer_of_another_class), OF_STRUCTURE),
-    Row("weight transposed", _weights(weight_transposed), OF_LAYOUTS),
-    Row("weight of another shape", _of_any_layout(WIDTH, 2), OF_LAYOUTS),
-    Row("weight of another dtype, in place", _of_any_layout(torch.int16), OF_LAYOUTS),
-    Row("tensor attribute with other strides", _tensor("attribute", "strides"), OF_LAYOUTS),
+    Row("weight transposed", _weights(weight_transposed), OF_LAYOUTS_IN_DICTS),
+    Row("weight of another shape", _of_any_layout(WIDTH, 2), OF_LAYOUTS_IN_DICTS),
+    Row("weight of another dtype, in place", _of_any_layout(torch.int16), OF_LAYOUTS_IN_DICTS),
+    Row(
+        "tensor attribute with other strides", _tensor("attribute", "strides"), OF_LAYOUTS_IN_DICTS
+    ),
     Row(".data of the last weight", _weights(last_weight_data), OF_WEIGHTS),
     Row("load_state_dict(assign=True)", _weights(weights_assigned), OF_WEIGHTS),
     Row("bias removed", _weights(bias_removed), OF_WEIGHTS),
