@@ -24,9 +24,10 @@ from cgcompile.graphs.contract import (
     Change,
     Contract,
     Kind,
+    Layouts,
+    Placed,
     Read,
     Reads,
-    Tensors,
     has_address,
     host_number,
     is_cpu_scalar,
@@ -55,6 +56,51 @@ _SAME = (torch.nn.Module, FunctionType, MethodType, partial)
 
 # Types of most attributes of a module: a look-up is faster than isinstance of a tensor.
 _NO_TENSORS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple))
+
+
+class Tensors:
+    """The tensors with memory among some, by path: addresses, layouts, and the numbers in some."""
+
+    # A kernel gets a 0-dim CPU tensor as a launch argument, which a graph bakes in.
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]], tensor_type: str) -> None:
+        pairs = [(path, tensor) for path, tensor in named if has_address(tensor)]
+        self._paths = [path for path, _ in pairs]
+        self.all = tuple([tensor for _, tensor in pairs])
+        self._starts = [tensor.data_ptr() for tensor in self.all]
+        addresses = raw_memory.Addresses(self.all, range(len(self.all)))
+        self._in_place = addresses.hold_for([*self.all])
+        self._layouts = Layouts(self.all)
+        self._numbers = [
+            (path, tensor, tensor.item())
+            for path, tensor in pairs
+            if is_cpu_scalar(tensor, tensor_type)
+        ]
+
+    def hold(self) -> bool:
+        """Return whether no tensor and no number differs; 0.12 us for each tensor."""
+        return (
+            self._in_place()
+            and (self._layouts.alike(*self.all) or self._layouts.hold(*self.all))
+            and (not self._numbers or self._changed_number() is None)
+        )
+
+    def first_change(self) -> Change | None:
+        """Return the first tensor that moved or has another layout, else the first number."""
+        captured = map(Placed, self._starts, self._layouts.known)
+        for path, tensor, before in zip(self._paths, self.all, captured, strict=True):
+            now = Placed.of(tensor)
+            if now.address != before.address:
+                return Change(path, before.address, now.address, moved=True)
+            if now != before:
+                return Change(path, layout_text(before), layout_text(now))
+        return self._changed_number()
+
+    def _changed_number(self) -> Change | None:
+        for path, tensor, number in self._numbers:
+            if not same_value(tensor.item(), number):
+                return Change(path, number, tensor.item())
+        return None
 
 
 class Weights:
