@@ -23,7 +23,7 @@ import torch
 from cgcompile.context import BatchDescriptor
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.arena import address
-from cgcompile.graphs.contract import layout_text
+from cgcompile.graphs.contract import Placed, layout_of, layout_text
 from cgcompile.graphs.device import DeviceGraph, any_capture, destroy_unused_graphs
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.reads import modules_of
@@ -434,7 +434,8 @@ class TouchedMemory(_EachOp):
 
     def __init__(self, tensor_type: str) -> None:
         super().__init__(tensor_type)
-        self._lives: dict[int, tuple[raw_memory.StorageLife, str]] = {}  # by storage, with a layout
+        # By storage, with the layout of the first tensor.
+        self._lives: dict[int, tuple[raw_memory.StorageLife, tuple[Any, ...]]] = {}
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.note(args, kwargs)
@@ -445,13 +446,13 @@ class TouchedMemory(_EachOp):
         for leaf in _dense((args, kwargs)):
             key = raw_memory.storage_identity(leaf.untyped_storage())
             if key not in self._lives and leaf.numel():  # else no byte of it is touched
-                self._lives[key] = raw_memory.StorageLife(leaf), layout_text(leaf)
+                self._lives[key] = raw_memory.StorageLife(leaf), layout_of(leaf)
 
     def outside(self, owns: Callable[[int], bool]) -> list[HeldMemory]:
         """Return what is alive and not at an address that the pool ``owns``; after the capture."""
         rows = [(life.storage(), layout) for life, layout in self._lives.values()]
         return [
-            HeldMemory(storage, storage.data_ptr(), layout)
+            HeldMemory(storage, start := storage.data_ptr(), layout_text(Placed(start, layout)))
             for storage, layout in rows
             if storage is not None and storage.nbytes() and not owns(storage.data_ptr())
         ]
