@@ -318,9 +318,10 @@ class _Flag:
         if isinstance(value, torch.Tensor):
             value = value.detach().all()
             if value.is_cuda:
+                stream = torch.cuda.current_stream(value.device)
                 pinned = torch.empty((), dtype=torch.bool, pin_memory=True)
                 value = pinned.copy_(value, non_blocking=True)
-                self._event = torch.cuda.current_stream(value.device).record_event()
+                self._event = stream.record_event()
         self._value = value
 
     @property
