@@ -4,6 +4,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -187,7 +188,7 @@ def test_opcodes_of_a_round_of_a_loop() -> None:
     for steps in (8, 16):
         loop, state = cgcompile.loop(step, steps, config=CONFIG), {"x": torch.zeros(ROWS, WIDTH)}
         with torch.inference_mode():
-            counts.append(opcodes_of(lambda: loop(state)))
+            counts.append(opcodes_of(partial(loop, state)))
         assert state["x"].eq(4 * steps).all()
         assert loop.counters.replays == 4 * steps - 2
     assert counts[0] <= 3_060 + 8 * LOOP
