@@ -279,6 +279,14 @@ class Reason(enum.Enum):
         "compile it, or wrap it in `BreakableCUDAGraphWrapper`",
     )
 
+    # Of a call of ``generate`` of transformers.
+    OWN_LOOP = (
+        "own_loop",
+        "`generate` needs something that no graph holds: beams, a processor that is not known, a "
+        "cache of the caller",
+        "leave out what the detail names, or `custom_generate`",
+    )
+
     @property
     def page(self) -> str:
         """Where the documentation explains this reason."""

@@ -35,7 +35,7 @@ FLOORS = (
     ("adapters", "runtime", "tracing"),
     ("compile", "backend", "loops", "registry"),
     ("serving", "encoder"),
-    ("debug", "cli", "__main__"),
+    ("debug", "cli", "__main__", "integrations"),
 )
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 
@@ -272,6 +272,7 @@ LOADS: dict[str, set[str]] = {
     "serving": _TOP,
     "encoder": {"graphs", "torch_compat"},
     "debug": {*_TOP, "encoder", "serving"},
+    "integrations": {*_COMPILER, "backend", "loops", "registry"},
 }
 
 

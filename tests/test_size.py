@@ -33,6 +33,7 @@ ROOMS = (
     "serving",
     "encoder",
     "debug",
+    "integrations",
     "testing",
 )
 COLUMNS = ("classes", "public", "private", "fallbacks", "loaded")

@@ -18,6 +18,8 @@ Decoders with the sizes of known ones and random weights in bfloat16, with a sta
 
 A way is ``eager``, ``torch.compile``, one of its modes, or ``cgcompile``, with settings behind it:
 ``--ways "cgcompile kernels=-small_batch"``. A setting that this cgcompile lacks is left out.
+``custom_generate`` is :class:`cgcompile.integrations.transformers.Generate`, for parts ``generate``
+and ``first``; it takes settings as well.
 
 Each way runs in processes of its own, with empty caches. Those of ``step`` and ``generate`` compile
 side by side, as many as the device has memory for, and are measured one by one. Exits with 1
@@ -57,13 +59,16 @@ from rivals.report import text_table
 from rivals.timing import Call, Probe, burst_seconds, gpu_seconds, wait, wall_seconds
 
 import cgcompile
+from cgcompile.integrations.transformers import Generate
 
 PARTS = ("step", "generate", "first")
 MODES = {"torch.compile": "default"} | {mode: mode for mode in ("reduce-overhead", "max-autotune")}
 WAYS = (
     *("eager", "torch.compile", "reduce-overhead", "cgcompile"),
     *("cgcompile kernels=-small_batch", "cgcompile kernels=-decode_attention"),
+    "custom_generate",
 )
+OWN = ("cgcompile", "custom_generate")
 SHORT, LONG = 16, 144  # new tokens
 BURSTS = (10, 3, 1)  # steps that are enqueued at once, the most that the device takes
 REGRET = 0.5  # of the standard deviation of the logits: how far below the largest a token may be
@@ -234,13 +239,13 @@ def is_known(way: str) -> bool:
 
 def settings_of(way: str) -> dict[str, str]:
     first, *pairs = way.split()
-    if first != "cgcompile" or not all("=" in pair for pair in pairs):
+    if first not in OWN or not all("=" in pair for pair in pairs):
         raise ValueError(f"unknown way {way!r}: eager, {', '.join(MODES)} or cgcompile NAME=VALUE")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
 def backend_of(args: argparse.Namespace, way: str) -> cgcompile.Backend | None:
-    if not way.startswith("cgcompile"):
+    if not way.startswith(OWN):
         return None
     device = "auto" if args.device == "cuda" else "host"
     more: dict[str, Any] = {"compiler": args.compiler, **settings_of(way)}
@@ -409,10 +414,26 @@ def step_times(args: argparse.Namespace, step: Step, call: Call, backend: Any) -
 def text_of(
     args: argparse.Namespace, model: Any, way: str, cell: Cell
 ) -> tuple[Callable[[int], torch.Tensor], Any]:
-    """Return a function that generates a number of tokens, and the backend."""
+    """Return a function that generates a number of tokens, and what counts its replays."""
     from transformers import CompileConfig, StaticCache
 
     handle = backend_of(args, way)
+    prompt = torch.randint(model.config.vocab_size, (cell.rows, cell.used), device=args.device)
+    if way.startswith("custom_generate"):
+        own = Generate(backend=handle, max_cache_len=cell.cache)
+
+        def own_text(tokens: int) -> torch.Tensor:
+            result: torch.Tensor = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                custom_generate=own,
+            )
+            return result
+
+        return own_text, own
 
     def backend(graph: Any, inputs: Any) -> Any:  # generate() copies its configuration deeply
         return handle(graph, inputs)  # type: ignore[misc]
@@ -425,7 +446,6 @@ def text_of(
         how = {"compile_config": settings}
     make: Any = StaticCache
     cache = make(config=model.config, max_cache_len=cell.cache)
-    prompt = torch.randint(model.config.vocab_size, (cell.rows, cell.used), device=args.device)
     how |= {"attention_mask": torch.ones_like(prompt), "past_key_values": cache}
 
     def text(tokens: int) -> torch.Tensor:
@@ -532,6 +552,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     for part in args.parts:
         for model in args.models:
             for way in args.ways:
+                if part == "step" and way.startswith("custom_generate"):
+                    continue  # its step is that of cgcompile
                 key = attrgetter("rows") if part == "step" else None
                 groups = itertools.groupby(cells(args, part), key)
                 jobs += [Job(part, model, way, tuple(group)) for _, group in groups]

@@ -1,0 +1,1 @@
+"""What other libraries call; nothing of the core imports it."""

@@ -1,0 +1,592 @@
+"""``custom_generate`` of transformers: tokens of ``generate`` on small models with random weights."""
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import cgcompile
+from cgcompile.errors import ConfigError, DispatchError
+from cgcompile.integrations import next_token
+from cgcompile.integrations.decode_inputs import NotHeld, described
+from cgcompile.integrations.transformers import Generate, generate
+from cgcompile.reasons import Reason
+
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+SLIDING = {"sliding_window": 16}
+RANDOM = torch.Generator().manual_seed(5)  # prompts: the default one is seeded for both loops
+
+
+def decoder(kind: str, config: str = "", **sizes: Any) -> Any:
+    """Return a causal language model of a kind."""
+    make = getattr(transformers, (config or kind) + "Config")
+    return getattr(transformers, kind + "ForCausalLM")(make(**{**SIZES, **sizes}))
+
+
+def gemma3() -> Any:
+    layers = ["sliding_attention", "full_attention"]
+    make = transformers.Gemma3ForCausalLM
+    config = transformers.Gemma3TextConfig(**SIZES, **SLIDING, head_dim=8, layer_types=layers)
+    return make(config)
+
+
+def gpt2() -> Any:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": VOCABULARY}
+    ends = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
+    config = transformers.GPT2Config(**sizes, **ends, initializer_range=0.4)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def mamba() -> Any:
+    ends = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "state_size": 4}
+    config = transformers.MambaConfig(**sizes, **ends, initializer_range=0.5)
+    return transformers.MambaForCausalLM(config)
+
+
+def t5() -> Any:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    ends = {"eos_token_id": None, "decoder_start_token_id": 0, "pad_token_id": 0}
+    config = transformers.T5Config(**sizes, **ends, vocab_size=VOCABULARY, initializer_factor=3.0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def whisper() -> Any:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": VOCABULARY}
+    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64}
+    sizes |= {"decoder_ffn_dim": 64, "max_source_positions": 20, "max_target_positions": 64}
+    ends = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(**sizes, **ends, num_mel_bins=8, init_std=0.4)
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def llava() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision = transformers.CLIPVisionConfig(
+        **sizes, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=transformers.LlamaConfig(**SIZES),
+        image_token_id=VOCABULARY - 1,
+        vision_feature_layer=-1,
+        pad_token_id=0,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: decoder("Llama"),
+    "qwen3": lambda: decoder("Qwen3", head_dim=8),
+    "mistral": lambda: decoder("Mistral", **SLIDING),
+    "gemma3": gemma3,
+    "gpt2": gpt2,
+    "mamba": mamba,
+    "mixtral": lambda: decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "t5": t5,
+}
+
+
+def build(name: str = "llama") -> Any:
+    """Return a model that never ends a text by itself, with a seed of its own."""
+    torch.manual_seed(7)
+    model = {**MODELS, "whisper": whisper, "llava": llava}[name]().eval()
+    if name != "whisper":
+        model.generation_config.eos_token_id = None
+    return model
+
+
+def prompt(rows: int = 2, length: int = 6, padded: int = 0) -> dict[str, torch.Tensor]:
+    """Return random tokens, with padding at the left of the first row."""
+    ids = torch.randint(1, VOCABULARY - 1, (rows, length), generator=RANDOM)
+    mask = torch.ones_like(ids)
+    mask[0, :padded] = 0
+    ids[0, :padded] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def both(model: Any, own: Generate, inputs: Any, **settings: Any) -> tuple[Any, Any]:
+    """Return the tokens of the loop of transformers and those of ``own``, with the same seed."""
+    settings = {"do_sample": False, "max_new_tokens": 10, **settings}
+    torch.manual_seed(3)
+    expected = model.generate(**inputs, **settings)
+    torch.manual_seed(3)
+    return expected, model.generate(**inputs, **settings, custom_generate=own)
+
+
+def check(model: Any, own: Generate, inputs: Any, **settings: Any) -> torch.Tensor:
+    """Compare the tokens; return them."""
+    expected, tokens = both(model, own, inputs, **settings)
+    assert torch.equal(tokens, expected), settings
+    return torch.as_tensor(expected)
+
+
+@pytest.fixture(autouse=True)
+def recorded_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGCOMPILE_CAPTURE_DEVICE", "host")
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build()
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_calls_of_all_lengths_share_one_capture(llama: Any) -> None:
+    own, texts = Generate(steps=4), []
+    for length in (3, 11, 6):
+        texts.append(check(llama, own, prompt(length=length))[:, length:].tolist())
+    assert texts[0] != texts[1] != texts[2]
+    assert (own.counters.captures, own.counters.replays) == (1, 2)
+    assert not own.counters.plain
+
+
+def test_padding_and_ends_of_rows(llama: Any) -> None:
+    """Rows end at different steps; what follows is padding, and the text ends with the last row."""
+    own = Generate(steps=3)
+    plain = llama.generate(**prompt(3, 8, padded=3), do_sample=False, max_new_tokens=10)
+    ends = plain[:, 10].tolist() + list(range(60, 76))  # those of the third step, and many others
+    shapes = set()
+    for padded in (0, 3, 5):
+        expected = check(llama, own, prompt(3, 8, padded), eos_token_id=ends, max_new_tokens=30)
+        shapes.add(expected.shape[1])
+    assert len(shapes) > 1
+    assert max(shapes) < 38, "no text has ended"
+    assert (own.counters.captures, own.counters.replays) == (1, 2)
+
+
+def test_samples_with_the_same_seed(llama: Any) -> None:
+    own, texts = Generate(steps=4), []
+    settings = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    for length in (4, 7):
+        texts.append(check(llama, own, prompt(length=length), **settings)[:, length:])
+    greedy = llama.generate(**prompt(), do_sample=False, max_new_tokens=10)
+    assert not torch.equal(texts[1], greedy[:, 6:])
+    assert (own.counters.captures, own.counters.replays) == (1, 1)
+
+
+@pytest.mark.slow
+def test_other_seeds_give_other_texts(llama: Any) -> None:
+    own, texts, inputs = Generate(steps=4), set(), prompt()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        tokens = llama.generate(**inputs, do_sample=True, max_new_tokens=8, custom_generate=own)
+        texts.add(tuple(tokens[:, 6:].flatten().tolist()))
+    assert len(texts) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    """Prompts of random lengths, padding, ends, greedy and sampled; windows are crossed."""
+    model, own = build(name), Generate(steps=4)
+    encodes = model.config.is_encoder_decoder
+    for rows, length, padded in ((2, 7, 0), (2, 20, 0), (5, 9, 0), (2, 12, 5)):
+        inputs = prompt(rows, length, padded)
+        if encodes:  # padding at the right
+            inputs = {key: value.flip(-1) for key, value in inputs.items()}
+        for settings in (
+            {"repetition_penalty": 1.5},
+            {"do_sample": True, "top_k": 20, "temperature": 0.8},
+            {"eos_token_id": list(range(40, 56)), "min_new_tokens": 3},
+        ):
+            check(model, own, inputs, max_new_tokens=24, **settings)
+    # Two numbers of rows, three kinds of steps.
+    assert (own.counters.captures, own.counters.replays) == (6, 6)
+
+
+@pytest.mark.slow
+def test_random_prompts() -> None:
+    """60 prompts of 1 to 8 rows with one Generate: as many captures as numbers of rows."""
+    model, own = build(), Generate(steps=4, caches=8)
+    lengths = torch.randint(1, 40, (60,)).tolist()
+    for number, length in enumerate(lengths):
+        inputs = prompt(1 + number % 8, length, padded=number % 3 if length > 4 else 0)
+        ends = {"eos_token_id": [5, 17, 44, 71]} if number % 2 else {}
+        check(model, own, inputs, max_new_tokens=20, **ends)
+    assert (own.counters.captures, own.counters.replays) == (16, 44)
+
+
+@pytest.mark.slow
+def test_whisper() -> None:
+    model, own = build("whisper"), Generate(steps=4)
+    for _ in range(3):
+        inputs = {"input_features": torch.randn(2, 8, 40, generator=RANDOM)}
+        check(model, own, inputs, max_new_tokens=20, suppress_tokens=[4, 5])
+    assert (own.counters.captures, own.counters.replays) == (1, 2)
+
+
+@pytest.mark.slow
+def test_vision_language_model() -> None:
+    model, own = build("llava"), Generate(steps=4)
+    for length in (3, 8, 5):
+        image = torch.full((2, 4), VOCABULARY - 1)
+        ids = torch.cat(
+            (image, torch.randint(1, VOCABULARY - 1, (2, length), generator=RANDOM)), dim=1
+        )
+        inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16, generator=RANDOM)}
+        check(model, own, {**inputs, "attention_mask": torch.ones_like(ids)})
+    assert (own.counters.captures, own.counters.replays) == (1, 2)
+
+
+def test_one_new_token(llama: Any) -> None:
+    own = Generate()
+    assert check(llama, own, prompt(), max_new_tokens=1).shape == (2, 7)
+
+
+@pytest.mark.slow
+def test_embeddings_as_a_prompt(llama: Any) -> None:
+    own = Generate(steps=4)
+    for length in (4, 9):
+        embeddings = torch.randn(2, length, 32, generator=RANDOM)
+        check(llama, own, {"inputs_embeds": embeddings})
+    assert (own.counters.captures, own.counters.replays) == (1, 1)
+
+
+# ---------------------------------------------------------------- processors and criteria
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "min_length": {"min_length": 12, "eos_token_id": list(range(1, 60))},
+    "min_new_tokens": {"min_new_tokens": 5, "eos_token_id": list(range(1, 60))},
+    "repetition": {"repetition_penalty": 1.7},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+    "long_ngram": {"no_repeat_ngram_size": 9},
+    "bad_words": {"bad_words_ids": [[5], [9, 17], [3, 4, 5], *([[n, 7] for n in range(20, 90)])]},
+    "sequence_bias": {"sequence_bias": {(5,): 4.0, (9,): 5.0, (9, 5): -9.0, (5, 9, 9): 3.0}},
+    "forced_eos": {"forced_eos_token_id": 11, "eos_token_id": 11},
+    "suppress": {"suppress_tokens": list(range(1, 80))},
+    "begin_suppress": {"begin_suppress_tokens": list(range(1, 90))},
+    "invalid_values": {"remove_invalid_values": True, "renormalize_logits": True},
+    "min_p": {"do_sample": True, "min_p": 0.05},
+    "typical": {"do_sample": True, "typical_p": 0.8},
+    "epsilon": {"do_sample": True, "epsilon_cutoff": 0.01, "temperature": 1.5},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors(name: str) -> None:
+    """Calls of other lengths share a step, and the processors read the lengths of their own."""
+    model, own, settings = build(), Generate(steps=4), PROCESSORS[name]
+    for length in (2, 6, 10):
+        inputs = prompt(3, length)
+        expected = check(model, own, inputs, max_new_tokens=14, **settings)
+        without = model.generate(**inputs, max_new_tokens=14, do_sample=False)
+    assert not torch.equal(expected, without), "the processor has no effect"
+    assert (own.counters.captures, own.counters.replays) == (1, 2)
+
+
+@pytest.mark.slow
+def test_processors_of_an_encoder() -> None:
+    model, own = build("t5"), Generate(steps=4)
+    for length in (5, 12):
+        check(model, own, prompt(2, length), encoder_repetition_penalty=1.5)
+    assert (own.counters.captures, own.counters.replays) == (1, 1)
+
+
+@pytest.mark.slow
+def test_numbers_of_processors_are_not_baked_in(llama: Any) -> None:
+    """Another temperature is another step; another minimum length is not."""
+    own = Generate(steps=4)
+    for temperature in (0.7, 1.4):
+        check(llama, own, prompt(), do_sample=True, temperature=temperature)
+    assert own.counters.captures == 2
+    ends = {"eos_token_id": list(range(1, 60))}
+    for least in (3, 8):
+        check(llama, own, prompt(), min_new_tokens=least, **ends)
+    assert own.counters.captures == 3
+
+
+class Favour(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + (input_ids.shape[1] % 2) * torch.arange(VOCABULARY)
+
+
+class Temperature(transformers.TemperatureLogitsWarper):
+    """A subclass, which may read anything."""
+
+
+class StopAt(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 9)
+
+
+OWN_WAY: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "beams": ("beam_search", lambda: {"num_beams": 2}),
+    "a dictionary": ("return_dict", lambda: {"return_dict_in_generate": True}),
+    "no cache": ("use_cache=False", lambda: {"use_cache": False}),
+    "a cache": ("a cache of yours", lambda: {"past_key_values": DynamicCache()}),
+    "a processor": ("Favour", lambda: {"logits_processor": LogitsProcessorList([Favour()])}),
+    "a subclass": (
+        "Temperature",
+        lambda: {"logits_processor": LogitsProcessorList([Temperature(0.5)])},
+    ),
+    "a criterion": ("StopAt", lambda: {"stopping_criteria": StoppingCriteriaList([StopAt()])}),
+    "a decay": (
+        "ExponentialDecayLengthPenalty",
+        lambda: {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 5},
+    ),
+    "eta": ("EtaLogitsWarper", lambda: {"do_sample": True, "eta_cutoff": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", OWN_WAY)
+def test_what_runs_in_the_loop_of_generate(llama: Any, name: str) -> None:
+    word, settings = OWN_WAY[name]
+    own, inputs = Generate(), prompt()
+    torch.manual_seed(3)
+    first = {"do_sample": False, "max_new_tokens": 6, **settings()}
+    expected = llama.generate(**inputs, **first)
+    torch.manual_seed(3)
+    second = {"do_sample": False, "max_new_tokens": 6, **settings()}
+    tokens = llama.generate(**inputs, **second, custom_generate=own)
+    if name == "a dictionary":
+        expected, tokens = expected.sequences, tokens.sequences
+    assert torch.equal(tokens, expected)
+    assert own.counters.plain == {Reason.OWN_LOOP: 1}
+    assert own.counters.calls == 1
+    assert word in own.counters.details[Reason.OWN_LOOP]
+
+
+def test_strict_raises_where_the_loop_of_generate_has_to_run(llama: Any) -> None:
+    backend = cgcompile.Backend(on_fallback="raise", compiler="eager", capture_device="host")
+    with pytest.raises(DispatchError, match=r"own_loop.*beam_search"):
+        llama.generate(**prompt(), num_beams=2, custom_generate=Generate(backend=backend))
+
+
+@pytest.mark.slow
+def test_a_text_ends_after_its_time(llama: Any) -> None:
+    own = Generate(steps=2)
+    tokens = llama.generate(
+        **prompt(), do_sample=False, max_new_tokens=60, max_time=0.0, custom_generate=own
+    )
+    assert tokens.shape == (2, 6 + 1 + 2), "the first token, and one round"
+
+
+def test_processors_are_known_by_class() -> None:
+    assert next_token.refusal([transformers.TopKLogitsWarper(5)]) == ""
+    assert "Favour" in next_token.refusal([Favour()])
+    assert "Temperature" in next_token.refusal([Temperature(0.5)])
+
+
+def test_an_input_that_changes_from_token_to_token_is_not_held(llama: Any) -> None:
+    ids, size = torch.ones(2, 1, dtype=torch.long), torch.ones(2, 3)
+    prepared, after = {"input_ids": ids, "size": size}, {"input_ids": ids, "size": size + 1}
+    with pytest.raises(NotHeld, match="the input size"):
+        described(llama, prepared, lambda: after, None, {}, 0)
+
+
+@pytest.mark.slow
+def test_probabilities_that_are_not_numbers_raise(llama: Any) -> None:
+    model = copy.deepcopy(llama)
+    own, settings = Generate(steps=2), {"do_sample": True, "max_new_tokens": 6}
+    model.generate(**prompt(), **settings, custom_generate=own)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        model.generate(**prompt(), **settings, custom_generate=own)
+
+
+# ---------------------------------------------------------------- streams and threads
+
+
+class Collected:
+    """A streamer."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 1, "eta_cutoff": 0.1, "do_sample": True}])
+def test_streams(llama: Any, settings: dict[str, Any]) -> None:
+    """It gets what ``generate`` passes: the prompt, each token, and the end."""
+    expected, streamed, inputs = Collected(), Collected(), prompt(rows=1)
+    settings = {"do_sample": False, "max_new_tokens": 9, **settings}
+    torch.manual_seed(1)
+    llama.generate(**inputs, **settings, streamer=expected)
+    torch.manual_seed(1)
+    llama.generate(**inputs, **settings, custom_generate=Generate(steps=4, stream=streamed))
+    assert [value.tolist() for value in streamed.values] == [v.tolist() for v in expected.values]
+    assert (len(streamed.values), streamed.ended) == (10, 1)
+
+
+@pytest.mark.slow
+def test_threads_have_a_cache_each() -> None:
+    model, own = build(), Generate(steps=3)
+    prompts = [prompt(length=length) for length in (4, 9, 5, 7)]
+    expected = [model.generate(**p, do_sample=False, max_new_tokens=12) for p in prompts]
+    wrong: list[Any] = []
+
+    def run(number: int) -> None:
+        for _ in range(3):
+            tokens = model.generate(
+                **prompts[number], do_sample=False, max_new_tokens=12, custom_generate=own
+            )
+            if not torch.equal(tokens, expected[number]):
+                wrong.append(tokens)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert own.counters.calls == 12
+    assert own.counters.replays >= 4, own.counters
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@pytest.mark.slow
+def test_caches_are_bounded_and_released(llama: Any) -> None:
+    own = Generate(steps=2, caches=2)
+    for rows in (1, 2, 3, 1):
+        check(llama, own, prompt(rows), max_new_tokens=5)
+    assert own.counters.captures == 4, "that of one row has gone"
+    assert repr(own) == "Generate(2 steps, 2 kept caches)"
+    own.release()
+    assert repr(own) == "Generate(2 steps, 0 kept caches)"
+    check(llama, own, prompt(), max_new_tokens=5)
+    assert own.counters.captures == 5
+
+
+@pytest.mark.slow
+def test_a_longer_text_gets_a_longer_cache(llama: Any) -> None:
+    own = Generate(steps=4, max_cache_len=16)
+    for new in (4, 30, 4, 30):
+        check(llama, own, prompt(), max_new_tokens=new)
+    assert (own.counters.captures, own.counters.replays) == (2, 2)
+    assert repr(own) == "Generate(4 steps, 1 kept caches)"
+
+
+@pytest.mark.slow
+def test_a_model_is_not_kept_alive() -> None:
+    model, own = build(), Generate(steps=2)
+    check(model, own, prompt(), max_new_tokens=5)
+    copied = copy.deepcopy(model)
+    assert repr(own) == "Generate(2 steps, 1 kept caches)", "a copy has none"
+    check(copied, own, prompt(), max_new_tokens=5)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert repr(own) == "Generate(2 steps, 1 kept caches)"
+
+
+@pytest.mark.slow
+def test_replaced_weights_are_read(llama: Any) -> None:
+    model = copy.deepcopy(llama)
+    own, inputs, texts = Generate(steps=2), prompt(), set()
+    for _ in range(3):
+        texts.add(tuple(check(model, own, inputs, max_new_tokens=8).flatten().tolist()))
+        weight = torch.randn(VOCABULARY, 32, generator=RANDOM)
+        model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    assert len(texts) == 3
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    check(model, own, inputs, max_new_tokens=8)
+
+
+@pytest.mark.slow
+def test_inference_mode_of_some_calls(llama: Any) -> None:
+    own = Generate(steps=2)
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            check(llama, own, prompt(), max_new_tokens=6)
+    assert (own.counters.captures, own.counters.replays) == (1, 2)
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_calls(llama: Any) -> None:
+    own = Generate(steps=4)
+
+    def run(count: int) -> int:
+        for number in range(count):
+            inputs = prompt(length=2 + number % 5)
+            llama.generate(**inputs, do_sample=False, max_new_tokens=6, custom_generate=own)
+        gc.collect()
+        return sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
+
+    run(2)
+    before = run(3)
+    assert run(12) == before
+    assert own.counters.captures == 1
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.mark.slow
+def test_a_backend_compiles_the_forward(llama: Any) -> None:
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    own = Generate(steps=4, backend=backend)
+    for length in (3, 8, 5):
+        check(llama, own, prompt(length=length))
+    assert (own.counters.captures, own.counters.replays) == (1, 2)
+    assert backend.counters.calls > 0
+    assert not backend.counters.captures
+
+
+@pytest.mark.slow
+def test_a_compiled_model_stays_as_it_is() -> None:
+    model = build()
+    handle = cgcompile.Backend(compiler="eager", capture_device="host")
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    model.forward = torch.compile(model.forward, backend=handle)
+    own = Generate(steps=4, backend=backend)
+    for length in (3, 8):
+        check(model, own, prompt(length=length))
+    assert backend.counters.calls == 0
+    assert handle.counters.calls > 0
+    assert (own.counters.captures, own.counters.replays) == (1, 1)
+
+
+def test_without_graphs_on_a_cpu(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CGCOMPILE_CAPTURE_DEVICE")
+    own = Generate(steps=4)
+    for length in (3, 8):
+        check(llama, own, prompt(length=length), eos_token_id=[5, 6])
+    assert own.counters.plain == {Reason.NO_DEVICE: 2}
+
+
+def test_bad_settings() -> None:
+    for settings in ({"steps": 0}, {"steps": 1.5}, {"caches": 0}, {"max_cache_len": 0}):
+        with pytest.raises(ConfigError):
+            Generate(**settings)
+    assert generate.steps == 8
