@@ -66,27 +66,24 @@ class _Stack:
         self._result: Any = None  # of the last step
         self._leaves: list[Any] = []  # of the last step
         self._stacked: list[torch.Tensor] = []  # of each tensor leaf
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of these and those leaves
 
     def add(self, result: Any) -> None:
         """Copy what a step returned: the next one may write the same memory."""
-        count = self._count
-        if result is not self._result or not count:
-            self._take(result)
-        for stacked, leaf in self._pairs:
-            stacked[count].copy_(leaf)
-        self._count = count + 1
-
-    def _take(self, result: Any) -> None:
-        self._result, self._leaves = result, flatten(result)[0]
+        if result is not self._result or not self._count:
+            self._result = result
+            self._leaves = flatten(result)[0]
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         if not self._count:
             self._stacked = [leaf.new_empty((self._steps, *leaf.shape)) for leaf in tensors]
-        now = [tuple(leaf.shape) for leaf in tensors]
-        before = [tuple(stacked.shape[1:]) for stacked in self._stacked]
-        if now != before:
+        if [leaf.shape for leaf in tensors] != [stacked.shape[1:] for stacked in self._stacked]:
+            now, before = [
+                [tuple(tensor.shape[first:]) for tensor in shaped]
+                for first, shaped in ((0, tensors), (1, self._stacked))
+            ]
             raise LoopStateError.returns(step=self._count, now=now, before=before)
-        self._pairs = [*zip(self._stacked, tensors, strict=True)]
+        for stacked, leaf in zip(self._stacked, tensors, strict=True):
+            stacked[self._count].copy_(leaf)
+        self._count += 1
 
     def result(self) -> Any:
         """Return the stacked tensors in the structure of the last result."""
@@ -203,7 +200,7 @@ class _Round:
 
     def __init__(self, loop: "Loop", state: Any, steps: int) -> None:
         self.loop, self.state, self.steps, self.left = loop, state, steps, steps
-        self.stack = _Stack(steps)
+        self._stack = _Stack(steps)
         self._result: Any = None  # of an unrolled round
 
     @property
@@ -216,11 +213,11 @@ class _Round:
         if self.loop.unroll:
             self._result, self.left = result, 0
         else:
-            self.stack.add(result)
+            self._stack.add(result)
             self.left -= 1
 
     def result(self) -> Any:
-        return self._result if self.loop.unroll else self.stack.result()
+        return self._result if self.loop.unroll else self._stack.result()
 
 
 class _RoundCall(WrapperCall):
@@ -262,16 +259,11 @@ class _RoundCall(WrapperCall):
         part, replay = self._round, step.sequence.replay
         args, kwargs = self._compared
         result = step.result(args, kwargs)  # the tensors of all replays
-        if part.loop.unroll:
+        runs = 1 if part.loop.unroll else part.left
+        for _ in range(runs):
             replay(self._compared)
             part.add(result)
-            return
-        add = part.stack.add
-        for _ in range(part.left):
-            replay(self._compared)
-            add(result)
-        self._wrapper.timeline.replays += part.left - 1
-        part.left = 0
+        self._wrapper.timeline.replays += runs - 1
 
     def check_due(self) -> None:
         wrapper, warmed = self._wrapper, self._round.loop.warmed
@@ -318,10 +310,9 @@ class _Flag:
         if isinstance(value, torch.Tensor):
             value = value.detach().all()
             if value.is_cuda:
-                stream = torch.cuda.current_stream(value.device)
                 pinned = torch.empty((), dtype=torch.bool, pin_memory=True)
                 value = pinned.copy_(value, non_blocking=True)
-                self._event = stream.record_event()
+                self._event = torch.cuda.current_stream(value.device).record_event()
         self._value = value
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lib.front_ends import LOOP, MANAGERS, TRACED, WIDTH, WITH_CONTEXT, WRAPPERS
+from lib.front_ends import MANAGERS, TRACED, WIDTH, WITH_CONTEXT, WRAPPERS
 from lib.hazards import (
     ABSENT,
     DOCUMENTED,
@@ -41,12 +41,11 @@ from cgcompile.errors import (
     CaptureError,
     DispatchError,
     HostValueChangedError,
-    LoopStateError,
 )
 from cgcompile.reasons import Reason
 
 KEEP = ("keep", "keep, context")
-UNTRACED = (*WRAPPERS, *MANAGERS, LOOP, "breakable, context")  # capture Python as it runs
+UNTRACED = (*WRAPPERS, *MANAGERS, "breakable, context")  # capture Python as it runs
 TRACES = (*TRACED, *(f"{name}, context" for name in TRACED))
 NONE = ("none", "none, context")
 SHAPE = ("shape", "shape, context")
@@ -79,7 +78,7 @@ if torch.__version__ < "2.12":
     OF_LAYOUTS_IN_DICTS = {TRACES: DOCUMENTED, **OF_LAYOUTS}
     OF_LAYOUTS_OF_INPUTS = {WITH_CONTEXT: DOCUMENTED, **OF_LAYOUTS}
 
-READ_CONTEXT = (*WITH_CONTEXT, *WRAPPERS, LOOP, "CudaGraphManager")
+READ_CONTEXT = (*WITH_CONTEXT, *WRAPPERS, "CudaGraphManager")
 
 # A forward context is never passed to an encoder, and a front end without one has no metadata.
 NO_METADATA = {("torch.compile", "keep", "shape", "none", "breakable", *ENCODER): ABSENT}
@@ -1356,14 +1355,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "cache in a list replaced",
         cache_in_a_list,
-        # A manager warms up with batches that no eager model gets, and a step of a loop writes its
-        # state alone.
-        {
-            NONE: DOCUMENTED,
-            UNTRACED: AddressChangedError,
-            MANAGERS: ABSENT,
-            LOOP: Refused(LoopStateError),
-        },
+        # A manager warms up with batches that no eager model gets.
+        {NONE: DOCUMENTED, UNTRACED: AddressChangedError, MANAGERS: ABSENT},
     ),
     Row("weight replaced", _weights(weight_replaced), OF_WEIGHTS),
     Row("weight.data assigned", _weights(weight_data), OF_WEIGHTS),
@@ -1405,7 +1398,6 @@ TABLE: tuple[Row, ...] = (
             TRACES: Reason.TOO_MANY_WEIGHT_SETS,
             UNTRACED: Refused(CaptureError),
             MANAGERS: ABSENT,  # it warms up with batches that no eager model gets
-            LOOP: Reason.CAPTURE_FAILED,
         },
     ),
     Row(
@@ -1581,7 +1573,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "longer list as an argument",
         _argument(lambda t: [t], lambda t: [t, t], lambda a: torch.stack(a).sum(0)),
-        {**OF_ARGUMENTS, LOOP: RIGHT},  # a state of another layout has a graph of its own
+        OF_ARGUMENTS,
     ),
     Row(
         "flag of an argument",
