@@ -260,13 +260,13 @@ def _of_environment(spec: dataclasses.Field[Any]) -> tuple[Any, str]:
     """Return the value of a setting in the environment, else its default, and its origin."""
     value, origin = spec.metadata["default"], "default"
     variable = _variable(spec.name)
-    if variable in os.environ:
+    if os.environ.get(variable):  # an empty one is not set
         value = parsed(spec.name, variable, os.environ[variable], spec.metadata["parse"])
         origin = "environment"
     old = [
         (_variable(name), name, earlier)
         for name, earlier in EARLIER.items()
-        if earlier.setting == spec.name and _variable(name) in os.environ
+        if earlier.setting == spec.name and os.environ.get(_variable(name))
     ]
     for variable, name, earlier in old:
         value = earlier.merged(parsed(name, variable, os.environ[variable], earlier.parse), value)
@@ -289,8 +289,8 @@ class CompilationConfig:
     """Every setting of cgcompile; validated when it is made, immutable after.
 
     Each field can be given as an argument here, as ``torch.compile(..., options={name: value})``,
-    or as ``CGCOMPILE_<NAME>`` in the environment. An argument beats options, options beat the
-    environment, the environment beats the default.
+    or as ``CGCOMPILE_<NAME>`` in the environment, where an empty text is no value. An argument
+    beats options, options beat the environment, the environment beats the default.
 
     Which combinations are possible:
 

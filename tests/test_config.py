@@ -386,6 +386,15 @@ def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         CompilationConfig()
 
 
+@pytest.mark.parametrize("name", [*CompilationConfig.names(), *EARLIER])
+def test_an_empty_variable_is_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(f"CGCOMPILE_{name.upper()}", raising=False)
+    default = CompilationConfig()
+    monkeypatch.setenv(f"CGCOMPILE_{name.upper()}", "")
+    assert CompilationConfig() == default
+    assert CompilationConfig().origins == default.origins
+
+
 @pytest.mark.parametrize("mode", ["NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"])
 @pytest.mark.parametrize("cudagraph_mode", CUDAGraphMode)
 def test_piecewise_graphs_need_a_split_graph(mode: str, cudagraph_mode: CUDAGraphMode) -> None:

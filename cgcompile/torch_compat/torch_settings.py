@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from cgcompile.torch_compat.torch_ops import autocast_state
+from cgcompile.torch_compat.torch_ops import autocast_state, without_modes
 
 
 def _cudnn(name: str) -> Callable[[], bool]:
@@ -75,8 +75,9 @@ def settle_attention_kernels(device: torch.device) -> None:
     """Let torch choose the priority of attention kernels, which it does at the first attention."""
     # torch 2.11 to 2.14 put cuDNN first on compute capability 9.0 and 10.0; a graph that was
     # captured before would see another setting after.
-    query = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=device)
-    torch._fused_sdp_choice(query, query, query)
+    with without_modes():  # a fake tensor lets torch choose nothing
+        query = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=device)
+        torch._fused_sdp_choice(query, query, query)
 
 
 def kernel_settings() -> tuple[Any, ...]:

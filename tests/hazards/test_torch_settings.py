@@ -10,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from lib.front_ends import ROWS, WIDTH, front_end, settings
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cgcompile
 from cgcompile.errors import HostValueChangedError, TraceError
 from cgcompile.reasons import Reason
+from cgcompile.torch_compat import torch_settings
 
 
 class Net(nn.Module):
@@ -222,3 +225,22 @@ def test_a_function_mode_that_cannot_be_traced_is_refused(guards: str) -> None:
         with Logging(), pytest.raises(TraceError, match="does not become one graph"):
             step(x)
         torch.testing.assert_close(step(x), Net("cpu")(x))
+
+
+def test_the_priority_of_kernels_is_settled_outside_of_modes() -> None:
+    """A fake tensor lets torch choose nothing, and the choice is made once in a process."""
+    ops: list[Any] = []
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            ops.append(op)
+            return op(*args, **(kwargs or {}))
+
+    settle = torch_settings.settle_attention_kernels.__wrapped__
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with FakeTensorMode(), Notes(), torch.profiler.profile(activities=activities) as profile:
+        settle(torch.device("cpu"))
+    assert ops == []
+    assert [event.name for event in profile.events()].count("aten::_fused_sdp_choice") == 1
