@@ -5,6 +5,7 @@ rounding may lose. A wrong graph does not care how close the call was, so the di
 apart: it is measured by the plain model, on the tokens up to where the runs part.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,11 +26,13 @@ class Parting:
         position: of the token, in its output.
         gap: between the logits of the two tokens, in standard deviations of all logits; infinite
             where one output ends.
+        spacing: between neighbouring numbers of the dtype at the larger one, in the same unit.
     """
 
     number: int
     position: int
     gap: float
+    spacing: float = 0.0
 
 
 def partings(
@@ -42,11 +45,11 @@ def partings(
             continue
         pairs = list(zip(one.output, other.output, strict=False))
         position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        gap = float("inf")
+        gap, spacing = float("inf"), 0.0
         if position < len(pairs):
-            spread = plain_logits(model, one.tokens[: len(one.prompt) + position])[-1]
-            gap = _gap(spread, *pairs[position])
-        parts.append(Parting(one.number, position, gap))
+            logits = plain_logits(model, one.tokens[: len(one.prompt) + position])[-1]
+            gap, spacing = _gap(logits, *pairs[position])
+        parts.append(Parting(one.number, position, gap, spacing))
     return tuple(parts)
 
 
@@ -64,14 +67,17 @@ def partings_from_plain(requests: Sequence[Request], model: Llama) -> tuple[Part
         if apart:
             position = apart[0]
             gap = _gap(logits[position], best[position], request.output[position])
-            parts.append(Parting(request.number, position, gap))
+            parts.append(Parting(request.number, position, *gap))
     return tuple(parts)
 
 
-def _gap(logits: torch.Tensor, one: int, other: int) -> float:
-    """Between two tokens, in standard deviations of all logits."""
+def _gap(logits: torch.Tensor, one: int, other: int) -> tuple[float, float]:
+    """Between two tokens, and between numbers of the dtype there, in standard deviations."""
     first, second = logits[[one, other]].float().tolist()
-    return float(abs(first - second) / logits.float().std())
+    deviation = float(logits.float().std())
+    _, exponent = math.frexp(max(abs(first), abs(second)))
+    spacing = torch.finfo(logits.dtype).eps * 2.0 ** (exponent - 1)
+    return abs(first - second) / deviation, spacing / deviation
 
 
 def plain_logits(model: Llama, tokens: Sequence[int]) -> torch.Tensor:

@@ -123,9 +123,11 @@ class Run:
             a_round = self.accepted_a_round
             lines.append(f"  drafts: {counts} accepted ({share:.1%}), {a_round:.2f} a round")
         if self.partings:
-            gap = max(each.gap for each in self.partings)
+            gap = max(part.gap for part in self.partings)
+            spacing = max(part.spacing for part in self.partings)
             lines.append(
-                f"  {len(self.partings)} requests get other tokens, at gaps up to {gap:.2g}"
+                f"  {len(self.partings)} requests get other tokens, at gaps up to {gap:.2g}; "
+                f"neighbouring numbers of the dtype are up to {spacing:.2g} apart there"
             )
         return "\n".join(lines)
 

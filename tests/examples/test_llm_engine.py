@@ -1,5 +1,6 @@
 """The loop in every mode, the report of a run, and steps without a scheduler."""
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -150,6 +151,9 @@ def test_where_runs_part_and_how_close_it_was() -> None:
     one, other = partings(expected, requests, model)
     assert (one.number, one.position) == (1, 2)
     assert one.gap == pytest.approx(float((logits.max() - logits.min()) / logits.std()), rel=1e-4)
+    largest = logits.abs().max()  # of either of the two
+    spacing = float((largest.nextafter(largest.new_tensor(math.inf)) - largest) / logits.std())
+    assert one.spacing == pytest.approx(spacing, rel=1e-4)
     assert (other.number, other.position) == (3, len(requests[3].output))
     assert other.gap == float("inf")
 

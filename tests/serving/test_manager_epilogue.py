@@ -302,3 +302,25 @@ def test_verify_runs_the_epilogue() -> None:
     graph_manager.capture()
     report = cgcompile.verify(graph_manager, requests(3, 1), requests(1, 1, decode=True))
     assert report.differences == ()
+
+
+@pytest.mark.parametrize("on_input_change", ["eager", "recapture"])
+def test_a_step_that_is_not_replayed_runs_the_epilogue_too(on_input_change: str) -> None:
+    sampler = sampling()
+    graph_manager = manager(
+        "FULL", epilogue=sampler, on_input_change=on_input_change, on_fallback="count"
+    )
+    graph_manager.capture()
+    batch = requests(3)
+    graph_manager.run(batch)
+    replays = graph_manager.counters.replays
+    sampler.stride = 2
+    for count in (3, 2):
+        batch = requests(count)
+        wanted = sampler.tokens(eager(inner(graph_manager), batch))
+        assert torch.equal(graph_manager.run(batch), wanted)
+        positions = batch.inputs["positions"]
+        assert positions is not None
+        written = graph_manager.inputs.buffers["positions"][:count]
+        assert torch.equal(written, (positions + 2).clamp(max=63))
+    assert graph_manager.counters.replays == replays
