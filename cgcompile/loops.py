@@ -326,8 +326,10 @@ class _Flag:
         return bool(self._value)
 
 
-class Loop:
+class Loop(Transparent):
     """Rounds of steps of a stateful model; see :func:`loop`.
+
+    Attributes that it does not have are read from the step.
 
     Attributes:
         steps: how many steps a round has.
@@ -353,7 +355,7 @@ class Loop:
     ) -> None:
         self.steps, self.unroll, self.wrapper = steps, unroll, wrapper
         self.warmed: Counter[Any] = Counter()  # warm-ups by key
-        self._step, self._until = step, until
+        self.runnable, self._until = step, until
         # Objects in captured states, by identity, with the layouts of the tensors in them.
         self._layouts: dict[int, tuple[Any, Any]] = {}
 
@@ -431,6 +433,10 @@ class Loop:
     def counters(self) -> Counters:
         """What its steps did so far; a copy. An unrolled round counts as one step."""
         return self.wrapper.counters
+
+    def unwrap(self) -> Any:
+        """Return the step."""
+        return self.runnable
 
     def release(self) -> None:
         """Drop the graphs and their memory. The next round captures again."""

@@ -271,7 +271,7 @@ LOADS: dict[str, set[str]] = {
     "loops": {"graphs", "torch_compat"},
     "serving": _TOP,
     "encoder": {"graphs", "torch_compat"},
-    "debug": {*_TOP, "encoder", "serving"},
+    "debug": {*_TOP, "encoder", "loops", "serving"},
     "integrations": {*_COMPILER, "backend", "loops", "registry"},
 }
 

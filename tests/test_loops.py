@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import nn
 
 import cgcompile
@@ -687,3 +689,108 @@ def test_bad_arguments() -> None:
         loop({}, steps=0)
     with pytest.raises(ConfigError, match="limit = 'all'"):
         loop({}, limit="all")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- tools
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_verify_compares_rounds_with_plain_steps(device: str, unroll: bool) -> None:
+    generator = torch.Generator(device)
+    step = decoding(Decoder().to(device), generator, sampled=True)
+    loop = cgcompile.loop(step, 4, unroll=unroll, generator=generator, config=HOST)
+    state = new_state(device)
+    before, drawn = copied(state), generator.get_state()
+    verification = cgcompile.verify(loop, state)
+    assert verification.ok, str(verification)
+    assert verification.replays == (3 if unroll else 12)
+    assert_same(state, before)  # all is restored
+    assert torch.equal(generator.get_state(), drawn)
+
+
+def test_verify_finds_what_a_capture_cannot_see(device: str) -> None:
+    """A number that is read and written by a name that no code has."""
+    box, name = Box(n=0), "".join(("n",))
+
+    def step(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        setattr(box, name, getattr(box, name) + 1)
+        return {"x": state["x"].add_(getattr(box, name))}
+
+    verification = cgcompile.verify(
+        cgcompile.loop(step, 4, config=HOST), {"x": torch.zeros(2, device=device)}
+    )
+    assert not verification.ok
+    assert verification.differences[0].value == "['x']"
+
+
+def test_tools_take_a_loop(device: str) -> None:
+    loop = cgcompile.loop(decoding(Decoder().to(device)), 4, config=HOST)
+    state = new_state(device)
+    loop(state)
+    graph, warming = cgcompile.coverage(loop).rows
+    assert (graph.mode, graph.hits, warming.reason) == ("FULL", 3, "warming")
+    assert [record.why for record in cgcompile.debug.timeline(loop)] == [None]
+    assert cgcompile.debug.doctor(loop).ok
+    assert cgcompile.debug.doctor(loop, state).ok
+    assert loop.unwrap() is loop.runnable
+
+
+# ---------------------------------------------------------------- whatever comes
+
+ROUNDS = st.lists(
+    st.tuples(
+        st.sampled_from([1, 3]),  # rows
+        st.sampled_from(["rounds", "call", "shorter", "reset", "moved", "plain"]),
+        st.integers(1, 9),  # a limit
+        st.booleans(),  # inference mode
+    ),
+    min_size=4,
+    max_size=12,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unroll", [False, True])
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(schedule=ROUNDS, steps=st.sampled_from([1, 2, 4]), sampled=st.booleans())
+def test_any_schedule_of_rounds_equals_plain_steps(
+    unroll: bool, schedule: Any, steps: int, sampled: bool
+) -> None:
+    torch.manual_seed(0)
+    step = decoding(Decoder(), sampled=sampled, ends=False)
+    loop = cgcompile.loop(step, steps, unroll=unroll, config=HOST)
+    states = {rows: new_state("cpu", rows) for rows in (1, 3)}
+    others = {rows: copied(state) for rows, state in states.items()}
+    for rows, action, limit, inference in schedule:
+        state, other, seed = states[rows], others[rows], limit
+        with torch.inference_mode(inference), torch.no_grad():
+            torch.manual_seed(seed)
+            if action == "reset":
+                for held in (state, other):
+                    held["position"].zero_()
+                    held["cache"].keys.zero_()
+                continue
+            if action == "moved":
+                # By mode, descriptor, modes of torch, and number of unrolled steps.
+                keys = [key[1:4] for key in loop.wrapper.captured_steps.captured]
+                count = (steps,) if unroll else ()
+                if (BatchDescriptor(rows), (False, inference), count) in keys:
+                    with pytest.raises(AddressChangedError):
+                        loop(copied(state), steps=steps)
+                continue
+            if action == "plain":
+                with cgcompile.eager_region():
+                    results = [loop(state)]
+            elif action == "rounds":
+                results = list(loop.rounds(state, limit=limit))
+            else:
+                count = steps if action == "call" else min(limit, steps)
+                results = [loop(state, count)]
+            torch.manual_seed(seed)
+            for result in results:
+                expected = plain(step, other, len(result["token"]))
+                # Of an unrolled loop a result is valid until the next round.
+                if not unroll or result is results[-1]:
+                    assert torch.equal(result["token"], expected["token"])
+            assert_same(state, other)
+    assert not loop.counters.failures or "moved" in [row[1] for row in schedule]

@@ -231,14 +231,13 @@ def _of_graph(graph: CompiledGraph, part: str) -> Iterator[CoverageRow]:
 
 
 def _of_wrapper(wrapper: CUDAGraphWrapper) -> Iterator[CoverageRow]:
-    for descriptor in wrapper.concrete_cudagraph_entries:
-        for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
-            for entry in wrapper.entries_of(mode, descriptor):
-                size, hits = descriptor.num_tokens, entry.sequence.replays + 1
-                batches, key, ran = _tokens(size), str(descriptor), hits * size
-                yield CoverageRow(
-                    batches, mode.name, hits, key, captured=True, ran=ran, part=wrapper.name
-                )
+    for (mode, descriptor, *_), entries in [*wrapper.captured_steps.captured.items()]:
+        for entry in entries:
+            size, hits = descriptor.num_tokens, entry.sequence.replays + 1
+            batches, key, ran = _tokens(size), str(descriptor), hits * size
+            yield CoverageRow(
+                batches, mode.name, hits, key, captured=True, ran=ran, part=wrapper.name
+            )
 
 
 def _reasons(mode: str, counts: Counter[Reason], counters: Counters) -> list[CoverageRow]:

@@ -37,7 +37,14 @@ from cgcompile.debug.op_observer import Notes, Watch
 from cgcompile.debug.output import sentence
 from cgcompile.debug.pages import Page
 from cgcompile.debug.restore import Snapshot, State
-from cgcompile.debug.subject import check_arguments, name_of, original_of, recorders_of, resolved
+from cgcompile.debug.subject import (
+    check_arguments,
+    name_of,
+    of_loop,
+    original_of,
+    recorders_of,
+    resolved,
+)
 from cgcompile.encoder.manager import EncoderCudaGraphManager
 from cgcompile.errors import CGCompileError, ConfigError, with_article
 from cgcompile.graphs.contract import is_plain_value, layout_text, named_arguments, same_value
@@ -168,6 +175,7 @@ def doctor(
         >>> found.ok
         False
     """
+    model = of_loop(model)
     is_wrapper = isinstance(model, CUDAGraphWrapper)
     handle: Any = model if is_wrapper or isinstance(model, Backend) else handle_of(model)
     if handle is not None and not (args or kwargs or prepare):

@@ -98,14 +98,20 @@ class Snapshot:
     of a GPU.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor], *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        known: Iterable[torch.Tensor],
+        *,
+        alone: bool = False,
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
         tensors = list(dense_parts(known))
         self._alone = alone
         self._known = {address(tensor) for tensor in tensors}
         self._allocated: set[int] = set()  # no memory from before can begin where the run allocates
         self._copied: dict[int, int] = {}  # by address: how many bytes from there on
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._generators = {id(known): (known, known.get_state()) for known in generators}
         self._python, self._cpu = random.getstate(), torch.get_rng_state()
         devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
@@ -195,14 +201,18 @@ class WriteObserver(torch_ops.DispatchMode):
 
 @contextmanager
 def restored_after(
-    tensors: Sequence[torch.Tensor] = (), *, state: State | None = None
+    tensors: Sequence[torch.Tensor] = (),
+    *,
+    state: State | None = None,
+    generators: Sequence[torch.Generator] = (),
 ) -> Iterator[Snapshot]:
     """Restore tensors, random generators and a state after the block.
 
     ``tensors`` are copied on entry, for writes that no op shows, as of a replay. Of a state, the
     tensors that ops of this thread write are restored too.
     """
-    snapshot = Snapshot([*tensors, *(() if state is None else state.tensors)], alone=True)
+    known = [*tensors, *(() if state is None else state.tensors)]
+    snapshot = Snapshot(known, alone=True, generators=generators)
     snapshot.before_write(tensors)
     try:
         with nullcontext() if state is None else WriteObserver(snapshot):

@@ -5,9 +5,11 @@ target.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from cgcompile.graphs.breakable import BreakableCUDAGraphCapture
 from cgcompile.graphs.contract import layout_text
 from cgcompile.graphs.sequence import GraphSequence
 from cgcompile.graphs.wrapper import CUDAGraphWrapper
+from cgcompile.loops import Loop
 from cgcompile.pieces.compilers import fusion_texts
 from cgcompile.reasons import Counters, Reason
 from cgcompile.runtime.compiled_graph import CompiledGraph, ReplayOverride
@@ -34,8 +37,10 @@ class Subject:
     """A model whose graphs are compared with the eager one; a plain model is compiled for it."""
 
     def __init__(self, model: Any, config: Any = None, function: str = "verify") -> None:
-        self.handle = handle_of(model)
+        is_loop = isinstance(model, Loop)
+        self.handle = None if is_loop else handle_of(model)
         self.wrapper = model if isinstance(model, CUDAGraphWrapper) else None
+        self.wrapper = model.wrapper if is_loop else self.wrapper
         self._owned: Backend | None = None  # compiled for this alone
         if self.handle is None and self.wrapper is None:
             check_compilable(model, function)
@@ -44,7 +49,7 @@ class Subject:
         elif config is not None:
             raise ConfigError.settings_are_fixed()
         self.call: Callable[..., Any] = model
-        self.original: Callable[..., Any] = original_of(model)
+        self.original: Callable[..., Any] = _round_of(model) if is_loop else original_of(model)
         if isinstance(model, CompiledModel):
             self.wrapper = model.wrapper
         recorder: Any = self.wrapper if self.handle is None else self.handle
@@ -67,6 +72,11 @@ class Subject:
         """The buffers of the model, or of the module of a bound method."""
         module = getattr(self.original, "__self__", self.original)
         return list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+
+    @property
+    def generators(self) -> Sequence[torch.Generator]:
+        """The random generators of a loop, beside the default one."""
+        return () if self.wrapper is None else self.wrapper.generators
 
     @property
     def kept(self) -> list[torch.Tensor]:
@@ -98,7 +108,8 @@ class Subject:
         """Return copies of what a call returns and writes; everything is restored after it."""
         args, kwargs = call
         self._find_written(call)
-        with restored_after([*torch_ops.tree_tensors(call), *self.kept]), torch.no_grad():
+        tensors, generators = [*torch_ops.tree_tensors(call), *self.kept], self.generators
+        with restored_after(tensors, generators=generators), torch.no_grad():
             result = named_values(run(*args, **kwargs), "result")
             return copies({**result, **self.memory(call)})
 
@@ -196,13 +207,22 @@ def observed(handle: Backend | None, observer: Callable[[int], ReplayOverride]) 
             graph.override_replay(None)
 
 
+def _round_of(loop: Loop) -> Callable[..., Any]:
+    """Return a function that runs a round of eager steps, with the name of the step."""
+    steps = copy(loop.wrapper.runnable)
+    steps.runnable = original_of(loop.unwrap())
+    eager_round: Any = partial(steps, count=loop.steps)
+    eager_round.__qualname__ = loop.wrapper.name
+    return eager_round  # type: ignore[no-any-return]
+
+
 def original_of(model: Any) -> Any:
     """Return the eager model behind what was compiled or wrapped."""
     while True:
         inner = torch_ops.original_of(model)
         if inner is None:
             inner = torch_ops.compiled_from(model)
-        if inner is None and isinstance(model, (CompiledModel, CUDAGraphWrapper)):
+        if inner is None and isinstance(model, (CompiledModel, CUDAGraphWrapper, Loop)):
             inner = model.unwrap()
         if inner is None:
             return model
@@ -237,8 +257,14 @@ def with_recorder(config: CompilationConfig) -> CompilationConfig:
     return config
 
 
+def of_loop(target: Any) -> Any:
+    """Return the wrapper of a loop; any other target as it is."""
+    return target.wrapper if isinstance(target, Loop) else target
+
+
 def recorders_of(target: Any, function: str) -> list[CompiledGraph | CUDAGraphWrapper]:
-    """Return what captures for a compiled model, a handle, a wrapper or a manager."""
+    """Return what captures for a compiled model, a handle, a wrapper, a loop or a manager."""
+    target = of_loop(target)
     if isinstance(target, CompiledGraph | CUDAGraphWrapper):
         return [target]
     if isinstance(target, CudaGraphManager):
@@ -255,6 +281,7 @@ def recorders_of(target: Any, function: str) -> list[CompiledGraph | CUDAGraphWr
 
 def counters_of(target: Any, function: str) -> Counters:
     """Return the counters of a target; see :func:`recorders_of`."""
+    target = of_loop(target)
     if not isinstance(target, CompiledGraph | CUDAGraphWrapper | CudaGraphManager):
         handle = target if isinstance(target, Backend) else handle_of(target)
         if handle is not None:

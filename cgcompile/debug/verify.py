@@ -55,6 +55,7 @@ from cgcompile.graphs.breaks import Breaker, BreakMode
 from cgcompile.graphs.capture import capture_lock
 from cgcompile.graphs.sequence import EagerSegment
 from cgcompile.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
+from cgcompile.loops import Loop
 from cgcompile.progress import progress
 from cgcompile.reasons import Reason
 from cgcompile.serving.batch import Batch
@@ -200,8 +201,9 @@ def verify(
     statistics of serving. Synchronises. Checks metadata of one context: see :class:`Verification`.
 
     Args:
-        model: a compiled model; a wrapper, in the forward context of the step; a manager of either
-            kind with its graphs; or a plain module or function, which is compiled.
+        model: a compiled model; a wrapper, in the forward context of the step; a loop, of which
+            rounds are compared with plain steps from the same state and random numbers; a manager
+            of either kind with its graphs; or a plain module or function, which is compiled.
         *args: of one call, as ``**kwargs``; other sets have other numbers. Of a manager: batches or
             calls of an encoder.
         config: of a plain model: the settings, a ``Backend``, or a mapping as for ``options``. CPU
@@ -342,6 +344,8 @@ class _Checks:
     ) -> Difference:
         """Return where the graphs of a call differ first from its plain pieces."""
         subject, tolerance = self.subject, self.tolerance
+        if isinstance(subject.call, Loop):
+            return located("replay", difference, real_rows(), Difference(piece=WHOLE), number)
         if subject.wrapper is not None:
             origin = find_break(subject.wrapper, call, tolerance, subject.kept)
             return located("replay", difference, real_rows(), origin, number)
