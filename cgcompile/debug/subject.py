@@ -209,7 +209,7 @@ def observed(handle: Backend | None, observer: Callable[[int], ReplayOverride]) 
 
 def _round_of(loop: Loop) -> Callable[..., Any]:
     """Return a function that runs a round of eager steps, with the name of the step."""
-    steps = copy(loop.wrapper.runnable)
+    steps: Any = copy(loop.wrapper.runnable)
     steps.runnable = original_of(loop.unwrap())
     eager_round: Any = partial(steps, count=loop.steps)
     eager_round.__qualname__ = loop.wrapper.name
