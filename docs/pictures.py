@@ -185,7 +185,7 @@ DISPATCH = Drawing(
     ),
 )
 _FLOORS = (
-    ("debug, cli", "none"),
+    ("debug, cli, integrations", "none"),
     ("serving, encoder", "memory"),
     ("compile, backend, registry", "eager"),
     ("runtime, tracing", "captured"),

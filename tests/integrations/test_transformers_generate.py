@@ -1,6 +1,7 @@
 """``custom_generate`` of transformers: tokens of ``generate`` on small models with random weights."""
 
 import copy
+import doctest
 import gc
 import threading
 import weakref
@@ -583,6 +584,13 @@ def test_without_graphs_on_a_cpu(llama: Any, monkeypatch: pytest.MonkeyPatch) ->
     for length in (3, 8):
         check(llama, own, prompt(length=length), eos_token_id=[5, 6])
     assert own.counters.plain == {Reason.NO_DEVICE: 2}
+
+
+def test_the_example_of_the_docstring() -> None:
+    scope = {"torch": torch, "Generate": Generate}
+    (example,) = doctest.DocTestFinder(recurse=False).find(Generate, "Generate", globs=scope)
+    assert doctest.DocTestRunner().run(example).failed == 0
+    assert example.examples
 
 
 def test_bad_settings() -> None:
