@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from lib.breakable import FULL, PIECEWISE, Asked, churn, in_thread, operators, step
 from lib.cases import D, library
 from lib.entry import Hooked, assert_same, backend_for, made
+from lib.front_ends import MANAGERS, WRAPPERS, check, front_end, layers
 from lib.patience import PATIENCE
 from torch import nn
 
@@ -561,3 +562,21 @@ def test_a_moved_input_is_refused_and_graphs_stay_usable(device: str) -> None:
         churn(device)
         subject.check(4)
     assert subject.target.counters.failures == 3
+
+
+@pytest.mark.parametrize("name", [*WRAPPERS, *MANAGERS])
+def test_graphs_are_freed_without_a_collection(name: str, device: str) -> None:
+    """No cycle keeps a wrapper or a manager, the memory of its graphs, or the model."""
+    net = layers(device)
+    served = front_end(name, net, device)
+    check(served.step, net, device, steps=3)
+    assert served.counters().replays >= 2
+    entries = [*getattr(served.target, "entries", ())]
+    lives = [weakref.ref(each) for each in (served.target, served.target.pool, net, *entries)]
+    gc.collect()
+    gc.disable()
+    try:
+        del served, net, entries
+        assert [life() for life in lives] == [None] * len(lives)
+    finally:
+        gc.enable()

@@ -233,34 +233,39 @@ def view_of(source: torch.Tensor, view: torch.Tensor) -> Callable[[torch.Tensor]
 
 def kept_output(result: Any, holds: Callable[[int], bool], weakly: bool) -> tuple[Any, list[int]]:
     """Return what an entry keeps of a result, and where the memory of each leaf begins, or 0."""
-    # Aliases: the caller may change the tensors themselves.
     starts: list[int] = []
-    known: dict[tuple[int, int], torch.UntypedStorage | None] = {}  # by address and bytes
-
-    def keep(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            if is_record(leaf):
-                return rebuilt(leaf, [keep(item) for item in flatten(leaf)[0]])
-            starts.append(0)
-            return leaf
-        storage = leaf.untyped_storage()
-        nbytes = storage.nbytes()
-        start = storage.data_ptr() if nbytes else 0
-        starts.append(start)
-        key = (start, nbytes)
-        if key not in known:  # results that share memory go on sharing it
-            known[key] = None
-            if holds(start):
-                known[key] = (
-                    raw_memory.weak_storage(start, nbytes, leaf.device) if weakly else storage
-                )
-        memory = known[key]
-        if memory is not None:
-            return raw_memory.laid_over(memory, leaf)
-        return raw_memory.alias(leaf) if is_reusable(leaf) else leaf
-
+    keep = partial(_kept_leaf, holds, weakly, {}, starts)
     with raw_memory.outside_inference_mode(), torch_ops.below_autograd():  # once for all
         return torch_ops.tree_map(keep, result), starts
+
+
+def _kept_leaf(
+    holds: Callable[[int], bool],
+    weakly: bool,
+    known: dict[tuple[int, int], torch.UntypedStorage | None],  # by address and bytes
+    starts: list[int],
+    leaf: Any,
+) -> Any:
+    # Aliases: the caller may change the tensors themselves.
+    if not isinstance(leaf, torch.Tensor):
+        if is_record(leaf):
+            keep = partial(_kept_leaf, holds, weakly, known, starts)
+            return rebuilt(leaf, [*map(keep, flatten(leaf)[0])])
+        starts.append(0)
+        return leaf
+    storage = leaf.untyped_storage()
+    nbytes = storage.nbytes()
+    start = storage.data_ptr() if nbytes else 0
+    starts.append(start)
+    key = (start, nbytes)
+    if key not in known:  # results that share memory go on sharing it
+        known[key] = None
+        if holds(start):
+            known[key] = raw_memory.weak_storage(start, nbytes, leaf.device) if weakly else storage
+    memory = known[key]
+    if memory is not None:
+        return raw_memory.laid_over(memory, leaf)
+    return raw_memory.alias(leaf) if is_reusable(leaf) else leaf
 
 
 class Slices:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -113,10 +114,12 @@ class ManagedStep:
 
     def __init__(self, model: Any, step: Callable[..., Any]) -> None:
         self._model = model
-        self._step = step
+        self._step = WeakMethod(step)  # a method: its owner holds the wrapper of this
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(*args, **kwargs)
+        step = self._step()
+        assert step is not None
+        return step(*args, **kwargs)
 
     def unwrap(self) -> Any:
         return self._model

@@ -71,6 +71,11 @@ class FilledCall(FullCall):
         raise ManagerError.no_replay(batch=str(self.descriptor), why=why)
 
 
+def _before_capture(hooks: Sequence[GraphHooks]) -> None:
+    for hook in hooks:
+        hook.before_full_capture()
+
+
 class FullGraphs:
     """Graphs of whole steps: model, epilogue, joins of hooks, the copy of results to outputs."""
 
@@ -99,15 +104,11 @@ class FullGraphs:
             read = (model.unwrap() if isinstance(model, Transparent) else model, epilogue)
         whole = ManagedStep(read, self._record)
         self.wrapper = BreakableCUDAGraphWrapper(whole, config, FULL, pool=pool, name="step")
-        self.wrapper.before_capture = self._before_capture
+        self.wrapper.before_capture = partial(_before_capture, hooks)
         self.wrapper.remedy = REMEDY
         self._by_size: dict[int, list[BatchDescriptor]] = {}
         self._bound: Contract | None = None  # of what a model without guards has bound
         self._stale = StaleResults()
-
-    def _before_capture(self) -> None:
-        for hook in self._hooks:
-            hook.before_full_capture()
 
     def _record(self, **arguments: Any) -> Any:
         """Run what a FULL graph records."""

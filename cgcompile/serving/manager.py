@@ -377,7 +377,7 @@ class CudaGraphManager:
         self.backend = config if isinstance(config, Backend) else handle_of(model)
         self._arguments = _arguments(model, self.inputs.specs)
         self._optional = axes_of_optional(self.inputs.specs, dispatcher.axes)
-        self._metadata, self._prepare = metadata, prepare or self.dummy_batch
+        self._metadata, self._prepare = metadata, prepare
         self._inference_mode, self._device = True, torch.device(device)
         require_items("hooks", where, hooks, GraphHooks)
         self._hooks = tuple(hooks)
@@ -744,7 +744,7 @@ class CudaGraphManager:
         if self.agreement is not None:
             self._across = self.agreement.across(descriptor.num_tokens)
         self._check_weights(mode, descriptor)
-        self._step(self._prepare(descriptor, phase), mode, descriptor)
+        self._step((self._prepare or self.dummy_batch)(descriptor, phase), mode, descriptor)
         if self.backend is not None:
             self._guard_traces(self.backend)
 
@@ -942,7 +942,7 @@ class CudaGraphManager:
             dummy = padding_batch(descriptor, 0, 1, idle, self._optional, batch.state)
         else:  # a graph is never captured with the batch of an idle rank
             phase = "capture" if (mode, descriptor) in self._warmed else "warmup"
-            dummy = self._prepare(descriptor, phase)
+            dummy = (self._prepare or self.dummy_batch)(descriptor, phase)
         self._run(dummy, chosen)
 
     def _run(self, batch: Batch, chosen: Dispatched) -> Any:

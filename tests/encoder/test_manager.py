@@ -635,9 +635,9 @@ def test_inference_mode_and_gradients() -> None:
 
 
 def bytes_of(*sizes: int, model: Any = None) -> int:
-    pool = manager(model or patches(), token_budgets=sizes).pool
-    assert pool is not None
-    return pool.nbytes
+    encoder = manager(model or patches(), token_budgets=sizes)
+    assert encoder.pool is not None
+    return encoder.pool.nbytes
 
 
 def limited(model: Any, limit: int, **more: Any) -> tuple[Any, list[int], tuple[Any, ...]]:

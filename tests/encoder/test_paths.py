@@ -84,12 +84,12 @@ def test_calibration_of_a_path_without_graphs() -> None:
 
 def test_a_path_that_the_limit_of_bytes_excludes_has_no_graphs() -> None:
     """The largest graph of a path comes first."""
-    small = manager(DualPath(), token_budgets={"global": [4, 8], "local": [3]}).pool
+    small = manager(DualPath(), token_budgets={"global": [4, 8], "local": [3]})
     model = DualPath()
     budgets = {"global": [4, 8], "local": [3, 64]}
     encoder = manager(model, token_budgets=budgets, captured=False)
-    assert small is not None
-    encoder.capture(max_graph_bytes=small.nbytes)
+    assert small.pool is not None
+    encoder.capture(max_graph_bytes=small.pool.nbytes)
     assert encoder.budget_graphs == [GraphKey("global", 8), GraphKey("global", 4)]
     check_dual(encoder, model, dual(1, 0))
     assert model.ran == [("eager", "local")]

@@ -181,11 +181,11 @@ def in_thread(function: Callable[[], object]) -> None:
 
 def test_a_shared_pool_is_smaller_than_two() -> None:
     pool = new_pool()
-    for _ in range(2):
-        manager(patches(), pool=pool, token_budgets=[64])
-    alone = manager(patches(), token_budgets=[64]).pool
-    assert alone is not None
-    assert pool.memory.reserved < 1.5 * alone.memory.reserved
+    both = [manager(patches(), pool=pool, token_budgets=[64]) for _ in range(2)]
+    alone = manager(patches(), token_budgets=[64])
+    assert alone.pool is not None
+    assert [encoder.pool for encoder in both] == [pool, pool]
+    assert pool.memory.reserved < 1.5 * alone.pool.memory.reserved
 
 
 @pytest.mark.slow
