@@ -337,6 +337,27 @@ class Place(NamedTuple):
         return now is before or (is_plain_value(before) and same_value(now, before))
 
 
+class Owner(NamedTuple):
+    """An object with attributes, the dict that holds them, and its class."""
+
+    path: str
+    value: Any
+    attributes: dict[str, Any]
+    kind: type
+
+    def is_same(self) -> bool:
+        return type(self.value) is self.kind and self.value.__dict__ is self.attributes
+
+    def change(self) -> Change | None:
+        """Return whether it has another class, or a module another dict."""
+        value, kind = self.value, type(self.value)
+        if kind is not self.kind:
+            return Change(f"{self.path}.__class__", self.kind.__qualname__, kind.__qualname__)
+        if isinstance(value, torch.nn.Module) and value.__dict__ is not self.attributes:
+            return Change(f"{self.path}.__dict__", "a dict", "another dict")  # of other weights
+        return None
+
+
 class State:
     """The state that a step may read, as it is now."""
 
@@ -346,7 +367,8 @@ class State:
         self.sequences: list[tuple[str, Any, tuple[Any, ...]]] = []  # lists with their items
         self.others: list[tuple[str, Any, Any]] = []  # arrays and sets, with their contents
         self.modules: list[tuple[str, torch.nn.Module]] = []
-        self.objects: list[tuple[str, dict[str, Any], frozenset[str]]] = []  # attributes, names
+        self.objects: list[tuple[str, Any, frozenset[str]]] = []  # dicts and classes, their names
+        self.owners: list[Owner] = []
         self.cached: list[tuple[str, FunctionType]] = []  # behind ``lru_cache``: they ran before
         # By path.
         self.names: dict[str, set[str]] = {}  # of attributes, by path of the object
@@ -504,6 +526,7 @@ class _Reader:
             if isinstance(target, CONTAINERS):
                 self._container(target, path)
         elif form is ATTRIBUTES:
+            self.state.owners.append(Owner(path, value, target, type(value)))
             if isinstance(value, torch.nn.Module):
                 self._module(value, path)
             else:
@@ -548,11 +571,11 @@ class _Reader:
     def _entries(self, module: torch.nn.Module, form: Form, table: Any, path: str) -> None:
         """Note which children and weights of a module are added later."""
         is_container = isinstance(module, _CONTAINERS_OF[form])
-        if table or is_container or not type(module).__module__.startswith("torch.nn."):
-            self.state.objects.append((path, table, frozenset(table)))
-            self.state.names.setdefault(path, set()).update(table)
+        owner = f"{path}{form.reach}"  # an attribute hides what is in a table under its name
+        self.state.objects.append((path, table, frozenset(table)))
+        self.state.names[owner] = set(table)
         for name in table if is_container else filter(self._is_loaded, table):
-            self.state.attributes[f"{path}.{name}"] = path, name
+            self.state.attributes[f"{path}.{name}"] = owner, name
 
     def _attributes(
         self, attributes: dict[str, Any], path: str, kind: Any, skipped: Collection[str] = ()
@@ -565,7 +588,7 @@ class _Reader:
                 continue
             if skipped and isinstance(value, torch.Tensor):  # weights are compared elsewhere
                 self.state.values[f"{path}.{name}"] = TensorRead.of(value)
-                if self._is_loaded(name, kind):
+                if name in of_layer or self._is_loaded(name, kind):
                     self.state.attributes[f"{path}.{name}"] = path, name
             elif name in of_layer or self._is_loaded(name, kind):
                 self._attribute(path, attributes, name, kind)
@@ -583,8 +606,13 @@ class _Reader:
         if is_closed(kind.__module__):
             return
         self._methods(type(kind))  # attributes of a metaclass are those of the class
-        bases = [base for base in kind.__mro__ if not is_closed(base.__module__)]
-        named = class_attributes(bases)
+        named, path = _attributes_of_class(kind), kind.__qualname__
+        self.state.objects.append((path, kind, frozenset(named)))
+        self.state.names.setdefault(path, set()).update(named)
+        of_layer = names_of_layer(kind) if issubclass(kind, torch.nn.Module) else ()
+        for name in named:
+            if not name.startswith("__") and (name in of_layer or self._is_loaded(name)):
+                self.state.attributes[f"{path}.{name}"] = path, name
         for name, value in named.items():
             self._method(kind, name, value)
         for name, value in named.items():
@@ -644,6 +672,11 @@ class _Reader:
             self.state.others.append((f"{path}.keys()", value, keys))
 
 
+def _attributes_of_class(kind: type) -> dict[str, Any]:
+    """Return the attributes of a class and its bases, by name; not of closed ones."""
+    return class_attributes([base for base in kind.__mro__ if not is_closed(base.__module__)])
+
+
 def _is_dense(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
@@ -677,6 +710,7 @@ class ModelState:
         self.epoch = 0  # rises when a dict is written
         self._dicts: dict[int, Any] = {}  # by identity, those whose versions are compared
         self._written: dict[int, Any] = {}  # others, whose values are compared
+        self._owners: dict[int, dict[int, Any]] = {}  # objects with these dicts, by identities
         self._held = weakref.WeakKeyDictionary[StateContract, Collection[int]]()  # their identities
         self._versions = raw_memory.DictVersions(())
         self.unwritten = self._versions.hold  # whether no dict was written since
@@ -767,9 +801,14 @@ class ModelState:
         is_changed = path in self._bookkeeping or path in lists
         return is_changed or path.startswith((*inside, *items))
 
-    def watch(self, contract: "StateContract", holders: Collection[Any]) -> set[int]:
-        """Let writes to dicts and classes raise :attr:`epoch`; return the ids of other holders."""
-        epoch, count = self.update(), len(self._dicts)
+    def watch(
+        self, contract: "StateContract", holders: Collection[Any], owners: Collection[Owner]
+    ) -> set[int]:
+        """Let writes to dicts and classes raise :attr:`epoch`; return the ids of other holders.
+
+        So does another dict of an owner.
+        """
+        epoch, count = self.update(), self._count()
         others, tables = set(), dict[int, Any]()
         for holder in holders:
             dicts = [holder] if type(holder) is dict else raw_memory.dicts_of_class(holder)
@@ -778,20 +817,28 @@ class ModelState:
                 self._dicts.update((id(table), table) for table in dicts)
             else:
                 others.add(id(holder))
+        for row in owners:
+            if id(row.attributes) in self._dicts and row.is_same():
+                self._owners.setdefault(id(row.attributes), {})[id(row.value)] = row.value
+            else:
+                others.add(id(row.attributes))
         before, self._held[contract] = self._held.get(contract, ()), tables.keys()
-        has_grown, has_lost = len(self._dicts) > count, not tables.keys() >= set(before)
+        has_grown, has_lost = self._count() > count, not tables.keys() >= set(before)
         has_dropped = (has_grown or has_lost) and self._release()
         if has_grown or has_dropped:
             self._renew()
-        return others if self.epoch == epoch else self.watch(contract, holders)
+        return others if self.epoch == epoch else self.watch(contract, holders, owners)
+
+    def _count(self) -> int:
+        return len(self._dicts) + sum(map(len, self._owners.values()))
 
     def _release(self) -> bool:
         """Drop the dicts of objects that no contract compares any more; return whether any was."""
         held = set[int]().union(*self._held.values())
         dropped = (self._dicts.keys() | self._written.keys()) - held
         for at in dropped:
-            self._dicts.pop(at, None)
-            self._written.pop(at, None)
+            for rows in (self._dicts, self._written, self._owners):
+                rows.pop(at, None)
         return bool(dropped)
 
     def update(self) -> int:
@@ -805,10 +852,13 @@ class ModelState:
         self.epoch += 1
         for holder in dicts:
             self._written[id(holder)] = self._dicts.pop(id(holder))
+            self._owners.pop(id(holder), None)
 
     def _renew(self) -> None:
         before = self._versions
-        self._versions = raw_memory.DictVersions(tuple(self._dicts.values()))
+        self._versions = raw_memory.DictVersions(
+            tuple(self._dicts.values()), {at: [*rows.values()] for at, rows in self._owners.items()}
+        )
         self.unwritten = self._versions.hold
         written = [holder for holder in before.changed() if id(holder) in self._dicts]
         if written:  # by another thread, before there were the new versions
@@ -857,7 +907,7 @@ class StateContract:
             if self._is_compared(f"len({row[0]})", None) and _may_change(*row[1:])
         ]
         rows.others = [row for row in state.others if self._is_compared(row[0], row[2])]
-        rows.objects = state.objects
+        rows.objects, rows.owners = state.objects, state.owners
         return rows
 
     def _write(self) -> None:
@@ -866,7 +916,7 @@ class StateContract:
         holders = [row.holder for row in rows.places] + [row[1] for row in rows.objects]
         if weights is not None:
             holders += [*weights.tables, *weights.owners]
-        written = model.watch(self, holders)
+        written = model.watch(self, holders, rows.owners)
         self._epoch, name = model.epoch, reads.bound("model", model)
         reads.unless(f"{name}.epoch != {self._epoch} or not {name}.unwritten()")
         if weights is not None:
@@ -888,13 +938,17 @@ class StateContract:
             self._compare_items(reads, value, items)
         for _, holder, names in rows.objects:
             if written is None or id(holder) in written:
-                now = f"keys({reads.bound('object', holder)})"
+                now = "names" if isinstance(holder, type) else "keys"
+                now = f"{now}({reads.bound('object', holder)})"
                 reads.unless(f"{now} != {reads.bound('names', names)}")
         for _, value, contents in rows.others:
             now = reads.bound("other", value)
             now = now if isinstance(value, set) else f"contents({now})"
             reads.unless(f"{now} != {reads.bound('before', contents)}")
         reads.layouts()
+        for owner in rows.owners:
+            if written is None or id(owner.attributes) in written:
+                reads.unless(f"not {reads.bound('owner', owner)}.is_same()")
         reads.names |= _FUNCTIONS
 
     def _compare_items(self, reads: Reads, value: Any, items: tuple[Any, ...]) -> None:
@@ -1001,7 +1055,8 @@ class StateContract:
         rows = self._rows
         paths = {row.path for row in rows.places if not row.is_same()}
         paths |= {path for path, value, items in rows.sequences if not _same_items(value, items)}
-        paths |= {path for path, holder, names in rows.objects if dict.keys(holder) != names}
+        dicts = [row for row in rows.objects if isinstance(row[1], dict)]
+        paths |= {path for path, holder, names in dicts if dict.keys(holder) != names}
         opened = {row.path for row in self._state.places if row.is_opened}
         places = {next(filter(opened.__contains__, _parents(path)), "") for path in paths}
         if not places or "" in places:
@@ -1024,8 +1079,12 @@ class StateContract:
 
     def first_change(self) -> Change | None:
         """Return the first difference; without one, compare with the present objects from now."""
+        state = self.state
+        change = next(filter(None, map(Owner.change, state.owners)), None)
+        if change is not None:
+            return change
         now = self._model.read()
-        for path, before, after in _differences(self.state, now):
+        for path, before, after in _differences(state, now):
             if self._is_compared(path, before):
                 return _change(path, before, after)
         self._take(now)
@@ -1099,6 +1158,10 @@ def _contents(value: Any) -> Any:
     return frozenset(value) if isinstance(value, set) else array_bytes(value)
 
 
+def _names_of_class(kind: type) -> frozenset[str]:
+    return frozenset(_attributes_of_class(kind))
+
+
 # What the generated comparison calls.
 _FUNCTIONS: dict[str, Any] = {
     "contents": _contents,
@@ -1106,6 +1169,7 @@ _FUNCTIONS: dict[str, Any] = {
     "identities": raw_memory.identities,
     "item": dict.get,
     "keys": dict.keys,
+    "names": _names_of_class,
     "same_value": same_value,
 }
 
@@ -1120,10 +1184,13 @@ def _differences(before: State, now: State) -> Iterator[tuple[str, Any, Any]]:
         for rest, value in old.items():
             if not _alike(value, new.get(rest, _MISSING)):
                 yield _named(path, rest), value, new.get(rest, _MISSING)
-    is_moved = _within(moved)
+    # Those of the capture are compared as weights are; others were added later.
+    read = {row.path for row in before.places} | before.attributes.keys()
+    removed = [path for path, _ in before.modules if path not in now.values and path not in read]
+    is_gone = _within([*moved, *removed])
     for path, value in before.values.items():
         after = now.values.get(path, _MISSING)
-        if not _alike(value, after) and not (after is _MISSING and is_moved(path)):
+        if not _alike(value, after) and not (after is _MISSING and is_gone(path)):
             yield path, value, after
     for path, (owner, name) in now.attributes.items():
         if name not in before.names.get(owner, (name,)):

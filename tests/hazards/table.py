@@ -427,6 +427,55 @@ def another_table_of_parameters(device: str) -> Scene:
     return Scene(model, lambda: setattr(model.linear, "_parameters", dict(other._parameters)))
 
 
+class Optional(Model):
+    """Reads what its layer may have, and scales by a buffer."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0, device=device))
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale * getattr(self, "factor", 1.0)
+        return x if getattr(self.linear, "late", None) is None else x * self.linear.late
+
+
+def _optional(change: Callable[[Any], Any]) -> Callable[[str], Scene]:
+    """Make a row of a change of an ``Optional``, whose class is made anew."""
+
+    def build(device: str) -> Scene:
+        class Own(Optional):
+            pass
+
+        model = Own(device)
+        return Scene(model, lambda: change(model) and None)
+
+    return build
+
+
+def _other(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor, 0.5)
+
+
+def attribute_of_the_class_of_a_layer(device: str) -> Scene:
+    model = Model(device)
+    other = _other(model.linear.weight)
+
+    def undo() -> None:
+        if "weight" in vars(nn.Linear):
+            del nn.Linear.weight
+
+    return Scene(model, lambda: setattr(nn.Linear, "weight", other), undo)
+
+
+def class_of_a_layer(device: str) -> Scene:
+    model = Model(device)
+    return Scene(model, lambda: setattr(model.linear, "__class__", Doubled))
+
+
+def _with_other_attributes(module: nn.Module, **names: Any) -> None:
+    module.__dict__ = {**module.__dict__, **names}
+
+
 def _in_turn(layers: Any, x: torch.Tensor) -> torch.Tensor:
     for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
         x = layer(x)
@@ -1229,6 +1278,52 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("globals of a module as a dict", globals_of_a_module_as_a_dict, OF_STATE),
     Row("another table of parameters", another_table_of_parameters, OF_WEIGHTS),
+    Row(
+        "buffer added to a layer of torch",
+        _optional(lambda model: model.linear.register_buffer("late", _other(model.scale))),
+        OF_STATE,
+    ),
+    Row(
+        "attribute in place of a weight",
+        _optional(lambda model: vars(model.linear).update(weight=_other(model.linear.weight))),
+        OF_STATE_NOT_IN_DYNAMO,
+    ),
+    Row(
+        "attribute in place of a buffer",
+        _optional(lambda model: vars(model).update(scale=_other(model.scale))),
+        OF_STATE_NOT_IN_DYNAMO,
+    ),
+    Row(
+        "attribute of the class in place of a buffer",
+        _optional(lambda model: setattr(type(model), "scale", _other(model.scale))),
+        OF_STATE_NOT_IN_DYNAMO,
+    ),
+    Row(
+        "attribute of the class added",
+        _optional(lambda model: setattr(type(model), "factor", 3.0)),
+        OF_STATE,
+    ),
+    Row(
+        "attribute of nn.Linear in place of a weight",
+        attribute_of_the_class_of_a_layer,
+        OF_STATE_NOT_IN_DYNAMO,
+    ),
+    Row("class of a layer", class_of_a_layer, OF_STATE),
+    Row(
+        "another dict of attributes",
+        _optional(lambda model: _with_other_attributes(model, factor=3.0)),
+        OF_STATE,
+    ),
+    Row(
+        "another dict of attributes of a layer",
+        _optional(
+            lambda model: _with_other_attributes(
+                model.linear,
+                _parameters={**model.linear._parameters, "weight": _other(model.linear.weight)},
+            )
+        ),
+        {NONE: DOCUMENTED, UNTRACED: HostValueChangedError},
+    ),
     Row(
         "layer added to a ModuleDict",
         _held(

@@ -588,6 +588,57 @@ def test_equal_objects_in_place_of_others(
         replays(served, model, 5)
 
 
+@pytest.mark.parametrize("with_steps", [False, True])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_is_added_unread_and_removed_again(name: str, with_steps: bool) -> None:
+    model = Scaled()
+    served = captured(name, model)
+    added: dict[str, Any] = {
+        "unread_layer": nn.Sequential(nn.Linear(3, 3)),
+        "unread_weight": nn.Parameter(torch.ones(2), requires_grad=False),
+        "unread_part": types.SimpleNamespace(factor=1.0),
+    }
+    for key, value in added.items():
+        setattr(model, key, value)
+        replays(served, model, 2 * with_steps)
+        delattr(model, key)
+        replays(served, model, 2)
+    del model.layers
+    refused(served, "layers", AddressChangedError)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_another_class_and_dict_of_a_helper_object(name: str) -> None:
+    class Other(Defaults):
+        factor = 3.0
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Defaults()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.part.factor
+
+    model = Reads()
+    served = captured(name, model)
+    for _ in range(2):
+        model.part.__dict__ = dict(vars(model.part))  # an equal one
+        replays(served, model)
+    before, model.part.__dict__ = model.part.__dict__, {"factor": 3.0}
+    refused(served, r"self\.part\.factor is 3\.0, was missing")
+    model.part.__dict__ = before
+    replays(served, model)
+    model.part.factor = 3.0
+    refused(served, r"self\.part\.factor is 3\.0, was missing")
+    del model.part.factor
+    replays(served, model)
+    model.part.__class__ = Other
+    refused(served, r"self\.part\.__class__ is \S+Other, was Defaults")
+    model.part.__class__ = Defaults
+    replays(served, model)
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_an_object_that_is_held_twice_and_replaced_once(name: str) -> None:
     model = Parts()
@@ -633,9 +684,9 @@ def test_a_write_while_watched_dicts_are_renewed_is_noticed(
     replays(served, model)
     create = raw_memory.DictVersions.__init__
 
-    def writing(self: Any, dicts: Any) -> None:  # as another thread may
+    def writing(self: Any, *dicts: Any) -> None:  # as another thread may
         model.parts[1].factor = 3.0
-        create(self, dicts)
+        create(self, *dicts)
 
     model.parts[0].factor = float("2")
     with monkeypatch.context() as patched:
