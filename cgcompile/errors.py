@@ -733,8 +733,8 @@ class LoopStateError(CGCompileError, RuntimeError):
         {what}: a step binds {path} to another object. A replay would not.
         Write the tensors of the state in place (copy_, mul_), or rebind it between rounds.""")
     writes = Template("""
-        {what}: a step writes {path}, a tensor that is not in its state.
-        Pass it as a part of the state.""")
+        {what}: a step writes {path}, a tensor that is {where}.
+        Pass it as a part of the state, on the device of the model.""")
     returns = Template("""
         step {step} of a round returned tensors of shapes {now}; the steps before {before}.
         What the steps of a round return is stacked: return tensors of one shape.""")

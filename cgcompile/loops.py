@@ -66,24 +66,27 @@ class _Stack:
         self._result: Any = None  # of the last step
         self._leaves: list[Any] = []  # of the last step
         self._stacked: list[torch.Tensor] = []  # of each tensor leaf
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of these and those leaves
 
     def add(self, result: Any) -> None:
         """Copy what a step returned: the next one may write the same memory."""
-        if result is not self._result or not self._count:
-            self._result = result
-            self._leaves = flatten(result)[0]
+        count = self._count
+        if result is not self._result or not count:
+            self._take(result)
+        for stacked, leaf in self._pairs:
+            stacked[count].copy_(leaf)
+        self._count = count + 1
+
+    def _take(self, result: Any) -> None:
+        self._result, self._leaves = result, flatten(result)[0]
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         if not self._count:
             self._stacked = [leaf.new_empty((self._steps, *leaf.shape)) for leaf in tensors]
-        if [leaf.shape for leaf in tensors] != [stacked.shape[1:] for stacked in self._stacked]:
-            now, before = [
-                [tuple(tensor.shape[first:]) for tensor in shaped]
-                for first, shaped in ((0, tensors), (1, self._stacked))
-            ]
+        now = [tuple(leaf.shape) for leaf in tensors]
+        before = [tuple(stacked.shape[1:]) for stacked in self._stacked]
+        if now != before:
             raise LoopStateError.returns(step=self._count, now=now, before=before)
-        for stacked, leaf in zip(self._stacked, tensors, strict=True):
-            stacked[self._count].copy_(leaf)
-        self._count += 1
+        self._pairs = [*zip(self._stacked, tensors, strict=True)]
 
     def result(self) -> Any:
         """Return the stacked tensors in the structure of the last result."""
@@ -168,26 +171,36 @@ class _StepWrapper(CUDAGraphWrapper):
         if change is not None:
             path, before, after = _in_state(change.path), change.before, change.after
             raise LoopStateError.changes(what=self.name, path=path, before=before, after=after)
-        for path in written:
-            raise LoopStateError.writes(what=self.name, path=path)
+        for path, where in written:
+            raise LoopStateError.writes(what=self.name, path=path, where=where)
         return captured
 
-    def _written(self, args: tuple[Any, ...]) -> Iterator[str]:
-        """Yield, later, the paths of tensors that are not in the state and were written."""
-        roots = {"step": self.unwrap()}
+    def _written(self, args: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+        """Yield, later, the paths of tensors that were written and must not be, and where they are.
+
+        A graph writes neither what is not in the state, nor what is on another device.
+        """
+        assert self.pool is not None
+        kind, roots = self.pool.device.tensor_type, {"step": self.unwrap()}
         if self._state is not None:
             roots |= self._state.loaded_globals
-        own = {storage_identity(x) for x in map(_storage, Fields({"": args}).tensors)}
-        rows = [
-            (path, tensor, tensor._version)
-            for path, tensor in Fields(roots).named
-            if not tensor.is_inference() and storage_identity(_storage(tensor)) not in own
+        state = Fields({"input 0": args[0]}).named
+        own = {_memory(tensor) for _, tensor in state}
+        compared = [(row, "not in its state") for row in Fields(roots).named]
+        compared = [row for row in compared if _memory(row[0][1]) not in own]
+        compared += [
+            (row, f"on the {row[1].device}") for row in state if row[1].device.type != kind
         ]
-        return (path for path, tensor, version in rows if tensor._version != version)
+        before = [(row, row[0][1]._version) for row in compared if not row[0][1].is_inference()]
+        return (
+            (_in_state(path), where)
+            for ((path, tensor), where), version in before
+            if tensor._version != version
+        )
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+def _memory(tensor: torch.Tensor) -> int:
+    return storage_identity(tensor.untyped_storage())
 
 
 def _in_state(path: str) -> str:
@@ -200,7 +213,7 @@ class _Round:
 
     def __init__(self, loop: "Loop", state: Any, steps: int) -> None:
         self.loop, self.state, self.steps, self.left = loop, state, steps, steps
-        self._stack = _Stack(steps)
+        self.stack = _Stack(steps)
         self._result: Any = None  # of an unrolled round
 
     @property
@@ -213,11 +226,11 @@ class _Round:
         if self.loop.unroll:
             self._result, self.left = result, 0
         else:
-            self._stack.add(result)
+            self.stack.add(result)
             self.left -= 1
 
     def result(self) -> Any:
-        return self._result if self.loop.unroll else self._stack.result()
+        return self._result if self.loop.unroll else self.stack.result()
 
 
 class _RoundCall(WrapperCall):
@@ -259,11 +272,16 @@ class _RoundCall(WrapperCall):
         part, replay = self._round, step.sequence.replay
         args, kwargs = self._compared
         result = step.result(args, kwargs)  # the tensors of all replays
-        runs = 1 if part.loop.unroll else part.left
-        for _ in range(runs):
+        if part.loop.unroll:
             replay(self._compared)
-            part.add(result)
-        self._wrapper.timeline.replays += runs - 1
+            part.add(_owned(result))
+            return
+        add = part.stack.add
+        for _ in range(part.left):
+            replay(self._compared)
+            add(result)
+        self._wrapper.timeline.replays += part.left - 1
+        part.left = 0
 
     def check_due(self) -> None:
         wrapper, warmed = self._wrapper, self._round.loop.warmed
@@ -286,7 +304,7 @@ class _RoundCall(WrapperCall):
             text = str(error).partition("\n")[0]
             name = "" if isinstance(error, CGCompileError) else f"{type(error).__name__}: "
             raise RunPlain(Fallback(Reason.CAPTURE_FAILED, name + text)) from None
-        self._round.add(result)
+        self._round.add(_owned(result) if self._round.loop.unroll else result)
         self._round.loop.remember(self._leaves)
         return entry, None
 
@@ -302,6 +320,12 @@ class _RoundCall(WrapperCall):
             timeline.plain(why, self.descriptor if self.context is None else "")
 
 
+def _owned(result: Any) -> Any:
+    """Return a result whose tensors are copies: the next round overwrites memory of graphs."""
+    leaves = [x.clone() if isinstance(x, torch.Tensor) else x for x in flatten(result)[0]]
+    return rebuilt(result, leaves)
+
+
 class _Flag:
     """Whether all requests are finished: copied to the host, and read later without a wait."""
 
@@ -310,9 +334,10 @@ class _Flag:
         if isinstance(value, torch.Tensor):
             value = value.detach().all()
             if value.is_cuda:
+                stream = torch.cuda.current_stream(value.device)
                 pinned = torch.empty((), dtype=torch.bool, pin_memory=True)
                 value = pinned.copy_(value, non_blocking=True)
-                self._event = torch.cuda.current_stream(value.device).record_event()
+                self._event = stream.record_event()
         self._value = value
 
     @property
@@ -370,7 +395,7 @@ class Loop(Transparent):
 
         Returns:
             What the steps returned: each tensor stacked along a new first dimension, [steps, ...],
-            valid until the next round; other values as the last step returned them.
+            in memory of the caller's; other values as the last step returned them.
 
         Raises:
             LoopStateError: a step changes something else than tensors of ``state``, in place.
@@ -406,7 +431,7 @@ class Loop(Transparent):
                 all are finished is an error.
 
         Yields:
-            What a round returned, valid until the next round.
+            What a round returned.
 
         Raises:
             LoopRoomError: the room that the function ``limit`` returned is used up.
@@ -565,6 +590,8 @@ def _wrapped(
 
 def _takes_number(step: Callable[..., Any]) -> bool:
     """Return whether a step takes a second argument, its number."""
+    while isinstance(step, Transparent):
+        step = step.unwrap()
     called = step.forward if isinstance(step, torch.nn.Module) else step
     try:
         parameters = inspect.signature(called).parameters.values()

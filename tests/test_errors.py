@@ -184,6 +184,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "HostValueChangedError.changed_in_loop": {"before": 2, "now": 3},
     "LoopRoomError.full": {"room": 3},
     "LoopStateError.changes": {"path": "state['cache'].length", "before": 7, "after": 11},
+    "LoopStateError.writes": {"path": "module.seen", "where": "not in its state"},
     "LoopStateError.returns": {"now": [(1,)], "before": [(2,)]},
     "ManagerError.no_replay": {"why": "gradients: an input, a weight or a result requires grad"},
     "ManagerError.output": {"found": "[8, 16]", "rows": "tokens"},

@@ -274,7 +274,7 @@ def test_rounds_end_where_all_are_finished(device: str, ends: list[int], unroll:
         state["n"].zero_()
         state["done"].zero_()
         state["steps"].zero_()
-        rows = torch.cat([result.clone() for result in loop.rounds(state)])
+        rows = torch.cat(list(loop.rounds(state)))
         needed = max(ends)
         assert rows.shape[0] == -(-needed // 4) * 4  # a round in vain is not yielded
         assert rows[-1].tolist() == state["n"].tolist() == ends
@@ -522,6 +522,32 @@ def test_each_mode_has_its_graph(device: str, first: Any) -> None:
     assert loop.counters.captures == 2
 
 
+def test_several_states_of_one_layout_where_the_setting_allows_it(device: str) -> None:
+    step = decoding(Decoder().to(device), ends=False)
+    config = CompilationConfig(capture_device="host", on_input_change="recapture")
+    loop = cgcompile.loop(step, 4, config=config)
+    states = [new_state(device) for _ in range(2)]
+    for _ in range(3):
+        for state in states:
+            assert_equal_rounds(loop, step, state, copied(state), rounds=1)
+    assert loop.counters.captures == 2
+
+
+@pytest.mark.parametrize("debug", ["poison", "stale"])
+@pytest.mark.parametrize("unroll", [False, True])
+def test_results_are_the_callers(device: str, debug: str, unroll: bool) -> None:
+    step = decoding(Decoder().to(device), ends=False)
+    config = CompilationConfig(capture_device="host", debug=debug)
+    loop = cgcompile.loop(step, 4, unroll=unroll, config=config)
+    state = new_state(device)
+    other = copied(state)
+    results = [loop(state) for _ in range(4)]
+    for result in results:
+        expected = plain(step, other, 4)
+        assert torch.equal(result["token"], expected["token"])
+        assert torch.equal(result["logits"], expected["logits"])
+
+
 def test_gradients_run_plain_and_stay(device: str) -> None:
     weight = nn.Parameter(torch.ones(2, device=device))
 
@@ -636,6 +662,34 @@ def test_compiled_steps(device: str, kind: str, unroll: bool) -> None:
     assert_equal_rounds(loop, eager, state, copied(state))
     assert loop.counters.captures == 1
     assert loop.counters.replays == (2 if unroll else 14)
+
+
+def test_compiled_code_may_call_a_loop(device: str) -> None:
+    """It is a part of the trace: no graph of its own."""
+    step = decoding(Decoder().to(device), ends=False)
+    loop = cgcompile.loop(step, 3, config=HOST)
+    compiled = torch.compile(lambda state: loop(state)["token"] + 1, backend="eager")
+    state = new_state(device)
+    for _ in range(2):
+        other = copied(state)
+        assert torch.equal(compiled(state), plain(step, other, 3)["token"] + 1)
+    assert loop.counters.captures == 0
+
+
+def test_a_loop_in_the_step_of_a_loop(device: str) -> None:
+    inner = cgcompile.loop(lambda state: state["x"].mul_(2), 2, config=HOST)
+
+    def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        return inner(state).sum(0).add_(1)
+
+    outer = cgcompile.loop(step, 3, config=HOST)
+    state, value = {"x": torch.ones(1, device=device)}, 1
+    for _ in range(3):
+        sums = outer(state).flatten().tolist()
+        assert sums == [value * 4**n * 6 + 1 for n in range(3)]
+        value *= 64
+    assert (outer.counters.captures, outer.counters.replays) == (1, 7)
+    assert inner.counters.captures == 0
 
 
 def test_a_module_is_a_step(device: str) -> None:
@@ -789,8 +843,6 @@ def test_any_schedule_of_rounds_equals_plain_steps(
             torch.manual_seed(seed)
             for result in results:
                 expected = plain(step, other, len(result["token"]))
-                # Of an unrolled loop a result is valid until the next round.
-                if not unroll or result is results[-1]:
-                    assert torch.equal(result["token"], expected["token"])
+                assert torch.equal(result["token"], expected["token"])
             assert_same(state, other)
     assert not loop.counters.failures or "moved" in [row[1] for row in schedule]

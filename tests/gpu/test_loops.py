@@ -10,6 +10,7 @@ from torch import nn
 
 import cgcompile
 from cgcompile import CompilationConfig
+from cgcompile.errors import LoopStateError
 from cgcompile.reasons import Reason
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("without_gradients")]
@@ -123,6 +124,19 @@ def test_a_failed_capture_leaves_the_generators_usable(own: bool) -> None:
         expected = [torch.zeros(4, device="cuda").uniform_(generator=generator) for _ in range(3)]
         assert torch.equal(result, torch.stack(expected))
     assert drawn.counters.replays == 7
+
+
+def test_a_write_to_a_tensor_of_the_host_is_an_error() -> None:
+    def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        state["count"].add_(1)
+        return state["x"].add_(1)
+
+    loop = cgcompile.loop(step, 3)
+    state = {"x": torch.zeros(1, device="cuda"), "count": torch.zeros(2, dtype=torch.long)}
+    with pytest.raises(
+        LoopStateError, match=r"writes state\['count'\], a tensor that is on the cpu"
+    ):
+        loop(state)
 
 
 @pytest.mark.slow

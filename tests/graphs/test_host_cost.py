@@ -4,6 +4,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -175,3 +176,20 @@ def test_opcodes_of_an_encoder() -> None:
     encoder, call = manager(token_budgets=(8,), config=CONFIG), images((4, 4), (4, 4))
     assert opcodes_of(lambda: encoder.execute(call)) <= 8_900 + 6 * LOOP
     assert (encoder.statistics.hits, encoder.statistics.misses) == (8, 0)
+
+
+def test_opcodes_of_a_round_of_a_loop() -> None:
+    """Each further replay of a round costs a copy of what the step returned, and the launch."""
+
+    def step(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        return state["x"].add_(1)
+
+    counts = []
+    for steps in (8, 16):
+        loop, state = cgcompile.loop(step, steps, config=CONFIG), {"x": torch.zeros(ROWS, WIDTH)}
+        with torch.inference_mode():
+            counts.append(opcodes_of(partial(loop, state)))
+        assert state["x"].eq(4 * steps).all()
+        assert loop.counters.replays == 4 * steps - 2
+    assert counts[0] <= 3_060 + 8 * LOOP
+    assert (counts[1] - counts[0]) / 8 <= 155

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lib.front_ends import MANAGERS, TRACED, WIDTH, WITH_CONTEXT, WRAPPERS
+from lib.front_ends import LOOP, MANAGERS, TRACED, WIDTH, WITH_CONTEXT, WRAPPERS
 from lib.hazards import (
     ABSENT,
     DOCUMENTED,
@@ -41,11 +41,12 @@ from cgcompile.errors import (
     CaptureError,
     DispatchError,
     HostValueChangedError,
+    LoopStateError,
 )
 from cgcompile.reasons import Reason
 
 KEEP = ("keep", "keep, context")
-UNTRACED = (*WRAPPERS, *MANAGERS, "breakable, context")  # capture Python as it runs
+UNTRACED = (*WRAPPERS, *MANAGERS, LOOP, "breakable, context")  # capture Python as it runs
 TRACES = (*TRACED, *(f"{name}, context" for name in TRACED))
 NONE = ("none", "none, context")
 SHAPE = ("shape", "shape, context")
@@ -78,7 +79,7 @@ if torch.__version__ < "2.12":
     OF_LAYOUTS_IN_DICTS = {TRACES: DOCUMENTED, **OF_LAYOUTS}
     OF_LAYOUTS_OF_INPUTS = {WITH_CONTEXT: DOCUMENTED, **OF_LAYOUTS}
 
-READ_CONTEXT = (*WITH_CONTEXT, *WRAPPERS, "CudaGraphManager")
+READ_CONTEXT = (*WITH_CONTEXT, *WRAPPERS, LOOP, "CudaGraphManager")
 
 # A forward context is never passed to an encoder, and a front end without one has no metadata.
 NO_METADATA = {("torch.compile", "keep", "shape", "none", "breakable", *ENCODER): ABSENT}
@@ -1450,8 +1451,14 @@ TABLE: tuple[Row, ...] = (
     Row(
         "cache in a list replaced",
         cache_in_a_list,
-        # A manager warms up with batches that no eager model gets.
-        {NONE: DOCUMENTED, UNTRACED: AddressChangedError, MANAGERS: ABSENT},
+        # A manager warms up with batches that no eager model gets, and a step of a loop writes its
+        # state alone.
+        {
+            NONE: DOCUMENTED,
+            UNTRACED: AddressChangedError,
+            MANAGERS: ABSENT,
+            LOOP: Refused(LoopStateError),
+        },
     ),
     Row("weight replaced", _weights(weight_replaced), OF_WEIGHTS),
     Row("weight.data assigned", _weights(weight_data), OF_WEIGHTS),
@@ -1493,6 +1500,7 @@ TABLE: tuple[Row, ...] = (
             TRACES: Reason.TOO_MANY_WEIGHT_SETS,
             UNTRACED: Refused(CaptureError),
             MANAGERS: ABSENT,  # it warms up with batches that no eager model gets
+            LOOP: Reason.CAPTURE_FAILED,
         },
     ),
     Row(
@@ -1668,7 +1676,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "longer list as an argument",
         _argument(lambda t: [t], lambda t: [t, t], lambda a: torch.stack(a).sum(0)),
-        OF_ARGUMENTS,
+        {**OF_ARGUMENTS, LOOP: RIGHT},  # a state of another layout has a graph of its own
     ),
     Row(
         "flag of an argument",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import cgcompile
 from cgcompile import (
@@ -43,7 +44,8 @@ FRONT_ENDS = COMPILED + WRAPPERS + MANAGERS
 TRACED = ("torch.compile", "keep", "shape", "none")
 WITHOUT_CONTEXT = (*TRACED, "breakable")
 WITH_CONTEXT = tuple(f"{name}, context" for name in WITHOUT_CONTEXT)
-COLUMNS = WITHOUT_CONTEXT + WITH_CONTEXT + WRAPPERS + MANAGERS
+LOOP = "cgcompile.loop"
+COLUMNS = WITHOUT_CONTEXT + WITH_CONTEXT + WRAPPERS + MANAGERS + (LOOP,)
 
 
 @dataclass
@@ -165,6 +167,16 @@ def wrapped(
     return FrontEnd(name, under_context(wrapper, metadata), wrapper)
 
 
+def looped(model: Any, config: CompilationConfig, metadata: Callable[[], Any]) -> FrontEnd:
+    """Make a loop whose rounds have one step; its state is the arguments of the model."""
+    loop = cgcompile.loop(lambda state: model(state["x"], *state["more"]), 1, config=config)
+
+    def step(x: torch.Tensor, *more: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda y: y[0], loop({"x": x, "more": more}))
+
+    return FrontEnd(LOOP, under_context(step, metadata), loop)
+
+
 def column(
     name: str,
     model: Any,
@@ -176,6 +188,8 @@ def column(
     config = settings(device, **more)
     if name in WRAPPERS:
         return wrapped(name, model, config, metadata)
+    if name == LOOP:
+        return looped(model, config, metadata)
     if name == "CudaGraphManager":
         return managed(model, device, config, lambda *_: Metadata(metadata()))
     if name == "EncoderCudaGraphManager":
