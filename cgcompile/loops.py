@@ -590,9 +590,10 @@ def _wrapped(
 
 def _takes_number(step: Callable[..., Any]) -> bool:
     """Return whether a step takes a second argument, its number."""
-    while isinstance(step, Transparent):
-        step = step.unwrap()
-    called = step.forward if isinstance(step, torch.nn.Module) else step
+    called: Any = step
+    while isinstance(called, Transparent):
+        called = called.unwrap()
+    called = called.forward if isinstance(called, torch.nn.Module) else called
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):  # not written in Python
