@@ -26,7 +26,7 @@ import torch
 
 from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig
-from cgcompile.errors import ConfigError, GuardError
+from cgcompile.errors import ConfigError, GuardError, LoopStateError
 from cgcompile.graphs.steps import refuse_strict
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.integrations import decode_inputs, next_token
@@ -112,6 +112,16 @@ class _Call:
     def samples(self) -> bool:
         return bool(self.config.do_sample)
 
+    def random_state(self) -> torch.Tensor | None:
+        """Return the state of the default generator, from which a text is sampled."""
+        if not self.samples:
+            return None
+        return _generators(self.model.device).get_rng_state()  # type: ignore[no-any-return]
+
+    def set_random_state(self, state: torch.Tensor | None) -> None:
+        if state is not None:
+            _generators(self.model.device).set_rng_state(state)
+
     def own_way(self, **more: Any) -> Any:
         """Run the loop of ``generate``."""
         from transformers.generation.utils import GENERATION_MODES_MAPPING
@@ -135,6 +145,11 @@ class _Call:
             **more,
             **self.kwargs,
         )
+
+
+def _generators(device: torch.device) -> Any:
+    """Return the module of the default generator of a device."""
+    return torch if device.type == "cpu" else torch.get_device_module(device)
 
 
 # ---------------------------------------------------------------- what has to run in the own loop
@@ -176,11 +191,28 @@ def _why_own_way(call: _Call) -> str:
         "a compile_config": config.compile_config is not None,
         f"attention of kind {attention}": attention not in ("sdpa", "eager"),
         "prompts of several dimensions": call.ids.dim() != 2,
+        "a prompt on another device than the model": call.ids.device != model.device,
+        "a model that transformers cannot compile with a static cache": not _takes_static_cache(
+            model
+        ),
     }
     for why, holds in reasons.items():
         if holds:
             return why
     return _criterion_refused(call.criteria) or next_token.refusal(call.processors)
+
+
+def _takes_static_cache(model: Any) -> bool:
+    """Return whether masks and positions of a model are right over a static cache.
+
+    Others index tables by the length of the cache, which is then that of the longest text. States
+    of layers without attention have one size in any cache.
+    """
+    if model._can_compile_fullgraph:
+        return True
+    layers = getattr(decode_inputs.dynamic_cache(model), "layers", ())
+    without_attention = [hasattr(x, "conv_states") and not hasattr(x, "keys") for x in layers]
+    return bool(without_attention) and all(without_attention)
 
 
 _CRITERIA = ("MaxLengthCriteria", "MaxTimeCriteria", "EosTokenCriteria")
@@ -232,9 +264,9 @@ class _Text:
         logits = self.outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         self.device, self.vocabulary = logits.device, logits.shape[-1]
         self.past = _length_of(self.source)
-        self.prompt = Prompt(call.ids.to(self.device), self.vocabulary, self.device)
+        self.prompt = Prompt(call.ids, self.vocabulary, self.device)
+        scores = call.processors(call.ids, logits)
         self.rules = next_token.rules_of(call.processors, self.prompt)
-        scores = call.processors(call.ids, logits.to(call.ids.device)).to(self.device)
         self.invalid = torch.zeros((), dtype=torch.bool, device=self.device)
         first = {"invalid": self.invalid}
         self.first = next_token.selected(scores, (), first, call.samples)
@@ -367,19 +399,20 @@ class _Keeper:
     A copy of the model has none.
     """
 
-    def __init__(self, model: Any = None) -> None:
-        self._model = (lambda: None) if model is None else weakref.ref(model)
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
         self.kept = weakref.WeakKeyDictionary[Generate, dict[Hashable, _Kept]]()
+        self.refused = weakref.WeakKeyDictionary[Generate, str]()  # why its steps are not captured
 
     @classmethod
     def of(cls, model: Any) -> "_Keeper":
         keeper = vars(model).get(_KEEPER)
-        if keeper is None or keeper._model() is not model:
+        if not isinstance(keeper, _Keeper) or keeper._model() is not model:
             keeper = vars(model)[_KEEPER] = cls(model)
-        return keeper  # type: ignore[no-any-return]
+        return keeper
 
     def __reduce__(self) -> Any:
-        return _Keeper, ()
+        return dict, ()  # which nothing but Python has to load
 
 
 _KEEPER = "_cgcompile_generate"
@@ -463,14 +496,21 @@ class Generate:
         call = _Call(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
-        why = _why_own_way(call)
+        keeper = _Keeper.of(model)
+        self._keepers.add(keeper)
+        why = keeper.refused.get(self) or _why_own_way(call)
         if not why:
+            drawn = call.random_state()
             try:
                 # In one mode, whatever that of the caller: a graph is of one.
                 with torch.inference_mode(False), torch.no_grad():
                     return self._run(call)
             except NotHeld as refused:
                 why = str(refused)
+            except LoopStateError as error:
+                why = f"a step that changes more than its state: {str(error).splitlines()[0]}"
+                keeper.refused[self] = why
+            call.set_random_state(drawn)
         return self._own_way(call, why)
 
     @property
@@ -492,6 +532,7 @@ class Generate:
         for keeper in list(self._keepers):
             for kept in keeper.kept.pop(self, {}).values():
                 kept.release()
+            keeper.refused.pop(self, None)
         if self._backend is not None and not self._given:
             self._backend.release()
 
@@ -572,7 +613,6 @@ class Generate:
         """Return the kept cache of a text; make it if there is none, or if it is too short."""
         keeper = _Keeper.of(text.model)
         with self._lock:
-            self._keepers.add(keeper)
             self._calls += 1
             all_kept = keeper.kept.setdefault(self, {})
             kept = all_kept.get(text.key())

@@ -377,6 +377,50 @@ def test_what_runs_in_the_loop_of_generate(llama: Any, name: str) -> None:
     assert word in own.counters.details[Reason.OWN_LOOP]
 
 
+def test_a_model_without_a_static_cache() -> None:
+    """GPT-Neo slices a table by the length of the cache."""
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+    types = [[["global", "local"], 1]]
+    config = transformers.GPTNeoConfig(**sizes, attention_types=types, pad_token_id=0)
+    model, own = transformers.GPTNeoForCausalLM(config).eval(), Generate()
+    model.generation_config.eos_token_id = None
+    check(model, own, prompt())
+    assert "static cache" in own.counters.details[Reason.OWN_LOOP]
+
+
+@pytest.mark.slow
+def test_a_step_that_changes_the_model() -> None:
+    """A number that the forward changes would not change at a replay; numbers are drawn once."""
+    model, own = build(), Generate(steps=2)
+    plain = model.forward
+
+    class Box:
+        calls = 0
+
+    box = Box()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        box.calls += 1
+        result = plain(*args, **kwargs)
+        result.logits = result.logits * (1 + box.calls % 3)
+        return result
+
+    model.forward = forward
+    inputs, settings = prompt(), {"do_sample": True, "max_new_tokens": 8}
+    torch.manual_seed(3)
+    expected = model.generate(**inputs, **settings)
+    box.calls = 0
+    torch.manual_seed(3)
+    first = model.generate(**inputs, **settings, custom_generate=own)
+    assert "box.calls" in own.counters.details[Reason.OWN_LOOP]
+    assert first.shape == expected.shape
+    box.calls = 0
+    torch.manual_seed(3)
+    second = model.generate(**inputs, **settings, custom_generate=own)
+    assert torch.equal(second, expected)
+    assert own.counters.plain == {Reason.OWN_LOOP: 2}
+
+
 def test_strict_raises_where_the_loop_of_generate_has_to_run(llama: Any) -> None:
     backend = cgcompile.Backend(on_fallback="raise", compiler="eager", capture_device="host")
     with pytest.raises(DispatchError, match=r"own_loop.*beam_search"):
