@@ -221,6 +221,16 @@ def test_the_breakable_model_of_a_page_works(ran: Any) -> None:
     assert (entry.sequence.num_graphs, entry.sequence.num_eager_breaks) == (2, 1)
 
 
+def test_the_loop_of_a_page_works(ran: Any) -> None:
+    page = ran("howto/loops.md")
+    decode, state = page["decode"], page["state"]
+    counters = decode.counters
+    assert (counters.captures, counters.plain.total()) == (1, 1)
+    assert counters.replays == page["tokens"].shape[0] - 2 or state["done"].all()
+    state["position"].zero_()  # else there is no room in the cache
+    assert cgcompile.verify(decode, state).ok
+
+
 @pytest.mark.slow
 def test_the_encoder_of_a_page_works(ran: Any, capsys: pytest.CaptureFixture[str]) -> None:
     page = ran("howto/encoders.md")
