@@ -132,7 +132,7 @@ class GraphHooks:
         """
 
     def end_of_capture(self) -> None:
-        """Run inside the capture of a whole step, after the model: join other streams here."""
+        """Run inside the capture of a whole step, after model and epilogue: join streams here."""
 
     def before_replay(self) -> None:
         """Run before a step that may replay graphs: wait for copies that no graph contains."""

@@ -319,7 +319,7 @@ def paged_batch(
     """
     # Tensors, not loops: at some hundred requests the host would be slower than the device.
     count = torch.tensor(counts)
-    owner = torch.repeat_interleave(torch.arange(len(counts)), count)
+    owner = torch.repeat_interleave(count)
     shift = torch.tensor(starts) - (count.cumsum(0) - count)
     positions = torch.arange(len(owner)) + shift[owner]
     tables = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32).view(len(rows), -1)

@@ -24,7 +24,7 @@ import cgcompile
 from cgcompile import BatchDescriptor, get_forward_context
 from cgcompile.errors import AddressChangedError, ConfigError, HostValueChangedError, ManagerError
 from cgcompile.graphs.guards import Weights
-from cgcompile.serving import Batch, InputBuffer
+from cgcompile.serving import Batch, GraphHooks, InputBuffer
 
 Buffers = dict[str, torch.Tensor]
 
@@ -324,3 +324,26 @@ def test_a_step_that_is_not_replayed_runs_the_epilogue_too(on_input_change: str)
         written = graph_manager.inputs.buffers["positions"][:count]
         assert torch.equal(written, (positions + 2).clamp(max=63))
     assert graph_manager.counters.replays == replays
+
+
+def test_hooks_join_after_the_epilogue_and_a_plan_measures_it() -> None:
+    order: list[str] = []
+
+    class Joins(GraphHooks):
+        def end_of_capture(self) -> None:
+            order.append("joined")
+
+    sampler = sampling()
+
+    def sample(hidden: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+        order.append("sampled")
+        return sampler.tokens(hidden)
+
+    graph_manager = manager("FULL", epilogue=sample, hooks=[Joins()])
+    assert len(graph_manager.plan().graphs) == len(graph_manager.dispatcher.plan())
+    graph_manager.capture()
+    assert order[-2:] == ["sampled", "joined"]
+    batch = requests(3, 2)
+    wanted = sampler.tokens(eager(inner(graph_manager), batch))
+    assert torch.equal(graph_manager.run(batch), wanted)
+    assert graph_manager.counters.replays == 1
