@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from llm_engine.runner import Runner, paged_batch
+from llm_engine.runner import Runner, round_batch
 from llm_engine.scheduler import Request, Work
 
 LONGEST_MATCH = 3  # tokens that an n-gram draft compares at most
@@ -24,8 +24,13 @@ class Draft(Protocol):
         """[R, 1 + k] int64, on whatever device: the newest token of each request, k guesses."""
         ...
 
-    def saw(self, prompts: Sequence[Work]) -> None:
-        """The target has run chunks of prompts; a draft with a cache of its own must as well."""
+    def follow(self, work: Sequence[Work], begin: torch.Tensor) -> None:
+        """The target has run a step; the host does not wait for it yet.
+
+        Args:
+            work: of the step.
+            begin: of :class:`llm_engine.epilogues.Choices`, a row for each item.
+        """
         ...
 
 
@@ -42,7 +47,7 @@ class RandomDraft:
             rows.append(request.tokens[-1:] + [source.randrange(self._vocab) for _ in range(k)])
         return torch.tensor(rows)
 
-    def saw(self, prompts: Sequence[Work]) -> None:
+    def follow(self, work: Sequence[Work], begin: torch.Tensor) -> None:
         pass
 
 
@@ -90,15 +95,17 @@ class NgramDraft:
             rows.append(request.tokens[-1:] + index.propose(request.tokens, k))
         return torch.tensor(rows)
 
-    def saw(self, prompts: Sequence[Work]) -> None:
+    def follow(self, work: Sequence[Work], begin: torch.Tensor) -> None:
         pass
 
 
 class ModelDraft:
     """A smaller model, with managers and caches of its own, in the blocks of the target.
 
-    A round leaves in its cache the newest token and all its guesses; of these the target takes a
-    front. What is behind it is written again in the next round, which begins at the token after it.
+    A round begins while the host still waits for what the target chose: the target's graph has left
+    on the device where it begins. So it drafts for requests that turn out to be done as well. It
+    leaves in its cache the newest token and all its guesses; of these the target takes a front.
+    What is behind it is written again in the next round.
 
     Args:
         prompts: runs chunks of prompts; started.
@@ -107,19 +114,32 @@ class ModelDraft:
 
     def __init__(self, prompts: Runner, rounds: Runner) -> None:
         self._prompts, self._rounds = prompts, rounds
+        self._requests: list[Request] = []  # of the last round
+        self._drafts = torch.empty(0, 0)  # of the last round, valid until the next one
+
+    def follow(self, work: Sequence[Work], begin: torch.Tensor) -> None:
+        """Run the prompts of a step, then a round of drafts: one graph."""
+        prompts = [item for item in work if item.prefill]
+        if prompts:
+            self._prompts.run(self._prompts.batch(prompts))
+        at = [index for index, item in enumerate(work) if item.samples]
+        self._requests = [work[index].request for index in at]
+        if self._requests:
+            begin = begin if len(at) == len(work) else begin[on_device(at, begin)]
+            rows = [request.table.row for request in self._requests]
+            self._drafts = self._rounds.run(round_batch(begin, rows))
 
     def propose(self, requests: Sequence[Request], k: int) -> torch.Tensor:
-        """One graph; the tokens stay on the device, valid until the next proposal."""
-        count = len(requests)
-        newest = torch.tensor([request.tokens[-1] for request in requests])
-        starts = [len(request.tokens) - 1 for request in requests]
-        rows = [request.table.row for request in requests]
-        size = self._rounds.model.block_size
-        batch = paged_batch(newest, starts, [1] * count, rows, [False] * count, size)
-        drafts = self._rounds.run(batch)
-        if drafts.shape[1] != 1 + k:
-            raise ValueError(f"a round drafts {drafts.shape[1] - 1} tokens, not {k}")
-        return drafts
+        """Those of the last round, which began with all requests that decode now."""
+        if self._drafts.shape[1] != 1 + k:
+            raise ValueError(f"a round drafts {self._drafts.shape[1] - 1} tokens, not {k}")
+        if [*map(id, requests)] == [*map(id, self._requests)]:
+            return self._drafts
+        known = {id(request): index for index, request in enumerate(self._requests)}
+        at = [known[id(request)] for request in requests]
+        return self._drafts[on_device(at, self._drafts)]
 
-    def saw(self, prompts: Sequence[Work]) -> None:
-        self._prompts.run(self._prompts.batch(prompts))
+
+def on_device(indices: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Indices for a tensor, without a wait."""
+    return torch.tensor(indices, dtype=torch.int64).to(like.device, non_blocking=True)

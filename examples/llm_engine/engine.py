@@ -26,6 +26,25 @@ class Drafted:
     rounds: int = 0
 
 
+class Copy:
+    """A copy of a small tensor to the host, which waits for it and not for what is queued later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait(self) -> list[list[int]]:
+        """The rows, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows: list[list[int]] = self._host.tolist()
+        return rows
+
+
 class Engine:
     """Serves requests with one target model and perhaps a draft.
 
@@ -75,10 +94,11 @@ class Engine:
         drafts = None
         if self.draft is not None and deciding:
             drafts = self.draft.propose(deciding, self.scheduler.draft_tokens)
-        choices = self.runner.run(self.runner.batch(work, drafts))
-        if self.draft is not None and prompts:
-            self.draft.saw(prompts)
-        self._accept(work, choices.tolist(), time.perf_counter())
+        result = self.runner.run(self.runner.batch(work, drafts))
+        choices = Copy(result["choices"])
+        if self.draft is not None:
+            self.draft.follow(work, result["begin"])
+        self._accept(work, choices.wait(), time.perf_counter())
 
     def _accept(self, work: Sequence[Work], choices: list[list[int]], now: float) -> None:
         """Take the new tokens: of each request the choices, and the number of right drafts."""

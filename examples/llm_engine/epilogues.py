@@ -20,19 +20,28 @@ class Choices:
     def __init__(self, model: Llama) -> None:
         self._model = model
 
-    def __call__(self, hidden: torch.Tensor, buffers: Buffers) -> torch.Tensor:
-        """[R, k + 2] int64: the choices after the newest token and k drafts, then a count.
+    def __call__(self, hidden: torch.Tensor, buffers: Buffers) -> dict[str, torch.Tensor]:
+        """``choices`` [R, k + 2] int64: those after the newest token and k drafts, then a count.
+
+        With drafts ``begin`` [R, 3] int64 too, where the next round begins: the newest token of
+        each request, its position and its slot.
 
         Args:
             hidden: [T, hidden], of all rows.
             buffers: with ``sampled`` [R, 1 + k] int64: the rows of the newest token of each request
-                and of its drafts. The count of a request without drafts means nothing.
+                and of its drafts; of a prompt its last row, each time.
         """
         rows = buffers["sampled"]
         choices = self._model.greedy(hidden[rows])
         drafts = buffers["input_ids"][rows[:, 1:]]
         right = (drafts == choices[:, :-1]).cumprod(1).sum(1, keepdim=True)
-        return torch.cat((choices, right), 1)
+        result = {"choices": torch.cat((choices, right), 1)}
+        if rows.shape[1] > 1:
+            positions = buffers["positions"][rows.gather(1, right)[:, 0]] + 1
+            slots = next_slots(buffers["block_tables"], positions, self._model.block_size)
+            newest = choices.gather(1, right)[:, 0]
+            result["begin"] = torch.stack((newest, positions, slots), 1)
+        return result
 
 
 class DraftLoop:

@@ -243,9 +243,9 @@ class Runner:
         """Give the memory of the graphs back."""
         self.manager.release()
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch) -> Any:
         """What the epilogue returns, or hidden states [T, hidden]; valid until the next step."""
-        result: torch.Tensor = self.manager.run(batch)
+        result = self.manager.run(batch)
         agreement = self.manager.agreement
         if agreement is None or agreement.agreed is None:
             self.tally.add(batch, self.manager.dispatched(batch))
@@ -337,6 +337,21 @@ def paged_batch(
         max_query_len=max(counts),
         uniform_decode=is_uniform_decode(counts, prefill),
     )
+
+
+def round_batch(begin: torch.Tensor, rows: "Sequence[array[int]]") -> Batch:
+    """The batch of a round of drafts.
+
+    Args:
+        begin: [R, 3] int64 on the device: the newest token of each request, its position and slot.
+        rows: the row of each request in the block table.
+    """
+    count = len(rows)
+    tables = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32).view(count, -1)
+    tokens, positions, slots = begin.unbind(1)
+    inputs = {"input_ids": tokens, "positions": positions, "slot_mapping": slots}
+    inputs |= {"token_to_req": torch.arange(count, dtype=torch.int32), "block_tables": tables}
+    return Batch(count, count, inputs, max_query_len=1, uniform_decode=True)
 
 
 def decode_batch(

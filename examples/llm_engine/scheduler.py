@@ -230,8 +230,14 @@ class Scheduler:
         return work
 
     def _grow(self, request: Request) -> bool:
-        """Blocks for the next tokens, by preemption if need be; False if it was preempted."""
-        while not self._reserve(request, request.computed + 1 + self.draft_tokens):
+        """Blocks for the next tokens, by preemption if need be; False if it was preempted.
+
+        And for the drafts after them: those begin before it is known how many tokens are right.
+        """
+        ahead = 1 + self.draft_tokens
+        wanted = request.computed + (2 * ahead if self.draft_tokens else ahead)
+        most = request.longest + self.draft_tokens
+        while not self._reserve(request, min(wanted, most)):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:

@@ -19,7 +19,7 @@ from llm_engine.drafts import ModelDraft, NgramDraft, NgramIndex, RandomDraft
 from llm_engine.engine import Engine
 from llm_engine.epilogues import Choices, next_slots
 from llm_engine.runner import paged_batch
-from llm_engine.scheduler import Request
+from llm_engine.scheduler import Request, Work
 
 from cgcompile import set_forward_context
 
@@ -102,7 +102,7 @@ def test_a_round_of_drafts_is_one_graph_and_writes_its_own_blocks(
     """Three requests are padded to four; padding advances within the null block."""
     k, model = 3, tiny_llama(device)
     rounds = runner(model, "breakable", [1], drafts=k)
-    draft = ModelDraft(rounds, rounds)  # no prompts
+    draft = ModelDraft(rounds, rounds)  # no prompts here
     generator = torch.Generator().manual_seed(num_reqs)
     # The last one ends with the width of its table, and drafts behind it.
     lengths = [3, BLOCK_SIZE, 2 * BLOCK_SIZE + 1, WIDTH * BLOCK_SIZE - 1][-num_reqs:]
@@ -122,9 +122,12 @@ def test_a_round_of_drafts_is_one_graph_and_writes_its_own_blocks(
         caches = [layer.attention.k_cache.clone() for layer in model.layers]
         values = [layer.attention.v_cache.clone() for layer in model.layers]
         replays = rounds.replays
+        work = [Work(request, len(request.tokens) - 1, 1 + k, False) for request in requests]
         with torch.inference_mode():
+            draft.follow(work, beginnings(requests).to(device))
             drafts = draft.propose(requests, k).tolist()
             assert rounds.replays == replays + 1
+            assert draft.propose(requests[:0:-1], k).tolist() == drafts[:0:-1]
             written = [layer.attention.k_cache.clone() for layer in model.layers]
             for layer, keys, old in zip(model.layers, caches, values, strict=True):
                 layer.attention.k_cache.copy_(keys)
@@ -140,6 +143,16 @@ def test_a_round_of_drafts_is_one_graph_and_writes_its_own_blocks(
             changed = (keys != old).flatten(2).any(2).flatten()
             slots = set(changed.nonzero().flatten().tolist())
             assert {slot for slot in slots if slot >= BLOCK_SIZE} == allowed - {0}
+
+
+def beginnings(requests: list[Request]) -> torch.Tensor:
+    """The newest token of each request, its position and its slot."""
+    rows = []
+    for request in requests:
+        position = len(request.tokens) - 1
+        slot = request.table.row[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        rows.append((request.tokens[-1], position, slot))
+    return torch.tensor(rows)
 
 
 def plain_round(rounds: Any, requests: list[Request], k: int) -> list[list[int]]:
@@ -164,13 +177,40 @@ def plain_round(rounds: Any, requests: list[Request], k: int) -> list[list[int]]
     return tokens
 
 
+@pytest.mark.slow
 def test_a_round_has_as_many_drafts_as_its_graph() -> None:
     rounds = runner(tiny_llama("cpu"), "NONE", [1], drafts=2)
     request = Request(0, [1, 2], 4)
     request.table.widen(WIDTH)
     request.table.add([1, 2])
+    draft = ModelDraft(rounds, rounds)
+    draft.follow([Work(request, 1, 3, False)], beginnings([request]))
+    assert draft.propose([request], 2).shape == (1, 3)
     with pytest.raises(ValueError, match="a round drafts 2 tokens, not 3"):
-        ModelDraft(rounds, rounds).propose([request], 3)
+        draft.propose([request], 3)
+
+
+@pytest.mark.slow
+def test_a_round_is_for_the_requests_that_a_step_has_sampled() -> None:
+    """A chunk in the middle of a prompt has no newest token."""
+    model = tiny_llama("cpu")
+    prompts, rounds = runner(model, "NONE", [1]), runner(model, "NONE", [1], drafts=1)
+    requests = [Request(number, [1 + number] * 6, 4) for number in range(3)]
+    for number, request in enumerate(requests):
+        request.table.widen(WIDTH)
+        request.table.add([1 + 2 * number, 2 + 2 * number])
+    work = [
+        Work(requests[0], 5, 2, False),
+        Work(requests[1], 0, 3, True),
+        Work(requests[2], 2, 4, True),
+    ]
+    draft = ModelDraft(prompts, rounds)
+    begin = beginnings(requests)
+    begin[1] = -1  # means nothing
+    draft.follow(work, begin)
+    assert draft.propose([requests[2], requests[0]], 1)[:, 0].tolist() == [3, 1]
+    with pytest.raises(KeyError):
+        draft.propose([requests[1]], 1)
 
 
 def test_slots_on_the_device() -> None:
@@ -185,12 +225,22 @@ def test_choices_count_the_right_drafts() -> None:
     model = tiny_llama("cpu")
     model.greedy = lambda hidden: hidden.long().squeeze(-1) + 1  # type: ignore[method-assign]
     hidden = torch.arange(8.0)[:, None]
-    ids = torch.tensor([9, 1, 2, 9, 4, 9, 7, 7])
-    rows = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 7]])
-    chosen = Choices(model)(hidden, {"sampled": rows, "input_ids": ids})
-    assert chosen.tolist() == [[1, 2, 3, 2], [4, 5, 6, 1], [7, 8, 8, 1]]
-    ids[1] = 5  # what is behind a wrong draft does not count
-    assert Choices(model)(hidden, {"sampled": rows, "input_ids": ids})[0, -1] == 0
+    buffers = {
+        "sampled": torch.tensor([[0, 1, 2], [3, 4, 5], [7, 7, 7]]),
+        "input_ids": torch.tensor([9, 1, 2, 9, 4, 9, 7, 6]),
+        "positions": torch.tensor([5, 6, 7, 2, 3, 4, 0, 1]),
+        "block_tables": torch.tensor([[4, 5, 6], [7, 8, 0], [9, 0, 0]], dtype=torch.int32),
+    }
+    result = Choices(model)(hidden, buffers)
+    # Two drafts of the first request are right, one of the second; the third is a prompt.
+    assert result["choices"].tolist() == [[1, 2, 3, 2], [4, 5, 6, 1], [8, 8, 8, 0]]
+    size = BLOCK_SIZE
+    assert result["begin"].tolist() == [[3, 8, 6 * size], [5, 4, 8 * size], [8, 2, 9 * size + 2]]
+    buffers["input_ids"][1] = 5  # what is behind a wrong draft does not count
+    assert Choices(model)(hidden, buffers)["choices"][0, -1] == 0
+    plain = Choices(model)(hidden, {**buffers, "sampled": buffers["sampled"][:, :1]})
+    assert plain["choices"].tolist() == [[1, 0], [4, 0], [8, 0]]
+    assert "begin" not in plain
 
 
 @pytest.mark.slow
