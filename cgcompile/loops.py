@@ -34,7 +34,7 @@ from cgcompile.errors import (
     LoopStateError,
 )
 from cgcompile.graphs.capture import SameStorages, postponed_capture
-from cgcompile.graphs.contract import is_plain_value
+from cgcompile.graphs.contract import Contract, is_plain_value
 from cgcompile.graphs.fields import Fields
 from cgcompile.graphs.guards import read_arguments
 from cgcompile.graphs.reads import Transparent
@@ -136,6 +136,7 @@ class _StepWrapper(CUDAGraphWrapper):
         Raises:
             LoopStateError: it changes something else than tensors of its state, in place.
         """
+        reached = self._reached(args)
         try:
             captured = self._recorded(descriptor, args, kwargs, storages, wait)
             for _ in range(_MOST_CAPTURES):
@@ -146,6 +147,8 @@ class _StepWrapper(CUDAGraphWrapper):
                 captured = self._recorded(descriptor, args, kwargs, storages, wait)
         except LoopStateError:
             self._state = None  # else the next capture would take the change for granted
+            for fields in reached:
+                fields.restore()
             raise
         return captured
 
@@ -155,14 +158,25 @@ class _StepWrapper(CUDAGraphWrapper):
         """Capture the step, and compare what it reaches with what that was before."""
         assert self.pool is not None
         state = read_arguments(args, kwargs, self.pool.device.tensor_type)
-        written = self._written(args)
+        written = self._written(*self._reached(args))
         try:
             captured = super().record(descriptor, args, kwargs, *more)
+            self._check_changes(state, args, kwargs, written)
         except CaptureError as error:
             if not error.field:
                 raise
             path = _in_state(error.field)
             raise LoopStateError.rebinds(what=self.name, path=path) from error
+        return captured
+
+    def _check_changes(
+        self,
+        state: Contract,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Iterator[tuple[str, str]],
+    ) -> None:
+        """Raise LoopStateError if the captured step has changed what it must not."""
         change = None if state.holds(args, kwargs) else state.first_change(args, kwargs)
         if change is None and self._state is not None and not self._state.learned:
             change = next(iter(self._state.changes), None)
@@ -173,20 +187,23 @@ class _StepWrapper(CUDAGraphWrapper):
             raise LoopStateError.changes(what=self.name, path=path, before=before, after=after)
         for path, where in written:
             raise LoopStateError.writes(what=self.name, path=path, where=where)
-        return captured
 
-    def _written(self, args: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+    def _reached(self, args: tuple[Any, ...]) -> tuple[Fields, Fields]:
+        """Return the fields of the state, and those of the step and of globals that it reads."""
+        roots = {"step": self.unwrap()}
+        if self._state is not None:
+            roots |= self._state.loaded_globals
+        return Fields({"input 0": args[0]}), Fields(roots)
+
+    def _written(self, of_state: Fields, of_step: Fields) -> Iterator[tuple[str, str]]:
         """Yield, later, the paths of tensors that were written and must not be, and where they are.
 
         A graph writes neither what is not in the state, nor what is on another device.
         """
         assert self.pool is not None
-        kind, roots = self.pool.device.tensor_type, {"step": self.unwrap()}
-        if self._state is not None:
-            roots |= self._state.loaded_globals
-        state = Fields({"input 0": args[0]}).named
+        kind, state = self.pool.device.tensor_type, of_state.named
         own = {_memory(tensor) for _, tensor in state}
-        compared = [(row, "not in its state") for row in Fields(roots).named]
+        compared = [(row, "not in its state") for row in of_step.named]
         compared = [row for row in compared if _memory(row[0][1]) not in own]
         compared += [
             (row, f"on the {row[1].device}") for row in state if row[1].device.type != kind

@@ -442,6 +442,23 @@ def test_a_change_beside_the_tensors_of_the_state_is_an_error(
     assert not loop.wrapper.entries
 
 
+def test_a_refused_capture_leaves_no_trace(device: str) -> None:
+    count = 0
+
+    def step(state: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        state["box"].n += 1
+        state["box"].items.append(count)
+        return state["x"].add_(1)
+
+    box = Box(n=0, items=[])
+    state = {"x": torch.zeros(1, device=device), "box": box}
+    with pytest.raises(LoopStateError):
+        cgcompile.loop(step, 2, config=HOST)(state)
+    assert (count, box.n, box.items, state["x"].item()) == (1, 1, [1], 1)  # of the plain step
+
+
 def test_what_the_first_step_creates_is_not_a_change(device: str) -> None:
     class Lazy:
         keys: torch.Tensor | None = None
