@@ -74,10 +74,13 @@ def test_rows_of_the_arguments(kind: str, row: str, monkeypatch: Any) -> None:
         ("_module", "hook added"),
         ("_module", "forward of a layer replaced"),
         ("_module", "training mode"),
+        ("_entries", "buffer added to a layer of torch"),
+        ("_methods", "attribute of the class added"),
+        ("_attributes", "attribute in place of a weight"),
     ],
 )
 def test_rows_of_the_state_of_a_model(part: str, row: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(state._Reader, part, lambda *_: None)
+    monkeypatch.setattr(state._Reader, part, lambda *_, **__: None)
     assert observe(ROWS[row], "CUDAGraphWrapper", "cpu") == STALE
 
 
@@ -101,6 +104,7 @@ SETTINGS, FITS = "cgcompile.torch_compat.torch_settings", "cgcompile.tracing.arg
         (f"{GRAPHS}.guards:Weights.same_objects", True, WRAPPER, "tensor attribute replaced"),
         (f"{GRAPHS}.contract:Read.change", None, WRAPPER, "weight replaced"),
         (f"{GRAPHS}.contract:Read.change", None, WRAPPER, "weight.data assigned"),
+        (f"{GRAPHS}.state:Owner.change", None, WRAPPER, "another dict of attributes of a layer"),
         (f"{GRAPHS}.contract:Reads.form", [], WRAPPER, "longer list as an argument"),
         (f"{MEMORY}:Addresses.hold", True, WRAPPER, "weight.data assigned"),
         (f"{GRAPHS}.capture:SameStorages.check", None, WRAPPER, ".data assigned in the step"),
