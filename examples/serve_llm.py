@@ -71,6 +71,7 @@ from cgcompile.errors import AgreementError
 
 COMPILERS = ("inductor", "aot", "eager")
 DRAFTS = ("none", "random", "ngram", "model")
+WARMING = 3  # requests that are served before a run
 DRAFT_MODES = ("NONE", "FULL_AND_PIECEWISE")
 SPECULATIVE = {
     "modes": ["FULL_AND_PIECEWISE"],
@@ -270,7 +271,7 @@ class Server:
 
     def run(self, mode: str, draft: str) -> Run:
         """Serve the workload."""
-        args, k = self.args, 0 if draft == "none" else self.args.draft_tokens
+        k = 0 if draft == "none" else self.args.draft_tokens
         runners = {"target": self.target}
         self.target.start(mode, [1 + k], sampled=1 + k)
         if draft == "model" and self.small is not None:
@@ -278,13 +279,12 @@ class Server:
             runners |= {"draft model, prompts": prompts, "draft model": rounds}
             prompts.start(mode, [1])
             rounds.start(mode, [1], drafts=k)
-        allocator = BlockAllocator(self._blocks(k))
-        width = self.limits.blocks_per_req
-        scheduler = Scheduler(
-            allocator, args.block_size, width, args.max_reqs, args.budget, draft_tokens=k
-        )
-        engine = Engine(self.target, scheduler, self._draft(draft))
-        requests = self.requests()
+        # Kernels that no capture ran are loaded now.
+        self._engine(draft, k).serve(self.requests()[:WARMING])
+        for runner in runners.values():
+            runner.reset()
+        engine, requests = self._engine(draft, k), self.requests()
+        scheduler = engine.scheduler
         self._synchronize()
         begin = time.perf_counter()
         engine.serve(requests)
@@ -299,11 +299,17 @@ class Server:
             engine.drafted,
             engine.mixed_steps,
             seconds,
-            allocator.num_blocks - 1 - allocator.num_free,
+            scheduler.allocator.num_blocks - 1 - scheduler.allocator.num_free,
         )
         for runner in runners.values():
             runner.stop()
         return replace(run, partings=self._partings(run))
+
+    def _engine(self, draft: str, draft_tokens: int) -> Engine:
+        args, allocator = self.args, BlockAllocator(self._blocks(draft_tokens))
+        limits = (self.limits.blocks_per_req, args.max_reqs, args.budget)
+        scheduler = Scheduler(allocator, args.block_size, *limits, draft_tokens=draft_tokens)
+        return Engine(self.target, scheduler, self._draft(draft))
 
     def _partings(self, run: Run) -> tuple[Parting, ...]:
         if self.ranks:

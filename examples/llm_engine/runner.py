@@ -225,12 +225,16 @@ class Runner:
         before = self._free_bytes()
         self.manager.capture()
         self.graph_bytes = before - self._free_bytes()
-        self.manager.statistics.clear()
         # A round is one graph; the handle counts the steps of prompts, too.
         self._counted = self.manager.wrappers[0] if drafts else self.manager
+        self.reset()
+        self.start_seconds = time.perf_counter() - begin
+
+    def reset(self) -> None:
+        """Forget the steps so far, and what is in the caches."""
+        self.manager.statistics.clear()
         self.tally, self._replays = Tally(), self._counted.counters.replays
         self.model.forget()
-        self.start_seconds = time.perf_counter() - begin
 
     def _free_bytes(self) -> int:
         if self.device.type != "cuda":
