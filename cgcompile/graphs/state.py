@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from cgcompile.errors import with_article
 from cgcompile.graphs.arena import address
 from cgcompile.graphs.contract import (
     Change,
@@ -588,6 +589,7 @@ class _Reader:
                 continue
             if skipped and isinstance(value, torch.Tensor):  # weights are compared elsewhere
                 self.state.values[f"{path}.{name}"] = TensorRead.of(value)
+                self._visit(value, f"{path}.{name}")  # which may have attributes
                 if name in of_layer or self._is_loaded(name, kind):
                     self.state.attributes[f"{path}.{name}"] = path, name
             elif name in of_layer or self._is_loaded(name, kind):
@@ -1249,6 +1251,9 @@ def _text(value: Any) -> str:
         return "missing"
     if isinstance(value, frozenset) and len(value) < _FEW:  # of a set
         return f"{{{', '.join(sorted(map(repr, value)))}}}" if value else "set()"
+    if isinstance(value, TensorRead) and isinstance(value.placed.layout[1], type):
+        kind, parts = value.placed.layout[1:3]  # a subclass and the tensors in it
+        return f"{with_article(kind.__name__)} of {', '.join(map(layout_text, parts))}"
     return layout_text(value.placed if isinstance(value, TensorRead) else value)
 
 

@@ -382,6 +382,14 @@ def _attribute_of_a_weight(device: str) -> Scene:
     return Scene(model, lambda: setattr(model.linear.weight, "scale", 3.0))
 
 
+def attribute_of_a_tensor(device: str) -> Scene:
+    model = Model(device)
+    model.table = torch.rand(WIDTH, device=device)
+    model.table.scale = 2.0
+    model.read = lambda x: x * model.table * model.table.scale
+    return Scene(model, lambda: setattr(model.table, "scale", 3.0))
+
+
 class _Layers(nn.Sequential):
     """A subclass of a container of torch."""
 
@@ -1222,6 +1230,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("helper that two layers share", helper_of_two_layers, OF_STATE),
     Row("attribute of a weight", _attribute_of_a_weight, OF_STATE),
+    Row("attribute of a tensor", attribute_of_a_tensor, OF_STATE),
     Row(
         "named item added to a dict",
         _held(

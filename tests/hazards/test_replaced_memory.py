@@ -24,6 +24,7 @@ from lib.front_ends import (
     settings,
 )
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cgcompile
@@ -449,6 +450,34 @@ def test_a_weight_whose_layout_returns_is_replayed(name: str, device: str) -> No
         weight.data = weight.data.t()
         check(served.step, net, device, steps=2)
     assert served.counters().replays == before + 4
+
+
+@pytest.mark.parametrize("name", [*WRAPPERS, "CudaGraphManager"])
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_the_layouts_inside_of_a_tensor_subclass(
+    name: str, is_parameter: bool, device: str
+) -> None:
+    """Its ops read the tensors in it; no code of the model names them."""
+
+    class Multiplies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            pair = TwoTensor(*(torch.rand(WIDTH, WIDTH, device=device) for _ in range(2)))
+            self.pair = nn.Parameter(pair, requires_grad=False) if is_parameter else pair
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.mm(x, self.pair).a
+
+    net = Multiplies()
+    served = front_end(name, net, device)
+    check(served.step, net, device, steps=3)
+    net.pair.a.data = net.pair.a.data.t()
+    text = rf"pair.* is .*strides \(1, {WIDTH}\) .*, was "
+    with torch.inference_mode(), pytest.raises(HostValueChangedError, match=text):
+        served.step(torch.randn(ROWS, WIDTH, device=device))
+    net.pair.a.data = net.pair.a.data.t()
+    check(served.step, net, device)
+    assert served.counters().replays >= 3
 
 
 @pytest.mark.parametrize("change", ["requires_grad", "dispatch mode", "nested"])
