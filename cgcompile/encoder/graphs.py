@@ -362,7 +362,8 @@ class EncoderGraphs:
             device = capture_device(setup.device, setup.settings.capture_device)
             pool = None if device is None else GraphPool(device)
         self.pool = pool  # None where nothing can be captured
-        self._whole = ManagedStep(setup.model.model, self._recorded)
+        self._modules = modules_of(setup.model.model)
+        self._whole = ManagedStep(setup.model.model, self._recorded, self._modules)
         self.wrapper = CUDAGraphWrapper(
             self._whole, setup.settings, FULL, pool=pool, name="encoder"
         )
@@ -371,7 +372,6 @@ class EncoderGraphs:
         self.wrapper.returns_views = False  # results are copied under the lock of the pool
         if pool is not None:
             pool.add_owner(self)
-        self._modules = modules_of(setup.model.model)
         self._inputs: dict[GraphKey, GraphInputs] = {}
         self._descriptors = {key: key.descriptor for key in setup.all_keys()}
         self._running: GraphKey | None = None

@@ -112,8 +112,9 @@ class CUDAGraphOptions:
 class ManagedStep:
     """A step of a manager around its model, as a callable; ``unwrap`` returns the model."""
 
-    def __init__(self, model: Any, step: Callable[..., Any]) -> None:
+    def __init__(self, model: Any, step: Callable[..., Any], also_read: Any) -> None:
         self._model = model
+        self._also_read = also_read  # by the step, beside the model
         self._step = WeakMethod(step)  # a method: its owner holds the wrapper of this
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

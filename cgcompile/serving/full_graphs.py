@@ -102,7 +102,7 @@ class FullGraphs:
         read: Any = model  # what the contract of a graph compares
         if epilogue is not None:
             read = (model.unwrap() if isinstance(model, Transparent) else model, epilogue)
-        whole = ManagedStep(read, self._record)
+        whole = ManagedStep(read, self._record, hooks)
         self.wrapper = BreakableCUDAGraphWrapper(whole, config, FULL, pool=pool, name="step")
         self.wrapper.before_capture = partial(_before_capture, hooks)
         self.wrapper.remedy = REMEDY
