@@ -19,6 +19,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,8 @@ class _Kept:
         advancing: which inputs advance, by the layout of the inputs.
         forwards: what a step calls, by the layout of the inputs.
         loops: by what is baked into a step.
+        attributes: tensors that the modules of the model have beside weights, at the last capture.
+        held: buffers of those that calls replace, such as the offsets of positions of Qwen-VL.
         used: the number of the last call.
     """
 
@@ -79,6 +82,8 @@ class _Kept:
     advancing: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
     forwards: dict[Hashable, Callable[..., torch.Tensor]] = field(default_factory=dict)
     loops: dict[Hashable, Any] = field(default_factory=dict)
+    attributes: "dict[_Attribute, torch.Tensor]" = field(default_factory=dict)
+    held: "dict[_Attribute, torch.Tensor]" = field(default_factory=dict)
     busy: threading.Lock = field(default_factory=threading.Lock)
     used: int = 0
 
@@ -89,10 +94,20 @@ class _Kept:
             self.buffers[key] = torch.empty_like(value, memory_format=torch.contiguous_format)
         return self.buffers[key].copy_(value)
 
+    def hold_replaced(self, model: torch.nn.Module) -> None:
+        """Keep buffers for the attributes that are others than at the last capture."""
+        now = _tensors_beside_weights(model)
+        for place, value in now.items():
+            if self.attributes.get(place) is not value:
+                self.held.setdefault(place, value.clone())
+        self.attributes = now
+
     def release(self) -> None:
         for steps in self.loops.values():
             steps.release()
         self.loops.clear()
+        self.attributes.clear()
+        self.held.clear()
         self.forwards.clear()
         self.buffers.clear()
 
@@ -564,11 +579,11 @@ class Generate:
             steps = self._loop(kept, text, described)
             before = steps.counters
             with call.model._optimize_model_for_decode():
-                self._decode(text, steps, state)
+                self._decode(text, kept, steps, state)
             self._count(before, steps.counters)
             return text.result(state)
 
-    def _decode(self, text: "_Text", steps: Any, state: dict[str, Any]) -> None:
+    def _decode(self, text: "_Text", kept: _Kept, steps: Any, state: dict[str, Any]) -> None:
         """Run rounds to the end of the text."""
         call, shown = text.call, 0
         clocks = [
@@ -578,7 +593,7 @@ class Generate:
         ]
         if self.stream is not None:
             self.stream.put(call.ids.cpu())
-        for _ in _rounds(steps, state, text.limit - 1):
+        for _ in _rounds(text.model, kept, steps, state, text.limit - 1):
             shown = self._show(state, shown)
             if any(time.time() - begin > longest for begin, longest in clocks):
                 break
@@ -666,15 +681,59 @@ def _release(kept: _Kept) -> None:
         kept.release()
 
 
-def _rounds(steps: Any, state: dict[str, Any], limit: int) -> Iterator[Any]:
+def _rounds(
+    model: Any, kept: _Kept, steps: Any, state: dict[str, Any], limit: int
+) -> Iterator[Any]:
     """Run the rounds of a loop; capture again if the model has changed since."""
-    try:
-        first = next(rounds := steps.rounds(state, limit=limit), None)
-    except GuardError:  # nothing has run
+    if not kept.attributes:
+        kept.attributes = _tensors_beside_weights(model)
+    for captures_again in (True, False):
+        with _held(kept):
+            rounds = steps.rounds(state, limit=limit)
+            try:
+                first = next(rounds, None)
+            except GuardError:  # nothing has run
+                if not captures_again:
+                    raise
+            else:
+                yield first
+                yield from rounds
+                return
+        kept.hold_replaced(model)
         steps.release()
-        first = next(rounds := steps.rounds(state, limit=limit), None)
-    yield first
-    yield from rounds
+
+
+_Attribute = tuple[torch.nn.Module, str]
+
+
+def _tensors_beside_weights(model: torch.nn.Module) -> dict[_Attribute, torch.Tensor]:
+    """Return the tensors that modules have as plain attributes."""
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@contextmanager
+def _held(kept: _Kept) -> Iterator[None]:
+    """Put kept tensors, with the same values, in place of attributes that each call replaces."""
+    before = {}
+    for (module, name), buffer in kept.held.items():
+        value = vars(module).get(name)
+        if (
+            isinstance(value, torch.Tensor)
+            and value.shape == buffer.shape
+            and value.dtype == buffer.dtype
+        ):
+            before[module, name] = value
+            vars(module)[name] = buffer.copy_(value)
+    try:
+        yield
+    finally:
+        for (module, name), value in before.items():
+            vars(module)[name] = value
 
 
 def _rounded(needed: int, model: Any, least: int | None) -> int:

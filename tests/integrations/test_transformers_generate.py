@@ -258,6 +258,44 @@ def test_vision_language_model() -> None:
     assert (own.counters.captures, own.counters.replays) == (1, 2)
 
 
+def qwen2_vl() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = {name: size for name, size in SIZES.items() if name != "pad_token_id"}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
+    vision |= {"mlp_ratio": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = transformers.Qwen2VLConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config=vision,
+        pad_token_id=0,
+        **dict(zip(names, (90, 91, 92, 93), strict=True)),
+    )
+    return transformers.Qwen2VLForConditionalGeneration(config).eval()
+
+
+@pytest.mark.slow
+def test_attributes_that_each_call_replaces() -> None:
+    """A prompt of Qwen2-VL sets the offsets of its positions, which are held at an address."""
+    model, own = qwen2_vl(), Generate(steps=4)
+    model.generation_config.eos_token_id = None
+    offsets = set()
+    for length in (3, 8, 5, 4):
+        words = torch.randint(1, 90, (length,), generator=RANDOM).tolist()
+        ids = torch.tensor([[92, *[90] * (4 if length != 5 else 16), 93, *words]])
+        patches, side = (16, 4) if length != 5 else (64, 8)
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "pixel_values": torch.randn(patches, 96, generator=RANDOM),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+            "mm_token_type_ids": (ids == 90).int(),
+        }
+        check(model, own, inputs)
+        offsets.add(model.model.rope_deltas.item())
+    assert len(offsets) > 1
+    assert (own.counters.captures, own.counters.replays) == (2, 2)
+
+
 def test_one_new_token(llama: Any) -> None:
     own = Generate()
     assert check(llama, own, prompt(), max_new_tokens=1).shape == (2, 7)
