@@ -97,9 +97,9 @@ class _Kept:
     def hold_replaced(self, model: torch.nn.Module) -> None:
         """Keep buffers for the attributes that are others than at the last capture."""
         now = _tensors_beside_weights(model)
-        for place, value in now.items():
-            if self.attributes.get(place) is not value:
-                self.held.setdefault(place, value.clone())
+        for attribute, value in now.items():
+            if self.attributes.get(attribute) is not value:
+                self.held.setdefault(attribute, value.clone())
         self.attributes = now
 
     def release(self) -> None:

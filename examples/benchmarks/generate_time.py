@@ -12,7 +12,7 @@ Decoders with the sizes of known ones and random weights in bfloat16, with a sta
   its kernels by kind, from a profile; and the floor: the bytes of the weights and of the cache in
   use, at the bandwidth that a sum and a copy reach in the same run.
 * ``generate``: milliseconds a token of ``model.generate`` with a kept cache, greedy, between 16 and
-  144 new tokens.
+  144 new tokens: medians of pairs.
 * ``first``: seconds of the first ``generate`` of 16 tokens in a fresh process that has built the
   model: cold, with empty caches on disk, and warm, with those that the cold one has left.
 
@@ -70,6 +70,7 @@ WAYS = (
 )
 OWN = ("cgcompile", "custom_generate")
 SHORT, LONG = 16, 144  # new tokens
+PAIRED = 20.0  # seconds after which no other pair of texts starts
 BURSTS = (10, 3, 1)  # steps that are enqueued at once, the most that the device takes
 REGRET = 0.5  # of the standard deviation of the logits: how far below the largest a token may be
 UNUSED = 30.0  # keys and values of positions beyond those in use: one that is read shows
@@ -470,6 +471,21 @@ def regret_of(model: Any, text: torch.Tensor, used: int) -> float:
     return float((logits.amax(-1) - chosen).max() / logits.std())
 
 
+def token_times(
+    args: argparse.Namespace, text: Callable[[int], torch.Tensor], short: int, long: int
+) -> Row:
+    """Return milliseconds a token, from pairs of a long and a short text, one after the other.
+
+    Both have the prompt, whose time varies with that of the host: the median of the pairs.
+    """
+    times: list[float] = []
+    until = time.monotonic() + PAIRED
+    while len(times) < 3 or (len(times) < args.rounds and time.monotonic() < until):
+        seconds = [wall_seconds(partial(text, tokens), args.device) for tokens in (long, short)]
+        times.append(1e3 * (seconds[0] - seconds[1]) / (long - short))
+    return {"token_ms": statistics.median(times), "token_ms_of_pairs": sorted(times)}
+
+
 def generate_rows(args: argparse.Namespace, model_name: str, way: str, turn: Turn) -> list[Row]:
     """Measure the one cell of this process: the first text, or a token."""
     (part,) = args.parts
@@ -486,13 +502,7 @@ def generate_rows(args: argparse.Namespace, model_name: str, way: str, turn: Tur
     if part == "generate":
         text(long)
         with turn.measuring(args.patient_until) as row["quiet"]:
-            times = {
-                tokens: statistics.median(
-                    wall_seconds(partial(text, tokens), args.device) for _ in range(3)
-                )
-                for tokens in (short, long)
-            }
-        row["token_ms"] = 1e3 * (times[long] - times[short]) / (long - short)
+            row |= token_times(args, text, short, long)
     row["regret"] = regret_of(model, text(long if part == "generate" else short), cell.used)
     if backend is not None:
         row["replayed"] = backend.counters.replays / max(backend.counters.calls, 1)
@@ -722,7 +732,11 @@ def measure(args: argparse.Namespace, result: Row) -> bool:
         needed = weights[row["model"]] + cache_bytes(configs[row["model"]], cell.rows, cell.used)
         row["floor_ms"] = 1e3 * needed / result["bandwidth"]
         result["rows"].append(row)
-        figures = {name: row[name] for name in ("gpu_ms", "token_ms", "first_s") if name in row}
+        figures = {
+            name: row[name]
+            for name in ("gpu_ms", "token_ms", "token_ms_of_pairs", "first_s")
+            if name in row
+        }
         print(f"{row['part']}, {label(row)}, {row['way']}: {figures}", flush=True)
         if wrong := trouble(args, row):
             good = False
