@@ -736,8 +736,9 @@ class LoopStateError(CGCompileError, RuntimeError):
         {what}: a step writes {path}, a tensor that is {where}.
         Pass it as a part of the state, on the device of the model.""")
     returns = Template("""
-        step {step} of a round returned tensors of shapes {now}; the steps before {before}.
-        What the steps of a round return is stacked: return tensors of one shape.""")
+        step {step} of a round returned tensors {now}; the steps before {before}.
+        What the steps of a round return is stacked: return tensors of one shape and dtype, in one \
+        structure.""")
 
 
 class LoopRoomError(CGCompileError, RuntimeError):

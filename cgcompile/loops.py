@@ -65,6 +65,7 @@ class _Stack:
         self._steps, self._count = steps, 0
         self._result: Any = None  # of the last step
         self._leaves: list[Any] = []  # of the last step
+        self._first: tuple[Any, Any] = (None, None)  # layouts and structure of the first result
         self._stacked: list[torch.Tensor] = []  # of each tensor leaf
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of these and those leaves
 
@@ -78,13 +79,14 @@ class _Stack:
         self._count = count + 1
 
     def _take(self, result: Any) -> None:
-        self._result, self._leaves = result, flatten(result)[0]
+        self._result, (self._leaves, structure) = result, flatten(result)
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        layouts = [(tuple(leaf.shape), leaf.dtype) for leaf in tensors]
         if not self._count:
             self._stacked = [leaf.new_empty((self._steps, *leaf.shape)) for leaf in tensors]
-        now = [tuple(leaf.shape) for leaf in tensors]
-        before = [tuple(stacked.shape[1:]) for stacked in self._stacked]
-        if now != before:
+            self._first = layouts, structure
+        if (layouts, structure) != self._first:
+            now, before = layouts, self._first[0]
             raise LoopStateError.returns(step=self._count, now=now, before=before)
         self._pairs = [*zip(self._stacked, tensors, strict=True)]
 
@@ -141,7 +143,7 @@ class _StepWrapper(CUDAGraphWrapper):
             captured = self._recorded(descriptor, args, kwargs, storages, wait)
             for _ in range(_MOST_CAPTURES):
                 if self._state is None or not self._state.learned:
-                    break
+                    return captured
                 # It ran code that was not known: what that reads was not read before it.
                 self._state.forget()
                 captured = self._recorded(descriptor, args, kwargs, storages, wait)
@@ -150,7 +152,8 @@ class _StepWrapper(CUDAGraphWrapper):
             for fields in reached:
                 fields.restore()
             raise
-        return captured
+        detail = f"{self.name} runs other code at each capture"
+        raise RunPlain(Fallback(Reason.CAPTURE_FAILED, detail))
 
     def _recorded(
         self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any], *more: Any
@@ -348,6 +351,7 @@ class _Flag:
 
     def __init__(self, value: Any) -> None:
         self._event: torch.cuda.Event | None = None
+        self.is_tensor = isinstance(value, torch.Tensor)
         if isinstance(value, torch.Tensor):
             value = value.detach().all()
             if value.is_cuda:
@@ -465,11 +469,12 @@ class Loop(Transparent):
             yield result
             if flag is not None and not self._reads_late(flag) and flag.read():
                 return
-        if callable(limit) and not (flag is not None and flag.read()):
+        if callable(limit) and self._until is not None and not (flag is not None and flag.read()):
             raise LoopRoomError.full(what=self.wrapper.name, steps=self.steps, room=0)
 
     def _reads_late(self, flag: _Flag) -> bool:
-        return flag.is_pending or bool(self.wrapper.captured_steps.captured)
+        has_graphs = bool(self.wrapper.captured_steps.captured)
+        return flag.is_pending or (flag.is_tensor and has_graphs)  # as on a GPU
 
     @property
     def counters(self) -> Counters:
@@ -608,7 +613,7 @@ def _wrapped(
 def _takes_number(step: Callable[..., Any]) -> bool:
     """Return whether a step takes a second argument, its number."""
     called: Any = step
-    while isinstance(called, Transparent):
+    while isinstance(called, Transparent) and not isinstance(called, Loop):
         called = called.unwrap()
     called = called.forward if isinstance(called, torch.nn.Module) else called
     try:

@@ -185,7 +185,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "LoopRoomError.full": {"room": 3},
     "LoopStateError.changes": {"path": "state['cache'].length", "before": 7, "after": 11},
     "LoopStateError.writes": {"path": "module.seen", "where": "not in its state"},
-    "LoopStateError.returns": {"now": [(1,)], "before": [(2,)]},
+    "LoopStateError.returns": {"now": ["i64[1]"], "before": ["i64[2]"]},
     "ManagerError.no_replay": {"why": "gradients: an input, a weight or a result requires grad"},
     "ManagerError.output": {"found": "[8, 16]", "rows": "tokens"},
     "ManagerError.presence": {"found": True},

@@ -312,6 +312,16 @@ def test_room_that_ends_before_the_requests_is_an_error(device: str) -> None:
     step, state = counting(device, [6])
     loop = cgcompile.loop(step, 4, finished, config=HOST)
     assert [len(result) for result in loop.rounds(state, limit=lambda _: 8)] == [4, 4]
+    loop = cgcompile.loop(step, 4, config=HOST)  # it never ends: the room is all there is to do
+    assert [len(result) for result in loop.rounds(state, limit=lambda _: 6)] == [4, 2]
+
+
+def test_an_end_that_the_host_knows_is_read_at_once(device: str) -> None:
+    step, state = counting(device, [99])
+    left = iter([False, False, True])
+    loop = cgcompile.loop(step, 4, lambda state: next(left), config=HOST)
+    assert len(list(loop.rounds(state))) == 3
+    assert state["steps"].item() == 12
 
 
 def test_a_round_that_would_pass_the_limit_is_not_run() -> None:
@@ -709,6 +719,17 @@ def test_a_loop_in_the_step_of_a_loop(device: str) -> None:
     assert inner.counters.captures == 0
 
 
+def test_a_loop_is_a_step(device: str) -> None:
+    inner = cgcompile.loop(lambda state, number: state["x"].add_(number), 3, config=HOST)
+    outer = cgcompile.loop(inner, 2, config=HOST)
+    assert not outer.unroll
+    state = {"x": torch.zeros(1, device=device)}
+    for start in (0, 6, 12):
+        added = [[0, 1, 3], [3, 4, 6]]
+        expected = [[start + number for number in row] for row in added]
+        assert outer(state).flatten(1).tolist() == expected
+
+
 def test_a_module_is_a_step(device: str) -> None:
     class Step(nn.Module):
         def __init__(self) -> None:
@@ -739,8 +760,14 @@ def test_shapes_of_results_that_differ_are_an_error(device: str) -> None:
         return state["x"][: 2 - number].clone()
 
     loop = cgcompile.loop(step, 2, config=HOST)
-    with pytest.raises(LoopStateError, match=r"step 1 of a round returned .*\[\(1,\)\]"):
+    with pytest.raises(LoopStateError, match=r"step 1 of a round returned tensors \[\(\(1,\)"):
         loop({"x": torch.zeros(2, device=device)})
+    other_dtype = lambda state, number: state["x"] if number else state["x"].long()  # noqa: E731
+    with pytest.raises(LoopStateError, match="float32"):
+        cgcompile.loop(other_dtype, 2, config=HOST)({"x": torch.zeros(2, device=device)})
+    other_names = lambda state, number: {f"y{number}": state["x"]}  # noqa: E731
+    with pytest.raises(LoopStateError, match="structure"):
+        cgcompile.loop(other_names, 2, config=HOST)({"x": torch.zeros(2, device=device)})
 
 
 def test_bad_arguments() -> None:
