@@ -228,9 +228,7 @@ def described(
         NotHeld: an input that has no place in a captured step.
     """
     own_mask = mask_name(model)
-    ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-    if prepared.get("inputs_embeds") is not None or prepared.get(ids_name) is None:
-        raise NotHeld("a step that gets embeddings in place of ids")
+    ids_name = _name_of_ids(model, prepared)
     tensors: dict[str, torch.Tensor] = {}
     constants: dict[str, Any] = {}
     outputs: dict[str, Any] = {}
@@ -265,6 +263,17 @@ def described(
         return inputs | {ids_name: token[:, None]}
 
     return Described(key, tensors, build, known[key])
+
+
+def _name_of_ids(model: Any, prepared: dict[str, Any]) -> str:
+    """Return the name of the ids, which must be one token of each row."""
+    name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    ids = prepared.get(name)
+    if prepared.get("inputs_embeds") is not None or ids is None:
+        raise NotHeld("a step that gets embeddings in place of ids")
+    if ids.dim() != 2 or ids.shape[1] != 1:
+        raise NotHeld(f"a step that gets ids of shape {list(ids.shape)}")
+    return name
 
 
 def _advancing(

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -299,21 +300,24 @@ class _Text:
         """Return the inputs of a step over a kept cache."""
         model, call, cache = self.model, self.call, kept.cache
         kwargs = decode_inputs.with_mask(model, call.ids, dict(self.kwargs), self.past)
-        ids = call.ids
+        ids, token = call.ids, self.first
 
         def of_next_token() -> dict[str, Any]:
-            nonlocal ids, kwargs
+            nonlocal ids, kwargs, token
             kwargs = model._update_model_kwargs_for_generation(
                 self.outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
             )
             kwargs |= {name: cache for name in CACHES if name in kwargs}
-            ids = torch.cat((ids, self.first[:, None].to(ids.device)), dim=-1)
+            ids = torch.cat((ids, token[:, None]), dim=-1)
+            token = torch.where(token > 0, token - 1, 1)  # another one: no input may depend on it
             inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
             return dict(inputs)
 
         prepared = of_next_token()
         mask = kwargs.get(decode_inputs.mask_name(model))
         if mask is not None:
+            if mask.dim() != 2:
+                raise NotHeld(f"a mask of {mask.dim()} dimensions")
             mask = torch.nn.functional.pad(mask, (0, kept.length - mask.shape[1]), value=1)
         return decode_inputs.described(
             model,
@@ -358,6 +362,11 @@ class _Text:
             for number, rule in enumerate(self.rules)
         ]
         return state | {"cache": kept.cache}
+
+    def forget_prefill(self) -> None:
+        """Free the dynamic cache, whose contents are copied."""
+        self.source = self.outputs = None
+        self.kwargs.clear()
 
     def key_of_step(self, described: Described) -> Hashable:
         """Return what is baked into a step."""
@@ -487,8 +496,6 @@ class Generate:
         self.max_cache_len = max_cache_len
         self._given = backend is not None
         self._backend = backend
-        self._config = CompilationConfig() if backend is None else backend.config
-        self._timeline = Timeline(self._config.warn_fallbacks)
         self._keepers: weakref.WeakSet[_Keeper] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._calls = 0
@@ -527,6 +534,14 @@ class Generate:
                 keeper.refused[self] = why
             call.set_random_state(drawn)
         return self._own_way(call, why)
+
+    @cached_property
+    def _config(self) -> CompilationConfig:
+        return CompilationConfig() if self._backend is None else self._backend.config
+
+    @cached_property
+    def _timeline(self) -> Timeline:
+        return Timeline(self._config.warn_fallbacks)
 
     @property
     def counters(self) -> Counters:
@@ -570,18 +585,20 @@ class Generate:
     def _run(self, call: _Call) -> torch.Tensor:
         text = _Text(call)
         text.prefill()
-        kept = self._kept_for(text)
-        with kept.busy:
+        kept = self._taken(text)
+        try:
             described = text.described(kept)
             decode_inputs.fill(kept.cache, text.source)
-            text.source = text.outputs = None
             state = text.state(kept, described)
+            text.forget_prefill()
             steps = self._loop(kept, text, described)
             before = steps.counters
             with call.model._optimize_model_for_decode():
                 self._decode(text, kept, steps, state)
             self._count(before, steps.counters)
             return text.result(state)
+        finally:
+            kept.busy.release()
 
     def _decode(self, text: "_Text", kept: _Kept, steps: Any, state: dict[str, Any]) -> None:
         """Run rounds to the end of the text."""
@@ -624,8 +641,8 @@ class Generate:
 
     # -------------------------------------------------------------- what is kept
 
-    def _kept_for(self, text: "_Text") -> _Kept:
-        """Return the kept cache of a text; make it if there is none, or if it is too short."""
+    def _taken(self, text: "_Text") -> _Kept:
+        """Return the kept cache of a text, busy; make one if there is none that is long enough."""
         keeper = _Keeper.of(text.model)
         with self._lock:
             self._calls += 1
@@ -645,8 +662,8 @@ class Generate:
                 cache = decode_inputs.static_cache(text.model, text.source, length, text.cross)
                 kept = all_kept[text.key()] = _Kept(cache, length)
             kept.used = self._calls
-        if kept.busy.locked():
-            raise NotHeld("a call of generate inside of another one")
+            if not kept.busy.acquire(blocking=False):
+                raise NotHeld("a call of generate inside of another one")
         return kept
 
     def _loop(self, kept: _Kept, text: "_Text", described: Described) -> Any:
