@@ -290,8 +290,9 @@ class CudaGraphManager:
             and positions of the next step. Captured with the model in FULL graphs; run after the
             graphs of a PIECEWISE step. ``result`` is what the model returned, with padding rows;
             ``buffers`` are the padded views of all inputs, which it may write: the next ``run``
-            writes their padding rows again. It runs on dummy batches too. Left out: the step
-            returns what the model returned.
+            writes their padding rows again. It may call the model again, whose results of the call
+            before are overwritten then. It runs on dummy batches too. Left out: the step returns
+            what the model returned.
         outputs: what rows of the results of a step count: ``"tokens"`` or ``"reqs"``; one for all,
             or one for each tensor of the flattened result.
         config: the handle of the compiled model, where it cannot be found on ``model``; or settings

@@ -151,6 +151,38 @@ def test_padding_rows_that_the_epilogue_wrote_are_written_again(mode: str) -> No
             assert staged["input_ids"][count:].eq(0).all()
 
 
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+def test_an_epilogue_may_run_the_model_again(mode: str, kind: str, device: str) -> None:
+    """Several steps in one: padding rows run along, and are cut."""
+    sampler, managers = sampling(device), []
+
+    def more(hidden: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+        tokens = [sampler(hidden, buffers)]
+        for _ in range(3):
+            model = managers[0].model
+            hidden = model(input_ids=buffers["input_ids"], positions=buffers["positions"])
+            tokens.append(sampler(hidden, buffers))
+        return torch.stack(tokens, 1)
+
+    graph_manager = manager(mode, kind, device, epilogue=more)
+    managers.append(graph_manager)
+    for bulk in graph_manager.capture().values():
+        assert bulk.missing == ()
+    replays, seen = graph_manager.counters.replays, []
+    for lengths in ((1, 2), (3, 1, 1), (1, 2), (8,)):
+        batch = expected = requests(*lengths, device=device)
+        wanted = []
+        for _ in range(4):
+            wanted.append(sampler.tokens(eager(inner(graph_manager), expected)))
+            expected = advanced(expected, wanted[-1])
+        tokens = graph_manager.run(batch)
+        assert torch.equal(tokens, torch.stack(wanted, 1))
+        seen.append(tokens.tolist())
+    assert seen[0] != seen[2]
+    assert graph_manager.counters.replays - replays >= (0 if mode == "NONE" else 4)
+
+
 def last_rows(hidden: torch.Tensor, buffers: Buffers) -> Any:
     """A result for each request; reads a buffer that the model does not take, and the context."""
     starts = buffers["query_start_loc"]
