@@ -94,7 +94,6 @@ class FullGraphs:
         self.sizes = (0, 0)  # (tokens, requests) of the step that runs, padded
         self.buffers: dict[str, Any] = {}  # all that the step has staged, padded
         self._model, self._epilogue = model, epilogue
-        self._run = self.finished(model)
         self._dispatcher = dispatcher
         self._hooks = hooks
         self._config = config
@@ -112,7 +111,9 @@ class FullGraphs:
 
     def _record(self, **arguments: Any) -> Any:
         """Run what a FULL graph records."""
-        result = self._run(**arguments)
+        result = self._model(**arguments)
+        if self._epilogue is not None:
+            result = self._epilogue(result, self.buffers)
         for hook in self._hooks:
             hook.end_of_capture()
         if gradients_due(False, (result,), {}):  # runs plain then, and must stay differentiable

@@ -1,5 +1,7 @@
 """The epilogue of a manager: captured with the model, run after it, compared as the model is."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -379,3 +381,21 @@ def test_hooks_join_after_the_epilogue_and_a_plan_measures_it() -> None:
     wanted = sampler.tokens(eager(inner(graph_manager), batch))
     assert torch.equal(graph_manager.run(batch), wanted)
     assert graph_manager.counters.replays == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+def test_a_manager_with_an_epilogue_is_freed_without_a_collection(kind: str, device: str) -> None:
+    sampler = sampling(device)
+    graph_manager = manager("FULL_AND_PIECEWISE", kind, device, epilogue=sampler)
+    graph_manager.capture()
+    for batch in (requests(1, 1, device=device, decode=True), requests(3, 1, device=device)):
+        graph_manager.run(batch)
+    assert graph_manager.counters.replays >= 2
+    lives = [weakref.ref(held) for held in (graph_manager, graph_manager.pool, sampler)]
+    gc.collect()
+    gc.disable()
+    try:
+        del graph_manager, sampler
+        assert [life() for life in lives] == [None] * 3
+    finally:
+        gc.enable()
