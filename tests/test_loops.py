@@ -1,6 +1,8 @@
 """Rounds of a loop equal plain steps, bit for bit, and a step that cannot be repeated is an error."""
 
+import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -753,6 +755,23 @@ def test_release_captures_again(device: str) -> None:
     assert not loop.wrapper.entries
     assert loop({"x": torch.ones(1, device=device)}).flatten().tolist() == [2.0, 3.0, 4.0, 5.0]
     assert loop.counters.captures == 2
+
+
+def test_a_dropped_loop_frees_its_graphs_and_the_state_at_once(device: str) -> None:
+    state = new_state(device)
+    loop = cgcompile.loop(decoding(Decoder().to(device)), 4, config=HOST)
+    for result in loop.rounds(state, limit=8):
+        assert len(result["token"]) == 4
+    pool, cache = weakref.ref(loop.wrapper.pool), weakref.ref(state["cache"])
+    gc.collect()
+    gc.disable()
+    try:
+        del loop
+        assert pool() is None
+        del state
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_shapes_of_results_that_differ_are_an_error(device: str) -> None:
