@@ -127,6 +127,22 @@ def wrong_at(call_number: int, function: Any, change: Any) -> Any:
     return wrong
 
 
+# ---------------------------------------------------------------- decode_loop
+
+
+@pytest.mark.slow
+def test_rounds_decode_the_tokens_of_plain_steps() -> None:
+    small = ["--layers", "2", "--hidden", "64", "--head", "16", "--rows", "2", "--tokens", "20"]
+    rows = run("decode_loop.py", "--device", "cpu", "--compiler", "eager", *small)
+    assert [row.partition(",")[0] for row in rows[1:]] == [
+        "1 steps",
+        "4 steps",
+        "8 steps",
+        "8 steps",
+    ]
+    assert all("tokens equal" in row for row in rows[1:])
+
+
 # ---------------------------------------------------------------- llama_decode
 
 
