@@ -542,7 +542,7 @@ def _check_manager(
     require(valid, "args", "verify", batches, "batches, for a manager")
     compared: dict[bool, list[Difference | None]] = {False: [], True: []}  # by: is it padded
     missing = "" if batches else "there are no batches"
-    kept = _KeptState(manager.model)
+    kept = _KeptState(manager)
     for number, batch in enumerate(progress(batches, "verify: batches", "batch")):
         chosen = manager.dispatched(batch)
         if chosen.mode is CUDAGraphMode.NONE:
@@ -647,14 +647,15 @@ def _of_encoder(
 
 
 class _KeptState:
-    """The state of a manager's model, such as caches, which is restored after each step."""
+    """The state of model and epilogue, such as caches, which is restored after each step."""
 
-    def __init__(self, model: Any) -> None:
-        self._original = original_of(model)
+    def __init__(self, manager: CudaGraphManager) -> None:
+        self._original = original_of(manager.model)
         module = getattr(self._original, "__self__", self._original)
         buffers = module.buffers() if isinstance(module, torch.nn.Module) else ()
         self._tensors = {id(buffer): buffer for buffer in buffers}
-        self._state = State(self._original)
+        beside = () if manager.epilogue is None else (manager.epilogue, manager.inputs.buffers)
+        self._state = State(self._original, (beside, {}))
 
     @contextmanager
     def restored_and_noted(self) -> Iterator[None]:

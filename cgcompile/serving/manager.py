@@ -309,6 +309,7 @@ class CudaGraphManager:
         backend: the handle of the model; None if it is not compiled.
         dispatcher: as given; it records what has been captured.
         agreement: of the ranks; None without one.
+        epilogue: as given.
         inputs: the input buffers.
         statistics: what was dispatched; ``print`` it.
         meter: measures the memory of graphs.
@@ -374,6 +375,7 @@ class CudaGraphManager:
         require_callable("model", where, model)
         require_items("inputs", where, inputs)
         self.model, self.dispatcher, self.agreement = model, dispatcher, agreement
+        self.epilogue = epilogue
         self.inputs = StaticInputs(inputs, limits.max_num_tokens, limits.max_num_reqs, device)
         self.backend = config if isinstance(config, Backend) else handle_of(model)
         self._arguments = _arguments(model, self.inputs.specs)

@@ -330,12 +330,43 @@ def test_an_epilogue_beside_a_model_without_guards() -> None:
         graph_manager.run(Batch(3, 3, {"input": torch.tensor([1, 2, 3])}))
 
 
-def test_verify_runs_the_epilogue() -> None:
-    sampler = sampling()
-    graph_manager = manager("FULL_AND_PIECEWISE", "compiled", epilogue=sampler)
+class Counting(Sampler):
+    """Its result depends on how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("runs", torch.zeros(64, dtype=torch.int64))
+
+    def forward(self, hidden: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+        count = self.runs[: len(hidden)].add_(1)
+        return super().forward(hidden, buffers) + count
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled"])
+def test_verify_restores_what_the_epilogue_writes(kind: str) -> None:
+    """Its tensors, and the buffers, whose fronts may be the inputs of a batch."""
+    sampler = Counting().eval().requires_grad_(False)
+    graph_manager = manager("FULL_AND_PIECEWISE", kind, epilogue=sampler)
     graph_manager.capture()
-    report = cgcompile.verify(graph_manager, requests(3, 1), requests(1, 1, decode=True))
+    batch = requests(1, 1, 1, decode=True)
+    graph_manager.run(batch)
+    following = fronts(graph_manager, batch)
+    kept = [sampler.runs, *(graph_manager.inputs.buffers[name] for name in ("input_ids",))]
+    before = [tensor.clone() for tensor in kept]
+    report = cgcompile.verify(graph_manager, following, requests(3, 1))
     assert report.differences == ()
+    assert report.checks[0].replays + report.checks[1].replays == 2
+    for tensor, old in zip(kept, before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+def test_verify_finds_an_epilogue_that_has_baked_in_a_number() -> None:
+    sampler = sampling()
+    graph_manager = manager("FULL", epilogue=sampler, checks="-state")
+    graph_manager.capture()
+    sampler.tokens = lambda hidden: hidden.argmin(-1)  # type: ignore[method-assign]
+    report = cgcompile.verify(graph_manager, requests(3))
+    assert len(report.differences) == 1
 
 
 @pytest.mark.parametrize("on_input_change", ["eager", "recapture"])
