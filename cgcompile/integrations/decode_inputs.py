@@ -206,6 +206,14 @@ def with_mask(model: Any, ids: torch.Tensor, kwargs: dict[str, Any], cached: int
     return kwargs
 
 
+def of_one_token(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Cut the types of tokens to the last one, which transformers 5.17 passes of the whole text."""
+    return {
+        name: value[:, -1:] if name.endswith("token_type_ids") and value is not None else value
+        for name, value in inputs.items()
+    }
+
+
 def described(
     model: Any,
     prepared: dict[str, Any],

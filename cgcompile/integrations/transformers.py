@@ -311,7 +311,7 @@ class _Text:
             ids = torch.cat((ids, token[:, None]), dim=-1)
             token = torch.where(token > 0, token - 1, 1)  # another one: no input may depend on it
             inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-            return dict(inputs)
+            return decode_inputs.of_one_token(dict(inputs))
 
         prepared = of_next_token()
         mask = kwargs.get(decode_inputs.mask_name(model))
