@@ -434,7 +434,7 @@ def text_of(
             )
             return result
 
-        return own_text, own
+        return own_text, own  # whose counters count texts
 
     def backend(graph: Any, inputs: Any) -> Any:  # generate() copies its configuration deeply
         return handle(graph, inputs)  # type: ignore[misc]
@@ -504,7 +504,7 @@ def generate_rows(args: argparse.Namespace, model_name: str, way: str, turn: Tur
         with turn.measuring(args.patient_until) as row["quiet"]:
             row |= token_times(args, text, short, long)
     row["regret"] = regret_of(model, text(long if part == "generate" else short), cell.used)
-    if backend is not None:
+    if backend is not None and (part == "generate" or backend.counters.replays):
         row["replayed"] = backend.counters.replays / max(backend.counters.calls, 1)
     return [row]
 

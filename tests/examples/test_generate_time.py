@@ -36,7 +36,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.slow
 def test_each_part_is_measured(benchmark: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    ways = ["--ways", "eager", "cgcompile", "cgcompile no_such_setting=1"]
+    ways = ["--ways", "eager", "cgcompile", "custom_generate", "cgcompile no_such_setting=1"]
     done = call(benchmark, *SMALL, *ways, "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout.splitlines()
@@ -44,11 +44,13 @@ def test_each_part_is_measured(benchmark: ModuleType, tmp_path: Path) -> None:
     assert printed[0].endswith(": cgcompile no_such_setting=1")
     assert printed[-1] == "all right: yes"
     rows = json.loads(file.read_text())["rows"]
+    measured = ("eager", "cgcompile", "custom_generate")
+    parts = {"step": measured[:2], "generate": measured}  # its step is that of cgcompile
     assert [(row["part"], row["way"]) for row in rows if row["part"] != "first"] == [
-        (part, way) for part in ("step", "generate") for way in ("eager", "cgcompile")
+        (part, way) for part, of_part in parts.items() for way in of_part
     ]
     starts = [(row["way"], row["start"]) for row in rows if row["part"] == "first"]
-    assert starts == [(way, start) for way in ("eager", "cgcompile") for start in ("cold", "warm")]
+    assert starts == [(way, start) for way in measured for start in ("cold", "warm")]
     for row in rows:
         if row["part"] == "step":
             assert 0 < row["error"] < 0.1
@@ -57,6 +59,8 @@ def test_each_part_is_measured(benchmark: ModuleType, tmp_path: Path) -> None:
             assert row["regret"] <= 0.5
         if row["part"] == "generate":
             assert row["first_s"] > 0
+        if row["way"] == "custom_generate" and row["part"] == "generate":
+            assert row["replayed"] > 0.5
         if row["way"] == "cgcompile":
             assert row["replayed"] == 1 if row["part"] == "step" else row["replayed"] > 0.5
 

@@ -134,6 +134,7 @@ def short_section(result: Row, cache: int = 1024, used: int = 200) -> str:
         "GPU, cgcompile": ("step", "cgcompile", "gpu_ms", 2),
         "a token, `reduce-overhead`": ("generate", "reduce-overhead", "token_ms", 2),
         "a token, cgcompile": ("generate", "cgcompile", "token_ms", 2),
+        "a token, `custom_generate`": ("generate", "custom_generate", "token_ms", 2),
     }
     rows = [
         row
