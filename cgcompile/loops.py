@@ -33,7 +33,7 @@ from cgcompile.errors import (
     LoopRoomError,
     LoopStateError,
 )
-from cgcompile.graphs.capture import SameStorages, postponed_capture
+from cgcompile.graphs.capture import SameStorages, bulk_captures, postponed_capture
 from cgcompile.graphs.contract import Contract, is_plain_value
 from cgcompile.graphs.fields import Fields
 from cgcompile.graphs.guards import read_arguments
@@ -55,7 +55,7 @@ Limit = int | Callable[[Any], int]
 """How many steps there is room for: a number, or a function of the state."""
 
 
-_MOST_CAPTURES = 3  # of one step, until the code that runs in it is known
+_MOST_CAPTURES = 4  # of one step, until the code that runs in it is known
 
 
 class _Stack:
@@ -140,13 +140,13 @@ class _StepWrapper(CUDAGraphWrapper):
         """
         reached = self._reached(args)
         try:
-            captured = self._recorded(descriptor, args, kwargs, storages, wait)
-            for _ in range(_MOST_CAPTURES):
-                if self._state is None or not self._state.learned:
-                    return captured
-                # It ran code that was not known: what that reads was not read before it.
-                self._state.forget()
-                captured = self._recorded(descriptor, args, kwargs, storages, wait)
+            with bulk_captures():  # of which the garbage is collected once
+                for _ in range(_MOST_CAPTURES):
+                    captured = self._recorded(descriptor, args, kwargs, storages, wait)
+                    if self._state is None or not self._state.learned:
+                        return captured
+                    # It ran code that was not known: what that reads was not read before it.
+                    self._state.forget()
         except LoopStateError:
             self._state = None  # else the next capture would take the change for granted
             for fields in reached:
@@ -190,6 +190,11 @@ class _StepWrapper(CUDAGraphWrapper):
             raise LoopStateError.changes(what=self.name, path=path, before=before, after=after)
         for path, where in written:
             raise LoopStateError.writes(what=self.name, path=path, where=where)
+
+    def _read_state(self) -> None:
+        super()._read_state()
+        if self._state is not None:
+            self._state.captures_again = True
 
     def _reached(self, args: tuple[Any, ...]) -> tuple[Fields, Fields]:
         """Return the fields of the state, and those of the step and of globals that it reads."""

@@ -708,6 +708,9 @@ class ModelState:
         self._bookkeeping: set[str] = set()  # paths of what captured steps change themselves
         self.changes: list[Change] = []  # these changes, of the last capture
         self.learned = False  # whether that capture ran code that was not known before it
+        self.captures_again = (
+            False  # the owner does so then; what was changed is found the next time
+        )
         self._stored: list[tuple[dict[str, Any], str, Any]] = []  # globals before a capture
         self.epoch = 0  # rises when a dict is written
         self._dicts: dict[int, Any] = {}  # by identity, those whose versions are compared
@@ -766,7 +769,7 @@ class ModelState:
             written = [f"global {name}" for name in ran.written]
             self._bookkeeping.update(f"len({now.shared.get(path, path)})" for path in written)
             both = self._before.values.keys() & now.values.keys()
-            differences = _differences(self._before, now)
+            differences = () if grew and self.captures_again else _differences(self._before, now)
             differing = [row for row in differences if row[0] in both or row[1] is _MISSING]
             self.changes += [_change(*row) for row in differing]
             changed = [path for path, _, _ in differing]
