@@ -185,6 +185,28 @@ def test_an_epilogue_may_run_the_model_again(mode: str, kind: str, device: str) 
     assert graph_manager.counters.replays - replays >= (0 if mode == "NONE" else 4)
 
 
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+def test_an_epilogue_draws_the_random_numbers_of_eager(mode: str) -> None:
+    sampler = sampling()
+
+    def draw(hidden: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+        return torch.multinomial(sampler.head(hidden).softmax(-1), 1).squeeze(1)
+
+    graph_manager = manager(mode, "compiled", epilogue=draw)
+    graph_manager.capture()
+    seen = []
+    for seed in range(4):
+        batch = requests(1, 1, 1, 1)
+        torch.manual_seed(seed)
+        tokens = graph_manager.run(batch).clone()
+        after = torch.rand(1)
+        torch.manual_seed(seed)
+        assert torch.equal(tokens, draw(eager(inner(graph_manager), batch), {}))
+        assert torch.equal(torch.rand(1), after)
+        seen.append(tuple(tokens.tolist()))
+    assert len(set(seen)) > 1
+
+
 def last_rows(hidden: torch.Tensor, buffers: Buffers) -> Any:
     """A result for each request; reads a buffer that the model does not take, and the context."""
     starts = buffers["query_start_loc"]
