@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lib.breakable import FULL, PIECEWISE, Asked, churn, in_thread, operators, step
 from lib.cases import D, library
 from lib.entry import Hooked, assert_same, backend_for, made
-from lib.front_ends import MANAGERS, WRAPPERS, check, front_end, layers
+from lib.front_ends import MANAGERS, ROWS, WIDTH, WRAPPERS, check, column, front_end, layers
 from lib.patience import PATIENCE
 from torch import nn
 
@@ -580,3 +580,27 @@ def test_graphs_are_freed_without_a_collection(name: str, device: str) -> None:
         assert [life() for life in lives] == [None] * len(lives)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["torch.compile, context", *WRAPPERS])
+def test_a_result_outlives_its_graphs(name: str, device: str) -> None:
+    """A result keeps the memory of a wrapper or compiled model that was dropped, and no graph."""
+    net = layers(device)
+    served = column(name, net, device)
+    check(served.step, net, device, steps=3)
+    assert served.counters().replays >= 1
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with torch.inference_mode():
+        result, expected = served.step(x), net(x)
+    users = getattr(served.target, "graphs", (served.target,))
+    lives = [weakref.ref(entry) for user in users for entry in getattr(user, "entries", (user,))]
+    memories = [weakref.ref(user.pool.memory) for user in users]
+    del served, users
+    torch._dynamo.reset()
+    gc.collect()
+    assert [life() for life in lives] == [None] * len(lives)
+    assert any(memory() is not None for memory in memories)
+    churn(device)
+    torch.testing.assert_close(result, expected)
+    del result
+    assert not any(memory() is not None for memory in memories)

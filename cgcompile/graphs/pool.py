@@ -290,6 +290,11 @@ class GraphPool:
         return self._memory
 
     @property
+    def holder(self) -> Any:
+        """What keeps the memory of the pool: results hold it, which may outlive the graphs."""
+        return self.memory, self.arena
+
+    @property
     def where(self) -> torch.device:
         """The device of the tensors that are captured."""
         return self.device.device

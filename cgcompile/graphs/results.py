@@ -231,17 +231,20 @@ def view_of(source: torch.Tensor, view: torch.Tensor) -> Callable[[torch.Tensor]
     return make
 
 
-def kept_output(result: Any, holds: Callable[[int], bool], weakly: bool) -> tuple[Any, list[int]]:
-    """Return what an entry keeps of a result, and where the memory of each leaf begins, or 0."""
+def kept_output(result: Any, pool: Any, weakly: bool) -> tuple[Any, list[int]]:
+    """Return what an entry keeps of a result, and where the memory of each leaf begins, or 0.
+
+    ``weakly``: later captures into the pool may use the memory of the result, which keeps the pool.
+    """
     starts: list[int] = []
-    keep = partial(_kept_leaf, holds, weakly, {}, starts)
+    keep = partial(_kept_leaf, pool.holds, pool.holder if weakly else None, {}, starts)
     with raw_memory.outside_inference_mode(), torch_ops.below_autograd():  # once for all
         return torch_ops.tree_map(keep, result), starts
 
 
 def _kept_leaf(
     holds: Callable[[int], bool],
-    weakly: bool,
+    holder: Any,
     known: dict[tuple[int, int], torch.UntypedStorage | None],  # by address and bytes
     starts: list[int],
     leaf: Any,
@@ -249,7 +252,7 @@ def _kept_leaf(
     # Aliases: the caller may change the tensors themselves.
     if not isinstance(leaf, torch.Tensor):
         if is_record(leaf):
-            keep = partial(_kept_leaf, holds, weakly, known, starts)
+            keep = partial(_kept_leaf, holds, holder, known, starts)
             return rebuilt(leaf, [*map(keep, flatten(leaf)[0])])
         starts.append(0)
         return leaf
@@ -260,8 +263,10 @@ def _kept_leaf(
     key = (start, nbytes)
     if key not in known:  # results that share memory go on sharing it
         known[key] = None
-        if holds(start):
-            known[key] = raw_memory.weak_storage(start, nbytes, leaf.device) if weakly else storage
+        if holds(start) and holder is None:
+            known[key] = storage
+        elif holds(start):
+            known[key] = raw_memory.weak_storage(start, nbytes, leaf.device, holder)
     memory = known[key]
     if memory is not None:
         return raw_memory.laid_over(memory, leaf)
@@ -463,7 +468,8 @@ class StaleResults:
                 return leaf
             start, nbytes = address(leaf), leaf.untyped_storage().nbytes()
             if start not in known:
-                known[start] = raw_memory.weak_storage(start, nbytes, leaf.device)
+                origin = leaf.untyped_storage()
+                known[start] = raw_memory.weak_storage(start, nbytes, leaf.device, origin)
                 text = partial(stale_result, item, what, self._steps)
                 results.append((known[start], leaf.untyped_storage(), text))
             return raw_memory.laid_over(known[start], leaf)

@@ -595,7 +595,7 @@ class CUDAGraphWrapper(Transparent):
         sequence.prepare = self._poisoning()
         touched = {row.address for row in sequence.held}
         read = self._hold(sequence, args, kwargs, context, ran)
-        output, starts = kept_output(result, self._pool.holds, self.options.weak_ref_output)
+        output, starts = kept_output(result, self._pool, self.options.weak_ref_output)
         tensor_type = self._pool.device.tensor_type
         if not self._guarded:
             entry = CUDAGraphEntry(descriptor, sequence, output, context=read)

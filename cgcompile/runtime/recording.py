@@ -322,11 +322,13 @@ class Recording:
                 views[item] = at, view_of(self.inputs[at], leaf)
             elif is_fixed and buffer_of is not None and (buffer := buffer_of(leaf)) is not None:
                 filled[item] = buffer, raw_memory.weak_tensor(leaf) if slot is None else slot
-                constants[item], reused[item] = None, raw_memory.weak_tensor(buffer.tensor)
+                constants[item] = None
+                reused[item] = raw_memory.weak_tensor(buffer.tensor, self._pool.holder)
             elif slot is not None and not (copies and is_fixed and holds(start)):
                 slots[item] = slot
             elif is_fixed:
-                (copied if copies else reused)[item] = raw_memory.weak_tensor(leaf)
+                holder = None if copies else self._pool.holder
+                (copied if copies else reused)[item] = raw_memory.weak_tensor(leaf, holder)
             elif is_reusable(source):
                 reused[item] = raw_memory.alias(source)
         return Results(

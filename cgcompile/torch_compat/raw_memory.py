@@ -19,17 +19,45 @@ from torch.fx.experimental.proxy_tensor import make_fx
 # ---------------------------------------------------------------- raw memory
 
 
-def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory that does not keep it alive; about 3 us."""
+def weak_tensor(tensor: torch.Tensor, holder: Any = None) -> torch.Tensor:
+    """Return a tensor over the same memory that keeps ``holder`` alive, not this; about 3 us."""
     # Equal address, shape, strides, dtype, and conjugate and negative bits; never an inference
     # tensor, never requires grad. Reading it after the memory was freed is undefined.
     storage = tensor.untyped_storage()
-    return laid_over(weak_storage(storage.data_ptr(), storage.nbytes(), tensor.device), tensor)
+    start, nbytes = storage.data_ptr(), storage.nbytes()
+    return laid_over(weak_storage(start, nbytes, tensor.device, holder), tensor)
 
 
-def weak_storage(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Return a storage of memory that it does not keep alive."""
-    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+def weak_storage(
+    address: int, nbytes: int, device: torch.device, holder: Any = None
+) -> torch.UntypedStorage:
+    """Return a storage of memory that it does not keep alive; it keeps ``holder`` alive."""
+    if holder is None or not nbytes:
+        return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    if device.type != "cpu":
+        memory = _HeldMemory(address, nbytes, holder)
+        return torch.as_tensor(memory, device=device).untyped_storage()
+    held = _held_bytes(nbytes).from_address(address)
+    held.holder = holder
+    return torch.frombuffer(held, dtype=torch.uint8).untyped_storage()
+
+
+def _held_bytes(nbytes: int) -> Any:
+    """Return a type of that many bytes, with attributes."""
+    return type("HeldBytes", (ctypes.c_char * nbytes,), {})
+
+
+class _HeldMemory:
+    """Memory of CUDA as a tensor may be made of, which refers to this object."""
+
+    def __init__(self, address: int, nbytes: int, holder: Any) -> None:
+        self.holder = holder
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
 
 
 def memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:

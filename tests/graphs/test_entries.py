@@ -26,7 +26,7 @@ def test_results_are_kept_weakly_where_the_pool_holds_them_and_share_what_they_s
     with torch.inference_mode():
         graph, result = capture(step, pool, "a step")
         life = raw_memory.StorageLife(result[0])
-        output, starts = kept_output(result, pool.holds, True)
+        output, starts = kept_output(result, pool, True)
     one, rest, passed, number, conjugate = output
     assert number == 7
     assert passed is not x  # which the caller has, and may change
@@ -52,7 +52,7 @@ def test_results_are_kept_strongly_where_they_shall_outlive_the_caller(
     x = torch.randn(4, device=device)
     graph, result = capture(lambda: [x + 1], pool, "a step")
     life = raw_memory.StorageLife(result[0])
-    output, _ = kept_output(result, pool.holds, False)
+    output, _ = kept_output(result, pool, False)
     del result
     assert not life.ended
     graph.replay()
