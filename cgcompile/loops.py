@@ -49,7 +49,7 @@ from cgcompile.graphs.wrapper import (
 )
 from cgcompile.reasons import Counters, Fallback, Reason, RunPlain
 from cgcompile.settings import checked_but, require, require_callable, whole
-from cgcompile.torch_compat.raw_memory import storage_identity
+from cgcompile.torch_compat.raw_memory import is_plain_tensor, storage_identity
 
 Limit = int | Callable[[Any], int]
 """How many steps there is room for: a number, or a function of the state."""
@@ -209,9 +209,13 @@ class _StepWrapper(CUDAGraphWrapper):
         A graph writes neither what is not in the state, nor what is on another device.
         """
         assert self.pool is not None
-        kind, state = self.pool.device.tensor_type, of_state.named
-        own = {_memory(tensor) for _, tensor in state}
-        compared = [(row, "not in its state") for row in of_step.named]
+        # Tensors inside of a tensor subclass are named, too.
+        state, others = (
+            [row for row in fields.named if is_plain_tensor(row[1])]
+            for fields in (of_state, of_step)
+        )
+        kind, own = self.pool.device.tensor_type, {_memory(tensor) for _, tensor in state}
+        compared = [(row, "not in its state") for row in others]
         compared = [row for row in compared if _memory(row[0][1]) not in own]
         compared += [
             (row, f"on the {row[1].device}") for row in state if row[1].device.type != kind
