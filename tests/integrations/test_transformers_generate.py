@@ -662,6 +662,29 @@ def test_a_compiled_model_stays_as_it_is() -> None:
     assert (own.counters.captures, own.counters.replays) == (1, 1)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "mixtral"])
+def test_models_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward is compiled by default; tokens are those of eager, sampled ones too."""
+    monkeypatch.delenv("CGCOMPILE_CAPTURE_DEVICE")
+    model, own = build(name).cuda(), Generate(steps=4)
+    kinds: tuple[dict[str, Any], ...] = (
+        {"repetition_penalty": 1.5},
+        {"do_sample": True, "top_k": 20, "temperature": 0.8},
+        {"eos_token_id": list(range(40, 56)), "min_new_tokens": 3},
+    )
+    for length, padded in ((7, 0), (20, 0), (12, 5)):
+        inputs = prompt(2, length, padded)
+        if model.config.is_encoder_decoder:
+            inputs = {key: value.flip(-1) for key, value in inputs.items()}
+        inputs = {key: value.cuda() for key, value in inputs.items()}
+        for settings in kinds:
+            check(model, own, inputs, max_new_tokens=24, **settings)
+    assert (own.counters.captures, own.counters.replays) == (3, 6)
+    assert own.backend is not None
+    assert own.backend.counters.calls > 0
+
+
 def test_without_graphs_on_a_cpu(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CGCOMPILE_CAPTURE_DEVICE")
     own = Generate(steps=4)
