@@ -41,6 +41,7 @@ from cgcompile.settings import require
 __all__ = ["Generate", "generate"]
 
 _LOOPS = 8  # steps of a kept cache
+_FORWARDS = 32  # compiled for a model
 _SHORTEST = 1024  # positions of a cache, where the model has as many
 
 
@@ -70,7 +71,6 @@ class _Kept:
 
     Attributes:
         advancing: which inputs advance, by the layout of the inputs.
-        forwards: what a step calls, by the layout of the inputs.
         loops: by what is baked into a step.
         attributes: tensors that the modules of the model have beside weights, at the last capture.
         held: buffers of those that calls replace, such as the offsets of positions of Qwen-VL.
@@ -81,7 +81,6 @@ class _Kept:
     length: int
     buffers: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     advancing: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
-    forwards: dict[Hashable, Callable[..., torch.Tensor]] = field(default_factory=dict)
     loops: dict[Hashable, Any] = field(default_factory=dict)
     attributes: "dict[_Attribute, torch.Tensor]" = field(default_factory=dict)
     held: "dict[_Attribute, torch.Tensor]" = field(default_factory=dict)
@@ -109,7 +108,6 @@ class _Kept:
         self.loops.clear()
         self.attributes.clear()
         self.held.clear()
-        self.forwards.clear()
         self.buffers.clear()
 
 
@@ -292,9 +290,14 @@ class _Text:
         """The positions of the cache that the text needs at most."""
         return self.past + self.limit - 1
 
+    @property
+    def layout(self) -> tuple[Hashable, ...]:
+        """What the layers of a cache have in common, beside the length."""
+        return self.rows, self.device, self.model.dtype, self.cross
+
     def key(self) -> Hashable:
-        """Return the key of the kept cache: what its layers have in common, beside the length."""
-        return self.rows, self.device, self.model.dtype, self.cross, threading.get_ident()
+        """Return the key of the kept cache."""
+        return *self.layout, threading.get_ident()
 
     def described(self, kept: _Kept) -> Described:
         """Return the inputs of a step over a kept cache."""
@@ -427,6 +430,7 @@ class _Keeper:
         self._model = weakref.ref(model)
         self.kept = weakref.WeakKeyDictionary[Generate, dict[Hashable, _Kept]]()
         self.refused = weakref.WeakKeyDictionary[Generate, str]()  # why its steps are not captured
+        self.forwards = weakref.WeakKeyDictionary[Generate, dict[Hashable, Any]]()  # compiled
 
     @classmethod
     def of(cls, model: Any) -> "_Keeper":
@@ -563,6 +567,7 @@ class Generate:
             for kept in keeper.kept.pop(self, {}).values():
                 kept.release()
             keeper.refused.pop(self, None)
+            keeper.forwards.pop(self, None)
         if self._backend is not None and not self._given:
             self._backend.release()
 
@@ -672,25 +677,26 @@ class Generate:
         if key not in kept.loops:
             while len(kept.loops) >= _LOOPS:
                 kept.loops.pop(next(iter(kept.loops))).release()
-            if described.key not in kept.forwards:
-                while len(kept.forwards) >= _LOOPS:
-                    kept.forwards.pop(next(iter(kept.forwards)))
-                kept.forwards[described.key] = self._forward(text)
-            forward = kept.forwards[described.key]
+            forward = self._forward(text, (*text.layout, kept.length, described.key))
             step = _step_of(text.model, forward, described, text.rules, text.call.samples)
             until = None if text.ends is None else _finished
             kept.loops[key] = loop(step, steps=self.steps, until=until, config=self._config)
         return kept.loops[key]
 
-    def _forward(self, text: "_Text") -> Callable[..., torch.Tensor]:
-        """Return the forward of a step, compiled where that is due."""
+    def _forward(self, text: "_Text", key: Hashable) -> Any:
+        """Return the forward of a step, compiled where due; caches of one layout share it."""
         due = self._given or text.device.type == "cuda"
         if not due or text.call.config.disable_compile or _is_compiled(text.model):
             return _logits
         with self._lock:
             if self._backend is None:
                 self._backend = Backend()
-        return _compiled(self._backend)
+            forwards = _Keeper.of(text.model).forwards.setdefault(self, {})
+            if key not in forwards:
+                while len(forwards) >= _FORWARDS:
+                    forwards.pop(next(iter(forwards)))
+                forwards[key] = _compiled(self._backend)
+            return forwards[key]
 
 
 def _release(kept: _Kept) -> None:

@@ -649,6 +649,25 @@ def test_a_backend_compiles_the_forward(llama: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_cache_that_is_made_anew_compiles_nothing(llama: Any) -> None:
+    graphs = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    backend = cgcompile.Backend(compiler=compiler, capture_device="host")
+    own = Generate(steps=2, backend=backend, caches=1)
+    for rows in (1, 2):
+        check(llama, own, prompt(rows), max_new_tokens=5)
+    compiled = len(graphs)
+    for rows in (1, 2, 1):
+        check(llama, own, prompt(rows), max_new_tokens=5)
+    assert len(graphs) == compiled > 0
+    assert own.counters.captures == 5
+
+
+@pytest.mark.slow
 def test_a_compiled_model_stays_as_it_is() -> None:
     model = build()
     handle = cgcompile.Backend(compiler="eager", capture_device="host")
