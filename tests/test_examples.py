@@ -276,6 +276,17 @@ def test_the_pass_fuses_only_what_is_safe(silu_mul: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--sample", "--rows", "3")])
+def test_generate_gives_equal_texts(more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGCOMPILE_CAPTURE_DEVICE", "host")
+    rows = run("generate.py", "--device", "cpu", "--new-tokens", "12", *more)
+    assert rows[-2:] == [
+        "calls 5: captures 1, replays 4, plain 0, failures 0",
+        "equal texts: 5 of 5",
+    ]
+
+
+@pytest.mark.slow
 def test_breakable_decodes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("breakable.py", "--device", "cpu", "--layers", "2", "--tokens", "8")
     assert [row.split()[0] for row in rows[:5]] == ["graph", "eager", "graph", "eager", "graph"]
