@@ -14,6 +14,7 @@ counters and tools are those of the loop. A round is one or more calls of the st
 """
 
 import inspect
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -160,10 +161,16 @@ class _StepWrapper(CUDAGraphWrapper):
     ) -> Captured:
         """Capture the step, and compare what it reaches with what that was before."""
         assert self.pool is not None
-        state = read_arguments(args, kwargs, self.pool.device.tensor_type)
+        state, drawn = read_arguments(args, kwargs, self.pool.device.tensor_type), random.getstate()
         written = self._written(*self._reached(args))
         try:
             captured = super().record(descriptor, args, kwargs, *more)
+            if random.getstate() != drawn:
+                random.setstate(drawn)
+                path, before = "what Python's random module draws next", "one number"
+                raise LoopStateError.changes(
+                    what=self.name, path=path, before=before, after="another"
+                )
             self._check_changes(state, args, kwargs, written)
         except CaptureError as error:
             if not error.field:

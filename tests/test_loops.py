@@ -1,6 +1,8 @@
 """Rounds of a loop equal plain steps, bit for bit, and a step that cannot be repeated is an error."""
 
 import gc
+import itertools
+import random
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -371,6 +373,20 @@ def _closure() -> Callable[[Any], None]:
     return change
 
 
+def _iterating(numbers: Any) -> Callable[[Any], None]:
+    def change(state: Any) -> None:
+        next(numbers)
+
+    return change
+
+
+def _numbers() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
 def _of_module(change: Callable[[Kept], Any]) -> Callable[[Any], None]:
     module = Kept()
 
@@ -418,6 +434,11 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "global list": (lambda s: CALLS.append(1), "global CALLS"),
     "global tensor": (lambda s: BUFFER.add_(1), "writes global BUFFER"),
     "variable of a closure": (_closure(), r"closure count: \d+ -> \d+"),
+    "counter of itertools": (_iterating(itertools.count()), r"closure numbers: .*count\(\d+\)"),
+    "iterator of a list": (_iterating(iter([*range(99)])), r"closure numbers: b'\d+' -> b'\d+'"),
+    "generator": (_iterating(_numbers()), r"closure numbers: .*'number': \d"),
+    "iterator behind the state": (lambda s: next(s["box"].numbers), r"state\['box'\].numbers"),
+    "random number of Python": (lambda s: random.random(), "Python's random module"),
     "attribute of a module": (
         _of_module(lambda m: setattr(m, "count", m.count + 1)),
         r"module.count",
@@ -447,6 +468,7 @@ def test_a_change_beside_the_tensors_of_the_state_is_an_error(
 
     loop = cgcompile.loop(step, 3, unroll=unroll, config=HOST)
     box = Box(n=0, inner=Box(n=0), items=[], text="", t=torch.zeros(1, device=device))
+    box.numbers = itertools.count()
     state = {"x": torch.zeros(2, device=device), "n": 0, "box": box}
     for _ in range(2):  # no graph is kept, and the change is not taken for granted
         with pytest.raises(LoopStateError, match=path) as caught:

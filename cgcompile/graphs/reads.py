@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dis import get_instructions
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, count
 from keyword import iskeyword
+from operator import length_hint
 from types import (
     BuiltinFunctionType,
     CellType,
     CodeType,
     FunctionType,
+    GeneratorType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -463,7 +465,12 @@ class Reader:
 
 
 def array_bytes(value: Any) -> bytes | None:
-    """Return the contents of an array of the host, with its type and shape, else None."""
+    """Return the contents of an array of the host, with its type and shape, else None.
+
+    Of an iterator of Python it is the position.
+    """
+    if isinstance(value, Iterator):
+        return _position(value)
     if not isinstance(value, (bytearray, array)) and type(value).__module__ != "numpy":
         return None
     try:
@@ -472,6 +479,19 @@ def array_bytes(value: Any) -> bytes | None:
         return f"{view.format} {view.shape} ".encode() + view.tobytes() if small else None
     except (TypeError, ValueError, NotImplementedError):
         return None
+
+
+def _position(value: Iterator[Any]) -> bytes | None:
+    """Return where an iterator of Python stands; None for one that an object of a user is."""
+    if type(value) is count:
+        return repr(value).encode()
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        held = {} if frame is None else frame.f_locals
+        names = {name: item for name, item in held.items() if is_plain_value(item)}
+        return f"{frame and frame.f_lasti} {names}".encode()
+    is_builtin = type(value).__module__ == "builtins" and hasattr(value, "__length_hint__")
+    return str(length_hint(value)).encode() if is_builtin else None
 
 
 @lru_cache(maxsize=256)
