@@ -277,7 +277,8 @@ class _Text:
         # A copy: the whole logits of the prompt may be large.
         logits = self.outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         self.device, self.vocabulary = logits.device, logits.shape[-1]
-        self.past = _length_of(self.source)
+        # Layers without attention have no length; processors read the ids.
+        self.past = max(_length_of(self.source), call.ids.shape[1])
         self.prompt = Prompt(call.ids, self.vocabulary, self.device)
         scores = call.processors(call.ids, logits)
         self.rules = next_token.rules_of(call.processors, self.prompt)
@@ -287,8 +288,8 @@ class _Text:
 
     @property
     def needed(self) -> int:
-        """The positions of the cache that the text needs at most."""
-        return self.past + self.limit - 1
+        """The positions of the cache, and the columns of buffers, that the text needs at most."""
+        return max(self.past + self.limit - 1, self.limit)
 
     @property
     def layout(self) -> tuple[Hashable, ...]:

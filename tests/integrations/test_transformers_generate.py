@@ -581,6 +581,35 @@ def test_a_longer_text_gets_a_longer_cache(llama: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba", "llama"])
+def test_buffers_are_as_long_as_the_text(name: str) -> None:
+    """Layers without attention have no length of their own."""
+    model = build(name)
+    few = {"suppress_tokens": list(range(6, 96)), "no_repeat_ngram_size": 3}
+    for length, new in ((3, 14), (20, 10), (1, 17)):
+        own = Generate(steps=4, max_cache_len=new - 1)
+        check(model, own, prompt(length=length), max_new_tokens=new, **few)
+        own = Generate(steps=4, max_cache_len=4)
+        check(model, own, prompt(length=length), max_new_tokens=new, **few)
+        assert own.counters.captures == 1
+
+
+def test_rows_that_end_at_once(llama: Any) -> None:
+    own = Generate(steps=4)
+    every = list(range(VOCABULARY))
+    assert check(llama, own, prompt(), eos_token_id=every).shape == (2, 7)
+
+
+@pytest.mark.slow
+def test_several_texts_of_a_prompt(llama: Any) -> None:
+    own = Generate(steps=4)
+    settings = {"do_sample": True, "num_return_sequences": 3}
+    assert check(llama, own, prompt(), **settings).shape == (6, 16)
+    check(llama, own, prompt(length=9, padded=2), **settings)
+    assert (own.counters.captures, own.counters.replays) == (1, 1)
+
+
+@pytest.mark.slow
 def test_a_model_is_not_kept_alive() -> None:
     model, own = build(), Generate(steps=2)
     check(model, own, prompt(), max_new_tokens=5)
