@@ -14,6 +14,7 @@ The rule: what one call passes is copied into buffers that the graphs read, or i
 of a step; a kept object refers to the model weakly.
 """
 
+import itertools
 import threading
 import time
 import types
@@ -21,7 +22,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ import torch
 from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig
 from cgcompile.errors import ConfigError, GuardError, LoopStateError
+from cgcompile.graphs.capture import postponed_capture
+from cgcompile.graphs.reads import Transparent
 from cgcompile.graphs.steps import refuse_strict
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.integrations import decode_inputs, next_token
@@ -37,6 +40,7 @@ from cgcompile.integrations.next_token import Prompt, Rule
 from cgcompile.loops import loop
 from cgcompile.reasons import Counters, Fallback, Reason
 from cgcompile.settings import require
+from cgcompile.torch_compat import torch_ops
 
 __all__ = ["Generate", "generate"]
 
@@ -51,15 +55,51 @@ def _logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return logits
 
 
-def _compiled(backend: Backend) -> Callable[..., torch.Tensor]:
-    """Return ``_logits`` compiled, with code of its own: Dynamo limits compilations by code."""
-    function = types.FunctionType(_logits.__code__.replace(), _logits.__globals__, "logits")
-    return torch.compile(function, backend=backend, dynamic=False)
+class _Forward:
+    """``_logits`` compiled, which tells what of it has run.
+
+    A captured step repeats what Dynamo chose by its guards. So they are evaluated once for each
+    text, by a step that runs plain, and a graph serves texts for which the same graphs ran.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._numbers, self._here = backend, itertools.count(), threading.local()
+        # With code of its own: Dynamo limits compilations by code.
+        function = types.FunctionType(_logits.__code__.replace(), _logits.__globals__, "logits")
+        self._call: Callable[..., torch.Tensor] = torch.compile(
+            function, backend=self._compile, dynamic=False
+        )
+
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self._here.ran = []
+        return self._call(model, inputs)
+
+    def repeated(self, ran: tuple[int, ...], model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Call it where the same graphs must run as in another step of the text."""
+        logits = self(model, inputs)
+        if self.ran != ran:
+            raise NotHeld("a step whose compiled code changes from token to token")
+        return logits
+
+    @property
+    def ran(self) -> tuple[int, ...]:
+        """The graphs that ran in the last call of this thread."""
+        return tuple(self._here.ran)
+
+    def _compile(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        number, compiled, here = next(self._numbers), self._backend(graph, inputs), self._here
+
+        def run(*args: Any) -> Any:
+            here.ran.append(number)
+            return compiled(*args)
+
+        return run
 
 
 def _is_compiled(model: Any) -> bool:
-    """Return whether a call of the model runs something else than its class defines."""
-    return "forward" in vars(model) or getattr(model, "_compiled_call_impl", None) is not None
+    """Return whether a model may run compiled code, whose guards no replay evaluates."""
+    own = [vars(module).get("forward") for module in model.modules()]
+    return torch_ops.holds_compiled_code(model) or any(isinstance(f, Transparent) for f in own)
 
 
 # ---------------------------------------------------------------- what is kept
@@ -372,7 +412,7 @@ class _Text:
         self.source = self.outputs = None
         self.kwargs.clear()
 
-    def key_of_step(self, described: Described) -> Hashable:
+    def key_of_step(self, described: Described) -> tuple[Hashable, ...]:
         """Return what is baked into a step."""
         rules = tuple((rule.key, tuple(rule.tensors)) for rule in self.rules)
         return described.key, rules, self.call.samples, self.ends is not None
@@ -460,7 +500,8 @@ class Generate:
         steps: how many steps run between two reads of whether all rows have ended. Up to
             ``2 * steps - 1`` run after the last one that was needed.
         backend: compiles the forward; left out: one with the default settings on CUDA, and the
-            forward as it is on other devices. A model that is compiled already stays as it is.
+            forward as it is on other devices. A model that is compiled already is compiled anew, as
+            a part of the step.
         stream: a streamer of ``transformers``, as ``generate`` passes none to a custom loop. It
             gets the tokens after each round.
         caches: how many caches are kept for a model, the last ones used. There is one for each
@@ -553,7 +594,7 @@ class Generate:
         """What calls did so far; a copy.
 
         A call of ``generate`` counts once: as a capture if a step was captured in it, as a replay
-        if all but its first token was replayed, else as plain.
+        if all but its first one or two tokens were replayed, else as plain.
         """
         return self._timeline.counters
 
@@ -597,17 +638,16 @@ class Generate:
             decode_inputs.fill(kept.cache, text.source)
             state = text.state(kept, described)
             text.forget_prefill()
-            steps = self._loop(kept, text, described)
-            before = steps.counters
             with call.model._optimize_model_for_decode():
-                self._decode(text, kept, steps, state)
-            self._count(before, steps.counters)
+                self._decode(text, kept, described, state)
             return text.result(state)
         finally:
             kept.busy.release()
 
-    def _decode(self, text: "_Text", kept: _Kept, steps: Any, state: dict[str, Any]) -> None:
-        """Run rounds to the end of the text."""
+    def _decode(
+        self, text: "_Text", kept: _Kept, described: Described, state: dict[str, Any]
+    ) -> None:
+        """Run steps to the end of the text."""
         call, shown = text.call, 0
         clocks = [
             (criterion.initial_timestamp, criterion.max_time)
@@ -616,13 +656,25 @@ class Generate:
         ]
         if self.stream is not None:
             self.stream.put(call.ids.cpu())
-        for _ in _rounds(text.model, kept, steps, state, text.limit - 1):
+        forward = self._forward(text, (*text.layout, kept.length, described.key))
+        step = _step_of(text.model, forward, described, text.rules, call.samples)
+        left, ran = text.limit - 1, tuple[int, ...]()
+        if isinstance(forward, _Forward) and left > 0:
+            with _held(kept), postponed_capture():
+                step(state)  # evaluates the guards of Dynamo
+            left, ran = left - 1, forward.ran
+            same = partial(forward.repeated, ran)
+            step = _step_of(text.model, same, described, text.rules, call.samples)
+        steps = self._loop(kept, (*text.key_of_step(described), ran), step, text.ends is not None)
+        before = steps.counters
+        for _ in _rounds(text.model, kept, steps, state, left):
             shown = self._show(state, shown)
             if any(time.time() - begin > longest for begin, longest in clocks):
                 break
         self._show(state, shown)
         if self.stream is not None:
             self.stream.end()
+        self._count(before, steps.counters)
 
     def _show(self, state: dict[str, Any], shown: int) -> int:
         """Pass new tokens to the streamer; return how many it has."""
@@ -672,22 +724,21 @@ class Generate:
                 raise NotHeld("a call of generate inside of another one")
         return kept
 
-    def _loop(self, kept: _Kept, text: "_Text", described: Described) -> Any:
+    def _loop(self, kept: _Kept, key: Hashable, step: Any, ends: bool) -> Any:
         """Return the loop of a step, made at the first call that needs it."""
-        key = text.key_of_step(described)
         if key not in kept.loops:
             while len(kept.loops) >= _LOOPS:
                 kept.loops.pop(next(iter(kept.loops))).release()
-            forward = self._forward(text, (*text.layout, kept.length, described.key))
-            step = _step_of(text.model, forward, described, text.rules, text.call.samples)
-            until = None if text.ends is None else _finished
+            until = _finished if ends else None
             kept.loops[key] = loop(step, steps=self.steps, until=until, config=self._config)
         return kept.loops[key]
 
     def _forward(self, text: "_Text", key: Hashable) -> Any:
         """Return the forward of a step, compiled where due; caches of one layout share it."""
         due = self._given or text.device.type == "cuda"
-        if not due or text.call.config.disable_compile or _is_compiled(text.model):
+        if not due or text.call.config.disable_compile:
+            if _is_compiled(text.model):
+                raise NotHeld("a compiled model that is not to be compiled here")
             return _logits
         with self._lock:
             if self._backend is None:
@@ -696,7 +747,7 @@ class Generate:
             if key not in forwards:
                 while len(forwards) >= _FORWARDS:
                     forwards.pop(next(iter(forwards)))
-                forwards[key] = _compiled(self._backend)
+                forwards[key] = _Forward(self._backend)
             return forwards[key]
 
 

