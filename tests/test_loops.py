@@ -343,6 +343,7 @@ def test_a_round_that_would_pass_the_limit_is_not_run() -> None:
 NUMBER = 0
 NUMBERS = types.SimpleNamespace(count=0)
 CALLS: list[int] = []
+NEXT, RANDOM = itertools.count().__next__, random.Random(0)
 BUFFER = torch.zeros(1)
 
 
@@ -356,6 +357,13 @@ class Kept(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.seen
+
+
+def _function() -> None:
+    return None
+
+
+_function.count = 0  # type: ignore[attr-defined]
 
 
 def _global(state: Any) -> None:
@@ -436,6 +444,13 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "variable of a closure": (_closure(), r"closure count: \d+ -> \d+"),
     "counter of itertools": (_iterating(itertools.count()), r"closure numbers: .*count\(\d+\)"),
     "iterator of a list": (_iterating(iter([*range(99)])), r"closure numbers: b'\d+' -> b'\d+'"),
+    "iterator of two": (_iterating(zip(range(99), range(99), strict=True)), "closure numbers"),
+    "bound method of an iterator": (lambda s: NEXT(), "global NEXT"),
+    "attribute of a function": (
+        lambda s: setattr(_function, "count", _function.count + 1),
+        r"global _function.count: \d+ -> \d+",
+    ),
+    "numbers of one's own": (lambda s: RANDOM.random(), "global RANDOM"),
     "generator": (_iterating(_numbers()), r"closure numbers: .*'number': \d"),
     "iterator behind the state": (lambda s: next(s["box"].numbers), r"state\['box'\].numbers"),
     "random number of Python": (lambda s: random.random(), "Python's random module"),

@@ -18,6 +18,7 @@ from functools import lru_cache, partial
 from itertools import chain, count
 from keyword import iskeyword
 from operator import length_hint
+from random import Random
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -26,6 +27,7 @@ from types import (
     GeneratorType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
 )
 from typing import Any, NamedTuple
@@ -42,7 +44,7 @@ log = logging.getLogger(__name__)
 
 CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 _BUILTIN = (OrderedDict, dict, list, tuple, deque, set, frozenset)  # the first has its own order
-_BARE = (*CONTAINERS, FunctionType, MethodType, partial)  # exact types: their attributes are none
+_BARE = (*CONTAINERS, FunctionType, MethodType, partial)  # exact types: few have attributes
 _OPEN = (torch.nn.Module, *_BARE)
 _CODE = (type, ModuleType, BuiltinFunctionType)
 _HAVE_ITEMS = (*CONTAINERS, Mapping)
@@ -125,7 +127,7 @@ def parts(value: Any) -> Iterator[tuple[Form, Any]]:
         yield FIELDS, {name: getattr(value, name) for name in names}
     elif hasattr(kind, "keys") and isinstance(value, Mapping):
         yield ITEMS, value
-    if kind in _BARE:
+    if kind in _BARE and not (kind is FunctionType and value.__dict__):
         return
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
@@ -469,8 +471,12 @@ def array_bytes(value: Any) -> bytes | None:
 
     Of an iterator of Python it is the position.
     """
+    if isinstance(value, MethodWrapperType):  # ``numbers.__next__``
+        value = value.__self__
     if isinstance(value, Iterator):
         return _position(value)
+    if isinstance(value, Random):
+        return repr(value.getstate()).encode()
     if not isinstance(value, (bytearray, array)) and type(value).__module__ != "numpy":
         return None
     try:
@@ -490,8 +496,16 @@ def _position(value: Iterator[Any]) -> bytes | None:
         held = {} if frame is None else frame.f_locals
         names = {name: item for name, item in held.items() if is_plain_value(item)}
         return f"{frame and frame.f_lasti} {names}".encode()
-    is_builtin = type(value).__module__ == "builtins" and hasattr(value, "__length_hint__")
-    return str(length_hint(value)).encode() if is_builtin else None
+    if type(value).__module__ != "builtins":
+        return None
+    if hasattr(value, "__length_hint__"):
+        return str(length_hint(value)).encode()
+    try:
+        state = value.__reduce__()  # of ``enumerate``, ``zip`` and ``map``
+    except TypeError:
+        return None
+    inner = [_position(x) if isinstance(x, Iterator) else x for x in state[1]]
+    return repr([x for x in inner if is_plain_value(x)]).encode()
 
 
 @lru_cache(maxsize=256)

@@ -510,6 +510,8 @@ class _Reader:
             return
         if isinstance(value, FunctionType):
             if not self._has_run(value):
+                if value.__dict__:
+                    self._attributes(value.__dict__, path, FunctionType)
                 return
         elif not isinstance(value, (torch.nn.Module, *CONTAINERS)):
             data = array_bytes(value)
