@@ -67,7 +67,7 @@ def _static_layer(source: Any, length: int) -> Any:
         layer = cache_utils.LinearAttentionAndStaticFullAttentionLayer(
             max_cache_len=length, number_of_states=source.number_of_states
         )
-    elif kind is cache_utils.DummyLayer:
+    elif kind is getattr(cache_utils, "DummyLayer", None):  # not in transformers 5.17
         return kind()
     if layer is None:
         raise NotHeld(f"a cache with layers of type {kind.__name__}")
@@ -141,17 +141,6 @@ def _fill_states(layer: Any, source: Any) -> None:
                 initialize(layer, recurrent_states=states, state_idx=number)
             layer.recurrent_states[number].copy_(source.recurrent_states[number])
         layer.has_previous_state[number] = source.has_previous_state[number]
-
-
-def tensors_of(cache: Any) -> list[torch.Tensor]:
-    """Return all tensors of a static cache that has been filled."""
-    tensors: list[Any] = []
-    for layer, _ in _pairs(cache, cache):
-        for name in ("keys", "values", "cumulative_length"):
-            tensors.append(getattr(layer, name, None))
-        for name in ("conv_states", "recurrent_states"):
-            tensors += getattr(layer, name, {}).values()
-    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 # ---------------------------------------------------------------- inputs

@@ -823,7 +823,11 @@ def _rounded(needed: int, model: Any, least: int | None) -> int:
 def _length_of(cache: Any) -> int:
     """Return how many positions a dynamic cache has seen; 0 where its layers have none."""
     own = getattr(cache, "self_attention_cache", cache)
-    lengths = [layer.get_seq_length() for layer in own.layers if hasattr(layer, "keys")]
+    lengths = [
+        layer.get_seq_length()
+        for layer in own.layers
+        if getattr(layer, "keys", None) is not None  # others share those of another layer
+    ]
     return max((int(length) for length in lengths), default=0)
 
 

@@ -57,6 +57,16 @@ def gemma3() -> Any:
     return make(config)
 
 
+def gemma3n() -> Any:
+    """Return a model whose last layers share keys and values of others."""
+    sizes = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 8, "head_dim": 8}
+    sizes |= {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+    layers = ["sliding_attention", "full_attention"] * 2
+    more = {"layer_types": layers, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}
+    config = transformers.Gemma3nTextConfig(**{**SIZES, **sizes, **more})
+    return transformers.Gemma3nForCausalLM(config)
+
+
 def gpt2() -> Any:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": VOCABULARY}
     ends = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
@@ -107,6 +117,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: decoder("Qwen3", head_dim=8),
     "mistral": lambda: decoder("Mistral", **SLIDING),
     "gemma3": gemma3,
+    "gemma3n": gemma3n,
     "gpt2": gpt2,
     "mamba": mamba,
     "mixtral": lambda: decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
