@@ -114,6 +114,7 @@ class Weights:
         tensor_type: str = "cpu",
         only: Collection[int] | None = None,  # identities of the tensors to compare; None: all
     ) -> None:
+        self.are_compared = runnable is not None
         self._items: list[tuple[dict[str, Any], str, str]] = []  # dict, name, path
         attributes: set[int] = set()  # identities of the dicts of modules themselves
         self._bound: list[tuple[dict[str, Any], str, str]] = []  # tables in them: dict, name, path

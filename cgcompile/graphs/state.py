@@ -376,6 +376,7 @@ class State:
         self.attributes: dict[str, tuple[str, str]] = {}  # path of the object and name
         self.dicts: dict[str, str] = {}  # paths of dicts by those of their items
         self.shared: dict[str, str] = {}  # the first path of what is held at a second one
+        self.weights: dict[str, tuple[dict[str, Any], str]] = {}  # of modules: table and name
         self.values: dict[str, Any] = {}  # of a list its length, too
         # By identity: the first path, and the object, which is kept so that the identity is its.
         self.seen: dict[int, tuple[str, Any]] = {}
@@ -419,6 +420,8 @@ class State:
             values[path] = module
             values[f"{path}.forward"] = module.__dict__.get("forward", _MISSING)
             values[_hooks_of(path)] = _number_of_hooks(module)
+        for path, (table, name) in self.weights.items():
+            values[path] = TensorRead.of(table[name])
         values[_ALL_HOOKS] = torch_ops.has_global_hooks()
 
 
@@ -572,13 +575,16 @@ class _Reader:
             self._method(kind, "forward", forward)
 
     def _entries(self, module: torch.nn.Module, form: Form, table: Any, path: str) -> None:
-        """Note which children and weights of a module are added later."""
+        """Note weights of a module, and which children and weights are added later."""
         is_container = isinstance(module, _CONTAINERS_OF[form])
         owner = f"{path}{form.reach}"  # an attribute hides what is in a table under its name
         self.state.objects.append((path, table, frozenset(table)))
         self.state.names[owner] = set(table)
         for name in table if is_container else filter(self._is_loaded, table):
             self.state.attributes[f"{path}.{name}"] = owner, name
+        for name, value in table.items():
+            if isinstance(value, torch.Tensor):
+                self.state.weights[f"{path}.{name}"] = table, name
 
     def _attributes(
         self, attributes: dict[str, Any], path: str, kind: Any, skipped: Collection[str] = ()
@@ -780,12 +786,13 @@ class ModelState:
             self._bookkeeping.update(f"len({path})" for path in dicts)
             self._last = StateContract(weakref.proxy(self), now)  # a cycle would keep the model
         self._before = None
-        if len(self._last.state.values) > _MOST_COMPARED:
+        last = self._last.state
+        if len(last.values) - len(last.weights) > _MOST_COMPARED:
             log.warning(
                 "a model has too much state to compare: checks='-state' has no effect on it"
             )
             return None
-        return StateContract(self, self._last.state, touched, remedy, weights)
+        return StateContract(self, last, touched, remedy, weights)
 
     def _add_cached(self) -> None:
         """Count functions behind ``lru_cache`` among the code that ran: it may be the cache."""
@@ -915,6 +922,13 @@ class StateContract:
         ]
         rows.others = [row for row in state.others if self._is_compared(row[0], row[2])]
         rows.objects, rows.owners = state.objects, state.owners
+        if self._weights is not None:
+            # Of modules that the model does not hold as its own, or that replaced others.
+            known = set(map(id, self._weights.tables))
+            for path, (table, name) in state.weights.items():
+                value = state.values[path]
+                if id(table) not in known and self._is_compared(path, value, is_weight=True):
+                    rows.places.append(Place(path, table, name, value, is_opened=False))
         return rows
 
     def _write(self) -> None:
@@ -1000,7 +1014,9 @@ class StateContract:
         else:
             reads.unless(f"{expression} is not {known}")
 
-    def _is_compared(self, path: str, value: Any) -> bool:
+    def _is_compared(self, path: str, value: Any, is_weight: bool = False) -> bool:
+        if is_weight and self._weights is not None and not self._weights.are_compared:
+            return False
         return self._is_touched(value) and not self._model.is_bookkeeping(path)
 
     def _is_touched(self, value: Any) -> bool:
@@ -1044,7 +1060,10 @@ class StateContract:
         now = self._model.read_places(places, state)
         if not now.complete or now.shared != before.shared:
             return False
-        if any(self._is_compared(path, value) for path, value, _ in _differences(before, now)):
+        if any(
+            self._is_compared(path, value, path in before.weights)
+            for path, value, _ in _differences(before, now)
+        ):
             return False
         reads = Reads()
         self._compare_rows(reads, self._compared(now), None)
@@ -1082,7 +1101,16 @@ class StateContract:
 
     def holds(self) -> bool:
         """Return whether the state is that of the capture."""
-        return self._is_same() or self.first_change() is None
+        return (self._is_same() and self._has_same_weights()) or self.first_change() is None
+
+    def _has_same_weights(self) -> bool:
+        """Return whether modules have the same weights; slow."""
+        state = self.state
+        return all(
+            isinstance(weight := table.get(name), torch.Tensor)
+            and _alike(state.values[path], TensorRead.of(weight))
+            for path, (table, name) in state.weights.items()
+        )
 
     def first_change(self) -> Change | None:
         """Return the first difference; without one, compare with the present objects from now."""
@@ -1092,7 +1120,7 @@ class StateContract:
             return change
         now = self._model.read()
         for path, before, after in _differences(state, now):
-            if self._is_compared(path, before):
+            if self._is_compared(path, before, path in state.weights):
                 return _change(path, before, after)
         self._take(now)
         return None

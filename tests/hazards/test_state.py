@@ -639,6 +639,103 @@ def test_another_class_and_dict_of_a_helper_object(name: str) -> None:
     replays(served, model)
 
 
+LAYER = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+def frozen_layer() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+class Helped(nn.Module):
+    """Runs a layer that ``call`` finds in a plain attribute or a global."""
+
+    def __init__(self, helper: Any, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.helper, self.call = helper, call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.helper, x)
+
+
+# What a model holds that is no module, made of a layer; and what runs the layer in it.
+HELPERS: dict[str, tuple[Callable[[nn.Module], Any], Callable[..., Any]]] = {
+    "object": (lambda layer: types.SimpleNamespace(layer=layer), lambda held, x: held.layer(x)),
+    "list": (lambda layer: [layer], lambda held, x: held[0](x)),
+    "dict": (lambda layer: {"layer": layer}, lambda held, x: held["layer"](x)),
+    "partial": (lambda layer: functools.partial(layer), lambda held, x: held(x)),
+    "closure": (lambda layer: lambda x: layer(x), lambda held, x: held(x)),
+    "nested": (lambda layer: [nn.Sequential(layer)], lambda held, x: held[0](x)),
+}
+
+
+@pytest.mark.parametrize("kind", HELPERS)
+@pytest.mark.parametrize("name", [*WRAPPERS, "CudaGraphManager"])
+def test_a_layer_in_a_helper_is_replaced(name: str, kind: str) -> None:
+    """One with other weights is a difference; so are other weights of one with the same weights."""
+    make, call = HELPERS[kind]
+    first, other, same = frozen_layer(), frozen_layer(), frozen_layer()
+    same.weight, same.bias = first.weight, first.bias
+    model = Helped(make(first), call)
+    served = captured(name, model)
+    replays(served, model)
+    model.helper = make(other)
+    refused(served, r"weight is at", AddressChangedError)
+    model.helper = make(same)
+    replays(served, model)
+    same.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+    refused(served, r"weight is at", AddressChangedError)
+    same.weight = first.weight
+    replays(served, model)
+    model.helper = make(first)
+    replays(served, model)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_layer_that_is_a_global_is_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Helped(None, lambda _, x: LAYER(x))
+    served = captured(name, model)
+    replays(served, model)
+    monkeypatch.setitem(globals(), "LAYER", frozen_layer())
+    refused(served, r"global LAYER\.weight is at", AddressChangedError)
+    monkeypatch.undo()
+    replays(served, model)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_weights_of_layers_in_helpers_may_be_replaced_between_captures(name: str) -> None:
+    model = Helped([frozen_layer()], lambda held, x: held[0](x))
+    served = captured(name, model)
+    replays(served, model)
+    for change in (
+        lambda: setattr(model.helper[0].weight, "data", torch.randn(WIDTH, WIDTH)),
+        lambda: setattr(model.helper[0], "weight", nn.Parameter(torch.eye(WIDTH), False)),
+        lambda: model.helper.__setitem__(0, frozen_layer()),
+    ):
+        change()
+        refused(served, r"weight is at", AddressChangedError)
+        served.target.clear_graphs()
+        with torch.inference_mode():
+            served.step(torch.randn(ROWS, WIDTH))
+        replays(served, model)
+
+
+def test_a_manager_without_the_check_of_weights_compares_no_weight_as_state() -> None:
+    model = Helped([frozen_layer()], lambda held, x: held[0](x))
+    model.scale = 1.0
+    model.forward = lambda x: model.call(model.helper, x) * model.scale
+    served = captured("CudaGraphManager", model, checks="-weights")
+    replays(served, model)
+    before = model.helper[0].weight
+    model.helper[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+    model.scale = 2.0
+    refused(served, r"scale is 2\.0, was 1\.0")
+    model.scale = 1.0
+    x = torch.randn(ROWS, WIDTH)
+    with torch.inference_mode():
+        expected = torch.nn.functional.linear(x, before, model.helper[0].bias)
+        torch.testing.assert_close(served.step(x), expected)
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_an_object_that_is_held_twice_and_replaced_once(name: str) -> None:
     model = Parts()
