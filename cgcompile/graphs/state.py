@@ -1060,6 +1060,8 @@ class StateContract:
         now = self._model.read_places(places, state)
         if not now.complete or now.shared != before.shared:
             return False
+        if any(map(Owner.change, before.owners)):
+            return False
         if any(
             self._is_compared(path, value, path in before.weights)
             for path, value, _ in _differences(before, now)

@@ -737,6 +737,27 @@ def test_a_manager_without_the_check_of_weights_compares_no_weight_as_state() ->
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
+def test_another_class_of_an_object_that_replaced_an_equal_one(name: str) -> None:
+    class Once(types.SimpleNamespace):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    class Twice(Once):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale * 2
+
+    model = Helped(Once(scale=3.0), lambda held, x: held.run(x))
+    served = captured(name, model)
+    replays(served, model)
+    model.helper = Once(scale=3.0)
+    replays(served, model)
+    model.helper.__class__ = Twice
+    refused(served, r"helper\.__class__ is .*Twice, was .*Once")
+    model.helper.__class__ = Once
+    replays(served, model)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_an_object_that_is_held_twice_and_replaced_once(name: str) -> None:
     model = Parts()
     model.items[0] = model.table
