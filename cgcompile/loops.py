@@ -72,9 +72,12 @@ class _Stack:
 
     def add(self, result: Any) -> None:
         """Copy what a step returned: the next one may write the same memory."""
+        self._take(result)
+        self.add_again()
+
+    def add_again(self) -> None:
+        """Copy the tensors that the last step returned, which a replay has written again."""
         count = self._count
-        if result is not self._result or not count:
-            self._take(result)
         for stacked, leaf in self._pairs:
             stacked[count].copy_(leaf)
         self._count = count + 1
@@ -312,10 +315,12 @@ class _RoundCall(WrapperCall):
             replay(self._compared)
             part.add(_owned(result))
             return
-        add = part.stack.add
-        for _ in range(part.left):
+        replay(self._compared)
+        part.stack.add(result)
+        add_again = part.stack.add_again
+        for _ in range(part.left - 1):
             replay(self._compared)
-            add(result)
+            add_again()
         self._wrapper.timeline.replays += part.left - 1
         part.left = 0
 
@@ -366,6 +371,8 @@ class _Flag:
     """Whether all requests are finished: copied to the host, and read later without a wait."""
 
     def __init__(self, value: Any) -> None:
+        kinds = (torch.Tensor, bool)
+        require(isinstance(value, kinds), "until()", "Loop", value, "a tensor or a bool")
         self._event: torch.cuda.Event | None = None
         self.is_tensor = isinstance(value, torch.Tensor)
         if isinstance(value, torch.Tensor):

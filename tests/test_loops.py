@@ -296,6 +296,30 @@ def test_without_graphs_the_end_is_read_at_once() -> None:
 
 
 @pytest.mark.parametrize("unroll", [False, True])
+def test_plain_steps_may_return_one_object_with_other_tensors(unroll: bool) -> None:
+    returned: dict[str, torch.Tensor] = {}
+
+    def step(state: Any) -> Any:
+        state["x"].add_(1)
+        returned["twice"] = state["x"] * 2
+        return returned
+
+    loop = cgcompile.loop(step, 3, unroll=unroll, config=CompilationConfig(on_fallback="count"))
+    for first in (2.0, 8.0):
+        out = loop({"x": torch.full((1,), first / 2 - 1)})["twice"]
+        assert out.flatten().tolist() == [first, first + 2, first + 4]
+    assert loop.counters.plain[Reason.NO_DEVICE] == (1 if unroll else 5)
+
+
+@pytest.mark.parametrize("value", [None, [False, False], "all"])
+def test_an_end_of_another_type_is_an_error(device: str, value: Any) -> None:
+    step, state = counting(device, [9])
+    loop = cgcompile.loop(step, 2, lambda state: value, config=HOST)
+    with pytest.raises(ConfigError, match=r"until\(\) = .*; expected a tensor or a bool"):
+        list(loop.rounds(state, limit=4))
+
+
+@pytest.mark.parametrize("unroll", [False, True])
 def test_a_limit_shortens_the_last_round(device: str, unroll: bool) -> None:
     step, state = counting(device, [99])
     loop = cgcompile.loop(step, 4, finished, unroll, config=HOST)
