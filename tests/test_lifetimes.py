@@ -25,6 +25,7 @@ from cgcompile.graphs.capture import capture_postponed, inside_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.reasons import Reason
 from cgcompile.testing.host import HostDevice
+from cgcompile.torch_compat import raw_memory
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -578,6 +579,26 @@ def test_graphs_are_freed_without_a_collection(name: str, device: str) -> None:
     try:
         del served, net, entries
         assert [life() for life in lives] == [None] * len(lives)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("debug", [False, "stale"])
+def test_steps_leave_nothing_to_collect(name: str, debug: bool | str, device: str) -> None:
+    """With ``debug="stale"`` each step makes storages of its results."""
+    if debug and not raw_memory.can_expire_storages():
+        pytest.skip("this build of torch cannot make a storage raise")
+    net = layers(device)
+    served = column(name, net, device, debug=debug)
+    check(served.step, net, device, steps=20)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        check(served.step, net, device, steps=40)
+        assert len(gc.get_objects()) < before + 40
+        assert served.counters().replays >= 50
     finally:
         gc.enable()
 

@@ -42,8 +42,9 @@ def weak_storage(
     return torch.frombuffer(held, dtype=torch.uint8).untyped_storage()
 
 
+@functools.lru_cache
 def _held_bytes(nbytes: int) -> Any:
-    """Return a type of that many bytes, with attributes."""
+    """Return a type of that many bytes, with attributes; a new one is freed by a collection."""
     return type("HeldBytes", (ctypes.c_char * nbytes,), {})
 
 
