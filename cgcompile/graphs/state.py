@@ -421,7 +421,7 @@ class State:
             values[f"{path}.forward"] = module.__dict__.get("forward", _MISSING)
             values[_hooks_of(path)] = _number_of_hooks(module)
         for path, (table, name) in self.weights.items():
-            values[path] = TensorRead.of(table[name])
+            values[path] = _read_weight(table, name)
         values[_ALL_HOOKS] = torch_ops.has_global_hooks()
 
 
@@ -583,7 +583,7 @@ class _Reader:
         for name in table if is_container else filter(self._is_loaded, table):
             self.state.attributes[f"{path}.{name}"] = owner, name
         for name, value in table.items():
-            if isinstance(value, torch.Tensor):
+            if value is None or isinstance(value, torch.Tensor):  # None: as a bias that is left out
                 self.state.weights[f"{path}.{name}"] = table, name
 
     def _attributes(
@@ -1109,8 +1109,7 @@ class StateContract:
         """Return whether modules have the same weights; slow."""
         state = self.state
         return all(
-            isinstance(weight := table.get(name), torch.Tensor)
-            and _alike(state.values[path], TensorRead.of(weight))
+            _alike(state.values[path], _read_weight(table, name))
             for path, (table, name) in state.weights.items()
         )
 
@@ -1168,6 +1167,11 @@ class _Part:
     def is_settled(self) -> bool:
         """Return whether no object was replaced for many replays."""
         return self._count > _SETTLED
+
+
+def _read_weight(table: dict[str, Any], name: str) -> Any:
+    weight = table.get(name, _MISSING)
+    return TensorRead.of(weight) if isinstance(weight, torch.Tensor) else weight
 
 
 def _hooks_of(path: str) -> str:

@@ -701,6 +701,18 @@ def test_a_layer_that_is_a_global_is_replaced(name: str, monkeypatch: pytest.Mon
     replays(served, model)
 
 
+@pytest.mark.parametrize("name", [*WRAPPERS, "CudaGraphManager"])
+def test_a_layer_in_a_list_gets_a_bias_that_it_had_not(name: str) -> None:
+    layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+    model = Helped([layer], lambda held, x: held[0](x))
+    served = captured(name, model)
+    replays(served, model)
+    layer.bias = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+    refused(served, r"helper\[0\]\.bias is .*, was None when captured")
+    layer.bias = None
+    replays(served, model)
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_weights_of_layers_in_helpers_may_be_replaced_between_captures(name: str) -> None:
     model = Helped([frozen_layer()], lambda held, x: held[0](x))
