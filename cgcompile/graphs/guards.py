@@ -152,6 +152,10 @@ class Weights:
         """Whether a tensor needs gradients now."""
         return any([tensor.requires_grad for tensor in self._tensors.all])
 
+    def leave(self, table: Any) -> bool:
+        """Return whether weights are compared, but not those in a table."""
+        return self.are_compared and all(table is not known for known in self.tables)
+
     def follow(self) -> None:
         """Take what the tables hold now, where others were added."""
         self._known = self._current()

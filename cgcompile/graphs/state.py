@@ -927,7 +927,7 @@ class StateContract:
             known = set(map(id, self._weights.tables))
             for path, (table, name) in state.weights.items():
                 value = state.values[path]
-                if id(table) not in known and self._is_compared(path, value, is_weight=True):
+                if id(table) not in known and self._is_compared(path, value, table):
                     rows.places.append(Place(path, table, name, value, is_opened=False))
         return rows
 
@@ -1014,8 +1014,10 @@ class StateContract:
         else:
             reads.unless(f"{expression} is not {known}")
 
-    def _is_compared(self, path: str, value: Any, is_weight: bool = False) -> bool:
-        if is_weight and self._weights is not None and not self._weights.are_compared:
+    def _is_compared(self, path: str, value: Any, table: Any = None) -> bool:
+        """Return whether a value is compared; ``table`` holds it, if it is a weight."""
+        weights = self._weights
+        if table is not None and weights is not None and not weights.leave(table):
             return False
         return self._is_touched(value) and not self._model.is_bookkeeping(path)
 
@@ -1063,7 +1065,7 @@ class StateContract:
         if any(map(Owner.change, before.owners)):
             return False
         if any(
-            self._is_compared(path, value, path in before.weights)
+            self._is_compared(path, value, *before.weights.get(path, ())[:1])
             for path, value, _ in _differences(before, now)
         ):
             return False
@@ -1121,7 +1123,7 @@ class StateContract:
             return change
         now = self._model.read()
         for path, before, after in _differences(state, now):
-            if self._is_compared(path, before, path in state.weights):
+            if self._is_compared(path, before, *state.weights.get(path, ())[:1]):
                 return _change(path, before, after)
         self._take(now)
         return None
