@@ -165,7 +165,7 @@ class Described(NamedTuple):
 def mask_name(model: Any) -> str:
     """Return the name of the mask of the decoder; empty if the model takes none."""
     name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
-    return name if name in inspect.signature(model.forward).parameters else ""
+    return name if name in inspect.signature(type(model).forward).parameters else ""
 
 
 def encoder_length(model: Any, kwargs: dict[str, Any]) -> tuple[int, torch.Tensor | None]:

@@ -334,7 +334,9 @@ class _Text:
     @property
     def layout(self) -> tuple[Hashable, ...]:
         """What the layers of a cache have in common, beside the length."""
-        return self.rows, self.device, self.model.dtype, self.cross
+        kind = self.device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return self.rows, self.device, self.model.dtype, cast, self.cross
 
     def key(self) -> Hashable:
         """Return the key of the kept cache."""
@@ -731,6 +733,8 @@ class Generate:
                 kept.loops.pop(next(iter(kept.loops))).release()
             until = _finished if ends else None
             kept.loops[key] = loop(step, steps=self.steps, until=until, config=self._config)
+            # One call at a time has the kept cache; a later thread may have the id of this one.
+            kept.loops[key].wrapper.allow_threads()
         return kept.loops[key]
 
     def _forward(self, text: "_Text", key: Hashable) -> Any:

@@ -572,6 +572,41 @@ def test_threads_have_a_cache_each() -> None:
 # ---------------------------------------------------------------- what is kept
 
 
+def test_threads_one_after_another(llama: Any) -> None:
+    """A thread may have the id of one that has ended, and so its cache."""
+    own, inputs, errors = Generate(steps=4), prompt(), []
+    expected = llama.generate(**inputs, do_sample=False, max_new_tokens=6)
+
+    def run() -> None:
+        settings = {"do_sample": False, "max_new_tokens": 6, "custom_generate": own}
+        if not torch.equal(llama.generate(**inputs, **settings), expected):
+            errors.append("other tokens")
+
+    for _ in range(4):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert errors == []
+    assert own.counters.captures + own.counters.replays == 4
+
+
+def test_a_forward_that_is_replaced_on_the_instance(llama: Any) -> None:
+    model, own = copy.deepcopy(llama), Generate(steps=4)
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    for padded in (0, 2):
+        check(model, own, prompt(padded=padded))
+    assert own.counters.captures + own.counters.replays == 2
+
+
+def test_autocast_of_some_calls(llama: Any) -> None:
+    own, inputs = Generate(steps=4), prompt()
+    for enabled in (False, True, False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            check(llama, own, inputs, max_new_tokens=5)
+    assert (own.counters.captures, own.counters.replays) == (2, 2)
+
+
 @pytest.mark.slow
 def test_caches_are_bounded_and_released(llama: Any) -> None:
     own = Generate(steps=2, caches=2)
