@@ -1017,7 +1017,8 @@ class StateContract:
     def _is_compared(self, path: str, value: Any, table: Any = None) -> bool:
         """Return whether a value is compared; ``table`` holds it, if it is a weight."""
         weights = self._weights
-        if table is not None and weights is not None and not weights.leave(table):
+        is_weight = table is not None and value is not _MISSING  # else an attribute hides it now
+        if is_weight and weights is not None and not weights.leave(table):
             return False
         return self._is_touched(value) and not self._model.is_bookkeeping(path)
 

@@ -701,6 +701,18 @@ def test_a_layer_that_is_a_global_is_replaced(name: str, monkeypatch: pytest.Mon
     replays(served, model)
 
 
+@pytest.mark.parametrize("layers", [1, 80])
+@pytest.mark.parametrize("name", [*WRAPPERS, "CudaGraphManager"])
+def test_an_attribute_hides_the_bias_of_one_of_many_layers(name: str, layers: int) -> None:
+    model = Scaled(layers)
+    served = captured(name, model)
+    replays(served, model)
+    model.layers[-1].__dict__["bias"] = torch.zeros(WIDTH)
+    refused(served, r"layers\.\d+\.bias is .*missing when captured")
+    del model.layers[-1].__dict__["bias"]
+    replays(served, model)
+
+
 @pytest.mark.parametrize("name", [*WRAPPERS, "CudaGraphManager"])
 def test_a_layer_in_a_list_gets_a_bias_that_it_had_not(name: str) -> None:
     layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
