@@ -292,7 +292,7 @@ class GraphPool:
     @property
     def holder(self) -> Any:
         """What keeps the memory of the pool: results hold it, which may outlive the graphs."""
-        return self.memory, self.arena
+        return self._memory, self.arena
 
     @property
     def where(self) -> torch.device:

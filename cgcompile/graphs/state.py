@@ -716,9 +716,8 @@ class ModelState:
         self._bookkeeping: set[str] = set()  # paths of what captured steps change themselves
         self.changes: list[Change] = []  # these changes, of the last capture
         self.learned = False  # whether that capture ran code that was not known before it
-        self.captures_again = (
-            False  # the owner does so then; what was changed is found the next time
-        )
+        # Whether such a step is captured once more: changes are compared at the second capture.
+        self.captures_again = False
         self._stored: list[tuple[dict[str, Any], str, Any]] = []  # globals before a capture
         self.epoch = 0  # rises when a dict is written
         self._dicts: dict[int, Any] = {}  # by identity, those whose versions are compared
