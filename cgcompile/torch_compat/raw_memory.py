@@ -32,33 +32,10 @@ def weak_storage(
     address: int, nbytes: int, device: torch.device, holder: Any = None
 ) -> torch.UntypedStorage:
     """Return a storage of memory that it does not keep alive; it keeps ``holder`` alive."""
-    if holder is None or not nbytes:
-        return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    if device.type != "cpu":
-        memory = _HeldMemory(address, nbytes, holder)
-        return torch.as_tensor(memory, device=device).untyped_storage()
-    held = _held_bytes(nbytes).from_address(address)
-    held.holder = holder
-    return torch.frombuffer(held, dtype=torch.uint8).untyped_storage()
-
-
-@functools.lru_cache
-def _held_bytes(nbytes: int) -> Any:
-    """Return a type of that many bytes, with attributes; a new one is freed by a collection."""
-    return type("HeldBytes", (ctypes.c_char * nbytes,), {})
-
-
-class _HeldMemory:
-    """Memory of CUDA as a tensor may be made of, which refers to this object."""
-
-    def __init__(self, address: int, nbytes: int, holder: Any) -> None:
-        self.holder = holder
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    if holder is not None:
+        storage.holder = holder  # torch keeps the Python object of a storage as long as the storage
+    return storage
 
 
 def memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
