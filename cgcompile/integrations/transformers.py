@@ -568,6 +568,8 @@ class Generate:
         )
         keeper = _Keeper.of(model)
         self._keepers.add(keeper)
+        if self.stream is not None:
+            self.stream.put(call.ids.cpu())
         why = keeper.refused.get(self) or _why_own_way(call)
         if not why:
             drawn = call.random_state()
@@ -627,7 +629,6 @@ class Generate:
         self._timeline.plain(fallback, f"{call.ids.shape[0]} rows")
         more: dict[str, Any] = {"synced_gpus": True} if _is_sharded(call.model) else {}
         if self.stream is not None:
-            self.stream.put(call.ids.cpu())
             more["streamer"] = self.stream
         return call.own_way(**more)
 
@@ -656,8 +657,6 @@ class Generate:
             for criterion in call.criteria
             if hasattr(criterion, "max_time")
         ]
-        if self.stream is not None:
-            self.stream.put(call.ids.cpu())
         forward = self._forward(text, (*text.layout, kept.length, described.key))
         step = _step_of(text.model, forward, described, text.rules, call.samples)
         left, ran = text.limit - 1, tuple[int, ...]()

@@ -444,7 +444,8 @@ def test_a_model_without_a_static_cache() -> None:
 def test_a_step_that_changes_the_model(compiles: bool) -> None:
     """A number that the forward changes would not change at a replay; numbers are drawn once."""
     backend = cgcompile.Backend(compiler="eager", capture_device="host") if compiles else None
-    model, own = build(), Generate(steps=2, backend=backend)
+    streamed = Collected()
+    model, own = build(), Generate(steps=2, backend=backend, stream=streamed)
     plain = model.forward
 
     class Box:
@@ -459,7 +460,7 @@ def test_a_step_that_changes_the_model(compiles: bool) -> None:
         return result
 
     model.forward = forward
-    inputs, settings = prompt(), {"do_sample": True, "max_new_tokens": 8}
+    inputs, settings = prompt(rows=1), {"do_sample": True, "max_new_tokens": 8}
     torch.manual_seed(3)
     expected = model.generate(**inputs, **settings)
     box.calls = 0
@@ -468,6 +469,7 @@ def test_a_step_that_changes_the_model(compiles: bool) -> None:
     why = "compiled code changes" if compiles else "box.calls"
     assert why in own.counters.details[Reason.OWN_LOOP]
     assert first.shape == expected.shape
+    assert (len(streamed.values), streamed.ended) == (1 + 8, 1)
     box.calls = 0
     torch.manual_seed(3)
     second = model.generate(**inputs, **settings, custom_generate=own)
