@@ -630,7 +630,6 @@ def _wrapped(
     wrapper = _StepWrapper(_Steps(step, numbered), config, name=name)
     wrapper.generators = () if generator is None else (generator,)
     wrapper.remedy = "release()"
-    wrapper.returns_views = False  # results are copied under the lock of the step table
     return wrapper
 
 

@@ -13,7 +13,6 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from lib.breakable import in_thread
 from torch import nn
 
 import cgcompile
@@ -974,16 +973,3 @@ def test_any_schedule_of_rounds_equals_plain_steps(
                 assert torch.equal(result["token"], expected["token"])
             assert_same(state, other)
     assert not loop.counters.failures or "moved" in [row[1] for row in schedule]
-
-
-def test_threads_may_run_rounds_in_turn(device: str) -> None:
-    """A round returns copies, so a thread overwrites no result of another one."""
-    step = decoding(Decoder().to(device))
-    loop, state = cgcompile.loop(step, 4, config=HOST), new_state(device)
-    for _ in range(3):
-        expected = plain(step, copied(state), 4)
-        result, error = in_thread(torch.no_grad()(lambda: loop(state)))
-        assert error is None
-        for name, values in expected.items():
-            assert torch.equal(result[name], values)
-    assert loop.counters.replays >= 8
