@@ -341,7 +341,7 @@ class _RoundCall(WrapperCall):
             entry, result = super().record()
         except (RunPlain, LoopStateError, CaptureBusyError):
             raise
-        except Exception as error:  # nothing of the step has run: plain, it raises what is its own
+        except Exception as error:  # nothing has run; a plain step raises its own error
             text = str(error).partition("\n")[0]
             name = "" if isinstance(error, CGCompileError) else f"{type(error).__name__}: "
             raise RunPlain(Fallback(Reason.CAPTURE_FAILED, name + text)) from None

@@ -716,7 +716,7 @@ class ModelState:
         self._bookkeeping: set[str] = set()  # paths of what captured steps change themselves
         self.changes: list[Change] = []  # these changes, of the last capture
         self.learned = False  # whether that capture ran code that was not known before it
-        # Whether such a step is captured once more: changes are compared at the second capture.
+        # Whether a step that ran unknown code is captured once more, which compares the changes.
         self.captures_again = False
         self._stored: list[tuple[dict[str, Any], str, Any]] = []  # globals before a capture
         self.epoch = 0  # rises when a dict is written

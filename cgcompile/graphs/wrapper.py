@@ -114,7 +114,7 @@ class ManagedStep:
 
     def __init__(self, model: Any, step: Callable[..., Any], also_read: Any) -> None:
         self._model = model
-        self._also_read = also_read  # by the step, beside the model
+        self._also_read = also_read  # by the step, beside the model; the walker follows attributes
         self._step = WeakMethod(step)  # a method: its owner holds the wrapper of this
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

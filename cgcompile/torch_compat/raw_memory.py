@@ -247,8 +247,9 @@ class DictVersions:
     """Notice writes to dicts; ``hold()`` returns whether none was written, 10 ns for each dict."""
 
     # By the guards of Dynamo, all at once. A write of an equal value counts as well. The guards
-    # load Dynamo, which takes a second. Of objects whose attributes a dict holds, 10 ns more for
-    # each, that they still have this dict and their class.
+    # load Dynamo, which takes a second. ``owners`` are objects by the identity of their
+    # ``__dict__``: another ``__dict__`` or class counts as a write. Each adds 10 ns, and 30 to
+    # 40 ns from Python 3.12.
 
     def __init__(
         self, dicts: tuple[dict[Any, Any], ...], owners: Mapping[int, Sequence[Any]] | None = None
