@@ -12,7 +12,8 @@ Decoders with the sizes of known ones and random weights in bfloat16, with a sta
   its kernels by kind, from a profile; and the floor: the bytes of the weights and of the cache in
   use, at the bandwidth that a sum and a copy reach in the same run.
 * ``generate``: milliseconds a token of ``model.generate`` with a kept cache, greedy, between 16 and
-  144 new tokens: medians of pairs.
+  144 new tokens: medians of pairs. On CUDA also gigabytes that torch has reserved: the most, in the
+  first texts and in later ones, and what is left between two texts.
 * ``first``: seconds of the first ``generate`` of 16 tokens in a fresh process that has built the
   model: cold, with empty caches on disk, and warm, with those that the cold one has left.
 
@@ -73,6 +74,10 @@ SHORT, LONG = 16, 144  # new tokens
 PAIRED = 20.0  # seconds after which no other pair of texts starts
 BURSTS = (10, 3, 1)  # steps that are enqueued at once, the most that the device takes
 REGRET = 0.5  # of the standard deviation of the logits: how far below the largest a token may be
+PRINTED = (
+    *("gpu_ms", "token_ms", "token_ms_of_pairs", "quiet", "start", "first_s"),
+    *("first_gb", "later_gb", "kept_gb"),
+)
 UNUSED = 30.0  # keys and values of positions beyond those in use: one that is read shows
 
 Sizes = dict[str, Any]
@@ -486,6 +491,25 @@ def token_times(
     return {"token_ms": statistics.median(times), "token_ms_of_pairs": sorted(times)}
 
 
+def memory_of_first(args: argparse.Namespace) -> Row:
+    """Return the most memory so far, and count from here."""
+    if args.device != "cuda":
+        return {}
+    most = torch.cuda.max_memory_reserved() / 1e9
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return {"first_gb": most}
+
+
+def memory_of_later(args: argparse.Namespace) -> Row:
+    """Return the most memory since the first texts, and what stays when unused blocks are free."""
+    if args.device != "cuda":
+        return {}
+    most = torch.cuda.max_memory_reserved() / 1e9
+    torch.cuda.empty_cache()
+    return {"later_gb": most, "kept_gb": torch.cuda.memory_reserved() / 1e9}
+
+
 def generate_rows(args: argparse.Namespace, model_name: str, way: str, turn: Turn) -> list[Row]:
     """Measure the one cell of this process: the first text, or a token."""
     (part,) = args.parts
@@ -501,8 +525,11 @@ def generate_rows(args: argparse.Namespace, model_name: str, way: str, turn: Tur
     say(args, "generated the first text")
     if part == "generate":
         text(long)
+        wait(args.device)
+        row |= memory_of_first(args)
         with turn.measuring(args.patient_until) as row["quiet"]:
             row |= token_times(args, text, short, long)
+        row |= memory_of_later(args)
     row["regret"] = regret_of(model, text(long if part == "generate" else short), cell.used)
     if backend is not None and (part == "generate" or backend.counters.replays):
         row["replayed"] = backend.counters.replays / max(backend.counters.calls, 1)
@@ -637,15 +664,15 @@ def all_rows(args: argparse.Namespace) -> Iterator[Row]:
                 return [row | more for row in run_job(args, job, folder, turn, threads)]
         except RuntimeError as error:
             row = {"part": job.part, "model": job.model, "way": job.way, "cell": job.cells[0]}
-            return [row | {"failure": str(error)}]
+            return [row | more | {"failure": str(error)}]
 
     with tempfile.TemporaryDirectory() as top, ThreadPoolExecutor(args.at_once or 64) as pool:
         for part in args.parts:
             chosen = [job for job in jobs if job.part == part]
             folders = [Path(top) / f"{part}{number}" for number in range(len(chosen))]
             if part == "first":
-                for job, folder in zip(chosen, folders, strict=True):
-                    for start in ("cold", "warm"):
+                for start in ("cold", "warm"):  # a time limit costs warm ones first
+                    for job, folder in zip(chosen, folders, strict=True):
                         yield from tried(job, folder, top, 0, start=start)
                 continue
             threads = max(1, cores // max(len(chosen), 1))
@@ -732,11 +759,7 @@ def measure(args: argparse.Namespace, result: Row) -> bool:
         needed = weights[row["model"]] + cache_bytes(configs[row["model"]], cell.rows, cell.used)
         row["floor_ms"] = 1e3 * needed / result["bandwidth"]
         result["rows"].append(row)
-        figures = {
-            name: row[name]
-            for name in ("gpu_ms", "token_ms", "token_ms_of_pairs", "first_s")
-            if name in row
-        }
+        figures = {name: row[name] for name in PRINTED if name in row}
         print(f"{row['part']}, {label(row)}, {row['way']}: {figures}", flush=True)
         if wrong := trouble(args, row):
             good = False
