@@ -156,6 +156,19 @@ class Weights:
         """Return whether weights are compared, but not those in a table."""
         return self.are_compared and all(table is not known for known in self.tables)
 
+    def move(self, attributes: Mapping[int, dict[str, Any]]) -> None:
+        """Follow modules with other dicts of attributes, by the identities of those before."""
+        if all(attributes.get(id(own), own) is own for own in self.owners):
+            return
+
+        def now(table: dict[str, Any]) -> dict[str, Any]:
+            return attributes.get(id(table), table)
+
+        self._items = [(now(table), name, path) for table, name, path in self._items]
+        self._bound = [(now(own), name, path) for own, name, path in self._bound]
+        self.owners, self.tables = [*map(now, self.owners)], [*map(now, self.tables)]
+        self._attributes = [(now(own), name) for own, name in self._attributes]
+
     def follow(self) -> None:
         """Take what the tables hold now, where others were added."""
         self._known = self._current()

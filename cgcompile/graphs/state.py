@@ -350,12 +350,13 @@ class Owner(NamedTuple):
         return type(self.value) is self.kind and self.value.__dict__ is self.attributes
 
     def change(self) -> Change | None:
-        """Return whether it has another class, or a module another dict."""
-        value, kind = self.value, type(self.value)
+        """Return whether it has another class, or a module other tables of weights and modules."""
+        value, kind, before = self.value, type(self.value), self.attributes
         if kind is not self.kind:
             return Change(f"{self.path}.__class__", self.kind.__qualname__, kind.__qualname__)
-        if isinstance(value, torch.nn.Module) and value.__dict__ is not self.attributes:
-            return Change(f"{self.path}.__dict__", "a dict", "another dict")  # of other weights
+        tables = TABLES if isinstance(value, torch.nn.Module) else ()
+        if any(value.__dict__.get(name) is not before.get(name) for name in tables):
+            return Change(f"{self.path}.__dict__", "a dict", "another dict")
         return None
 
 
@@ -1062,7 +1063,7 @@ class StateContract:
         now = self._model.read_places(places, state)
         if not now.complete or now.shared != before.shared:
             return False
-        if any(map(Owner.change, before.owners)):
+        if not all(map(Owner.is_same, before.owners)):
             return False
         if any(
             self._is_compared(path, value, *before.weights.get(path, ())[:1])
@@ -1125,6 +1126,8 @@ class StateContract:
         for path, before, after in _differences(state, now):
             if self._is_compared(path, before, *state.weights.get(path, ())[:1]):
                 return _change(path, before, after)
+        if self._weights is not None:
+            self._weights.move({id(row.attributes): row.value.__dict__ for row in state.owners})
         self._take(now)
         return None
 

@@ -639,6 +639,37 @@ def test_another_class_and_dict_of_a_helper_object(name: str) -> None:
     replays(served, model)
 
 
+@pytest.mark.parametrize("name", [*WRAPPERS, "CudaGraphManager"])
+def test_an_equal_dict_of_attributes_of_a_module(name: str) -> None:
+    """Its tables and tensors are compared from then on, and those of the first dict no more."""
+    model = Scaled()
+    layer, model.shift = model.layers[0], torch.ones(WIDTH)
+    model.forward = lambda x: layer(x) * model.scale + model.shift
+    served = captured(name, model)
+    firsts = [(module, module.__dict__) for module in (model, layer)]
+    other = nn.Parameter(torch.rand(WIDTH, WIDTH), requires_grad=False)
+    shift, weight, tables = model.shift, layer.weight, layer._parameters
+    for restores in (False, False, True):
+        for module, first in firsts:
+            module.__dict__ = first if restores else dict(module.__dict__)
+        replays(served, model)
+        model.scale = 3.0
+        refused(served, r"scale is 3\.0, was 2\.0")
+        model.scale, model.shift = 2.0, torch.zeros(WIDTH)
+        refused(served, r"shift'? (is at|was replaced)", AddressChangedError)
+        model.shift, layer.weight = shift, other
+        refused(served, r"weight'? (is at|was replaced)", AddressChangedError)
+        layer.weight = weight
+        layer.__dict__["_parameters"] = {**tables, "weight": other}
+        refused(served, r"_parameters", AddressChangedError)
+        layer.__dict__["_parameters"] = tables
+        replays(served, model)
+    model.__dict__ = {**model.__dict__, "shift": torch.zeros(WIDTH)}
+    refused(served, r"shift'? (is at|was replaced)", AddressChangedError)
+    layer.__dict__ = {**layer.__dict__, "_parameters": dict(tables)}
+    refused(served, r"__dict__ is another dict")
+
+
 LAYER = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
 
