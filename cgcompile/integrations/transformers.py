@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -616,6 +617,14 @@ class Generate:
             keeper.forwards.pop(self, None)
         if self._backend is not None and not self._given:
             self._backend.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, also in another process, keeps nothing yet.
+        settings = {name: getattr(self, name) for name in signature(Generate).parameters}
+        return settings if self._given else {**settings, "backend": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Generate.__init__(self, **state)
 
     def __repr__(self) -> str:
         number = sum(len(keeper.kept.get(self, ())) for keeper in list(self._keepers))

@@ -3,6 +3,7 @@
 import copy
 import doctest
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -672,6 +673,21 @@ def test_a_model_is_not_kept_alive() -> None:
     gc.collect()
     assert gone() is None
     assert repr(own) == "Generate(2 steps, 1 kept caches)"
+
+
+@pytest.mark.slow
+def test_a_copy_has_the_settings_and_no_caches(llama: Any) -> None:
+    first = Generate(steps=2, max_cache_len=40)
+    check(llama, first, prompt(), max_new_tokens=4)
+    for second in (copy.copy(first), copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert repr(second) == "Generate(2 steps, 0 kept caches)"
+        assert (second.max_cache_len, second.caches, second.backend) == (40, 4, None)
+        check(llama, second, prompt(), max_new_tokens=4)
+        assert (first.counters.captures, second.counters.captures) == (1, 1)
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    copied = copy.deepcopy(Generate(backend=backend))
+    assert copied.backend is not backend
+    assert copied.backend.config == backend.config
 
 
 @pytest.mark.slow
