@@ -596,6 +596,12 @@ class DispatchError(CGCompileError, RuntimeError):
         Call a compiled model or a wrapper without a forward context: its results are the caller's \
         then. Or lock the step and the reading of its results, and declare that once: \
         allow_threads() of the Backend, wrapper or manager.""")
+    of_a_loop = Template("""
+        {what}: a round in thread {here!r}, after rounds in thread {before!r}{ended:if , which has \
+        ended|}. Rounds read and write the tensors of their state, and those of two threads would \
+        race.
+        Make a loop for each thread. Or lock each round, and declare that once: \
+        wrapper.allow_threads() of the loop.""")
     no_such_rows = Template("""
         the compiled step, {batch}: no input has {rows} rows; shapes of the inputs: {shapes:list}.
         num_tokens is the number of rows that the model gets, padding included.""")

@@ -18,6 +18,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from cgcompile.errors import (
     GuardError,
     LoopRoomError,
     LoopStateError,
+    with_article,
 )
 from cgcompile.graphs.capture import SameStorages, bulk_captures, postponed_capture
 from cgcompile.graphs.contract import Contract, is_plain_value
@@ -84,6 +86,14 @@ class _Stack:
 
     def _take(self, result: Any) -> None:
         self._result, (self._leaves, structure) = result, flatten(result)
+        for leaf in self._leaves:
+            if isinstance(leaf, (GeneratorType, CoroutineType, AsyncGeneratorType)):
+                raise ConfigError.impossible(
+                    what=f"a loop whose step returns {with_article(type(leaf).__name__)}",
+                    because="its code has not run, and would run outside of the graph",
+                    instead="Make the step a function without yield and await, which returns "
+                    "tensors.",
+                )
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         layouts = [(tuple(leaf.shape), leaf.dtype) for leaf in tensors]
         if not self._count:
@@ -277,6 +287,7 @@ class _RoundCall(WrapperCall):
 
     __slots__ = ("_leaves", "_round", "_runs")
 
+    of_a_loop = True
     _wrapper: _StepWrapper
 
     def __init__(self, wrapper: _StepWrapper, part: _Round) -> None:
@@ -446,7 +457,9 @@ class Loop(Transparent):
             LoopRoomError: the round has more steps than ``limit`` has room for.
             AddressChangedError: a tensor of ``state`` has another address than at the capture.
             HostValueChangedError: another value or object in ``state`` than at the capture.
-            DispatchError: with ``on_fallback="raise"``, a step cannot be captured.
+            DispatchError: another thread has run rounds; or, with ``on_fallback="raise"``, a step
+                cannot be captured.
+            ConfigError: the step returns a generator or a coroutine, whose code has not run.
             BaseException: what a step raised, unchanged.
         """
         count = self.steps if steps is None else steps

@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from lib.hazards import in_another_thread
 from torch import nn
 
 import cgcompile
@@ -870,6 +871,46 @@ def test_bad_arguments() -> None:
         loop({}, steps=0)
     with pytest.raises(ConfigError, match="limit = 'all'"):
         loop({}, limit="all")  # type: ignore[arg-type]
+
+
+async def _awaited(state: Any) -> Any:
+    return state["x"].add_(1)
+
+
+def _yielding(state: Any) -> Iterator[Any]:
+    yield state["x"].add_(1)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+@pytest.mark.parametrize("warmups", [0, 1])
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        (_awaited, "coroutine"),
+        (_yielding, "generator"),
+        (torch.no_grad()(_yielding), "generator"),
+        (lambda state: {"rows": [_yielding(state)]}, "generator"),
+    ],
+)
+def test_a_step_that_runs_nothing_is_an_error(
+    device: str, step: Any, kind: str, unroll: bool, warmups: int
+) -> None:
+    config = CompilationConfig(capture_device="host", num_warmups=warmups)
+    loop = cgcompile.loop(step, 2, unroll=unroll, config=config)
+    with pytest.raises(ConfigError, match=rf"step returns a {kind} .*\n.*without yield and await"):
+        loop({"x": torch.zeros(1, device=device)})
+    assert not loop.wrapper.entries
+
+
+def test_rounds_in_a_second_thread(device: str) -> None:
+    loop = cgcompile.loop(lambda state: state["x"].add_(1), 2, config=HOST)
+    state = {"x": torch.zeros(1, device=device)}
+    loop(state)
+    with pytest.raises(DispatchError, match=r"a round in thread .*(?s:.)*wrapper\.allow_threads"):
+        in_another_thread(loop, state)
+    loop.wrapper.allow_threads()
+    assert in_another_thread(loop, state).flatten().tolist() == [3.0, 4.0]
 
 
 # ---------------------------------------------------------------- tools

@@ -165,22 +165,23 @@ class StepThread:
         self._life: threading.local | None = None
         self._lock = new_lock()
 
-    def admit(self, what: str, claim: bool = True) -> None:
+    def admit(self, what: str, claim: bool = True, of_a_loop: bool = False) -> None:
         """Raise for a step of another thread; with ``claim`` this thread becomes the admitted one.
 
         Callers compare :attr:`ident` with the identifier of their thread first, which is faster.
 
         Raises:
-            DispatchError: another thread has run steps.
+            DispatchError: another thread has run steps, or rounds of a loop.
         """
         with self._lock:
             if self.ident in (ANY, get_ident()):
                 return
             if self.ident != FREE:
                 here, ended = threading.current_thread().name, self.ident == ENDED
-                raise DispatchError.other_thread(
-                    what=what, here=here, before=self._name, ended=ended
-                )
+                before = self._name
+                if of_a_loop:
+                    raise DispatchError.of_a_loop(what=what, here=here, before=before, ended=ended)
+                raise DispatchError.other_thread(what=what, here=here, before=before, ended=ended)
             if claim:
                 self.ident, self._name = get_ident(), threading.current_thread().name
                 self._life = threading.local()

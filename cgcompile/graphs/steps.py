@@ -260,6 +260,7 @@ class Call(Generic[S_]):
     __slots__ = ("context", "descriptor", "key", "steps")
 
     owns_result = False  # whether results are copies, which no later step overwrites
+    of_a_loop = False  # whether it writes a state that another thread may be writing
     context: ForwardContext | None  # of the caller; set before all methods
     key: Any  # of the steps that may serve the call; set by ``enter`` or ``find``
     descriptor: BatchDescriptor  # read where no step serves the call
@@ -416,7 +417,8 @@ class StepTable:
     def _admit(self, call: Call[S_]) -> None:
         """Refuse to overwrite results of another thread that may be in use."""
         if not call.owns_result:
-            self.thread.admit(self.name, claim=self.returns_views and not prepares_graphs())
+            claim = self.returns_views and not prepares_graphs()
+            self.thread.admit(self.name, claim, call.of_a_loop)
         elif self.thread.is_other():
             raise RunPlain(OTHER_THREAD)
 
