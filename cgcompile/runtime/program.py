@@ -79,12 +79,18 @@ class BatchRows:
     def __init__(self, split: SplitGraph, capture_dim: str | None) -> None:
         self._split, self._capture_dim = split, capture_dim
         self._by_number: dict[int, frozenset[str] | None] = {}
+        self._by_position: dict[int, frozenset[str]] = {}
 
     def of_batch(self, rows: int, inputs: Sequence[Any]) -> frozenset[str] | None:
         """Return the names of the values with rows in a call; None if that is unknown."""
         positions = [p for p in self._symbols if inputs[p] == rows]
         if positions:
-            return self._with_leading(positions[0]) if len(positions) == 1 else None
+            if len(positions) > 1:
+                return None
+            (position,) = positions
+            if position not in self._by_position:
+                self._by_position[position] = self._with_leading(position)
+            return self._by_position[position]
         if rows not in self._by_number:
             self._by_number[rows] = self._computed_from_rows(rows)
         return self._by_number[rows]
