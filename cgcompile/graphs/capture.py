@@ -12,7 +12,7 @@ did not create (``weight.data = ...``, ``weight.t_()``): a replay does not repea
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from threading import get_ident
@@ -23,7 +23,7 @@ import torch
 from cgcompile.context import BatchDescriptor
 from cgcompile.errors import CaptureBusyError, CaptureError
 from cgcompile.graphs.arena import address
-from cgcompile.graphs.contract import Placed, layout_of, layout_text
+from cgcompile.graphs.contract import layout_of
 from cgcompile.graphs.device import DeviceGraph, any_capture, destroy_unused_graphs
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.reads import modules_of
@@ -46,7 +46,7 @@ class SameStorages:
         self._what, self._name_of = what, name_of
         distinct = {id(tensor): tensor for tensor in tensors}.values()
         # Not of subclasses; torch cannot compare that of quantized and nested ones (is_set_to).
-        self._tensors = [
+        self.tensors = [
             tensor
             for tensor in distinct
             if raw_memory.is_plain_tensor(tensor) and not (tensor.is_quantized or tensor.is_nested)
@@ -55,13 +55,13 @@ class SameStorages:
 
     def _accept(self) -> None:
         with torch_ops.without_modes():
-            self._before = [tensor.data for tensor in self._tensors]
+            self._before = [tensor.data for tensor in self.tensors]
         self._addresses: raw_memory.Addresses | None = None  # of these; few owners compare them
 
     def _same_addresses(self) -> bool:
         if self._addresses is None:
             self._addresses = raw_memory.Addresses(self._before, range(len(self._before)))
-        return self._addresses.hold(self._tensors)
+        return self._addresses.hold(self.tensors)
 
     def accept(self) -> None:
         """Accept the present addresses of the tensors; layouts are compared at the end."""
@@ -84,7 +84,7 @@ class SameStorages:
 
     def restore(self) -> list[torch.Tensor]:
         """Give each tensor the memory and layout that it had; return those that had others."""
-        pairs = zip(self._tensors, self._before, strict=True)
+        pairs = zip(self.tensors, self._before, strict=True)
         with torch_ops.without_modes():
             changed = [(now, before) for now, before in pairs if not now.is_set_to(before)]
             for tensor, before in changed:
@@ -432,8 +432,9 @@ class TouchedMemory(_EachOp):
     # Weakly: memory of the pool is used again inside of a capture. A Triton kernel that is launched
     # without an op is not seen.
 
-    def __init__(self, tensor_type: str) -> None:
+    def __init__(self, tensor_type: str, but: Iterable[torch.UntypedStorage] = ()) -> None:
         super().__init__(tensor_type)
+        self._but = {*map(raw_memory.storage_identity, but)}  # they are not noted
         # By storage, with the layout of the first tensor.
         self._lives: dict[int, tuple[raw_memory.StorageLife, tuple[Any, ...]]] = {}
 
@@ -441,18 +442,41 @@ class TouchedMemory(_EachOp):
         self.note(args, kwargs)
         return super().on_call(func, args, kwargs)
 
+    @staticmethod
+    def by_arguments(run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``run``, whose ops touch the memory of its arguments and no other."""
+
+        # Noted at once: an op under a dispatch mode takes 20 us and more on the host.
+        def noted(*inputs: Any) -> Any:
+            mode = torch_ops.top_mode()
+            if type(mode) is not TouchedMemory:
+                return run(*inputs)
+            mode._note(filter(_is_dense, inputs))
+            mode.switch_off()
+            try:
+                return run(*inputs)
+            finally:
+                mode.switch_on()
+
+        return noted
+
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the memory of the tensors among the arguments of an op."""
-        for leaf in _dense((args, kwargs)):
+        self._note(_dense((args, kwargs)))
+
+    def _note(self, tensors: Iterable[torch.Tensor]) -> None:
+        for leaf in tensors:
             key = raw_memory.storage_identity(leaf.untyped_storage())
-            if key not in self._lives and leaf.numel():  # else no byte of it is touched
+            if key in self._lives or key in self._but:
+                continue
+            if leaf.numel():  # else no byte of it is touched
                 self._lives[key] = raw_memory.StorageLife(leaf), layout_of(leaf)
 
     def outside(self, owns: Callable[[int], bool]) -> list[HeldMemory]:
         """Return what is alive and not at an address that the pool ``owns``; after the capture."""
         rows = [(life.storage(), layout) for life, layout in self._lives.values()]
         return [
-            HeldMemory(storage, start := storage.data_ptr(), layout_text(Placed(start, layout)))
+            HeldMemory(storage, storage.data_ptr(), layout)
             for storage, layout in rows
             if storage is not None and storage.nbytes() and not owns(storage.data_ptr())
         ]
@@ -480,4 +504,8 @@ class NewMemory(_EachOp):
 
 
 def _dense(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch_ops.tree_tensors(tree) if leaf.layout is torch.strided]
+    return [*filter(_is_dense, torch_ops.tree_leaves(tree))]
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided

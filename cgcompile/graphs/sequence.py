@@ -69,6 +69,7 @@ from cgcompile.graphs.arena import (
 from cgcompile.graphs.contract import (
     Change,
     Contract,
+    Placed,
     Reads,
     function_of,
     is_plain_value,
@@ -173,7 +174,7 @@ class HeldMemory(NamedTuple):
 
     storage: torch.UntypedStorage
     address: int  # at the end of the capture
-    layout: str
+    layout: tuple[Any, ...]
 
 
 Segment = GraphSegment | EagerSegment
@@ -281,7 +282,7 @@ class GraphSequence:
         """Return the layout of a watched tensor that was dropped or resized; None without one."""
         for storage, start, layout in self.watched:
             if is_held_here_alone(storage) or storage.data_ptr() != start:
-                return layout
+                return layout_text(Placed(start, layout))
         return None
 
     def check_held(self) -> None:

@@ -679,7 +679,9 @@ class CUDAGraphWrapper(Transparent):
         """Capture a step; return its sequence, its result, and why it must not be replayed."""
         pool = self._pool
         assert pool is not None
-        touched = TouchedMemory(pool.device.tensor_type)
+        # The owner of an unguarded wrapper holds the arguments itself.
+        arguments = () if self._guarded else _storages_of(storages.tensors)
+        touched = TouchedMemory(pool.device.tensor_type, arguments)
         with pool.device.around(self.runnable):
             try:
                 graph, result = capture(

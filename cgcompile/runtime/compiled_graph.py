@@ -141,7 +141,7 @@ class CompiledGraph:
         self._program = Program(split, step, runnables, boundaries, *more)
         self._run_compared = self._program.traced.comparing_step(step, runnables, self._run)
         drop, static = self.fast_paths.drop, self._roles[FULL].static
-        self._weight_sets = WeightSets(self._program, self._run_compared, drop, static)
+        self._weight_sets = WeightSets(self._program, drop, static)
 
     def __repr__(self) -> str:
         counts = self.counters
@@ -487,6 +487,8 @@ class _GraphCall(Call[Recording]):
             run = graph._run_differentiable
         elif context is not None and reason is not Reason.INSIDE_CAPTURE:
             run = graph._zeroing_rows(run, context, inputs)
+        elif reason is Reason.INSIDE_CAPTURE and graph.pool is not None:
+            run = graph._program.run_in_capture
         if context is None and reason is not Reason.INSIDE_CAPTURE:
             with override_forward_context(ForwardContext.synthetic(NONE, None)):
                 result = run(*inputs)

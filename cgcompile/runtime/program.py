@@ -43,7 +43,7 @@ from cgcompile.config import CompilationConfig
 from cgcompile.context import unreadable_context
 from cgcompile.errors import PieceCompileError
 from cgcompile.graphs.arena import dense_order, moved, rows_apart
-from cgcompile.graphs.capture import inside_capture
+from cgcompile.graphs.capture import TouchedMemory, inside_capture
 from cgcompile.graphs.pool import GraphPool
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.passes.nodes import (
@@ -452,6 +452,14 @@ def not_reading_context(piece: Piece, run: Runnable) -> Runnable:
     return checked
 
 
+def _noting_memory(piece: Piece, run: Runnable) -> Runnable:
+    """Return ``run`` for a FULL capture, which holds the memory that its ops touch."""
+    # What ops of torch read and write in a captured piece is an input of the piece, or its own.
+    if not piece.capture or _calls_users_code(piece.module):
+        return run
+    return TouchedMemory.by_arguments(run)
+
+
 def _label(piece: Piece) -> str:
     """Return the label of an eager piece: its first splitting op, or why it is eager."""
     if piece.op is not None:
@@ -651,6 +659,20 @@ class Program:
     @cached_property
     def traced(self) -> TracedOutputs:
         return TracedOutputs(self.split)
+
+    @cached_property
+    def _noting(self) -> list[Runnable]:
+        return list(map(_noting_memory, self.split.pieces, self.runnables))
+
+    @cached_property
+    def run_in_capture(self) -> Callable[..., Any]:
+        """The step, for a capture by other code."""
+        return self.step.bind(self._noting)
+
+    @cached_property
+    def run_full(self) -> Callable[..., Any]:
+        """The step, for a FULL capture; compared as a warming step is."""
+        return self.traced.comparing_step(self.step, self._noting, self.run_in_capture)
 
     @cached_property
     def labels(self) -> dict[int, str]:

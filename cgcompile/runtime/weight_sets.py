@@ -37,8 +37,8 @@ _OPTIONS = CUDAGraphOptions(debug_log_enable=False, gc_disable=True)
 class WeightSet:
     """One set of weights, and what was recorded for it."""
 
-    def __init__(self, program: Program, run: Callable[..., Any], weights: Hashable) -> None:
-        self._program, self._run = program, run
+    def __init__(self, program: Program, weights: Hashable) -> None:
+        self._program = program
         self.weights = weights  # equal for the same weights with other mutated inputs
         self.steps = Steps[Hashable, Recording](attempts=1)  # each key is warmed before
         self.dropped: Counter[Hashable] = Counter()  # recordings whose chained input moved, by key
@@ -103,7 +103,7 @@ class WeightSet:
     @cached_property
     def full(self) -> CUDAGraphWrapper:
         """The wrapper of the whole step."""
-        return self._wrapper(self._run, CUDAGraphMode.FULL, "step")
+        return self._wrapper(self._program.run_full, CUDAGraphMode.FULL, "step")
 
     def _wrapper(
         self, runnable: Callable[..., Any], mode: CUDAGraphMode, name: str
@@ -146,11 +146,10 @@ class WeightSets:
     def __init__(
         self,
         program: Program,
-        run: Callable[..., Any],
         on_drop: Callable[[], None],  # called when a set is dropped, maybe inside of a collection
         static: Sequence[int],  # positions of parameters, buffers and module attributes
     ) -> None:
-        self._program, self._run, self._on_drop = program, run, on_drop
+        self._program, self._on_drop = program, on_drop
         self._static, self._is_static = tuple(static), frozenset(static)
         self._watched = tuple([each for each in static if not program.is_frozen(each)])
         self._objects = picker(self._watched)
@@ -237,7 +236,7 @@ class WeightSets:
         if len(idle) >= _MOST_IDLE:
             self._drop(idle[0])
         weights = key[0] if isinstance(key, tuple) else key
-        weight_set = self._known[key] = WeightSet(self._program, self._run, weights)
+        weight_set = self._known[key] = WeightSet(self._program, weights)
         weight_set.follow(inputs, self._watched)
         weight_set.unsettled = self._unused == key and self._unused_in_a_row >= MOVED
         self._unused = None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lib.front_ends import (
+    COMPILED,
     MANAGERS,
     ROWS,
     WIDTH,
@@ -26,6 +27,7 @@ from torch import nn
 import cgcompile
 from cgcompile import CUDAGraphMode
 from cgcompile.errors import AddressChangedError
+from cgcompile.graphs.capture import TouchedMemory
 from cgcompile.torch_compat import raw_memory
 
 FULL = CUDAGraphMode.FULL
@@ -42,6 +44,16 @@ def add_table(x: torch.Tensor) -> torch.Tensor:
 
 
 add_table.register_fake(torch.empty_like)
+
+
+@torch.library.custom_op("held_memory::give_table", mutates_args=())
+def give_table(x: torch.Tensor) -> torch.Tensor:
+    return REGISTRY["table"]
+
+
+@give_table.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[1])
 
 
 class Adds(nn.Module):
@@ -147,6 +159,64 @@ def test_a_tensor_that_the_body_of_an_op_read_is_held(name: str, device: str) ->
         ):
             served.step(x)
     assert not life.ended
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_tensor_that_a_boundary_returned_is_held(name: str, device: str) -> None:
+    """No op of the boundary touches it: the captured piece that follows does."""
+
+    class Scales(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + 1) * torch.ops.held_memory.give_table(x)
+
+    op = cgcompile.SplittingOp(
+        "held_memory::give_table", support=cgcompile.AttentionCGSupport.ALWAYS
+    )
+    REGISTRY["table"] = torch.randn(WIDTH, device=device)
+    model = Scales()
+    served = front_end(name, model, device, splitting_ops=(op,))
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with torch.inference_mode(), context(ROWS, FULL, {}):
+        for _ in range(3):
+            x.copy_(torch.randn(ROWS, WIDTH))
+            torch.testing.assert_close(served.step(x), model(x))
+        assert served.counters().replays == 1
+        REGISTRY["table"] = torch.randn(WIDTH, device=device)
+        with pytest.raises(AddressChangedError, match=REPLACED):
+            served.step(x)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_ops_of_compiled_pieces_are_not_looked_at_one_by_one(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Doubles(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(8):
+                x = x * 2
+            return torch.ops.held_memory.add_table(x).exp()
+
+    seen: list[Any] = []
+
+    def counted(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(op)
+        return on_call(mode, op, args, kwargs)
+
+    on_call = TouchedMemory.on_call
+    monkeypatch.setattr(TouchedMemory, "on_call", counted)
+    REGISTRY["table"] = torch.randn(WIDTH, device=device)
+    op = cgcompile.SplittingOp(
+        "held_memory::add_table", support=cgcompile.AttentionCGSupport.ALWAYS
+    )
+    model = Doubles()
+    served = front_end(name, model, device, splitting_ops=(op,))
+    x = torch.randn(ROWS, WIDTH, device=device)
+    with torch.inference_mode(), context(ROWS, FULL, {}):
+        for _ in range(3):
+            x.copy_(torch.randn(ROWS, WIDTH))
+            torch.testing.assert_close(served.step(x), model(x))
+    assert served.counters().replays == 1
+    assert seen == [torch.ops.held_memory.add_table.default, torch.ops.aten.add.Tensor]
 
 
 @pytest.mark.parametrize("build", HOLDERS)
