@@ -84,9 +84,10 @@ class CUDAGraphOptions:
 
     Attributes:
         debug_log_enable: log each capture (level INFO; DEBUG where False).
-        gc_disable: do not collect garbage before a capture. Collecting costs 30 ms and more, and
-            gives the memory of dead tensors back; a bulk capture does it once.
-            Automatic collection is off inside of every capture in any case.
+        gc_disable: do not collect young garbage before a capture. Collecting it takes some
+            milliseconds, and gives the memory of results that the program has dropped back to the
+            pool; a bulk capture does it once. Automatic collection is off inside of every capture
+            in any case.
         weak_ref_output: release the outputs of a capture when the caller drops them, so that later
             captures of the pool use their memory. False keeps the memory of each descriptor's
             outputs for itself, so that they outlive the replays of other descriptors.
