@@ -257,6 +257,10 @@ def releasing() -> Iterator[None]:
 # to the general pool of torch's allocator, of which a capture gets nothing. So the two young
 # generations suffice: a few milliseconds. A full collection looks at every object of the process,
 # 0.15 to 0.25 s, more than half of the time of 20 captures, and frees no memory for them.
+# A device that is nearly full is another matter. Inside of a capture torch's allocator returns
+# nothing of what it keeps unused, the memory of destroyed graphs among it, and an allocation fails
+# where outside it would succeed. So where the allocator keeps more than the device has free, all
+# garbage is collected and all unused memory returned before the capture.
 
 # A program that freezes has thousands of objects; a collection of Python 3.12 leaves hundreds.
 _FROZEN_BY_A_PROGRAM = 1000
@@ -379,9 +383,16 @@ def enter_capture(
         raise CaptureError.nested(what=f"capture of {what}")
     patience = _PATIENCE if wait else 0
     stack.enter_context(capture_lock(what, owner, wait=patience, before=before))
-    if collect and _in_bulk.get() is None:
+    may_collect = collect and _in_bulk.get() is None
+    if may_collect:
         _collect_young()
     destroy_unused_graphs()
+    if (
+        may_collect or pool.is_new
+    ) and device.lacks_memory():  # see Note [Garbage before a capture]
+        gc.collect()
+        destroy_unused_graphs()
+        device.give_back()
     stack.enter_context(without_garbage_collection())
     stack.enter_context(device.on_stream(pool.stream))
     if device.is_capturing():

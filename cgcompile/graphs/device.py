@@ -133,6 +133,9 @@ class CaptureDevice(Protocol):
     def graph_bytes(self) -> int:
         """Return the memory, of all processes, that no allocator of this one holds."""
 
+    def lacks_memory(self) -> bool:
+        """Return whether the device has less memory free than the allocator keeps unused."""
+
     def give_back(self) -> None:
         """Return unused memory to the device. Synchronises."""
 
@@ -498,6 +501,12 @@ class CudaDevice:
     def graph_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free - raw_memory.reserved_bytes(self.device)
+
+    def lacks_memory(self) -> bool:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free < raw_memory.reserved_bytes(self.device) - raw_memory.allocated_bytes(
+            self.device
+        )
 
     def give_back(self) -> None:
         torch.cuda.synchronize(self.device)

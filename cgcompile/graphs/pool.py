@@ -284,6 +284,11 @@ class GraphPool:
         return f"<GraphPool on {self.where}: {self.nbytes} bytes>"
 
     @property
+    def is_new(self) -> bool:
+        """Whether no capture has taken memory of the device."""
+        return self._memory is None
+
+    @property
     def memory(self) -> DevicePool:
         """The device's pool, created on first use."""
         if self._memory is None:

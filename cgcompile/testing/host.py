@@ -649,6 +649,9 @@ class HostDevice:
 
     reserved = graph_bytes = stream_key
 
+    def lacks_memory(self) -> bool:
+        return False
+
     def _nothing(self, stream: None = None, generators: Any = ()) -> None:
         """A CPU has no streams, and nothing to wait for."""
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import TestCase
+from lib.fast_paths import context
 from lib.manager import manager
 from torch import nn
 
@@ -242,3 +243,46 @@ def test_a_capture_does_not_read_the_records_of_an_allocator_that_counts(monkeyp
         bulk = model.backend.capture(lambda size: model(x[:size]), SIZES)
     assert len(bulk.captured) == len(SIZES)
     assert not read  # all records: 0.4 ms in a small process
+
+
+def captured(device: str) -> cgcompile.CUDAGraphWrapper:
+    """A wrapper with one graph, in a pool of its own."""
+    pool = cgcompile.GraphPool(device)
+    wrapper = cgcompile.CUDAGraphWrapper(lambda x: x * 2, pool=pool)
+    x = torch.ones(4, device=device)
+    with context(rows=4), torch.no_grad():
+        wrapper(x)
+        assert wrapper(x).tolist() == [2] * 4
+    assert wrapper.counters.captures == 1
+    return wrapper
+
+
+def test_unused_memory_is_returned_before_a_capture_on_a_full_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr(host.HostDevice, "give_back", lambda self: returned.append(1))
+    captured("cpu")
+    assert returned == []
+    monkeypatch.setattr(host.HostDevice, "lacks_memory", lambda self: True)
+    captured("cpu")
+    assert returned == [1]
+
+
+@pytest.mark.gpu
+def test_dropped_pools_take_no_memory_of_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserved() -> int:
+        return torch.cuda.memory_reserved()
+
+    captured("cuda")
+    torch.cuda.empty_cache()
+    few = reserved()
+    for _ in range(8):
+        captured("cuda")
+    kept = reserved()
+    assert kept > few  # torch keeps the memory of dropped pools while the device has other
+    total = torch.cuda.mem_get_info()[1]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, total))
+    for _ in range(8):
+        captured("cuda")
+    assert reserved() < kept
