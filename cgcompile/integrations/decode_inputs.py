@@ -51,13 +51,19 @@ def dynamic_cache(model: Any) -> Any:
     return EncoderDecoderCache(make(config=config), make(config=config))
 
 
-def _static_layer(source: Any, length: int) -> Any:
+def _static_layer(source: Any, length: int, positions: torch.Tensor | None) -> Any:
     """Return a layer of fixed size in place of one of a dynamic cache."""
     from transformers import cache_utils
 
     kind, layer = type(source), None
     if kind in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer):
         layer = cache_utils.StaticLayer(max_cache_len=length)
+        if positions is not None:
+            from cgcompile.integrations.row_layer import RowLayer
+
+            layer = RowLayer(length, positions)
+    elif positions is not None and hasattr(source, "conv_states"):
+        raise NotHeld("states that cannot go back to where a draft was refused")
     elif kind is cache_utils.LinearAttentionLayer:
         return kind(number_of_states=source.number_of_states)
     elif kind in (
@@ -75,7 +81,13 @@ def _static_layer(source: Any, length: int) -> Any:
     return layer
 
 
-def static_cache(model: Any, source: Any, length: int, cross: int = 0) -> Any:
+def static_cache(
+    model: Any,
+    source: Any,
+    length: int,
+    cross: int = 0,
+    positions: torch.Tensor | None = None,
+) -> Any:
     """Return an empty static cache in place of a dynamic one.
 
     Args:
@@ -83,6 +95,8 @@ def static_cache(model: Any, source: Any, length: int, cross: int = 0) -> Any:
         source: the dynamic cache.
         length: for how many positions it has room.
         cross: how many states of an encoder the cache of cross-attention has.
+        positions: ``[rows, tokens]``, where each update writes, for rows that advance by different
+            numbers of tokens; left out: behind what was written before.
     """
     from transformers import EncoderDecoderCache, StaticCache
 
@@ -91,7 +105,7 @@ def static_cache(model: Any, source: Any, length: int, cross: int = 0) -> Any:
         return EncoderDecoderCache(own, static_cache(model, source.cross_attention_cache, cross))
     make: Any = StaticCache
     cache = make(config=model.config.get_text_config(decoder=True), max_cache_len=1)
-    cache.layers = [_static_layer(layer, length) for layer in source.layers]
+    cache.layers = [_static_layer(layer, length, positions) for layer in source.layers]
     return cache
 
 
@@ -143,6 +157,19 @@ def _fill_states(layer: Any, source: Any) -> None:
         layer.has_previous_state[number] = source.has_previous_state[number]
 
 
+def takes_static_cache(model: Any) -> bool:
+    """Return whether masks and positions of a model are right over a static cache.
+
+    Others index tables by the length of the cache, which is then that of the longest text. States
+    of layers without attention have one size in any cache.
+    """
+    if model._can_compile_fullgraph:
+        return True
+    layers = getattr(dynamic_cache(model), "layers", ())
+    without_attention = [hasattr(x, "conv_states") and not hasattr(x, "keys") for x in layers]
+    return bool(without_attention) and all(without_attention)
+
+
 # ---------------------------------------------------------------- inputs
 
 
@@ -152,13 +179,13 @@ class Described(NamedTuple):
     Attributes:
         key: what is baked into the step.
         tensors: the values of buffers, by name.
-        build: ``(buffers, token, cache) -> arguments of the model``.
+        build: ``(buffers, ids, cache) -> arguments of the model``.
         advance: names of the buffers that a step advances by 1.
     """
 
     key: Hashable
     tensors: dict[str, torch.Tensor]
-    build: Callable[[dict[str, torch.Tensor], torch.Tensor, Any], dict[str, Any]]
+    build: Callable[[dict[str, Any], torch.Tensor, Any], dict[str, Any]]
     advance: tuple[str, ...]
 
 
@@ -251,13 +278,13 @@ def described(
     if key not in known:
         known[key] = _advancing(changing, prepared, after())
 
-    def build(buffers: dict[str, torch.Tensor], token: torch.Tensor, cache: Any) -> dict[str, Any]:
+    def build(buffers: dict[str, Any], ids: torch.Tensor, cache: Any) -> dict[str, Any]:
         inputs = dict(constants)
         for name, buffer in buffers.items():
             first, _, field = name.partition(".")
             inputs[first] = outputs[first](**{field: buffer}) if field else buffer
         inputs |= {name: cache for name in CACHES if name in constants}
-        return inputs | {ids_name: token[:, None]}
+        return inputs | {ids_name: ids}
 
     return Described(key, tensors, build, known[key])
 

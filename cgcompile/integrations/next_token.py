@@ -283,7 +283,11 @@ def _occurring(ids: torch.Tensor, prompt: Prompt) -> torch.Tensor:
 
 
 def selected(
-    logits: torch.Tensor, rules: Sequence[tuple[Rule, Tensors]], state: Tensors, samples: bool
+    logits: torch.Tensor,
+    rules: Sequence[tuple[Rule, Tensors]],
+    state: Tensors,
+    samples: bool,
+    noise: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the next tokens, ``[rows]``, from the logits of the last position.
 
@@ -291,8 +295,10 @@ def selected(
         logits: ``[rows, vocabulary]`` in float32.
         rules: each with its tensors.
         state: has ``length``, ``token``, ``ids`` where a rule reads them, and ``invalid``, which is
-            set where no distribution can be drawn from.
+            set where no distribution can be drawn from, of the rows in ``active`` if it is there.
         samples: draws from the default generator, else the largest score.
+        noise: ``[rows, vocabulary]``, exponentially distributed, in place of numbers that are drawn
+            here.
     """
     scores = logits
     for rule, tensors in rules:
@@ -301,6 +307,9 @@ def selected(
         return scores.argmax(-1)
     probabilities = scores.softmax(-1)
     # A NaN or an infinity makes the whole row NaN.
-    state["invalid"].logical_or_(probabilities[:, 0].isnan().any())
+    invalid = probabilities[:, 0].isnan()
+    state["invalid"].logical_or_((invalid & state.get("active", invalid)).any())
     # As `torch.multinomial` draws one sample, without its check on the host.
-    return (probabilities / torch.empty_like(probabilities).exponential_(1)).argmax(-1)
+    if noise is None:
+        noise = torch.empty_like(probabilities).exponential_(1)
+    return (probabilities / noise).argmax(-1)

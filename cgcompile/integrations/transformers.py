@@ -21,7 +21,6 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
 from typing import Any
@@ -30,14 +29,22 @@ import torch
 
 from cgcompile.backend import Backend
 from cgcompile.config import CompilationConfig
-from cgcompile.errors import ConfigError, GuardError, LoopStateError
+from cgcompile.errors import GuardError, LoopStateError
 from cgcompile.graphs.capture import postponed_capture
 from cgcompile.graphs.reads import Transparent
 from cgcompile.graphs.steps import refuse_strict
 from cgcompile.graphs.timeline import Timeline
 from cgcompile.integrations import decode_inputs, next_token
-from cgcompile.integrations.decode_inputs import CACHES, Described, NotHeld
-from cgcompile.integrations.next_token import Prompt, Rule
+from cgcompile.integrations.decode_inputs import CACHES, NotHeld
+from cgcompile.integrations.drafts import DraftedText
+from cgcompile.integrations.texts import (
+    Call,
+    Kept,
+    Text,
+    finished,
+    ready,
+    tensors_beside_weights,
+)
 from cgcompile.loops import loop
 from cgcompile.reasons import Counters, Fallback, Reason
 from cgcompile.settings import require
@@ -51,8 +58,8 @@ _SHORTEST = 1024  # positions of a cache, where the model has as many
 
 
 def _logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Return the logits of the last position, ``[rows, vocabulary]``; what is compiled."""
-    logits: torch.Tensor = model(**inputs, return_dict=True).logits[:, -1]
+    """Return the logits, ``[rows, tokens, vocabulary]``; what is compiled."""
+    logits: torch.Tensor = model(**inputs, return_dict=True).logits
     return logits
 
 
@@ -106,107 +113,6 @@ def _is_compiled(model: Any) -> bool:
 # ---------------------------------------------------------------- what is kept
 
 
-@dataclass(eq=False)
-class _Kept:
-    """A cache with the buffers and steps that read it, of one number of rows.
-
-    Attributes:
-        advancing: which inputs advance, by the layout of the inputs.
-        loops: by what is baked into a step.
-        attributes: tensors that the modules of the model have beside weights, at the last capture.
-        held: buffers of those that calls replace, such as the offsets of positions of Qwen-VL.
-        used: the number of the last call.
-    """
-
-    cache: Any
-    length: int
-    buffers: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    advancing: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
-    loops: dict[Hashable, Any] = field(default_factory=dict)
-    attributes: "dict[_Attribute, torch.Tensor]" = field(default_factory=dict)
-    held: "dict[_Attribute, torch.Tensor]" = field(default_factory=dict)
-    busy: threading.Lock = field(default_factory=threading.Lock)
-    used: int = 0
-
-    def buffer(self, name: Hashable, value: torch.Tensor) -> torch.Tensor:
-        """Return the buffer of a name, of the shape of a value, with the value in it."""
-        key = (name, tuple(value.shape), value.dtype)
-        if key not in self.buffers:
-            self.buffers[key] = torch.empty_like(value, memory_format=torch.contiguous_format)
-        return self.buffers[key].copy_(value)
-
-    def hold_replaced(self, model: torch.nn.Module) -> None:
-        """Keep buffers for the attributes that are others than at the last capture."""
-        now = _tensors_beside_weights(model)
-        for attribute, value in now.items():
-            if self.attributes.get(attribute) is not value:
-                self.held.setdefault(attribute, value.clone())
-        self.attributes = now
-
-    def release(self) -> None:
-        for steps in self.loops.values():
-            steps.release()
-        self.loops.clear()
-        self.attributes.clear()
-        self.held.clear()
-        self.buffers.clear()
-
-
-@dataclass
-class _Call:
-    """What ``generate`` passes."""
-
-    model: Any
-    ids: torch.Tensor
-    processors: Any
-    criteria: Any
-    config: Any
-    kwargs: dict[str, Any]
-
-    @property
-    def samples(self) -> bool:
-        return bool(self.config.do_sample)
-
-    def random_state(self) -> torch.Tensor | None:
-        """Return the state of the default generator, from which a text is sampled."""
-        if not self.samples:
-            return None
-        return _generators(self.model.device).get_rng_state()  # type: ignore[no-any-return]
-
-    def set_random_state(self, state: torch.Tensor | None) -> None:
-        if state is not None:
-            _generators(self.model.device).set_rng_state(state)
-
-    def own_way(self, **more: Any) -> Any:
-        """Run the loop of ``generate``."""
-        from transformers.generation.utils import GENERATION_MODES_MAPPING
-
-        name = GENERATION_MODES_MAPPING[self.config.get_generation_mode()]
-        if "/" in name:
-            raise ConfigError.impossible(
-                what=f"custom_generate with the decoding of {name}",
-                because="it is a custom_generate of its own",
-                instead="Leave custom_generate out.",
-            )
-        if name == "_assisted_decoding":
-            more["inputs_tensor"] = self.ids
-        run = getattr(type(self.model), name)
-        return run(
-            self.model,
-            self.ids,
-            logits_processor=self.processors,
-            stopping_criteria=self.criteria,
-            generation_config=self.config,
-            **more,
-            **self.kwargs,
-        )
-
-
-def _generators(device: torch.device) -> Any:
-    """Return the module of the default generator of a device."""
-    return torch if device.type == "cpu" else torch.get_device_module(device)
-
-
 # ---------------------------------------------------------------- what has to run in the own loop
 
 
@@ -222,7 +128,7 @@ def _is_sharded(model: Any) -> bool:
     return bool(is_zero3() or is_fsdp_managed_module(model))
 
 
-def _why_own_way(call: _Call) -> str:
+def _why_own_way(call: Call) -> str:
     """Return why ``generate``'s own loop has to run; empty if a captured step can."""
     from transformers.generation.configuration_utils import GenerationMode
 
@@ -231,7 +137,7 @@ def _why_own_way(call: _Call) -> str:
     caches = [call.kwargs[name] for name in CACHES if call.kwargs.get(name) is not None]
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     attention = str(getattr(model.config, "_attn_implementation", ""))
-    kind = config.cache_implementation
+    kind, static = config.cache_implementation, decode_inputs.takes_static_cache(model)
     reasons = {
         f"decoding of kind {mode.value}": mode
         not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
@@ -247,27 +153,12 @@ def _why_own_way(call: _Call) -> str:
         f"attention of kind {attention}": attention not in ("sdpa", "eager"),
         "prompts of several dimensions": call.ids.dim() != 2,
         "a prompt on another device than the model": call.ids.device != model.device,
-        "a model that transformers cannot compile with a static cache": not _takes_static_cache(
-            model
-        ),
+        "a model that transformers cannot compile with a static cache": not static,
     }
     for why, holds in reasons.items():
         if holds:
             return why
     return _criterion_refused(call.criteria) or next_token.refusal(call.processors)
-
-
-def _takes_static_cache(model: Any) -> bool:
-    """Return whether masks and positions of a model are right over a static cache.
-
-    Others index tables by the length of the cache, which is then that of the longest text. States
-    of layers without attention have one size in any cache.
-    """
-    if model._can_compile_fullgraph:
-        return True
-    layers = getattr(decode_inputs.dynamic_cache(model), "layers", ())
-    without_attention = [hasattr(x, "conv_states") and not hasattr(x, "keys") for x in layers]
-    return bool(without_attention) and all(without_attention)
 
 
 _CRITERIA = ("MaxLengthCriteria", "MaxTimeCriteria", "EosTokenCriteria")
@@ -282,185 +173,6 @@ def _criterion_refused(criteria: Any) -> str:
     return ""
 
 
-def _of_criteria(criteria: Any, name: str) -> list[Any]:
-    """Return an attribute of all criteria that have it."""
-    return [getattr(criterion, name) for criterion in criteria if hasattr(criterion, name)]
-
-
-# ---------------------------------------------------------------- one text
-
-
-class _Text:
-    """One call of ``generate`` that runs captured steps."""
-
-    def __init__(self, call: _Call) -> None:
-        self.call, self.model = call, call.model
-        rows = call.ids.shape[0]
-        self.source = decode_inputs.dynamic_cache(self.model)
-        name = next(name for name in CACHES if call.kwargs.get(name) is not None)
-        self.kwargs = {**call.kwargs, name: self.source}
-        self.cross, mask = decode_inputs.encoder_length(self.model, self.kwargs)
-        self.pads_encoder = mask is not None
-        if mask is not None:
-            self.kwargs["attention_mask"] = mask
-        self.rows = rows
-        longest = _of_criteria(call.criteria, "max_length")
-        self.limit = min(longest, default=0) - call.ids.shape[1]  # new tokens
-        if not longest:
-            raise NotHeld("a text without a maximum length")
-        ends = _of_criteria(call.criteria, "eos_token_id")
-        self.ends = torch.cat([end.reshape(-1) for end in ends]) if ends else None
-
-    def prefill(self) -> None:
-        """Run the prompt, and select the first token."""
-        call, model = self.call, self.model
-        self.outputs = model._prefill(call.ids, call.config, dict(self.kwargs))
-        # A copy: the whole logits of the prompt may be large.
-        logits = self.outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
-        self.device, self.vocabulary = logits.device, logits.shape[-1]
-        # Layers without attention have no length; processors read the ids.
-        self.past = max(_length_of(self.source), call.ids.shape[1])
-        self.prompt = Prompt(call.ids, self.vocabulary, self.device)
-        scores = call.processors(call.ids, logits)
-        self.rules = next_token.rules_of(call.processors, self.prompt)
-        self.invalid = torch.zeros((), dtype=torch.bool, device=self.device)
-        first = {"invalid": self.invalid}
-        self.first = next_token.selected(scores, (), first, call.samples)
-
-    @property
-    def needed(self) -> int:
-        """The positions of the cache, and the columns of buffers, that the text needs at most."""
-        return max(self.past + self.limit - 1, self.limit)
-
-    @property
-    def layout(self) -> tuple[Hashable, ...]:
-        """What the layers of a cache have in common, beside the length."""
-        kind = self.device.type
-        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return self.rows, self.device, self.model.dtype, cast, self.cross
-
-    def key(self) -> Hashable:
-        """Return the key of the kept cache."""
-        return *self.layout, threading.get_ident()
-
-    def described(self, kept: _Kept) -> Described:
-        """Return the inputs of a step over a kept cache."""
-        model, call, cache = self.model, self.call, kept.cache
-        kwargs = decode_inputs.with_mask(model, call.ids, dict(self.kwargs), self.past)
-        ids, token = call.ids, self.first
-
-        def of_next_token() -> dict[str, Any]:
-            nonlocal ids, kwargs, token
-            kwargs = model._update_model_kwargs_for_generation(
-                self.outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
-            )
-            kwargs |= {name: cache for name in CACHES if name in kwargs}
-            ids = torch.cat((ids, token[:, None]), dim=-1)
-            token = torch.where(token > 0, token - 1, 1)  # another one: no input may depend on it
-            inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-            return decode_inputs.of_one_token(dict(inputs))
-
-        prepared = of_next_token()
-        mask = kwargs.get(decode_inputs.mask_name(model))
-        if mask is not None:
-            if mask.dim() != 2:
-                raise NotHeld(f"a mask of {mask.dim()} dimensions")
-            mask = torch.nn.functional.pad(mask, (0, kept.length - mask.shape[1]), value=1)
-        return decode_inputs.described(
-            model,
-            prepared,
-            of_next_token,
-            mask,
-            kept.advancing,
-            self.cross if self.pads_encoder else 0,
-        )
-
-    def state(self, kept: _Kept, described: Described) -> dict[str, Any]:
-        """Return the state of the steps, in kept buffers, after the first token."""
-        rows, length, device = self.rows, kept.length, self.device
-        pad = self.call.config._pad_token_tensor
-        ends = torch.empty(0, dtype=torch.long, device=device) if self.ends is None else self.ends
-        first = self.first
-        finished = (first[:, None] == ends.to(device)).any(-1)
-        values: dict[str, torch.Tensor] = {
-            "token": first,
-            "finished": finished,
-            "invalid": self.invalid,
-            "counts": torch.ones(rows, dtype=torch.long, device=device),
-            "column": torch.ones(1, dtype=torch.long, device=device),
-            "length": torch.tensor(self.call.ids.shape[1], device=device),
-            "text": torch.zeros((rows, length), dtype=torch.long, device=device),
-            "ends": ends.to(device),
-            "pad": torch.zeros((), dtype=torch.long) if pad is None else pad.reshape(()),
-        }
-        values["text"][:, 0] = first
-        if next_token.reads_ids(self.call.processors):
-            ids = self.prompt.ids[:, -length:]
-            padding = (length - ids.shape[1], 0)
-            values["ids"] = torch.nn.functional.pad(ids, padding, value=-1)
-        state: dict[str, Any] = {
-            name: kept.buffer(name, value.to(device)) for name, value in values.items()
-        }
-        state["inputs"] = {
-            name: kept.buffer(("inputs", name), value) for name, value in described.tensors.items()
-        }
-        state["rules"] = [
-            {name: kept.buffer((number, name), value) for name, value in rule.tensors.items()}
-            for number, rule in enumerate(self.rules)
-        ]
-        return state | {"cache": kept.cache}
-
-    def forget_prefill(self) -> None:
-        """Free the dynamic cache, whose contents are copied."""
-        self.source = self.outputs = None
-        self.kwargs.clear()
-
-    def key_of_step(self, described: Described) -> tuple[Hashable, ...]:
-        """Return what is baked into a step."""
-        rules = tuple((rule.key, tuple(rule.tensors)) for rule in self.rules)
-        return described.key, rules, self.call.samples, self.ends is not None
-
-    def result(self, state: dict[str, Any]) -> torch.Tensor:
-        """Return the prompt and the new tokens, to where the last row has ended."""
-        count, invalid = torch.stack((state["counts"].max(), state["invalid"].long())).tolist()
-        if invalid:
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        new = state["text"][:, :count].to(self.call.ids.device)
-        return torch.cat((self.call.ids, new), dim=-1)
-
-
-def _finished(state: dict[str, Any]) -> torch.Tensor:
-    return state["finished"]  # type: ignore[no-any-return]
-
-
-def _step_of(
-    model: Any, forward: Callable[..., Any], described: Described, rules: list[Rule], samples: bool
-) -> Callable[[dict[str, Any]], None]:
-    """Return the step of a loop: a token in, the next one out, all in the tensors of the state."""
-    build, advance = described.build, described.advance
-
-    def decode_step(state: dict[str, Any]) -> None:
-        token, inputs, finished = state["token"], state["inputs"], state["finished"]
-        state["length"].add_(1)
-        if "ids" in state:
-            state["ids"].copy_(torch.cat((state["ids"][:, 1:], token[:, None]), dim=-1))
-        logits = forward(model, build(inputs, token, state["cache"]))
-        scores = logits.to(copy=True, dtype=torch.float32)
-        pairs = list(zip(rules, state["rules"], strict=True))
-        following = next_token.selected(scores, pairs, state, samples)
-        following = torch.where(finished, state["pad"], following)
-        token.copy_(following)
-        state["text"].index_copy_(1, state["column"], following[:, None])
-        state["column"].add_(1)
-        state["counts"].add_(finished.logical_not())
-        # `torch.isin` sorts, and waits for the device, where there are many end tokens.
-        finished.logical_or_((following[:, None] == state["ends"]).any(-1))
-        for name in advance:
-            inputs[name].add_(1)
-
-    return decode_step
-
-
 # ---------------------------------------------------------------- the callable
 
 
@@ -472,7 +184,7 @@ class _Keeper:
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
-        self.kept = weakref.WeakKeyDictionary[Generate, dict[Hashable, _Kept]]()
+        self.kept = weakref.WeakKeyDictionary[Generate, dict[Hashable, Kept]]()
         self.refused = weakref.WeakKeyDictionary[Generate, str]()  # why its steps are not captured
         self.forwards = weakref.WeakKeyDictionary[Generate, dict[Hashable, Any]]()  # compiled
 
@@ -513,6 +225,10 @@ class Generate:
         max_cache_len: how many positions a cache has at least; a longer text gets a longer one, for
             which the forward is compiled and the step captured again. Left out: 1024, or what the
             model has.
+        draft: a small model with the vocabulary of the model, which proposes tokens that the model
+            then checks with one forward; ``generate`` passes no ``assistant_model`` to a custom
+            loop. The tokens are those without it, and sampled ones have the same distribution.
+        draft_tokens: how many tokens it proposes at once.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -535,14 +251,17 @@ class Generate:
         stream: Any = None,
         caches: int = 4,
         max_cache_len: int | None = None,
+        draft: Any = None,
+        draft_tokens: int = 4,
     ) -> None:
-        require(type(steps) is int and steps > 0, "steps", "Generate", steps, "at least 1")
-        require(type(caches) is int and caches > 0, "caches", "Generate", caches, "at least 1")
+        numbers = {"steps": steps, "caches": caches, "draft_tokens": draft_tokens}
+        for name, number in numbers.items():
+            require(type(number) is int and number > 0, name, "Generate", number, "at least 1")
         least = max_cache_len
         good = least is None or (type(least) is int and least > 0)
         require(good, "max_cache_len", "Generate", least, "at least 1")
         self.steps, self.stream, self.caches = steps, stream, caches
-        self.max_cache_len = max_cache_len
+        self.max_cache_len, self.draft, self.draft_tokens = max_cache_len, draft, draft_tokens
         self._given = backend is not None
         self._backend = backend
         self._keepers: weakref.WeakSet[_Keeper] = weakref.WeakSet()
@@ -564,7 +283,7 @@ class Generate:
             DispatchError: with ``on_fallback="raise"``, ``generate``'s own loop has to run.
             BaseException: what the model raises.
         """
-        call = _Call(
+        call = Call(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
         keeper = _Keeper.of(model)
@@ -632,7 +351,7 @@ class Generate:
 
     # -------------------------------------------------------------- the two ways
 
-    def _own_way(self, call: _Call, why: str) -> Any:
+    def _own_way(self, call: Call, why: str) -> Any:
         fallback = Fallback(Reason.OWN_LOOP, why)
         refuse_strict(self._config.strict, "generate", fallback)
         self._timeline.plain(fallback, f"{call.ids.shape[0]} rows")
@@ -641,24 +360,24 @@ class Generate:
             more["streamer"] = self.stream
         return call.own_way(**more)
 
-    def _run(self, call: _Call) -> torch.Tensor:
-        text = _Text(call)
+    def _run(self, call: Call) -> torch.Tensor:
+        text = Text(call)
+        if self.draft is not None:
+            text = DraftedText(call, self.draft, self.draft_tokens)
         text.prefill()
         kept = self._taken(text)
         try:
-            described = text.described(kept)
-            decode_inputs.fill(kept.cache, text.source)
-            state = text.state(kept, described)
+            text.describe(kept)
+            text.fill(kept)
+            state = text.state(kept)
             text.forget_prefill()
             with call.model._optimize_model_for_decode():
-                self._decode(text, kept, described, state)
+                self._decode(text, kept, state)
             return text.result(state)
         finally:
             kept.busy.release()
 
-    def _decode(
-        self, text: "_Text", kept: _Kept, described: Described, state: dict[str, Any]
-    ) -> None:
+    def _decode(self, text: Text, kept: Kept, state: dict[str, Any]) -> None:
         """Run steps to the end of the text."""
         call, shown = text.call, 0
         clocks = [
@@ -666,16 +385,18 @@ class Generate:
             for criterion in call.criteria
             if hasattr(criterion, "max_time")
         ]
-        forward = self._forward(text, (*text.layout, kept.length, described.key))
-        step = _step_of(text.model, forward, described, text.rules, call.samples)
-        left, ran = text.limit - 1, tuple[int, ...]()
-        if isinstance(forward, _Forward) and left > 0:
+        forwards = [
+            self._forward(side, (*text.layout, kept.length, side.described.key))
+            for side in text.sides
+        ]
+        step = text.step(forwards)
+        left, ran = text.limit - 1, tuple[Any, ...]()
+        if isinstance(forwards[0], _Forward) and left > 0:
             with _held(kept), postponed_capture():
                 step(state)  # evaluates the guards of Dynamo
-            left, ran = left - 1, forward.ran
-            same = partial(forward.repeated, ran)
-            step = _step_of(text.model, same, described, text.rules, call.samples)
-        steps = self._loop(kept, (*text.key_of_step(described), ran), step, text.ends is not None)
+            left, ran = left - 1, tuple(forward.ran for forward in forwards)
+            step = text.step([partial(forward.repeated, forward.ran) for forward in forwards])
+        steps = self._loop(text, kept, ran, step)
         before = steps.counters
         for _ in _rounds(text.model, kept, steps, state, left):
             shown = self._show(state, shown)
@@ -690,7 +411,7 @@ class Generate:
         """Pass new tokens to the streamer; return how many it has."""
         if self.stream is None:
             return 0
-        count = int(state["counts"].max())
+        count = int(ready(state))
         for tokens in state["text"][:, shown:count].cpu().unbind(1):
             self.stream.put(tokens)
         return count
@@ -709,7 +430,7 @@ class Generate:
 
     # -------------------------------------------------------------- what is kept
 
-    def _taken(self, text: "_Text") -> _Kept:
+    def _taken(self, text: Text) -> Kept:
         """Return the kept cache of a text, busy; make one if there is none that is long enough."""
         keeper = _Keeper.of(text.model)
         with self._lock:
@@ -727,25 +448,26 @@ class Generate:
                     idle.remove(oldest)
                     _release(all_kept.pop(oldest))
                 length = _rounded(text.needed, text.model, self.max_cache_len)
-                cache = decode_inputs.static_cache(text.model, text.source, length, text.cross)
-                kept = all_kept[text.key()] = _Kept(cache, length)
+                kept = all_kept[text.key()] = Kept(text.made_caches(length), length)
             kept.used = self._calls
             if not kept.busy.acquire(blocking=False):
                 raise NotHeld("a call of generate inside of another one")
         return kept
 
-    def _loop(self, kept: _Kept, key: Hashable, step: Any, ends: bool) -> Any:
+    def _loop(self, text: Text, kept: Kept, ran: tuple[Any, ...], step: Any) -> Any:
         """Return the loop of a step, made at the first call that needs it."""
+        key = *text.key_of_step(), ran
         if key not in kept.loops:
             while len(kept.loops) >= _LOOPS:
                 kept.loops.pop(next(iter(kept.loops))).release()
-            until = _finished if ends else None
-            kept.loops[key] = loop(step, steps=self.steps, until=until, config=self._config)
+            until = finished if text.needs_flag else None
+            steps = text.steps(self.steps)
+            kept.loops[key] = loop(step, steps=steps, until=until, config=self._config)
             # One call at a time has the kept cache; a later thread may have the id of this one.
             kept.loops[key].wrapper.allow_threads()
         return kept.loops[key]
 
-    def _forward(self, text: "_Text", key: Hashable) -> Any:
+    def _forward(self, text: Text, key: Hashable) -> Any:
         """Return the forward of a step, compiled where due; caches of one layout share it."""
         due = self._given or text.device.type == "cuda"
         if not due or text.call.config.disable_compile:
@@ -763,17 +485,15 @@ class Generate:
             return forwards[key]
 
 
-def _release(kept: _Kept) -> None:
+def _release(kept: Kept) -> None:
     if not kept.busy.locked():  # else it goes with the call that uses it
         kept.release()
 
 
-def _rounds(
-    model: Any, kept: _Kept, steps: Any, state: dict[str, Any], limit: int
-) -> Iterator[Any]:
+def _rounds(model: Any, kept: Kept, steps: Any, state: dict[str, Any], limit: int) -> Iterator[Any]:
     """Run the rounds of a loop; capture again if the model has changed since."""
     if not kept.attributes:
-        kept.attributes = _tensors_beside_weights(model)
+        kept.attributes = tensors_beside_weights(model)
     for captures_again in (True, False):
         with _held(kept):
             rounds = steps.rounds(state, limit=limit)
@@ -790,21 +510,8 @@ def _rounds(
         steps.release()
 
 
-_Attribute = tuple[torch.nn.Module, str]
-
-
-def _tensors_beside_weights(model: torch.nn.Module) -> dict[_Attribute, torch.Tensor]:
-    """Return the tensors that modules have as plain attributes."""
-    return {
-        (module, name): value
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
 @contextmanager
-def _held(kept: _Kept) -> Iterator[None]:
+def _held(kept: Kept) -> Iterator[None]:
     """Put kept tensors, with the same values, in place of attributes that each call replaces."""
     before = {}
     for (module, name), buffer in kept.held.items():
@@ -830,17 +537,6 @@ def _rounded(needed: int, model: Any, least: int | None) -> int:
     length = max(_SHORTEST, 1 << (needed - 1).bit_length())
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return max(needed, min(length, longest or length))
-
-
-def _length_of(cache: Any) -> int:
-    """Return how many positions a dynamic cache has seen; 0 where its layers have none."""
-    own = getattr(cache, "self_attention_cache", cache)
-    lengths = [
-        layer.get_seq_length()
-        for layer in own.layers
-        if getattr(layer, "keys", None) is not None  # others share those of another layer
-    ]
-    return max((int(length) for length in lengths), default=0)
 
 
 generate = Generate()
