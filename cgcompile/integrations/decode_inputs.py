@@ -51,16 +51,59 @@ def dynamic_cache(model: Any) -> Any:
     return EncoderDecoderCache(make(config=config), make(config=config))
 
 
+class RowLayer:
+    """A static layer of a cache whose rows have different lengths.
+
+    Masks and positions are arguments of the model: the layer has no length that would be right for
+    all rows.
+
+    Args:
+        max_cache_len: how many positions there are.
+        positions: ``[rows, tokens]``, where the next update writes; all layers of a cache share it.
+    """
+
+    is_compileable = False  # else transformers makes a mask from its length
+    is_initialized = is_sliding = False
+
+    def __init__(self, max_cache_len: int, positions: torch.Tensor) -> None:
+        self.max_cache_len, self.positions = max_cache_len, positions
+
+    def lazy_initialization(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make room for keys and values ``[rows, heads, tokens, size]``."""
+        self.keys, self.values = (
+            tensor.new_zeros((*tensor.shape[:2], self.max_cache_len, tensor.shape[-1]))
+            for tensor in (keys, values)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values; return those of all positions."""
+        for tensor, states in ((self.keys, key_states), (self.values, value_states)):
+            if len(states) == 1:  # the form that kernels of cgcompile replace
+                tensor.index_copy_(2, self.positions[0], states)
+            else:
+                index = self.positions[:, None, :, None].expand(states.shape)
+                tensor.scatter_(2, index, states)
+        return self.keys, self.values
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    def get_seq_length(self) -> int:
+        raise NotHeld("a draft with a model that reads the length of its cache")
+
+
 def _static_layer(source: Any, length: int, positions: torch.Tensor | None) -> Any:
     """Return a layer of fixed size in place of one of a dynamic cache."""
     from transformers import cache_utils
 
-    kind, layer = type(source), None
+    kind: Any = type(source)
+    layer: Any = None
     if kind in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer):
         layer = cache_utils.StaticLayer(max_cache_len=length)
         if positions is not None:
-            from cgcompile.integrations.row_layer import RowLayer
-
             layer = RowLayer(length, positions)
     elif positions is not None and hasattr(source, "conv_states"):
         raise NotHeld("states that cannot go back to where a draft was refused")
@@ -137,7 +180,8 @@ def _fill_positions(layer: Any, source: Any) -> None:
     for target, tensor in ((layer.keys, source.keys), (layer.values, source.values)):
         target.zero_()
         target[:, :, past - kept : past].copy_(tensor)
-    layer.cumulative_length.fill_(past)
+    if not isinstance(layer, RowLayer):
+        layer.cumulative_length.fill_(past)
 
 
 def _fill_states(layer: Any, source: Any) -> None:

@@ -6,7 +6,7 @@ model itself selects are kept up to the first that differs from its proposal. So
 ``count + 1`` tokens to a row, and the tokens are those of a text without a draft.
 
 Rows advance by different numbers of tokens. So positions, masks, and where keys and values are
-written, come from ``counts``, the number of new tokens of each row (``row_layer.py``). Keys and
+written, come from ``counts``, the number of new tokens of each row (``RowLayer``). Keys and
 values behind it are overwritten before they are read.
 
 A sampled token is drawn from the distribution of the model: the token with the largest
@@ -123,10 +123,10 @@ class _Side(Text):
         masks = {"full_attention": full}
         if self.window:
             masks["sliding_attention"] = full & (columns > positions[..., None] - self.window)
-        made = {name: self._added(value[:, None]) for name, value in masks.items()}
+        added = {name: self._added(value[:, None]) for name, value in masks.items()}
         if len(self.layers) > 1:
-            return made
-        return made["sliding_attention" if self.is_sliding else "full_attention"]
+            return added
+        return added["sliding_attention" if self.is_sliding else "full_attention"]
 
     def _added(self, mask: torch.Tensor) -> torch.Tensor:
         """Return what attention adds to its scores, where it takes no booleans."""
@@ -228,8 +228,7 @@ class DraftedText(_Side):
     def step(self, forwards: Sequence[Forward]) -> Callable[[dict[str, Any]], None]:
         rules, samples, count = self.rules, self.call.samples, self.count
         target, draft = (
-            partial(side.run, forward)
-            for side, forward in zip(self._both, forwards, strict=True)
+            partial(side.run, forward) for side, forward in zip(self._both, forwards, strict=True)
         )
 
         def proposals(state: dict[str, Any], noise: Sequence[Any]) -> torch.Tensor:

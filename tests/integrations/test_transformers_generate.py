@@ -24,7 +24,7 @@ import cgcompile
 from cgcompile.errors import ConfigError, DispatchError
 from cgcompile.integrations import next_token
 from cgcompile.integrations.decode_inputs import NotHeld, described
-from cgcompile.integrations.transformers import Generate, generate
+from cgcompile.integrations.transformers import Generate, _Keeper, generate
 from cgcompile.reasons import Reason
 
 VOCABULARY = 96
@@ -572,6 +572,128 @@ def test_threads_have_a_cache_each() -> None:
     assert own.counters.replays >= 4, own.counters
 
 
+# ---------------------------------------------------------------- drafts
+
+
+def noisy(model: Any, amount: float = 0.05) -> Any:
+    """Return a draft model that often proposes the token of a model, but not always."""
+    draft = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.numel() > 1:
+                weight.add_(amount * weight.std() * torch.randn_like(weight))
+    return draft
+
+
+def rounds_of(model: Any, own: Generate) -> int:
+    """Return how many rounds ran, beside those that warm up."""
+    kept = _Keeper.of(model).kept[own].values()
+    counters = [steps.counters for one in kept for steps in one.loops.values()]
+    return sum(one.captures + one.replays for one in counters)
+
+
+def test_drafts(llama: Any) -> None:
+    """Rows accept different numbers of tokens, are padded, and end at different steps."""
+    own = Generate(draft=noisy(llama, 0.02), draft_tokens=3)
+    for rows, length, padded in ((1, 6, 0), (1, 11, 0), (3, 9, 4), (3, 5, 0)):
+        check(llama, own, prompt(rows, length, padded), max_new_tokens=24)
+    assert (own.counters.captures, own.counters.replays) == (2, 2)
+    assert 4 * 23 / 4 < rounds_of(llama, own) < 4 * 23 - 10, "some tokens are accepted"
+    ends = {"eos_token_id": list(range(40, 56)), "min_new_tokens": 3}
+    lengths = {check(llama, own, prompt(3), max_new_tokens=30, **ends).shape[1] for _ in range(4)}
+    assert len(lengths) > 1
+    assert min(lengths) < 36, "no text has ended"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma3n", "gpt2", "qwen3", "mixtral"])
+def test_drafts_of_models(name: str) -> None:
+    model = build(name)
+    own = Generate(draft=noisy(model), draft_tokens=3)
+    for rows, length, padded in ((1, 20, 0), (3, 12, 5), (1, 7, 0)):
+        for settings in (
+            {"repetition_penalty": 1.5},
+            {"no_repeat_ngram_size": 2, "suppress_tokens": list(range(30, 96))},
+            {"eos_token_id": list(range(40, 56)), "min_new_tokens": 3},
+        ):
+            check(model, own, prompt(rows, length, padded), max_new_tokens=24, **settings)
+    # Two numbers of rows, three kinds of steps.
+    assert (own.counters.captures, own.counters.replays) == (6, 3)
+
+
+def test_drafts_that_are_all_accepted_or_refused(llama: Any) -> None:
+    torch.manual_seed(11)
+    other = decoder("Llama", num_hidden_layers=1).eval()
+    for draft, least, most in ((llama, 6, 8), (other, 12, 26)):
+        own = Generate(draft=draft, draft_tokens=3)
+        check(llama, own, prompt(1), max_new_tokens=25)
+        assert least <= rounds_of(llama, own) <= most
+
+
+@pytest.mark.slow
+def test_a_draft_up_to_the_last_position() -> None:
+    """Proposals behind it have no position; those of a draft model with fewer are bounded."""
+    model, other = gpt2().eval(), gpt2().eval()
+    other.transformer.wpe = torch.nn.Embedding(20, 32)
+    other.config.n_positions = 20
+    model.generation_config.eos_token_id = None
+    own = Generate(draft=other, draft_tokens=5)
+    assert check(model, own, prompt(2, 100), max_new_tokens=28).shape == (2, 128)
+    assert own.counters.captures == 1
+
+
+@pytest.mark.slow
+def test_samples_with_a_draft_have_the_distribution_of_the_model(llama: Any) -> None:
+    own, inputs = Generate(draft=noisy(llama, 0.15), draft_tokens=3), prompt(1, 5)
+    inputs = {name: value.repeat(2000, 1) for name, value in inputs.items()}
+    settings = {"do_sample": True, "top_k": 3, "temperature": 1.4, "max_new_tokens": 4}
+    texts = [tokens[:, 5:] for tokens in both(llama, own, inputs, **settings)]
+    for length in (1, 2, 3):
+        kinds = torch.cat(texts)[:, :length].unique(dim=0)
+        counts = [
+            (one[:, None, :length] == kinds).all(-1).sum(0).double() / len(one) for one in texts
+        ]
+        # Of two samples of 2,000: the expected distance is below sqrt(kinds / (pi * 2000)).
+        distance = (counts[0] - counts[1]).abs().sum() / 2
+        assert distance < 1.5 * (len(kinds) / (torch.pi * 2000)) ** 0.5
+    assert own.counters.captures == 1
+
+
+def test_a_draft_with_another_vocabulary_is_refused(llama: Any) -> None:
+    own = Generate(draft=decoder("Llama", vocab_size=50).eval())
+    with pytest.raises(ConfigError, match=r"draft model of 50 tokens.*\n?.*the model has 96"):
+        llama.generate(**prompt(), max_new_tokens=4, custom_generate=own)
+
+
+@pytest.mark.parametrize("name", ["t5", "mamba"])
+def test_models_without_drafts(name: str) -> None:
+    """States that cannot go back, and encoders: the loop of ``generate``, counted."""
+    model = build(name)
+    own = Generate(draft=copy.deepcopy(model))
+    check(model, own, prompt(), max_new_tokens=6)
+    assert "a draft with" in own.counters.details[Reason.OWN_LOOP]
+
+
+def test_a_stream_with_a_draft(llama: Any) -> None:
+    expected, streamed, inputs = Collected(), Collected(), prompt(rows=1)
+    settings = {"do_sample": False, "max_new_tokens": 9}
+    llama.generate(**inputs, **settings, streamer=expected)
+    own = Generate(stream=streamed, draft=noisy(llama))
+    llama.generate(**inputs, **settings, custom_generate=own)
+    assert [value.tolist() for value in streamed.values] == [v.tolist() for v in expected.values]
+
+
+@pytest.mark.slow
+def test_a_backend_compiles_both_forwards(llama: Any) -> None:
+    backend = cgcompile.Backend(compiler="eager", capture_device="host")
+    own = Generate(backend=backend, draft=noisy(llama), draft_tokens=2)
+    for rows, length in ((1, 3), (3, 8), (1, 5), (3, 4)):
+        check(llama, own, prompt(rows, length))
+    assert (own.counters.captures, own.counters.replays) == (2, 2)
+    assert backend.counters.calls > 0
+
+
 # ---------------------------------------------------------------- what is kept
 
 
@@ -833,7 +955,13 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_bad_settings() -> None:
-    for settings in ({"steps": 0}, {"steps": 1.5}, {"caches": 0}, {"max_cache_len": 0}):
+    for settings in (
+        {"steps": 0},
+        {"steps": 1.5},
+        {"caches": 0},
+        {"max_cache_len": 0},
+        {"draft_tokens": 0},
+    ):
         with pytest.raises(ConfigError):
             Generate(**settings)
     assert generate.steps == 8
