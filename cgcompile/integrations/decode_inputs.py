@@ -116,7 +116,7 @@ def _static_layer(source: Any, length: int, positions: torch.Tensor | None) -> A
         layer = cache_utils.LinearAttentionAndStaticFullAttentionLayer(
             max_cache_len=length, number_of_states=source.number_of_states
         )
-    elif kind is getattr(cache_utils, "DummyLayer", None):  # not in transformers 5.17
+    elif kind.__name__ == "DummyLayer":  # not in transformers 5.17
         return kind()
     if layer is None:
         raise NotHeld(f"a cache with layers of type {kind.__name__}")
