@@ -7,12 +7,15 @@ not ``RIGHT``. A new hazard is a row here.
 ``python -m tests.hazards`` prints the observed table.
 """
 
+import copy
 import dataclasses
 import functools
+import itertools
+import random
 import types
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -234,6 +237,64 @@ def _method_of_the_class(kind: Any) -> Callable[[str], Scene]:
         return Scene(Own(device), lambda: setattr(Own, "scaled", kind(lambda *args: args[-1] * 3)))
 
     return build
+
+
+def _numbers_from(number: float) -> Iterator[float]:
+    while True:
+        yield number
+        number += 1
+
+
+def _started(numbers: Iterator[float]) -> Iterator[float]:
+    next(numbers)
+    return numbers
+
+
+def _next_of(iterator: Any) -> float:
+    """Return what an iterator returns next, or a generator returned last; it stays where it is."""
+    if isinstance(iterator, types.GeneratorType):
+        return iterator.gi_frame.f_locals["number"]
+    following = next(copy.deepcopy(iterator))
+    return following if isinstance(following, (int, float)) else following[0]
+
+
+ITERATORS: dict[str, Callable[[], Any]] = {
+    "count": lambda: itertools.count(2),
+    "list": lambda: iter([2.0, 3.0, 4.0]),
+    "range": lambda: iter(range(2, 9)),
+    "enumerate": lambda: enumerate("abc", 2),
+    "generator": lambda: _started(_numbers_from(2.0)),
+}
+
+
+def _read_by_an_op(make: Callable[[], Any], take: Any, change: Any) -> Callable[[str], Scene]:
+    """Make a row of what a registered op reads while it runs: Dynamo does not look into it."""
+
+    def build(device: str) -> Scene:
+        held = make()
+        before = take(held)
+        NUMBERS["chosen"] = lambda: take(held) == before
+        return Scene(RunsKernel(device), lambda: change(held) and None, NUMBERS.clear)
+
+    return build
+
+
+def _of_a_function(function: Any) -> Callable[[str], Scene]:
+    """Make a row of an attribute of a function of this file, which the model reads."""
+
+    def build(device: str) -> Scene:
+        class Own(Model):
+            def read(self, x: torch.Tensor) -> torch.Tensor:
+                return x * function.scale
+
+        function.scale = 2.0
+        return Scene(Own(device), lambda: setattr(function, "scale", 3.0))
+
+    return build
+
+
+def _with_an_attribute() -> None:
+    return None
 
 
 class Stored:
@@ -713,6 +774,49 @@ PLACES = (
     "closure",
     "global",
 )
+
+
+# What a model holds that is no module, made of a layer; and what runs the layer in it.
+HELPERS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any, torch.Tensor], Any]]] = {
+    "an object": (lambda layer: types.SimpleNamespace(layer=layer), lambda held, x: held.layer(x)),
+    "a list": (lambda layer: [layer], lambda held, x: held[0](x)),
+    "a dict": (lambda layer: {"layer": layer}, lambda held, x: held["layer"](x)),
+    "a partial": (lambda layer: functools.partial(layer), lambda held, x: held(x)),
+    "a closure": (lambda layer: lambda x: layer(x), lambda held, x: held(x)),
+    "a container in a list": (lambda layer: [nn.Sequential(layer)], lambda held, x: held[0](x)),
+    "a global": (lambda layer: None, lambda held, x: NUMBERS["layer"](x)),
+}
+
+
+def _layer_in(kind: str, change: Callable[[nn.Module, nn.Module], bool]) -> Callable[[str], Scene]:
+    """Make a row of a layer in one of ``HELPERS``; it is replaced if ``change(layer, other)``."""
+    make, take = HELPERS[kind]
+
+    def build(device: str) -> Scene:
+        layer, other = (
+            nn.Linear(WIDTH, WIDTH, device=device).requires_grad_(False) for _ in range(2)
+        )
+        if kind == "a global":
+            layer = NUMBERS.setdefault("layer", layer)  # eager reads the same one
+        model = Kept(device, make(layer), take)
+
+        def replace() -> None:
+            if change(layer, other):
+                model.held, NUMBERS["layer"] = make(other), other
+
+        return Scene(model, replace, NUMBERS.clear)
+
+    return build
+
+
+def _with_the_same_weights(layer: nn.Module, other: nn.Module) -> bool:
+    other.weight, other.bias = layer.weight, layer.bias
+    return True
+
+
+def _gets_another_weight(layer: nn.Module, other: nn.Module) -> bool:
+    layer.weight = other.weight
+    return False
 
 
 def cache_in_a_list(device: str) -> Scene:
@@ -1221,6 +1325,24 @@ TABLE: tuple[Row, ...] = (
     Row("class method replaced", _method_of_the_class(classmethod), OF_STATE_NOT_IN_DYNAMO),
     Row("value of a descriptor", value_of_a_descriptor, OF_STATE),
     Row("attribute of a metaclass", attribute_of_a_metaclass, OF_STATE_NOT_IN_DYNAMO),
+    *(
+        Row(
+            f"iterator moves on, {kind}",
+            _read_by_an_op(make, _next_of, next),
+            {TRACES: DOCUMENTED, UNTRACED: HostValueChangedError},
+        )
+        for kind, make in ITERATORS.items()
+    ),
+    Row(
+        "random.Random draws a number",
+        _read_by_an_op(
+            lambda: random.Random(0),
+            lambda held: held.getstate()[1][-1],
+            lambda held: held.random(),
+        ),
+        {TRACES: DOCUMENTED, UNTRACED: HostValueChangedError},
+    ),
+    Row("attribute of a function", _of_a_function(_with_an_attribute), OF_STATE),
     Row("lru_cache cleared", cleared_cache, OF_STATE),
     Row("function of torch replaced", function_of_torch_replaced, OF_STATE),
     Row(
@@ -1474,6 +1596,18 @@ TABLE: tuple[Row, ...] = (
     Row("weight written in place", _weights(weight_in_place), same_graphs=True),
     Row("weights updated", _weights(weights_updated), same_graphs=True),
     Row("layer replaced", _weights(layer_replaced), OF_WEIGHTS),
+    *(
+        Row(f"layer in {kind} replaced", _layer_in(kind, lambda *_: True), OF_WEIGHTS)
+        for kind in HELPERS
+    ),
+    *(
+        Row(f"layer in {kind} replaced, same weights", _layer_in(kind, _with_the_same_weights))
+        for kind in HELPERS
+    ),
+    *(
+        Row(f"weight of a layer in {kind}", _layer_in(kind, _gets_another_weight), OF_WEIGHTS)
+        for kind in ("an object", "a list")
+    ),
     Row("layer of another class", _weights(layer_of_another_class), OF_STRUCTURE),
     Row("weight transposed", _weights(weight_transposed), OF_LAYOUTS_IN_DICTS),
     Row("weight of another shape", _of_any_layout(WIDTH, 2), OF_LAYOUTS_IN_DICTS),
