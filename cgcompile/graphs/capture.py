@@ -34,23 +34,25 @@ from cgcompile.torch_compat import raw_memory, torch_ops
 # ---------------------------------------------------------------- memory that stays
 
 
+def is_comparable(value: Any) -> bool:
+    """Return whether :class:`SameStorages` compares the memory of a value."""
+    # Not of subclasses; torch cannot compare that of quantized and nested ones (is_set_to).
+    if not isinstance(value, torch.Tensor) or value.is_quantized or value.is_nested:
+        return False
+    return raw_memory.is_plain_tensor(value)
+
+
 class SameStorages:
     """Compare memory and layout of tensors before and after a capture, and restore them."""
 
     def __init__(
         self,
         what: str,
-        tensors: Sequence[torch.Tensor],
+        tensors: Iterable[torch.Tensor],  # for which :func:`is_comparable` holds
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
         self._what, self._name_of = what, name_of
-        distinct = {id(tensor): tensor for tensor in tensors}.values()
-        # Not of subclasses; torch cannot compare that of quantized and nested ones (is_set_to).
-        self.tensors = [
-            tensor
-            for tensor in distinct
-            if raw_memory.is_plain_tensor(tensor) and not (tensor.is_quantized or tensor.is_nested)
-        ]
+        self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self._accept()
 
     def _accept(self) -> None:

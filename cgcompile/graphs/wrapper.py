@@ -37,6 +37,7 @@ from cgcompile.graphs.capture import (
     capture,
     capture_lock,
     holder_here,
+    is_comparable,
     releasing,
     weight_name,
     weights_of,
@@ -580,8 +581,7 @@ class CUDAGraphWrapper(Transparent):
         if reads_grad and torch.is_grad_enabled() and self._executes:
             raise RunPlain(due)  # its ops skip autograd: a result would not show it
         if storages is None:
-            tensors = torch_ops.tree_tensors((args, kwargs)) + weights_of(self.unwrap()) + fields
-            storages = SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
+            storages = self._storages(torch_ops.tree_tensors((args, kwargs)) + fields)
         self._read_state()
         ran = RanCode(is_recording)
         step = partial(self.runnable, *args, **kwargs)
@@ -617,6 +617,11 @@ class CUDAGraphWrapper(Transparent):
                 self._contract(weights, ran, touched),
             )
         return Captured(entry, result, starts, self._executes, refused)
+
+    def _storages(self, tensors: list[torch.Tensor]) -> SameStorages:
+        """Return what restores the memory of tensors and of the weights."""
+        tensors = list(filter(is_comparable, tensors + weights_of(self.unwrap())))
+        return SameStorages(self.name, tensors, partial(weight_name, self.unwrap()))
 
     def _compared(self, check: str) -> Any:
         """Return the model that is compared: that of a manager, if its ``checks`` name it."""

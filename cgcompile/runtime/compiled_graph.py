@@ -434,7 +434,7 @@ class _GraphCall(Call[Recording]):
         owner = sets.owner(weight_set, batch.own_context)
         program.pool.follow_stream()  # a recording copies inputs into shared blocks
         roles = graph._roles[batch.mode]
-        recording = Recording(program, roles, batch, inputs, weight_set.starts, owner)
+        recording = Recording(program, roles, batch, inputs, weight_set.static, owner)
         graph._overlaps.check(inputs)
         recording.check_copies(inputs)
         recording.check_bound(

@@ -130,6 +130,12 @@ class Dispatch:
         self._settings: tuple[Any, ...] | None = None  # torch settings of the first step
         self._config, self._roles, self._steps = config, roles, steps
         self._inputs = split.inputs
+        # Positions and fake values of the inputs that may have rows.
+        self._with_rows = [
+            (position, value.meta)
+            for position, value in enumerate(split.inputs)
+            if isinstance(value.meta, torch.Tensor) and not value.static and value.meta.dim()
+        ]
         self._support = full_support(split)
         self._served = (wanted.decode_mode(), wanted.mixed_mode())
         captured = any(piece.capture for piece in split.pieces)
@@ -216,11 +222,7 @@ class Dispatch:
     def check_rows(self, descriptor: BatchDescriptor, inputs: tuple[Any, ...]) -> None:
         """Warn, or raise if ``strict``, where no input has the rows of a descriptor."""
         # Of the tokens, of the requests, or leading dimensions with that product ([2, 8] of 16).
-        values = [
-            (value.meta, tuple(inputs[position].shape))
-            for position, value in enumerate(self._inputs)
-            if isinstance(value.meta, torch.Tensor) and not value.static and value.meta.dim()
-        ]
+        values = [(meta, tuple(inputs[position].shape)) for position, meta in self._with_rows]
         shapes = [shape for _, shape in values]
         sizes = {size for meta, shape in values for size in shape[: _dims_of_rows(meta)]}
         sizes |= {size for shape in shapes for size in accumulate(shape, mul)}

@@ -574,7 +574,6 @@ class Uses:
     def __init__(self, split: SplitGraph, own: bool) -> None:  # own: results are copied
         eager = [piece for piece in split.pieces if not piece.capture]
         sources = {name: piece.index for piece in eager for name in piece.outputs}
-        self.outputs = {name for piece in split.pieces for name in piece.outputs}
         self.returned = set(returned_names(split)) - {""}
         # Results that the caller gets without a copy, also where graphs read a copy: no op mutates
         # them.
@@ -698,6 +697,12 @@ class Program:
     def mutated_positions(self) -> tuple[int, ...]:
         """The positions of the inputs that some piece mutates."""
         return tuple(p for p, value in enumerate(self.split.inputs) if value.mutated)
+
+    @cached_property
+    def dynamic_positions(self) -> tuple[int, ...]:
+        """The positions of the inputs that may be other objects in each step."""
+        inputs = enumerate(self.split.inputs)
+        return tuple(p for p, v in inputs if not (v.static and isinstance(v.meta, torch.Tensor)))
 
     @cached_property
     def uses(self) -> tuple[Uses, Uses]:

@@ -105,8 +105,8 @@ def _storages(
         value = program.split.inputs[positions[id(tensor)]]
         return repr(value.source or value.name)
 
-    lasting = [tensor for tensor in tensors(list(args)) if id(tensor) in positions]
-    return SameStorages(what, lasting, name_of)
+    known = recording.comparable
+    return SameStorages(what, [x for x in args if id(x) in known], name_of)
 
 
 def _refuse_capture(program: Program, error: Exception, what: str, where: str) -> NoReturn:
@@ -156,10 +156,11 @@ class _Recorder:
         rows, own = recording.batch.descriptor.num_tokens, recording.batch.own_context
         self._rows_left = {} if own else program.rows.left(rows, inputs)
         roles, starts = recording.roles, recording.starts
-        lasting = {starts[p] for p in (*roles.static, *roles.read, *roles.mutated)}
+        lasting = {starts[p] for p in (*roles.read, *roles.mutated)}.union(recording.static_starts)
         constants = tensors(list(program.split.constants.values()))
         self._fixed = lasting.union(map(address, constants)) - {0}  # addresses
-        self._moving = set(starts) - self._fixed - {0}  # addresses of the other inputs
+        # Addresses of the other inputs.
+        self._moving = {starts[p] for p in program.dynamic_positions} - self._fixed - {0}
 
     def run(self) -> Any:
         """Return the result of the step; raise RunPlain with it if a piece was not captured."""
@@ -205,10 +206,8 @@ class _Recorder:
             real = None if context is None else context.num_unpadded_tokens
             if real is not None and real < rows:
                 sequence.not_zeroed()
-        outputs = self._uses.outputs
-        known = {name: source for name, source in self._sources.items() if name in outputs}
         recording.kept = self._kept
-        recording.finish(sequence, results, known)
+        recording.finish(sequence, results, self._sources)
         return results.make(self._slots, inputs)
 
     def _copied_out(self, result: Any) -> Any:

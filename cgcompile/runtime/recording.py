@@ -7,7 +7,7 @@ numbers that are baked into its graphs, the sequence of segments, and how result
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from cgcompile.context import (
     override_forward_context,
 )
 from cgcompile.graphs.arena import Block, OwnedCopy, ScalarCopy, address, stretch
+from cgcompile.graphs.capture import is_comparable
 from cgcompile.graphs.contract import Contract, Reads, same_layout
 from cgcompile.graphs.results import Results, Track, builder, is_reusable, view_of
 from cgcompile.graphs.sequence import GraphSequence, SegmentRunner, Slot
@@ -49,6 +50,14 @@ class BatchKey:
         return self.descriptor._replace(extra=() if repeated else sizes)
 
 
+class Static(NamedTuple):
+    """The inputs that are the same objects in all steps of a weight set, which holds none."""
+
+    positions: dict[int, int]  # by id
+    starts: Sequence[int]  # where the memory of each begins, by position; 0 for other inputs
+    comparable: frozenset[int]  # ids of those whose memory can be compared
+
+
 class Recording:
     """A captured step."""
 
@@ -58,7 +67,7 @@ class Recording:
         roles: Roles,
         batch: BatchKey,
         inputs: Sequence[Any],  # of the capturing call
-        weights: Mapping[int, int],  # addresses of static inputs, by position
+        static: Static,
         owner: Hashable = None,  # the weight set whose memory has the results, if there are several
     ) -> None:
         self.batch = batch
@@ -104,13 +113,23 @@ class Recording:
         for position, buffer in self._copied:
             buffer.fill(inputs[position])
             self.inputs[position] = buffer.tensor
-        self.positions = {id(x): position for position, x in enumerate(self.inputs)}
-        self.starts = [
-            weights[p] if p in weights else address(x) if isinstance(x, torch.Tensor) else 0
-            for p, x in enumerate(self.inputs)
-        ]
+        self._note_addresses(static)
         self._results: Results
         self._generation = program.pool.generation
+
+    def _note_addresses(self, static: Static) -> None:
+        """Note where the memory of each input begins, and which inputs are compared by it."""
+        self.positions, self.starts = static.positions.copy(), [*static.starts]
+        for position in self.roles.scalars:
+            self.positions[id(self.inputs[position])] = position
+        for position in self._program.dynamic_positions:
+            value = self.inputs[position]
+            self.positions.setdefault(id(value), position)
+            self.starts[position] = address(value) if isinstance(value, torch.Tensor) else 0
+        self.static_starts: Sequence[int] = static.starts
+        dynamic = [self.inputs[position] for position in self._program.dynamic_positions]
+        # Ids of the inputs whose memory the step could replace.
+        self.comparable = static.comparable.union(map(id, filter(is_comparable, dynamic)))
 
     def is_fixed(self, position: int) -> bool:
         """Return whether an input is the same object at every replay: an own buffer, or frozen."""
@@ -266,7 +285,8 @@ class Recording:
         self._run = restoring_grad_mode(run) if self._program.split.sets_grad_mode else run
         self._results = results
         self._generation = self._program.pool.generation
-        self.inputs, self.starts = [], []  # they are held no longer
+        # They are held no longer.
+        self.inputs, self.starts, self.static_starts = [], [], ()
 
     def _prepare_function(self) -> Callable[[Sequence[Any]], None] | None:
         """Return what fills memory before each replay: copies of inputs, and debug settings."""
@@ -352,10 +372,10 @@ class Recording:
 
     def _position_of(self, leaf: torch.Tensor, inputs: Sequence[Any]) -> int | None:
         """Return the position of an input that is this object, with the layout of the call."""
-        for position, value in enumerate(self.inputs):
-            if value is leaf:  # else the buffer has another layout now, as after ``t_()``
-                return position if same_layout(leaf, inputs[position]) else None
-        return None
+        position = self.positions.get(id(leaf))
+        if position is None or not same_layout(leaf, inputs[position]):
+            return None  # the buffer may have another layout now, as after ``t_()``
+        return position
 
     def _own_results(self, result: Any) -> Callable[[torch.Tensor], OwnedCopy | None]:
         """Return what makes buffers of this weight set for results in memory of other steps."""

@@ -18,11 +18,11 @@ import torch
 
 from cgcompile.config import CUDAGraphMode
 from cgcompile.graphs.arena import address
-from cgcompile.graphs.capture import captured_elsewhere
+from cgcompile.graphs.capture import captured_elsewhere, is_comparable
 from cgcompile.graphs.steps import Steps
 from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgcompile.runtime.program import Program
-from cgcompile.runtime.recording import Recording
+from cgcompile.runtime.recording import Recording, Static
 from cgcompile.torch_compat import raw_memory, torch_ops
 
 _MOST_SEEN = 4096  # shapes whose warm-up is counted, per weight set
@@ -48,7 +48,7 @@ class WeightSet:
         self.moved_in_a_row = 0  # calls in a row in which a weight had moved
         self.unsettled = False  # a warming call must show that the weights stay
         self.shares_results = False  # graphs of other weights could write to its results' memory
-        self.starts: dict[int, int] = {}  # addresses of the weights, by position
+        self.static = Static({}, (), frozenset())
         self._held: list[torch.UntypedStorage] = []
         # Where the weights are, which ``module.to()`` and ``weight.data = ...`` move.
         self.addresses = raw_memory.Addresses((), ())
@@ -65,7 +65,12 @@ class WeightSet:
         """Prepare for the first capture: graphs read the weights and mutated inputs in place."""
         # The memory of weights is held. A mutated input may be freed, and its graphs with it.
         self._held = [inputs[position].untyped_storage() for position in static]
-        self.starts = {position: address(inputs[position]) for position in static}
+        starts = [0] * len(inputs)
+        for position in static:
+            starts[position] = address(inputs[position])
+        positions = {id(inputs[position]): position for position in reversed(static)}
+        weights = filter(is_comparable, [inputs[position] for position in static])
+        self.static = Static(positions, starts, frozenset(map(id, weights)))
         self.addresses = raw_memory.Addresses(inputs, watched)
         self._mutated = [raw_memory.StorageLife(inputs[position]) for position in mutated]
 
@@ -83,7 +88,7 @@ class WeightSet:
 
     def release(self) -> None:
         """Release the memory of the weights: no step of this set is replayed any more."""
-        self._held = []
+        self._held, self.static = [], Static({}, (), frozenset())
 
     @property
     def outlived(self) -> bool:
