@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from cgcompile.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
     from cgcompile.loops import loop
     from cgcompile.reasons import Reason
+    from cgcompile.saved import load
     from cgcompile.serving import CudaGraphManager
     from cgcompile.tracing.dynamic_dims import DynamicDim
     from cgcompile.version import __version__
@@ -72,6 +73,7 @@ __all__ = [
     "explain",
     "get_forward_context",
     "is_forward_context_available",
+    "load",
     "loop",
     "runtime",
     "set_forward_context",
@@ -106,6 +108,7 @@ if not TYPE_CHECKING:
             "graphs.wrapper": "CUDAGraphOptions CUDAGraphWrapper",
             "loops": "loop",
             "reasons": "Reason",
+            "saved": "load",
             "serving.manager": "CudaGraphManager",
             "tracing.dynamic_dims": "DynamicDim",
             "version": "__version__",

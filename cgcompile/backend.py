@@ -11,6 +11,7 @@ compiled is registered in :class:`~cgcompile.registry.Registry`, which ``Backend
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -29,7 +30,7 @@ from cgcompile.kernels import load_triton
 from cgcompile.passes.nodes import has_subclasses
 from cgcompile.passes.pipeline import check_disabled
 from cgcompile.passes.split import split_data
-from cgcompile.pieces.cache import PieceCache
+from cgcompile.pieces.cache import Entry, PieceCache
 from cgcompile.pieces.compilers import compile_pieces, inductor_patches
 from cgcompile.pieces.stitch import check_sizes, split_by_config
 from cgcompile.reasons import Reason
@@ -150,14 +151,20 @@ class Backend(Registry):
         if self.config.splitting == "breakable":
             raise ConfigError.breakable_needs_no_trace()
         dynamo.watch_dynamo()
+        ahead = dynamo.traced_ahead()
+        output = None if ahead is None else ahead.output
         try:
-            dynamo.guard_repeated_regions(gm)
+            dynamo.guard_repeated_regions(gm, output)
         except dynamo.CannotRepeat as error:
             raise TraceError.region(problem=str(error)) from error
-        dynamo.guard_signs_of_zeros()
+        dynamo.guard_signs_of_zeros(output)
         shape_env = dynamo.current_shape_env()
         if shape_env is not None:
             self._shape_envs.add(shape_env)
+        if ahead is not None:
+            from cgcompile.saved import SavedGraph
+
+            return SavedGraph.compile(self, gm, example_inputs, ahead)
         with without_garbage_collection():
             result = self.compile_graph(gm, example_inputs)
         graph = innermost(result)
@@ -169,6 +176,10 @@ class Backend(Registry):
         if torch_settings.has_traced_function_modes():
             return torch_settings.without_function_modes_in(result)
         return result
+
+    def saving(self, entries: dict[str, Entry]) -> AbstractContextManager[None]:
+        """Return a context in which pieces take artifacts from ``entries``, and add theirs."""
+        return self._pieces.saving(entries)
 
     def compile_graph(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, frozen: int = 0

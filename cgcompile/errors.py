@@ -396,6 +396,32 @@ class TraceError(CGCompileError, RuntimeError):
         Leave out torch.compiler.nested_compile_region for it.""")
 
 
+class SavedModelError(CGCompileError, RuntimeError):
+    """A model that cannot be saved, or a saved model that cannot be loaded."""
+
+    unsaved = Template("""
+        the compiled model cannot be saved: {what}: {because}
+        Nothing was written. Compile it in each process; cache_dir keeps what compilers made.""")
+    setting = Template("""
+        the compiled model cannot be saved: the setting {name} cannot be pickled ({error:error})
+        Nothing was written. Functions and passes are found by their names at a load: define them \
+        in a module, not as lambdas or inside of functions.""")
+    changed = Template("""
+        the saved model does not fit: {what} is {found}; it was {before} when it was saved.
+        Save it again, or restore what has changed.""")
+    other_call = Template("""
+        the saved model has no trace for this call: {why}.
+        Nothing is traced again. Call it as when it was saved, in the same grad mode, or save it \
+        for such calls; torch._dynamo.mark_dynamic lets a size vary.""")
+    untrusted = Template("""
+        {path} is not read: {reason}
+        Loading a saved model runs code. The file and its folder must belong to you or to root, \
+        and be writable by their owner alone.""")
+    damaged = Template("""
+        {path} is no saved model that can be loaded ({reason}).
+        Save the model again.""")
+
+
 class ArgumentsError(CGCompileError, TypeError):
     """Arguments that a model does not take."""
 

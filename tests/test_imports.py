@@ -33,7 +33,7 @@ FLOORS = (
     ("passes", "graphs"),
     ("pieces", "testing"),
     ("adapters", "runtime", "tracing"),
-    ("compile", "backend", "loops", "registry"),
+    ("compile", "backend", "loops", "registry", "saved"),
     ("serving", "encoder"),
     ("debug", "cli", "__main__", "integrations"),
 )

@@ -146,9 +146,11 @@ def test_fewer_names_are_private_than_before() -> None:
     # 98: without versions of dicts the state of 300 modules is compared in 100 us, not in 7.
     # 101: three read how products of 16-bit numbers are summed; a change was a stale result.
     # 102: _len_torch_dispatch_stack; a replay under a dispatch mode was a stale result.
-    assert len(listed_in(PRIVATE_NAMES)) <= 95
+    # 99: five save and load a function of aot_compile: the frame of the trace, graphs as bytes.
+    assert len(listed_in(PRIVATE_NAMES)) <= 99
     # 14: _dynamo_marked_constant, for the error of get_forward_context().
-    assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 12
+    # 13: _artifacts, the graph of a function of aot_compile.
+    assert len(listed_in(PRIVATE_ATTRIBUTES)) <= 13
 
 
 def test_all_names_exist_in_a_tested_torch() -> None:

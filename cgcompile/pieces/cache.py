@@ -179,7 +179,7 @@ class Store:
         """Return the entry with a key; None if there is none, or it is damaged or untrusted."""
         with self._failures_logged("cannot be read ({})"), suppress(FileNotFoundError):
             try:
-                entry = _parsed(self._read(self._path(kind, key).name))
+                entry = parsed(self._read(self._path(kind, key).name))
                 if (entry.kind, entry.key) == (kind, key):
                     return entry
                 self.discard(kind, key, "it is another entry")
@@ -232,7 +232,7 @@ class Store:
     ) -> bool:
         """Write an entry, in place of an earlier one; return whether that succeeded."""
         path = self._path(kind, key)
-        data = _packed(kind, key, payload, facts, notes or {})
+        data = packed(kind, key, payload, facts, notes or {})
         if len(data) > LARGEST:
             self._warn_once(f"keeps no entry of more than {LARGEST} bytes: {len(data)}")
             return False
@@ -282,7 +282,7 @@ class Store:
             names = os.listdir(folder)
         for name in sorted(name for name in names if name.endswith(_SUFFIX)):
             try:
-                yield _parsed(self._read(name))
+                yield parsed(self._read(name))
             except FileNotFoundError:  # another process removed it
                 continue
             except (OSError, ValueError, _Untrusted) as error:
@@ -327,6 +327,27 @@ class Store:
             log.warning("%s", text.encode(errors="backslashreplace").decode())
 
 
+def trusted_bytes(path: Path) -> bytes:
+    """Return the bytes of a file that was saved; see Note [Trust in a folder].
+
+    Raises:
+        PermissionError: another user could have written the file; the text is the reason.
+        OSError: it cannot be read.
+    """
+    store = Store(path.absolute().parent)
+    try:
+        with store._opened():
+            pass
+    except _Untrusted as reason:
+        raise PermissionError(f"its folder {store.folder}: {reason}") from None
+    try:
+        return store._read(path.name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
+    except _Untrusted as reason:
+        raise PermissionError(str(reason)) from None
+
+
 def _write(name: str, data: bytes, folder: int) -> None:
     """Write a file atomically; a failure leaves the earlier file."""
     temporary = _TEMPORARY + secrets.token_hex(8)
@@ -342,7 +363,7 @@ def _write(name: str, data: bytes, folder: int) -> None:
         raise
 
 
-def _packed(
+def packed(
     kind: str, key: str, payload: bytes, facts: Mapping[str, str], notes: Mapping[str, str]
 ) -> bytes:
     values = (kind, key, dict(facts), dict(notes), time.time())
@@ -351,7 +372,7 @@ def _packed(
     return MAGIC + hashlib.sha256(MAGIC + body).digest() + body
 
 
-def _parsed(data: bytes) -> Entry:
+def parsed(data: bytes) -> Entry:
     """Return the entry in the bytes of a file; raise ValueError if they are damaged."""
     if not data.startswith(MAGIC):
         raise ValueError("it is no file of this version")
@@ -467,9 +488,53 @@ class PieceCache:
         folder = cache_folder(config)
         self.store = None if folder is None else Store(folder)
         self._live: dict[str, tuple[weakref.ref[Any], str]] = {}
+        self._saved: dict[str, Entry] | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether bytes of artifacts are of use: there is a folder, or a model is being saved."""
+        return self.store is not None or self._saved is not None
+
+    @contextmanager
+    def saving(self, entries: dict[str, Entry]) -> Iterator[None]:
+        """Look entries of a saved model up before those of the folder, and add what is used."""
+        self._saved = entries
+        try:
+            yield
+        finally:
+            self._saved = None
+
+    def entry(self, key: str) -> Entry | None:
+        """Return the entry of a key: of the saved model, or of the folder."""
+        saved = {} if self._saved is None else self._saved
+        entry = saved.get(key)
+        if entry is None and self.store is not None:
+            entry = self.store.entry(KIND, key)
+        if entry is not None:
+            saved[key] = entry
+        return entry
+
+    def put(
+        self, key: str, data: bytes, facts: Mapping[str, str], notes: Mapping[str, str]
+    ) -> str | None:
+        """Keep an entry; return why that failed, or None."""
+        if self._saved is not None:
+            self._saved[key] = parsed(packed(KIND, key, data, facts, notes))
+        if self.store is None or self.store.put(KIND, key, data, facts, notes):
+            return None
+        return "the cache folder cannot be written"
+
+    def discard(self, key: str, reason: str) -> None:
+        """Remove an entry that cannot be used."""
+        if self._saved is not None and self._saved.pop(key, None) is not None:
+            log.warning("an entry of the saved model is compiled again: %s", reason)
+        elif self.store is not None:
+            self.store.discard(KIND, key, reason)
 
     def live(self, key: str) -> tuple[Runnable, str] | None:
         """Return the artifact of a key and its guards, if it is in use."""
+        if self._saved is not None and self.entry(key) is None:
+            return None  # a saved model needs its bytes
         reference, guards = self._live.get(key, (None, ""))
         run = None if reference is None else reference()
         return None if run is None else (run, guards)
@@ -499,7 +564,7 @@ class Compiling:
         self._files = ExitStack()
         self._in_folder = False
         self._why_not_saved: str | None = None
-        if cache.store is None:
+        if not cache.keeps:
             self._why_not_saved = "caching is off"
         elif self._compiles_with_inductor:
             self._why_not_saved = inductor.why_not_saved(self._patches)
@@ -601,9 +666,9 @@ class Compiling:
                 if guards.hold(live[1]):
                     return key, live[0], SHARED
                 continue
-            if self._cache.store is None or self._why_not_saved is not None:
+            if self._why_not_saved is not None:
                 break
-            entry = self._cache.store.entry(KIND, key)
+            entry = self._cache.entry(key)
             if entry is None:
                 break
             run, usable = self._load(entry, guards)
@@ -621,9 +686,9 @@ class Compiling:
                 return None, True
             run = self._attempt(lambda: inductor.load_artifact(entry.payload, self._patches))
         except Exception as error:  # the content of a file can raise anything
-            if self._cache.store is not None and not inductor.is_disk_error(error):
+            if not inductor.is_disk_error(error):
                 reason = f"torch cannot load it ({type(error).__name__}: {error})"
-                self._cache.store.discard(KIND, entry.key, reason)
+                self._cache.discard(entry.key, reason)
             return None, False
         self._cache.remember(entry.key, run, text)
         return run, True
@@ -645,10 +710,9 @@ class Compiling:
         if text is None:
             return "the compiler fixed a size that other pieces share"
         self._cache.remember(key, run, text)
-        if data is None or self._cache.store is None:
-            return None
-        written = self._cache.store.put(KIND, key, data, facts, {**notes, "guards": text})
-        return None if written else "the cache folder cannot be written"
+        return (
+            None if data is None else self._cache.put(key, data, facts, {**notes, "guards": text})
+        )
 
     def _note(
         self, piece: str, how: str, began: float, key: str | None, uncached: str | None

@@ -446,6 +446,7 @@ def compile_pieces(
     distinct = [piece for piece in split.distinct if piece.compiled]
     with (
         torch.no_grad(),
+        inductor.as_without_aot_compile(),
         Compiling(cache, compiler, config) as work,
         _kernels_ahead(config.cudagraph_capture_sizes or ()) as compile_ahead,
     ):

@@ -96,6 +96,11 @@ def is_static_input(placeholder: fx.Node) -> bool:
     return marks.get("_dynamo_static_input_type") is not None
 
 
+def mark_static(placeholder: fx.Node) -> None:
+    """Mark an input as static."""
+    placeholder.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of Dynamo's graph with all that this package reads of it; values are shared."""
     graph = fx.Graph()
@@ -246,7 +251,8 @@ def varied_floats(gm: fx.GraphModule, seen: dict[Any, float]) -> set[fx.Node]:
     ``seen`` has one value of each float that a graph was traced with.
     """
     # With ``dynamic=True`` every float is an input at once, else, and for :func:`trace_call`, one
-    # that has varied. Those that have not, such as factors of a model, are constants.
+    # that has varied. Those that have not, such as factors of a model, are constants. A trace of
+    # ``aot_compile`` has ended, and is not restarted.
     from torch._dynamo import config
     from torch._dynamo.symbolic_convert import tls
 
@@ -260,7 +266,8 @@ def varied_floats(gm: fx.GraphModule, seen: dict[Any, float]) -> set[fx.Node]:
             continue  # something depends on its value
         code = None if trace is None else trace.f_code
         value, key = number.hint, (code, source_name(node.args[0]))
-        if config.assume_static_by_default or seen.setdefault(key, value) != value:
+        varies = config.assume_static_by_default or trace is None
+        if varies or seen.setdefault(key, value) != value:
             varied.add(node)
     return varied
 
@@ -415,6 +422,33 @@ def _fold(gm: fx.GraphModule, computed: list[fx.Node]) -> bool:
         dynamo.remove_node(node)
     gm.recompile()
     return True
+
+
+# ---------------------------------------------------------------- ahead of time
+
+
+class Traced(NamedTuple):
+    """What ``aot_compile`` has traced, while a backend compiles its graph."""
+
+    output: Any  # Dynamo's OutputGraph
+    codes: tuple[types.CodeType, ...]  # of all functions that were read
+    modules: Mapping[str, str]  # names of modules, by the globals that refer to them
+    function: Any  # that was traced; the others were inlined
+
+
+def traced_ahead() -> Traced | None:
+    """Return what ``aot_compile`` has traced; None if it does not call the backend."""
+    from torch._dynamo.aot_compile import aot_compile_fullgraph
+
+    frame: Any = sys._getframe()
+    while frame.f_code is not aot_compile_fullgraph.__code__:
+        frame = frame.f_back
+        if frame is None:
+            return None
+    capture = frame.f_locals["graph_capture_output"]
+    function, _ = traced_function(frame.f_locals["model"])
+    codes = tuple(capture.traced_code)
+    return Traced(capture.output_graph, codes, dict(capture.import_sources), function)
 
 
 # ---------------------------------------------------------------- activation checkpointing

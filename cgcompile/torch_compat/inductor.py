@@ -437,6 +437,31 @@ def load_artifact(data: bytes, patches: Mapping[str, Any]) -> Callable[..., Any]
         return InductorCall(AOTCompiledArtifact.deserialize(data))
 
 
+# What ``aot_compile`` of torch sets while a backend compiles: how torch keeps its own results, and
+# how it lowers backward graphs, which pieces do not have. Its loader sets one of Inductor.
+_OF_AOT_COMPILE = (
+    "strict_autograd_cache",
+    "bypass_autograd_cache_key",
+    "bundled_autograd_cache",
+    "force_non_lazy_backward_lowering",
+    "force_autograd_cache",
+)
+
+
+@contextmanager
+def as_without_aot_compile() -> Iterator[None]:
+    """Compile pieces as outside of ``aot_compile``: with the same settings, and cache keys."""
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as config
+
+    known = [name for name in _OF_AOT_COMPILE if hasattr(functorch_config, name)]
+    with (
+        functorch_config.patch(dict.fromkeys(known, False)),
+        config.patch(enable_autograd_for_aot=False),
+    ):
+        yield
+
+
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 

@@ -52,9 +52,11 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "_set_storage_data_ptr_access_error_msg _storage_Use_Count "
     "_tensors_data_ptrs_at_indices_equal",
     "torch._C._dynamo.guards": "RootGuardManager TensorGuards dict_version",
-    "torch._C._functorch": "peek_interpreter_stack",
+    "torch._C._functorch": "is_functorch_wrapped_tensor peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo": "callback_handler",
+    "torch._dynamo.aot_compile": "AOTCompiledFunction aot_compile_fullgraph",
+    "torch._dynamo.aot_compile_types": "SerializableCallable",
     "torch._dynamo.cache_size": "exceeds_recompile_limit",
     "torch._dynamo.convert_frame": "get_traced_fn",
     "torch._dynamo.eval_frame": "innermost_backend",
@@ -84,6 +86,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.distributed.distributed_c10d": "_resolve_process_group",
     "torch.fx.experimental": "_config",
     "torch.fx.experimental.symbolic_shapes": "ConstraintViolationError",
+    "torch.fx._graph_pickler": "GraphPickler",
     "torch.fx.graph_module": "_loader",
     "torch.library": "_impls",
     "torch.nn.modules.module": "_has_any_global_hook",
@@ -94,6 +97,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
 }
 # Attributes of objects, by their owner. Only an object shows whether they exist.
 PRIVATE_ATTRIBUTES: Mapping[str, str] = {
+    "a function of aot_compile": "_artifacts",
     "a storage": "_cdata",
     "a symbolic number": "_expr",
     "an op": "_schema _op_dk",

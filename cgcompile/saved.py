@@ -1,0 +1,324 @@
+"""Saved models: a compiled graph as bytes, and :func:`load`, which compares what it depends on.
+
+``torch.compile(model, fullgraph=True, backend="cgcompile").forward.aot_compile(...)`` returns a
+function that torch saves: guards, the Python around the graph, and the bytes of a
+:class:`SavedGraph`. These have the format of an entry of ``pieces/cache.py``. The header has the
+*facts*: what the graph depends on, as text by name. A load computes them again, before it unpickles
+the payload, and an error names the first that differs. The payload has the graph as Dynamo made it,
+the settings, and the artifacts of pieces. A load splits the graph again; it compiles only pieces
+without an artifact.
+
+The rule: torch compares its version, the GPU and its guards (types, sizes, grad mode, weights as
+inputs). What torch drops or does not compare is a fact.
+"""
+
+import functools
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from itertools import zip_longest
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgcompile.adapters.adapter import innermost
+from cgcompile.config import CompilationMode, CUDAGraphMode
+from cgcompile.errors import SavedModelError
+from cgcompile.graphs.capture import without_garbage_collection
+from cgcompile.graphs.reads import Transparent
+from cgcompile.passes.nodes import dotted_source, dtype_text, tensors, value
+from cgcompile.passes.split import split_data
+from cgcompile.pieces.cache import Entry, packed, parsed, trusted_bytes
+from cgcompile.torch_compat import aot, dynamo, inductor, torch_settings
+from cgcompile.version import __version__
+
+# How the names of facts begin; the rest of a name is where the fact is read.
+_SOURCE, _METHOD, _GLOBAL = "the source of ", "the method ", "the global "
+_HARDWARE, _WEIGHT, _CLOSURE = "the hardware of ", "the weight ", "the variable of its closure "
+_OF_THE_CALLED = (_WEIGHT, _CLOSURE)  # torch passes no model to its loader
+_MISSING = "missing"
+
+
+class SavedGraph:
+    """A compiled graph that ``aot_compile`` of torch saves and loads.
+
+    Attributes:
+        backend: the handle over the graph: counters, capture, release.
+    """
+
+    def __init__(self, run: Callable[..., Any], backend: Any, data: bytes) -> None:
+        self._run, self.backend, self._data = run, backend, data
+        aot.register(SavedGraph)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run one step; see :class:`~cgcompile.runtime.compiled_graph.CompiledGraph`."""
+        return self._run(*inputs)
+
+    @classmethod
+    def compile(
+        cls, backend: Any, gm: fx.GraphModule, inputs: Any, trace: dynamo.Traced
+    ) -> "SavedGraph":
+        """Compile the graph of a trace so that it can be saved.
+
+        Raises:
+            SavedModelError: a part of it cannot be saved.
+        """
+        settings = _settings_bytes(backend)
+        if torch_settings.function_mode_stack() or torch_settings.has_traced_function_modes():
+            raise SavedModelError.unsaved(what="the trace", because="it has torch function modes.")
+        with _unsaved("the code that was traced"):
+            facts = _facts(gm, trace)
+        with _unsaved("the graph"):
+            graph = aot.graph_bytes(gm)  # as it is now: compiling changes it
+        entries: dict[str, Entry] = {}
+        with without_garbage_collection(), backend.saving(entries), _restarting_nothing():
+            run = backend.compile_graph(gm, inputs)
+        notes = {
+            "grad": f"{torch.is_grad_enabled():d} {torch.is_inference_mode_enabled():d}",
+            "sizes": "\n".join(aot.size_guards(dynamo.current_shape_env())),
+            "split": "\n".join(_split_rows(run)),
+        }
+        payload = pickle.dumps((settings, graph, entries))
+        return cls(run, backend, packed("graph", "0", payload, facts, notes))
+
+    @classmethod
+    def serialize_compile_artifacts(cls, graph: "SavedGraph") -> bytes:
+        """Return the bytes of a graph; torch calls this."""
+        return graph._data
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> "SavedGraph":
+        """Compile the graph of these bytes, with the artifacts among them; torch calls this.
+
+        Raises:
+            SavedModelError: the bytes are damaged, or something has changed since they were made.
+        """
+        try:
+            entry = parsed(data)
+        except ValueError as error:
+            raise SavedModelError.damaged(path="the saved model", reason=str(error)) from None
+        now = _present_facts(entry.facts)
+        for name, before in entry.facts.items():
+            if not name.startswith(_OF_THE_CALLED):
+                _compare(name, before, now.get(name, _MISSING))
+        settings, graph, entries = pickle.loads(entry.payload)
+        backend = pickle.loads(settings)
+        grad, inference = map(int, entry.notes["grad"].split())
+        with torch.inference_mode(bool(inference)), torch.set_grad_enabled(bool(grad)):
+            run = _compiled(backend, graph, entries, entry.notes)
+        return cls(run, backend, data)
+
+    def check_called(self, function: Any, owner: Any) -> None:
+        """Raise SavedModelError if a weight, or a closure, is unlike that of the trace."""
+        closure = aot.closure(function)
+        for name, before in parsed(self._data).facts.items():
+            if name.startswith(_CLOSURE):
+                _compare(name, before, closure.get(name.removeprefix(_CLOSURE), _MISSING))
+            elif name.startswith(_WEIGHT) and owner is not None:
+                _compare(name, before, _weight_text(owner, name.removeprefix(_WEIGHT)))
+
+
+def _compiled(
+    backend: Any, graph: bytes, entries: dict[str, Entry], notes: Mapping[str, str]
+) -> Callable[..., Any]:
+    """Compile a graph that was loaded; raise SavedModelError if it becomes another one."""
+    gm, fake_mode = aot.graph_of(graph)
+    # Tensors that are loaded have guards on their memory, which no compiler adds.
+    known = {*notes["sizes"].splitlines(), *aot.size_guards(fake_mode.shape_env)}
+    inputs = [value(node) for node in gm.graph.find_nodes(op="placeholder")]
+    with aot.compiling(fake_mode), backend.saving(entries):
+        run: Callable[..., Any] = backend.compile_graph(gm, inputs)
+    new = sorted({*aot.size_guards(fake_mode.shape_env)} - known)
+    _compare("what compilers assume of sizes besides", "nothing", ", ".join(new) or "nothing")
+    rows = zip_longest(notes["split"].splitlines(), _split_rows(run), fillvalue=_MISSING)
+    for before, now in rows:
+        _compare("a piece of the split", before, now)
+    return run
+
+
+def _split_rows(run: Any) -> list[str]:
+    """Return the pieces of a compiled graph as text: what a graph loses as bytes shows in it."""
+    graph = innermost(run)
+    return [] if graph is None else [json.dumps(row) for row in split_data(graph.split)["pieces"]]
+
+
+# ---------------------------------------------------------------- what cannot be saved
+
+
+@contextmanager
+def _unsaved(what: str) -> Iterator[None]:
+    """Raise what a part of a model raises while it is saved as SavedModelError."""
+    try:
+        yield
+    except Exception as error:  # any error of pickle
+        because = f"{type(error).__name__}: {error}"
+        raise SavedModelError.unsaved(what=what, because=because) from error
+
+
+@contextmanager
+def _restarting_nothing() -> Iterator[None]:
+    """Refuse a graph for which the trace would have to be restarted: it has ended."""
+    try:
+        yield
+    except dynamo.restarts() as error:
+        because = f"Dynamo would have to restart it ({type(error).__name__}); a number that varies "
+        because += "(dynamic=True) may have to be a constant."
+        raise SavedModelError.unsaved(what="the trace", because=because) from error
+
+
+def _settings_bytes(backend: Any) -> bytes:
+    """Return the settings as bytes, which make a backend; raise SavedModelError."""
+    config = backend.config
+    if config.mode is not CompilationMode.PIECEWISE and config.cudagraph_mode is CUDAGraphMode.NONE:
+        raise SavedModelError.unsaved(
+            what=f"mode {config.mode.name}", because="without CUDA graphs it is torch's own."
+        )
+    for setting in fields(config):
+        try:
+            pickle.dumps(getattr(config, setting.name))
+        except Exception as error:  # of a method of the user, too
+            raise SavedModelError.setting(name=setting.name, error=error) from error
+    return pickle.dumps(backend)
+
+
+# ---------------------------------------------------------------- facts
+
+
+def _facts(gm: fx.GraphModule, trace: dynamo.Traced) -> dict[str, str]:
+    """Return what a traced graph depends on; raise ValueError if a part has no lasting text."""
+    values = [value(node) for node in gm.graph.nodes]
+    devices = " ".join(sorted({str(tensor.device) for tensor in tensors(values)}))
+    facts = {"cgcompile": __version__, **inductor.versions()}
+    facts[_HARDWARE + devices] = _hardware(devices)
+    facts |= {_SOURCE + where: digest for where, digest in aot.sources(trace).items()}
+    facts |= {_METHOD + where: digest for where, digest in aot.live_code(trace).items()}
+    facts |= {_GLOBAL + where: text for where, text in aot.globals_read(trace).items()}
+    facts |= {_CLOSURE + name: text for name, text in aot.closure(trace.function).items()}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        name = dotted_source(node)
+        if dynamo.is_static_input(node) and name is not None:
+            facts[_WEIGHT + name] = _tensor_text(value(node))
+    return facts
+
+
+def _present_facts(facts: Mapping[str, str]) -> dict[str, str]:
+    """Return the present text of facts, without those of what is called; _MISSING is left out."""
+    present = {"cgcompile": __version__, **inductor.versions()}
+    texts = {_METHOD: aot.live_digest, _GLOBAL: aot.global_text, _HARDWARE: _hardware}
+    for kind, text_of in texts.items():
+        for name in [name for name in facts if name.startswith(kind)]:
+            text = text_of(name.removeprefix(kind))
+            if text is not None:
+                present[name] = text
+    sources = {n.removeprefix(_SOURCE): d for n, d in facts.items() if n.startswith(_SOURCE)}
+    return present | {_SOURCE + where: text for where, text in aot.sources_now(sources).items()}
+
+
+def _hardware(devices: str) -> str:
+    try:
+        return inductor.machine([torch.device(device) for device in devices.split()])
+    except (AssertionError, RuntimeError) as error:  # no such device
+        return str(error)
+
+
+def _weight_text(model: Any, name: str) -> str:
+    try:
+        return _tensor_text(attrgetter(name)(model))
+    except AttributeError:
+        return _MISSING
+
+
+def _tensor_text(tensor: Any) -> str:
+    sizes = ", ".join(map(str, tensor.shape))
+    return f"{dtype_text(tensor.dtype)}[{sizes}] on {tensor.device}"
+
+
+def _compare(what: str, before: str, now: str) -> None:
+    if now != before:
+        raise SavedModelError.changed(what=what, found=now, before=before)
+
+
+# ---------------------------------------------------------------- load
+
+
+class LoadedModel(Transparent):
+    """A saved model in this process: it is called like the model.
+
+    Attributes:
+        runnable: the model, whose weights are used.
+        backend: the handle over the compiled graph: counters, capture, release.
+    """
+
+    def __init__(self, runnable: Any, function: Callable[..., Any], backend: Any) -> None:
+        self.runnable, self.backend, self._function = runnable, backend, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model.
+
+        Raises:
+            SavedModelError: the call is unlike that of the trace.
+            CGCompileError: what replaying raises.
+        """
+        try:
+            return self._function(*args, **kwargs)
+        except RuntimeError as error:
+            why = aot.failed_guard(error)
+            if why is None:
+                raise
+            raise SavedModelError.other_call(why=why) from None
+
+
+def load(path: str | os.PathLike[str], model: Any) -> LoadedModel:
+    """Load a function that ``aot_compile`` and ``save_compiled_function`` of torch have saved.
+
+    Loading runs code from the file, as any pickle does. The file and its folder must be owned by
+    the current user or by root, and writable by their owner alone; this is checked before a byte is
+    read.
+
+    Args:
+        path: the file.
+        model: the module, bound method or function that was compiled. Its weights are used; they
+            must have the names, shapes and dtypes of those at the time of saving.
+
+    Returns:
+        A :class:`cgcompile.saved.LoadedModel`. A call that the trace does not serve raises: nothing
+        is traced again.
+
+    Raises:
+        SavedModelError: the file is not trusted or damaged, or what the model depends on has
+            changed: the source of a function that was traced, a global that it read, a version, the
+            hardware, a weight.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> cgcompile.load("model.saved", nn.Linear(8, 8))  # docs/howto/saved has a whole program
+        Traceback (most recent call last):
+            ...
+        FileNotFoundError: [Errno 2] No such file or directory: 'model.saved'
+    """
+    path = Path(path)
+    called = model.__call__ if isinstance(model, torch.nn.Module) else model
+    function, owner = dynamo.traced_function(called)
+    try:
+        data = trusted_bytes(path)
+    except PermissionError as error:
+        raise SavedModelError.untrusted(path=str(path), reason=str(error)) from None
+    try:
+        run, graph = aot.load_function(data, function.__globals__)
+    except SavedModelError:
+        raise
+    except Exception as error:  # the content of a file can raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise SavedModelError.damaged(path=str(path), reason=reason) from error
+    if not isinstance(graph, SavedGraph):
+        raise SavedModelError.damaged(path=str(path), reason="another backend compiled it")
+    graph.check_called(function, owner)
+    if owner is not None:
+        run = functools.partial(run, owner)
+    return LoadedModel(model, run, graph.backend)

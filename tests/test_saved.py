@@ -1,0 +1,466 @@
+"""Saved models: round trips, what is refused, and what a load compares."""
+
+import importlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lib.programs import run_code
+from lib.snapshots import assert_snapshot
+from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.testing._internal.two_tensor import TwoTensor
+
+import cgcompile
+from cgcompile import saved
+from cgcompile.errors import SavedModelError
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+SCALE = 2.0
+
+
+def scaled(x, more=1.0):
+    return x * SCALE * more
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        heads = self.qkv(x).view(1, -1, 2, 4).transpose(1, 2)
+        return x + scaled(self.out(attend(heads, heads, heads).transpose(1, 2).flatten(2)[0]))
+
+
+class Model(nn.Module):
+    def __init__(self, layers=2, width=8):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+GUARDS = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch cannot save the guards of a vmap"
+)
+EAGER = {"capture_device": "host", "compiler": "eager", "cache_dir": "off"}
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    with torch._dynamo.config.patch(enable_aot_compile=True):  # off by default in 2.11
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "own"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    name = "module_of_a_saved_model"
+    (tmp_path / f"{name}.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+def save(called: Any, path: Path, *args: Any, dynamic: bool | None = None, **options: Any) -> Any:
+    """Compile ahead of time and save, without gradients."""
+    options = {**EAGER, **options}
+    compiled = torch.compile(
+        called, fullgraph=True, dynamic=dynamic, backend="cgcompile", options=options
+    )
+    ahead = compiled.forward if isinstance(called, nn.Module) else compiled
+    with torch.no_grad():
+        function = ahead.aot_compile((args, {}))
+    function.save_compiled_function(str(path))
+    return function
+
+
+def replays(loaded: Any, model: Any, *shapes: tuple[int, ...], more: tuple[Any, ...] = ()) -> int:
+    """Compare calls on random inputs with the model; return the number of replays."""
+    previous = None
+    for shape in shapes:
+        x = torch.randn(shape)
+        with torch.no_grad():
+            expected, result = model(x.clone(), *more), loaded(x.clone(), *more)
+        torch.testing.assert_close(result, expected)
+        assert previous is None or not previous.equal(result)
+        previous = result
+    return int(loaded.backend.counters.replays)
+
+
+# ---------------------------------------------------------------- round trips
+
+SAVE = """
+import sys
+import torch
+import cgcompile
+from model import Model
+from torch._dynamo import config, mark_dynamic
+
+config.enable_aot_compile = True
+model, x = Model().eval(), torch.randn(6, 8)
+mark_dynamic(x, 0)
+options = {"capture_device": "host", "compiler": sys.argv[1], "cache_dir": sys.argv[2]}
+with torch.no_grad():
+    if sys.argv[1] == "inductor":  # fills the folder outside of aot_compile
+        torch.compile(model, fullgraph=True, backend="cgcompile", options=options)(x)
+        torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="cgcompile", options=options)
+    function = compiled.forward.aot_compile(((x,), {}))
+backend = function._artifacts.compiled_fn.backend
+print(backend.graphs[-1].compilation.compiled, backend.graphs[-1].compilation.loaded)
+function.save_compiled_function("own/model.pt")
+torch.save(model.state_dict(), "own/weights.pt")
+"""
+LOAD = """
+import sys
+import torch
+import cgcompile
+from model import Model
+
+def no_trace(*_):
+    raise AssertionError("Dynamo traces")
+
+torch._dynamo.convert_frame.fullgraph_capture = no_trace
+model, eager = Model().eval(), Model().eval()
+for each in (model, eager):
+    each.load_state_dict(torch.load("own/weights.pt"))
+loaded = cgcompile.load("own/model.pt", model)
+with torch.no_grad():
+    for rows in (6, 6, 6, 6, 9, 9, 9):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(loaded(x), eager(x))
+assert loaded.calls == model.calls == eager.calls
+compilation = loaded.backend.graphs[0].compilation
+print(loaded.backend.counters.replays, compilation.compiled, compilation.loaded)
+"""
+
+
+def run_here(code: str, folder: Path, *arguments: str) -> list[int]:
+    code = f"import os, sys\nos.chdir({str(folder)!r})\nsys.path.insert(0, '.')\n{code}"
+    return [*map(int, run_code(code, *arguments).split())]
+
+
+@pytest.mark.slow
+def test_a_saved_model_replays_in_another_process(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    run_here(SAVE, tmp_path, "eager", "off")
+    assert run_here(LOAD, tmp_path) == [3, 3, 0]
+
+
+@pytest.mark.slow
+def test_a_saved_model_has_the_artifacts_of_its_pieces(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    cache = tmp_path / "cache"
+    # The keys of pieces are those outside of aot_compile.
+    assert run_here(SAVE, tmp_path, "inductor", str(cache)) == [0, 3]
+    for entry in cache.glob("*.cgc"):
+        entry.unlink()  # what remains are C++ libraries
+    assert run_here(LOAD, tmp_path) == [3, 0, 3]
+
+
+def numbers(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x * scale
+
+
+def sizes(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x.reshape(x.shape[0] // 2, 2, -1) + 1, x.shape[0] * 3
+
+
+def views(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1)[4:].view(2, -1) + 1
+
+
+def flex(x: torch.Tensor) -> torch.Tensor:
+    heads = (x * 2).view(1, 2, -1, 16)
+    return flex_attention(heads, heads, heads, score_mod=lambda s, b, h, i, j: s + i - j)
+
+
+def in_vmap(x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda row: row.sin() * 2)(x) + 1
+
+
+@pytest.mark.parametrize(
+    ("called", "more", "dynamic"),
+    [
+        (numbers, (0.5,), True),
+        (sizes, (), True),
+        (views, (), None),
+        pytest.param(flex, (), None, marks=GUARDS),
+        pytest.param(in_vmap, (), None, marks=GUARDS),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_what_a_graph_needs_around_it_is_saved(
+    folder: Path, called: Callable[..., Any], more: tuple[Any, ...], dynamic: bool | None
+) -> None:
+    save(called, folder / "model", torch.randn(6, 16), *more, dynamic=dynamic)
+    loaded = cgcompile.load(folder / "model", called)
+    more = tuple(number + 1 for number in more)
+    if called is sizes:
+        for rows in (6, 6, 6, 8):
+            x = torch.randn(rows, 16)
+            with torch.no_grad():
+                (result, number), (expected, as_eager) = loaded(x), called(x)
+            assert result.equal(expected)
+            assert number == as_eager
+        assert loaded.backend.counters.replays == 1
+    else:
+        assert replays(loaded, called, *[(6, 16)] * 4, more=more) >= 2
+
+
+class Subclassed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = TwoTensor(torch.randn(8, 8), torch.randn(8, 8))
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x.t() + (self.weight * 2).sum()
+
+
+def test_subclasses_are_saved(folder: Path) -> None:
+    model = Subclassed()
+    save(model, folder / "model", torch.randn(6, 8))
+    loaded = cgcompile.load(folder / "model", model)
+    assert isinstance(loaded.weight, TwoTensor)
+    xs = [torch.randn(6, 8) for _ in range(4)]
+    with torch.no_grad():
+        for x in xs:
+            result, expected = loaded(x), model(x)
+            assert result.a.equal(expected.a)
+            assert result.b.equal(expected.b)
+    assert loaded.backend.counters.replays == 2
+
+
+@dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def makes_a_pair(x: torch.Tensor) -> torch.Tensor:
+    pair = Pair(x * 2, x + 1)
+    return pair.first @ pair.second.t()
+
+
+def test_generated_methods_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(makes_a_pair, folder / "model", torch.randn(6, 8))
+    loaded = cgcompile.load(folder / "model", makes_a_pair)
+    assert replays(loaded, makes_a_pair, *[(6, 8)] * 3) == 1
+
+    def swapped(self: Pair, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.first, self.second = second, first
+
+    monkeypatch.setattr(Pair, "__init__", swapped)
+    with pytest.raises(SavedModelError, match=r"Pair\.__init__ is"):
+        cgcompile.load(folder / "model", makes_a_pair)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * attention_mask.unsqueeze(-1)
+
+
+def test_padded_lengths_are_saved(folder: Path) -> None:
+    model = Masked()
+    x, mask = torch.randn(2, 6, 8), torch.ones(2, 6)
+    for tensor in (x, mask):
+        torch._dynamo.mark_dynamic(tensor, 1)
+    options = {**EAGER, "pad_lengths": "8"}
+    compiled = torch.compile(model.forward, fullgraph=True, backend="cgcompile", options=options)
+    with torch.no_grad():
+        compiled.aot_compile(((x, mask), {})).save_compiled_function(str(folder / "model"))
+        loaded = cgcompile.load(folder / "model", model.forward)
+        for length in (5, 6, 7, 8, 5):
+            x, mask = torch.randn(2, length, 8), (torch.rand(2, length) > 0.5).float()
+            torch.testing.assert_close(loaded(x, mask), model(x, mask))
+    assert loaded.backend.counters.captures == 1  # for 8, which the others were padded to
+    assert loaded.backend.counters.replays == 3
+
+
+def test_torch_loads_it_too(folder: Path, module: ModuleType) -> None:
+    model = module.Model().eval()
+    save(model, folder / "model", torch.randn(6, 8))
+    with open(folder / "model", "rb") as file:
+        function = torch.compiler.load_compiled_function(file)
+    x = torch.randn(6, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(function(model, x), model(x))
+    module.SCALE = 3.0
+    with (
+        open(folder / "model", "rb") as file,
+        pytest.raises(SavedModelError, match=r"SCALE is 3\.0"),
+    ):
+        torch.compiler.load_compiled_function(file)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def shown(error: BaseException, *paths: Path) -> str:
+    text = str(error).replace("module_of_a_saved_model", "model")
+    for path in paths:
+        text = text.replace(str(path), "...")
+    text = re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"\b[0-9a-f]{16}\b", "<digest>", text))
+    text = re.sub(r"cpu: .*?threads", "<cpu>", text)
+    return "\n".join(line for line in text.splitlines() if not line.startswith("See docs"))
+
+
+def edited(module: ModuleType, old: str, new: str) -> None:
+    assert old in MODEL
+    Path(str(module.__file__)).write_text(MODEL.replace(old, new))
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(b"cgcompile cache") + 2000] ^= 1
+    path.write_bytes(data)
+
+
+def cases(module: ModuleType, path: Path, monkeypatch: Any) -> dict[str, Callable[[], Any]]:
+    """What is changed before a load, by name."""
+    x_of = module.Layer.forward
+    return {
+        "an edited function": lambda: edited(module, "x + scaled", "x - scaled"),
+        "an edited default": lambda: edited(module, "more=1.0", "more=3.0"),
+        "a removed function": lambda: edited(module, "def scaled", "def other"),
+        "a replaced method": lambda: monkeypatch.setattr(
+            module.Layer, "forward", lambda self, x: x_of(self, x) + 1
+        ),
+        "another global": lambda: monkeypatch.setattr(module, "SCALE", 3.0),
+        "no global": lambda: monkeypatch.delattr(module, "SCALE"),
+        "another version": lambda: monkeypatch.setattr(saved, "__version__", "99"),
+        "another processor": lambda: monkeypatch.setattr(
+            saved.inductor, "machine", lambda devices: "cpu: another threads"
+        ),
+        "a cut file": lambda: path.write_bytes(path.read_bytes()[:5000]),
+        "a damaged file": lambda: flipped(path),
+        "a file that others may write": lambda: path.chmod(0o666),
+        "a folder that others may write": lambda: path.parent.chmod(0o777),
+        "a link": lambda: path.rename(path.with_name("x")) and path.symlink_to("x"),
+    }
+
+
+def test_what_a_load_refuses(
+    tmp_path: Path, folder: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = module.Model().eval(), folder / "model"
+    save(model, path, torch.randn(6, 8))
+    original = path.read_bytes()
+    rows = []
+    for name in cases(module, path, monkeypatch):
+        with monkeypatch.context() as patch:
+            cases(module, path, patch)[name]()
+            with pytest.raises(SavedModelError) as caught:
+                cgcompile.load(path, model)
+        rows.append(f"{name}: {shown(caught.value, tmp_path)}")
+        Path(str(module.__file__)).write_text(MODEL)
+        path.unlink()
+        path.write_bytes(original)
+        path.chmod(0o600)
+        folder.chmod(0o700)
+        cgcompile.load(path, model)
+    for name, other in {
+        "other dtypes": module.Model().half(),
+        "fewer layers": module.Model(layers=1),
+        "another width": module.Model(width=16),
+    }.items():
+        with pytest.raises(SavedModelError) as caught:
+            cgcompile.load(path, other)
+        rows.append(f"{name}: {shown(caught.value)}")
+    assert_snapshot("saved_models", "\n".join(rows))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_a_file_of_another_user_is_not_read(folder: Path, module: ModuleType) -> None:
+    model, path = module.Model().eval(), folder / "model"
+    save(model, path, torch.randn(6, 8))
+    os.chown(path, 65534, -1)
+    with pytest.raises(SavedModelError, match="owned by user 65534"):
+        cgcompile.load(path, model)
+
+
+def test_calls_that_no_trace_serves_are_refused(folder: Path, module: ModuleType) -> None:
+    model, path = module.Model().eval(), folder / "model"
+    save(model, path, torch.randn(6, 8))
+    loaded = cgcompile.load(path, model)
+    with pytest.raises(SavedModelError, match="grad_mode"):
+        loaded(torch.randn(6, 8))
+    with torch.no_grad():
+        with pytest.raises(SavedModelError, match="expected 6, actual 7"):
+            loaded(torch.randn(7, 8))
+        with pytest.raises(SavedModelError, match=r"len\(.*layers.*\) != 2"):
+            cgcompile.load(path, module.Model(layers=3))(torch.randn(6, 8))
+    assert replays(loaded, model, *[(6, 8)] * 3) == 1
+    assert model.calls == 6
+
+
+def outer(scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * scale
+
+
+def test_a_closure_is_compared(folder: Path) -> None:
+    save(outer(2.0), folder / "model", torch.randn(6, 8))
+    assert replays(cgcompile.load(folder / "model", outer(2.0)), outer(2.0), *[(6, 8)] * 3) == 1
+    with pytest.raises(SavedModelError, match=r"its closure scale is 3\.0; it was 2\.0"):
+        cgcompile.load(folder / "model", outer(3.0))
+
+
+def test_edits_elsewhere_are_no_change(folder: Path, module: ModuleType) -> None:
+    model, path = module.Model().eval(), folder / "model"
+    save(model, path, torch.randn(6, 8))
+    edited(module, "class Layer", "def unrelated():\n    return 1\n\n\nclass Layer")
+    shutil.copy(path, folder / "copy")
+    assert replays(cgcompile.load(folder / "copy", model), model, *[(6, 8)] * 3) == 1
+
+
+def test_what_cannot_be_saved(folder: Path, module: ModuleType) -> None:
+    model = module.Model().eval()
+    options: dict[str, dict[str, Any]] = {
+        "a lambda": {"splitting_ops": [lambda node: False]},
+        "a local compiler": {"compiler": lambda gm, inputs: gm.forward},
+        "no graphs": {"mode": "NONE", "cudagraph_mode": "NONE"}
+        | dict.fromkeys(("compiler", "capture_device", "cache_dir")),
+    }
+    rows = []
+    for name, own in options.items():
+        left = {key: value for key, value in {**EAGER, **own}.items() if value is not None}
+        compiled = torch.compile(model, fullgraph=True, backend="cgcompile", options=left)
+        with torch.no_grad(), pytest.raises(SavedModelError) as caught:
+            compiled.forward.aot_compile(((torch.randn(6, 8),), {}))
+        rows.append(f"{name}: {shown(caught.value)}")
+    compiled = torch.compile(lambda x: x + torch.zeros(8), fullgraph=True, backend="cgcompile")
+    with torch.device("cpu"), torch.no_grad(), pytest.raises(SavedModelError) as caught:
+        compiled.aot_compile(((torch.randn(6, 8),), {}))
+    rows.append(f"a function mode: {shown(caught.value)}")
+    assert_snapshot("unsaved_models", "\n".join(rows))
+    assert not [*folder.iterdir()]
