@@ -184,6 +184,16 @@ def _fill_positions(layer: Any, source: Any) -> None:
         layer.cumulative_length.fill_(past)
 
 
+def extend(source: Any, cache: Any, length: int) -> None:
+    """Add to a dynamic cache, to a length, what steps have written to the static one."""
+    source = getattr(source, "self_attention_cache", source)
+    for layer, filled in _pairs(getattr(cache, "self_attention_cache", cache), source):
+        if getattr(filled, "keys", None) is not None and filled.is_initialized:
+            past = int(filled.get_seq_length())
+            states = (tensor[:, :, past:length] for tensor in (layer.keys, layer.values))
+            filled.update(*states)
+
+
 def _fill_states(layer: Any, source: Any) -> None:
     from transformers.cache_utils import LinearAttentionLayer
 

@@ -150,6 +150,8 @@ class DraftedText(_Side):
         super().__init__(call, 1 + count, "cache")
         if draft.device != call.model.device:
             raise NotHeld(f"a draft model on {draft.device}")
+        if self.returns:
+            raise NotHeld("return_dict_in_generate with a draft")
         if not call.ids.shape[1]:
             raise NotHeld("a draft for a prompt of embeddings")
         self.count = count
@@ -246,8 +248,8 @@ class DraftedText(_Side):
                     break
                 guess["token"], guess["length"] = tokens[-1], state["length"] + counts[:, None]
                 _shift(guess, tokens[-1])
-                scores = logits[:, -1].to(copy=True, dtype=torch.float32)
-                tokens.append(next_token.selected(scores, pairs, guess, samples, noise[number]))
+                scores = next_token.processed(_copied(logits[:, -1]), pairs, guess)
+                tokens.append(next_token.selected(scores, guess, samples, noise[number]))
             return torch.stack(tokens, dim=1)
 
         def draft_round(state: dict[str, Any]) -> None:
@@ -269,13 +271,17 @@ class DraftedText(_Side):
                     "token": torch.where(active, token, vocabulary),  # no token
                 }
                 _shift(view, token)
-                scores = logits[:, number].to(copy=True, dtype=torch.float32)
-                chosen = next_token.selected(scores, pairs, view, samples, noise[number])
+                scores = next_token.processed(_copied(logits[:, number]), pairs, view)
+                chosen = next_token.selected(scores, view, samples, noise[number])
                 ended = _add(state, active, chosen)
                 if number < count:
                     active = active & ~ended & (chosen == proposed[:, number + 1])
 
         return draft_round
+
+
+def _copied(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(copy=True, dtype=torch.float32)
 
 
 def _shift(view: dict[str, Any], token: torch.Tensor) -> None:

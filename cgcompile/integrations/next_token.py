@@ -282,27 +282,35 @@ def _occurring(ids: torch.Tensor, prompt: Prompt) -> torch.Tensor:
     return seen.scatter_(1, ids.to(prompt.device).clamp(max=prompt.vocabulary), True)
 
 
-def selected(
-    logits: torch.Tensor,
-    rules: Sequence[tuple[Rule, Tensors]],
-    state: Tensors,
-    samples: bool,
-    noise: torch.Tensor | None = None,
+def processed(
+    logits: torch.Tensor, rules: Sequence[tuple[Rule, Tensors]], state: Tensors
 ) -> torch.Tensor:
-    """Return the next tokens, ``[rows]``, from the logits of the last position.
+    """Return the scores of the next tokens, ``[rows, vocabulary]``.
 
     Args:
-        logits: ``[rows, vocabulary]`` in float32.
+        logits: ``[rows, vocabulary]`` in float32, of the last position.
         rules: each with its tensors.
-        state: has ``length``, ``token``, ``ids`` where a rule reads them, and ``invalid``, which is
-            set where no distribution can be drawn from, of the rows in ``active`` if it is there.
-        samples: draws from the default generator, else the largest score.
-        noise: ``[rows, vocabulary]``, exponentially distributed, in place of numbers that are drawn
-            here.
+        state: has ``length``, ``token``, and ``ids`` where a rule reads them.
     """
     scores = logits
     for rule, tensors in rules:
         scores = rule.apply(scores, tensors, state)
+    return scores
+
+
+def selected(
+    scores: torch.Tensor, state: Tensors, samples: bool, noise: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the next tokens, ``[rows]``.
+
+    Args:
+        scores: ``[rows, vocabulary]``.
+        state: has ``invalid``, which is set where no distribution can be drawn from, of the rows in
+            ``active`` if it is there.
+        samples: draws from the default generator, else the largest score.
+        noise: ``[rows, vocabulary]``, exponentially distributed, in place of numbers that are drawn
+            here.
+    """
     if not samples:
         return scores.argmax(-1)
     probabilities = scores.softmax(-1)

@@ -4,6 +4,8 @@ A :class:`Text` is one call, a :class:`Kept` what later calls find again. The ru
 passes is copied into a kept buffer, or is a part of the key of a step.
 """
 
+import inspect
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -133,9 +135,65 @@ def _generators(device: torch.device) -> Any:
     return torch if device.type == "cpu" else torch.get_device_module(device)
 
 
-def of_criteria(criteria: Any, name: str) -> list[Any]:
-    """Return an attribute of all criteria that have it."""
-    return [getattr(criterion, name) for criterion in criteria if hasattr(criterion, name)]
+ON_DEVICE = ("MaxLengthCriteria", "MaxTimeCriteria", "EosTokenCriteria")
+"""Stopping criteria that steps and their number stand for."""
+
+
+def kind_of(criterion: Any) -> str:
+    """Return the class of a criterion that steps stand for; empty for one that runs on the host."""
+    kind = type(criterion)
+    library = kind.__module__ == "transformers.generation.stopping_criteria"
+    return kind.__name__ if library and kind.__name__ in ON_DEVICE else ""
+
+
+def of_criteria(criteria: Any, kind: str) -> list[Any]:
+    """Return the criteria of a kind."""
+    return [criterion for criterion in criteria if kind_of(criterion) == kind]
+
+
+class Stops:
+    """Criteria that run on the host, called for each token as ``generate`` calls them.
+
+    A row that one of them ends is cut behind that token. ``generate`` pads such a row only where
+    end tokens are set; else it goes on until all rows have ended, and so does it here.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._seen = call, 0
+        self._criteria = of_criteria(call.criteria, "")
+        self._pads = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
+        self._ended = [False] * call.ids.shape[0]
+
+    def all_ended(self, state: dict[str, Any]) -> bool:
+        """Run the criteria for the new tokens; return whether they have ended the text."""
+        if not self._criteria or all(self._ended):
+            return bool(self._criteria)
+        count, before = int(ready(state)), self._call.ids
+        ids = torch.cat((before, state["text"][:, :count].to(before.device)), dim=-1)
+        counts, finished = state["counts"].tolist(), state["finished"].tolist()
+        for column in range(self._seen + 1, count + 1):
+            now = ids[:, : before.shape[1] + column]
+            done = torch.full((len(ids),), False, device=ids.device)
+            for criterion in self._criteria:
+                done = done | criterion(now, None)
+            for row, ends in enumerate(done.tolist()):
+                if ends and not self._ended[row] and self._pads:
+                    self._cut(state, ids, row, column)
+                    counts[row], finished[row] = min(counts[row], column), True
+                self._ended[row] |= ends or (finished[row] and counts[row] <= column)
+            if all(self._ended):
+                state["counts"].clamp_(max=column)
+                state["finished"].fill_(True)
+                return True
+        self._seen = count
+        return False
+
+    def _cut(self, state: dict[str, Any], ids: torch.Tensor, row: int, column: int) -> None:
+        """End a row: what follows is padding."""
+        state["counts"][row].clamp_(max=column)
+        state["finished"][row] = True
+        state["text"][row, column:] = state["pad"]
+        ids[row, self._call.ids.shape[1] + column :] = state["pad"]
 
 
 def _length_of(cache: Any) -> int:
@@ -166,17 +224,30 @@ class Text:
         if mask is not None:
             self.kwargs["attention_mask"] = mask
         self.rows = rows
-        longest = of_criteria(call.criteria, "max_length")
+        longest = [one.max_length for one in of_criteria(call.criteria, "MaxLengthCriteria")]
         self.limit = min(longest, default=0) - call.ids.shape[1]  # new tokens
         if not longest:
             raise NotHeld("a text without a maximum length")
-        ends = of_criteria(call.criteria, "eos_token_id")
+        ends = [one.eos_token_id for one in of_criteria(call.criteria, "EosTokenCriteria")]
         self.ends = torch.cat([end.reshape(-1) for end in ends]) if ends else None
+        self.returned: list[dict[str, torch.Tensor]] = []  # of rounds
 
     @property
     def sides(self) -> "tuple[Text, ...]":
         """The texts whose forwards are compiled."""
         return (self,)
+
+    @property
+    def returns(self) -> bool:
+        """Whether ``generate`` returns more than tokens."""
+        return bool(self.call.config.return_dict_in_generate)
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """What is returned of each step: scores, logits."""
+        config, kinds = self.call.config, ("scores", "logits")
+        wanted = [name for name in kinds if getattr(config, f"output_{name}")]
+        return tuple(wanted) if self.returns else ()
 
     @property
     def needs_flag(self) -> bool:
@@ -203,10 +274,11 @@ class Text:
         self.run_prompt()
         self.prompt = Prompt(call.ids, self.vocabulary, self.device)
         scores = call.processors(call.ids, self.logits)
+        self.add({"logits": self.logits[None], "scores": scores[None]})
         self.rules = next_token.rules_of(call.processors, self.prompt)
         self.invalid = torch.zeros((), dtype=torch.bool, device=self.device)
         first = {"invalid": self.invalid}
-        self.first = next_token.selected(scores, (), first, call.samples)
+        self.first = next_token.selected(scores, first, call.samples)
 
     @property
     def needed(self) -> int:
@@ -303,34 +375,49 @@ class Text:
         tensors = self.described.tensors
         return {key: kept.buffer((name, key), value) for key, value in tensors.items()}
 
+    def add(self, result: dict[str, torch.Tensor] | None) -> None:
+        """Take what a round has returned, ``[steps, rows, vocabulary]``."""
+        if result:
+            self.returned.append({name: result[name] for name in self.listed})
+
     def forget_prefill(self) -> None:
-        """Free the dynamic cache, whose contents are copied."""
-        self.source = self.outputs = self.logits = None
+        """Free what the prompt has left, and was copied."""
+        self.outputs = self.logits = None
+        if not self.returns:
+            self.source = None
         self.kwargs.clear()
 
     def key_of_step(self) -> tuple[Hashable, ...]:
         """Return what is baked into a step."""
         rules = tuple((rule.key, tuple(rule.tensors)) for rule in self.rules)
-        return self.described.key, rules, self.call.samples, self.ends is not None
+        return self.described.key, rules, self.call.samples, self.ends is not None, self.listed
 
-    def step(self, forwards: Sequence[Forward]) -> Callable[[dict[str, Any]], None]:
+    def step(self, forwards: Sequence[Forward]) -> Callable[[dict[str, Any]], Any]:
         """Return the step of a loop: a token in, the next one out, in the tensors of the state.
+
+        It returns what is listed of a step.
 
         Args:
             forwards: of the sides.
         """
         (forward,), rules, samples = forwards, self.rules, self.call.samples
-        model, build, advance = self.model, self.described.build, self.described.advance
+        listed, model, build, advance = (
+            self.listed,
+            self.model,
+            self.described.build,
+            self.described.advance,
+        )
 
-        def decode_step(state: dict[str, Any]) -> None:
+        def decode_step(state: dict[str, Any]) -> dict[str, torch.Tensor]:
             token, inputs, finished = state["token"], state["inputs"], state["finished"]
             state["length"].add_(1)
             if "ids" in state:
                 state["ids"].copy_(torch.cat((state["ids"][:, 1:], token[:, None]), dim=-1))
             logits = forward(model, build(inputs, token[:, None], state["cache"]))[:, -1]
-            scores = logits.to(copy=True, dtype=torch.float32)
+            logits = logits.to(copy=True, dtype=torch.float32)
             pairs = list(zip(rules, state["rules"], strict=True))
-            following = next_token.selected(scores, pairs, state, samples)
+            scores = next_token.processed(logits, pairs, state)
+            following = next_token.selected(scores, state, samples)
             following = torch.where(finished, state["pad"], following)
             token.copy_(following)
             state["text"].index_copy_(1, state["column"], following[:, None])
@@ -340,16 +427,33 @@ class Text:
             finished.logical_or_((following[:, None] == state["ends"]).any(-1))
             for name in advance:
                 inputs[name].add_(1)
+            return {name: {"scores": scores, "logits": logits}[name] for name in listed}
 
         return decode_step
 
-    def result(self, state: dict[str, Any]) -> torch.Tensor:
-        """Return the prompt and the new tokens, to where the last row has ended."""
+    def result(self, kept: Kept, state: dict[str, Any]) -> Any:
+        """Return what ``generate`` returns, to where the last row has ended."""
         count, invalid = torch.stack((ready(state), state["invalid"].long())).tolist()
         if invalid:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         new = state["text"][:, :count].to(self.call.ids.device)
-        return torch.cat((self.call.ids, new), dim=-1)
+        tokens = torch.cat((self.call.ids, new), dim=-1)
+        return self._outputs(kept, tokens, count) if self.returns else tokens
+
+    def _outputs(self, kept: Kept, tokens: torch.Tensor, count: int) -> Any:
+        from transformers.generation import utils
+
+        encodes = self.model.config.is_encoder_decoder
+        kind: Any = utils.GenerateDecoderOnlyOutput
+        if encodes:
+            kind = utils.GenerateEncoderDecoderOutput
+        lists = {
+            name: tuple(itertools.chain(*(one[name] for one in self.returned)))[:count]
+            for name in self.listed
+        }
+        decode_inputs.extend(self.source, kept.caches["cache"], self.past + count - 1)
+        name = next(name for name in CACHES if name in inspect.signature(kind).parameters)
+        return kind(sequences=tokens, **lists, **{name: self.source})
 
 
 def ready(state: dict[str, Any]) -> torch.Tensor:

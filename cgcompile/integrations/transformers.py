@@ -40,8 +40,10 @@ from cgcompile.integrations.drafts import DraftedText
 from cgcompile.integrations.texts import (
     Call,
     Kept,
+    Stops,
     Text,
     finished,
+    of_criteria,
     ready,
     tensors_beside_weights,
 )
@@ -143,7 +145,7 @@ def _why_own_way(call: Call) -> str:
         not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
         "a model of several ranks": _is_sharded(model),
         "a model on several devices": len(devices) > 1,
-        "return_dict_in_generate": config.return_dict_in_generate,
+        **_returns_refused(call),
         "an assistant": config.is_assistant,
         "use_cache=False": not call.kwargs.get("use_cache"),
         "a model without a cache of transformers": not caches,
@@ -158,19 +160,22 @@ def _why_own_way(call: Call) -> str:
     for why, holds in reasons.items():
         if holds:
             return why
-    return _criterion_refused(call.criteria) or next_token.refusal(call.processors)
+    return next_token.refusal(call.processors)
 
 
-_CRITERIA = ("MaxLengthCriteria", "MaxTimeCriteria", "EosTokenCriteria")
-
-
-def _criterion_refused(criteria: Any) -> str:
-    for criterion in criteria:
-        kind = type(criterion)
-        library = kind.__module__ == "transformers.generation.stopping_criteria"
-        if not library or kind.__name__ not in _CRITERIA:
-            return f"the stopping criterion {kind.__name__}"
-    return ""
+def _returns_refused(call: Call) -> dict[str, bool]:
+    """Return what of ``return_dict_in_generate`` needs the own loop, and whether it is wanted."""
+    config, returns = call.config, call.config.return_dict_in_generate
+    layers = getattr(decode_inputs.dynamic_cache(call.model), "layers", ()) if returns else ()
+    return {
+        "output_attentions": returns and config.output_attentions,
+        "output_hidden_states": returns and config.output_hidden_states,
+        "return_dict_in_generate with a criterion of yours": returns
+        and bool(of_criteria(call.criteria, "")),
+        "return_dict_in_generate of layers without attention": any(
+            hasattr(layer, "conv_states") for layer in layers
+        ),
+    }
 
 
 # ---------------------------------------------------------------- the callable
@@ -360,7 +365,7 @@ class Generate:
             more["streamer"] = self.stream
         return call.own_way(**more)
 
-    def _run(self, call: Call) -> torch.Tensor:
+    def _run(self, call: Call) -> Any:
         text = Text(call)
         if self.draft is not None:
             text = DraftedText(call, self.draft, self.draft_tokens)
@@ -373,17 +378,16 @@ class Generate:
             text.forget_prefill()
             with call.model._optimize_model_for_decode():
                 self._decode(text, kept, state)
-            return text.result(state)
+            return text.result(kept, state)
         finally:
             kept.busy.release()
 
     def _decode(self, text: Text, kept: Kept, state: dict[str, Any]) -> None:
         """Run steps to the end of the text."""
-        call, shown = text.call, 0
+        call, shown, stops = text.call, 0, Stops(text.call)
         clocks = [
             (criterion.initial_timestamp, criterion.max_time)
-            for criterion in call.criteria
-            if hasattr(criterion, "max_time")
+            for criterion in of_criteria(call.criteria, "MaxTimeCriteria")
         ]
         forwards = [
             self._forward(side, (*text.layout, kept.length, side.described.key))
@@ -393,14 +397,19 @@ class Generate:
         left, ran = text.limit - 1, tuple[Any, ...]()
         if isinstance(forwards[0], _Forward) and left > 0:
             with _held(kept), postponed_capture():
-                step(state)  # evaluates the guards of Dynamo
+                first = step(state)  # evaluates the guards of Dynamo
+                text.add(first and {name: value[None] for name, value in first.items()})
             left, ran = left - 1, tuple(forward.ran for forward in forwards)
             step = text.step([partial(forward.repeated, forward.ran) for forward in forwards])
         steps = self._loop(text, kept, ran, step)
         before = steps.counters
-        for _ in _rounds(text.model, kept, steps, state, left):
+        if stops.all_ended(state):
+            left = 0
+        for result in _rounds(text.model, kept, steps, state, left):
+            text.add(result)
+            has_ended = stops.all_ended(state)
             shown = self._show(state, shown)
-            if any(time.time() - begin > longest for begin, longest in clocks):
+            if has_ended or any(time.time() - begin > longest for begin, longest in clocks):
                 break
         self._show(state, shown)
         if self.stream is not None:

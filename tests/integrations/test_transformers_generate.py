@@ -388,13 +388,35 @@ class Temperature(transformers.TemperatureLogitsWarper):
 
 
 class StopAt(StoppingCriteria):
+    """Ends each row where it is one column longer than the row before; notes what it was given."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.texts: list[list[list[int]]] = []
+
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 9)
+        assert scores is None
+        self.texts.append(input_ids.tolist())
+        return input_ids.shape[1] >= self.columns + torch.arange(input_ids.shape[0])
 
 
 OWN_WAY: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "beams": ("beam_search", lambda: {"num_beams": 2}),
-    "a dictionary": ("return_dict", lambda: {"return_dict_in_generate": True}),
+    "attentions": (
+        "output_attentions",
+        lambda: {"return_dict_in_generate": True, "output_attentions": True},
+    ),
+    "hidden states": (
+        "output_hidden_states",
+        lambda: {"return_dict_in_generate": True, "output_hidden_states": True},
+    ),
+    "a dictionary and a criterion": (
+        "a criterion of yours",
+        lambda: {
+            "return_dict_in_generate": True,
+            "stopping_criteria": StoppingCriteriaList([StopAt(9)]),
+        },
+    ),
     "no cache": ("use_cache=False", lambda: {"use_cache": False}),
     "a cache": ("a cache of yours", lambda: {"past_key_values": DynamicCache()}),
     "a processor": ("Favour", lambda: {"logits_processor": LogitsProcessorList([Favour()])}),
@@ -402,7 +424,6 @@ OWN_WAY: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "Temperature",
         lambda: {"logits_processor": LogitsProcessorList([Temperature(0.5)])},
     ),
-    "a criterion": ("StopAt", lambda: {"stopping_criteria": StoppingCriteriaList([StopAt()])}),
     "a decay": (
         "ExponentialDecayLengthPenalty",
         lambda: {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 5},
@@ -421,7 +442,7 @@ def test_what_runs_in_the_loop_of_generate(llama: Any, name: str) -> None:
     torch.manual_seed(3)
     second = {"do_sample": False, "max_new_tokens": 6, **settings()}
     tokens = llama.generate(**inputs, **second, custom_generate=own)
-    if name == "a dictionary":
+    if "return_dict_in_generate" in second:
         expected, tokens = expected.sequences, tokens.sequences
     assert torch.equal(tokens, expected)
     assert own.counters.plain == {Reason.OWN_LOOP: 1}
@@ -491,6 +512,108 @@ def test_a_text_ends_after_its_time(llama: Any) -> None:
         **prompt(), do_sample=False, max_new_tokens=60, max_time=0.0, custom_generate=own
     )
     assert tokens.shape == (2, 6 + 1 + 2), "the first token, and one round"
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("ends", [None, [5, 17, 44, 71]])
+def test_a_criterion_of_yours(llama: Any, ends: Any, drafts: bool) -> None:
+    """It gets each text that ``generate`` gives it, and rows end where it ends them."""
+    own = Generate(steps=4, draft=noisy(llama) if drafts else None)
+    for rows, columns in ((1, 9), (3, 9), (3, 13), (1, 7)):
+        inputs, seen, texts = prompt(rows), [], []
+        for how in (None, own):
+            criterion = StopAt(columns)
+            texts.append(
+                llama.generate(
+                    **inputs,
+                    do_sample=False,
+                    max_new_tokens=20,
+                    eos_token_id=ends,
+                    stopping_criteria=StoppingCriteriaList([criterion]),
+                    custom_generate=how,
+                )
+            )
+            seen.append(criterion.texts)
+        assert torch.equal(*texts)
+        assert texts[0].shape[1] <= columns + rows - 1
+        assert seen[0] == seen[1]
+    assert own.counters.captures + own.counters.replays == 4
+
+
+class Raising(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        raise KeyError("of mine")
+
+
+def test_a_criterion_that_raises(llama: Any) -> None:
+    """The kept cache serves the next call."""
+    own, raising = Generate(steps=4), StoppingCriteriaList([Raising()])
+    check(llama, own, prompt())
+    with pytest.raises(KeyError, match="of mine"):
+        llama.generate(**prompt(), stopping_criteria=raising, custom_generate=own)
+    check(llama, own, prompt())
+    assert (own.counters.captures, own.counters.replays) == (1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [None, [5, 17, 44, 71]])
+def test_stop_strings(llama: Any, ends: Any) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"{chr(97 + n % 26)}{chr(97 + n // 26)}": n for n in range(VOCABULARY)}
+    words["abcdef"] = words.pop("ab")  # by which transformers finds how tokens are joined
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="aa"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="aa")
+    own, lengths = Generate(steps=4), set()
+    for rows in (1, 3, 1, 3):
+        criterion = transformers.StopStringCriteria(tokenizer, ["b", "cc"])
+        settings = {"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": ends}
+        expected = check(llama, own, prompt(rows), max_new_tokens=30, **settings)
+        lengths.add(expected.shape[1])
+    assert min(lengths) < 36, "no text has ended"
+    assert (own.counters.captures, own.counters.replays) == (2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n", "gpt2", "t5"])
+def test_dictionaries(name: str) -> None:
+    """Scores, logits, and a cache that goes on."""
+    model, own = build(name), Generate(steps=4)
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    for rows, length, padded in ((2, 7, 0), (2, 20, 0), (2, 12, 5)):
+        inputs = prompt(rows, length, padded)
+        if model.config.is_encoder_decoder:
+            inputs = {key: value.flip(-1) for key, value in inputs.items()}
+        for settings in ({"repetition_penalty": 1.5}, {"eos_token_id": list(range(40, 56))}):
+            expected, result = both(model, own, inputs, max_new_tokens=18, **wanted, **settings)
+            assert type(result) is type(expected)
+            assert torch.equal(result.sequences, expected.sequences)
+            for kind in ("scores", "logits"):
+                assert len(result[kind]) == len(expected[kind])
+                for one, other in zip(result[kind], expected[kind], strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-3, atol=3e-3)
+            assert result.keys() == expected.keys()
+            layers = [
+                getattr(one.cache, "self_attention_cache", one.cache).layers
+                for one in (result, expected)
+            ]
+            for layer, other in zip(*layers, strict=True):
+                assert type(layer) is type(other)
+                if getattr(other, "keys", None) is not None:
+                    assert layer.get_seq_length() == other.get_seq_length()
+                    torch.testing.assert_close(layer.keys, other.keys, rtol=1e-3, atol=1e-4)
+                    torch.testing.assert_close(layer.values, other.values, rtol=1e-3, atol=1e-4)
+    assert (own.counters.captures, own.counters.replays) == (2, 4)
+
+
+def test_scores_belong_to_the_caller(llama: Any) -> None:
+    own, inputs = Generate(steps=4), prompt()
+    wanted = {"return_dict_in_generate": True, "output_scores": True}
+    first, again = both(llama, own, inputs, **wanted)
+    check(llama, own, prompt(length=9))
+    both(llama, own, prompt(length=9), **wanted)
+    for one, other in zip(again.scores, first.scores, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert own.counters.captures + own.counters.replays == 3
 
 
 def test_processors_are_known_by_class() -> None:
