@@ -714,6 +714,7 @@ class ModelState:
         self._loaded: LoadedNames | None = None  # by them; None before the first capture
         self._before: State | None = None  # the capture that runs
         self._last: StateContract | None = None  # compares what was read last, with all tensors
+        self._shared: weakref.ref[StateContract] | None = None  # to the capture before
         self._bookkeeping: set[str] = set()  # paths of what captured steps change themselves
         self.changes: list[Change] = []  # these changes, of the last capture
         self.learned = False  # whether that capture ran code that was not known before it
@@ -757,9 +758,12 @@ class ModelState:
         return {f"global {name}": scope[name] for scope, name in rows if name in scope}
 
     def contract(
-        self, ran: RanCode, touched: Collection[int], remedy: str, weights: Weights
+        self, ran: RanCode, touched: Collection[int], remedy: str, weights: Callable[[], Weights]
     ) -> "StateContract | None":
-        """Return the contract of a capture that has ended, which touched memory at ``touched``."""
+        """Return the contract of a capture that has ended, which touched memory at ``touched``.
+
+        Captures of the same state share one, whose ``weights`` are read once.
+        """
         assert self._before is not None
         known = len(self._codes)
         self._codes.update(ran.codes)
@@ -792,7 +796,11 @@ class ModelState:
                 "a model has too much state to compare: checks='-state' has no effect on it"
             )
             return None
-        return StateContract(self, last, touched, remedy, weights)
+        shared = None if self._shared is None or grew else self._shared()
+        if shared is None or not shared.is_of(last, touched, remedy):
+            shared = StateContract(self, last, touched, remedy, weights())
+            self._shared = weakref.ref(shared)
+        return shared
 
     def _add_cached(self) -> None:
         """Count functions behind ``lru_cache`` among the code that ran: it may be the cache."""
@@ -896,7 +904,24 @@ class StateContract:
     ) -> None:
         self._model, self._remedy, self._weights = model, remedy, weights
         self._touched = None if touched is None else frozenset(touched)
+        self._starts: frozenset[int] | None = None  # where tensors of the state begin
         self._take(state)
+
+    @property
+    def weights(self) -> Weights:
+        """The weights that are compared."""
+        assert self._weights is not None
+        return self._weights
+
+    def is_of(self, state: State, touched: Collection[int], remedy: str) -> bool:
+        """Return whether this is the contract of a capture of a state, where tensors stayed."""
+        if state is not self._state or remedy != self._remedy or self._touched is None:
+            return False
+        if self._starts is None:
+            values = [value for value in state.values.values() if isinstance(value, TensorRead)]
+            self._starts = frozenset([value.start for value in values if value.start is not None])
+        is_same = self._starts.intersection(touched) == self._starts & self._touched
+        return is_same and self._part is None and self._is_same()
 
     @property
     def state(self) -> State:

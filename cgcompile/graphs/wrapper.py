@@ -601,7 +601,7 @@ class CUDAGraphWrapper(Transparent):
         if not self._guarded:
             entry = CUDAGraphEntry(descriptor, sequence, output, context=read)
         else:
-            weights = Weights(self._compared("weights"), tensor_type)
+            weights, state = self._contract(ran, touched)
             track = self._track(descriptor) if self.step_table.debug else None
             reads_grad &= not torch.is_grad_enabled()  # where the result has shown it
             entry = CUDAGraphEntry(
@@ -614,7 +614,7 @@ class CUDAGraphWrapper(Transparent):
                 reads_grad or holds_parameters_with_grad(self.runnable),
                 results_of_call(output, result, args, kwargs, weights.objects, track),
                 read,
-                self._contract(weights, ran, touched),
+                state,
             )
         return Captured(entry, result, starts, self._executes, refused)
 
@@ -640,12 +640,17 @@ class CUDAGraphWrapper(Transparent):
         self._state.begin()
 
     def _contract(
-        self, weights: Weights, ran: RanCode, touched: set[int]
-    ) -> StateContract | Contract:
-        """Return the contract of the weights and of the state after a capture."""
-        remedy, state = self.remedy, self._state
-        contract = None if state is None else state.contract(ran, touched, remedy, weights)
-        return contract or weights.contract(remedy)
+        self, ran: RanCode, touched: set[int]
+    ) -> tuple[Weights, StateContract | Contract]:
+        """Return the weights after a capture, and the contract of them and of the state."""
+        assert self._pool is not None
+        read = partial(Weights, self._compared("weights"), self._pool.device.tensor_type)
+        state = self._state
+        contract = None if state is None else state.contract(ran, touched, self.remedy, read)
+        if contract is not None:
+            return contract.weights, contract
+        weights = read()
+        return weights, weights.contract(self.remedy)
 
     def _hold(
         self,

@@ -16,7 +16,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from hazards.table import HELPERS
-from lib.front_ends import ROWS, WIDTH, WRAPPERS, assert_steps_equal_eager, front_end
+from lib.front_ends import (
+    ROWS,
+    WIDTH,
+    WRAPPERS,
+    assert_steps_equal_eager,
+    context,
+    front_end,
+    settings,
+)
 from torch import nn
 
 import cgcompile
@@ -1002,3 +1010,38 @@ def test_names_of_code() -> None:
     names, global_names = names_loaded(code.__code__)
     assert {"first", "second", "third"} <= names
     assert "SETTING" in global_names
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_captures_of_one_state_share_its_contract(name: str) -> None:
+    """Each size follows equal objects, and refuses other values and other weights."""
+
+    model = Scaled()
+    wrapper = getattr(cgcompile, name)(model, settings("cpu"))
+    buffers = {rows: torch.zeros(rows, WIDTH) for rows in (8, 4)}
+
+    def check_all() -> None:
+        for rows, buffer in buffers.items():
+            buffer.copy_(torch.randn(rows, WIDTH))
+            with torch.inference_mode(), context(rows):
+                torch.testing.assert_close(wrapper(buffer), model(buffer))
+
+    def refuse_all(match: str, error: Any) -> None:
+        for rows, buffer in buffers.items():
+            with torch.inference_mode(), context(rows), pytest.raises(error, match=match):
+                wrapper(buffer)
+
+    for _ in range(2):
+        check_all()
+    first, second = [entry.state for entry in wrapper.entries]
+    assert first is second
+    model.table = {"k": 1.0}
+    check_all()
+    check_all()
+    assert (wrapper.counters.captures, wrapper.counters.replays) == (2, 6)
+    model.table = {"k": 3.0}
+    refuse_all("table", HostValueChangedError)
+    model.table = {"k": 1.0}
+    check_all()
+    model.layers[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+    refuse_all("weight", AddressChangedError)
